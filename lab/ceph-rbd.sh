@@ -1,7 +1,7 @@
 #!/bin/bash
 # ceph-rbd.sh DIR - tests RBD images of the Ceph that ceph.sh runs in DIR as devices of the program FREESTONE, through librbd (kind rbd) and
 # through qemu-nbd (kind nbd): as the base of a fork, as the origin of a snapshot, and written while the OSD is killed. Through librbd also:
-# holes, snapshots of RBD, sizes, pages of a RAM disk, and missing images. Also runs the commands in docs/rbd.md and docs/nbd-client.md.
+# holes, snapshots of RBD, sizes, pages of a RAM disk, and missing images. Also runs the commands in docs/how-to/remote-images.md.
 # ceph.sh prints the other variables.
 set -eu
 cd "$(dirname "$0")/.."
@@ -189,14 +189,14 @@ qemu-io -r -f raw -c 'read -q -P 6 0 64k' "$(uri d)" >"$dir/said" 2>&1 && [ ! -s
 end_all
 for name in golden vm holes copies; do timeout $seconds rbd rm --no-progress rbd/$name; done
 
-shown() { # page: runs the commands in its section Ceph and compares the output
-  say "$1, its commands"
+shown() { # page, section: runs the commands in the section and compares the output
+  say "$1, $2: its commands"
   mkdir "$dir/shown" "$dir/shown/bin"
   ln -s "$FREESTONE" "$dir/shown/bin/freestone"
   head -c 16M "$FREESTONE" >"$dir/shown/t.tar"
-  lines=$(awk '/^#/ {inside = ($0 == "## Ceph")} inside && sub(/^    /, "")' "$1" |
+  lines=$(awk -v title="## $2" '/^#/ {inside = ($0 == title)} inside && sub(/^    /, "")' "$1" |
     sed "s:/tmp/freestone-0/:$dir/shown/freestone/:g; s:/tmp/try/:$dir/shown/:g; s:/etc/ceph/ceph.conf:$CEPH_CONF:g")
-  [ -n "$lines" ] || wrong "$1 has no commands"
+  [ -n "$lines" ] || wrong "$1, $2: no commands"
   number=0
   while IFS= read -r line; do
     case $line in
@@ -220,10 +220,10 @@ shown() { # page: runs the commands in its section Ceph and compares the output
     for pid in $(jobs -p); do kill "$pid"; wait "$pid" || wrong "the server ends with $?"; done
   )
   rm -rf "$dir/shown"; }
-shown docs/rbd.md
+shown docs/how-to/remote-images.md 'Snapshot and fork an image in RBD'
 timeout $seconds rbd snap unprotect rbd/vm@golden
 timeout $seconds rbd snap rm --no-progress rbd/vm@golden
 timeout $seconds rbd rm --no-progress rbd/vm
-shown docs/nbd-client.md
+shown docs/how-to/remote-images.md 'Use RBD through qemu-nbd'
 for name in vm golden; do timeout $seconds rbd rm --no-progress rbd/$name; done
 rm -rf "$dir"

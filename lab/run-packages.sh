@@ -112,7 +112,7 @@ installed_and_gone() {
   ok "removed and purged: of $(wc -l <"$dir/before") files and directories each is as before, and none is new"
 }
 
-# Makes a certificate authority and a server certificate for this machine, as in docs/nbd.md: $1/{ca,server}-{cert,key}.pem.
+# Makes a certificate authority and a server certificate for this machine, as in docs/how-to/access.md: $1/{ca,server}-{cert,key}.pem.
 certificates() {
   mkdir -p "$1"
   new="openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"

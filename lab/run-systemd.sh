@@ -71,7 +71,7 @@ name = "build"
 kind = "ram"
 disksize = "64M"
 keep = true
-on_lost = "empty"
+on_data_loss = "empty"
 
 [[device]]
 name = "scratch"
@@ -91,14 +91,14 @@ mkdir -p "$root/var/lib/freestone-server"; head -c 1M "$root/usr/bin/bash" >"$ro
 shown() { # PAGE LINE
   awk -v line="$2" 'index($0, line) { on = 1; next } on && /^    / { sub(/^ +/, ""); print; seen = 1; next } on && NF && seen { exit }' "$1"; }
 for unit in service timer; do
-  shown docs/object-storage.md "\`/etc/systemd/system/freestone-push.$unit\`:" | sed 's|s3://fleet/images|file:///var/lib/freestone-server/images|' \
+  shown docs/how-to/object-storage.md "\`/etc/systemd/system/freestone-push.$unit\`:" | sed 's|s3://fleet/images|file:///var/lib/freestone-server/images|' \
     >"$root/usr/lib/systemd/system/freestone-push.$unit"; done
-shown docs/object-storage.md '(`chmod 600`):' >"$root/etc/freestone-store.env"; chmod 600 "$root/etc/freestone-store.env"
+shown docs/how-to/object-storage.md '(`chmod 600`):' >"$root/etc/freestone-store.env"; chmod 600 "$root/etc/freestone-store.env"
 mkdir -p "$root/etc/systemd/system/freestone-server.service.d"
 printf '[Service]\nEnvironmentFile=/etc/freestone-store.env\n' >"$root/etc/systemd/system/freestone-server.service.d/store.conf"
-shown docs/recipes.md 'By `systemctl edit freestone`' >"$root/etc/freestone-without-ublk.conf"
+shown docs/how-to/services.md 'By `systemctl edit freestone`' >"$root/etc/freestone-without-ublk.conf"
 mkdir -p "$root"/srv/{data,build,scratch,far} "$root"/etc/{freestone-mkfs,freestone-nbd} "$root/etc/systemd/system/freestone-tmp.service.d"
-# The recipe of docs/recipes.md with smaller sizes.
+# The recipe of docs/how-to/services.md with smaller sizes.
 printf '[Service]\nExecStart=\nExecStart=/usr/bin/freestone serve --ublk --nbd unix:/run/freestone-tmp/nbd.sock tmp=ram,disksize=256M,mem_limit=64M\n' \
   >"$root/etc/systemd/system/freestone-tmp.service.d/size.conf"
 echo 'MKFS_OPTIONS="-q -O ^has_journal -E root_perms=1777"' >"$root/etc/freestone-mkfs/tmp"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # writeback.sh - runs in the kernel lab (see run-writeback.sh): runs the same operations on the kernel's zram and on Freestone's, records the
 # results and compares line by line. Both use the plain layout (compressed_writeback=0), lz4, and equal backing devices. Intended
-# differences, which docs/zram.md lists, are not tested here.
+# differences, which docs/explanation/zram.md lists, are not tested here.
 set -u
 BIG=/dev/vda SMALL=/dev/vdb     # 64 MiB, and 1 MiB: 256 blocks
 PAGE=4096

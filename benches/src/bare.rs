@@ -1,5 +1,5 @@
-//! Reference for the codec benchmarks: the bare codec over a contiguous store of the same objects,
-//! without locks, pool or accounting.
+//! Reference for the codec benchmarks: the bare codec over a contiguous store of the same
+//! compressed pages, without slot locks, pool or accounting.
 
 use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
@@ -14,7 +14,7 @@ pub struct Store {
     objects: Vec<u8>,
 }
 
-/// Location and kind of a page's object.
+/// Location and kind of a stored page.
 #[derive(Clone, Copy)]
 struct Entry {
     at: u64,
@@ -23,41 +23,42 @@ struct Entry {
 
 #[derive(Clone, Copy)]
 enum Kind {
-    /// Same-filled page: `at` holds the pattern.
+    /// Same-filled page: `at` holds the repeated 64-bit pattern instead of an offset in `objects`.
     Same,
     Huge,
     Compressed(u16),
 }
 
-/// Number of pages by kind.
+/// Number of pages by kind, and their stored size.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Census {
     pub same: u64,
     pub huge: u64,
     pub compressed: u64,
-    /// Bytes of all objects.
+    /// Size in bytes of all stored pages: compressed ones, and incompressible ones as a whole.
     pub bytes: u64,
 }
 
-/// The bare codec. A type parameter selects the code, so no loop pays for a dynamic choice.
+/// A page codec. Measured loops take the codec as a type parameter, so they pay for no dynamic
+/// dispatch.
 pub trait Codec {
-    /// Compresses into `scratch` and returns the object's size, or None if the page is
-    /// incompressible.
+    /// Compresses `page` into `scratch`. Returns the compressed size in bytes, or None if the page
+    /// is incompressible.
     fn compress(&mut self, page: &Page, scratch: &mut Scratch) -> Option<usize>;
-    /// Decompresses an object. Returns false unless it yields a whole page.
+    /// Decompresses `object` into `page`. Returns false unless `object` yields a whole page.
     fn decompress(&self, object: &[u8], page: &mut Page) -> bool;
 }
 
-/// The codec as the library calls it.
-pub struct Ours(pub Streams);
+/// Freestone's codec, called in the same way as by a RAM disk.
+pub struct LibraryCodec(pub Streams);
 
-impl Ours {
+impl LibraryCodec {
     pub fn new() -> Result<Self> {
         Ok(Self(Streams::new(Algorithm::Lz4, &Params::default())?))
     }
 }
 
-impl Codec for Ours {
+impl Codec for LibraryCodec {
     #[inline]
     fn compress(&mut self, page: &Page, scratch: &mut Scratch) -> Option<usize> {
         self.0.compress(page, scratch).map(<[u8]>::len)
@@ -68,18 +69,18 @@ impl Codec for Ours {
     }
 }
 
-/// liblz4's plain functions, to check that the library's codec is not a slow reference.
-pub struct Plain {
+/// Codec with liblz4's plain functions, to check that Freestone's codec is not a slow reference.
+pub struct Liblz4Codec {
     out: Box<Page>,
 }
 
-impl Plain {
+impl Liblz4Codec {
     pub fn new() -> Self {
         Self { out: Box::new([0; PAGE_BYTES]) }
     }
 }
 
-impl Codec for Plain {
+impl Codec for Liblz4Codec {
     #[inline]
     fn compress(&mut self, page: &Page, _: &mut Scratch) -> Option<usize> {
         plain::compress(page, &mut self.out[..Scratch::BYTES])
@@ -91,9 +92,9 @@ impl Codec for Plain {
 }
 
 impl Store {
-    /// Compresses all of `pages`.
+    /// Compresses all pages of `pages`. Returns the store and the number of pages by kind.
     pub fn build(pages: &[u8]) -> Result<(Self, Census)> {
-        let codec = Ours::new()?;
+        let codec = LibraryCodec::new()?;
         let mut store = Self { entries: Vec::new(), objects: Vec::with_capacity(pages.len()) };
         let mut census = Census::default();
         for page in whole_pages(pages) {
@@ -119,7 +120,7 @@ impl Store {
         Ok((store, census))
     }
 
-    /// Reads a page into `into`.
+    /// Reads page number `page` of the store into `into`.
     #[inline]
     pub fn read(&self, codec: &impl Codec, page: u32, into: &mut Page) {
         let Entry { at, kind } = self.entries[page as usize];
@@ -133,8 +134,8 @@ impl Store {
         }
     }
 
-    /// Does the codec's work for a page write: finds a pattern, compresses, or copies the whole
-    /// page.
+    /// Does the codec's part of writing a page of the same kind as page `number` of the store:
+    /// finds the repeated pattern, compresses, or copies the whole incompressible page.
     #[inline]
     pub fn write(
         &self,
@@ -153,10 +154,10 @@ impl Store {
         }
     }
 
-    /// Like [`write`](Self::write), and also copies the object over the old object of `slot`, cut
-    /// to its size. Every store has to do at least this.
+    /// Like [`write`](Self::write), and also copies the new compressed page over the old one of
+    /// `slot`, truncated to the old size. Every real store does at least this work.
     #[inline]
-    pub fn write_to_place(&mut self, codec: &mut Ours, slot: u32, page: &Page) {
+    pub fn write_to_place(&mut self, codec: &mut LibraryCodec, slot: u32, page: &Page) {
         let Entry { at, kind } = self.entries[slot as usize];
         let room = match kind {
             Kind::Same => return,
@@ -169,7 +170,7 @@ impl Store {
         self.objects[at as usize..][..len].copy_from_slice(&object[..len]);
     }
 
-    /// Fails if a page does not read back unchanged.
+    /// Returns an error if a page of the store differs from the same page of `pages`.
     pub fn verify(&self, codec: &impl Codec, pages: &[u8]) -> Result<()> {
         let mut back = [0; PAGE_BYTES];
         for (number, page) in whole_pages(pages).enumerate() {
@@ -180,7 +181,7 @@ impl Store {
     }
 }
 
-/// Returns the 64-bit pattern that the page repeats, if any.
+/// Returns the 64-bit pattern that the page repeats, or None if the page is not same-filled.
 pub fn same_filled(page: &Page) -> Option<u64> {
     let (first, _) = page.split_first_chunk::<8>()?;
     (page[..PAGE_BYTES - 8] == page[8..]).then_some(u64::from_ne_bytes(*first))
@@ -192,7 +193,8 @@ pub fn lz4_version() -> String {
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
 }
 
-/// Fails if liblz4's plain functions cannot compress and decompress the first pages.
+/// Returns an error if liblz4's plain functions do not compress and decompress the first 1000 pages
+/// unchanged.
 pub fn check_plain(pages: &[u8]) -> Result<()> {
     let mut back = [0; PAGE_BYTES];
     let mut out = [0; PAGE_BYTES];

@@ -11,9 +11,10 @@ use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use crate::instructions::{Content, DISK_BYTES, RequestKind};
 
-/// Request counts of the two runs. Their difference excludes the setup.
+/// Request counts of the two runs. The setup costs the same in both, so their difference excludes
+/// it.
 const COUNTS: [u64; 2] = [10_000, 30_000];
-/// Name of the loop's command.
+/// Hidden command of this program that runs the counted loop.
 const LOOP: &str = "instructions-loop";
 
 /// Disk that serves the requests.
@@ -27,7 +28,7 @@ enum Disk {
 }
 
 impl Disk {
-    /// Returns the option of the loop's command.
+    /// Returns the option that selects this disk in the loop's command, or None for a plain disk.
     fn word(self) -> Option<&'static str> {
         match self {
             Self::Plain => None,
@@ -45,7 +46,7 @@ pub struct Args {
     against: Option<PathBuf>,
 }
 
-/// Counts instructions for every kind of request.
+/// Counts the instructions of reads and writes, for each page content and each kind of disk.
 pub fn run(args: &Args) -> Result<Vec<Report>> {
     let own = std::env::current_exe().context("this program's own file")?;
     let mut rows = Vec::new();
@@ -60,7 +61,7 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
             let backed = instructions_per_request(&own, request, content, Disk::Backed)?;
             let fork = instructions_per_request(&own, request, content, Disk::Fork)?;
             for (disk, count) in [("", plain), (", with a backing device", backed)] {
-                rows.push(Row::one(format!("{what}{disk}"), Unit::Count, count));
+                rows.push(Row::single(format!("{what}{disk}"), Unit::Count, count));
                 if let Some(other) = other {
                     let more = Summary::one(count / other);
                     let row = Row::ratio(format!("{what}{disk} / before"), more)
@@ -123,7 +124,7 @@ pub fn command(program: &Path, options: &[&str]) -> Command {
     command
 }
 
-/// Runs the command and returns the instructions from start to end.
+/// Runs a command of callgrind and returns the number of instructions that its process executed.
 pub fn count_instructions(command: &mut Command) -> Result<u64> {
     parse_count(&command.output().context(VALGRIND_MISSING)?)
 }
@@ -135,7 +136,7 @@ pub fn parse_count(output: &Output) -> Result<u64> {
     parse(&stderr).with_context(|| format!("callgrind gave no count: {stderr}"))
 }
 
-/// Parses `==17== Collected : 123456`.
+/// Parses callgrind's line `==17== Collected : 123456`. Returns None if `stderr` has no such line.
 fn parse(stderr: &str) -> Option<u64> {
     let line = stderr.lines().find_map(|line| line.split_once("Collected :"))?;
     line.1.trim().parse().ok()

@@ -1,5 +1,5 @@
-//! `codec` benchmark: a RAM disk against the bare codec. Shows the cost of slots, pool and
-//! accounting.
+//! `codec` benchmark: compares a RAM disk with the bare codec. The difference is the cost of slots,
+//! pool and accounting.
 
 use std::hint::black_box;
 
@@ -10,7 +10,7 @@ use freestone::device::{Blocking, Flags};
 use freestone::ram::Ram;
 use freestone_report::{Report, Row, Summary, Target};
 
-use crate::bare::{Codec, Ours, Plain, Store};
+use crate::bare::{Codec, Liblz4Codec, LibraryCodec, Store};
 use crate::data::page_at;
 use crate::machine;
 use crate::measure::{Times, alternate};
@@ -20,7 +20,7 @@ use crate::setup::Setup;
 /// Default data size, in bytes.
 const BYTES: u64 = 512 << 20;
 
-/// Runs the benchmark on every data set.
+/// Runs the benchmark on every selected data set and returns a report for each.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     let cpus = machine::allowed_cpus()?;
     machine::pin_to(cpus[cpus.len() - 1])?;
@@ -37,8 +37,8 @@ fn run_set(setup: &Setup, options: &Options) -> Result<Report> {
     let Setup { ram, store, pages, .. } = setup;
     let (slots, contents) = setup.orders();
     let slices = options.slices();
-    let ours = Ours::new()?;
-    let plain = Plain::new();
+    let ours = LibraryCodec::new()?;
+    let plain = Liblz4Codec::new();
     let mut reads = alternate(
         slices,
         &mut [
@@ -48,7 +48,7 @@ fn run_set(setup: &Setup, options: &Options) -> Result<Report> {
         ],
     );
     let (mut ours, mut plain) = (ours, plain);
-    let (mut storing, mut placed) = (Ours::new()?, store.clone());
+    let (mut storing, mut placed) = (LibraryCodec::new()?, store.clone());
     let mut writes = alternate(
         slices,
         &mut [
@@ -93,7 +93,7 @@ fn run_set(setup: &Setup, options: &Options) -> Result<Report> {
 fn compare(what: &str, times: &mut [Times], target: Target) -> Vec<Row> {
     let [engine, ours, plain, more @ ..] = times else { return Vec::new() };
     let storing = more.iter().map(|placed| {
-        Row::over(
+        Row::ratio_of(
             format!("{what} / bare codec and copying the object to its place"),
             &placed.wall,
             &engine.wall,
@@ -102,19 +102,19 @@ fn compare(what: &str, times: &mut [Times], target: Target) -> Vec<Row> {
         .part("bare ns", placed.median())
     });
     let rows = [
-        Row::over(format!("{what} / bare codec"), &ours.wall, &engine.wall)
+        Row::ratio_of(format!("{what} / bare codec"), &ours.wall, &engine.wall)
             .target(target)
             .part("ns", engine.median())
             .part("bare ns", ours.median()),
-        Row::over(format!("{what} / bare codec, CPU time"), &ours.cpu, &engine.cpu),
-        Row::over(format!("{what} / plain liblz4"), &plain.wall, &engine.wall)
+        Row::ratio_of(format!("{what} / bare codec, CPU time"), &ours.cpu, &engine.cpu),
+        Row::ratio_of(format!("{what} / plain liblz4"), &plain.wall, &engine.wall)
             .part("ns", engine.median())
             .part("liblz4 ns", plain.median()),
     ];
     rows.into_iter().chain(storing).collect()
 }
 
-/// Reads pages through the RAM disk.
+/// Reads the pages `slots` through the RAM disk.
 pub fn engine_reads(ram: &Ram, slots: impl Iterator<Item = u32>) {
     let mut into: Page = [0; PAGE_BYTES];
     for slot in slots {
@@ -124,7 +124,8 @@ pub fn engine_reads(ram: &Ram, slots: impl Iterator<Item = u32>) {
     }
 }
 
-/// Rewrites pages through the RAM disk.
+/// Rewrites pages through the RAM disk. Each item has a slot and the number of the page of `pages`
+/// to write there.
 pub fn engine_writes(ram: &Ram, pages: &[u8], slots_and_contents: impl Iterator<Item = (u32, u32)>) {
     for (slot, content) in slots_and_contents {
         let page = black_box(page_at(pages, content));
@@ -133,7 +134,7 @@ pub fn engine_writes(ram: &Ram, pages: &[u8], slots_and_contents: impl Iterator<
     }
 }
 
-/// Reads pages with the bare codec.
+/// Reads the pages `slots` from `store` with the bare codec.
 pub fn bare_reads(store: &Store, codec: &impl Codec, slots: impl Iterator<Item = u32>) {
     let mut into: Page = [0; PAGE_BYTES];
     for slot in slots {
@@ -142,7 +143,7 @@ pub fn bare_reads(store: &Store, codec: &impl Codec, slots: impl Iterator<Item =
     }
 }
 
-/// Compresses pages with the bare codec, as a rewrite does.
+/// Compresses the pages with the numbers `contents` with the bare codec, as a rewrite does.
 pub fn bare_writes(store: &Store, codec: &mut impl Codec, pages: &[u8], contents: impl Iterator<Item = u32>) {
     let mut scratch = Scratch::new();
     let mut copy: Page = [0; PAGE_BYTES];

@@ -22,9 +22,9 @@ const SEED: u64 = 0x5EED_0FF4_EE57;
 const REAL: [(&str, u64); 4] = [("/usr/bin", 12), ("/usr/include", 8), ("/usr/share", 25), ("/usr/lib", 55)];
 const COPY_BYTES: usize = 1 << 20;
 
-/// A data set: pages by number.
+/// A data set: a sequence of pages, numbered from 0.
 pub struct Data {
-    /// Description for people: content and origin.
+    /// Content and origin of the data, for the report.
     pub description: String,
     /// Number of pages.
     pub pages: u64,
@@ -63,7 +63,7 @@ impl Data {
         Ok(Self { description, pages, source: Source::File(file) })
     }
 
-    /// Fills `into` (whole pages) with the pages from number `page` on.
+    /// Fills `into` (whole pages) with the pages of the data set from number `page` on.
     pub fn read(&self, page: u64, into: &mut [u8]) -> Result<()> {
         match &self.source {
             Source::File(file) => file.read_exact_at(into, page * PAGE_BYTES as u64)?,
@@ -76,7 +76,7 @@ impl Data {
         Ok(())
     }
 
-    /// Loads all pages into memory and touches them.
+    /// Reads all pages into one buffer, which also allocates its memory before a measurement.
     pub fn load(&self) -> Result<IoBuf> {
         let mut all = IoBuf::zeroed(self.pages as usize * PAGE_BYTES)?;
         for (index, piece) in all.chunks_mut(COPY_BYTES).enumerate() {
@@ -85,7 +85,7 @@ impl Data {
         Ok(all)
     }
 
-    /// Writes all pages to an existing file, from its start.
+    /// Writes all pages to an existing file, from the start of the file.
     pub fn save(&self, path: &Path) -> Result<()> {
         let context = || format!("{}", path.display());
         let mut file = File::options().write(true).open(path).with_context(context)?;
@@ -99,14 +99,15 @@ impl Data {
         file.sync_all().with_context(context)
     }
 
-    /// Bytes of all pages.
+    /// Returns the size of the data set in bytes.
     pub fn bytes(&self) -> u64 {
         self.pages * PAGE_BYTES as u64
     }
 }
 
-/// Fills a page as fio 3.33 does with the options above: the first 40 % (1638 bytes) are random
-/// words, the rest zeroes. The generator differs from fio's; its output is as incompressible.
+/// Fills a page as fio 3.33 does with the options in the description of the data set: the first 40
+/// % (1638 bytes) are random words, the rest zeroes. The generator differs from fio's; its output
+/// is as incompressible.
 pub fn fio_page(number: u64, page: &mut [u8]) {
     let (noise, rest) = page.split_at_mut(PAGE_BYTES * 40 / 100);
     let mut random = Random::new(number);
@@ -121,7 +122,7 @@ pub fn whole_pages(pages: &[u8]) -> impl ExactSizeIterator<Item = &Page> {
     pages.as_chunks().0.iter()
 }
 
-/// Returns a page of a buffer.
+/// Returns page `number` of a buffer.
 #[inline]
 pub fn page_at(pages: &[u8], number: u32) -> &Page {
     &pages.as_chunks().0[number as usize]
@@ -140,7 +141,8 @@ fn real_file(dir: &Path, bytes: u64) -> Result<PathBuf> {
     let mut left = bytes;
     let mut shares = 100;
     for (from, share) in REAL {
-        // Divide the remaining bytes by the remaining shares.
+        // Shares of the remaining bytes: if a directory had too little data, the next ones
+        // contribute more.
         let want = left / shares * share;
         shares -= share;
         left -= copy_tar(from, if shares == 0 { left } else { want }, &mut file)?;
@@ -150,7 +152,8 @@ fn real_file(dir: &Path, bytes: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Copies at most `limit` bytes of a tar of `dir` in the order of names.
+/// Writes at most `limit` bytes of a tar archive of `dir`, sorted by name, to `into`. Returns the
+/// number of bytes written.
 fn copy_tar(dir: &str, limit: u64, into: &mut File) -> Result<u64> {
     let mut tar = Command::new("tar")
         .args(["--create", "--sort=name", "--mtime=@0", "--owner=0", "--group=0", "--numeric-owner"])
@@ -172,13 +175,14 @@ fn copy_tar(dir: &str, limit: u64, into: &mut File) -> Result<u64> {
         into.write_all(&buffer[..n])?;
         copied += n as u64;
     }
-    // tar may have more output; its exit status does not matter then.
+    // The archive may be longer than the limit. Then tar fails to write the rest, so its exit
+    // status is ignored.
     drop(output);
     tar.wait()?;
     Ok(copied)
 }
 
-/// Random number generator (`SplitMix64`) with a stream for each number.
+/// Random number generator (`SplitMix64`) with numbered streams, each a sequence of its own.
 pub struct Random(u64);
 
 impl Random {
@@ -196,7 +200,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Returns all numbers below `count`, shuffled.
+    /// Returns the numbers below `count` in random order.
     pub fn permutation(&mut self, count: u64) -> Vec<u32> {
         let mut all: Vec<u32> = (0..count as u32).collect();
         for end in (1..all.len()).rev() {
@@ -206,8 +210,8 @@ impl Random {
     }
 }
 
-/// Endless random sequence of numbers from a range, reproducible from its seed. The sequence never
-/// repeats an order: a pool has it too easy if objects are freed in the order of allocation.
+/// Endless random sequence of numbers from a range, reproducible from its seed. The order never
+/// repeats: freeing objects in the order of their allocation would be too easy for a pool.
 #[derive(Clone, Copy)]
 pub struct Order {
     seed: u64,

@@ -7,7 +7,8 @@ use anyhow::Result;
 use freestone::device::Device;
 use freestone_nbd::{Address, ExportOptions, Limits, Server};
 
-/// Serves a device as the default export until the server is dropped.
+/// Serves a device as the default export of the Unix socket `socket` until the returned server is
+/// dropped.
 pub fn export(device: Arc<dyn Device>, socket: &Path) -> Result<Server> {
     let server = Server::new(Limits::default());
     publish(&server, &Address::Unix(socket.to_owned()), device)?;

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::tool;
 
-/// Requests in flight on each connection.
+/// Number of requests in flight on each connection.
 pub const DEPTH: u32 = 32;
 /// Compressible part of fio's write buffers, in percent.
 pub const COMPRESSIBLE_PERCENT: u32 = 60;
@@ -38,7 +38,7 @@ pub struct Load {
     pub block_bytes: u32,
     pub connections: u32,
     pub amount: Amount,
-    /// Round number, part of the random seeds.
+    /// Number of the round, from which the random seeds are computed.
     pub round: u32,
 }
 
@@ -54,7 +54,7 @@ pub fn run(socket: &Path, load: &Load) -> Result<RunResult> {
     parse(&tool::run(&mut command(socket, load), "fio")?, load.direction)
 }
 
-/// Returns the command of a run.
+/// Returns the fio command of a run.
 pub fn command(socket: &Path, load: &Load) -> Command {
     let mut command = Command::new("fio");
     let direction = match load.direction {

@@ -11,9 +11,9 @@ use freestone::ram::Ram;
 
 use crate::data::{Order, fio_page};
 
-/// Pages of the disk.
+/// Number of pages of the disk.
 const PAGES: u32 = 4096;
-/// Bytes of the disk.
+/// Size of the disk in bytes.
 pub const DISK_BYTES: u64 = PAGES as u64 * PAGE_BYTES as u64;
 
 /// Arguments of the loop.
@@ -46,8 +46,8 @@ pub enum Content {
     Same,
 }
 
-/// Fills a disk of [`DISK_BYTES`] and runs the loop. The difference of two runs with different
-/// counts excludes the setup.
+/// Fills a disk of [`DISK_BYTES`] and runs the loop on it. The difference of two runs with
+/// different counts excludes the setup.
 pub fn run(ram: &Ram, Loop { request, content, count }: Loop) -> Result<()> {
     let mut pages = IoBuf::zeroed(DISK_BYTES as usize)?;
     for (number, page) in (0_u32..).zip(pages.chunks_exact_mut(PAGE_BYTES)) {

@@ -22,11 +22,11 @@ pub mod measure;
 mod memory;
 mod nbd_client;
 pub mod options;
-mod ours;
 mod process;
+mod program_path;
 mod restarts;
 mod run_dir;
-mod served;
+mod server_process;
 pub mod setup;
 mod threads;
 mod tls_client;
@@ -181,7 +181,7 @@ impl Bench {
 
 /// Starts a run, and prints machine and command.
 pub fn begin() -> Document {
-    let document = Document::begin(env!("CARGO_PKG_VERSION"), bare::lz4_version());
+    let document = Document::new(env!("CARGO_PKG_VERSION"), bare::lz4_version());
     println!("{}", document.machine);
     println!("command: {}\n", document.command);
     document
@@ -195,5 +195,5 @@ pub fn main() -> Result<()> {
     let mut document = begin();
     let Some(reports) = cli.bench.run(&cli.options)? else { return Ok(()) };
     document.reports = reports;
-    document.finish(&cli.options.json_file(matches.subcommand_name().unwrap_or_default()))
+    document.save(&cli.options.json_file(matches.subcommand_name().unwrap_or_default()))
 }

@@ -14,7 +14,7 @@ pub fn pin_to(cpu: usize) -> Result<()> {
     pin_to_any(&[cpu])
 }
 
-/// Restricts the calling thread to some CPUs.
+/// Restricts the calling thread to the given CPUs.
 pub fn pin_to_any(cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     for &cpu in cpus {

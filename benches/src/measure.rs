@@ -8,7 +8,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// Number and length of slices.
 #[derive(Debug, Clone, Copy)]
 pub struct Slices {
-    /// Slices of each side.
+    /// Number of slices of each side.
     pub pairs: u32,
     /// Approximate length of a slice.
     pub slice: Duration,
@@ -41,7 +41,7 @@ impl Times {
     }
 }
 
-/// Returns the CPU time of the calling thread.
+/// Returns the CPU time of the calling thread so far.
 pub fn thread_clock() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -52,8 +52,8 @@ pub fn median(of: &[f64]) -> f64 {
     Summary::of(of.iter().copied()).median
 }
 
-/// Runs the sides in turn. All sides run the same operations in a round; every other round uses the
-/// opposite order. The caller has warmed up the sides.
+/// Runs the sides in turn and returns the times of each. All sides run the same operations in a
+/// round; every other round uses the opposite order. The caller must have warmed up the sides.
 pub fn alternate(slices: Slices, sides: &mut [Side<'_>]) -> Vec<Times> {
     let ops = calibrate(slices.slice, sides);
     let mut times = vec![Times::default(); sides.len()];

@@ -23,7 +23,7 @@ const ROUNDS: usize = 3;
 /// Minimum data size for targets. With less data, constant costs (streams, first arrays) dominate.
 const JUDGED_BYTES: u64 = 1 << 30;
 
-/// Runs the benchmark on every data set.
+/// Runs the benchmark on every selected data set and returns a report for each.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     options.sets(&[Set::Real]).into_iter().map(|set| run_set(set, options)).collect()
 }
@@ -47,7 +47,8 @@ impl Orders {
     }
 }
 
-/// The disk's own statistics at one moment, and the memory of the process by the kernel.
+/// The disk's own memory statistics at one moment, and the memory of the process as the kernel
+/// counts it, in bytes.
 #[derive(Clone, Copy)]
 struct MemoryStat {
     compressed: u64,
@@ -60,7 +61,7 @@ struct MemoryStat {
 
 impl MemoryStat {
     fn of(ram: &Ram, pss_before: u64) -> Result<Self> {
-        let (stat, memory) = (ram.mm_stat(), ram.memory());
+        let (stat, memory) = (ram.mm_stat(), ram.memory_overhead());
         Ok(Self {
             compressed: stat.compr_data_size,
             pool: stat.mem_used_total,
@@ -71,7 +72,7 @@ impl MemoryStat {
         })
     }
 
-    /// Returns the bytes to which the targets apply.
+    /// Returns the bytes of pool, leaves and back references, to which the targets apply.
     fn judged_bytes(&self) -> u64 {
         self.pool + self.leaves + self.backrefs
     }
@@ -131,7 +132,7 @@ fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
     rows.push(Row::new("time of the fill", Unit::Seconds, seconds(start)));
     let filled = MemoryStat::of(&ram, base)?;
     rows.push(
-        Row::one("compressed bytes", Unit::Mib, mib(filled.compressed))
+        Row::single("compressed bytes", Unit::Mib, mib(filled.compressed))
             .part("same pages", ram.mm_stat().same_pages as f64)
             .part("huge pages", ram.mm_stat().huge_pages as f64),
     );
@@ -172,7 +173,7 @@ fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Fails unless every page holds what the last round wrote.
+/// Returns an error unless every page of the disk has the content that the last round wrote.
 fn check(ram: &Ram, data: &Data, orders: &Orders) -> Result<()> {
     let mut page = [0; PAGE_BYTES];
     let mut back = [0; PAGE_BYTES];
@@ -211,6 +212,6 @@ fn kernel(data: &Data, orders: &Orders, options: &Options) -> Result<Vec<Row>> {
     device.compact()?;
     let took = start.elapsed().as_secs_f64();
     row("compacted")?;
-    rows.push(Row::one("zram: time of compact", Unit::Seconds, took));
+    rows.push(Row::single("zram: time of compact", Unit::Seconds, took));
     Ok(rows)
 }

@@ -10,7 +10,7 @@ use anyhow::{Result, ensure};
 
 /// Time limit for a reply. A server under valgrind is about fifty times slower.
 const REPLY_WAIT_MAX: Duration = Duration::from_secs(60);
-/// First bytes from the server.
+/// First bytes that the server sends: the magic numbers of the newstyle handshake.
 const GREETING: [u8; 16] = *b"NBDMAGICIHAVEOPT";
 /// Handshake flags of server and client: fixed newstyle, no padding.
 const HANDSHAKE_FLAGS: u16 = 3;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
-use freestone::quantity::{self, Wrong};
+use freestone::quantity::{self, ParseError};
 
 use crate::measure::Slices;
 
@@ -54,7 +54,7 @@ pub enum Set {
     Real,
 }
 
-/// Units of sizes. T is omitted, as every size in T is above the limit.
+/// Units of `--size`, with their bytes. T is omitted, as every size in T is above the limit.
 const UNITS: [(&str, u64); 3] = {
     let [_, g, m, k] = quantity::SIZES;
     [g, m, k]
@@ -74,14 +74,16 @@ impl FromStr for Size {
     fn from_str(text: &str) -> Result<Self> {
         match quantity::parse(text, &UNITS) {
             Ok(bytes) if (1 << 20..=SIZE_GIB_MAX << 30).contains(&bytes) => Ok(Self(bytes)),
-            Ok(_) | Err(Wrong::Long | Wrong::Overflow) => bail!("a size is between 1M and {SIZE_GIB_MAX}G"),
+            Ok(_) | Err(ParseError::TooLong | ParseError::Overflow) => {
+                bail!("a size is between 1M and {SIZE_GIB_MAX}G")
+            }
             Err(_) => bail!("a size must be a whole number followed by K, M or G, such as 512M"),
         }
     }
 }
 
 impl Options {
-    /// Checks what clap does not check.
+    /// Returns an error if a numeric option is out of range, which clap does not check.
     pub fn check(&self) -> Result<()> {
         ensure!(self.pairs.is_none_or(|n| (1..=PAIRS_MAX).contains(&n)), "--pairs takes 1 to {PAIRS_MAX}");
         ensure!(
@@ -93,12 +95,12 @@ impl Options {
         Ok(())
     }
 
-    /// Returns the data sets to run on.
+    /// Returns the selected data sets, or `usual` if none is selected.
     pub fn sets(&self, usual: &[Set]) -> Vec<Set> {
         if self.set.is_empty() { usual.to_vec() } else { self.set.clone() }
     }
 
-    /// Returns the bytes of data, rounded down to whole pages.
+    /// Returns the size of the data in bytes, `usual` by default, rounded down to whole pages.
     pub fn bytes(&self, usual: u64) -> u64 {
         self.size.map_or(if self.quick { 32 << 20 } else { usual }, |size| size.0) & !0xFFF
     }
@@ -112,7 +114,8 @@ impl Options {
         }
     }
 
-    /// Returns the number of repetitions of a long measurement.
+    /// Returns the number of repetitions of a long measurement: `--pairs`, or the default for a
+    /// full or a quick run.
     pub fn rounds(&self, usual: u32, quick: u32) -> u32 {
         self.pairs.unwrap_or(if self.quick { quick } else { usual })
     }

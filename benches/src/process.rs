@@ -55,8 +55,8 @@ impl Sub for Cpu {
     }
 }
 
-/// Resource usage at one moment, to compare with a later one.
-pub struct Watch {
+/// Resource usage of this process at one moment, to compare with a later one.
+pub struct UsageMeter {
     started: Instant,
     cpu: Cpu,
     threads: HashMap<u32, Thread>,
@@ -69,9 +69,9 @@ struct Thread {
     cpu: Duration,
 }
 
-/// Resource usage between two moments.
+/// Resource usage of this process between two moments.
 #[derive(Debug, Clone)]
-pub struct Spent {
+pub struct ResourceUsage {
     pub wall: Duration,
     pub cpu: Cpu,
     /// CPU time of the busiest thread, relative to `wall`. The resolution is one tick of the
@@ -82,14 +82,14 @@ pub struct Spent {
     pub disk_bytes: u64,
 }
 
-impl Watch {
+impl UsageMeter {
     /// Starts the measurement.
     pub fn start() -> Result<Self> {
         Ok(Self { disk_bytes: disk_bytes()?, threads: threads()?, cpu: Cpu::now()?, started: Instant::now() })
     }
 
     /// Ends the measurement and returns the usage since its start.
-    pub fn stop(self) -> Result<Spent> {
+    pub fn stop(self) -> Result<ResourceUsage> {
         let wall = self.started.elapsed();
         let cpu = Cpu::now()? - self.cpu;
         let mut busiest = (Duration::ZERO, String::new());
@@ -100,7 +100,7 @@ impl Watch {
                 busiest = (spent, thread.name);
             }
         }
-        Ok(Spent {
+        Ok(ResourceUsage {
             wall,
             cpu,
             busiest: busiest.0.as_secs_f64() / wall.as_secs_f64(),
@@ -124,7 +124,7 @@ fn threads() -> Result<HashMap<u32, Thread>> {
 }
 
 /// Parses `id (name) state ...`. The name may contain any character; user and system ticks are the
-/// 12th and 13th word after it.
+/// 12th and 13th word after the name.
 fn thread(stat: &str) -> Option<Thread> {
     let (front, back) = stat.rsplit_once(')')?;
     let mut words = back.split_ascii_whitespace().skip(11);
@@ -164,8 +164,8 @@ mod tests {
 
     #[test]
     fn busy_thread_is_found() {
-        let watch = Watch::start().unwrap();
-        // Use the thread's clock, because the machine may be busy.
+        let watch = UsageMeter::start().unwrap();
+        // Use the thread's clock: on a busy machine, the thread uses less CPU time than wall time.
         let started = thread_clock();
         while thread_clock().saturating_sub(started) < Duration::from_millis(100) {
             std::hint::black_box(0);

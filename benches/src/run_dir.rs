@@ -14,11 +14,11 @@ use tempfile::TempDir;
 
 use crate::data::Data;
 
-/// Exit status of a process ended by a signal is this plus the number of the signal, as in a shell.
+/// Base of the exit status after a signal: as in a shell, the status is this plus the number of the signal.
 const SIGNALLED: i32 = 128;
-/// Time that an interrupted run tries to remove its directory.
+/// Time for which an interrupted run tries to remove its directory.
 const REMOVAL: Duration = Duration::from_secs(5);
-/// Prefix of the directories of servers.
+/// Prefix of the names of servers' directories.
 const OWN_PREFIX: &str = "server-";
 
 /// Directory of a run, removed on drop and when the run is interrupted.
@@ -59,7 +59,7 @@ impl RunDir {
     pub fn new(data_dir: &Path, prefix: &str) -> Result<Self> {
         let context = || format!("{}", data_dir.display());
         std::fs::create_dir_all(data_dir).with_context(context)?;
-        // Servers get absolute paths.
+        // Servers are started with paths in this directory, which must be absolute.
         let data_dir = data_dir.canonicalize().with_context(context)?;
         let dir = tempfile::Builder::new().prefix(prefix).tempdir_in(&data_dir);
         let run_dir = Self(dir.with_context(context)?);
@@ -67,7 +67,7 @@ impl RunDir {
         Ok(run_dir)
     }
 
-    /// Starts a thread that on a signal removes the directory and exits. The kernel then ends the
+    /// Starts a thread that, on a signal, removes the directory and exits the process. The kernel then ends the
     /// servers.
     fn remove_on_signal(&self) -> Result<()> {
         let dir = self.0.path().to_owned();
@@ -81,7 +81,7 @@ impl RunDir {
         Ok(())
     }
 
-    /// Creates a file with the first `bytes` of the data.
+    /// Creates a file with the first `bytes` bytes of the data, and returns its path.
     pub fn image(&self, data: &Data, bytes: u64) -> Result<PathBuf> {
         let path = self.0.path().join("data.img");
         let context = || format!("{}", path.display());
@@ -140,9 +140,11 @@ fn strip_dirs(text: &str, dir: &Path) -> String {
 mod tests {
     use super::*;
 
+    /// Uses a file system in memory if possible: each round makes and removes hundreds of files, which takes seconds on
+    /// a busy disk.
     #[test]
     fn directory_is_removed_while_files_are_created() {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let run_dir = dir.path().join("place");
         for _ in 0..10 {
             std::fs::create_dir(&run_dir).unwrap();
@@ -150,7 +152,7 @@ mod tests {
                 // Like the run itself: create a server's directory and a file in it, as long as
                 // that succeeds.
                 scope.spawn(|| {
-                    for n in 0..1000 {
+                    for n in 0..200 {
                         let server_dir = run_dir.join(n.to_string());
                         if std::fs::create_dir(&server_dir).is_err() {
                             break;
@@ -158,7 +160,7 @@ mod tests {
                         let _ = std::fs::write(server_dir.join("overlay"), "");
                     }
                 });
-                while !run_dir.join("200").exists() {
+                while !run_dir.join("20").exists() {
                     std::thread::yield_now();
                 }
                 remove(&run_dir);

@@ -9,11 +9,11 @@ use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Flags, IoBuf};
 use freestone::ram::{Config, ForkConfig, Ram};
 
-use crate::bare::{self, Census, Ours, Plain, Store};
+use crate::bare::{self, Census, Liblz4Codec, LibraryCodec, Store};
 use crate::data::{Data, Order, Random, page_at, whole_pages};
 use crate::options::{Options, Set};
 
-/// Data, disk and reference of a comparison, warmed up and verified.
+/// Data, RAM disk and reference of a comparison, warmed up and verified.
 pub(crate) struct Setup {
     pub data: Data,
     pub pages: IoBuf,
@@ -71,8 +71,8 @@ impl Setup {
         for (slot, content) in mixing(data.pages) {
             write(&ram, slot, page_at(&pages, content))?;
         }
-        store.verify(&Ours::new()?, &pages)?;
-        store.verify(&Plain::new(), &pages)?;
+        store.verify(&LibraryCodec::new()?, &pages)?;
+        store.verify(&Liblz4Codec::new(), &pages)?;
         bare::check_plain(&pages)?;
         let mut back = [0; PAGE_BYTES];
         for (number, page) in whole_pages(&pages).enumerate() {
@@ -82,7 +82,7 @@ impl Setup {
         Ok(Self { data, pages, ram, store, census, first_fill_ns, first_fill_bare_ns })
     }
 
-    /// Returns a random sequence of slots, and one of contents for them.
+    /// Returns a random sequence of slots, and a random sequence of contents to write to them.
     pub fn orders(&self) -> (Order, Order) {
         let pages = self.data.pages as u32;
         (Order::new(3, 0, pages), Order::new(4, 0, pages))

@@ -1,5 +1,6 @@
 //! `threads` benchmark: threads on distinct slots against the same number of copies of the bare
-//! codec loop. Shows whether threads slow each other down more than the machine makes them.
+//! codec loop. Shows whether threads of the engine slow each other down more than those of the loop
+//! do.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use freestone_report::{Report, Row, Target};
 
-use crate::bare::Ours;
+use crate::bare::LibraryCodec;
 use crate::codec::{bare_reads, bare_writes, engine_reads, engine_writes};
 use crate::data::Order;
 use crate::machine;
@@ -18,7 +19,7 @@ use crate::setup::Setup;
 
 /// Default data size, in bytes.
 const BYTES: u64 = 512 << 20;
-/// Numbers of threads. The first is the reference for scaling.
+/// Numbers of threads. The first number is the reference for scaling.
 const THREADS: [usize; 4] = [1, 2, 4, 8];
 /// Operations between two checks of the stop flag.
 const BATCH: u64 = 32;
@@ -45,7 +46,7 @@ struct Speed {
     cpu: f64,
 }
 
-/// Runs the benchmark on every data set.
+/// Runs the benchmark on every selected data set and returns a report for each.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     options
         .sets(&[Set::Fio, Set::Real])
@@ -98,11 +99,11 @@ fn run_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Opt
             both.each_ref().map(|speeds| speeds.iter().map(|s| s.cpu).collect::<Vec<f64>>());
         let target = |row: Row| if threads == 2 { row.target(Target::AtLeast(0.95)) } else { row };
         rows.push(target(
-            Row::over(format!("{name}: {threads} threads / {threads} bare loops"), engine, bare)
+            Row::ratio_of(format!("{name}: {threads} threads / {threads} bare loops"), engine, bare)
                 .part("kIOPS", median(engine) / 1e3)
                 .part("bare", median(bare) / 1e3),
         ));
-        rows.push(Row::over(
+        rows.push(Row::ratio_of(
             format!("{name}: {threads} threads / {threads} bare loops, CPU time"),
             &engine_cpu,
             &bare_cpu,
@@ -112,7 +113,7 @@ fn run_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Opt
                 |all: &[f64], one: &[f64]| all.iter().zip(one).map(|(a, o)| a / o).collect::<Vec<f64>>();
             let (of_engine, of_bare) = (scale(engine, &engine_one), scale(bare, &bare_one));
             rows.push(target(
-                Row::over(format!("{name}: scaling 1 to {threads}, engine / bare"), &of_engine, &of_bare)
+                Row::ratio_of(format!("{name}: scaling 1 to {threads}, engine / bare"), &of_engine, &of_bare)
                     .part("engine", median(&of_engine))
                     .part("bare", median(&of_bare)),
             ));
@@ -125,7 +126,7 @@ fn walls(speeds: &[Speed]) -> Vec<f64> {
     speeds.iter().map(|speed| speed.wall).collect()
 }
 
-/// Runs `threads` threads for `length`.
+/// Runs `threads` threads for `length` and returns the sum of their speeds.
 fn slice(
     load: Load,
     side: Side,
@@ -143,7 +144,7 @@ fn slice(
                 scope.spawn(move || -> Result<Speed> {
                     // Reach the barrier even after a failure, so that the other threads do not
                     // hang.
-                    let ready = machine::pin_to(cpus[thread % cpus.len()]).and_then(|()| Ours::new());
+                    let ready = machine::pin_to(cpus[thread % cpus.len()]).and_then(|()| LibraryCodec::new());
                     start.wait();
                     Ok(run_worker(load, side, share(setup, thread, threads), setup, &mut ready?, round, stop))
                 })
@@ -163,7 +164,8 @@ fn slice(
     })
 }
 
-/// Returns the thread's share of the slots, and the contents that it writes.
+/// Returns the random sequence of the thread's own slots, and that of the contents that the thread
+/// writes.
 fn share(setup: &Setup, thread: usize, threads: usize) -> [Order; 2] {
     let pages = setup.data.pages as u32;
     let len = pages / threads as u32;
@@ -176,7 +178,7 @@ fn run_worker(
     side: Side,
     [slots, contents]: [Order; 2],
     setup: &Setup,
-    codec: &mut Ours,
+    codec: &mut LibraryCodec,
     round: u64,
     stop: &AtomicBool,
 ) -> Speed {

@@ -1,5 +1,5 @@
 //! NBD client with TLS (rustls) that keeps requests in flight: fixed newstyle handshake, simple
-//! replies, the default export. All measured servers have this client.
+//! replies, the default export. The client is the same for all measured servers.
 
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -83,7 +83,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Returns the negotiated cipher suite, for people.
+    /// Returns the name of the negotiated cipher suite, for the report.
     pub fn cipher(&self) -> String {
         let suite = self.tls.negotiated_cipher_suite();
         suite.map_or_else(String::new, |suite| format!("{:?}", suite.suite()))
@@ -101,7 +101,7 @@ impl Client {
         Ok(())
     }
 
-    /// Receives and decrypts at least one byte.
+    /// Receives and decrypts at least one byte. Returns the number of bytes in `into`.
     fn receive(&mut self, into: &mut [u8]) -> Result<usize> {
         loop {
             match self.tls.reader().read(into) {
@@ -173,7 +173,7 @@ impl Client {
     }
 }
 
-/// Returns an option without data.
+/// Returns an NBD option without data.
 fn option(kind: u32) -> Vec<u8> {
     [&b"IHAVEOPT"[..], &kind.to_be_bytes(), &[0; 4]].concat()
 }

@@ -21,7 +21,7 @@ pub fn run(command: &mut Command, package: &str) -> Result<String> {
     Ok(stdout.into_owned())
 }
 
-/// Returns the first line of the `--version` output.
+/// Returns the first line of a program's `--version` output, or "not installed".
 pub fn version(mut program: Command) -> String {
     let output = program.arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();

@@ -35,7 +35,8 @@ pub struct Load {
     pub batch: usize,
 }
 
-/// Requests of one queue, to pages from `first` on, modulo the `pages` of the disk.
+/// Requests of one queue, to pages from number `first` on. After the last of the disk's `pages`
+/// pages, page 0 follows.
 struct QueueRun {
     load: Load,
     first: u64,

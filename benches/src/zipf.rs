@@ -7,7 +7,7 @@ use crate::data::Random;
 /// Factor by which fio multiplies a rank, to scatter popular pages: the fractional part of 2^64
 /// divided by the golden ratio.
 const SCATTER: u64 = 0x61C8_8646_80B5_83EB;
-/// Number of ranks that fio sums up.
+/// Largest number of ranks over which fio sums the probabilities.
 const SUMMED_RANKS: u64 = 10_000_000;
 
 /// fio's `random_distribution=zipf:THETA`: rank k has a probability proportional to k^-theta. The
@@ -21,7 +21,7 @@ pub struct Zipf {
     alpha: f64,
     /// 2^-theta: probability of the second rank relative to the first.
     second: f64,
-    /// Sum over all ranks.
+    /// Sum of k^-theta over all summed ranks k.
     zeta: f64,
     eta: f64,
 }
@@ -37,7 +37,7 @@ impl Zipf {
         Self { offset: random.next_u64() >> 32, random, count, alpha: 1.0 / (1.0 - theta), second, zeta, eta }
     }
 
-    /// Returns the next number.
+    /// Returns the next page number of the sequence.
     pub fn next(&mut self) -> u64 {
         let rank = self.rank();
         (rank.wrapping_mul(SCATTER).wrapping_add(self.offset)) % self.count
@@ -59,10 +59,10 @@ impl Zipf {
     }
 }
 
-/// An exact LRU cache of pages of different sizes.
+/// An exact LRU cache of pages of different sizes, without their content.
 pub struct Lru {
-    /// Links by page. The last entry is the root of the ring: its `newer` is the oldest page, its
-    /// `older` the newest.
+    /// Neighbours by page. The last entry is the root of the ring of cached pages: the root's
+    /// `newer` is the oldest page, the root's `older` the newest.
     links: Vec<Link>,
     bytes: Vec<u16>,
     capacity: u64,
@@ -87,8 +87,8 @@ impl Lru {
         Self { links, bytes, capacity, cached_bytes: 0 }
     }
 
-    /// Uses a page and returns whether it was cached. The page is cached afterwards; the oldest
-    /// pages are evicted.
+    /// Accesses a page and returns true if it was cached. Afterwards the page is cached; the oldest
+    /// pages are evicted to make room.
     pub fn access(&mut self, page: u32) -> bool {
         let bytes = u64::from(self.bytes[page as usize]);
         if bytes == 0 {

@@ -21,7 +21,7 @@ use crate::zram_device::ZramDevice;
 const BYTES: u64 = 512 << 20;
 const LARGE_BYTES: usize = 128 << 10;
 
-/// Runs the benchmark on every data set.
+/// Runs the benchmark on every selected data set and returns a report for each.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     let cpus = machine::allowed_cpus()?;
     machine::pin_to(cpus[cpus.len() - 1])?;
@@ -41,7 +41,7 @@ pub fn run(options: &Options) -> Result<Vec<Report>> {
     Ok(reports)
 }
 
-/// Operations of both sides.
+/// Operations that the RAM disk and the zram device have in common.
 trait Disk {
     fn read(&self, offset: u64, into: &mut [u8]) -> bool;
     fn write(&self, offset: u64, data: &[u8]) -> bool;
@@ -65,7 +65,7 @@ impl Disk for File {
     }
 }
 
-/// Reads units of `into.len()` bytes.
+/// Reads the given units of `into.len()` bytes.
 fn reads(disk: &impl Disk, units: impl Iterator<Item = u32>, into: &mut [u8]) {
     let bytes = into.len() as u64;
     for unit in units {
@@ -74,7 +74,7 @@ fn reads(disk: &impl Disk, units: impl Iterator<Item = u32>, into: &mut [u8]) {
     }
 }
 
-/// Writes units of `bytes` bytes, each with the content of another unit.
+/// Writes units of `bytes` bytes each, with the content of another unit.
 fn writes(disk: &impl Disk, units: impl Iterator<Item = (u32, u32)>, pages: &[u8], bytes: usize) {
     for (unit, content) in units {
         let data = black_box(&pages[content as usize * bytes..][..bytes]);
@@ -85,7 +85,7 @@ fn writes(disk: &impl Disk, units: impl Iterator<Item = (u32, u32)>, pages: &[u8
 fn run_set(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Result<Report> {
     let (ram, kernel, pages) = (&setup.ram, device.file()?, &setup.pages);
     device.fill(setup.data.pages, |page, into| setup.data.read(page, into))?;
-    // Warm up and mix the pool like the library's.
+    // Warm up and mix zram's pool in the same way as that of the RAM disk.
     writes(kernel, mixing(setup.data.pages), pages, PAGE_BYTES);
     let (slots, contents) = setup.orders();
     let units = (setup.data.bytes() / LARGE_BYTES as u64) as u32;
@@ -129,24 +129,25 @@ fn run_set(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> R
         .print())
 }
 
-/// Compares the memory of both for the same pages, right after they were rewritten.
+/// Returns the row that compares the memory of both disks for the same pages, right after all pages
+/// were rewritten.
 fn memory(setup: &Setup, device: &ZramDevice) -> Result<Row> {
-    let (stat, memory) = (setup.ram.mm_stat(), setup.ram.memory());
+    let (stat, memory) = (setup.ram.mm_stat(), setup.ram.memory_overhead());
     let beside = memory.leaves_bytes + memory.backrefs_bytes + memory.metadata_bytes + memory.streams_bytes;
     let ours = (stat.mem_used_total + beside) as f64 / setup.data.bytes() as f64;
     let kernel = device.stat()?.memory(setup.data.pages) as f64 / setup.data.bytes() as f64;
-    let row = Row::ratio("memory a stored byte / zram", Summary::one(ours / kernel)).judged(false);
+    let row = Row::ratio("memory a stored byte / zram", Summary::one(ours / kernel)).with_verdict(false);
     Ok(row.part("ours", ours).part("zram", kernel))
 }
 
 fn compare(what: &str, times: &[Times], target: f64) -> Vec<Row> {
     let [ours, kernel] = times else { return Vec::new() };
     vec![
-        Row::over(format!("{what} / zram"), &kernel.wall, &ours.wall)
+        Row::ratio_of(format!("{what} / zram"), &kernel.wall, &ours.wall)
             .target(Target::AtLeast(target))
-            .judged(true)
+            .with_verdict(true)
             .part("ns", ours.median())
             .part("zram ns", kernel.median()),
-        Row::over(format!("{what} / zram, CPU time"), &kernel.cpu, &ours.cpu).judged(true),
+        Row::ratio_of(format!("{what} / zram, CPU time"), &kernel.cpu, &ours.cpu).with_verdict(true),
     ]
 }

@@ -34,7 +34,7 @@ for try in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
 done 2> /dev/null
 [ -z "$2" ] || echo "$2" > "$1/comp_algorithm""#;
 
-/// Columns of `mm_stat`.
+/// Columns of zram's file `mm_stat`.
 #[derive(Debug, Clone, Copy)]
 pub struct KernelStat {
     pub orig_data_size: u64,
@@ -140,7 +140,7 @@ impl Guardian {
         Ok(Self(command.spawn().context("cannot start sh, which resets the device after an interrupt")?))
     }
 
-    /// Makes the guardian reset the device. No process may have it open.
+    /// Makes the guardian reset the device, which no process may have open.
     fn reset_device(&mut self) {
         drop(self.0.stdin.take());
         let _ = self.0.wait();

@@ -1,4 +1,5 @@
-//! NBD handshake with arbitrary bytes of a client. `nbd/handshake.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: NBD handshake of the server with arbitrary bytes from a client. `nbd/handshake.rs` of
+//! `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

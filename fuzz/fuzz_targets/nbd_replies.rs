@@ -1,4 +1,5 @@
-//! NBD client with arbitrary bytes of a server. `nbd_client/mod.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: NBD client with arbitrary replies from a server. `nbd_client/mod.rs` of `freestone-fuzz-checks` states
+//! the oracle.
 
 #![no_main]
 

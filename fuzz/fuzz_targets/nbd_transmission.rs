@@ -1,5 +1,5 @@
-//! NBD transmission phase with a stream of requests. `nbd/transmission.rs` of `freestone-fuzz-checks` states the
-//! oracle.
+//! Fuzz target: NBD transmission phase of the server with an arbitrary stream of requests. `nbd/transmission.rs` of
+//! `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

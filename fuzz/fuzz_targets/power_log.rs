@@ -1,4 +1,5 @@
-//! Log of writes with arbitrary content. `power_log.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: replay of a log of writes with arbitrary content. `power_log.rs` of `freestone-fuzz-checks`
+//! states the oracle.
 
 #![no_main]
 

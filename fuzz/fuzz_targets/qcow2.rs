@@ -1,4 +1,5 @@
-//! qcow2 image with arbitrary content. `qcow2.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: reads of a qcow2 image with arbitrary content. `qcow2.rs` of
+//! `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

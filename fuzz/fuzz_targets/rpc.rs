@@ -1,4 +1,5 @@
-//! Arbitrary line to the control server. `rpc.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: an arbitrary JSON-RPC request line to the control server. `rpc.rs` of
+//! `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! Saved file with arbitrary content. `saved.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: restoring RAM devices from a saved file with arbitrary content. `saved.rs` of
+//! `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! Topology file of a server with arbitrary content. `state.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: topology file in the state directory of a server, with arbitrary content. `state.rs` of
+//! `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! Objects of an image store with arbitrary content. `store/mod.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: stored objects of an image store with arbitrary content. `store/mod.rs` of `freestone-fuzz-checks`
+//! states the oracle.
 
 #![no_main]
 

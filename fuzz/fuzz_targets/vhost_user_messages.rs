@@ -1,5 +1,5 @@
-//! Arbitrary messages of a vhost-user frontend. `vhost_user/messages.rs` of `freestone-fuzz-checks` states the
-//! oracle.
+//! Fuzz target: arbitrary messages from a vhost-user frontend. `vhost_user/messages.rs` of `freestone-fuzz-checks`
+//! states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! Arbitrary memory of a vhost-user driver. `vhost_user/rings.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: arbitrary ring memory of a vhost-user driver. `vhost_user/rings.rs` of `freestone-fuzz-checks` states
+//! the oracle.
 
 #![no_main]
 

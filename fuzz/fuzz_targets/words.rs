@@ -1,4 +1,5 @@
-//! Device words or a configuration file. `words.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: parsers of device words on a command line, and of configuration files. `words.rs`
+//! of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! Zone state with arbitrary content. `zones.rs` of `freestone-fuzz-checks` states the oracle.
+//! Fuzz target: opening of saved zone state with arbitrary content. `zones.rs` of
+//! `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -7,7 +7,7 @@ image golden.img 128M sources
 found() { (cd work && echo "$(echo *): $(cat file)"); }
 
 serve --state "$dir/state" golden=file,path=golden.img,readonly=yes,mem_limit=512M,publish=no
-run freestone fork golden job on_lost=empty --nbd "unix:$dir/nbd.sock" >/dev/null
+run freestone fork golden job on_data_loss=empty --nbd "unix:$dir/nbd.sock" >/dev/null
 attach job work
 setsid bash -c 'cd work && while head -c 256K /dev/urandom >>big && echo line >>file; do :; done' 2>/dev/null & job=$!
 soon test -s work/big; sleep 0.3

@@ -1,6 +1,6 @@
 #!/bin/bash
 # detach-orders.sh - detaches a mounted disk by hand: in order, in the wrong order, after SIGKILL of the job, of nbdfuse and of the server, and from
-# a server that hangs. The table in docs/ci.md has the results.
+# a server that hangs. The table in docs/how-to/mounts.md has the results.
 . "$(dirname "$0")/lib.sh"
 BY=hand
 image golden.img 64M

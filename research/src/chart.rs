@@ -1,5 +1,5 @@
-//! Charts of a table as SVG: the gain over the old lock in the source, on this machine and in the
-//! model.
+//! Charts of a table as SVG: the gain over the old lock in the published experiment (the source),
+//! on this machine and in the model.
 //!
 //! A table with one or two loads becomes lines over the number of threads. A table with more loads
 //! becomes bars, two or three per row.
@@ -30,12 +30,12 @@ const RIGHT: i32 = 80;
 const PUBLISHED: RGBColor = RGBColor(150, 150, 150);
 /// Colours of Freestone's results, by load.
 const OURS: [RGBColor; LOADS_MAX] = [RGBColor(0, 95, 160), RGBColor(190, 85, 0)];
-/// Colours of the source's choice as measured here, by load.
+/// Colours of the variant that the source chose, as measured on this machine, by load.
 const NEW: [RGBColor; LOADS_MAX] = [RGBColor(90, 165, 215), RGBColor(235, 160, 80)];
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Writes the chart of a table.
+/// Writes the chart of a table to `path`.
 pub fn draw(table: &Table, model: &[LoadModel], title: &str, path: &Path) -> Result<()> {
     let loads = loads(table);
     let model: Vec<&LoadModel> = model.iter().filter(|model| model.table == table.name).collect();
@@ -47,7 +47,7 @@ pub fn draw(table: &Table, model: &[LoadModel], title: &str, path: &Path) -> Res
     result.map_err(|error| anyhow!("{}: {error}", path.display()))
 }
 
-/// Returns the distinct loads in order.
+/// Returns the distinct loads of a table in order.
 fn loads(table: &Table) -> Vec<&str> {
     let mut loads: Vec<&str> = Vec::new();
     for row in &table.rows {
@@ -74,7 +74,7 @@ struct Line {
     name: String,
     color: RGBColor,
     points: Vec<(f64, f64)>,
-    /// Position, first and third quartile of the rounds.
+    /// Position on the axis of threads, and first and third quartile of the rounds.
     quartiles: Vec<(f64, f64, f64)>,
     dashed: bool,
 }
@@ -209,8 +209,8 @@ enum Bar {
     Absent,
 }
 
-/// Draws bars for each row: the ratio of the source, of the source's choice as measured here, and
-/// of Freestone.
+/// Draws bars for each row: the ratio that the source published, that of the variant that the
+/// source chose, measured on this machine, and that of Freestone.
 fn bars(table: &Table, title: &str, path: &Path) -> Drawn {
     let measured = |row: &TableRow, column: usize| match row.ratios[column] {
         Some(ratio) if ratio.is_steady() => Bar::Ratio(ratio.median),
@@ -323,7 +323,8 @@ mod tests {
         for text in ["read, 4 threads", "1.31", "1.47", "1.03", "too wide a spread", "2.00", "one rwlock"] {
             assert!(svg.contains(text), "{text}");
         }
-        // If the source's choice is not Freestone's, it has a bar of its own.
+        // If Freestone does not use the variant that the source chose, that variant has a bar of
+        // its own.
         let mut three = Table::new("t", Unit::Seconds, Better::Less, &["single", "batches", "packed"]);
         three.new = 1;
         three.add("elapsed", 1, &[Some(68.0), Some(17.0)], &[vec![9.0; 3], vec![3.0; 3], vec![1.0; 3]]);

@@ -11,17 +11,17 @@ use freestone_report::Summary;
 
 use crate::simulate::Costs;
 
-/// Number of measurements. The minimum counts, because other load only adds time.
+/// Number of measurements of a cost. The minimum is used, because other load only adds time.
 const ROUNDS: usize = 9;
 const LINE_TRIPS: u64 = 20_000;
 const WAKE_TRIPS: u64 = 400;
 const LOOPS: u64 = 20_000;
-/// Number of spins of std's mutex before it sleeps.
+/// Number of times that a waiter of std's mutex spins before it sleeps.
 const SPINS: u32 = 100;
 /// Time after which the waiting thread of the measurement has gone to sleep.
 const ASLEEP: Duration = Duration::from_micros(300);
 
-/// Costs in nanoseconds.
+/// Costs of lock operations on this machine, in nanoseconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Machine {
     pub costs: Costs,
@@ -72,7 +72,7 @@ pub fn measure() -> Result<Option<Machine>> {
     Ok(Some(measured))
 }
 
-/// Returns the nanoseconds per call.
+/// Returns the nanoseconds that a call of `call` takes.
 fn nanos_per_call(call: impl Fn()) -> f64 {
     let started = Instant::now();
     for _ in 0..LOOPS {
@@ -88,7 +88,8 @@ fn wake_nobody() {
     let _ = rustix::thread::futex::wake(&word, rustix::thread::futex::Flags::PRIVATE, 1);
 }
 
-/// Measures a transfer of a cache line between two CPUs that write it in turn.
+/// Returns the nanoseconds in which a cache line moves between this thread's CPU and CPU `other`,
+/// which write the line in turn.
 fn line_trip(other: usize) -> Result<f64> {
     let (turn, start) = (AtomicU64::new(0), Barrier::new(2));
     std::thread::scope(|scope| {
@@ -117,8 +118,8 @@ fn line_trip(other: usize) -> Result<f64> {
     })
 }
 
-/// Wakes a thread that sleeps on another CPU. Returns the medians of the duration of the call and
-/// of the time until the thread runs.
+/// Wakes a thread that sleeps on CPU `other`. Returns the medians of the duration of the waking
+/// call and of the time until the thread runs.
 fn wake_costs(other: usize) -> Result<(f64, f64)> {
     let started = Instant::now();
     let (woken_at, stop) = (AtomicU64::new(0), AtomicBool::new(false));

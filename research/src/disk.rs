@@ -1,4 +1,4 @@
-//! Interface of the disks in experiments 1 and 2: a RAM disk, or a file on one.
+//! Interface of the disks in experiments 1 and 2: a RAM disk, or a file on a RAM disk.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -7,13 +7,13 @@ use anyhow::{Result, ensure};
 use freestone::device::{Blocking as _, Flags};
 use freestone::ram::Ram;
 
-/// A disk for records.
+/// A disk or file on which threads read and write records.
 pub trait Disk: Sync {
-    /// Reads into `buffer`, which is page-aligned.
+    /// Reads at the offset `at` into `buffer`, which is page-aligned.
     fn read(&self, at: u64, buffer: &mut [u8]) -> Result<()>;
-    /// Writes `data`, which is page-aligned.
+    /// Writes `data`, which is page-aligned, at the offset `at`.
     fn write(&self, at: u64, data: &[u8]) -> Result<()>;
-    /// Restores the state of a range before its first write.
+    /// Restores the state that a range had before its first write.
     fn empty(&self, at: u64, len: u64) -> Result<()>;
 }
 

@@ -1,5 +1,5 @@
-//! Load generator: threads that read and write records on RAM disks, or on files on one, for a
-//! slice of time. Threads have separate areas or share one.
+//! Load generator: threads that read and write records for a slice of time, on RAM disks or on
+//! files on a RAM disk. Threads have separate areas or share an area.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -34,20 +34,21 @@ const FILL_BYTES: u64 = 128 << 10;
 const BUFFER_BYTES: usize = 4096;
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Pages to write.
+/// Pages of content that threads write.
 pub struct Content {
     pages: IoBuf,
     pub description: String,
 }
 
-/// Disks of one size that threads share.
+/// Disks of one size, on which threads run a load.
 pub struct Drive<'a, D = Ram> {
-    /// A disk for all threads, or a disk per thread.
+    /// A disk that all threads share, or a disk per thread.
     disks: Vec<D>,
     content: &'a Content,
     size: u64,
     filled: OnceLock<()>,
-    /// Lock held for reading during each request, if other threads than the drive's send requests.
+    /// Lock held for reading during each request; None if only the drive's own threads send
+    /// requests.
     requests: Option<Arc<RwLock<()>>>,
 }
 
@@ -114,7 +115,7 @@ impl<'a> Drive<'a, File> {
 }
 
 impl<D: Disk> Drive<'_, D> {
-    /// Changes settings of the engine while no request is in progress.
+    /// Calls `change`, which changes settings of the engine, while no request is in progress.
     pub fn between_requests(&self, change: impl FnOnce()) {
         let idle_guard =
             self.requests.as_ref().map(|requests| requests.write().unwrap_or_else(PoisonError::into_inner));
@@ -132,7 +133,7 @@ impl<D: Disk> Drive<'_, D> {
         Ok(())
     }
 
-    /// Writes all disks.
+    /// Writes every record of all disks.
     fn fill(&self) -> Result<()> {
         let mut load = Load {
             pattern: Pattern::Write,
@@ -167,8 +168,8 @@ impl<D: Disk> Drive<'_, D> {
         if load.shared { 0 } else { (thread / self.disks.len()) as u64 * load.area }
     }
 
-    /// Runs the load for `length`, or until the first thread has finished its records. Returns KiB
-    /// per second of all threads.
+    /// Runs the load for `length`, or until the first thread has finished its records. Returns the
+    /// speed of all threads together, in KiB per second.
     pub fn slice(&self, load: &Load, length: Duration) -> Result<f64> {
         ensure!(load.area >= load.record, "an area of {} bytes has no record of {}", load.area, load.record);
         if load.pattern == Pattern::InitialWrite {
@@ -198,7 +199,7 @@ impl<D: Disk> Drive<'_, D> {
             while started.elapsed() < length && !stop.load(Ordering::Relaxed) {
                 std::thread::sleep(length.saturating_sub(started.elapsed()).min(Duration::from_millis(5)));
             }
-            // Relaxed: as above.
+            // Relaxed: the flag carries no data; joining the threads orders their work.
             stop.store(true, Ordering::Relaxed);
             // Count from the earliest start to the latest end: if threads share a CPU, a thread
             // that starts late was not faster.
@@ -219,7 +220,7 @@ impl<D: Disk> Drive<'_, D> {
         for Step { record, is_write } in load.pattern.steps(load.area / load.record, thread, load.seed) {
             let at = area + record * load.record;
             if is_write {
-                variants::intend(Intent::Write);
+                variants::set_intent(Intent::Write);
                 let content = black_box(self.content.of(record + done, load));
                 if load.pattern == Pattern::BufferedWrite {
                     write_buffered(disk, at, content)?;
@@ -227,7 +228,7 @@ impl<D: Disk> Drive<'_, D> {
                     disk.write(at, content)?;
                 }
             } else {
-                variants::intend(Intent::Read);
+                variants::set_intent(Intent::Read);
                 let into = black_box(&mut *buffer);
                 if load.pattern == Pattern::BufferedRead {
                     read_buffered(disk, at, into)?;
@@ -246,8 +247,8 @@ impl<D: Disk> Drive<'_, D> {
         Ok(done)
     }
 
-    /// Profiles a single thread: nanoseconds that slots are locked per page, and locked slots per
-    /// page. Excludes the cost of reading the clock.
+    /// Profiles a single thread. Returns the nanoseconds per page for which slots are locked,
+    /// without the cost of reading the clock, and the locked slots per page.
     pub fn profile(&self, load: &Load, length: Duration, clock: f64) -> Result<(f64, f64)> {
         if load.pattern == Pattern::InitialWrite {
             self.empty(load)?;
@@ -275,20 +276,20 @@ impl<D: Disk> Drive<'_, D> {
     }
 }
 
-/// Writes a record through a buffer, as the C library does: copies the data first.
+/// Writes a record through a buffer that copies the data first, as the C library does.
 fn write_buffered<D: Disk>(disk: &D, at: u64, content: &[u8]) -> Result<()> {
     let mut buffer = BufWriter::with_capacity(BUFFER_BYTES, Cursor { disk, at });
-    // A write as large as the buffer would bypass it.
+    // A write as large as the buffer would bypass the buffer.
     for part in content.chunks(BUFFER_BYTES / 2) {
         buffer.write_all(part)?;
     }
     Ok(buffer.flush()?)
 }
 
-/// Reads a record through a buffer, as the C library does: copies the data afterwards.
+/// Reads a record through a buffer that copies the data afterwards, as the C library does.
 fn read_buffered<D: Disk>(disk: &D, at: u64, into: &mut [u8]) -> Result<()> {
     let mut buffer = BufReader::with_capacity(BUFFER_BYTES, Cursor { disk, at });
-    // A read as large as the buffer would bypass it.
+    // A read as large as the buffer would bypass the buffer.
     for part in into.chunks_mut(BUFFER_BYTES / 2) {
         buffer.read_exact(part)?;
     }
@@ -313,7 +314,7 @@ impl<D: Disk> std::io::Write for Cursor<'_, D> {
     }
 }
 
-/// Returns the memory that the system can give without swapping.
+/// Returns the bytes of memory that the system can provide without swapping.
 pub fn available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

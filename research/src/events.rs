@@ -5,8 +5,8 @@ use std::collections::BinaryHeap;
 
 use freestone_benches::data::Random;
 
-/// Number of counted visits to the lock, of all threads. As many visits before them are the
-/// warm-up.
+/// Number of counted visits to the lock, of all threads together. As many visits before the counted
+/// ones are the warm-up.
 pub const VISITS: u64 = 40_000;
 /// Relative jitter of the work outside the lock, so that threads do not run in lockstep.
 const JITTER: f64 = 0.5;
@@ -27,7 +27,7 @@ pub fn jittered(nanos: f64, random: &mut Random) -> Picos {
 /// Pending events.
 pub struct Events<E> {
     heap: BinaryHeap<Reverse<(Picos, u64, usize, E)>>,
-    /// Number of events so far. Events at the same time run in the order in which they were added.
+    /// Number of events added so far, which orders events at the same time.
     added: u64,
 }
 
@@ -41,7 +41,8 @@ impl<E: Ord> Events<E> {
         self.heap.push(Reverse((at, self.added, thread, event)));
     }
 
-    /// Removes the next event and returns its time, thread and event.
+    /// Removes the next event and returns its time, its thread and the event. Returns None if no
+    /// event is pending.
     pub fn next(&mut self) -> Option<(Picos, usize, E)> {
         self.heap.pop().map(|Reverse((at, _, thread, event))| (at, thread, event))
     }

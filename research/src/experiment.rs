@@ -1,4 +1,5 @@
-//! Results of an experiment: the figures of the source and of this machine side by side, by column.
+//! Results of an experiment: the figures of the published experiment (the source) and of this
+//! machine side by side, by column.
 //!
 //! Each experiment is a module with `pub fn run(options: &Options) -> Result<Experiment>`. Only
 //! ratios are compared with the source, because its machine differs. A ratio is computed from two
@@ -15,7 +16,7 @@ pub enum Better {
     Less,
 }
 
-/// An experiment of the sources.
+/// A published experiment and its repetition on this machine.
 #[derive(Debug)]
 pub struct Experiment {
     /// Number from 1 to 5.
@@ -27,7 +28,7 @@ pub struct Experiment {
     pub here: Vec<String>,
     pub tables: Vec<Table>,
     /// Explanation of shapes that differ from the source's. `words.rs` adds the comparison of the
-    /// fine lock with the old one.
+    /// fine lock with the old lock.
     pub words: Vec<String>,
     /// Models for more threads than this machine has CPUs.
     pub model: Vec<LoadModel>,
@@ -43,7 +44,7 @@ pub struct Table {
     pub columns: Vec<&'static str>,
     /// Index of the reference column: the old lock.
     pub old: usize,
-    /// Index of the column that the source chose in the end.
+    /// Index of the column with the variant that the source chose in the end.
     pub new: usize,
     /// Index of the product's column; may equal `new`.
     pub ours: usize,
@@ -116,19 +117,21 @@ impl Table {
         self.rows.push(TableRow { what: what.into(), threads, published, measured, ratios });
     }
 
-    /// Returns the source's ratio of a column to the old one; above 1 is better.
+    /// Returns the source's ratio of a column to the column of the old lock, or None if a figure
+    /// was not published. A ratio above 1 is better.
     pub fn published_ratio(&self, row: &TableRow, column: usize) -> Option<f64> {
         Some(self.better.ratio(row.published[column]?, row.published[self.old]?))
     }
 
-    /// Returns the row of the same load with another number of threads.
+    /// Returns the row of the same load with `threads` threads, or None if the table has none.
     pub fn sibling(&self, row: &TableRow, threads: usize) -> Option<&TableRow> {
         self.rows.iter().find(|other| other.what == row.what && other.threads == threads)
     }
 }
 
 impl TableRow {
-    /// Returns the median ratio of a column to the old one, or None if the spread is too wide.
+    /// Returns the median ratio of a column to the column of the old lock, or None if the spread is
+    /// too wide.
     pub fn steady_ratio(&self, column: usize) -> Option<f64> {
         self.ratios[column].filter(Summary::is_steady).map(|ratio| ratio.median)
     }
@@ -154,7 +157,7 @@ pub struct LoadModel {
     pub what: String,
     /// Measured inputs of the model, by name.
     pub inputs: Vec<(&'static str, f64)>,
-    /// Part of a thread's time in which it holds the old lock.
+    /// Part of a single thread's time in which the thread holds the old lock.
     pub held_share: f64,
     pub checks: Vec<Check>,
     pub predictions: Vec<Prediction>,
@@ -177,12 +180,12 @@ pub struct Check {
 #[derive(Debug, Clone)]
 pub struct Prediction {
     pub threads: usize,
-    /// The old lock with the mutex of this machine.
+    /// Result with the old lock and the mutex of this machine, in the unit of the table.
     pub old: f64,
-    /// The old lock with waiters served in order without sleeping, as in the kernel.
+    /// Result with the old lock and waiters served in order without sleeping, as in the kernel.
     pub in_turn: f64,
     pub ours: f64,
-    /// Ratio of `ours` to the better of the old locks.
+    /// Ratio of `ours` to the better result of the old lock.
     pub ratio: f64,
 }
 

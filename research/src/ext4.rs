@@ -13,7 +13,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Tried};
+use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, TryResult};
 use freestone::ram::Ram;
 use freestone_benches::export::export;
 use freestone_benches::tool;
@@ -42,7 +42,7 @@ pub fn disk_bytes(files_bytes: u64) -> u64 {
     (files_bytes + files_bytes / 32).next_multiple_of(MIB) + 8 * MIB
 }
 
-/// A mounted file system. Drop unmounts it and removes everything.
+/// A mounted ext4 file system. Drop unmounts it and ends nbdfuse.
 pub struct Ext4 {
     /// Lock held for reading during each request. Locking it for writing waits for requests in
     /// progress.
@@ -64,7 +64,7 @@ impl GuardedRam {
     /// Runs `work` on the RAM disk; the engine's locks and streams do not change meanwhile.
     fn run_request<T>(&self, intent: Intent, work: impl FnOnce(&Ram) -> T) -> T {
         let _request = self.requests.read().unwrap_or_else(PoisonError::into_inner);
-        variants::intend(intent);
+        variants::set_intent(intent);
         work(&self.ram)
     }
 }
@@ -78,7 +78,7 @@ impl Device for GuardedRam {
         self.ram.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> freestone::device::Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> freestone::device::Result<TryResult> {
         self.run_request(intent(request), |ram| ram.try_io(request, buffer))
     }
 
@@ -100,7 +100,8 @@ impl Device for GuardedRam {
 impl Ext4 {
     /// Creates a file system on `ram` and mounts it.
     ///
-    /// # Errors Fails if the process is not root or a program is missing; the error names its
+    /// # Errors
+    /// Fails if the process is not root or a program is missing; the error names its
     /// package.
     pub fn new(ram: Ram) -> Result<Self> {
         ensure!(rustix::process::geteuid().is_root(), "--ext4 mounts a file system: run it as root");
@@ -167,7 +168,7 @@ impl Ext4 {
         Path::new("/proc").join(self.fuse.id().to_string()).join("root").join(dir).join(path)
     }
 
-    /// Creates empty files.
+    /// Creates `count` empty files and opens them with `O_DIRECT`.
     pub fn files(&self, count: usize) -> Result<Vec<File>> {
         let mut open = OpenOptions::new();
         open.read(true).write(true).create(true).truncate(true);
@@ -188,7 +189,7 @@ impl Ext4 {
 
 impl Drop for Ext4 {
     fn drop(&mut self) {
-        // The kernel undoes a failed unmount when nbdfuse ends.
+        // The unmount may fail, because the kernel unmounts anyway when nbdfuse ends.
         let _ = self.run_in_namespace("umount", [], &[&self.dir.path().join("mnt")]);
         let _ = self.run_in_namespace("umount", [], &[&self.dir.path().join("fuse")]);
         let started = Instant::now();

@@ -29,7 +29,7 @@ use crate::slices;
 
 const ROUNDS: u32 = 9;
 const SLICE_MS: u32 = 50;
-/// Numbers of threads. The source has the last one.
+/// Numbers of threads. The source published figures for the last number only.
 const THREADS: [usize; 3] = [1, 2, 4];
 /// Number of threads with a disk each, for the model.
 const THREADS_APART: usize = 2;
@@ -41,13 +41,13 @@ const DEVICE_BYTES: u64 = 10 << 20;
 const BLOCK_BYTES: u64 = 32 << 10;
 /// Seed of fio's random numbers, which the source fixed.
 const FIO_SEED: u64 = 1;
-/// The tables are in KiB per second: a page per second is four of these units.
+/// KiB per page. The tables are in KiB per second.
 const KIB_A_PAGE: f64 = 4.0;
 /// Steps of the loop that measures an atomic operation.
 const STEPS: u32 = 1 << 20;
 
 const OLD: usize = 0;
-/// Column of the source's choice.
+/// Column of the lock that the source chose.
 const NEW: usize = 4;
 const OURS: usize = 5;
 /// Locks of the columns. The last one is the product's.
@@ -204,7 +204,7 @@ fn here(area: u64, content: &Content) -> Result<Vec<String>> {
     ])
 }
 
-/// Describes the means of the columns relative to the old lock, in the source and here.
+/// Describes the means of the columns relative to the old lock, in the source and on this machine.
 fn shape(table: &Table) -> Option<String> {
     let means = |threads: usize, ratio: &dyn Fn(usize, usize) -> Option<f64>| {
         let rows: Vec<usize> =
@@ -270,8 +270,8 @@ impl<D: Disk> Bench<'_, D> {
         Ok((table, models.unwrap_or_default()))
     }
 
-    /// Returns speeds by column and round. For loads with a model, the speeds of threads with
-    /// separate disks follow the columns.
+    /// Returns the speeds by column and round. For loads with a model, the speeds of threads with a
+    /// disk each follow the columns.
     fn row(&self, pattern: Pattern, threads: usize) -> Result<Vec<Vec<f64>>> {
         let apart = self.apart.filter(|_| threads == THREADS_APART);
         let sides = LOCKS.len() + usize::from(apart.is_some());
@@ -350,7 +350,7 @@ impl<D: Disk> Bench<'_, D> {
             fine: KIB_A_PAGE * 1e9 / alone,
             hold_time,
             visits,
-            // Not more expensive than the fine lock.
+            // Locking the free old lock costs no more than locking the fine lock.
             lock: 0.0,
             discipline: Discipline::InTurn,
             apart: apart / alone,
@@ -379,8 +379,8 @@ impl<D: Disk> Bench<'_, D> {
         Ok(Box::new(of))
     }
 
-    /// Profiles a single thread: nanoseconds that slots are locked per page, and locked slots per
-    /// page.
+    /// Profiles a single thread. Returns the nanoseconds per page for which slots are locked, and
+    /// the locked slots per page.
     fn hold_time(&self, pattern: Pattern, machine: &Machine) -> Result<(f64, f64)> {
         self.drive.profile(&self.load(pattern, 1, 0), self.slices.slice, machine.clock)
     }

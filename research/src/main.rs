@@ -1,5 +1,5 @@
-//! The five experiments of the sources, repeated: published figures beside those of this machine,
-//! as tables, JSON, charts and text.
+//! The five published experiments (the sources), repeated: published figures beside those of this
+//! machine, as tables, JSON, charts and text.
 //!
 //! The directory `--out` receives `experiment-N.json` for each experiment that was run, and a chart
 //! for each of its tables. Files of other experiments from earlier runs stay.
@@ -51,8 +51,8 @@ struct Cli {
     options: Options,
 }
 
-// A subcommand, as if this were one of the benchmarks: `cargo xtask bench` and the recorded command
-// line treat it as one.
+// The experiments are a subcommand, because `cargo xtask bench` and the recorded command line treat
+// this program as one of the benchmarks.
 #[derive(Subcommand)]
 enum Bench {
     /// The five experiments of the sources: published figures beside measured ones, with JSON,
@@ -137,10 +137,10 @@ fn write(out: &Path, experiment: &Experiment, mut document: Document) -> Result<
     for line in &document.findings {
         println!("   {line}");
     }
-    document.finish(&out.join(format!("experiment-{number}.json")))
+    document.save(&out.join(format!("experiment-{number}.json")))
 }
 
-/// Returns a name of lower-case letters, digits and hyphens.
+/// Returns the name of a table as a file name of lower-case letters, digits and hyphens.
 fn file_name(table: &str) -> String {
     let words = table.to_lowercase();
     let words = words.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());

@@ -1,14 +1,14 @@
-//! Model for more cores than this machine has. All its inputs are measured with one thread, or with
-//! threads that share nothing.
+//! Model for more cores than this machine has. All inputs of the model are measured with one
+//! thread, or with threads that share nothing.
 //!
-//! The old lock is a server that one thread at a time visits ([`crate::simulate`]). This lock is
-//! modelled twice: as measured here, and handed over in order like the kernel's spinlocks; the gain
-//! is relative to the better one. Read-write locks under reads and writes are simulated
-//! ([`crate::shared`]). The fine lock has no server: its threads share nothing in the model, not
-//! even memory bandwidth, so its figure is an upper bound.
+//! The old lock is a server that one thread at a time visits ([`crate::simulate`]). The old lock is
+//! modelled twice: as measured on this machine, and handed over in order like the kernel's
+//! spinlocks. The gain is relative to the better of the two. Read-write locks under reads and
+//! writes are simulated ([`crate::shared`]). The fine lock has no server: its threads share nothing
+//! in the model, not even memory bandwidth, so its figure is an upper bound.
 //!
 //! For 1 and 2 threads the prediction is compared with the measurement of the same run. No input is
-//! fitted to these.
+//! fitted to these measurements.
 
 use crate::costs::Machine;
 use crate::experiment::{Check, LoadModel, Prediction, Table};
@@ -31,7 +31,7 @@ pub trait Speeds {
     /// kernel.
     fn in_turn(&self, machine: &Machine, threads: usize) -> f64;
     fn fine(&self, threads: usize) -> f64;
-    /// Returns the part of a thread's time in which it keeps others from the old lock.
+    /// Returns the part of a thread's time in which the thread keeps others from the old lock.
     fn held_share(&self, machine: &Machine) -> f64;
     /// Returns the measured inputs, by name.
     fn inputs(&self, costs: &Costs) -> Vec<(&'static str, f64)>;
@@ -40,32 +40,33 @@ pub trait Speeds {
 /// Inputs for a lock that one thread at a time holds, in nanoseconds per operation.
 #[derive(Debug, Clone, Copy)]
 pub struct Inputs {
-    /// Whole operation, with the fine lock.
+    /// Duration of the whole operation, with the fine lock.
     pub fine: f64,
     /// Time under the old lock.
     pub hold_time: f64,
-    /// Number of times that the old lock is taken.
+    /// Number of times that an operation acquires the old lock.
     pub visits: f64,
     /// Locking and unlocking the old lock once without contention.
     pub lock: f64,
     pub discipline: Discipline,
     /// Speed of two threads that share nothing, relative to one thread.
     pub apart: f64,
-    /// Limit of the old way in operations per second, independent of its lock.
+    /// Limit of the old way in operations per second, whatever its lock is; None without a limit.
     pub at_most: Option<f64>,
 }
 
 /// Inputs for a read-write lock under reads and writes, in nanoseconds per page.
 #[derive(Debug, Clone, Copy)]
 pub struct MixedInputs {
-    /// Read and write with the fine lock.
+    /// Duration of a read with the fine lock; `write` is that of a write.
     pub read: f64,
     pub write: f64,
-    /// Time under the lock.
+    /// Time under the lock in a read; `write_held` is that in a write.
     pub read_held: f64,
     pub write_held: f64,
     pub mix: Mix,
-    /// Speed of two threads that share nothing, relative to the sum of the numbers above.
+    /// Measured speed of two threads with a disk each, relative to their speed computed from `read`
+    /// and `write`.
     pub apart: f64,
 }
 
@@ -80,7 +81,7 @@ pub struct HalfReads {
 /// Returns the factor by which everything slows down if the other CPUs work too. `apart` is the
 /// speed of two threads that share nothing, relative to twice the speed of one.
 fn slower(threads: usize, apart: f64) -> f64 {
-    // A value above 1 is noise.
+    // A value of `apart` above 1 is noise.
     if threads == 1 { 1.0 } else { (1.0 / apart).max(1.0) }
 }
 
@@ -154,7 +155,7 @@ impl Speeds for MixedInputs {
         shared::speed(read, write, self.mix, machine.costs.line, threads)
     }
 
-    /// The lock spins already, like the kernel's.
+    /// The same as `old`, because the modelled read-write lock spins already, like the kernel's.
     fn in_turn(&self, machine: &Machine, threads: usize) -> f64 {
         self.old(machine, threads)
     }
@@ -233,7 +234,7 @@ pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, 
             continue;
         };
         for (column, speed) in combined(threads) {
-            // A prediction cannot be checked with the measurement that is its input.
+            // A measurement that is an input of the model cannot check the prediction.
             let Some(measured) = row.measured[column].filter(|_| threads > 1 || column == table.old) else {
                 continue;
             };

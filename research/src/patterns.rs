@@ -26,8 +26,8 @@ pub enum Pattern {
     StrideRead,
     RandomRead,
     RandomWrite,
-    /// Random reads by even threads (the first is 0) and random writes by odd threads: iozone's
-    /// mixed workload.
+    /// Random reads by even threads (the first thread is 0) and random writes by odd threads:
+    /// iozone's mixed workload.
     ReadersAndWriters,
     /// Sequential reads and sequential writes, each with its own position, in random turns: fio's
     /// `rw`.
@@ -57,7 +57,8 @@ pub struct Steps {
 impl Pattern {
     /// Returns the pattern of a test of iozone or a job of fio.
     ///
-    /// # Errors Fails if no test or job has this name.
+    /// # Errors
+    /// Fails if no test or job has this name.
     pub fn named(what: &str) -> Result<Self> {
         Ok(match what {
             "initial write" => Self::InitialWrite,

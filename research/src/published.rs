@@ -1,4 +1,4 @@
-//! Figures published by the sources.
+//! Figures of the sources, which are published experiments with the kernel.
 
 /// A row of a source's table.
 #[derive(Debug, Clone, Copy)]
@@ -30,10 +30,10 @@ pub mod locks {
 
     pub const SOURCE: &str = "4 cores, LZO, 1 GB zram with ext4; iozone -t 4 -R -r 16K -s 200M -I, KB/s; and fio on the raw 10 MB device, \
                               blocks of 32k, 4 jobs, 3000 loops, fixed seed";
-    /// The first column is the old lock, the last one the source's choice.
+    /// Columns of the table. The first is the old lock, the last the one that the source chose.
     pub const COLUMNS: [&str; 5] = ["one rwlock", "CAS", "spinlock", "rwlock", "bit spinlock"];
 
-    /// iozone, KB/s.
+    /// Figures of iozone's tests in KB/s.
     pub const IOZONE: [Figures<5>; 11] = [
         row(4, "initial write", [1381094.0, 1425435.0, 1422860.0, 1423075.0, 1421521.0]),
         row(4, "rewrite", [1529479.0, 1641199.0, 1668762.0, 1672855.0, 1654910.0]),
@@ -48,7 +48,7 @@ pub mod locks {
         row(4, "pread", [4324337.0, 4632869.0, 4618386.0, 4457870.0, 4500166.0]),
     ];
 
-    /// fio, KB/s.
+    /// Figures of fio's jobs in KB/s.
     pub const FIO: [Figures<5>; 4] = [
         row(4, "seq-write", [933789.0, 999357.0, 1003298.0, 995961.0, 1001958.0]),
         row(4, "seq-read", [5634130.0, 6577930.0, 6380861.0, 6243912.0, 6230006.0]),
@@ -63,13 +63,13 @@ pub mod streams {
 
     pub const SOURCE: &str = "4 CPUs, LZO, 3 GB zram with ext4; iozone with 1 to 10 threads, records of 8K x threads, the files nearly fill the \
                               device, KB/s";
-    /// With this number of threads the source's size column is 0: the files were empty, so the
+    /// Number of threads with which the source's size column is 0: the files were empty, so the
     /// figures say nothing about streams.
     pub const NO_SIZE_THREADS: usize = 10;
-    /// The last column is the source's choice.
+    /// Columns of the table. The last is the one that the source chose.
     pub const COLUMNS: [&str; 3] = ["list of 4", "list of 8", "one per CPU"];
 
-    /// iozone with as many threads as CPUs, KB/s.
+    /// Figures of iozone with as many threads as CPUs, in KB/s.
     pub const FOUR_THREADS: [Figures<3>; 7] = [
         row(4, "initial write", [3841475.0, 3859280.0, 5309989.0]),
         row(4, "rewrite", [3905526.0, 3917310.0, 6814801.0]),
@@ -80,7 +80,7 @@ pub mod streams {
         row(4, "fwrite", [2227354.0, 2186688.0, 2386975.0]),
     ];
 
-    /// iozone with more threads than CPUs, KB/s.
+    /// Figures of iozone with more threads than CPUs, in KB/s.
     pub const PAST_THE_CPUS: [Figures<3>; 3] = [
         row(5, "read", [14947361.0, 16698824.0, 10155334.0]),
         row(7, "read", [18901600.0, 10088919.0, 6699593.0]),
@@ -113,7 +113,7 @@ pub mod snapshots {
         row(4, "origin", [67276.0, 98839.0]),
         row(8, "origin", [60564.0, 109258.0]),
     ];
-    /// In microseconds.
+    /// Latencies of writes to the origin, in microseconds.
     pub const ORIGIN_LATENCY: [Figures<2>; 4] = [
         row(1, "origin", [16.25, 13.27]),
         row(2, "origin", [31.65, 25.08]),
@@ -126,7 +126,7 @@ pub mod snapshots {
         row(4, "snapshot", [90610.0, 143077.0]),
         row(8, "snapshot", [90537.0, 180085.0]),
     ];
-    /// In microseconds.
+    /// Latencies of writes to the snapshot, in microseconds.
     pub const SNAPSHOT_LATENCY: [Figures<2>; 4] = [
         row(1, "snapshot", [12.53, 10.6]),
         row(2, "snapshot", [19.78, 14.89]),

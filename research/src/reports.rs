@@ -26,7 +26,9 @@ fn table_report(table: &Table) -> Report {
             rows.extend(figure_row(name, table.unit, row.published[at], row.measured[at]));
             if at != table.old {
                 let published = table.published_ratio(row, at);
-                rows.extend(figure_row(ratio, Unit::Ratio, published, row.ratios[at]).map(Row::steady));
+                rows.extend(
+                    figure_row(ratio, Unit::Ratio, published, row.ratios[at]).map(Row::withhold_if_unsteady),
+                );
             }
         }
     }
@@ -68,7 +70,7 @@ fn model_report(model: &[LoadModel]) -> Report {
         for check in &model.checks {
             let what = format!("error, {}, {}: {name}", check.column, counted(check.threads, "thread"));
             let error = check.error.map_or(f64::NAN, |error| 100.0 * error);
-            let row = Row::one(what, Unit::Percent, error);
+            let row = Row::single(what, Unit::Percent, error);
             rows.push(
                 Row { met: check.error.map(|_| !check.off), refused: check.error.is_none(), ..row }
                     .part("predicted", check.predicted)

@@ -1,6 +1,6 @@
 //! Discrete-event simulation of a spinning read-write lock over a whole table. Threads, each on its
 //! own core, read or write pages. Readers share the lock. Waiters do not queue, so a reader passes
-//! a waiting writer, as with the kernel's lock of that time.
+//! a waiting writer, as with the kernel's lock at the time of the experiment.
 //!
 //! Times are in nanoseconds. Nothing is fitted: all numbers are inputs.
 
@@ -22,7 +22,7 @@ pub struct Visit {
 pub enum Mix {
     /// Even threads (the first is 0) read, odd threads write.
     ByThread,
-    /// Every thread chooses at random for this number of pages.
+    /// Every thread chooses to read or to write at random, each time for this number of pages.
     ByPages(u32),
 }
 
@@ -51,7 +51,7 @@ struct Simulation {
     threads: Vec<Thread>,
     readers: usize,
     writer: bool,
-    /// Time from which `last` owns the lock's cache line.
+    /// Time from which thread `last` owns the lock's cache line.
     line_free: Picos,
     last: usize,
     visits: u64,
@@ -90,7 +90,8 @@ impl Simulation {
         while let Some((now, thread, event)) = self.events.next() {
             match event {
                 Event::Arrive => self.acquire_or_wait(now, thread),
-                // Two releases may follow each other before the waiter runs.
+                // Two releases may follow each other before the waiter runs, so the thread may no
+                // longer wait.
                 Event::Try if self.threads[thread].waits => self.acquire_or_wait(now, thread),
                 Event::Try => {}
                 Event::Release => self.release(now, thread),
@@ -136,8 +137,8 @@ impl Simulation {
         self.schedule_outside_work(at, thread);
     }
 
-    /// Changes the word of the lock. The cache line is transferred if another core owned it, after
-    /// pending changes. Returns the time of the change.
+    /// Changes the word of the lock. The cache line is transferred if another core owned the line,
+    /// after pending changes. Returns the time of the change.
     fn change_word(&mut self, now: Picos, thread: usize) -> Picos {
         let line = if self.last == thread { 0.0 } else { self.line };
         self.last = thread;

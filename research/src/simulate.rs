@@ -9,12 +9,12 @@ use freestone_benches::data::Random;
 
 use crate::events::{Events, Picos, VISITS, jittered, picos};
 
-/// Rule that decides which thread gets the lock next.
+/// Rule that decides which thread acquires the lock next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Discipline {
     /// Order of arrival. The cache line moves from core to core.
     InTurn,
-    /// std's mutex over a futex: a thread that arrives while the lock is free takes it, waiters
+    /// std's mutex over a futex: a thread that arrives while the lock is free acquires it, waiters
     /// spin and then sleep, and a release wakes one sleeper.
     Parking,
 }
@@ -41,7 +41,7 @@ pub struct Operation {
     pub outside: f64,
     /// Time under the lock, of all visits together.
     pub hold_time: f64,
-    /// Number of times that the lock is taken.
+    /// Number of times that an operation acquires the lock.
     pub visits: f64,
 }
 
@@ -75,8 +75,8 @@ struct Simulation {
     hold_time: f64,
     events: Events<Event>,
     threads: Vec<Thread>,
-    /// True for threads that have slept or after which other threads may sleep. These threads take
-    /// the lock in the state "with sleepers".
+    /// True for threads that have slept or after which other threads may sleep. These threads
+    /// acquire the lock in the state "with sleepers".
     marks: Vec<bool>,
     waiting: VecDeque<usize>,
     is_locked: bool,
@@ -239,7 +239,8 @@ mod tests {
     fn throughput_saturates_at_inverse_hold_time() {
         for threads in [8, 16, 48] {
             near(speed(OPERATION, Discipline::InTurn, Costs::default(), threads), 1e9 / 100.0, 0.01);
-            // With the transfer of the cache line if another thread had the lock before.
+            // The hold time includes the transfer of the cache line if another thread held the lock
+            // before.
             let costs = Costs { line: 60.0, ..Costs::default() };
             near(speed(OPERATION, Discipline::InTurn, costs, threads), 1e9 / 160.0, 0.01);
         }

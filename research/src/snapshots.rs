@@ -24,9 +24,10 @@ use crate::slices;
 /// Default size of the origin, in bytes.
 const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 15;
-/// Divisor of the size for stores that commit every exception, which takes longer.
+/// Divisor of the origin's size for exception stores that commit every exception, which takes
+/// longer.
 const COMMITTED_PART: usize = 8;
-/// Number of measurements of the time under the lock. The median counts.
+/// Number of measurements of the time under the lock. The median is used.
 const PROFILES: u64 = 5;
 
 /// Indexes of the columns and of the variants.
@@ -36,7 +37,7 @@ const COLUMNS: [&str; 3] = [figures::COLUMNS[0], figures::COLUMNS[1], "a lock a 
 /// Index of a variant without a column: each worker has its own origin and snapshot.
 const APART: usize = 3;
 
-/// Devices with a choice of the locks of exceptions.
+/// Devices, and the kind of locks for their exceptions.
 struct LockedDevices {
     locks: Exceptions,
     devices: Devices,
@@ -48,14 +49,15 @@ impl Variant for LockedDevices {
     }
 
     fn prepare(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
-        // The devices of the previous slice are not used any more.
+        // Drop the devices of the previous slice: they must not be used after the kind of locks
+        // changes.
         self.devices.clear();
         variants::set_exceptions(self.locks);
         self.devices.prepare(workers)
     }
 }
 
-/// Device that is written, and store of the snapshot's exceptions.
+/// Device to which the workers write, and exception store of the snapshot.
 #[derive(Clone, Copy)]
 struct Setup<'a> {
     written: WrittenDevice,
@@ -70,7 +72,7 @@ impl Setup<'_> {
     }
 }
 
-/// Runs both devices, with both kinds of stores.
+/// Measures writes to the origin and to the snapshot, with both kinds of exception stores.
 pub fn run(options: &Options) -> Result<Experiment> {
     let mut pages = IoBuf::zeroed(options.bytes(BYTES) as usize)?;
     pages.fill(0x5A);
@@ -104,7 +106,8 @@ pub fn run(options: &Options) -> Result<Experiment> {
                     table(&format!("{name}, throughput"), Unit::Iops, Better::More, iops, &speeds, |s| {
                         s.per_second
                     });
-                // A store P has a single queue, which the model does not cover.
+                // The persistent exception store has a single queue, which the model does not
+                // cover.
                 if let (Some(machine), StoreKind::Transient) = (&machine, store) {
                     model.push(model_of(&setup, &throughput, &speeds, machine)?);
                 }
@@ -205,8 +208,8 @@ fn model_of(
     Ok(predict(table, &table.rows[0].what, &inputs, machine, 1.0))
 }
 
-/// Profiles a single worker: nanoseconds per write that the single lock is held, and how often it
-/// is taken.
+/// Profiles a single worker. Returns the nanoseconds per write for which the single lock is held,
+/// and how often it is acquired per write.
 fn profile(setup: &Setup<'_>, machine: &Machine) -> Result<(f64, f64)> {
     let writes = (setup.pages.len() / PAGE_BYTES) as f64;
     let (mut hold_time, mut visits) = (Vec::new(), Vec::new());

@@ -24,18 +24,20 @@ use crate::{experiment::TableRow, slices};
 
 const ROUNDS: u32 = 7;
 const SLICE_MS: u32 = 60;
-/// Numbers of threads: the source's, those of tests without published figures, and those with lz4.
+/// Numbers of threads in the source. `FEW_THREADS` are for tests without published figures,
+/// `SOME_THREADS` for those with lz4.
 const ALL_THREADS: [usize; THREADS_MAX] = [1, 2, 3, 4, 5, 6, 7, 8, 9, THREADS_MAX];
 const FEW_THREADS: [usize; 3] = [1, 2, 4];
 const SOME_THREADS: [usize; 4] = [1, 2, 4, THREADS_MAX];
 const THREADS_MAX: usize = 10;
-/// Tests that iozone runs as well.
+/// Tests of iozone without published figures, which run as well.
 const WITHOUT_FIGURES: [&str; 6] =
     ["re-read", "reverse read", "stride read", "random read", "pread", "fread"];
-/// Size of the disk, which all threads share, and the part that their areas take.
+/// Size in bytes of the disk, which all threads share. `USED_PERCENT` is the part of the disk in
+/// use by their areas.
 const DISK_BYTES: u64 = 1 << 30;
 const USED_PERCENT: u64 = 95;
-/// Record size per thread.
+/// Record size in bytes, which is multiplied by the number of threads.
 const RECORD_BYTES: u64 = 8 << 10;
 /// A load has collapsed if its speed is below this part of the speed with as many threads as CPUs.
 const COLLAPSE: f64 = 0.5;
@@ -44,7 +46,7 @@ const COLLAPSE: f64 = 0.5;
 const THREADS_APART: usize = 2;
 /// Streams of the old list, which limit the number of threads that compress at a time.
 const LISTED: f64 = 4.0;
-/// The tables are in KiB per second: a page per second is four of these units.
+/// KiB per page. The tables are in KiB per second.
 const KIB_A_PAGE: f64 = 4.0;
 const PAGE: u64 = PAGE_BYTES as u64;
 
@@ -182,7 +184,7 @@ impl Bench<'_> {
         let mut tests = published_tests(&ALL_THREADS);
         // The C library's buffer is not aligned for direct I/O.
         tests.retain(|test| test.what != "fwrite");
-        // As in `disk_table`.
+        // A disk has lists only if a list is selected while the disk is created.
         variants::set_streams(Streams::ListOf4);
         let ext4 = Ext4::new(new_ram_with(ext4::disk_bytes(self.used), Algorithm::Lzo)?)?;
         let area = self.used / THREADS_MAX as u64 / PAGE * PAGE;
@@ -266,7 +268,7 @@ impl Bench<'_> {
                 fine: KIB_A_PAGE * 1e9 / alone,
                 hold_time: 2.0 * machine.mutex,
                 visits: 2.0,
-                // Not more expensive than the CPU's own stream.
+                // Borrowing from the idle list costs no more than locking the CPU's own stream.
                 lock: 0.0,
                 discipline: Discipline::Parking,
                 apart: median(&speeds[0]) / alone,

@@ -5,9 +5,9 @@ use std::fmt::Write;
 use crate::experiment::{Check, Experiment, LoadModel, Table, TableRow};
 use crate::model::ERROR_MAX;
 
-/// A row is considered if its published ratio is above this.
+/// Published ratio above which a row counts as a gain of the source.
 const PUBLISHED_MIN: f64 = 1.1;
-/// Number of threads with which the gain must show here.
+/// Number of threads with which the gain must show on this machine.
 const THREADS: usize = 2;
 
 /// Result of the fine lock with two threads, in a row that gained in the source.
@@ -21,7 +21,7 @@ enum Verdict {
     NotRun,
 }
 
-/// Returns the experiment's own text, then that on every table, then that on the model.
+/// Returns the text of the experiment itself, then that on every table, then that on the model.
 pub fn of(experiment: &Experiment, cpus: usize) -> Vec<String> {
     let mut words = experiment.words.clone();
     if cpus < THREADS {

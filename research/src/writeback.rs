@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 
 use anyhow::Result;
 use freestone::PAGE_BYTES;
-use freestone::device::{self, Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Tried};
+use freestone::device::{self, Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, TryResult};
 use freestone_benches::data::Data;
 use freestone_benches::options::{Options, Set};
 use freestone_benches::writeback::backing::{self, BackingFile, Layout, WritebackResult};
@@ -17,14 +17,14 @@ use crate::slices;
 
 /// Default data size, in bytes.
 const BYTES: u64 = 1 << 30;
-/// Data for the old way, in bytes. The old way is slow, so it writes every n-th page only and is
-/// compared per page.
+/// Bytes of data for the old way, one page at a time. The old way is slow, so it writes every n-th
+/// page only and is compared per page.
 const OLD_WAY_BYTES: u64 = 64 << 20;
 const ROUNDS: u32 = 5;
-/// Number of disks that are written back in a slice, by column. CPU time is counted in ticks, and
-/// the fast columns use few per disk.
+/// Number of disks that are written back in a slice, by column. CPU time is counted in ticks, and a
+/// disk of the fast columns uses few ticks.
 const DISKS: [u32; 4] = [1, 2, 2, 5];
-/// Pages that the source wrote back. Results are scaled to this number.
+/// Number of pages that the source wrote back. Results are scaled to this number.
 const SOURCE_PAGES: f64 = ((4_u64 << 30) / PAGE_BYTES as u64) as f64;
 /// Batch size in pages, which the engine splits into four requests of 128 KiB.
 const BATCH_PAGES: u32 = 4 * 32;
@@ -164,7 +164,7 @@ impl Device for OneAtATime {
         self.0.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
         self.0.try_io(request, buffer)
     }
 
@@ -193,7 +193,7 @@ mod tests {
     use std::time::Duration;
 
     use freestone::device::{Blocking as _, Flags};
-    use freestone::ram::{Config, Idle, Ram, Writeback};
+    use freestone::ram::{Config, IdleSelection, Ram, Writeback};
     use freestone_benches::setup::new_ram;
 
     use super::*;
@@ -218,7 +218,7 @@ mod tests {
             self.ram.geometry()
         }
 
-        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
             self.ram.try_io(request, buffer)
         }
 
@@ -256,7 +256,7 @@ mod tests {
             freestone_benches::data::fio_page(page, &mut content);
             ram.write_at(page * PAGE_BYTES as u64, &content, Flags::empty()).unwrap();
         }
-        ram.idle(Idle::All);
+        ram.mark_idle(IdleSelection::All);
         assert_eq!(ram.writeback(&Writeback::Idle).map_err(|(_, error)| error).unwrap().pages, 256);
         drop(ram);
         let threads = std::mem::take(&mut log.lock().unwrap().threads);

@@ -29,14 +29,14 @@ const IDLE_ROUNDS: usize = 9;
 const PAGE: u64 = PAGE_BYTES as u64;
 
 /// Indexes of the columns and of the sides. For reads, the source's new lock is a column between
-/// the old lock and the product, which takes no lock for reads. For writes, the source's new lock
+/// the old lock and the product, which locks nothing for reads. For writes, the source's new lock
 /// is the product's.
 const OLD: usize = 0;
 const NEW: usize = 1;
 const READS: [&str; 3] = [published::COLUMNS[0], published::COLUMNS[1], "no lock (ours)"];
 const WRITES: [&str; 2] = [published::COLUMNS[0], "a lock a zone (ours)"];
 
-/// Returns the columns of a load.
+/// Returns the names of the columns for a load.
 fn columns(load: Load) -> &'static [&'static str] {
     match load {
         Load::Reads => &READS,

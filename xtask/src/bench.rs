@@ -7,7 +7,8 @@ use anyhow::{Context as _, Result};
 use crate::cargo::cargo;
 use crate::variants::{CopiedWorkspace, with_variants};
 
-/// Runs a benchmark or, for the name `reproduce`, the experiments. Returns true if it succeeded.
+/// Runs a benchmark or, for the name `reproduce`, the experiments. Returns true if the command
+/// succeeded.
 pub fn bench(args: &[OsString]) -> Result<bool> {
     let is_research = args.first().is_some_and(|name| name == "reproduce");
     let mut command = if is_research {

@@ -23,7 +23,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Counts one test.
+    /// Returns the counts of one test, which passed or failed.
     pub fn one(passed: bool) -> Self {
         Self { passed: u64::from(passed), failed: u64::from(!passed), skipped: 0 }
     }
@@ -48,7 +48,7 @@ impl fmt::Display for Counts {
 /// Result of a command or a step.
 #[derive(Debug, Default, Clone)]
 pub struct Outcome {
-    /// True if the command ended with status 0.
+    /// True if the command ended with status 0, or if the step succeeded.
     pub ok: bool,
     pub counts: Counts,
     /// Names of skipped tests and programs, each with the missing package.
@@ -61,7 +61,7 @@ impl Outcome {
         Self { ok, ..Self::default() }
     }
 
-    /// Adds the outcome of another command.
+    /// Adds the outcome of another command to this one.
     pub fn add(&mut self, other: Self) {
         self.ok &= other.ok;
         self.counts += other.counts;
@@ -124,7 +124,7 @@ struct Target {
 }
 
 /// Runs `cargo test --no-run` and returns the test programs, or None if the build fails. The caller runs the programs
-/// without cargo, which would rebuild for every set of packages because their features differ.
+/// without cargo: cargo would rebuild for every set of packages, because their features differ.
 pub fn test_programs(command: &mut Command) -> Result<Option<Vec<TestProgram>>> {
     println!("$ {}", line(command));
     let command = command.args(["--message-format", "json-render-diagnostics"]).stderr(Stdio::inherit());
@@ -150,7 +150,7 @@ pub fn test_programs(command: &mut Command) -> Result<Option<Vec<TestProgram>>> 
     Ok(Some(programs))
 }
 
-/// Returns the name in a package id of cargo: `path+file:///DIR#NAME@VERSION`, or `#VERSION` if the directory
+/// Returns the package name in a package id of cargo: `path+file:///DIR#NAME@VERSION`, or `#VERSION` if the directory
 /// has the package's name.
 fn package_name(id: &str) -> &str {
     let (path, rest) = id.rsplit_once('#').unwrap_or(("", id));
@@ -160,7 +160,8 @@ fn package_name(id: &str) -> &str {
     }
 }
 
-/// Number of tests per CPU that run at the same time. Many tests mostly wait for a slow disk, a timer or a server.
+/// Number of tests per CPU that run at the same time. Several tests share a CPU, because many mostly wait for a slow
+/// disk, a timer or a server.
 const TESTS_PER_CPU: usize = 3;
 
 /// Returns the number of tests that run at the same time.
@@ -170,7 +171,7 @@ pub fn tests_at_once() -> usize {
 
 /// Makes clippy compile the packages of the workspace, so that one build both lints and produces the programs. Every
 /// lint warning is an error.
-pub fn linted(command: &mut Command) -> Result<&mut Command> {
+pub fn with_lints(command: &mut Command) -> Result<&mut Command> {
     let cargo = std::env::var_os("CARGO").map_or_else(|| PathBuf::from("cargo"), PathBuf::from);
     let driver = cargo.with_file_name("clippy-driver");
     ensure!(
@@ -183,8 +184,8 @@ pub fn linted(command: &mut Command) -> Result<&mut Command> {
     Ok(command.env("CLIPPY_ARGS", "-Dwarnings__CLIPPY_HACKERY__"))
 }
 
-/// Returns a cargo command that sets these cfgs for the packages of the workspace only, and the directory of the built
-/// programs. A wrapper script adds the cfgs, so dependencies are shared with all other builds.
+/// Returns a cargo command that sets the given cfgs for the packages of the workspace only, and the directory of the
+/// built programs. A wrapper script adds the cfgs, so dependencies are shared with all other builds.
 pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     let all = target_dir();
     let name = cfgs.join("+");
@@ -192,7 +193,7 @@ pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let script = std::path::absolute(dir.join("rustc"))?;
     let text = format!("#!/bin/sh\nexec \"$@\" --cfg {}\n", cfgs.join(" --cfg "));
-    // A rewritten wrapper would make cargo query the compiler again.
+    // The wrapper is written only if it changes, because a new file would make cargo query the compiler again.
     if fs::read_to_string(&script).ok().as_ref() != Some(&text) {
         fs::write(&script, text).with_context(|| format!("cannot write {}", script.display()))?;
         fs::set_permissions(&script, Permissions::from_mode(0o755))?;
@@ -203,12 +204,12 @@ pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     Ok((command, dir))
 }
 
-/// Returns the target directory of this cargo.
+/// Returns the target directory that cargo uses.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
 
-/// Runs commands one after the other, all of them even if one fails.
+/// Runs commands one after the other, all of them even if one fails. Returns the sum of their outcomes.
 pub fn run_each(commands: impl IntoIterator<Item = Command>) -> Result<Outcome> {
     let mut sum = Outcome::of(true);
     for mut command in commands {
@@ -217,7 +218,7 @@ pub fn run_each(commands: impl IntoIterator<Item = Command>) -> Result<Outcome> 
     Ok(sum)
 }
 
-/// Runs a command to its end. Copies its stdout line by line and counts the tests in it.
+/// Runs a command to its end. Copies the command's stdout line by line and counts the tests in it.
 pub fn run(command: &mut Command) -> Result<Outcome> {
     println!("$ {}", line(command));
     let child = command.stdout(Stdio::piped()).spawn();
@@ -254,7 +255,7 @@ pub fn files() -> Result<Vec<PathBuf>> {
 /// Manifest of the experiments, which are a separate workspace.
 pub const RESEARCH: &str = "research/Cargo.toml";
 
-/// Returns the trimmed stdout of a command. Fails if the command fails.
+/// Returns the trimmed stdout of a command. Fails if the command cannot be started or fails.
 pub fn output(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output();
     let output = output.with_context(|| format!("cannot start {}", line(command)))?;
@@ -276,7 +277,7 @@ fn line(command: &Command) -> String {
     words.join(" ")
 }
 
-/// Reads libtest's `test result: ok. 3 passed; 0 failed; 0 ignored; ...`.
+/// Parses libtest's line `test result: ok. 3 passed; 0 failed; 0 ignored; ...`. Returns None for any other line.
 fn result_line(line: &str) -> Option<Counts> {
     let rest = line.strip_prefix("test result: ")?;
     let number = |what: &str| {

@@ -37,7 +37,7 @@ struct Package {
 #[derive(Deserialize)]
 struct Dependency {
     name: String,
-    /// Set for packages of the workspace.
+    /// Directory of a dependency in the workspace; None for a dependency from a registry.
     path: Option<PathBuf>,
 }
 
@@ -76,7 +76,7 @@ impl Packages {
         }
         let listed = ["ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate", "--"];
         let files = output(Command::new("git").args(listed).args(&dirs))?;
-        // git also lists deleted files.
+        // git also lists deleted files, which have no content to hash.
         let files: Vec<_> = files.lines().filter(|file| Path::new(file).is_file()).collect();
         let hashes = git_hash(&["--stdin-paths"], &(files.join("\n") + "\n"))?;
         let named: Vec<_> = hashes.lines().zip(&files).map(|(hash, file)| format!("{hash} {file}")).collect();
@@ -84,7 +84,7 @@ impl Packages {
     }
 }
 
-/// Runs `git hash-object`.
+/// Runs `git hash-object` with `input` as standard input and returns the printed hashes.
 fn git_hash(arguments: &[&str], input: &str) -> Result<String> {
     let mut git = Command::new("git");
     git.arg("hash-object").args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());

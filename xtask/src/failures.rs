@@ -1,5 +1,5 @@
-//! Selects the lines of a failed step's output that explain the failure. The gate repeats them at its end, because some
-//! systems keep only the last part of a long log.
+//! Selects the lines of a failed step's output that explain the failure. The gate repeats these lines at its end,
+//! because some systems keep only the last part of a long log.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context as _, Result};
 use rustix::stdio;
 
-/// Maximum number of lines that are repeated for one step.
+/// Maximum number of lines that are repeated for a failed step.
 const EXCERPT_LINES_MAX: usize = 250;
 /// Number of last lines that every excerpt contains.
 const LAST_LINES: usize = 12;
@@ -18,9 +18,10 @@ const LAST_LINES: usize = 12;
 const REPORT_PREFIXES: [(&str, usize); 3] = [("error", 12), ("xtask: ", 3), ("WARNING: ThreadSanitizer", 45)];
 /// Marker within a report line of `AddressSanitizer` and `LeakSanitizer`, and the number of lines after it.
 const SANITIZER_REPORT: (&str, usize) = ("ERROR: ", 45);
-/// Number of lines of a panic message after its first.
+/// Number of lines of a panic message after the first line.
 const PANIC_LINES: usize = 8;
-/// Line that ends the capture: a process left behind by a test may keep the pipe open.
+/// Line that ends the capture. A process left behind by a test may keep the pipe open, so the end of the pipe cannot
+/// end it.
 const END_MARK: &[u8] = b"\x04";
 
 /// Captures the output of this process and its children, and passes it on.
@@ -45,7 +46,7 @@ impl OutputCapture {
                 let Some(mut line) = line.ok().filter(|line| line != END_MARK) else { break };
                 lines.push(String::from_utf8_lossy(&line).into_owned());
                 line.push(b'\n');
-                // The reader of our output may be gone; the steps continue.
+                // Nobody may read the output of this process any more; the steps continue.
                 drop(onward.write_all(&line));
             }
             lines
@@ -71,7 +72,7 @@ pub fn excerpt(lines: &[String]) -> Vec<&str> {
     let mut failed = Vec::new();
     let mut is_list = false;
     for (at, line) in lines.iter().enumerate() {
-        // libtest's list of failed tests, with the output of each.
+        // libtest's list of failed tests, with the output of each test.
         is_list |= line == "failures:";
         if is_list {
             selected.insert(at);

@@ -9,9 +9,10 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::cargo::{self, cargo, output};
 
-/// Directory of fio sources, one subdirectory per version that `fio --version` prints. `build.rs` of the engine reads it.
+/// Directory of fio sources, one subdirectory per version that `fio --version` prints. `build.rs` of the engine reads
+/// this directory.
 const SOURCES: &str = "target/fio";
-/// Environment variable with the directory of another fio source. `build.rs` of the engine reads it too.
+/// Environment variable with the directory of another fio source. `build.rs` of the engine reads this variable too.
 const SOURCE_VARIABLE: &str = "FREESTONE_FIO_SOURCE";
 /// File that `./configure` writes.
 const CONFIGURED: &str = "config-host.h";
@@ -102,7 +103,8 @@ fn fetch(work: &Path, package: &str, version: &str) -> Result<PathBuf> {
         println!("$ apt-get {}", words.join(" "));
         command.status().context("cannot start apt-get")
     };
-    // Other repositories may have no sources, so an error here is ignored; the next command fails if a source is missing.
+    // Other repositories may have no sources, so an error of the update is ignored. The next command fails if the
+    // source of fio is missing.
     apt(&["update"])?;
     if !apt(&["source", package])?.success() {
         bail!("apt-get source failed (it needs dpkg-dev)");
@@ -123,7 +125,7 @@ fn fetch(work: &Path, package: &str, version: &str) -> Result<PathBuf> {
     Ok(source)
 }
 
-/// Writes lists of source packages from the machine's lists of packages.
+/// Writes lists of source packages to `to`, derived from the machine's lists of packages in `from`.
 fn derive_sources(from: &Path, to: &Path) -> Result<()> {
     let mut lists = vec![from.join("sources.list")];
     if let Ok(parts) = fs::read_dir(from.join("sources.list.d")) {
@@ -149,7 +151,7 @@ fn derive_sources(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Rewrites `deb ...` lines as `deb-src ...`.
+/// Rewrites lines `deb ...` as `deb-src ...`.
 fn one_line_style(text: &str) -> String {
     let binary = text.lines().filter_map(|line| line.trim().strip_prefix("deb "));
     binary.flat_map(|rest| ["deb-src ", rest, "\n"]).collect()
@@ -161,7 +163,7 @@ fn deb822_style(text: &str) -> String {
     text.lines().flat_map(|line| [if is_types(line) { "Types: deb-src" } else { line }, "\n"]).collect()
 }
 
-/// Returns the directory that `apt-get source` unpacked.
+/// Returns the directory below `work` that `apt-get source` unpacked.
 fn unpacked(work: &Path) -> Result<PathBuf> {
     let entries = fs::read_dir(work).context("cannot look at what was fetched")?;
     let mut dirs =

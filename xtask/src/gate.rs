@@ -9,7 +9,7 @@ use crate::steps::{self, Lane, Step, Verdict};
 
 /// Expected duration of a piece that has never run, in minutes. No piece may take longer.
 const PIECE_MINUTES_MAX: u64 = 12;
-/// Factor from the last duration of a piece to its expected duration: machines differ.
+/// Factor from the last duration of a piece to its expected duration, because machines differ in speed.
 const MARGIN: f64 = 1.25;
 
 /// Runs the gate, then pieces of the slow lane until `time` is over, those that ran longest ago first.
@@ -34,7 +34,7 @@ fn oldest_first(record: &Record) -> Vec<Step> {
     pieces
 }
 
-/// Returns the index of the first piece that is expected to end in time.
+/// Returns the index of the first piece that is expected to end within `left`, or None.
 fn first_that_fits(waiting: &[Step], record: &Record, left: Duration) -> Option<usize> {
     waiting.iter().position(|piece| {
         let minutes = record.slow.get(&piece.name()).map_or(PIECE_MINUTES_MAX, |run| run.minutes);
@@ -42,22 +42,22 @@ fn first_that_fits(waiting: &[Step], record: &Record, left: Duration) -> Option<
     })
 }
 
-/// Names the pieces that ran too long ago, or failed when they last ran.
+/// Returns a message for each piece that ran too long ago, or failed when it last ran.
 fn overdue(record: &Record) -> Vec<String> {
     let mut overdue = Vec::new();
     for piece in steps::of_lane(Lane::Slow) {
         let name = piece.name();
         match record.slow.get(&name) {
-            // A new piece runs first the next time.
+            // A piece that has never run is the first one in the next gate.
             None => {}
             Some(run) if run.failed > 0 => {
                 overdue.push(format!("{name} failed at {}: run it with --only {name}", run.commit));
             }
             Some(run) => match run.age() {
-                Some(age) if age <= LANDINGS_MAX => {}
-                Some(age) => overdue.push(format!("{name} last ran {age} landings ago, at {}", run.commit)),
-                None => {
-                    overdue.push(format!("{name} last ran at {}, which is not in the history", run.commit));
+                Ok(age) if age <= LANDINGS_MAX => {}
+                Ok(age) => overdue.push(format!("{name} last ran {age} landings ago, at {}", run.commit)),
+                Err(error) => {
+                    overdue.push(format!("{name}: cannot count the landings since its last run: {error:#}"));
                 }
             },
         }

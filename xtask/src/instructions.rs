@@ -18,10 +18,10 @@ const GROUPS: [(&str, &[&str], &[&str]); 5] = [
 ];
 /// Reference counts that `bench gate` compares with.
 const BASELINE: &str = "benches/baseline.json";
-/// Inputs of every count besides the packages.
+/// Files that affect every count, besides the packages.
 const OWN_FILES: [&str; 3] = [BASELINE, "benches/src/gate", "benches/src/callgrind.rs"];
 
-/// Counts the paths of the groups that have changed.
+/// Counts the instructions of the paths in groups whose packages have changed.
 pub fn run() -> Result<Outcome> {
     let sources = Packages::read()?;
     let mut record = Record::read()?;

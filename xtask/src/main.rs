@@ -74,7 +74,7 @@ enum Command {
         #[arg(value_enum)]
         sanitizer: Option<Sanitizer>,
     },
-    /// Run random stacks of devices under random requests, verbs, faults and crashes; see docs/testing.md
+    /// Run random stacks of devices under random requests, verbs, faults and crashes; see docs/explanation/testing.md
     Torture {
         /// Mode to run; by default all modes, one after the other
         #[arg(long, value_enum)]
@@ -97,7 +97,7 @@ enum Command {
     },
     /// Build the engine for fio; fetch the source of the installed fio first if it is missing
     Fio,
-    /// Build the Debian package and the package of its debug symbols; see docs/install.md
+    /// Build the Debian package and the package of its debug symbols; see docs/how-to/install.md
     Package {
         /// Architecture; arm64 is cross-compiled with Debian's compilers
         #[arg(long, value_enum, default_value = "amd64")]
@@ -111,7 +111,7 @@ enum Command {
     },
 }
 
-/// Exit status if no test failed but some were skipped.
+/// Exit status if no test failed but some tests were skipped.
 const INCOMPLETE: u8 = 3;
 
 fn main() -> ExitCode {
@@ -145,7 +145,7 @@ fn heed_interrupts() -> std::io::Result<()> {
 }
 
 fn run(cli: Cli) -> Result<Verdict> {
-    // Cargo starts xtask in the caller's directory. All paths are relative to the root of the workspace.
+    // Cargo starts xtask in the caller's directory, but all paths in xtask are relative to the root of the workspace.
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize();
     let root = root.context("the workspace in which xtask was built no longer exists")?;
     std::env::set_current_dir(&root).with_context(|| format!("cannot enter {}", root.display()))?;

@@ -19,9 +19,9 @@ pub fn tools() -> Vec<Tool> {
     TABLE.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once(' ')).collect()
 }
 
-/// Tools of instruction counts.
+/// Tools that instruction counts need.
 pub const INSTRUCTIONS: [Tool; 1] = [("valgrind", "valgrind")];
-/// Tools of the kernel lab.
+/// Tools that the kernel lab needs.
 pub const LAB: [Tool; 16] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
@@ -43,7 +43,7 @@ pub const LAB: [Tool; 16] = [
 /// Tools of the piece `tasks` besides those of the kernel lab: databases.
 pub const TASKS: [Tool; 3] =
     [("/usr/lib/postgresql/15/bin/initdb", "postgresql-15"), ("sqlite3", "sqlite3"), ("pgrep", "procps")];
-/// Tools of the piece `lab-libvirt`. `virt-qemu-run` stands for libvirt's driver for qemu.
+/// Tools of the piece `lab-libvirt`. The program `virt-qemu-run` shows whether libvirt's driver for qemu is installed.
 pub const LIBVIRT: [Tool; 3] = [
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
@@ -109,7 +109,7 @@ pub fn ensure(tools: &[Tool]) -> Result<()> {
             );
         }
     }
-    // A fresh machine has no package lists; only then are they updated.
+    // A fresh machine has no package lists. So the lists are updated only if the installation fails.
     if !apt(sudo, &["install", "-y", "-qq", "--no-install-recommends"], &packages)? {
         println!("trying again with fresh lists of packages");
         if !apt(sudo, &["update", "-qq"], &[])? {

@@ -14,24 +14,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::cargo::{Counts, output};
 
-/// Path of the record.
+/// Path of the gate's record.
 const PATH: &str = "xtask/record.json";
-/// Beginning of the line that [`print`](Record::print) prints.
+/// Beginning of the line in which [`print`](Record::print) prints the record.
 const PRINTED: &str = "record: ";
-/// A piece of the slow lane fails if it last ran more than this many landings ago. A landing is a commit that
-/// changes the record.
-pub const LANDINGS_MAX: u64 = 10;
+/// A piece of the slow lane fails if it last ran more than this many landings ago. A landing is one or several commits
+/// that change the record, each less than [`LANDING_GAP_SECONDS`] after the one before.
+pub const LANDINGS_MAX: usize = 10;
+/// Commits of the record that are at least this far apart belong to different landings: one session may commit the
+/// record several times.
+const LANDING_GAP_SECONDS: i64 = 3 * 3600;
 
-/// The record.
+/// The record of the gate.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Record {
     /// Last run of each piece of the slow lane, by its name.
     pub slow: BTreeMap<String, Run>,
-    /// The content that last passed, by check and package: `tsan freestone-core`.
+    /// Content that last passed each check, by check and package: `tsan freestone-core`.
     pub passed: BTreeMap<String, PassedContent>,
 }
 
-/// A run of a piece.
+/// A run of a piece of the slow lane.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// Commit that was checked out.
@@ -76,7 +79,7 @@ impl Record {
         Ok(())
     }
 
-    /// Merges the newer entries of the record that a gate printed.
+    /// Merges the entries of the last printed record in `text` that are newer than those of this record.
     pub fn merge(&mut self, text: &str) -> Result<()> {
         let mut printed =
             text.lines().filter_map(|line| line.trim_start_matches(['>', ' ']).strip_prefix(PRINTED));
@@ -96,7 +99,7 @@ impl Record {
     }
 
     /// Records a run of a piece that has just ended.
-    pub fn ran(&mut self, piece: &str, counts: Counts, seconds: u64) -> Result<()> {
+    pub fn record_run(&mut self, piece: &str, counts: Counts, seconds: u64) -> Result<()> {
         let (commit, date) = (commit()?, now()?);
         let run =
             Run { commit, date, passed: counts.passed, failed: counts.failed, minutes: seconds.div_ceil(60) };
@@ -118,11 +121,24 @@ impl Record {
 }
 
 impl Run {
-    /// Returns the number of landings since this run, or None if its commit is not in the history.
-    pub fn age(&self) -> Option<u64> {
-        let range = format!("{}..HEAD", self.commit);
-        output(Command::new("git").args(["rev-list", "--count", &range, "--", PATH])).ok()?.parse().ok()
+    /// Returns the number of landings since this run. Counts by date, because the commit of the run may have been
+    /// rewritten since.
+    pub fn age(&self) -> Result<usize> {
+        let run = output(Command::new("date").args(["-u", "-d", &self.date, "+%s"]))?;
+        let log = ["log", "--first-parent", "--format=%ct", "HEAD", "--", PATH];
+        let commits = output(Command::new("git").args(log))?;
+        let commits = commits.lines().map(str::parse).collect::<Result<Vec<i64>, _>>()?;
+        Ok(landings_since(run.parse()?, commits))
     }
+}
+
+/// Returns the number of landings after `run`, from the dates of the commits that change the record. All times are in
+/// seconds since 1970.
+fn landings_since(run: i64, mut commits: Vec<i64>) -> usize {
+    commits.retain(|date| *date > run);
+    commits.sort_unstable();
+    let gaps = commits.windows(2).filter(|pair| pair[1] - pair[0] >= LANDING_GAP_SECONDS).count();
+    if commits.is_empty() { 0 } else { gaps + 1 }
 }
 
 /// `cargo xtask record FILE`: merges the record in the output of a gate.
@@ -145,7 +161,7 @@ fn now() -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{PRINTED, Record, Run};
+    use super::{LANDING_GAP_SECONDS, PRINTED, Record, Run, landings_since};
 
     fn run(date: &str) -> Run {
         Run { commit: "c".into(), date: date.into(), passed: 1, failed: 0, minutes: 2 }
@@ -165,5 +181,21 @@ mod tests {
         let dates: Vec<_> = record.slow.values().map(|run| run.date.as_str()).collect();
         assert_eq!(dates, ["2026-01-02 00:00", "2026-01-03 00:00", "2026-01-01 00:00"]);
         assert!(record.merge("no record here").is_err());
+    }
+
+    #[test]
+    fn landings_are_counted_by_date() {
+        const HOUR: i64 = 3600;
+        const RUN: i64 = 1_790_000_000;
+        let landings = |hours: &[i64]| landings_since(RUN, hours.iter().map(|at| RUN + at * HOUR).collect());
+        assert_eq!(landings(&[]), 0);
+        assert_eq!(landings(&[-30, -3, 0]), 0, "not later than the run");
+        assert_eq!(landings(&[-1, 1]), 1);
+        assert_eq!(landings(&[1, 2, 4, 6]), 1, "several commits of one session");
+        assert_eq!(landings(&[24, 4, 2, 1, 24]), 2, "in any order");
+        assert_eq!(landings(&[1, 4, 7]), 3);
+        let gap = LANDING_GAP_SECONDS;
+        assert_eq!(landings_since(RUN, vec![RUN + 1, RUN + gap]), 1);
+        assert_eq!(landings_since(RUN, vec![RUN + 1, RUN + 1 + gap]), 2);
     }
 }

@@ -1,8 +1,8 @@
 //! Runs the tests of the libraries under the sanitizers of LLVM.
 //!
-//! `RUSTC_BOOTSTRAP` makes the stable compiler accept the unstable flag. The prebuilt standard library and the C code of
-//! the codecs are not instrumented. xtask/tsan/ describes the library's synchronisation to `ThreadSanitizer`; xtask/asan/
-//! lists intended leaks.
+//! `RUSTC_BOOTSTRAP` makes the stable compiler accept the unstable flag. The prebuilt standard library and the C code
+//! of the codecs are not instrumented. xtask/tsan/ describes the standard library's synchronisation to
+//! `ThreadSanitizer`; xtask/asan/ lists intended leaks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -23,13 +23,13 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 const PROPTEST_CASES: &str = "16";
 /// Tests whose measurements a sanitizer distorts.
 const SKIPPED: [&str; 2] = [
-    // Counts page faults; the shadow memory adds its own.
+    // Counts page faults, to which the sanitizer's shadow memory adds.
     "compress_takes_no_page_fault",
-    // Measures the memory of the process, which includes the shadow memory.
+    // Measures the memory of the process, which includes the sanitizer's shadow memory.
     "memory_is_bounded",
 ];
 
-/// Packages whose tests run.
+/// Packages whose tests run under the sanitizers.
 const PACKAGES: [&str; 13] = [
     FACADE,
     "freestone-core",
@@ -48,10 +48,11 @@ const PACKAGES: [&str; 13] = [
 /// Package with the tests of all devices together, and no code of its own.
 const FACADE: &str = "freestone";
 
-/// Tests that the gate runs: package, suite (a directory or file of tests/, or `LIB`), and modules of the suite. An empty
-/// list of modules stands for all modules.
+/// Tests that the gate runs: package, suite (a directory or file of tests/, or `LIB`), and modules of the suite. An
+/// empty list of modules selects all modules.
 type InGate = (&'static str, &'static str, &'static [&'static str]);
-/// Suites of the gate under `ThreadSanitizer`: code that shares the most between threads. The slow lane runs the rest.
+/// Suites of the gate under `ThreadSanitizer`: those whose code shares the most data between threads. The slow lane
+/// runs the other suites.
 const WHERE_RACES_ARE: [InGate; 12] = [
     (FACADE, "library", &RACING_MODULES),
     ("freestone-core", LIB, &[]),
@@ -81,7 +82,7 @@ const RACING_MODULES: [&str; 13] = [
     "writeback::watched",
     "zones::threads",
 ];
-/// Suites of the gate under `AddressSanitizer`: packages with the most unsafe memory accesses.
+/// Suites of the gate under `AddressSanitizer`: those of packages with the most unsafe memory accesses.
 const WHERE_MEMORY_IS_UNCHECKED: [InGate; 6] = [
     ("freestone-core", LIB, &[]),
     ("freestone-ram", LIB, &[]),
@@ -93,12 +94,12 @@ const WHERE_MEMORY_IS_UNCHECKED: [InGate; 6] = [
 
 /// Separator of the flags in `CARGO_ENCODED_RUSTFLAGS`, which may contain paths with spaces.
 const ENCODED_SEPARATOR: &str = "\u{1f}";
-/// Function that an instrumented `AtomicU64::fetch_sub` calls. `std_sync.c` wraps it.
+/// Function that an instrumented `AtomicU64::fetch_sub` calls. `std_sync.c` wraps this function.
 const FETCH_SUB: &str = "__tsan_atomic64_fetch_sub";
 const RACES: &str = "xtask/tsan/suppressions";
 const LEAKS: &str = "xtask/asan/leaks";
 const STD_SYNC: &str = "xtask/tsan/std_sync.c";
-/// Inputs of the checks besides the packages.
+/// Files that affect the checks, besides the packages.
 const OWN_FILES: [&str; 3] = ["xtask/src/sanitize.rs", "xtask/tsan", "xtask/asan"];
 /// Target directory of the sanitizers, below that of other builds. A shared directory would rebuild everything each time,
 /// because `RUSTC_BOOTSTRAP` changes build scripts of common dependencies.
@@ -106,8 +107,8 @@ const BUILD_DIR: &str = "sanitizers";
 /// Directory of the object file of `std_sync.c`.
 const WRAPPERS_DIR: &str = "target/tsan";
 
-/// Functions of the standard library that `std_sync.c` wraps: the macro with the name, and the parts that identify the
-/// mangled name.
+/// Functions of the standard library that `std_sync.c` wraps: the macro for the mangled name, and the parts by which
+/// the mangled name is found.
 const WRAPPED: [(&str, &[&str]); 7] = [
     ("MUTEX_LOCK_CONTENDED", &["5mutex5futex", "5Mutex14lock_contended"]),
     ("RWLOCK_READ_CONTENDED", &["6rwlock5futex", "6RwLock14read_contended"]),
@@ -183,7 +184,8 @@ fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
             if let Some(gone) = modules.iter().find(|module| !is_module(&dir.join(&name), module)) {
                 bail!("{package} {name}::{gone}: the module does not exist; correct xtask/src/sanitize.rs");
             }
-            // The test program searches the filter in whole paths: no other module's path may end in one of these.
+            // The test program matches a filter anywhere in a test's path, so no other module's path may end in one of
+            // these names.
             let words = modules.iter().map(|module| format!("{module}::"));
             let arguments: Option<Vec<String>> = match (extent, listed) {
                 (Extent::Gate, None) => None,
@@ -270,7 +272,7 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
         let program = programs.iter().find(|program| program.package == *package && program.suite == *name);
         let program = program.with_context(|| format!("{package}: cargo has not built its suite {name}"))?;
         let mut command = program.command();
-        // Captured output and backtraces would go through the uninstrumented library.
+        // Capturing output and printing backtraces would run code of the standard library, which is not instrumented.
         command.arg("--nocapture").env("RUST_BACKTRACE", "0");
         command.args(SKIPPED.iter().flat_map(|test| ["--skip", test])).args(arguments);
         command.env("PROPTEST_CASES", PROPTEST_CASES);

@@ -176,7 +176,7 @@ impl Step {
             Self::Doc => cargo::run(documented(&mut with(cargo(), &["doc", "--workspace"]))),
             Self::Test => suites::run(suites::Extent::Quick),
             Self::TestFull => suites::run(suites::Extent::Full),
-            // Counts in the release build, because inlining across crates affects them.
+            // Instructions are counted in the release build, because inlining across crates affects the counts.
             Self::Instructions => instructions::run(),
             Self::Torture => torture::fixed(torture::SHORT),
             Self::Mutants => torture::mutants(&torture::names(false)),
@@ -248,7 +248,7 @@ fn packages() -> Result<Outcome> {
         let missing = packages::missing(&packages::tools());
         outcome.skipped.extend(missing.iter().map(|(tool, package)| format!("{tool} (package {package})")));
     }
-    // The engine for fio is built against the source.
+    // The engine for fio is built against the source of fio.
     match fio::source() {
         Err(error) if packages::is_ci() => Err(error),
         Err(error) => {
@@ -279,7 +279,7 @@ fn tasks() -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Runs scripts with environment variables. Each script counts as a test.
+/// Runs each script with the given environment variables. Each script counts as one test.
 fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
     let mut all = Outcome::of(true);
     for run in runs {
@@ -337,7 +337,7 @@ fn with(mut command: Command, args: &[&str]) -> Command {
 /// Runs the tests of the experiments and of their copy of the library, then each experiment once.
 fn reproduce() -> Result<Outcome> {
     packages::ensure(&packages::tools())?;
-    // Only the modules that have variants; the product's own tests have run.
+    // Run only the tests of modules that have variants; the product's own tests have run.
     let mut library = with_variants("test", CopiedWorkspace::Library)?;
     library.arg("--lib").args(VARIED.iter().flat_map(|package| ["--package", package]));
     library.args(["--", "slot::", "codec::", "cow::exceptions"]);
@@ -381,7 +381,7 @@ pub fn of_sanitizer(sanitizer: Option<Sanitizer>) -> Vec<Step> {
     }
 }
 
-/// Returns the steps of `--only` in their order.
+/// Returns the steps that `--only` selects, in the order of a run.
 pub fn chosen(only: &[Step]) -> Vec<Step> {
     Step::value_variants().iter().copied().filter(|step| only.contains(step)).collect()
 }
@@ -422,7 +422,7 @@ pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<StepResult> {
     println!("==> {}: {} in {}, CPU time {}", step.name(), verdict(ok), seconds(took), seconds(cpu));
     if step.lane() == Lane::Slow {
         let mut record = Record::read()?;
-        record.ran(&step.name(), counts, took.as_secs())?;
+        record.record_run(&step.name(), counts, took.as_secs())?;
         record.write()?;
     }
     Ok(StepResult { step, took, cpu, ok, counts, skipped, lines: if ok { Vec::new() } else { lines } })
@@ -508,7 +508,7 @@ fn cpu_time() -> Duration {
     parse_cpu_time(&fs::read_to_string("/proc/self/stat").unwrap_or_default()).unwrap_or_default()
 }
 
-/// Reads utime, stime, cutime and cstime of `/proc/PID/stat`.
+/// Returns the sum of utime, stime, cutime and cstime in the text of `/proc/PID/stat`.
 fn parse_cpu_time(stat: &str) -> Result<Duration> {
     /// `USER_HZ`, which is the same on every Linux.
     const TICKS_PER_SECOND: u64 = 100;

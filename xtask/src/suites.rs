@@ -18,14 +18,14 @@ use crate::workspace;
 
 /// Marker that a skipped test prints if it needs a program which is not installed (`freestone_testkit::tools`).
 const SKIPPED: &str = "left out: ";
-/// Time limit of a test. The slowest take 20 s on a busy machine.
+/// Time limit of a single test. The slowest tests take 20 s on a busy machine.
 const TEST_MAX: Duration = Duration::from_secs(300);
 /// Shortest and longest interval at which the end of a test is polled.
 const POLL_MIN: Duration = Duration::from_millis(1);
 const POLL_MAX: Duration = Duration::from_millis(20);
 /// Interval of progress lines.
 const PROGRESS_EVERY: Duration = Duration::from_secs(30);
-/// Tests that take longer than this are named at the end.
+/// Duration above which a test is named at the end.
 const SLOW: Duration = Duration::from_secs(5);
 /// Suites with the longest tests. These suites start first, so that short tests fill the end.
 const LONGEST: [(&str, &str); 4] = [
@@ -40,13 +40,13 @@ const OUTPUT_DIR: &str = "test-output";
 /// Set of tests to run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// Every test but those marked `#[ignore = "slow lane"]`; randomised ones with few cases.
+    /// Every test except those marked `#[ignore = "slow lane"]`; randomised tests run with few cases.
     Quick,
-    /// Every test, randomised ones with all their cases.
+    /// Every test; randomised tests run with all their cases.
     Full,
 }
 
-/// A test of a program.
+/// A test in a test program.
 struct Test<'a> {
     program: &'a TestProgram,
     name: String,
@@ -78,14 +78,14 @@ impl Test<'_> {
 #[derive(Default)]
 struct Results {
     counts: Counts,
-    /// Counts and number of remaining tests, by program.
+    /// Counts of ended tests and number of remaining tests, by test program.
     programs: BTreeMap<String, (Counts, usize)>,
     skipped: Vec<String>,
     slow: Vec<(Duration, String)>,
     running: BTreeMap<usize, (Instant, String)>,
 }
 
-/// Builds and runs the tests.
+/// Builds the test programs and runs their tests.
 pub fn run(extent: Extent) -> Result<Outcome> {
     let Some(programs) = cargo::test_programs(&mut workspace::tests()?)? else {
         return Ok(Outcome::default());
@@ -178,7 +178,7 @@ fn program_title(program: &TestProgram) -> String {
 
 /// How a test ended.
 struct TestEnd {
-    /// None if the test hung and was killed.
+    /// Exit status of the test's process, or None if the test hung and was killed.
     status: Result<Option<ExitStatus>>,
     took: Duration,
     output: String,

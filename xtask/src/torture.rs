@@ -15,7 +15,7 @@ const SIMULATION: &str = "freestone_sim";
 /// Cfg that builds the library with known faults that can be enabled.
 const FAULTS: &str = "freestone_mutants";
 
-/// Seed of the gate and of the slow lane.
+/// Seed of runs in the gate and in the slow lane.
 const GATE_SEED: u64 = 1;
 
 /// Durations of the modes that run with a fixed seed.
@@ -29,20 +29,20 @@ pub struct Lengths {
     lives: u64,
 }
 
-/// Lengths for every change: a minute in total, including the program's torture, which is a test
+/// Durations of the modes for every change: a minute in total, including the program's torture, which is a test
 /// (`freestone-cli/tests/torture.rs`).
 pub const SHORT: Lengths = Lengths { exact_runs: 80, threads: 12, lives: 12 };
-/// Lengths in the slow lane.
+/// Durations of the modes in the slow lane.
 pub const LONG: Lengths = Lengths { exact_runs: 220, threads: 120, lives: 360 };
 
-/// Duration of the failing system calls in the gate, in seconds.
+/// Duration of the mode `calls` in the gate, in seconds.
 const CALLS_SECONDS: u64 = 120;
-/// Scenes of failing system calls, per piece of the slow lane.
+/// Scenes in which system calls fail. Each of these lists is a piece of the slow lane.
 pub const SERVER_SCENES: [&str; 3] = ["start", "verbs", "end"];
 pub const DISK_SCENES: [&str; 6] = ["saves", "rewrite", "snapshots", "merge", "zones", "files"];
 pub const STORE_SCENES: [&str; 3] = ["store", "pull", "prune"];
 
-/// Time limit for finding a fault, in seconds.
+/// Time limit for finding an enabled fault, in seconds.
 const MUTANT_SECONDS: u64 = 600;
 
 /// Mode of the torture.
@@ -67,7 +67,7 @@ const MUTANTS: [(&str, Mode, &[&str]); 28] = [
     ("TooManyReads", Mode::Exact, &[]),
     ("ZonesBelieveFailure", Mode::Exact, &[]),
     ("DeltaEndsWithBase", Mode::Exact, &[]),
-    // No seed before 777 finds it.
+    // No seed before 777 finds this fault.
     ("MergeBelievesFailure", Mode::Exact, &["--seed", "750"]),
     ("MergeUnmarked", Mode::Exact, &[]),
     ("OneVerbAtATime", Mode::Program, &[]),
@@ -127,13 +127,14 @@ pub fn fixed(lengths: Lengths) -> Result<Outcome> {
     Ok(Outcome { counts, ..Outcome::of(passed == 3) })
 }
 
-/// Returns the names of the faults that failing calls find, or that the other modes find.
+/// Returns the names of the faults that failing calls find if `of_calls` is true, else of those that the other modes
+/// find.
 pub fn names(of_calls: bool) -> Vec<String> {
     let is_chosen = |(_, mode, _): &&(&str, Mode, _)| (*mode == Mode::Calls) == of_calls;
     MUTANTS.iter().filter(is_chosen).map(|(name, ..)| (*name).to_owned()).collect()
 }
 
-/// Enables each fault and checks that the torture finds it.
+/// Enables each fault in `only`, or every known fault if `only` is empty, and checks that the torture finds it.
 pub fn mutants(only: &[String]) -> Result<Outcome> {
     if let Some(unknown) = only.iter().find(|name| MUTANTS.iter().all(|(mutant, ..)| mutant != name)) {
         let names: Vec<_> = MUTANTS.iter().map(|(name, ..)| *name).collect();
@@ -164,8 +165,8 @@ pub fn mutants(only: &[String]) -> Result<Outcome> {
     Ok(Outcome { counts, ..Outcome::of(counts.failed == 0) })
 }
 
-/// Runs all cases of the given scenes of failing calls. Without scenes, runs cases of all scenes for two minutes; each
-/// commit selects others.
+/// Runs all cases of the given scenes of failing calls. Without scenes, runs cases of all scenes for two minutes; the
+/// selection of cases depends on the number of commits.
 pub fn calls(scenes: &[&str]) -> Result<Outcome> {
     let Some(programs) = workspace::programs()? else { return Ok(Outcome::default()) };
     let commits = Command::new("git").args(["rev-list", "--count", "HEAD"]).output();
@@ -193,7 +194,7 @@ struct Run<'a> {
     seconds: u64,
     runs: Option<u64>,
     mutant: Option<&'a str>,
-    /// Options that choose failing calls.
+    /// Further options: the failing calls or the first seed.
     choice: &'a [&'a str],
 }
 

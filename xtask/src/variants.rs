@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 
 use crate::cargo::{RESEARCH, cargo, files, target_dir};
 
-/// Directory of the copy.
+/// Directory of the copied sources.
 const TREE: &str = "target/variants/tree";
 /// Files and directories that the copy contains.
 const COPIED: [&str; 6] = ["Cargo.toml", "Cargo.lock", "crates", "benches", "research", "xtask"];
@@ -63,7 +63,7 @@ fn sources() -> Result<BTreeMap<PathBuf, Vec<u8>>> {
     let is_copied = |path: &PathBuf| COPIED.iter().any(|copied| path.starts_with(copied));
     let mut sources = BTreeMap::new();
     for path in files()?.into_iter().filter(is_copied) {
-        // git also lists deleted files.
+        // git also lists deleted files, which cannot be read.
         if let Ok(content) = fs::read(&path) {
             sources.insert(path, content);
         }

@@ -26,11 +26,11 @@ fn cargo_test(what: &str) -> Result<Command> {
     if fio::is_ready() {
         command.args(["--features", fio::FEATURE]);
     }
-    cargo::linted(&mut command)?;
+    cargo::with_lints(&mut command)?;
     Ok(command)
 }
 
-/// Builds everything. The outcome names the omitted parts.
+/// Builds everything that the tests run. The outcome names the parts that were omitted.
 pub fn build() -> Result<Outcome> {
     let mut outcome = cargo::run(&mut tests()?)?;
     if !fio::is_ready() {

@@ -58,7 +58,7 @@ pub struct Report {
     pub data_bytes: u64,
     /// Compression algorithm.
     pub algorithm: String,
-    /// Notes needed to read the rows.
+    /// Notes that explain the rows.
     pub notes: Vec<String>,
     /// Rows in display order.
     pub rows: Vec<Row>,
@@ -81,20 +81,20 @@ pub struct Row {
     /// Measured numbers.
     #[serde(flatten)]
     pub value: Summary,
-    /// Value of the same quantity in the source, if the source published one.
+    /// Value of the same quantity in the published experiment, if it reports one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub published: Option<f64>,
-    /// Numbers that the value was computed from, with their names.
+    /// Names and values of the numbers from which the value was computed.
     #[serde(default, deserialize_with = "parts")]
     pub parts: Vec<(String, f64)>,
     /// Target of the median.
     pub target: Option<Target>,
     /// Result of comparing the median with the target, or None without a target.
     pub met: Option<bool>,
-    /// True if the spread is too wide: the median and the judgement are withheld.
+    /// True if the median is withheld: the spread is too wide, or nothing was measured.
     #[serde(default)]
     pub refused: bool,
-    /// Comparison of Freestone with a peer, if the row is one.
+    /// Result of the comparison, if the row compares Freestone with a peer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verdict: Option<Verdict>,
 }
@@ -187,31 +187,31 @@ impl Row {
     }
 
     /// Creates a row for the quotients `of[i] / to[i]` of numbers that were measured side by side.
-    pub fn over(what: impl Into<String>, of: &[f64], to: &[f64]) -> Self {
+    pub fn ratio_of(what: impl Into<String>, of: &[f64], to: &[f64]) -> Self {
         Self::ratio(what, Summary::ratio(of, to))
     }
 
     /// Creates a row with a single measurement.
-    pub fn one(what: impl Into<String>, unit: Unit, number: f64) -> Self {
+    pub fn single(what: impl Into<String>, unit: Unit, number: f64) -> Self {
         Self::new(what, unit, Summary::one(number))
     }
 
-    /// Creates a row for a quantity that could not be measured: no number and no judgement. The
-    /// notes say why.
+    /// Creates a row for a quantity that could not be measured: no number and no judgement. The notes of the
+    /// report must say why.
     pub fn absent(what: impl Into<String>, unit: Unit) -> Self {
         let no_number = Summary { count: 0, ..Summary::one(f64::NAN) };
         Self { refused: true, ..Self::new(what, unit, no_number) }
     }
 
-    /// Adds the verdict of a row that compares Freestone with a peer. `more_is_ahead` says whether
-    /// a ratio above 1 means that Freestone is better.
+    /// Adds the verdict of a row that compares Freestone with a peer. `higher_is_better` is true if a ratio
+    /// above 1 means that Freestone is better.
     #[must_use]
-    pub fn judged(mut self, more_is_ahead: bool) -> Self {
+    pub fn with_verdict(mut self, higher_is_better: bool) -> Self {
         let Summary { quartile1, quartile3, count, .. } = self.value;
         let tolerance = if count == 1 { SINGLE_TOLERANCE } else { 0.0 };
         self.verdict = Some(match (quartile1 > 1.0 + tolerance, quartile3 < 1.0 - tolerance) {
-            (true, _) if more_is_ahead => Verdict::Ahead,
-            (_, true) if !more_is_ahead => Verdict::Ahead,
+            (true, _) if higher_is_better => Verdict::Ahead,
+            (_, true) if !higher_is_better => Verdict::Ahead,
             (false, false) => Verdict::Level,
             _ => Verdict::Behind,
         });
@@ -226,10 +226,10 @@ impl Row {
         self
     }
 
-    /// Withholds median, target and verdict if the spread of the numbers is too wide. Call this
-    /// last.
+    /// Withholds median, target and verdict if the spread of the numbers is too wide. Must be called last,
+    /// because other methods set these fields.
     #[must_use]
-    pub fn steady(mut self) -> Self {
+    pub fn withhold_if_unsteady(mut self) -> Self {
         if !self.value.is_steady() {
             (self.refused, self.target, self.met, self.verdict) = (true, None, None, None);
             self.value.median = f64::NAN;
@@ -237,7 +237,7 @@ impl Row {
         self
     }
 
-    /// Adds a number that the value was computed from.
+    /// Adds a number from which the value was computed.
     #[must_use]
     pub fn part(mut self, name: impl Into<String>, value: f64) -> Self {
         self.parts.push((name.into(), value));
@@ -290,8 +290,8 @@ impl Report {
 }
 
 impl Document {
-    /// Creates an empty run that starts now.
-    pub fn begin(freestone: &str, liblz4: String) -> Self {
+    /// Creates a run without reports, with the command line and the machine of this process.
+    pub fn new(freestone: &str, liblz4: String) -> Self {
         Self {
             command: std::env::args().collect::<Vec<_>>().join(" "),
             date: None,
@@ -304,14 +304,14 @@ impl Document {
         }
     }
 
-    /// Reads a run that [`Self::finish`] wrote.
+    /// Reads a run that [`Self::save`] wrote.
     pub fn load(path: &Path) -> Result<Self> {
         let text = fs::read_to_string(path).context("cannot be read")?;
         serde_json::from_str(&text).context("is not a run of a benchmark")
     }
 
     /// Writes the run as JSON and prints the path.
-    pub fn finish(&self, path: &Path) -> Result<()> {
+    pub fn save(&self, path: &Path) -> Result<()> {
         if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
             fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
         }
@@ -327,7 +327,7 @@ impl Document {
     }
 
     /// Returns command, date and machine in Markdown, with a link to the run.
-    pub fn came_from(&self, link: &str) -> String {
+    pub fn provenance(&self, link: &str) -> String {
         let Machine { cpu, cpus, memory_mib, kernel, load, .. } = &self.machine;
         let cpu = cpu.replace("(R)", "").replace("(TM)", "");
         let gib = (*memory_mib as f64 / 1024.0).round();
@@ -377,7 +377,7 @@ mod tests {
     fn unsteady_ratio_withholds_median() {
         let row = |numbers: &[f64]| {
             let value = Summary::of(numbers.iter().copied());
-            Row::new("x", Unit::Ratio, value).target(Target::AtLeast(0.5)).steady()
+            Row::new("x", Unit::Ratio, value).target(Target::AtLeast(0.5)).withhold_if_unsteady()
         };
         let sure = row(&[1.0, 1.1, 1.05]);
         assert_eq!((sure.met, sure.refused), (Some(true), false));
@@ -391,7 +391,10 @@ mod tests {
     #[test]
     fn peer_verdict_follows_quartiles() {
         let verdict = |numbers: &[f64], more| {
-            Row::new("x", Unit::Ratio, Summary::of(numbers.iter().copied())).judged(more).steady().verdict
+            Row::new("x", Unit::Ratio, Summary::of(numbers.iter().copied()))
+                .with_verdict(more)
+                .withhold_if_unsteady()
+                .verdict
         };
         assert_eq!(verdict(&[1.1, 1.2, 1.15], true), Some(Verdict::Ahead));
         assert_eq!(verdict(&[1.1, 1.2, 1.15], false), Some(Verdict::Behind));
@@ -399,7 +402,7 @@ mod tests {
         assert_eq!(verdict(&[0.9, 0.8, 0.85], false), Some(Verdict::Ahead));
         assert_eq!(verdict(&[0.9, 0.95, 1.1], true), Some(Verdict::Level));
         assert_eq!(verdict(&[0.1, 0.8, 3.0], true), None);
-        let once = |number| Row::new("x", Unit::Ratio, Summary::one(number)).judged(false).verdict;
+        let once = |number| Row::new("x", Unit::Ratio, Summary::one(number)).with_verdict(false).verdict;
         assert_eq!((once(1.01), once(1.03)), (Some(Verdict::Level), Some(Verdict::Behind)));
         let absent = serde_json::to_value(Row::absent("x", Unit::Ratio)).unwrap();
         assert!(absent["median"].is_null() && absent["refused"] == true && absent["count"] == 0, "{absent}");
@@ -408,7 +411,10 @@ mod tests {
     #[test]
     fn row_json_round_trip_is_lossless() {
         let row = Row::new("x", Unit::Micros, Summary::of([1.0, 9.0])).part("y", f64::NAN);
-        let row = Row { published: Some(4.0), ..row.target(Target::Within(1.0, 2.0)).steady().judged(true) };
+        let row = Row {
+            published: Some(4.0),
+            ..row.target(Target::Within(1.0, 2.0)).withhold_if_unsteady().with_verdict(true)
+        };
         let json = serde_json::to_string(&row).unwrap();
         let read_back: Row = serde_json::from_str(&json).unwrap();
         assert!(read_back.value.median.is_nan() && read_back.parts[0].1.is_nan());

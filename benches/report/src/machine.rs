@@ -17,7 +17,7 @@ pub struct Machine {
     pub kernel: String,
     /// Content of `transparent_hugepage/enabled`: the setting in effect is in brackets.
     pub transparent_hugepage: String,
-    /// Load average of one minute at the start, caused by other work.
+    /// Load average of one minute at the start of the run, caused by other work.
     pub load: String,
 }
 

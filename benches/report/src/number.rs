@@ -35,7 +35,7 @@ impl Unit {
 }
 
 impl Verdict {
-    /// Returns the word for the verdict.
+    /// Returns the name of the verdict in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ahead => "ahead",
@@ -72,7 +72,7 @@ pub fn measured(row: &Row, style: Style) -> String {
     text
 }
 
-/// Formats the target without trailing zeroes.
+/// Formats the target without trailing zeroes. Returns None if the row has no target.
 pub fn target(row: &Row) -> Option<String> {
     let short = |value: f64| {
         if value.abs() >= 100.0 {
@@ -113,7 +113,10 @@ mod tests {
         assert_eq!(measured(&row, Style::Full), "1.500 us (1.000 - 3.00)");
         assert_eq!(measured(&row, Style::Short), "1.500 us");
         for style in [Style::Full, Style::Short] {
-            assert_eq!(measured(&row.clone().steady(), style), "too wide a spread (1.000 - 3.00)");
+            assert_eq!(
+                measured(&row.clone().withhold_if_unsteady(), style),
+                "too wide a spread (1.000 - 3.00)"
+            );
             assert_eq!(measured(&Row::absent("x", Unit::Ratio), style), "absent");
         }
     }

@@ -107,7 +107,7 @@ fn list(reports: &[&Report], choice: &Choice) -> Result<Table, String> {
     let any = |has: fn(&Row) -> bool| sides.iter().flatten().any(|(_, row)| has(row));
     let targets = any(|row| row.target.is_some());
     let verdicts = any(|row| row.verdict.is_some());
-    // Several columns leave no room for the parts.
+    // A table with several columns has no room for the parts.
     let parts = sides.len() == 1 && any(|row| !row.parts.is_empty());
     let mut header = vec![String::new()];
     match reports {
@@ -152,7 +152,7 @@ fn list(reports: &[&Report], choice: &Choice) -> Result<Table, String> {
 /// Builds a table with the rows and columns that the patterns match.
 fn pivot(report: &Report, choice: &Choice, patterns: &str) -> Result<Table, String> {
     let mut columns: Vec<String> = Vec::new();
-    // Target of each column. Targets of single cells stand in the cells.
+    // Target of each column. A target of a single cell is printed in the cell.
     let mut targets: Vec<Option<String>> = Vec::new();
     // Row name, and its cells with their column index.
     let mut lines: Vec<(&str, Vec<(usize, String)>)> = Vec::new();
@@ -206,8 +206,8 @@ fn pivot(report: &Report, choice: &Choice, patterns: &str) -> Result<Table, Stri
     Ok(table)
 }
 
-/// Matches a row name with a pattern and returns the names of row and column. The first placeholder
-/// takes the shortest possible text.
+/// Matches a row name with a pattern and returns the names of row and column, or None if they do
+/// not match. The first placeholder matches the shortest possible text.
 fn match_name<'w>(pattern: &str, what: &'w str) -> Option<(&'w str, Option<&'w str>)> {
     let Some(column) = pattern.find(COLUMN) else {
         let (before, after) = pattern.split_once(ROW)?;
@@ -295,7 +295,7 @@ mod tests {
                 "none",
                 vec![
                     source(row("reads: old", 9.0), 60.0),
-                    row("reads: new / old", 2.0).steady(),
+                    row("reads: new / old", 2.0).withhold_if_unsteady(),
                     source(Row::absent("writes: old", Unit::Ratio), 3.0),
                 ],
             ),

@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::connect_and_disconnect;
 use crate::tool;
 
-/// Threads of the load.
+/// Number of threads that run the load.
 const THREADS: usize = 4;
 
 /// Kind of background load.
@@ -55,7 +55,7 @@ impl Loop {
                 });
             }
             let input = std::io::stdin().read_to_end(&mut Vec::new());
-            // Relaxed: as in the load above.
+            // Relaxed: the flag guards no other data.
             ends.store(true, Ordering::Relaxed);
             input
         })?;
@@ -68,7 +68,7 @@ impl Loop {
 pub struct BackgroundLoad(Child);
 
 impl BackgroundLoad {
-    /// Starts the process and stops it at once.
+    /// Starts the load process and pauses it at once.
     pub fn start(what: LoadKind, socket: &Path) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         let what = what.to_possible_value().context("kind of load has no name")?;
@@ -84,17 +84,17 @@ impl BackgroundLoad {
         self.0.id()
     }
 
-    /// Continues the process.
+    /// Continues the load process (SIGCONT).
     pub fn resume(&self) -> Result<()> {
         Ok(kill_process(Pid::from_child(&self.0), Signal::CONT)?)
     }
 
-    /// Stops the process.
+    /// Pauses the load process (SIGSTOP).
     pub fn pause(&self) -> Result<()> {
         Ok(kill_process(Pid::from_child(&self.0), Signal::STOP)?)
     }
 
-    /// Ends the process and returns the number of iterations.
+    /// Ends the load process and returns the number of iterations of all its threads.
     pub fn end(mut self) -> Result<u64> {
         self.resume()?;
         drop(self.0.stdin.take());
@@ -105,7 +105,7 @@ impl BackgroundLoad {
             .context("standard output of the background load")?
             .read_to_string(&mut output)?;
         self.0.wait()?;
-        // The header that every command of this program prints comes first.
+        // Only the last line is the count: every command of this program prints a header first.
         let last = output.lines().last().unwrap_or_default();
         last.parse().with_context(|| format!("background load printed {output:?} instead of a count"))
     }

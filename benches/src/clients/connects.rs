@@ -1,4 +1,4 @@
-//! CPU time of a server for a client that connects, selects an export and disconnects.
+//! CPU time that a server uses for a client that connects, selects an export and disconnects.
 
 use anyhow::Result;
 use freestone_report::{Report, Row, Summary, Target, Unit};
@@ -7,10 +7,11 @@ use super::{Bench, connect_and_disconnect};
 
 const ROUNDS: u32 = 9;
 const ROUNDS_QUICK: u32 = 2;
-/// Connects per round. The kernel counts CPU time in ticks of 10 ms, so a round has about fifty.
+/// Number of connects per round. The kernel counts CPU time in ticks of 10 ms, so a round uses
+/// about fifty ticks.
 const CONNECTS: u32 = 5000;
 const CONNECTS_QUICK: u32 = 300;
-/// Target for the CPU time of a connect, in microseconds.
+/// Largest CPU time of a connect that meets the target, in microseconds.
 const COST_MAX_US: f64 = 150.0;
 
 pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {

@@ -1,19 +1,22 @@
-//! Control group that separates the CPU time of its processes from that of others.
+//! Control group (cgroup) whose processes have a share of the CPUs that other processes cannot use
+//! up.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-/// Directories of control groups with the `cpu` controller: version 1, then version 2.
+/// Mount points of the control group hierarchy with the `cpu` controller: version 1, then version
+/// 2.
 const ROOTS: [&str; 2] = ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup"];
 const PROCS: &str = "cgroup.procs";
 
-/// A new control group. Drop removes it and moves remaining processes to the parent.
+/// A new control group. Drop moves the remaining processes to the parent group and removes the
+/// group.
 pub struct Group(PathBuf);
 
 impl Group {
-    /// Creates a group beside the existing ones, with the default share of the CPUs.
+    /// Creates a group below the root of the hierarchy, with the default share of the CPUs.
     pub fn new(name: &str) -> Result<Self> {
         let root = ROOTS.iter().map(Path::new).find(|root| root.join(PROCS).exists());
         let root = root.context("no control groups are mounted")?;

@@ -1,5 +1,6 @@
-//! `clients` benchmark: what connections of one server cost it and each other. Covers a connect, a
-//! storm of connects, and clients that do not read their replies. Runs the real program.
+//! `clients` benchmark: the cost of connections for a server, and their effect on other
+//! connections. Measures a connect, a storm of connects, and clients that do not read their
+//! replies. Runs the real `freestone` program.
 
 mod background;
 mod connects;
@@ -16,9 +17,9 @@ use freestone_report::Report;
 
 pub use self::background::Loop;
 use crate::options::Options;
-use crate::ours;
+use crate::program_path;
 use crate::run_dir::{RunDir, ServerDir};
-use crate::served::Server;
+use crate::server_process::Server;
 
 /// Options of the `clients` benchmark.
 #[derive(Debug, Clone, clap::Args)]
@@ -43,7 +44,7 @@ enum PartName {
     Stalled,
 }
 
-/// Environment of all parts.
+/// Options, directory and program that all parts share.
 struct Bench<'a> {
     options: &'a Options,
     run_dir: RunDir,
@@ -57,13 +58,13 @@ struct ServedDevice {
 }
 
 impl Bench<'_> {
-    /// Starts a server with one device, given by its description.
+    /// Starts a server with one device. `device` is its description on the command line.
     fn serve(&self, device: &str) -> Result<ServedDevice> {
         let server_dir = self.run_dir.server()?;
         let socket = server_dir.socket("nbd");
         let mut command = Command::new(&self.freestone);
         command.args(["serve", device]).arg(format!("--nbd=unix:{}", socket.display()));
-        // The user's own server may listen at the default control socket.
+        // The default control socket may be in use by the user's own server.
         command.arg("--control").arg(server_dir.socket("control"));
         let server = Server::start(&command, &socket)?;
         Ok(ServedDevice { server, server_dir })
@@ -76,12 +77,12 @@ impl ServedDevice {
     }
 }
 
-/// Runs the selected parts.
+/// Runs the selected parts of the benchmark and returns their reports.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let bench = Bench {
         options,
         run_dir: RunDir::new(&options.data_dir, "clients-")?,
-        freestone: ours::program(args.freestone.as_deref())?,
+        freestone: program_path::program(args.freestone.as_deref())?,
     };
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();
@@ -97,7 +98,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     Ok(reports)
 }
 
-/// Connects, selects the export and disconnects.
+/// Connects to the server at `socket`, selects the default export and disconnects.
 fn connect_and_disconnect(socket: &Path) -> Result<()> {
     crate::nbd_client::Client::connect(socket)?.end()
 }

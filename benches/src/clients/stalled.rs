@@ -1,5 +1,5 @@
-//! Speed of clients beside others that send many reads and do not take the replies, or take them
-//! slowly.
+//! Speed of clients beside other clients that send many reads and receive the replies slowly or not
+//! at all.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,22 +16,25 @@ const ROUNDS: u32 = 15;
 const ROUNDS_QUICK: u32 = 2;
 const SLICE_MS: u32 = 300;
 const SLICE_QUICK_MS: u32 = 30;
-/// Pause until the server has handled the reads of the others as far as it can.
+/// Pause before a measurement, in which the server handles the other clients' reads as far as their
+/// unread replies allow.
 const SETTLE: Duration = Duration::from_millis(200);
-/// Reads that each other client sends at once: more bytes than a connection may hold.
+/// Number of reads that each other client sends at once. The replies exceed the bytes that the
+/// server buffers for a connection.
 const READS: usize = 16;
 const READ_BYTES: usize = 8 << 20;
-/// A slow reader takes this many bytes, then pauses for `SIP_PAUSE`.
+/// Bytes that a slow reader receives before each pause of `SIP_PAUSE`.
 const SIP_BYTES: usize = 4096;
 const SIP_PAUSE: Duration = Duration::from_millis(5);
-/// Target: part of the undisturbed speed.
+/// Lowest speed that meets the target, relative to clients that are alone.
 const SPEED_RATIO_MIN: f64 = 0.9;
-/// Measured clients, each with one request at a time.
+/// Number of measured clients, each with one request in flight.
 const CLIENTS: usize = 2;
 const BLOCKS: [usize; 2] = [4 << 10, 128 << 10];
 const DEVICE: &str = "r=ram,disksize=256M";
 
-/// Name, number of other clients, and whether they read slowly (else never).
+/// Sides of the comparison: name, number of other clients, and true if these read their replies
+/// slowly, false if never.
 const SIDES: [(&str, usize, bool); 4] = [
     ("nobody", 0, false),
     ("a slow reader", 1, true),
@@ -67,7 +70,7 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
             ));
         }
         for ((name, ..), speed) in SIDES.iter().zip(&speeds).skip(1) {
-            let row = Row::over(format!("{load} beside {name} / beside nobody"), speed, &speeds[0]);
+            let row = Row::ratio_of(format!("{load} beside {name} / beside nobody"), speed, &speeds[0]);
             rows.push(row.target(Target::AtLeast(SPEED_RATIO_MIN)));
         }
     }
@@ -107,13 +110,13 @@ fn run_beside_clients<T>(
             });
         }
         let done = measure();
-        // Relaxed: as in the slow readers.
+        // Relaxed: the flag guards no other data.
         ends.store(true, Ordering::Relaxed);
         done
     })
 }
 
-/// Returns the requests per second of all measured clients.
+/// Returns the requests per second of all measured clients together.
 fn speed(socket: &Path, block_bytes: usize, slice: Duration) -> Result<f64> {
     let clients: Vec<Client> = (0..CLIENTS).map(|_| Client::connect(socket)).collect::<Result<_>>()?;
     thread::scope(|scope| {

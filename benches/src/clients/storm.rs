@@ -1,6 +1,6 @@
-//! Latency of a client while others connect and disconnect as fast as they can. The others run in
-//! their own control group, so they take no CPU time from client and server. The server's work for
-//! them counts in the server's group.
+//! Latency of a client while other clients connect and disconnect as fast as they can. The other
+//! clients run in a control group of their own, so they use no CPU time of the measured client and
+//! the server. The server's work for the other clients counts in the server's group.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,9 +18,11 @@ const ROUNDS: u32 = 15;
 const ROUNDS_QUICK: u32 = 2;
 const SLICE_MS: u32 = 500;
 const SLICE_QUICK_MS: u32 = 50;
-/// Pause until requests in flight are done and stopped loads stand still.
+/// Pause before a slice, in which requests in flight complete and paused load processes come to
+/// rest.
 const SETTLE: Duration = Duration::from_millis(50);
-/// Target for the 99th percentile, relative to an undisturbed client.
+/// Largest 99th percentile of the latency that meets the target, relative to that without load
+/// beside the client.
 const WORSE_MAX: f64 = 1.5;
 const SIDES: [&str; 3] = ["alone", "beside connects", "beside busy CPUs"];
 
@@ -75,12 +77,12 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
         })
         .collect();
     rows.push(
-        Row::over("99th percentile, beside connects / alone", beside, alone)
+        Row::ratio_of("99th percentile, beside connects / alone", beside, alone)
             .target(Target::AtMost(WORSE_MAX)),
     );
-    rows.push(Row::over("99th percentile, beside busy CPUs / alone", busy, alone));
-    rows.push(Row::over("99th percentile, beside connects / beside busy CPUs", beside, busy));
-    rows.push(Row::one("connects a second", Unit::Iops, connects_per_second));
+    rows.push(Row::ratio_of("99th percentile, beside busy CPUs / alone", busy, alone));
+    rows.push(Row::ratio_of("99th percentile, beside connects / beside busy CPUs", beside, busy));
+    rows.push(Row::single("connects a second", Unit::Iops, connects_per_second));
     Ok(Report::new("clients: a storm of connects", "", 0, "")
         .note(format!(
             "A client reads 4 KiB of a null device at a time, over a Unix socket: alone, beside four threads \
@@ -90,7 +92,8 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
         .rows(rows))
 }
 
-/// Puts each side into a control group of its own. The groups exist until the result is dropped.
+/// Moves the processes `ours` and the processes `others` into a control group each. The groups
+/// exist until the returned value is dropped.
 fn create_groups(ours: &[u32], others: &[u32]) -> Result<[Group; 2]> {
     let groups = [Group::new("server")?, Group::new("others")?];
     for (group, pids) in groups.iter().zip([ours, others]) {

@@ -1,5 +1,5 @@
-//! Upper bound for a server on this machine: a request that costs only the CPU time of Freestone's
-//! null export and of the bare codec.
+//! Upper bound of a server's speed on this machine: the speed if a request costs only the CPU time of
+//! Freestone's null export and of the bare codec.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -8,19 +8,19 @@ use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::device::IoBuf;
 
-use crate::bare::{Ours, Store};
+use crate::bare::{LibraryCodec, Store};
 use crate::codec::{bare_reads, bare_writes};
 use crate::data::{Data, Order};
 use crate::fio_nbd::Direction;
 use crate::machine;
 use crate::measure::thread_clock;
 
-/// Length of a codec measurement.
+/// Duration of a codec measurement.
 const CODEC_TIME: Duration = Duration::from_millis(150);
-/// Pages between two readings of the clock.
+/// Number of pages that the codec processes between two readings of the clock.
 const BATCH: u64 = 32;
 
-/// CPUs of a hypothetical machine, modelled by CPU time alone.
+/// Number of CPUs of the modelled machine, whose speed is computed from CPU times alone.
 const MODELLED_CPUS: f64 = 16.0;
 
 /// CPU time of a request apart from the codec, in microseconds, measured with Freestone's null
@@ -36,15 +36,15 @@ pub struct RequestCost {
 /// Upper bounds in requests per second.
 #[derive(Debug, Clone, Copy)]
 pub struct UpperBound {
-    /// On this machine.
+    /// Upper bound on this machine.
     pub here: f64,
-    /// On [`MODELLED_CPUS`] CPUs.
+    /// Upper bound on a machine with [`MODELLED_CPUS`] CPUs.
     pub modelled: f64,
-    /// CPUs that the codec keeps busy on the modelled machine.
+    /// Number of CPUs that the codec keeps busy on the modelled machine.
     pub codec_cpus: f64,
 }
 
-/// The bare codec with the data of a run.
+/// Bare codec and the data of a run, from which upper bounds are measured.
 pub struct Bound {
     store: Store,
     pages: IoBuf,
@@ -58,8 +58,8 @@ impl Bound {
         Ok(Self { store, pages, cpus: machine::allowed_cpus()? })
     }
 
-    /// Returns the upper bound for requests of `pages` pages that take `request_cost` in addition to the
-    /// codec.
+    /// Returns the upper bound for requests of `pages` pages that cost `request_cost` in addition to the CPU
+    /// time of the codec.
     pub fn of(
         &self,
         direction: Direction,
@@ -69,8 +69,8 @@ impl Bound {
     ) -> Result<UpperBound> {
         let codec_us = pages as f64 * self.page_us(direction, round)?;
         let with_cpus = |cpus: f64| cpus * 1e6 / (request_cost.all_us + codec_us);
-        // More CPUs do not help beyond this: each connection has one thread in the server and one
-        // in the client.
+        // Each connection has one thread in the server and one in the client. The slower one limits the
+        // speed, however many CPUs the machine has.
         let client_us = request_cost.all_us - request_cost.server_us;
         let serial = f64::from(request_cost.connections) * 1e6 / request_cost.server_us.max(client_us);
         let modelled = with_cpus(MODELLED_CPUS).min(serial);
@@ -81,8 +81,8 @@ impl Bound {
         })
     }
 
-    /// Returns the codec's CPU time per page, in microseconds, with all CPUs compressing or
-    /// decompressing at once.
+    /// Returns the codec's mean CPU time per page, in microseconds, while all CPUs compress or decompress at
+    /// once.
     pub fn page_us(&self, direction: Direction, round: u32) -> Result<f64> {
         let all = Barrier::new(self.cpus.len());
         let spent: Vec<f64> = std::thread::scope(|scope| {
@@ -107,7 +107,7 @@ impl Bound {
     fn loop_us(&self, direction: Direction, seed: u64) -> Result<f64> {
         let count = (self.pages.len() / PAGE_BYTES) as u32;
         let order = Order::new(seed, 0, count);
-        let mut codec = Ours::new()?;
+        let mut codec = LibraryCodec::new()?;
         let (start, before) = (Instant::now(), thread_clock());
         let mut done = 0;
         while start.elapsed() < CODEC_TIME {

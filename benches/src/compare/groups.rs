@@ -19,7 +19,7 @@ use crate::measure::median;
 use crate::options::{Options, Set};
 use crate::process::Cpu;
 use crate::run_dir::RunDir;
-use crate::served::Memory;
+use crate::server_process::Memory;
 use crate::tool;
 
 /// Default device size, in bytes.
@@ -32,13 +32,14 @@ const SLICE_MS: u32 = 700;
 const QUICK_SLICE_MS: u32 = 100;
 const CONNECTIONS: [u32; 2] = [1, 4];
 const BLOCKS: [u32; 2] = [4 << 10, 128 << 10];
-/// Target: part of the upper bound. The rest is for handing over requests, scheduling and
-/// Freestone's tables.
+/// Smallest part of the upper bound that meets the target. The rest is for handing over requests,
+/// scheduling and Freestone's tables.
 const BOUND_PART: f64 = 0.9;
-/// Divisor of an overlay's size: this part is written before reads, and in every slice of writes.
+/// Divisor of an overlay's size. The quotient is the number of bytes written before reads, and in
+/// every slice of writes.
 const WRITTEN_DIVISOR: u64 = 2;
 
-/// Environment of the server parts.
+/// Options, directory and programs that the server comparisons share.
 pub struct Bench<'a> {
     pub options: &'a Options,
     pub run_dir: &'a RunDir,
@@ -58,7 +59,7 @@ pub enum Group {
     Overlay,
 }
 
-/// Result of one slice.
+/// Speed and CPU times measured in one slice.
 #[derive(Clone, Copy)]
 struct Slice {
     per_second: f64,
@@ -76,25 +77,26 @@ struct LoadKind {
     connections: u32,
 }
 
-/// Result of a load. `slices` has None for a side that is absent or failed.
+/// Results of a load, with one entry of `slices` per side; None for a side that is absent or
+/// failed.
 struct LoadResult {
     name: String,
     block_bytes: u32,
     slices: Vec<Option<Vec<Slice>>>,
-    /// Upper bound of each round; empty if the group has none.
+    /// Upper bound of each round; empty if the group has no upper bound.
     bounds: Vec<UpperBound>,
 }
 
-/// A side of a group and its server.
+/// A side of a group, with its server.
 struct Member {
     side: Side,
-    /// Reason why the side is no longer measured.
+    /// Reason why the side is no longer measured, or None while it is.
     absent: Option<String>,
     /// Server that is used by all slices, except slices of writes to overlays, which start new
     /// servers.
     running: Option<Running>,
     command: String,
-    /// Memory before and after the device was filled.
+    /// Memory of the server before and after its device was filled.
     memory: Option<(Memory, Memory)>,
 }
 
@@ -116,7 +118,8 @@ impl Group {
         }
     }
 
-    /// Returns the side that is compared with the upper bound. This side compresses with lz4.
+    /// Returns the side that is compared with the upper bound, Freestone's with lz4. Returns None
+    /// for null devices, which use no codec.
     fn bounded(self) -> Option<Side> {
         match self {
             Self::Memory => Some(Side::Ram),
@@ -125,7 +128,7 @@ impl Group {
         }
     }
 
-    /// Pairs of a Freestone side and the peer that it is compared with.
+    /// Returns the pairs of a Freestone side and the peer that it is compared with.
     fn pairs(self) -> &'static [(Side, Side)] {
         match self {
             Self::Memory => &[
@@ -221,8 +224,8 @@ impl Bench<'_> {
         let LoadKind { direction, block_bytes, connections } = kind;
         let mut bounds = Vec::new();
         let mut slices: Vec<Vec<Slice>> = members.iter().map(|_| Vec::new()).collect();
-        // For overlays the first write to a block matters. So each slice of writes starts with a
-        // new overlay, and all slices write the same amount.
+        // Overlays are compared by the first write to each block. So each slice of writes starts
+        // with a new overlay, and all slices write the same amount.
         let needs_new_server = group == Group::Overlay && direction == Direction::Write;
         let amount = if needs_new_server {
             Amount::Requests(starter.bytes / WRITTEN_DIVISOR / u64::from(block_bytes))
@@ -267,9 +270,9 @@ impl Bench<'_> {
         })
     }
 
-    /// Handles the failure of a side. A peer that fails is omitted from then on, and the table
-    /// reports it. A failure of Freestone's side, or of any side with `--require-peers`, is an
-    /// error.
+    /// Handles the failure of a side. A peer that fails is omitted from then on, its result is
+    /// None, and the table reports it. A failure of Freestone's side, or of any side with
+    /// `--require-peers`, is an error.
     fn omit_failed_peer<T>(&self, member: &mut Member, result: Result<T>) -> Result<Option<T>> {
         match result {
             Ok(done) => Ok(Some(done)),
@@ -360,7 +363,7 @@ impl Bench<'_> {
     }
 }
 
-/// Note about the measurement of memory.
+/// Note about the memory rows of a report.
 const MEMORY: &str =
     "Memory: the server's PSS afterwards, and its files in tmpfs as far as they exceed the mapped part.";
 
@@ -407,13 +410,13 @@ fn slice(running: &Running, load: &Load) -> Result<Slice> {
     })
 }
 
-/// Returns a command as one would type it.
+/// Returns a command line as a user would type it.
 pub fn command_line(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// Writes a whole image, including zeroes, to the default export.
+/// Writes a whole image, including zeroes, to the default export of the server at `socket`.
 pub fn copy(image: &Path, socket: &Path) -> Result<()> {
     let mut command = Command::new("nbdcopy");
     command.args(["--allocated", "--sparse=0"]).arg(image);
@@ -450,9 +453,9 @@ impl LoadResult {
                 continue;
             };
             let speed = Summary::ratio(&speeds(mine), &speeds(theirs));
-            rows.push(Row::ratio(name(""), speed).judged(true).steady());
+            rows.push(Row::ratio(name(""), speed).with_verdict(true).withhold_if_unsteady());
             let cpu = Summary::ratio(&cpus(mine), &cpus(theirs));
-            rows.push(Row::ratio(name("CPU a request, "), cpu).judged(false).steady());
+            rows.push(Row::ratio(name("CPU a request, "), cpu).with_verdict(false).withhold_if_unsteady());
         }
         if let Some(ours) = group.bounded()
             && let Some(mine) = of(ours)
@@ -460,7 +463,8 @@ impl LoadResult {
         {
             let name = format!("{}: {} / what the machine can give", self.name, ours.name());
             let of = |what: fn(&UpperBound) -> f64| self.bounds.iter().map(what).collect::<Vec<_>>();
-            let row = Row::ratio(name, Summary::ratio(&speeds(mine), &of(|bound| bound.here))).steady();
+            let row = Row::ratio(name, Summary::ratio(&speeds(mine), &of(|bound| bound.here)))
+                .withhold_if_unsteady();
             rows.push(
                 row.target(Target::AtLeast(BOUND_PART))
                     .part("k/s", median(&of(|bound| bound.here)) / 1e3)
@@ -472,7 +476,7 @@ impl LoadResult {
     }
 }
 
-/// Returns rows with the memory per stored byte.
+/// Returns rows with the bytes of server memory per byte stored on the device.
 fn memory_rows(group: Group, members: &[Member], device_bytes: u64) -> Vec<Row> {
     let stored = match group {
         Group::Memory => device_bytes,
@@ -503,7 +507,7 @@ fn memory_rows(group: Group, members: &[Member], device_bytes: u64) -> Vec<Row> 
         rows.push(match (of(ours), of(peer)) {
             (Some((_, mine)), Some((_, theirs))) => {
                 let ratio = Summary::one(mine.bytes as f64 / theirs.bytes as f64);
-                Row::ratio(name, ratio).judged(false)
+                Row::ratio(name, ratio).with_verdict(false)
             }
             _ => Row::absent(name, Unit::Ratio),
         });

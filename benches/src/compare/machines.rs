@@ -1,5 +1,5 @@
-//! Devices for virtual machines, without a virtual machine: `qemu-img bench` over libblkio measures
-//! vhost-user-blk with one queue, and the same devices over NBD.
+//! Devices for virtual machines, measured without a virtual machine. `qemu-img bench` measures
+//! vhost-user-blk devices with one queue through libblkio, and the same devices over NBD.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -14,22 +14,24 @@ use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::fio_nbd::Direction;
 use crate::options::Set;
-use crate::served::Server;
+use crate::server_process::Server;
 use crate::tool;
 
 const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 7;
 const QUICK_ROUNDS: u32 = 1;
-/// Queue depth, and number of requests over vhost-user and over NBD.
+/// Loads: queue depth, number of requests over vhost-user, and number of requests over NBD.
 const DEPTHS: [(u32, u32, u32); 2] = [(1, 6_000, 4_000), (32, 150_000, 40_000)];
 const QUICK_PART: u32 = 20;
-/// Targets for vhost-user-blk, relative to the same disk over NBD: speed and CPU time per request.
+/// Targets for vhost-user-blk, relative to the same disk over NBD: lowest speed, and largest CPU
+/// time per request.
 const OVER_NBD: f64 = 2.0;
 const CPU_OF_NBD: f64 = 0.5;
-/// Target: part of the speed computed from the null device and the bare codec.
+/// Smallest part of the upper bound that meets the target. The bound is computed from the null
+/// device and the bare codec.
 const BOUND_PART: f64 = 0.85;
 
-/// A device and the way that the client accesses it.
+/// A device, and the protocol over which the client accesses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Disk {
     Null,
@@ -75,7 +77,7 @@ impl Member {
     /// Returns the server's process.
     pub fn server(&self) -> &Server {
         match &self.served {
-            DiskServer::Ours(running) => &running.server,
+            DiskServer::LibraryCodec(running) => &running.server,
             DiskServer::Qemu { server, .. } => server,
         }
     }
@@ -92,18 +94,18 @@ impl Member {
 }
 
 enum DiskServer {
-    Ours(Running),
+    LibraryCodec(Running),
     Qemu { server: Server, _files: tempfile::TempDir },
 }
 
-/// Result of one run of the client.
+/// Speed and server CPU time in one run of the client.
 #[derive(Clone, Copy)]
 pub struct Slice {
     pub per_second: f64,
     pub cpu_us: f64,
 }
 
-/// Measures the disks in turns.
+/// Measures all disks in turns and returns the report.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
@@ -161,7 +163,7 @@ pub struct DiskResults<'a> {
     pub name: String,
     /// True for loads with many requests in flight. Only these have targets.
     pub is_deep: bool,
-    /// Slices of each of [`DISKS`]; empty for a disk that was not measured.
+    /// Slices of each disk of [`DISKS`]; empty for a disk that was not measured.
     pub slices: &'a [Vec<Slice>],
 }
 
@@ -179,7 +181,7 @@ impl DiskResults<'_> {
         self.of(disk, |one| one.cpu_us)
     }
 
-    /// Returns rows for each disk, and for the ratios of Freestone's disks to the others.
+    /// Returns a row for each disk, and rows for the ratios of Freestone's disks to the others.
     pub fn rows(&self) -> Vec<Row> {
         let name = &self.name;
         let mut rows = Vec::new();
@@ -195,8 +197,8 @@ impl DiskResults<'_> {
             }
             let ratio = Summary::ratio(&self.speed(ours), &theirs);
             let row = Row::ratio(format!("{name}: {} / {}", ours.name(), other.name()), ratio)
-                .judged(true)
-                .steady();
+                .with_verdict(true)
+                .withhold_if_unsteady();
             rows.push(match least.filter(|_| self.is_deep) {
                 Some(least) => row.target(Target::AtLeast(least)),
                 None => row,
@@ -214,24 +216,26 @@ impl DiskResults<'_> {
             }
             let ratio = Summary::ratio(&self.cpu(ours), &theirs);
             let row = Row::ratio(format!("{name}: CPU a request, {} / {}", ours.name(), nbd.name()), ratio);
-            let row = row.judged(false).steady();
+            let row = row.with_verdict(false).withhold_if_unsteady();
             rows.push(if self.is_deep { row.target(Target::AtMost(CPU_OF_NBD)) } else { row });
         }
         rows
     }
 
-    /// Compares the RAM disk with the time of the null device plus the time of the bare codec.
+    /// Returns the row that compares the speed of the RAM disk with its upper bound. The bound is
+    /// computed from the times of the null device and of the bare codec.
     fn codec_bound_row(&self, codec_us: &[f64]) -> Row {
         let null = self.speed(Disk::Null);
         let possible: Vec<_> =
             null.iter().zip(codec_us).map(|(null, codec)| 1e6 / (1e6 / null + codec)).collect();
         let ratio = Summary::ratio(&self.speed(Disk::Ram), &possible);
-        let row = Row::ratio(format!("{}: ram / what null and the codec give", self.name), ratio).steady();
+        let row = Row::ratio(format!("{}: ram / what null and the codec give", self.name), ratio)
+            .withhold_if_unsteady();
         if self.is_deep { row.target(Target::AtLeast(BOUND_PART)) } else { row }
     }
 }
 
-/// Starts a server. Freestone's RAM disks are filled.
+/// Starts the server of a disk, and fills the disk if it is a RAM disk of Freestone.
 pub fn start(disk: Disk, starter: &Starter) -> Result<Member> {
     let side = match disk {
         Disk::Null | Disk::NullNbd => Side::Null,
@@ -254,10 +258,11 @@ pub fn start(disk: Disk, starter: &Starter) -> Result<Member> {
         tool::run(&mut publish, "freestone")?;
         command += "; freestone publish d --vhost-user unix:v --control control";
     }
-    Ok(Member { disk, served: DiskServer::Ours(running), socket, command })
+    Ok(Member { disk, served: DiskServer::LibraryCodec(running), socket, command })
 }
 
-/// Creates an image in which every page is filled with its own number.
+/// Returns the path of an image in which every page is filled with its own number. Creates the
+/// image if it does not exist.
 fn same_filled(starter: &Starter) -> Result<PathBuf> {
     let path = starter.image.with_file_name("same.img");
     if !path.exists() {

@@ -1,6 +1,6 @@
-//! `compare` benchmark: the engine and the server beside the alternatives that a user has, on the
-//! same data and with the same client. In-process calls and servers have separate tables. If a peer
-//! is better, the table says "behind".
+//! `compare` benchmark: compares the engine and the server with the alternatives that a user has,
+//! on the same data and with the same client. In-process calls and servers have separate tables. If
+//! a peer is better, the table says "behind".
 
 mod bound;
 mod groups;
@@ -21,7 +21,7 @@ use self::peers::{PeerVersion, Peers};
 use crate::options::{Options, Set};
 use crate::run_dir::RunDir;
 use crate::zram_device::ZramDevice;
-use crate::{ours, zram};
+use crate::{program_path, zram};
 
 /// Options of the `compare` benchmark.
 #[derive(Debug, Clone, clap::Args)]
@@ -62,7 +62,7 @@ enum PartName {
     Tls,
 }
 
-/// Runs the selected parts.
+/// Runs the selected parts of the benchmark and returns their reports.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();
@@ -71,7 +71,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     }
     if [PartName::Server, PartName::Machines, PartName::Queues, PartName::Tls].into_iter().any(wanted) {
         let peers = Peers::find(args)?;
-        let freestone = ours::program(args.freestone.as_deref())?;
+        let freestone = program_path::program(args.freestone.as_deref())?;
         let run_dir = RunDir::new(&options.data_dir, "compare-")?;
         let bench = groups::Bench { options, run_dir: &run_dir, peers: &peers, freestone: &freestone, args };
         if wanted(PartName::Server) {
@@ -96,9 +96,10 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     Ok(reports)
 }
 
-/// Compares the library with zram, or reports why zram is unavailable.
+/// Compares the Freestone library with the kernel's zram, or reports why zram is unavailable.
 fn engine(options: &Options) -> Result<Vec<Report>> {
-    // Small, and released at once: a device that can be claimed now can be claimed again.
+    // Check that zram is available with a small device that is released at once. A device that can
+    // be claimed now can be claimed again.
     if let Err(error) = ZramDevice::claim(&options.zram, "lz4", 1 << 20) {
         let report = Report::new("zram", "none", 0, "none")
             .note(format!("The kernel's zram is not compared with: {error:#}."));

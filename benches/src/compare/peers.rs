@@ -1,4 +1,5 @@
-//! Programs of the peers: installed on this machine, or Debian 13's, unpacked into a directory.
+//! Programs of the peers (nbdkit, qemu): those installed on this machine, or those of Debian 13,
+//! unpacked into a directory.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -26,12 +27,12 @@ pub enum PeerVersion {
 /// The programs of the peers.
 pub struct Peers {
     tree: Option<Tree>,
-    /// Reason why other programs than the requested ones are used.
+    /// Note for the report if installed programs are used instead of the requested ones.
     pub fallback_note: Option<String>,
 }
 
-/// Directory with programs and libraries of another system. The programs need its C library, so
-/// they are started with its loader.
+/// Directory with programs and libraries of another system. The programs need the C library of that
+/// system, so its dynamic loader starts them.
 struct Tree {
     root: PathBuf,
     loader: PathBuf,
@@ -55,7 +56,7 @@ impl Peers {
         }
     }
 
-    /// Returns a command that runs the named program of the peers.
+    /// Returns a command that runs the peers' program `name`.
     pub fn program(&self, name: &str) -> Command {
         let Some(tree) = &self.tree else { return Command::new(name) };
         let mut command = Command::new(&tree.loader);
@@ -68,7 +69,7 @@ impl Peers {
         self.tree.is_some()
     }
 
-    /// Sets the module directory for a program of qemu.
+    /// Sets the module directory in the command of a qemu program, if the programs are unpacked.
     pub fn with_modules(&self, command: &mut Command) {
         if let Some(tree) = &self.tree {
             command.env("QEMU_MODULE_DIR", tree.libraries.join("qemu"));
@@ -90,7 +91,7 @@ impl Peers {
         tree.libraries.join(format!("nbdkit/{dir}/nbdkit-{name}-{kind}.so")).display().to_string()
     }
 
-    /// Describes the origin of the programs.
+    /// Returns the origin of the programs, for the report.
     pub fn origin(&self) -> String {
         match &self.tree {
             Some(tree) => format!(
@@ -101,7 +102,7 @@ impl Peers {
         }
     }
 
-    /// Removes directories of this machine from a text.
+    /// Removes the names of this machine's directories from a text.
     pub fn shown(&self, text: &str) -> String {
         match &self.tree {
             Some(tree) => relative(&tree.with_placeholder(&text.replace(&tree.loader_command(), "RUN"))),
@@ -126,7 +127,8 @@ fn relative(text: &str) -> String {
 }
 
 impl Tree {
-    /// Unpacks the programs unless that was done before.
+    /// Returns the tree in `dir`. Unpacks the programs there unless an earlier run has unpacked
+    /// them.
     fn unpacked(dir: &Path) -> Result<Self> {
         if !dir.join(".unpacked").exists() {
             eprintln!("unpacking Debian 13's nbdkit and qemu into {}", dir.display());
@@ -152,7 +154,8 @@ impl Tree {
     }
 }
 
-/// Finds the loader of a tree and the directory of its libraries, for any architecture.
+/// Returns the dynamic loader of a tree and the directory of the tree's libraries, for any
+/// architecture.
 fn loader(lib: &Path) -> Result<(PathBuf, PathBuf)> {
     let context = || format!("{}", lib.display());
     for dir in std::fs::read_dir(lib).with_context(context)? {

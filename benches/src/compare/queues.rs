@@ -15,17 +15,17 @@ const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 7;
 const QUICK_ROUNDS: u32 = 1;
 const QUEUES: [usize; 2] = [1, 4];
-/// Queue depth, and number of requests over vhost-user and over NBD.
+/// Loads: queue depth, number of requests over vhost-user, and number of requests over NBD.
 const DEPTHS: [(usize, u64, u64); 2] = [(1, 12_000, 0), (fio_nbd::DEPTH as usize, 200_000, 40_000)];
 const QUICK_PART: u64 = 20;
 
-/// A load of the disks.
+/// A load: request type, queue depth, and numbers of queues and requests.
 #[derive(Clone, Copy)]
 struct Case {
     direction: Direction,
     depth: usize,
     queues: usize,
-    /// Number of requests over vhost-user and over NBD. Zero omits the disk.
+    /// Number of requests over vhost-user, and over NBD. Zero omits the disks with that protocol.
     counts: (u64, u64),
 }
 
@@ -37,7 +37,7 @@ impl Case {
     }
 }
 
-/// Measures the disks in turns.
+/// Measures all disks in turns and returns the report.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
@@ -47,7 +47,7 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);
     let part = if bench.options.quick { QUICK_PART } else { 1 };
     let mut rows = Vec::new();
-    // Reads first, because writes make the pages same-filled.
+    // Reads run first, because writes replace the data by same-filled pages.
     for direction in [Direction::Read, Direction::Write] {
         for queues in QUEUES {
             for (depth, many, few) in DEPTHS {
@@ -88,7 +88,7 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
         .print())
 }
 
-/// Runs one slice. Returns None if the case has no requests for the disk.
+/// Runs one slice. Returns None if the case has no requests for the protocol of the disk.
 fn slice(member: &Member, case: Case, round: u32, bytes: u64) -> Result<Option<Slice>> {
     let count = if member.disk.is_nbd() { case.counts.1 } else { case.counts.0 };
     if count == 0 {

@@ -1,4 +1,4 @@
-//! Servers that are compared, and how each is started.
+//! Servers of the comparison, and the commands that start them.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -11,10 +11,10 @@ use rustix::fs::MemfdFlags;
 
 use super::peers::Peers;
 use crate::run_dir::{RunDir, ServerDir, fd_path};
-use crate::served::Server;
+use crate::server_process::Server;
 use crate::tool;
 
-/// A server with one device.
+/// A server under comparison, with one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     Ram,
@@ -32,19 +32,19 @@ pub enum Side {
     Qcow2,
 }
 
-/// Everything needed to start servers.
+/// Directories, programs, image and device size with which servers are started.
 pub struct Starter<'a> {
     pub run_dir: &'a RunDir,
     pub peers: &'a Peers,
     pub freestone: &'a Path,
-    /// Image that is the base of overlays. Every device has its size.
+    /// Path of the image that is the base of overlays. Every device has the size of the image.
     pub image: &'a Path,
     pub bytes: u64,
-    /// Directory of certificates, for servers with TLS.
+    /// Directory of certificates, for servers with TLS; None for servers without TLS.
     pub tls: Option<&'a Path>,
 }
 
-/// A running server and its files, which are deleted after it.
+/// A running server and its files. Drop ends the server, then deletes the files.
 pub struct Running {
     pub server: Server,
     pub socket: PathBuf,
@@ -55,7 +55,7 @@ pub struct Running {
 }
 
 impl Side {
-    /// Returns the name in tables.
+    /// Returns the name of the server in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ram => "ram",
@@ -83,8 +83,8 @@ impl Starter<'_> {
     /// Starts a server with a new device.
     pub fn start(&self, side: Side) -> Result<Running> {
         match side {
-            // io_uring is not qemu-nbd's default, but takes the least CPU time. Some kernels do not
-            // support it.
+            // io_uring is not qemu-nbd's default, but uses the least CPU time. Some kernels do not
+            // support it; then threads are used.
             Side::Raw | Side::Qcow2 => {
                 self.start_with(side, "--aio=io_uring").or_else(|_| self.start_with(side, "--aio=threads"))
             }
@@ -92,7 +92,7 @@ impl Starter<'_> {
         }
     }
 
-    /// Starts a server. `aio` is an option of qemu-nbd for files.
+    /// Starts a server. `aio` is qemu-nbd's option for access to files; other servers ignore it.
     fn start_with(&self, side: Side, aio: &str) -> Result<Running> {
         let server_dir = self.run_dir.server()?;
         let socket = server_dir.socket("nbd");
@@ -165,7 +165,7 @@ impl Starter<'_> {
     fn ours(&self, socket: &Path, devices: &[String]) -> Command {
         let mut command = Command::new(self.freestone);
         command.arg("serve").args(devices);
-        // The user's own server may listen at the default control socket.
+        // The default control socket may be in use by the user's own server.
         command.arg(format!("--nbd=unix:{}", socket.display()));
         command.arg("--control").arg(socket.with_file_name("control"));
         if let Some(tls) = self.tls {
@@ -203,7 +203,8 @@ impl Starter<'_> {
         tool::run(&mut make, "qemu-utils").map(drop).context("qemu-img")
     }
 
-    /// Returns a command as one would type it, without directories of this run and of this machine.
+    /// Returns a command line as a user would type it, without the names of directories of this run
+    /// and of this machine.
     fn shown(&self, command: &Command, server_dir: &ServerDir) -> String {
         let program = command.get_program();
         let program = if program == self.freestone { "freestone".into() } else { program.to_string_lossy() };

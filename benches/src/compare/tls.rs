@@ -32,7 +32,7 @@ const PAIRS: [(Side, Side); 4] = [
     (Side::RamStore, Side::Raw),
 ];
 
-/// Result of one slice.
+/// Speed and server CPU time measured in one slice.
 #[derive(Clone, Copy)]
 struct Slice {
     per_second: f64,
@@ -40,7 +40,7 @@ struct Slice {
     cpu_us: f64,
 }
 
-/// Measures the servers in turns.
+/// Measures all servers in turns and returns the report.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
@@ -106,7 +106,8 @@ fn slice_time(bench: &Bench<'_>) -> Duration {
     Duration::from_millis(bench.options.slice_ms.unwrap_or(usual).into())
 }
 
-/// Runs all connections at once. The slowest determines the time.
+/// Runs the load on all connections at once. The slowest connection determines the duration of the
+/// slice.
 fn slice(running: &Running, tls: &std::path::Path, load: Load, connections: usize) -> Result<Slice> {
     let clients: Vec<Client> =
         (0..connections).map(|_| Client::connect(&running.socket, tls)).collect::<Result<_>>()?;
@@ -153,9 +154,13 @@ fn rows_of(name: &str, block_bytes: usize, slices: &[Vec<Slice>]) -> Vec<Row> {
     for (ours, peer) in PAIRS {
         let pair = format!("{} / {}", ours.name(), peer.name());
         let faster = Summary::ratio(&of(ours, speed), &of(peer, speed));
-        rows.push(Row::ratio(format!("{name}: {pair}"), faster).judged(true).steady());
+        rows.push(Row::ratio(format!("{name}: {pair}"), faster).with_verdict(true).withhold_if_unsteady());
         let cheaper = Summary::ratio(&of(ours, cpu), &of(peer, cpu));
-        rows.push(Row::ratio(format!("{name}: CPU a request, {pair}"), cheaper).judged(false).steady());
+        rows.push(
+            Row::ratio(format!("{name}: CPU a request, {pair}"), cheaper)
+                .with_verdict(false)
+                .withhold_if_unsteady(),
+        );
     }
     rows
 }

@@ -9,7 +9,7 @@ use anyhow::Result;
 use freestone::PAGE_BYTES;
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result as DeviceResult,
-    Tried,
+    TryResult,
 };
 use freestone::null::{self, Null};
 use freestone::ram::{Family, ForkConfig, Ram};
@@ -24,7 +24,8 @@ use crate::options::Set;
 /// Default data size, in bytes.
 const BYTES: u64 = 128 << 20;
 const ROUNDS: u32 = 21;
-/// Pages of a leaf of the slot table. The first write to any of them allocates the leaf.
+/// Number of pages that a leaf of the slot table covers. The first write to one of them allocates
+/// the leaf.
 const LEAF_PAGES: u64 = 512;
 
 pub(super) fn run(bench: &Bench) -> Result<Vec<Report>> {
@@ -58,10 +59,10 @@ fn run_set(bench: &Bench, set: Set) -> Result<Report> {
 
 // ---- first writes -------------------------------------------------------------------------------
 
-/// Disk for the slices of one side.
+/// Disk on which the slices of one side write.
 enum Disk {
-    /// Emptied by a rewind before each slice. The number is the layers of the family without the
-    /// discarded content.
+    /// A disk or fork that a rewind empties before each slice, and its family (disks and forks that
+    /// share memory). The number is the family's number of layers without the discarded content.
     Empty(Family, Ram, u64),
     /// A disk that holds every page.
     Full(Ram),
@@ -89,7 +90,7 @@ impl Disk {
         let start = thread_clock();
         let mut written = 0;
         for slot in order.into_iter().filter(|slot| u64::from(*slot) % LEAF_PAGES != 0) {
-            // The content of a distant page, a different one in each round.
+            // Write the content of a distant page, another page in each round.
             let content = (u64::from(slot) + count / 2 + round) % count;
             write(ram, u64::from(slot), content as u32)?;
             written += 1;
@@ -138,16 +139,16 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
             let row = Row::ratio(format!("first write, {fork} / {of}"), ratio)
                 .part("fork ns", median(&times[side]))
                 .part("disk ns", median(&times[disk]));
-            // First writes of both allocate memory of the pool; a rewrite already has it. So only
-            // the former have a target.
+            // The first writes of fork and disk both allocate pool memory; a rewrite reuses its
+            // own. So only the comparison of first writes has a target.
             let row = if disk == 0 { row.target(Target::AtMost(1.3)) } else { row };
-            rows.push(row.steady());
+            rows.push(row.withhold_if_unsteady());
         }
     }
     Ok(rows)
 }
 
-/// Returns a disk that holds the pages.
+/// Creates a disk in the family and writes all pages to it.
 fn filled(family: &Family, pages: &[u8]) -> Result<Ram> {
     let ram = family.ram(pages.len() as u64)?;
     for (number, page) in whole_pages(pages).enumerate() {
@@ -165,7 +166,7 @@ impl Device for ReadOnly {
     fn geometry(&self) -> Geometry {
         Geometry { read_only: true, ..self.0.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> DeviceResult<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> DeviceResult<TryResult> {
         request.check(&self.geometry())?;
         self.0.try_io(request, buffer)
     }
@@ -186,7 +187,7 @@ fn fall_through_reads(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<
     let snapshot = filled(&family, pages)?.snapshot()?;
     let null = ReadOnly(Null::new(null::Config::plain(pages.len() as u64, 4096))?);
     let (null, file): (Arc<dyn Device>, Arc<dyn Device>) = (Arc::new(null), Arc::new(image.device()?));
-    // Bring the whole file into the page cache.
+    // Reading the whole file brings it into the page cache.
     let mut page = [0; PAGE_BYTES];
     for number in 0..count {
         file.read_at(number * PAGE_BYTES as u64, &mut page)?;
@@ -203,14 +204,15 @@ fn fall_through_reads(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<
     Ok(rows)
 }
 
-/// Measures reads of a base, of a fork without leaves, and of a fork with every leaf.
+/// Measures reads of a base, of a fork without leaves, and of a fork with every leaf of the slot
+/// table. Returns the rows that compare them.
 fn reads(bench: &Bench, of: &str, base: &dyn Device, forks: [Ram; 2], count: u64) -> Result<Vec<Row>> {
     let page = PAGE_BYTES as u64;
     let [empty, leaves] = forks;
     for slot in (0..count).step_by(LEAF_PAGES as usize) {
         leaves.write_at(slot * page, &[1; PAGE_BYTES], Flags::empty())?;
     }
-    // Read only empty slots: the first slot of each leaf holds a page.
+    // Only empty slots are read: the first slot of each leaf holds a page.
     let order = Order::new(5, 0, count as u32);
     let failed = Cell::new(None);
     let read = |device: &dyn Device, from: u64, ops: u64| {

@@ -1,5 +1,5 @@
-//! Tables for snapshots on COW devices. The devices below are null devices, as in the source, so
-//! that only the engine is measured.
+//! Tables for snapshots on COW devices. Origins and COW devices are null devices, as in the
+//! published experiment, so that only the engine is measured.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use super::tables::{self, Variant};
 
 /// Default size of the origin, in bytes.
 const BYTES: u64 = 256 << 20;
-/// Chunk size of the source, in bytes.
+/// Chunk size in bytes, as in the published experiment.
 pub const CHUNK_BYTES: u64 = 4096;
 
-/// Device that the workers write.
+/// Device to which the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WrittenDevice {
     /// The origin of the snapshot.
@@ -27,7 +27,7 @@ pub enum WrittenDevice {
     Snapshot,
 }
 
-/// A variant with its devices for the current slice.
+/// A variant of the measurement, with the origins and snapshots of the current slice.
 pub struct Devices {
     name: &'static str,
     written: WrittenDevice,
@@ -51,7 +51,7 @@ impl Devices {
         Self { name, written, config, bytes, separate, current: Vec::new() }
     }
 
-    /// Drops the devices of the current slice.
+    /// Drops the origins and snapshots of the current slice.
     pub fn clear(&mut self) {
         self.current.clear();
     }
@@ -87,12 +87,12 @@ fn null(bytes: u64) -> Result<Arc<dyn Device>> {
     Ok(Arc::new(Null::new(null::Config::plain(size, 4096))?))
 }
 
-/// Measures writes of the origin.
+/// Measures first writes to the origin.
 pub(super) fn origin(bench: &Bench) -> Result<Report> {
     run_table(bench, WrittenDevice::Origin, "forks: an origin on a device, first writes")
 }
 
-/// Measures writes of the snapshot.
+/// Measures first writes to the snapshot.
 pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
     run_table(bench, WrittenDevice::Snapshot, "forks: a snapshot on a device, first writes")
 }

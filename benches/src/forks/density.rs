@@ -1,5 +1,5 @@
-//! Many busy forks that hold more than the memory limit of their family of forks, and a quiet fork
-//! with a memory guarantee among them.
+//! Many busy forks that together hold more than the memory limit of their family (a base and its
+//! forks, which share memory). A quiet fork with guaranteed memory is among them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,25 +22,28 @@ use crate::machine;
 use crate::measure::{median, thread_clock};
 use crate::options::Set;
 
-/// Defaults of the full run and of a smoke run. The full numbers are those of the requirement.
+/// Number of busy forks, by default. The values of a full run are those of the requirement;
+/// constants with `QUICK` are for a smoke run.
 const BUSY: u32 = 64;
 const BUSY_QUICK: u32 = 8;
 const DIRTY_BYTES: u64 = 128 << 20;
 const DIRTY_BYTES_QUICK: u64 = 4 << 20;
-/// Divisor of the written bytes: the result is the family's memory limit.
+/// Divisor of the bytes written to all busy forks. The quotient is the family's memory limit.
 const LIMIT_PART: u64 = 4;
-/// Size, working set and guarantee of the quiet fork; capped at an eighth of the limit.
+/// Guaranteed memory and working set of the quiet fork, in bytes, but at most an eighth of the
+/// memory limit.
 const QUIET_BYTES: u64 = 16 << 20;
 /// Total size of the different pages that are written, in bytes.
 const CONTENT_BYTES: u64 = 32 << 20;
 const ROUNDS: u32 = 11;
-/// Length of a slice: long enough for several rounds of eviction.
+/// Duration of a slice: long enough for several rounds of eviction.
 const SLICE: Duration = Duration::from_secs(1);
 const SLICE_QUICK: Duration = Duration::from_millis(50);
-/// Pause between slices with and without noise, so that effects of one do not reach the other.
+/// Pause between slices with and without busy forks, so that the effects of a slice do not reach
+/// the next.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// State shared by all threads.
+/// The busy forks, and the state that their threads share with the measurement.
 struct BusyForks {
     forks: Vec<Ram>,
     /// Pages per fork.
@@ -50,7 +53,7 @@ struct BusyForks {
     running: Mutex<bool>,
     running_changed: Condvar,
     end: AtomicBool,
-    /// Latencies of the busy threads' writes.
+    /// Latencies of the busy threads' writes, in nanoseconds.
     latencies: Mutex<Histogram<u64>>,
 }
 
@@ -62,7 +65,7 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     let quiet_bytes = QUIET_BYTES.min(limit / 8) & !0xFFF;
     let base = Image::sparse(&bench.dir, "base", dirty)?;
     let spill = bench.dir.join(format!("freestone-forks-spill-{}.img", std::process::id()));
-    let spill = Arc::new(File::open_for_spilling(spill, Some(busy * dirty))?);
+    let spill = Arc::new(File::open_for_writeback(spill, Some(busy * dirty))?);
     let config = Config { comp_algorithm: Algorithm::Lz4, mem_limit: limit, ..Config::default() };
     let family = Family::new(config.backed_by(spill, true))?;
     let device: Arc<dyn Device> = Arc::new(base.device()?);
@@ -80,7 +83,7 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
         latencies: Mutex::new(histogram()?),
     };
     let cpus = machine::allowed_cpus()?;
-    // With two or more CPUs the quiet fork has one of its own, so any slowdown comes from inside
+    // With two or more CPUs, the quiet fork has a CPU of its own, so any slowdown is caused inside
     // the engine.
     let (own, others) = cpus.split_first().context("no CPU")?;
     let others = if others.is_empty() { &cpus[..] } else { others };
@@ -129,7 +132,7 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
         .rows(rows))
 }
 
-/// Guard that sets the end flag on drop.
+/// Guard that ends the measurement on drop.
 struct EndGuard<'a>(&'a AtomicBool);
 
 impl Drop for EndGuard<'_> {
@@ -162,13 +165,14 @@ impl BusyForks {
         }
     }
 
-    /// Runs a busy thread, which writes every `of`-th fork.
+    /// Runs busy thread `number`, which writes to every `of`-th fork until the measurement ends.
     fn run_worker(&self, (number, of): (usize, usize)) -> Result<()> {
         /// Writes between two checks of the shared state.
         const BATCH: u32 = 64;
         let mine: Vec<&Ram> = self.forks.iter().skip(number).step_by(of).collect();
         let mut random = Random::new(1000 + number as u64);
-        // First every page once, fork after fork; then random rewrites.
+        // First, every page of each fork is written once, in random order; then random pages are
+        // rewritten.
         let order = random.permutation(self.pages);
         let mut first = order.iter().flat_map(|page| mine.iter().map(move |fork| (*fork, u64::from(*page))));
         let mut latencies = histogram()?;
@@ -200,7 +204,7 @@ impl BusyForks {
         Ok(std::mem::replace(&mut *self.latencies.lock().unwrap_or_else(PoisonError::into_inner), empty))
     }
 
-    /// Returns the number of first writes of all forks.
+    /// Returns the number of writes that fill all busy forks: one per page.
     fn first_write_count(&self) -> u64 {
         self.pages * self.forks.len() as u64
     }
@@ -208,18 +212,18 @@ impl BusyForks {
 
 // ---- quiet fork ---------------------------------------------------------------------------------
 
-/// Operations per second of the quiet fork.
+/// Operations per second of the quiet fork in each slice, by wall time and by CPU time.
 #[derive(Default)]
 struct Speeds {
     wall: Vec<f64>,
     cpu: Vec<f64>,
 }
 
-/// Results of the benchmark.
+/// Measurements of the `density` part.
 struct DensityResult {
     fill_seconds: f64,
     fill: Histogram<u64>,
-    /// Latencies of each slice with noise.
+    /// Write latencies of the busy forks, by slice in which they were running.
     rewrites: Vec<Histogram<u64>>,
     noise_per_second: Vec<f64>,
     alone: Speeds,
@@ -232,7 +236,7 @@ fn measure(bench: &Bench, busy_forks: &BusyForks, quiet: &Ram, quiet_bytes: u64)
     for page in 0..pages {
         quiet.write_at(page * PAGE_BYTES as u64, busy_forks.random_page(&mut random), Flags::empty())?;
     }
-    // Fill: every page of every busy fork once.
+    // Fill: every page of every busy fork is written once.
     let start = Instant::now();
     let mut fill = histogram()?;
     busy_forks.set_running(true);
@@ -321,7 +325,7 @@ impl DensityResult {
         };
         let rewrites: Vec<_> = self.rewrites.iter().filter(|one| !one.is_empty()).collect();
         let mut rows = vec![
-            Row::one("writing every page once", Unit::Seconds, self.fill_seconds)
+            Row::single("writing every page once", Unit::Seconds, self.fill_seconds)
                 .part("writes", self.fill.len() as f64),
             latency("first writes", &[&self.fill]),
         ];
@@ -332,18 +336,19 @@ impl DensityResult {
         rows.push(Row::new("rewrites of the busy ones", Unit::Kiops, noise));
         let Self { alone, noisy, .. } = self;
         rows.push(
-            Row::over("the quiet one: with noise / alone", &noisy.wall, &alone.wall)
+            Row::ratio_of("the quiet one: with noise / alone", &noisy.wall, &alone.wall)
                 .target(Target::AtLeast(0.9))
                 .part("k/s", median(&noisy.wall) / 1e3)
                 .part("alone", median(&alone.wall) / 1e3)
-                .steady(),
+                .withhold_if_unsteady(),
         );
         rows.push(
-            Row::over("the quiet one: with noise / alone, by its CPU time", &noisy.cpu, &alone.cpu).steady(),
+            Row::ratio_of("the quiet one: with noise / alone, by its CPU time", &noisy.cpu, &alone.cpu)
+                .withhold_if_unsteady(),
         );
         let (stat, over) = (family.stat(), quiet.over_stat());
         rows.push(
-            Row::one("the family's pool at the end", Unit::Mib, mib(stat.mem_used_total))
+            Row::single("the family's pool at the end", Unit::Mib, mib(stat.mem_used_total))
                 .part("limit", mib(stat.mem_limit))
                 .part(
                     "blocks written to the spill file, MiB",
@@ -352,7 +357,7 @@ impl DensityResult {
                 .part("read, MiB", mib(quiet.bd_stat().bd_reads * PAGE_BYTES as u64)),
         );
         rows.push(
-            Row::one("the quiet one's own at the end", Unit::Mib, mib(over.own_bytes))
+            Row::single("the quiet one's own at the end", Unit::Mib, mib(over.own_bytes))
                 .part("charged", mib(over.charged))
                 .part("mem_min", mib(over.mem_min)),
         );

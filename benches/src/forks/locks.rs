@@ -1,23 +1,25 @@
-//! Device wrapper that adds dm-snapshot's table locks to a RAM disk: one lock as before Linux 5.2,
-//! or a shared lock with two locks per bucket as since. Only the benchmark uses these locks. The
+//! Device wrapper that adds dm-snapshot's table locks to a RAM disk: one lock, as before Linux 5.2,
+//! or a shared lock and two bucket locks, as since then. Only the benchmark uses these locks. The
 //! locks are held around the device's own slot locks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use freestone::PAGE_BYTES;
-use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
+use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult};
 
-/// Buckets of the table of complete exceptions, as the kernel has for a COW device of 1 GiB with
-/// chunks of 4 KiB.
+/// Number of buckets of the table of complete exceptions: the kernel's number for a COW device of 1
+/// GiB with chunks of 4 KiB.
 const COMPLETE_BUCKETS: usize = 262_144;
-/// Buckets of the table of pending exceptions: an eighth, as in the kernel.
+/// Number of buckets of the table of pending exceptions: an eighth of those of complete exceptions,
+/// as in the kernel.
 const PENDING_BUCKETS: usize = COMPLETE_BUCKETS / 8;
 
 /// Table locks of one device.
 pub(super) enum Locks {
     /// A single exclusive lock.
     One(Mutex<()>),
-    /// Lock order: `shared`, a complete bucket, a pending bucket.
+    /// A shared lock, and a lock per bucket. Lock order: `shared`, a complete bucket, a pending
+    /// bucket.
     Buckets { shared: RwLock<()>, complete: Box<[Mutex<()>]>, pending: Box<[Mutex<()>]> },
 }
 
@@ -33,7 +35,7 @@ impl Locks {
         Self::One(Mutex::default())
     }
 
-    /// Creates one lock per bucket.
+    /// Creates a shared lock and one lock per bucket of both tables.
     pub fn buckets() -> Self {
         let buckets = |count: usize| (0..count).map(|_| Mutex::default()).collect();
         Self::Buckets {
@@ -71,7 +73,7 @@ impl Device for LockedDevice {
         self.device.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let _guards = self.locks.acquire(request);
         self.device.try_io(request, buffer)
     }
@@ -104,7 +106,7 @@ mod tests {
         fn geometry(&self) -> Geometry {
             self.null.geometry()
         }
-        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
             let free = match &*self.locks {
                 Locks::One(one) => one.try_lock().is_ok(),
                 Locks::Buckets { complete, pending, .. } => {
@@ -131,7 +133,7 @@ mod tests {
             let locked = LockedDevice { device: probe.clone(), locks };
             locked.write_at(4096, &[1; PAGE_BYTES], Flags::empty()).unwrap();
             locked.write_at(0, &[1; PAGE_BYTES], Flags::empty()).unwrap();
-            // Page 0 has other buckets.
+            // Page 0 is in other buckets than page 1, so with bucket locks page 1 stays free.
             let other = matches!(*locked.locks, Locks::Buckets { .. });
             assert_eq!(*probe.was_free.lock().unwrap(), [false, other]);
         }

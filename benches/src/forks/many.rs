@@ -1,5 +1,6 @@
-//! A thousand forks of one sparse base: memory of each before and after it was read, time to create
-//! the last one compared with the first, rewinding all, and memory left by removed forks.
+//! A thousand forks of one sparse base: memory of a fork before and after reading it, and creation
+//! time of the last forks compared with the first. Also the time to rewind all forks, and the
+//! memory that removed forks leave behind.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -20,7 +21,8 @@ use crate::export::publish;
 use crate::machine::pss_bytes;
 use crate::measure::median;
 
-/// Defaults of the full run and of a smoke run. The full numbers are those of the requirement.
+/// Number of forks, by default. The values of a full run are those of the requirement; constants
+/// with `QUICK` are for a smoke run.
 const FORKS: u32 = 1000;
 const FORKS_QUICK: u32 = 40;
 const BASE_BYTES: u64 = 10 << 30;
@@ -33,18 +35,20 @@ const DATA_BYTES: u64 = 8 << 20;
 /// Bytes that a leaf of a slot table covers: the smallest range for which a read could make a fork
 /// allocate memory.
 const LEAF_BYTES: u64 = 512 * PAGE_BYTES as u64;
-/// Pages written to a fork before it is rewound, and in each cycle.
+/// Number of pages written to a fork before it is rewound. `CYCLE_PAGES` are written in each cycle
+/// of creation and removal.
 const WRITTEN_PAGES: u64 = 64;
 const CYCLE_PAGES: u64 = 4;
-/// Number of forks at the start and at the end whose creation times are compared.
+/// Number of first forks and of last forks whose creation times are compared.
 const EDGE: usize = 10;
-/// Every EXPORTED_PART-th cycle also exports its fork.
+/// Every EXPORTED_PART-th cycle also exports its fork over NBD.
 const EXPORTED_PART: u64 = 20;
 /// Memory is measured after each quarter of the cycles, to tell a leak from a high-water mark.
 const QUARTERS: u64 = 4;
 /// Target for the memory of an empty fork, in KiB.
 const FORK_KIB: f64 = 64.0;
-/// Variation of the process's memory between two measurements, in MiB.
+/// Growth of the process's memory that counts as noise, in MiB: two measurements may differ by this
+/// much without a leak.
 const PSS_SLACK_MIB: f64 = 1.0;
 const DESCRIPTORS_MIN: u64 = 4096;
 
@@ -91,7 +95,8 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     .rows(rows))
 }
 
-/// Raises the limit of open files: one socket per fork, and the files of the program.
+/// Raises the limit of open files, because each fork needs a socket in addition to the files of the
+/// program.
 fn raise_descriptor_limit(forks: u64) -> Result<()> {
     let wanted = (2 * forks).max(DESCRIPTORS_MIN);
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
@@ -137,7 +142,7 @@ impl ForkSet {
         // The first fork of a process allocates threads and the base's buffers.
         let first = self.fork(&family)?;
         self.read_sparsely(&first)?;
-        // Touched, so that the buffer counts from the start.
+        // The buffer is filled, so that its memory counts from the first measurement on.
         let mut buffer = vec![1; 1 << 20];
         let before = pss_bytes()?;
         let forks = (0..self.count).map(|_| self.fork(&family)).collect::<Result<Vec<_>>>()?;
@@ -158,16 +163,16 @@ impl ForkSet {
         let read_whole = pss_bytes()?;
         let row = |what: &str, now: u64| {
             let each = now.saturating_sub(before) as f64 / 1024.0 / self.count as f64;
-            Row::one(what, Unit::Kib, each)
+            Row::single(what, Unit::Kib, each)
                 .target(Target::AtMost(FORK_KIB))
-                .part("leaves of all, KiB", forks[0].memory().leaves_bytes as f64 / 1024.0)
+                .part("leaves of all, KiB", forks[0].memory_overhead().leaves_bytes as f64 / 1024.0)
         };
         Ok(vec![
             row("memory of a fork, not written", created),
             row("memory of a fork, read from end to end", read)
                 .part("s", took.as_secs_f64())
                 .part("reads of each", reads as f64 / self.count as f64),
-            Row::one(
+            Row::single(
                 "memory more after one was read to the byte",
                 Unit::Mib,
                 mib(read_whole.saturating_sub(read)),
@@ -218,11 +223,11 @@ impl ForkSet {
             }
             let what = if exported { "making and exporting a fork" } else { "making a fork" };
             rows.push(
-                Row::over(format!("{what}, the last / the first"), &last, &first)
+                Row::ratio_of(format!("{what}, the last / the first"), &last, &first)
                     .target(Target::AtMost(1.5))
                     .part("last us", median(&last))
                     .part("first us", median(&first))
-                    .steady(),
+                    .withhold_if_unsteady(),
             );
             rows.push(
                 Row::new(format!("{what}, the last"), Unit::Micros, Summary::of(last))
@@ -308,7 +313,7 @@ impl ForkSet {
             }
             wait_until_freed(&family, 0)
         };
-        // Warm-up: these cycles allocate memory that all later ones reuse.
+        // Warm-up: these cycles allocate memory that all later cycles reuse.
         run((cycles / 10).max(1))?;
         let (pss, files) = (pss_bytes()?, descriptors()?);
         let start = Instant::now();
@@ -319,19 +324,20 @@ impl ForkSet {
         }
         let took = start.elapsed().as_secs_f64();
         let last = growth.last().copied().context("no cycles")?;
-        let mut memory = Row::one(format!("memory more after {cycles} cycles"), Unit::Mib, last)
+        let mut memory = Row::single(format!("memory more after {cycles} cycles"), Unit::Mib, last)
             .target(Target::AtMost(PSS_SLACK_MIB))
             .part("before", mib(pss))
             .part("us a cycle", took * 1e6 / cycles as f64);
-        // Parts of it that the family of forks holds, in tables and in the pool.
-        let left = self.fork(&family)?.memory().leaves_bytes;
+        // Memory that the family (a base and its forks, which share memory) still holds, in tables
+        // and in the pool.
+        let left = self.fork(&family)?.memory_overhead().leaves_bytes;
         memory = memory.part("tables", mib(left)).part("pool", mib(family.stat().mem_used_total));
         for (quarter, growth) in (1..QUARTERS).zip(growth) {
             memory = memory.part(format!("after {quarter}/{QUARTERS}"), growth);
         }
         Ok(vec![
             memory,
-            Row::one(
+            Row::single(
                 format!("descriptors more after {cycles} cycles"),
                 Unit::Count,
                 descriptors()? as f64 - files as f64,

@@ -1,6 +1,6 @@
 //! `forks` benchmark: the cost of a single lock over the exception table, of a fork compared with a
-//! disk, of forks over NBD compared with peers, many busy forks beside a quiet one, and a thousand
-//! forks of one base.
+//! disk, and of forks over NBD compared with peers. Also many busy forks beside a quiet one, and a
+//! thousand forks of one base.
 
 mod costs;
 pub mod cow_tables;
@@ -27,7 +27,7 @@ use freestone_report::Report;
 pub use self::server::{ServerArgs, serve};
 use crate::options::{Options, Size};
 
-/// Limit for the time to free removed layers.
+/// Time limit for freeing removed layers (disks, forks and snapshots).
 const FREED_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// Options of the `forks` benchmark.
@@ -76,14 +76,14 @@ enum PartName {
     Thousand,
 }
 
-/// Environment of all parts.
+/// Options and directory that all parts share.
 struct Bench<'a> {
     args: &'a Args,
     options: &'a Options,
     dir: PathBuf,
 }
 
-/// Runs the selected parts.
+/// Runs the selected parts of the benchmark and returns their reports.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let dir = args.dir.clone().unwrap_or_else(|| options.data_dir.clone());
     std::fs::create_dir_all(&dir).with_context(|| format!("{}", dir.display()))?;
@@ -113,19 +113,21 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
 }
 
 impl Bench<'_> {
-    /// Returns a number of the command line, or the default.
+    /// Returns `given`, a number of the command line, or else the default for a full or a quick
+    /// run.
     fn count(&self, given: Option<u32>, usual: u32, quick: u32) -> u64 {
         u64::from(given.unwrap_or(if self.options.quick { quick } else { usual }))
     }
 
-    /// Returns a size of the command line, rounded up to whole leaves of 2 MiB, or the default.
+    /// Returns `given`, a size of the command line, or else the default for a full or a quick run,
+    /// in bytes. Rounds up to whole leaves of 2 MiB.
     fn size(&self, given: Option<Size>, usual: u64, quick: u64) -> u64 {
         let bytes = given.map_or(if self.options.quick { quick } else { usual }, |size| size.0);
         bytes.next_multiple_of(2 << 20)
     }
 }
 
-/// Creates an empty family of forks without a memory limit.
+/// Creates an empty family (disks and their forks, which share memory) without a memory limit.
 fn family() -> Result<Family> {
     Ok(Family::new(Config { comp_algorithm: Algorithm::Lz4, ..Config::default() })?)
 }
@@ -145,11 +147,11 @@ fn wait_until_freed(family: &Family, layers: u64) -> Result<()> {
     }
 }
 
-/// File of this benchmark, removed on drop.
+/// Image file of this benchmark, removed on drop.
 struct Image(PathBuf);
 
 impl Image {
-    /// Creates a file of `bytes` bytes without blocks.
+    /// Creates a sparse file of `bytes` bytes, which is one hole.
     fn sparse(dir: &Path, name: &str, bytes: u64) -> Result<Self> {
         let image = Self(dir.join(format!("freestone-forks-{name}-{}.img", std::process::id())));
         let created = File::create(&image.0).and_then(|file| file.set_len(bytes));
@@ -157,7 +159,7 @@ impl Image {
         Ok(image)
     }
 
-    /// Opens the file as a base.
+    /// Opens the file as a base of forks.
     fn device(&self) -> Result<file::File> {
         base_device(&self.0)
     }
@@ -170,7 +172,7 @@ impl Drop for Image {
     }
 }
 
-/// Opens a file as a base: read-only, through the page cache.
+/// Opens a file as a base of forks: read-only, through the page cache.
 fn base_device(path: &Path) -> Result<file::File> {
     let mut config = file::Config::new(path);
     config.read_only = true;

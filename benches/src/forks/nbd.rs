@@ -13,16 +13,16 @@ use super::{Bench, Image};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 use crate::options::Set;
-use crate::served::Server;
+use crate::server_process::Server;
 use crate::tool;
 
 /// Default size of the base, in bytes.
 const BYTES: u64 = 1 << 30;
 const ROUNDS: u32 = 7;
-/// Divisor of the base's pages: the result is the number of writes per slice.
+/// Divisor of the base's pages. The quotient is the number of writes per slice.
 const WRITTEN_DIVISOR: u64 = 2;
 const CONNECTIONS: [u32; 2] = [1, 4];
-/// Target: server CPU time per write, relative to the peers.
+/// Largest server CPU time per write that meets the target, relative to the peers.
 const CPU_SHARE: f64 = 1.0 / 3.0;
 
 /// Server that is measured.
@@ -36,10 +36,10 @@ enum Side {
 
 const SIDES: [Side; 4] = [Side::Fork, Side::Null, Side::Qemu, Side::Nbdkit];
 
-/// Result of one slice.
+/// Speed and server CPU time measured in one slice.
 struct SliceResult {
     per_second: f64,
-    /// CPU time of the server, in microseconds.
+    /// CPU time of the server per write, in microseconds.
     cpu_per_write: f64,
 }
 
@@ -97,12 +97,12 @@ fn compare(connections: u32, runs: &[Vec<SliceResult>; 4]) -> Vec<Row> {
     {
         let ratio = Summary::ratio(&speeds(Side::Fork), &speeds(side));
         let row = Row::ratio(name(&format!("writes a second, fork / {what}")), ratio);
-        rows.push(row.target(Target::AtLeast(bound)).steady());
+        rows.push(row.target(Target::AtLeast(bound)).withhold_if_unsteady());
     }
     for (side, what) in [(Side::Qemu, "qemu-nbd"), (Side::Nbdkit, "nbdkit")] {
         let ratio = Summary::ratio(&cpus(Side::Fork), &cpus(side));
         let row = Row::ratio(name(&format!("server CPU a write, fork / {what}")), ratio);
-        rows.push(row.target(Target::AtMost(CPU_SHARE)).steady());
+        rows.push(row.target(Target::AtMost(CPU_SHARE)).withhold_if_unsteady());
     }
     rows
 }
@@ -115,7 +115,8 @@ fn slice(
     connections: u32,
     round: u32,
 ) -> Result<SliceResult> {
-    // Socket paths must be short; overlays may be large.
+    // Socket paths must be short, so sockets are in the temporary directory. Overlays may be large,
+    // so they are in the directory for images.
     let sockets = tempfile::tempdir()?;
     let overlays = tempfile::tempdir_in(&bench.dir)?;
     let socket = sockets.path().join("nbd");

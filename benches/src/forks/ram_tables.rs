@@ -1,5 +1,5 @@
-//! Tables for snapshots inside a family of forks: writes of an origin, whose pages move to the
-//! snapshot, and writes of a fork of a snapshot.
+//! Tables for snapshots inside a family (disks and forks that share memory): writes to an origin,
+//! whose old pages move to the snapshot, and writes to a fork of a snapshot.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::options::Set;
 /// Default data size, in bytes.
 const BYTES: u64 = 256 << 20;
 
-/// Device that the workers write.
+/// Device to which the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WrittenDevice {
     Origin,
@@ -29,7 +29,7 @@ enum WrittenDevice {
 /// A disk with a snapshot, or with a fork of its snapshot.
 struct Disk {
     family: Family,
-    /// The device that is written: the disk or the fork.
+    /// The device to which the workers write: the disk or the fork.
     live: Ram,
     snapshot: Option<Ram>,
 }
@@ -99,11 +99,11 @@ impl Variant for SharedDisk {
     }
 }
 
-/// Variant with a family of forks for each worker.
+/// Variant in which each worker has a disk and a family of its own.
 struct DiskPerWorker<'a> {
     written: WrittenDevice,
     pages: &'a [u8],
-    /// Disks by the binary logarithm of the number of workers.
+    /// Disks, indexed by the binary logarithm of the number of workers, then by worker.
     disks: Vec<Vec<Disk>>,
 }
 
@@ -127,12 +127,12 @@ impl Variant for DiskPerWorker<'_> {
     }
 }
 
-/// Measures writes of a disk with a live snapshot.
+/// Measures first writes to a disk with a live snapshot.
 pub(super) fn origin(bench: &Bench) -> Result<Report> {
     run_table(bench, WrittenDevice::Origin, "forks: a RAM disk with a live snapshot, first writes")
 }
 
-/// Measures writes of a fork of a snapshot.
+/// Measures first writes to a fork of a snapshot.
 pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
     run_table(bench, WrittenDevice::Fork, "forks: a fork of a RAM snapshot, first writes")
 }

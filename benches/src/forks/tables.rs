@@ -1,5 +1,5 @@
-//! Workers that write separate pages, each page once: throughput and latency of all workers, one
-//! variant beside another.
+//! Throughput and latency of workers that write separate pages, each page once, for several
+//! variants of a device.
 
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
@@ -14,20 +14,21 @@ use crate::data::Random;
 use crate::data::page_at;
 use crate::machine;
 
-/// Numbers of workers, as in the source.
+/// Numbers of workers, as in the published experiment.
 pub const WORKERS: [usize; 4] = [1, 2, 4, 8];
 /// Default number of rounds.
 pub const ROUNDS: u32 = 11;
-/// Significant digits of recorded latencies, and the largest latency, in nanoseconds (a minute).
+/// Significant digits of recorded latencies. `LATENCY_NANOS_MAX`, one minute, is the largest
+/// recorded latency in nanoseconds.
 const DIGITS: u8 = 3;
 const LATENCY_NANOS_MAX: u64 = 60_000_000_000;
 
-/// Variant of the device or its locks that is measured.
+/// Variant of the measured device or of its locks.
 pub trait Variant {
-    /// Returns the name in the rows.
+    /// Returns the name of the variant in the rows.
     fn name(&self) -> &'static str;
-    /// Prepares a slice, after which no page was written since the snapshot. Returns a device per
-    /// worker; workers may share one.
+    /// Prepares a slice: afterwards, no page has been written since the snapshot. Returns one
+    /// device per worker; workers may share a device.
     fn prepare(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>>;
     /// Returns the work that a worker does in addition to each write, outside of every lock.
     fn extra_work(&self) -> ExtraWork {
@@ -40,11 +41,11 @@ pub trait Variant {
 pub enum ExtraWork {
     /// No additional work.
     Nothing,
-    /// Compresses the page and drops the object; the write itself is of a same-filled page.
+    /// Compresses the page and discards the result. The write itself stores a same-filled page.
     Codec,
 }
 
-/// Result of one slice.
+/// Throughput and latency of one slice.
 pub struct Speed {
     /// Writes per second of all workers.
     pub per_second: f64,
@@ -139,7 +140,7 @@ pub fn slice(devices: &[Arc<dyn Device>], extra_work: ExtraWork, pages: &[u8], r
 
 /// Codec and page buffer of a worker.
 struct WorkerState {
-    codec: Option<crate::bare::Ours>,
+    codec: Option<crate::bare::LibraryCodec>,
     pattern: Box<[u8; PAGE_BYTES]>,
 }
 
@@ -147,7 +148,7 @@ impl WorkerState {
     fn new(extra_work: ExtraWork) -> Result<Self> {
         let codec = match extra_work {
             ExtraWork::Nothing => None,
-            ExtraWork::Codec => Some(crate::bare::Ours::new()?),
+            ExtraWork::Codec => Some(crate::bare::LibraryCodec::new()?),
         };
         Ok(Self { codec, pattern: Box::new([0x5A; PAGE_BYTES]) })
     }
@@ -201,8 +202,8 @@ pub fn ratios(
             let row = Row::ratio(format!("{}: {what}", workers_text(workers)), ratio)
                 .part("mean latency", means(&speeds[of]) / means(&speeds[to]));
             match target {
-                Some((at, target)) if at == workers => row.target(target).steady(),
-                _ => row.steady(),
+                Some((at, target)) if at == workers => row.target(target).withhold_if_unsteady(),
+                _ => row.withhold_if_unsteady(),
             }
         })
         .collect()

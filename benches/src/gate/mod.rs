@@ -1,9 +1,9 @@
-//! `gate` benchmark: instructions of the hot paths against a committed baseline, so that the change
-//! that causes a rise is found.
+//! `gate` benchmark: compares the instruction counts of hot paths with a committed baseline, so
+//! that a change that raises a count is found.
 //!
 //! Callgrind counts instructions in user space: the same number under any load and on any machine
-//! with the same compilers. For a device only the requests on the caller's thread are counted; for
-//! a server the whole process, as the difference of two runs.
+//! with the same compilers. For a device, only the requests on the caller's thread are counted. For
+//! a server, the whole process is counted, as the difference of two runs.
 
 mod baseline;
 mod paths;
@@ -24,10 +24,11 @@ use self::paths::{COUNTED, HotPath, REQUESTS};
 pub use self::server::{ServerArgs, serve};
 use crate::callgrind;
 
-/// Largest accepted rise if the baseline is from a build with the same compilers.
+/// Largest accepted rise of a count, relative to a baseline of a build with the same compilers and
+/// flags.
 const RISE_MAX: f64 = 0.03;
-/// Largest accepted rise for another build: other compilers generate other code for the same
-/// source.
+/// Largest accepted rise of a count, relative to a baseline of another build: other compilers
+/// generate other code for the same source.
 const RISE_MAX_OTHER_BUILD: f64 = 0.15;
 /// Compilers and flags of this program.
 const BUILD: &str = env!("FREESTONE_BUILD");
@@ -56,7 +57,7 @@ pub struct Args {
     path: Vec<HotPath>,
 }
 
-/// Counts the paths. The error lists the paths that became too expensive.
+/// Counts the instructions of the hot paths. The error lists the paths whose count rose too much.
 pub fn run(args: &Args) -> Result<Vec<Report>> {
     // Load the baseline before the long measurement, to fail early.
     let baseline = if args.accept { None } else { Some(Baseline::load(&args.baseline)?) };
@@ -113,7 +114,7 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
     Ok(vec![report])
 }
 
-/// Compares counts with the baseline.
+/// Comparison of instruction counts with the baseline.
 struct Judge<'a> {
     baseline: &'a Baseline,
     rise_max: f64,
@@ -200,7 +201,7 @@ fn count_all(paths: &[HotPath], rounds: u8) -> Result<Vec<(HotPath, Summary)>> {
     Ok(counts.into_iter().map(|(path, counts)| (path, Summary::of(counts))).collect())
 }
 
-/// Returns the instructions per request.
+/// Returns the number of instructions per request of a path.
 fn per_request(program: &Path, path: HotPath) -> Result<f64> {
     if let Some((transport, kind)) = path.client_request() {
         let (few, many) = (server::FEW, server::FEW + REQUESTS);

@@ -9,24 +9,25 @@ use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
 use freestone::cow::Origin;
 use freestone::device::zoned::Zoned;
-use freestone::device::{Blocking, Buffer, Counting, Device, Flags, IoBuf, Request, Tried};
+use freestone::device::{Blocking, Buffer, Counting, Device, Flags, IoBuf, Request, TryResult};
 use freestone::null::{self, Memory, Null};
 use freestone::ram::{self, ForkConfig, Ram};
-use freestone::zone::{self, State, Zones};
+use freestone::zone::{self, StateLocation, Zones};
 
 use super::server::{RequestKind, Transport};
 use crate::data::{Order, Random, fio_page};
 
-/// Pages of a disk.
+/// Number of pages of a disk.
 const PAGES: u32 = 4096;
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Bytes of a disk.
+/// Size of a disk in bytes.
 pub const DISK_BYTES: u64 = PAGES as u64 * PAGE;
-/// Zones of the zoned device.
+/// Number of zones of the zoned device.
 const ZONES: u64 = 16;
-/// Requests that are counted. First writes and appends access each page once.
+/// Number of counted requests. First writes and appends access each page once, so there are as many
+/// as pages.
 pub const REQUESTS: u64 = PAGES as u64;
-/// Callgrind pattern that matches [`counted`], mangled or not.
+/// Callgrind pattern that matches the name of [`counted`], mangled or not.
 pub const COUNTED: &str = "*gate*paths*counted*";
 
 /// A hot path. The name identifies it in the baseline and on the command line.
@@ -89,16 +90,16 @@ impl HotPath {
             Self::RamWrite => "write over a page",
             Self::RamReadSame => "read of a same-filled page",
             Self::RamWriteSame => "same-filled write over another",
-            // Compression dominates the cost of other pages; without it a change of the engine
-            // alone is visible.
+            // Compression dominates the cost of other paths. Without a codec, a change of the
+            // engine alone is visible.
             Self::RamReadStored => "read of a page that is kept without a codec",
             Self::RamWriteStored => "write over a page, without a codec",
             Self::ForkReadThrough => "read of a page that only the snapshot below has",
             Self::ForkFirstWrite => "first write of a page that the snapshot has",
             Self::ForkFirstWriteStored => "first write of a page that the snapshot has, without a codec",
             Self::ForkRewrite => "write over a page of its own",
-            // The old page moves to the snapshot. Without compression the cost of the chain is
-            // visible.
+            // The old page moves to the snapshot. Without compression, the cost of the chain of
+            // layers is visible.
             Self::OriginFirstWriteStored => "first write of a page that a snapshot needs, without a codec",
             Self::SnapshotReadStored => "read of a snapshot's page that its origin has, without a codec",
             Self::ZoneAppend => "append to a zone with memory",
@@ -116,7 +117,8 @@ impl HotPath {
         }
     }
 
-    /// Returns transport and request kind if the path is counted in a server.
+    /// Returns transport and request kind of a path that is counted in a server, or None for other
+    /// paths.
     pub fn client_request(self) -> Option<(Transport, RequestKind)> {
         match self {
             Self::NbdRead => Some((Transport::Nbd, RequestKind::Read)),
@@ -131,7 +133,7 @@ impl HotPath {
 }
 
 impl Loop {
-    /// Runs the path.
+    /// Prepares the device and runs the requests of the path.
     pub fn run(self) -> Result<()> {
         let Self { path, count } = self;
         let compressible = || pages(Content::Compressible);
@@ -238,11 +240,11 @@ fn layers() -> Result<Counting> {
 fn zones() -> Result<Zones> {
     let memory = Memory::new(null::Config::plain(DISK_BYTES, 4096))?;
     let config = zone::Config { zone_size: DISK_BYTES / ZONES, ..zone::Config::default() };
-    Ok(Zones::new(Arc::new(memory), config, State::Volatile, None)?)
+    Ok(Zones::new(Arc::new(memory), config, StateLocation::Volatile, None)?)
 }
 
-/// Callgrind counts instructions in this function only, on this thread only: the work of a device's
-/// other threads depends on timing.
+/// Runs `requests`. Callgrind counts only the instructions in this function and on this thread,
+/// because the work of a device's other threads depends on timing.
 #[inline(never)]
 fn counted(requests: impl FnOnce() -> Result<()>) -> Result<()> {
     black_box(requests())
@@ -255,13 +257,13 @@ fn reads(device: &dyn Device, count: u64) -> Result<()> {
         for page in Order::new(3, 0, PAGES).choices(0, count) {
             let request = Request::read(u64::from(page) * PAGE, PAGE);
             let tried = device.try_io(&request, Buffer::Read(black_box(&mut into)))?;
-            ensure!(tried == Tried::Done, "a read had to wait");
+            ensure!(tried == TryResult::Done, "a read had to wait");
         }
         Ok(())
     })
 }
 
-/// Overwrites random pages with random others.
+/// Overwrites random pages of the device with random pages of `pages`.
 fn writes(device: &dyn Device, pages: &[u8], count: u64) -> Result<()> {
     let (slots, contents) = (Order::new(3, 0, PAGES), Order::new(4, 0, PAGES));
     let mut both = slots.choices(0, count).zip(contents.choices(0, count));
@@ -279,11 +281,11 @@ fn write(device: &dyn Device, slot: u32, pages: &[u8], content: u32) -> Result<(
     let data = &pages[content as usize * PAGE_BYTES..][..PAGE_BYTES];
     let request = Request::write(u64::from(slot) * PAGE, PAGE);
     let tried = device.try_io(&request, Buffer::Write(black_box(data)))?;
-    ensure!(tried == Tried::Done, "a write had to wait");
+    ensure!(tried == TryResult::Done, "a write had to wait");
     Ok(())
 }
 
-/// Appends to one zone after the other.
+/// Appends pages to the zones, one zone after the other.
 fn appends(zones: &dyn Zoned, pages: &[u8], count: u64) -> Result<()> {
     counted(|| {
         for (number, page) in (0..count).zip(pages.chunks_exact(PAGE_BYTES)) {
@@ -298,7 +300,7 @@ fn appends(zones: &dyn Zoned, pages: &[u8], count: u64) -> Result<()> {
     })
 }
 
-/// Returns a full zoned device.
+/// Returns a zoned device with memory, filled with the pages.
 fn full_zones(pages: &[u8]) -> Result<Zones> {
     let zones = zones()?;
     for (number, page) in (0_u64..).zip(pages.chunks_exact(PAGE_BYTES)) {

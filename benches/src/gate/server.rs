@@ -1,4 +1,5 @@
-//! Server process of the gate, with a null export, and the client that sends it requests.
+//! Server process with a null export, whose instructions the gate counts, and the client that sends
+//! requests to the server.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -11,7 +12,7 @@ use freestone::PAGE_BYTES;
 use freestone::budget::{self, Budget};
 use freestone::device::{Counting, Device};
 use freestone::null::{self, Null};
-use freestone_nbd::END_GRACE;
+use freestone_nbd::SHUTDOWN_GRACE;
 use freestone_vhost_user::{Export, Options};
 
 use crate::callgrind;
@@ -22,10 +23,10 @@ use crate::virtio::{DEPTH_MAX, Load, Virtio};
 
 /// Size of the export, in bytes.
 const EXPORT_BYTES: u64 = 1 << 30;
-/// Requests of the shorter of the two runs. The difference of both excludes start and end of the
-/// server.
+/// Number of requests of the shorter of the two runs. The difference of the runs excludes start and
+/// end of the server.
 pub const FEW: u64 = 1000;
-/// Time limit for the server to listen, under valgrind on a busy machine.
+/// Time limit until the server listens, under valgrind on a busy machine.
 const START_MAX: Duration = Duration::from_secs(60);
 /// Pause between two attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
@@ -68,11 +69,11 @@ pub fn serve(args: &ServerArgs) -> Result<()> {
                 if counted { Arc::new(Counting::new("device", null)) } else { null };
             let server = export(device, &args.socket)?;
             wait_for_stdin()?;
-            server.shutdown(END_GRACE);
+            server.shutdown(SHUTDOWN_GRACE);
         }
         Transport::VhostUser => {
             // The number of polls of the queue depends on timing, so polling is disabled.
-            let options = Options { look_out: false, ..Options::new(Budget::new(budget::DEFAULT_BYTES)) };
+            let options = Options { busy_poll: false, ..Options::new(Budget::new(budget::DEFAULT_BYTES)) };
             let _export = Export::new(&args.socket, "null", null, options)?;
             wait_for_stdin()?;
         }
@@ -80,9 +81,9 @@ pub fn serve(args: &ServerArgs) -> Result<()> {
     Ok(())
 }
 
-/// Returns the instructions of a server from start to end, with `count` requests in between. NBD
-/// requests are sent one at a time, because the number that a server finds in its socket at once
-/// depends on timing.
+/// Returns the number of instructions that a server executes from start to end, with `count`
+/// requests in between. NBD requests are sent one at a time, because the number of requests that a
+/// server finds in its socket at once depends on timing.
 pub fn count_instructions(
     mut command: Command,
     transport: Transport,
@@ -142,7 +143,7 @@ fn send_requests(mut client: Client, kind: RequestKind, count: u64) -> Result<()
     client.end()
 }
 
-/// Sends as many requests at a time as a queue takes, so that the cost of notifications is
+/// Sends as many requests at a time as a queue holds, so that the cost of notifications is
 /// negligible.
 fn send_virtio_requests(mut client: Virtio, kind: RequestKind, count: u64) -> Result<()> {
     let direction = match kind {
@@ -172,7 +173,7 @@ mod tests {
         memory.read_at(0, &mut pages).unwrap();
         assert!(pages[..10 * PAGE_BYTES].iter().all(|byte| *byte == 0x5A));
         assert!(pages[10 * PAGE_BYTES..].iter().all(|byte| *byte == 0));
-        server.shutdown(END_GRACE);
+        server.shutdown(SHUTDOWN_GRACE);
         assert!(Client::connect(&dir.path().join("s")).is_err());
     }
 }

@@ -1,5 +1,5 @@
-//! `boot` part: a guest boots from a local file, from an uncached image, and from an uncached image whose
-//! trace is known.
+//! `boot` part: boot of a guest from a local file, from an uncached image, and from an uncached image with a
+//! recorded trace.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,9 +11,9 @@ use freestone::store::format::CHUNK_BYTES;
 use freestone::store::store::Store;
 use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 
-use super::facts::Facts;
 use super::remote::Remote;
 use super::replay::{Read, reads, replay};
+use super::requested_objects::RequestedObjects;
 use super::test_image::{TestImage, deadline, image};
 use crate::measure::median;
 use crate::options::Options;
@@ -26,7 +26,7 @@ const WITH_TRACE_MAX: f64 = 1.5;
 const WITHOUT_MAX: f64 = 4.0;
 pub const BYTES_MAX: f64 = 1.1;
 
-/// Boots a fork with sequential reads and returns the seconds.
+/// Replays the boot on a new fork of `base`, one read at a time, and returns the duration in seconds.
 fn boot(base: Arc<dyn Device>, reads: &[Read], paused: bool) -> Result<f64> {
     let fork = Family::new(Config::default())?.fork(base, &ForkConfig::default())?;
     let started = Instant::now();
@@ -46,7 +46,7 @@ enum Side {
 #[derive(Default)]
 struct Boots {
     seconds: Vec<f64>,
-    /// Bytes received from the store, including HTTP headers.
+    /// Bytes received from the object store in each round, including HTTP headers.
     received: Vec<f64>,
     chunks: u64,
 }
@@ -59,7 +59,7 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Boots once and records the cost.
+    /// Boots once from the source of a side and adds the results to `boots`.
     fn boot(&self, side: Side, paused: bool, boots: &mut Boots) -> Result<()> {
         if side == Side::Local {
             boots.seconds.push(boot(self.test_image.local()?, &self.reads, paused)?);
@@ -77,7 +77,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Boots once and pushes the trace to the store.
+    /// Boots once and pushes the recorded trace to the image store.
     fn record_trace(&self) -> Result<()> {
         let cache = self.test_image.empty_cache()?;
         let image = image(&self.store, cache.path(), false)?;
@@ -97,7 +97,7 @@ pub fn run(test_image: &TestImage, remote: &Remote, options: &Options) -> Result
     test_image.push(&store, is_new)?;
     let bench = Bench { test_image, remote, store, reads };
     bench.record_trace()?;
-    let facts = Facts::of(&bench.store, &bench.reads)?;
+    let facts = RequestedObjects::of(&bench.store, &bench.reads)?;
     let mut rows = Vec::new();
     for (paused, what) in [(true, "with the guest's pauses"), (false, "without pauses")] {
         let mut sides = [Side::Local, Side::NoTrace, Side::Trace].map(|side| (side, Boots::default()));
@@ -113,7 +113,7 @@ pub fn run(test_image: &TestImage, remote: &Remote, options: &Options) -> Result
         for (boots, name, most) in
             [(trace, "its trace known", WITH_TRACE_MAX), (no_trace, "no trace", WITHOUT_MAX)]
         {
-            let row = Row::over(
+            let row = Row::ratio_of(
                 format!("{what}: nothing cached, {name} / local file"),
                 &boots.seconds,
                 &local.seconds,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
-use freestone::device::{Blocking as _, Buffer, Device, IoBuf, Request, Tried};
+use freestone::device::{Blocking as _, Buffer, Device, IoBuf, Request, TryResult};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone_report::{Report, Row, Summary, Target};
 
@@ -17,11 +17,11 @@ use crate::fio_nbd::{self, Amount, DEPTH, Direction, Load};
 use crate::measure::alternate;
 use crate::options::Options;
 
-/// Target: at most 5 % slower than the local file.
+/// Longest read time that meets the target, relative to a fork over the local file.
 const SLOWER_MAX: f64 = 1.05;
-/// Pages of a large read.
+/// Number of pages of a large read.
 const PAGES: u64 = 32;
-/// Slices of the NBD client, and their length.
+/// Number of slices of the NBD client. `FIO_MILLIS` is the length of a slice in milliseconds.
 const FIO_ROUNDS: u32 = 15;
 const FIO_ROUNDS_QUICK: u32 = 1;
 const FIO_MILLIS: u64 = 1000;
@@ -49,7 +49,7 @@ pub fn run(test_image: &TestImage, options: &Options) -> Result<Report> {
         ensure!(missed + missed_other == 0, "{missed} and {missed_other} reads were not in memory");
         ensure!(one[..] == other[..], "the last reads differ");
         rows.push(
-            Row::over(format!("{what} at random: image / file"), &times[1].cpu, &times[0].cpu)
+            Row::ratio_of(format!("{what} at random: image / file"), &times[1].cpu, &times[0].cpu)
                 .target(Target::AtMost(SLOWER_MAX))
                 .part("image ns", crate::measure::median(&times[1].cpu))
                 .part("file ns", crate::measure::median(&times[0].cpu)),
@@ -68,7 +68,7 @@ pub fn run(test_image: &TestImage, options: &Options) -> Result<Report> {
         .rows(rows))
 }
 
-/// Runs the same reads through an NBD client.
+/// Measures random reads of both forks over NBD. Returns the row that compares them.
 fn over_nbd(test_image: &TestImage, forks: [Ram; 2], options: &Options) -> Result<Row> {
     let sockets = ["local", "stored"].map(|name| test_image.socket(name));
     let mut speeds = [Vec::new(), Vec::new()];
@@ -94,7 +94,7 @@ fn over_nbd(test_image: &TestImage, forks: [Ram; 2], options: &Options) -> Resul
         .part("file reads/s", crate::measure::median(&file)))
 }
 
-/// Reads the whole device twice, to bring it into memory.
+/// Reads the whole device twice, so that its content is in memory.
 fn warm(device: &Ram) -> Result<()> {
     let mut buffer = IoBuf::zeroed(1 << 20)?;
     for _ in 0..2 {
@@ -108,7 +108,8 @@ fn warm(device: &Ram) -> Result<()> {
     Ok(())
 }
 
-/// Reads at random and returns the number of reads that would have blocked.
+/// Reads `pages` pages at random, `count` times. Returns the number of reads that would have
+/// blocked.
 fn read(device: &Ram, buffer: &mut IoBuf, pages: u64, from: u64, count: u64) -> u64 {
     let places = device.geometry().size / (PAGE_BYTES as u64 * pages);
     let mut random = Random::new(from);
@@ -119,12 +120,12 @@ fn read(device: &Ram, buffer: &mut IoBuf, pages: u64, from: u64, count: u64) -> 
         let mut at = 0;
         loop {
             match device.try_io(&request, Buffer::Read(&mut buffer[at..])) {
-                Ok(Tried::Done) => break,
-                Ok(Tried::Partly(bytes)) => {
+                Ok(TryResult::Done) => break,
+                Ok(TryResult::Partly(bytes)) => {
                     at += bytes as usize;
                     request = request.rest(bytes);
                 }
-                Ok(Tried::WouldBlock) | Err(_) => {
+                Ok(TryResult::WouldBlock) | Err(_) => {
                     missed += 1;
                     break;
                 }

@@ -21,12 +21,12 @@ use crate::options::Options;
 
 const ROUNDS: u32 = 11;
 const ROUNDS_QUICK: u32 = 1;
-/// Reads per slice, of all threads together.
+/// Number of reads per slice, of all threads together.
 const READS: u64 = 4000;
 const READS_QUICK: u64 = 200;
 /// Numbers of reader threads, each with one page at a time.
 const THREADS: [u64; 2] = [1, 16];
-/// Target, relative to the local file.
+/// Lowest speed that meets the target, relative to the local file.
 const SPEED_MIN: f64 = 0.8;
 
 pub fn run(test_image: &TestImage, options: &Options) -> Result<Report> {

@@ -1,6 +1,6 @@
-//! `fleet` part: many servers of the real program start at once, on one or several hosts with a cache
-//! each. Every fork boots as a guest did. The requests to the store are counted and compared with
-//! `model.rs`.
+//! `fleet` part: many servers of the real program start at once, on one or several hosts with a cache each.
+//! Every fork replays the recorded boot of a guest. The requests to the object store are counted and compared
+//! with the model in `model.rs`.
 
 use std::path::Path;
 
@@ -8,9 +8,9 @@ use anyhow::Result;
 use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 
 use super::boot::BYTES_MAX;
-use super::facts::Facts;
 use super::model::{Fleet, Kind, RequestCounts, Start, mismatches};
 use super::remote::{BITS_PER_SECOND, Remote};
+use super::requested_objects::RequestedObjects;
 use super::servers::{Bench, Traffic};
 use super::test_image::TestImage;
 use crate::measure::median;
@@ -19,7 +19,8 @@ use crate::run_dir::RunDir;
 
 const ROUNDS: u32 = 3;
 const ROUNDS_QUICK: u32 = 1;
-/// Fleets: the measured one, for a full and a smoke run, and those for the comparison with the model.
+/// Fleet whose start is measured in a full run; `WHOLE_QUICK` in a smoke run. The other fleets are compared
+/// with the model.
 const WHOLE: Fleet = Fleet { hosts: 1, servers: 20, forks: 10 };
 const WHOLE_QUICK: Fleet = Fleet { hosts: 1, servers: 3, forks: 4 };
 const OTHERS: [Fleet; 5] = [
@@ -33,11 +34,12 @@ const OTHERS_QUICK: [Fleet; 2] =
     [Fleet { hosts: 1, servers: 1, forks: 1 }, Fleet { hosts: 2, servers: 2, forks: 2 }];
 /// Large fleet for which the model is evaluated.
 const LARGE: Fleet = Fleet { hosts: 1000, servers: 20, forks: 10 };
-/// Divisor of the guest's pauses, because its processor was slow.
+/// Divisor of the guest's recorded pauses between reads, which are long because its processor was slow.
 const PAUSES_BY: u32 = 4;
-/// Hedge time of the hedged runs: a second read is sent after twice the round trip to the store.
+/// Hedge time of the hedged runs: a second read is sent after twice the round trip to the object store.
 const HEDGE: &str = "40ms";
-/// Speeds of a store's network link, in Gbit/s.
+/// Speeds of the object store's network link in Gbit/s, for which the transfer time of a large fleet is
+/// computed.
 const LINES_GBIT: [u64; 2] = [10, 100];
 
 /// Runs of the whole fleet with one kind of start.
@@ -52,12 +54,12 @@ impl FleetRuns {
         Self { name: name.to_owned(), seconds: Vec::new(), traffic: Vec::new() }
     }
 
-    /// Returns the rows. `expected` has the times from a local file and the requests of the model; None
-    /// for hedged runs.
-    fn rows(&self, facts: &Facts, expected: Option<(&[f64], &RequestCounts)>) -> Vec<Row> {
+    /// Returns the rows of the report. `expected` has the times from a local file and the requests of the
+    /// model; None for hedged runs.
+    fn rows(&self, facts: &RequestedObjects, expected: Option<(&[f64], &RequestCounts)>) -> Vec<Row> {
         let (name, traffic) = (&self.name, &self.traffic);
         let max_fetches = traffic.iter().map(|traffic| traffic.max_fetches).max().unwrap_or(0);
-        let row = Row::one(
+        let row = Row::single(
             format!("{name}: the most that one chunk left the store"),
             Unit::Count,
             max_fetches as f64,
@@ -76,9 +78,12 @@ impl FleetRuns {
             let mismatches =
                 traffic.iter().map(|traffic| mismatches(&traffic.request_counts, model)).max().unwrap_or(0);
             let name_of_row = format!("{name}: requests that the model has not");
-            rows.push(Row::one(name_of_row, Unit::Count, mismatches as f64).target(Target::AtMost(0.0)));
-            let row =
-                Row::over(format!("{name}: until all have booted / from a local file"), &self.seconds, local);
+            rows.push(Row::single(name_of_row, Unit::Count, mismatches as f64).target(Target::AtMost(0.0)));
+            let row = Row::ratio_of(
+                format!("{name}: until all have booted / from a local file"),
+                &self.seconds,
+                local,
+            );
             rows.push(row.part("s", median(&self.seconds)).part("local s", median(local)));
         }
         rows
@@ -177,7 +182,7 @@ fn compare_with_model(bench: &Bench<'_>, options: &Options) -> Result<(Report, [
                 let trace = if prefetch { "trace known" } else { "no trace" };
                 let what = format!("{fleet}: {}, {trace}: requests that the model has not", start.name());
                 rows.push(with_kinds(
-                    Row::one(what, Unit::Count, mismatches).target(Target::AtMost(0.0)),
+                    Row::single(what, Unit::Count, mismatches).target(Target::AtMost(0.0)),
                     &traffic.request_counts,
                 ));
                 let not_read = traffic.request_counts.get(&Kind::Ahead).copied().unwrap_or(0);
@@ -190,7 +195,7 @@ fn compare_with_model(bench: &Bench<'_>, options: &Options) -> Result<(Report, [
     for (name, ahead) in ["no trace", "trace known"].into_iter().zip(ahead) {
         let ratio = ahead as f64 / bench.facts.chunks.count as f64;
         rows.push(
-            Row::one(
+            Row::single(
                 format!("{name}: chunks that came and were not read / chunks that were read, at most"),
                 Unit::Ratio,
                 ratio,
@@ -226,7 +231,7 @@ fn large_fleet_report(bench: &Bench<'_>, ahead: [u64; 2]) -> Report {
             let (request_counts, bytes) = LARGE.expected_requests(start, prefetch, facts);
             let trace = if prefetch { "trace known" } else { "no trace" };
             let requests = request_counts.values().sum::<u64>() as f64;
-            let row = Row::one(format!("{}, {trace}: requests", start.name()), Unit::Count, requests);
+            let row = Row::single(format!("{}, {trace}: requests", start.name()), Unit::Count, requests);
             let mut row = with_kinds(row, &request_counts).part("GiB", mib(bytes) / 1024.0);
             for gbit in LINES_GBIT {
                 row = row
@@ -240,7 +245,7 @@ fn large_fleet_report(bench: &Bench<'_>, ahead: [u64; 2]) -> Report {
         }
     }
     let (_, host) = Fleet { hosts: 1, ..LARGE }.expected_requests(Start::Empty, true, facts);
-    rows.push(Row::one(
+    rows.push(Row::single(
         "a host by itself: seconds at 1 Gbit/s for what it asks, nothing cached",
         Unit::Seconds,
         (host * 8) as f64 / BITS_PER_SECOND as f64,

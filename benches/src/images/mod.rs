@@ -4,12 +4,12 @@
 mod boot;
 mod cached;
 mod disk;
-mod facts;
 mod fleet;
 mod model;
 mod push;
 mod remote;
 mod replay;
+mod requested_objects;
 mod servers;
 mod test_image;
 
@@ -20,7 +20,7 @@ use clap::ValueEnum;
 use freestone_report::Report;
 
 use crate::options::{Options, Set};
-use crate::ours;
+use crate::program_path;
 use crate::run_dir::RunDir;
 
 /// Options of the `images` benchmark.
@@ -62,7 +62,8 @@ enum PartName {
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let run_dir = RunDir::new(&options.data_dir, "images-")?;
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
-    let freestone = wanted(PartName::Fleet).then(|| ours::program(args.freestone.as_deref())).transpose()?;
+    let freestone =
+        wanted(PartName::Fleet).then(|| program_path::program(args.freestone.as_deref())).transpose()?;
     let mut reports = Vec::new();
     for set in options.sets(&[Set::Real]) {
         let test_image = test_image::TestImage::new(&run_dir, set, options)?;

@@ -1,7 +1,7 @@
-//! Model of the requests that a fleet sends to a store when all its servers start at once. `fleet.rs` compares
-//! the model with the requests that it counts.
+//! Model of the requests that a fleet sends to an object store when all its servers start at once. `fleet.rs`
+//! compares the model with the requests that it counts.
 //!
-//! For H hosts with S servers each, whose forks read C chunks of an image with M maps:
+//! For H hosts with S servers each, whose forks read C chunks of an image with M page maps:
 //!
 //! | state of the caches | GET requests |
 //! |---|---|
@@ -10,7 +10,7 @@
 //! | full, and the image given by its hash, as in a server's state | H S p |
 //! | full, and all servers running | 0 |
 //!
-//! Each host fetches chunks, maps and manifest once. Each server fetches `freestone.json` and the tag, and with
+//! Each host fetches chunks, page maps and manifest once. Each server fetches `freestone.json` and the tag, and with
 //! prefetch (p = 1) the trace. The number of forks and of their reads does not matter. Nothing is listed, and
 //! HEAD is not used.
 //!
@@ -20,14 +20,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use super::facts::Facts;
+use super::requested_objects::RequestedObjects;
 
 /// Kind of a request by its object or method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// A chunk that the reads need.
     Chunk,
-    /// A chunk that no read needs.
+    /// A chunk that no read needs, fetched ahead of sequential reads.
     Ahead,
     Map,
     Manifest,
@@ -75,11 +75,11 @@ pub struct Fleet {
 pub enum Start {
     /// Empty caches.
     Empty,
-    /// Full caches.
+    /// Full caches, and servers that resolve the image's tag.
     Cached,
-    /// Full caches, and the image given by its hash.
+    /// Full caches, and servers that know the image by its hash.
     Known,
-    /// Running servers, which read again.
+    /// Full caches, and running servers that read again.
     Running,
 }
 
@@ -103,8 +103,13 @@ impl fmt::Display for Fleet {
 }
 
 impl Fleet {
-    /// Returns the number of GETs by kind, and the bytes of the fetched objects.
-    pub fn expected_requests(self, start: Start, prefetch: bool, facts: &Facts) -> (RequestCounts, u64) {
+    /// Returns the expected number of GET requests by kind, and the total bytes of the fetched objects.
+    pub fn expected_requests(
+        self,
+        start: Start,
+        prefetch: bool,
+        facts: &RequestedObjects,
+    ) -> (RequestCounts, u64) {
         let of_hosts = if start == Start::Empty { self.hosts } else { 0 };
         let all = self.hosts * self.servers;
         let by_tag = if matches!(start, Start::Empty | Start::Cached) { all } else { 0 };
@@ -123,7 +128,7 @@ impl Fleet {
     }
 }
 
-/// Returns the number of requests by which two counts differ, apart from chunks fetched ahead.
+/// Returns the number of requests by which two counts differ, ignoring chunks fetched ahead.
 pub fn mismatches(counted: &RequestCounts, model: &RequestCounts) -> u64 {
     let kinds = counted.keys().chain(model.keys()).collect::<BTreeSet<_>>();
     let of = |request_counts: &RequestCounts, kind| request_counts.get(kind).copied().unwrap_or(0);
@@ -136,12 +141,12 @@ pub fn mismatches(counted: &RequestCounts, model: &RequestCounts) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::facts::Objects;
+    use super::super::requested_objects::Objects;
     use super::*;
 
     #[test]
     fn requests_scale_with_hosts_and_servers() {
-        let facts = Facts {
+        let facts = RequestedObjects {
             read: BTreeMap::new(),
             chunks: Objects { count: 600, bytes: 60_000 },
             maps: Objects { count: 2, bytes: 100 },

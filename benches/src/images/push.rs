@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::store::format::chunk::UNIT_BYTES;
-use freestone::store::push::Pushed;
+use freestone::store::push::PushReport;
 use freestone_report::{Report, Row, Target, Unit, mib};
 
 use super::remote::{BITS_PER_SECOND, Remote};
@@ -20,11 +20,13 @@ use crate::options::Options;
 
 const ROUNDS: u32 = 3;
 const ROUNDS_QUICK: u32 = 1;
-/// Target: relative to the slower of zstd and the link, that is 0.8 of its speed.
+/// Longest duration of a push that meets the target, relative to the slower of zstd and the link: 0.8 of its
+/// speed.
 const SLOWER_MAX: f64 = 1.25;
-/// Target: bytes of the second push, relative to the compressed changed pages.
+/// Largest number of bytes of the second push that meets the target, relative to the compressed changed
+/// pages.
 const CHANGED_MAX: f64 = 1.3;
-/// Divisor of the file's pages: the result is the number of changed pages.
+/// Divisor of the file's pages. The quotient is the number of changed pages.
 const CHANGED_OF: u64 = 100;
 
 pub fn run(test_image: &TestImage, remote: &Remote, options: &Options) -> Result<Report> {
@@ -44,7 +46,7 @@ pub fn run(test_image: &TestImage, remote: &Remote, options: &Options) -> Result
         bounds.push(zstd.max(line));
         last = Some(prefix);
     }
-    let first = Row::over("first push / the slower of zstd and the line", &times, &bounds)
+    let first = Row::ratio_of("first push / the slower of zstd and the line", &times, &bounds)
         .target(Target::AtMost(SLOWER_MAX))
         .part("s", crate::measure::median(&times))
         .part("zstd s", crate::measure::median(&zstds))
@@ -58,7 +60,7 @@ pub fn run(test_image: &TestImage, remote: &Remote, options: &Options) -> Result
     let seconds = started.elapsed().as_secs_f64();
     let sent_bytes = remote.bytes().0 - before;
     ensure!(pushed.changed_pages <= changed.pages, "more pages changed than were written");
-    let second = Row::one(
+    let second = Row::single(
         "bytes of a second push / the changed pages, compressed",
         Unit::Ratio,
         sent_bytes as f64 / changed.packed as f64,
@@ -80,7 +82,7 @@ pub fn run(test_image: &TestImage, remote: &Remote, options: &Options) -> Result
         .rows(vec![first, second]))
 }
 
-fn send(test_image: &TestImage, remote: &Remote, prefix: &str) -> Result<Pushed> {
+fn send(test_image: &TestImage, remote: &Remote, prefix: &str) -> Result<PushReport> {
     let (store, is_new) = remote.store(prefix)?;
     test_image.push(&store, is_new)
 }
@@ -94,16 +96,16 @@ fn zstd(test_image: &TestImage) -> Result<f64> {
     Ok(started.elapsed().as_secs_f64())
 }
 
-/// Pages that were changed.
+/// Number of changed pages, and their compressed sizes.
 struct ChangedPages {
     pages: u64,
-    /// Bytes of the pages when compressed together in units.
+    /// Size of the pages in bytes when compressed together, in units of `UNIT_BYTES`.
     packed: u64,
-    /// Bytes of the pages when each is compressed separately.
+    /// Size of the pages in bytes when each is compressed separately.
     each: u64,
 }
 
-/// Writes other content to some pages of the file.
+/// Overwrites one in `CHANGED_OF` pages of the file with a changed copy of a random page.
 fn change(test_image: &TestImage) -> Result<ChangedPages> {
     let file = File::options().read(true).write(true).open(&test_image.file)?;
     let count = test_image.data.bytes() / PAGE_BYTES as u64;
@@ -129,7 +131,8 @@ fn change(test_image: &TestImage) -> Result<ChangedPages> {
     })
 }
 
-/// Returns the compressed size by zstd at level 3.
+/// Returns the size in bytes of `bytes` compressed by zstd at level 3, or the uncompressed size if that is
+/// smaller.
 fn compressed_bytes(bytes: &[u8]) -> u64 {
     let mut out = vec![0; zstd_safe::compress_bound(bytes.len())];
     zstd_safe::compress(&mut out[..], bytes, 3).map_or(bytes.len(), |len| len.min(bytes.len())) as u64

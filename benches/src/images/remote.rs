@@ -1,4 +1,4 @@
-//! Store behind a network link with a round trip of 20 ms and 1 Gbit/s.
+//! Object store behind a simulated network link with a round trip of 20 ms and 1 Gbit/s.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use freestone::store::objects::Objects;
 use freestone::store::store::Store;
 use freestone_objects::Options;
-use freestone_testkit::Latency;
+use freestone_testkit::LatencyProxy;
 use freestone_testkit::s3::Server;
 
 use super::test_image::open_or_create;
@@ -19,11 +19,11 @@ pub const BITS_PER_SECOND: u64 = 1_000_000_000;
 const BUCKET: &str = "images";
 const REGION: &str = "us-east-1";
 
-/// An object server, in this process or elsewhere, and the slow link to it.
+/// An object store server, in this process or elsewhere, and the simulated link to it.
 pub struct Remote {
-    /// Server in this process, which ends on drop.
+    /// Server in this process, which ends on drop; None if the server is elsewhere.
     _server: Option<Server>,
-    line: Latency,
+    line: LatencyProxy,
     bucket: String,
     anonymous: bool,
     pub name: &'static str,
@@ -42,12 +42,12 @@ impl Remote {
             (Some(server), address)
         };
         let name = if server.is_some() { "a server in this process" } else { "the server at --endpoint" };
-        let line = Latency::start(target, ROUND_TRIP, Some(BITS_PER_SECOND));
+        let line = LatencyProxy::start(target, ROUND_TRIP, Some(BITS_PER_SECOND));
         let bucket = bucket.unwrap_or(BUCKET).to_owned();
         Ok(Self { anonymous: server.is_some(), _server: server, line, bucket, name })
     }
 
-    /// Opens the objects under a prefix.
+    /// Opens the stored objects whose keys begin with a prefix.
     fn objects(&self, prefix: &str) -> Result<Arc<dyn Objects>> {
         let options = Options {
             endpoint: Some(self.line.endpoint()),
@@ -58,12 +58,13 @@ impl Remote {
         Ok(freestone_objects::open(&format!("s3://{}/{prefix}", self.bucket), &options)?)
     }
 
-    /// Opens the store under a prefix, or creates it. Also returns whether it is new.
+    /// Opens the image store under a key prefix, or creates it. The flag is true if the image store is new.
     pub fn store(&self, prefix: &str) -> Result<(Arc<Store>, bool)> {
         open_or_create(self.objects(prefix)?)
     }
 
-    /// Returns the device description of an image in the store. `image` follows the URL of the store.
+    /// Returns the device description of an image in the image store. `image` is the part after the URL of
+    /// the store.
     pub fn device(&self, prefix: &str, image: &str) -> String {
         let (bucket, endpoint) = (&self.bucket, self.line.endpoint());
         let anonymous = if self.anonymous { "yes" } else { "no" };
@@ -72,7 +73,7 @@ impl Remote {
         )
     }
 
-    /// Returns the number of requests to a store so far, by method and key.
+    /// Returns the number of requests to the image store under `prefix` until now, by method and key.
     pub fn requests(&self, prefix: &str) -> BTreeMap<(String, String), u64> {
         let of_store = format!("/{}/{prefix}/", self.bucket);
         let requests = self.line.requests().into_iter().filter_map(|((method, path), count)| {
@@ -83,7 +84,7 @@ impl Remote {
         requests.collect()
     }
 
-    /// Returns the bytes sent and received, including HTTP headers.
+    /// Returns the bytes sent and received over the link until now, including HTTP headers.
     pub fn bytes(&self) -> (u64, u64) {
         self.line.bytes()
     }

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::options::Options;
 
-/// Trace written by `lab/record-boot.sh`.
+/// Trace of a guest's boot, written by `lab/record-boot.sh`.
 const TRACE: &str = include_str!("../../data/boot.trace");
 /// Longest pause of a smoke run.
 const PAUSE_QUICK: Duration = Duration::from_millis(1);
@@ -36,7 +36,8 @@ pub fn reads(options: &Options, bytes: u64) -> Result<Vec<Read>> {
     Ok(reads)
 }
 
-/// Replays the reads. `pauses` divides the guest's pauses; None omits them.
+/// Replays the reads by calls of `read` with offset and length. `pauses` divides the guest's pauses between
+/// reads; None omits them.
 pub fn replay(
     reads: &[Read],
     pauses: Option<u32>,

@@ -1,4 +1,4 @@
-//! Servers of the real program with booting forks, and the traffic between them and the store.
+//! Servers of the real program whose forks boot, and the traffic between them and the object store.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
@@ -15,20 +15,20 @@ use freestone::store::format::domain;
 use freestone::store::store::{CHUNKS, MANIFESTS, MAPS, Store, TAGS, TRACES, chunk_key};
 use tempfile::TempDir;
 
-use super::facts::Facts;
 use super::model::{Fleet, Kind, RequestCounts, Start};
 use super::remote::Remote;
 use super::replay::{Read, reads, replay};
+use super::requested_objects::RequestedObjects;
 use super::test_image::{TAG, TestImage, deadline, image, pushed_image};
 use crate::nbd_client::Client;
 use crate::options::Options;
 use crate::run_dir::{RunDir, ServerDir};
-use crate::served::{Server, WaitLimits};
+use crate::server_process::{Server, WaitLimits};
 
-/// Time limit for servers that start together on a busy machine.
+/// Time limit and poll interval for servers that start together on a busy machine.
 const READY: WaitLimits = WaitLimits { timeout: Duration::from_secs(120), pause: Duration::from_millis(2) };
 const END_MAX: Duration = Duration::from_secs(60);
-/// The link is quiet if no bytes were received for this time.
+/// Time without transferred bytes after which the link counts as quiet.
 const QUIET: Duration = Duration::from_millis(300);
 const QUIET_MAX: Duration = Duration::from_secs(60);
 
@@ -41,15 +41,15 @@ pub struct RunningServer {
 /// Number of requests by method and key.
 type Requests = BTreeMap<(String, String), u64>;
 
-/// Traffic between the servers and the store.
+/// Traffic between the servers and the object store.
 pub struct Traffic {
     pub request_counts: RequestCounts,
-    /// Largest number of fetches of one chunk.
+    /// Largest number of times that any one chunk was fetched.
     pub max_fetches: u64,
     pub bytes: u64,
 }
 
-/// Environment of all starts.
+/// Image, link and program that all starts share.
 pub struct Bench<'a> {
     pub test_image: &'a TestImage,
     pub remote: &'a Remote,
@@ -57,12 +57,12 @@ pub struct Bench<'a> {
     freestone: &'a Path,
     prefix: String,
     pub reads: Vec<Read>,
-    pub facts: Facts,
+    pub facts: RequestedObjects,
     image: String,
 }
 
 impl<'a> Bench<'a> {
-    /// Pushes the image and the trace of a boot.
+    /// Pushes the test image and the trace of a boot to the image store.
     pub fn new(
         (test_image, remote): (&'a TestImage, &'a Remote),
         run_dir: &'a RunDir,
@@ -77,14 +77,14 @@ impl<'a> Bench<'a> {
         let (store, is_new) = remote.store(&prefix)?;
         test_image.push(&store, is_new)?;
         record_trace(test_image, &store, &reads)?;
-        let facts = Facts::of(&store, &reads)?;
+        let facts = RequestedObjects::of(&store, &reads)?;
         let image = pushed_image(&store)?.to_string();
         let bench = Self { test_image, remote, run_dir, freestone, prefix, reads, facts, image };
         bench.wait_until_quiet()?;
         Ok(bench)
     }
 
-    /// Returns the description of a device over the store.
+    /// Returns the description of a device over the image in the image store.
     pub fn device(&self, start: Start, cache: &Path, prefetch: bool, hedge: Option<&str>) -> String {
         let image = if start == Start::Known { format!("@{}", self.image) } else { format!(":{TAG}") };
         let (device, cache) = (self.remote.device(&self.prefix, &image), cache.display());
@@ -93,8 +93,8 @@ impl<'a> Bench<'a> {
         format!("{device},cache={cache},prefetch={prefetch}{hedge}")
     }
 
-    /// Starts all servers, and boots each fork as soon as its server listens. Returns the seconds until all
-    /// have booted.
+    /// Starts all servers of a fleet, and boots each fork as soon as its server listens. Returns the seconds
+    /// until all forks have booted.
     pub fn start(
         &self,
         fleet: Fleet,
@@ -132,7 +132,7 @@ impl<'a> Bench<'a> {
         };
         let server = |running: &mut RunningServer| -> Result<()> {
             let (socket, control) = (running.server_dir.socket("nbd"), running.server_dir.socket("control"));
-            // The control socket is the last one that a server opens.
+            // The control socket is the last socket that a server opens, so all sockets listen once it does.
             running.server.wait_for(READY, &mut || UnixStream::connect(&control).ok())?;
             thread::scope(|scope| {
                 let (fork, socket) = (&fork, &socket);
@@ -150,7 +150,7 @@ impl<'a> Bench<'a> {
         servers.into_iter().try_for_each(|running| running.server.end(END_MAX))
     }
 
-    /// Waits until no requests are in flight. Returns the requests and the received bytes so far.
+    /// Waits until the link is quiet. Returns the requests and the received bytes so far.
     fn wait_until_quiet(&self) -> Result<(Requests, u64)> {
         let (started, mut since, mut bytes) = (Instant::now(), Instant::now(), self.remote.bytes());
         while since.elapsed() < QUIET {
@@ -164,7 +164,7 @@ impl<'a> Bench<'a> {
         Ok((self.remote.requests(&self.prefix), bytes.1))
     }
 
-    /// Measures the traffic while `run` executes.
+    /// Calls `run` and returns its result with the traffic that it caused.
     pub fn measure_traffic<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<(T, Traffic)> {
         // All earlier activity ended in a call of `wait_until_quiet`.
         let (before, bytes_before) = (self.remote.requests(&self.prefix), self.remote.bytes().1);
@@ -215,8 +215,8 @@ fn join_all(threads: Vec<thread::ScopedJoinHandle<'_, Result<()>>>) -> Result<()
     results.fold(Ok(()), Result::and)
 }
 
-/// Moves reads to every other chunk of the disk. Then no chunk follows another one, and nothing is fetched
-/// ahead, which would depend on time. For a smoke run, in which all requests must match the model.
+/// Moves reads to every other chunk of the disk. Then no chunk follows another one, so no chunk is fetched
+/// ahead, which would depend on timing. For a smoke run, in which all requests must match the model.
 fn spread_reads(reads: &mut [Read], bytes: u64) {
     let block = CHUNK_BYTES as u64;
     let places = (bytes / block / 2).max(1);
@@ -227,7 +227,7 @@ fn spread_reads(reads: &mut [Read], bytes: u64) {
     }
 }
 
-/// Boots once and pushes the trace of the boot to the store.
+/// Boots once and pushes the trace of the boot to the image store.
 fn record_trace(test_image: &TestImage, store: &Arc<Store>, reads: &[Read]) -> Result<()> {
     let cache = test_image.empty_cache()?;
     let image = image(store, cache.path(), false)?;

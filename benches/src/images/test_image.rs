@@ -1,5 +1,5 @@
-//! Test image of the `images` parts: a file, the same content pushed to a store on the same disk,
-//! and a cache.
+//! Test image of the `images` parts: a file, the same content pushed to an image store on the same
+//! disk, and a cache.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,9 @@ use freestone::store::cache::Cache;
 use freestone::store::format::domain::GRACE;
 use freestone::store::format::name::Name;
 use freestone::store::image::{Config, Image, TIMEOUT};
-use freestone::store::objects::{Directory, Objects, Until};
-use freestone::store::push::{Options as PushOptions, Pushed, Source, THREADS, push};
-use freestone::store::store::{Begin, Store};
+use freestone::store::objects::{CallLimits, Directory, Objects};
+use freestone::store::push::{Options as PushOptions, PushReport, Source, THREADS, push};
+use freestone::store::store::{CreateOptions, Store};
 use tempfile::TempDir;
 
 use crate::data::Data;
@@ -23,12 +23,12 @@ use crate::options::{Options, Set};
 use crate::run_dir::{RunDir, ServerDir};
 
 const BYTES: u64 = 2 << 30;
-/// Larger than everything that is pulled.
+/// Size limit of the cache in bytes, larger than everything that is pulled.
 const CACHE_BYTES: u64 = 64 << 30;
 /// Tag of the pushed image.
 pub const TAG: &str = "v1";
 
-/// Files and store that all parts share.
+/// Image file and image store that all parts share.
 pub struct TestImage {
     pub data: Data,
     pub file: PathBuf,
@@ -36,23 +36,23 @@ pub struct TestImage {
     server_dir: ServerDir,
 }
 
-/// Returns the name of the pushed image.
+/// Returns the name of the image to which the tag refers.
 pub fn pushed_image(store: &Store) -> Result<Name> {
     Ok(store.tag(TAG, deadline())?.context("the tag does not exist")?.tag.manifest)
 }
 
-pub fn deadline() -> Until<'static> {
-    Until::within(Duration::from_secs(3600))
+pub fn deadline() -> CallLimits<'static> {
+    CallLimits::within(Duration::from_secs(3600))
 }
 
-/// Opens a store, or creates it. Also returns whether it is new.
+/// Opens an image store, or creates it. The flag is true if the image store is new.
 pub fn open_or_create(objects: Arc<dyn Objects>) -> Result<(Arc<Store>, bool)> {
-    let begin = Begin { encrypted: false, grace: GRACE };
-    let (store, is_new) = Store::open_or_begin(objects, None, begin, deadline())?;
+    let begin = CreateOptions { encrypted: false, grace: GRACE };
+    let (store, is_new) = Store::open_or_create(objects, None, begin, deadline())?;
     Ok((Arc::new(store), is_new))
 }
 
-/// Opens the image that was pushed to a store.
+/// Opens the image that was pushed to an image store.
 pub fn image(store: &Arc<Store>, cache: &Path, prefetch: bool) -> Result<Arc<Image>> {
     let cache = Cache::open(cache, CACHE_BYTES)?;
     let name = pushed_image(store)?;
@@ -61,7 +61,7 @@ pub fn image(store: &Arc<Store>, cache: &Path, prefetch: bool) -> Result<Arc<Ima
 }
 
 impl TestImage {
-    /// Fills the file and pushes it.
+    /// Fills the image file and pushes it.
     pub fn new(run_dir: &RunDir, set: Set, options: &Options) -> Result<Self> {
         let data = Data::open(set, options.bytes(BYTES), options)?;
         let server_dir = run_dir.server()?;
@@ -74,10 +74,10 @@ impl TestImage {
         Ok(test_image)
     }
 
-    /// Pushes the file.
-    pub fn push(&self, store: &Store, is_new: bool) -> Result<Pushed> {
+    /// Pushes the image file to `store`.
+    pub fn push(&self, store: &Store, is_new: bool) -> Result<PushReport> {
         let device = self.local()?;
-        let source = Source { device: &*device, label: "disk", over: None };
+        let source = Source { device: &*device, label: "disk", base_image: None };
         let options = PushOptions { tag: TAG, full: false, threads: THREADS, is_new };
         Ok(push(store, source, options, &|_, _| {}, deadline())?)
     }
@@ -87,14 +87,14 @@ impl TestImage {
         Ok(tempfile::tempdir_in(self.server_dir.path())?)
     }
 
-    /// Opens the file as a device.
+    /// Opens the image file as a read-only device.
     pub fn local(&self) -> Result<Arc<dyn Device>> {
         let mut config = file::Config::new(&self.file);
         config.read_only = true;
         Ok(Arc::new(file::File::open(&config)?))
     }
 
-    /// Returns the cache directory of [`Self::pulled`].
+    /// Returns the cache directory that [`Self::pulled`] fills.
     pub fn cache(&self) -> PathBuf {
         self.server_dir.path().join("cache")
     }

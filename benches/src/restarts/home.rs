@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::Bench;
 use super::control::Control;
 use crate::run_dir::ServerDir;
-use crate::served::Server;
+use crate::server_process::Server;
 
 /// Directory of the server, and the program to start.
 pub struct Home {
@@ -46,7 +46,7 @@ impl Home {
         let mut command = Command::new(&self.freestone);
         command.arg("serve").args(words);
         command.arg("--nbd").arg(unix(&self.nbd_socket()));
-        // The user's own server may listen at the default control socket.
+        // The default control socket may be in use by the user's own server.
         command.arg("--control").arg(self.socket("control"));
         command
     }

@@ -39,7 +39,7 @@ pub(super) fn run(bench: &Bench<'_>, saved_disk: &SavedDisk) -> Result<Report> {
              counts 4096 bytes, a same-filled page none."
         ))
         .rows(vec![
-            Row::over("increment / compressed bytes of the changed pages", &files, &stored)
+            Row::ratio_of("increment / compressed bytes of the changed pages", &files, &stored)
                 .target(Target::AtMost(OVERHEAD_MAX))
                 .part("file MiB", median(&files) / mib_f64())
                 .part("compressed MiB", median(&stored) / mib_f64())
@@ -57,7 +57,7 @@ fn changed_pages(saved_disk: &SavedDisk) -> u64 {
     (saved_disk.pages / CHANGED_PART).max(1)
 }
 
-/// Writes the pages of a round and returns their compressed bytes.
+/// Writes the pages of a round and returns their compressed size in bytes.
 fn write_pages(saved_disk: &SavedDisk, round: u32) -> Result<f64> {
     let count = changed_pages(saved_disk) as usize;
     // The first numbers are the offsets to write, the next ones the content. All numbers are

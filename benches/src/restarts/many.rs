@@ -12,7 +12,7 @@ use super::Bench;
 use super::control::Control;
 use super::home::{Home, unix};
 use crate::nbd_client::Client;
-use crate::served::{Server, WaitLimits};
+use crate::server_process::{Server, WaitLimits};
 
 const FORKS: u32 = 10_000;
 const FORKS_QUICK: u32 = 100;
@@ -31,12 +31,12 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     let (server, mut control) = home.start(&home.command_with_state(&[&base]))?;
     let nbd_socket = unix(&home.socket("f%n"));
     let started = Instant::now();
-    control.call(
-        "fork",
-        &json!({ "base": "base", "name": "fork", "count": count, "nbd": nbd_socket, "on_lost": "empty" }),
-    )?;
+    let request = json!({
+        "base": "base", "name": "fork", "count": count, "nbd": nbd_socket, "on_data_loss": "empty"
+    });
+    control.call("fork", &request)?;
     let fork_seconds = started.elapsed().as_secs_f64();
-    // Drop kills the server.
+    // Drop kills the server, as a crash would.
     drop(server);
     let (mut seconds, mut list) = (Vec::new(), Vec::new());
     for _ in 0..bench.options.rounds(ROUNDS, ROUNDS_QUICK) {
@@ -49,8 +49,8 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     let topology = std::fs::metadata(home.state().join("topology"))?.len();
     Ok(Report::new("restarts: many forks", "", 0, "")
         .note(format!(
-            "{count} forks of one file, on_lost=empty, each exported at its own Unix socket. Before every \
-             start the server is killed (kill -9). The time is from before the server's process is started \
+            "{count} forks of one file, on_data_loss=empty, each exported at its own Unix socket. Before \
+             every start the server is killed (kill -9). The time is from before the server's process is started \
              until its control socket accepts a connection, which is its last step. Then every fork must be \
              listed, and the first and the last must accept a connection."
         ))
@@ -58,12 +58,13 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
             Row::new(format!("start with {count} forks"), Unit::Seconds, Summary::of(seconds))
                 .target(Target::AtMost(READY_MAX_S))
                 .part("state MiB", mib(topology)),
-            Row::one(format!("making {count} forks in one verb"), Unit::Seconds, fork_seconds),
+            Row::single(format!("making {count} forks in one verb"), Unit::Seconds, fork_seconds),
             Row::new(format!("listing {count} forks"), Unit::Seconds, Summary::of(list)),
         ]))
 }
 
-/// Checks that all forks exist with an export and can be used. Returns the seconds of the list.
+/// Checks that all forks exist with an export and can be used. Returns the duration of the verb
+/// `list` in seconds.
 fn check(control: &mut Control, home: &Home, count: u32) -> Result<f64> {
     let started = Instant::now();
     let list = control.call("list", &json!({ "pattern": "fork-*" }))?;

@@ -19,7 +19,7 @@ use freestone_report::Report;
 
 use self::saved_disk::SavedDisk;
 use crate::options::{Options, Set};
-use crate::ours;
+use crate::program_path;
 use crate::run_dir::RunDir;
 
 /// Options of the `restarts` benchmark.
@@ -52,7 +52,7 @@ enum PartName {
     Writes,
 }
 
-/// Environment of all parts.
+/// Options, directory and program that all parts share.
 struct Bench<'a> {
     args: &'a Args,
     options: &'a Options,
@@ -61,11 +61,15 @@ struct Bench<'a> {
     freestone: PathBuf,
 }
 
-/// Runs the selected parts.
+/// Runs the selected parts of the benchmark and returns their reports.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let run_dir = RunDir::new(&options.data_dir, "restarts-")?;
-    let bench =
-        Bench { args, options, run_dir: &run_dir, freestone: ours::program(args.freestone.as_deref())? };
+    let bench = Bench {
+        args,
+        options,
+        run_dir: &run_dir,
+        freestone: program_path::program(args.freestone.as_deref())?,
+    };
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();
     let mut add = |report: Report| reports.push(report.print());

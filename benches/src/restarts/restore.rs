@@ -1,5 +1,5 @@
-//! `restore` part: time until a kept disk can be read and until all of it is in memory, compared
-//! with plain reads of its file.
+//! `restore` part: time until a kept disk (`keep=yes`) serves its first read, and until its whole
+//! content is in memory. The latter is compared with plain reads of the content file.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -16,27 +16,28 @@ use super::saved_disk::{self, SavedDisk};
 use crate::data::Random;
 use crate::measure::median;
 use crate::nbd_client::Client;
-use crate::served::{Server, WaitLimits};
+use crate::server_process::{Server, WaitLimits};
 
 const ROUNDS: u32 = 7;
 const ROUNDS_QUICK: u32 = 2;
 /// Bytes per plain read.
 const READ_BYTES: usize = 1 << 20;
-/// Target: loading at half the speed of plain reads or better.
+/// Longest loading time that meets the target, relative to plain reads of the file.
 const LOAD_MAX: f64 = 2.0;
 const FIRST_READ_MAX_S: f64 = 0.2;
-/// Limits for connecting. The interval is short, as it is part of the measured time.
+/// Time limit and retry interval for connecting. The interval is short, as it is part of the
+/// measured time.
 const CONNECT: WaitLimits =
     WaitLimits { timeout: Duration::from_secs(60), pause: Duration::from_micros(200) };
 
-/// Content of the page cache: nothing of the file, or all of it.
+/// State of the page cache: it holds nothing of the content file, or all of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cache {
     Cold,
     Warm,
 }
 
-/// Seconds, by round.
+/// Durations in seconds, by round.
 #[derive(Default)]
 struct RestoreTimes {
     plain: Vec<f64>,
@@ -49,8 +50,12 @@ pub(super) fn run(bench: &Bench<'_>, saved_disk: &SavedDisk) -> Result<Report> {
     ensure!(increments.is_empty(), "the disk has increments already");
     let bytes = std::fs::metadata(&file)?.len();
     let mut rows = vec![
-        Row::one("the server's end, with the save of all", Unit::Seconds, saved_disk.save_time.as_secs_f64())
-            .part("file MiB", mib(bytes)),
+        Row::single(
+            "the server's end, with the save of all",
+            Unit::Seconds,
+            saved_disk.save_time.as_secs_f64(),
+        )
+        .part("file MiB", mib(bytes)),
     ];
     let mut times = [RestoreTimes::default(), RestoreTimes::default()];
     for round in 0..bench.options.rounds(ROUNDS, ROUNDS_QUICK) {
@@ -70,17 +75,23 @@ pub(super) fn run(bench: &Bench<'_>, saved_disk: &SavedDisk) -> Result<Report> {
     }
     for (name, times) in [("cold", &times[0]), ("warm", &times[1])] {
         let speed = |seconds: &[f64]| mib(bytes) / median(seconds);
-        let loaded =
-            Row::over(format!("{name}: until all is in memory / plain reads"), &times.loaded, &times.plain)
-                .part("s", median(&times.loaded))
-                .part("MiB/s", speed(&times.loaded))
-                .part("plain MiB/s", speed(&times.plain));
+        let loaded = Row::ratio_of(
+            format!("{name}: until all is in memory / plain reads"),
+            &times.loaded,
+            &times.plain,
+        )
+        .part("s", median(&times.loaded))
+        .part("MiB/s", speed(&times.loaded))
+        .part("plain MiB/s", speed(&times.plain));
         let first = Summary::of(times.first.iter().copied());
         rows.push(
             Row::new(format!("{name}: until the first read is answered"), Unit::Seconds, first)
                 .target(Target::AtMost(FIRST_READ_MAX_S)),
         );
-        rows.push(if name == "cold" { loaded.target(Target::AtMost(LOAD_MAX)) } else { loaded }.steady());
+        rows.push(
+            if name == "cold" { loaded.target(Target::AtMost(LOAD_MAX)) } else { loaded }
+                .withhold_if_unsteady(),
+        );
     }
     Ok(Report::new("restarts: restore", saved_disk.data.description.clone(), saved_disk.bytes(), "lz4")
         .note(
@@ -94,14 +105,16 @@ pub(super) fn run(bench: &Bench<'_>, saved_disk: &SavedDisk) -> Result<Report> {
         .rows(rows))
 }
 
-/// Returns the seconds until the first reply and until all is in memory.
+/// Starts the server and returns the seconds until the reply to the first read, and until all
+/// content is in memory.
 fn restore(saved_disk: &SavedDisk, round: u32) -> Result<(f64, f64)> {
     let page = Random::new(u64::from(round)).next_u64() % saved_disk.pages;
     let mut content = [[0; PAGE_BYTES], [1; PAGE_BYTES]];
     saved_disk.data.read(page, &mut content[0])?;
     let started = Instant::now();
     let mut server = Server::spawn(&saved_disk.home.command_with_state(&[]))?;
-    // The server listens before it publishes the disk.
+    // The server listens before it publishes the disk, so the handshake is retried until it
+    // succeeds.
     let mut client = server.wait_for(CONNECT, &mut || Client::connect(&saved_disk.home.nbd_socket()).ok())?;
     client.read(page * PAGE_BYTES as u64, &mut content[1])?;
     let first = started.elapsed().as_secs_f64();

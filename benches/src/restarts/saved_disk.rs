@@ -14,7 +14,7 @@ use super::home::Home;
 use crate::data::Data;
 use crate::nbd_client::Client;
 use crate::options::Set;
-use crate::served::{Server, WaitLimits};
+use crate::server_process::{Server, WaitLimits};
 
 /// Default size of the disk, in bytes.
 const BYTES: u64 = 2 << 30;
@@ -22,7 +22,7 @@ const BYTES: u64 = 2 << 30;
 const FILL_BYTES: usize = 1 << 20;
 /// Time limits for the last save and for loading, on a slow disk.
 const DONE: WaitLimits = WaitLimits { timeout: Duration::from_secs(600), pause: Duration::from_millis(100) };
-/// The same limit with a shorter interval, for checks in /proc.
+/// Time limit for loading, with a shorter interval for checks in /proc.
 const LOADED: WaitLimits = WaitLimits { timeout: DONE.timeout, pause: Duration::from_millis(5) };
 /// Name of the disk.
 const NAME: &str = "disk";
@@ -38,7 +38,7 @@ pub struct SavedDisk {
 }
 
 impl SavedDisk {
-    /// Fills a disk and ends its server.
+    /// Fills a disk and ends its server, which saves the content.
     pub fn fill(bench: &Bench<'_>, set: Set) -> Result<Self> {
         let data = Data::open(set, bench.options.bytes(BYTES), bench.options)?;
         let bytes = data.bytes() & !(FILL_BYTES as u64 - 1);
@@ -82,7 +82,7 @@ impl SavedDisk {
         Ok(dirs[0].clone())
     }
 
-    /// Returns the full save and the increments in order.
+    /// Returns the paths of the full save and of the increments, in order.
     pub fn files(&self) -> Result<(PathBuf, Vec<PathBuf>)> {
         let (whole, increments): (Vec<_>, Vec<_>) = files(&self.content()?)?
             .into_iter()
@@ -111,7 +111,7 @@ fn has_loader(pid: u32) -> bool {
     names.any(|name| name.trim_end() == "load")
 }
 
-/// Returns the `stat` output of the disk.
+/// Returns the reply of the verb `stat` for the disk.
 pub fn stat(control: &mut Control) -> Result<Value> {
     control.call("stat", &json!({ "name": NAME }))
 }

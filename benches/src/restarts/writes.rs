@@ -18,12 +18,12 @@ use crate::nbd_client::Client;
 
 const SAVES: u32 = 21;
 const SAVES_QUICK: u32 = 3;
-/// Time limit of the run, even if fewer saves ran.
+/// Time limit of the run, which ends even if fewer saves than planned ran.
 const TIME_MAX: Duration = Duration::from_secs(90);
 const TIME_MAX_QUICK: Duration = Duration::from_secs(8);
 /// Interval of the checks whether a save is running.
 const CHECK_INTERVAL: Duration = Duration::from_millis(2);
-/// Minimum number of writes of a stretch that counts.
+/// Minimum number of writes in a stretch. Shorter stretches are ignored.
 const WRITES_MIN: u64 = 20;
 /// Number of different pages that are written.
 const CONTENTS: u64 = 1024;
@@ -82,7 +82,7 @@ fn report(saved_disk: &SavedDisk, stretches: &[Stretch]) -> Report {
         vec![
             kiops("writes while no save runs", &without),
             kiops("writes while a save runs", &with).part("ms a save", median(&millis)),
-            Row::over(name, &with, &without).steady(),
+            Row::ratio_of(name, &with, &without).withhold_if_unsteady(),
         ]
     };
     Report::new("restarts: writes beside saves", saved_disk.data.description.clone(), saved_disk.bytes(), "lz4")
@@ -96,7 +96,7 @@ fn report(saved_disk: &SavedDisk, stretches: &[Stretch]) -> Report {
         .rows(rows)
 }
 
-/// Writes until `saves` saves have run, for at most `time_max`.
+/// Writes random pages until `saves` saves have run, for at most `time_max`.
 fn write(
     saved_disk: &SavedDisk,
     saving: &AtomicBool,

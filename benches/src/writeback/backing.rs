@@ -11,11 +11,11 @@ use freestone::PAGE_BYTES;
 use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Device, Flags, IoBuf};
 use freestone::file;
-use freestone::ram::{Config, Idle, Ram, Writeback};
+use freestone::ram::{Config, IdleSelection, Ram, Writeback};
 
 use super::fio::{self, Job};
 use crate::data::Data;
-use crate::process::{Spent, Watch};
+use crate::process::{ResourceUsage, UsageMeter};
 
 const COPY_PAGES: u64 = 256;
 /// Time limit for the previous disk to close the file.
@@ -43,7 +43,7 @@ pub struct WritebackResult {
     /// Bytes that were written, by the disk's own count.
     pub bytes: u64,
     /// Resources used.
-    pub spent: Spent,
+    pub spent: ResourceUsage,
 }
 
 impl BackingFile {
@@ -51,7 +51,7 @@ impl BackingFile {
     pub fn new(dir: &Path, data_bytes: u64) -> Result<Self> {
         std::fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
         let path = dir.join(format!("freestone-writeback-{}.img", std::process::id()));
-        // Add headers and ends of runs: 16 bytes per page and a little more.
+        // Headers and unused ends of runs need less than 1/32 of the data.
         let bytes = (data_bytes + data_bytes / 32 + (16 << 20)).next_multiple_of(1 << 20);
         let this = Self { path, bytes };
         this.sparse()?;
@@ -87,14 +87,14 @@ impl BackingFile {
         &self.path
     }
 
-    /// Creates an empty disk over the file; only one may exist at a time. Waits for the previous
-    /// disk to close the file, which may happen a little after its drop, on the thread that drops
-    /// its last request.
+    /// Creates an empty disk over the file; only one may exist at a time. Waits until the previous
+    /// disk has closed the file. A dropped disk closes the file a little later, on the thread that
+    /// drops the disk's last request.
     pub fn disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram> {
         self.disk_over(pages, layout, mem_limit, |file| file)
     }
 
-    /// Like [`disk`](Self::disk), over the device that `over` makes of the file.
+    /// Like [`disk`](Self::disk), over the device that `over` creates from the file.
     pub fn disk_over(
         &self,
         pages: u64,
@@ -104,7 +104,7 @@ impl BackingFile {
     ) -> Result<Ram> {
         let started = Instant::now();
         let file = loop {
-            match file::File::open_for_spilling(&self.path, None) {
+            match file::File::open_for_writeback(&self.path, None) {
                 Err(file::SetupError::InUse { .. }) if started.elapsed() < CLOSED_WAIT_MAX => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -141,10 +141,10 @@ pub fn fill(ram: &Ram, data: &Data, step: u64) -> Result<()> {
     Ok(())
 }
 
-/// Marks all pages idle and writes them back.
+/// Marks all pages idle and writes them back. Returns the pages, the bytes and the resources used.
 pub fn spill(ram: &Ram) -> Result<WritebackResult> {
-    ram.idle(Idle::All);
-    let watch = Watch::start()?;
+    ram.mark_idle(IdleSelection::All);
+    let watch = UsageMeter::start()?;
     let written = ram.writeback(&Writeback::Idle).map_err(|(_, error)| error)?;
     let spent = watch.stop()?;
     anyhow::ensure!(written.pages > 0, "no page was written back");

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Result, bail, ensure};
 use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, Scratch, Streams};
-use freestone::device::{Blocking, Buffer, Device, Request, Tried};
+use freestone::device::{Blocking, Buffer, Device, Request, TryResult};
 use freestone::ram::Ram;
 use freestone_report::{Row, Summary, Target, Unit, mib};
 
@@ -23,7 +23,7 @@ const WARM: u64 = 2;
 const COUNTED: u64 = 10;
 /// Step to which the pool rounds up object sizes, in bytes.
 const CLASS_STEP_BYTES: usize = 16;
-/// Low mark of the eviction, relative to the memory limit.
+/// Low mark, to which eviction reduces the memory, relative to the memory limit.
 const LOW_MARK: f64 = 0.90;
 
 pub(super) fn run(bench: &Bench) -> Result<Part> {
@@ -56,7 +56,7 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
             .part("mem_limit MiB", mib(limit))
             .part("of compressed MiB", mib(sizes.stored)),
         Row::new("zipf: exact LRU with 0.9 of it", Unit::Percent, percent(low)),
-        Row::one("zipf: fill beyond the limit", Unit::Seconds, fill_seconds)
+        Row::single("zipf: fill beyond the limit", Unit::Seconds, fill_seconds)
             .part("MB/s", bench.data.bytes() as f64 / 1e6 / fill_seconds),
     ];
     let notes = vec![format!(
@@ -70,11 +70,12 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     Ok(Part { notes, rows })
 }
 
-/// Sizes of the pages' objects.
+/// Compressed sizes of the pages.
 struct Sizes {
-    /// Bytes of all objects, not rounded.
+    /// Sum of the compressed sizes in bytes, not rounded.
     stored: u64,
-    /// Bytes by page, rounded up to the size class; 0 if the slot's word holds the page.
+    /// Compressed size of each page in bytes, rounded up to the size class of the pool; 0 if the
+    /// slot's word holds the page.
     rounded: Vec<u16>,
 }
 
@@ -95,7 +96,8 @@ fn object_bytes(data: &Data) -> Result<Sizes> {
     Ok(sizes)
 }
 
-/// Returns the pages to read, and whether each read counts.
+/// Returns the numbers of the pages to read, each with true if the read counts, false for the
+/// warm-up.
 fn trace(pages: u64) -> impl Iterator<Item = (u32, bool)> {
     let mut zipf = Zipf::new(SEED, THETA, pages);
     (0..pages * (WARM + COUNTED)).map(move |at| (zipf.next() as u32, at >= pages * WARM))
@@ -122,8 +124,8 @@ fn our_share(ram: &Ram, data: &Data) -> Result<f64> {
     for (number, counts) in trace(data.pages) {
         let request = Request::read(u64::from(number) * PAGE_BYTES as u64, PAGE_BYTES as u64);
         match ram.try_io(&request, Buffer::Read(&mut page))? {
-            Tried::Done => hits += u64::from(counts),
-            Tried::WouldBlock => {
+            TryResult::Done => hits += u64::from(counts),
+            TryResult::WouldBlock => {
                 ram.read_at(request.offset, &mut page)?;
                 // Verify a sample only: verifying every page would take as long as the reads.
                 if checked.is_multiple_of(16) {
@@ -132,7 +134,7 @@ fn our_share(ram: &Ram, data: &Data) -> Result<f64> {
                 }
                 checked += 1;
             }
-            Tried::Partly(_) => bail!("a read returned a part of a page"),
+            TryResult::Partly(_) => bail!("a read returned a part of a page"),
         }
     }
     Ok(hits as f64 / (data.pages * COUNTED) as f64)

@@ -1,5 +1,5 @@
-//! `writeback` benchmark: cost and speed of writeback compared with the kernel's old way, with fio
-//! on the same disk and with exact LRU, and the gain of recompression.
+//! `writeback` benchmark: cost and speed of writeback compared with the kernel's old way of one
+//! page at a time, with fio and with exact LRU. Also the gain of recompression.
 
 pub mod backing;
 mod fio;
@@ -19,7 +19,7 @@ use crate::options::{Options, Set};
 
 /// Default data size, in bytes.
 const BYTES: u64 = 2 << 30;
-/// Minimum data size for targets. With less data the runs are too short.
+/// Minimum data size in bytes for targets. With less data the runs are too short to judge.
 const JUDGED_BYTES: u64 = 1 << 30;
 
 /// Options of the `writeback` benchmark.
@@ -47,7 +47,7 @@ enum PartName {
     Recompress,
 }
 
-/// Notes and rows of a part.
+/// Notes and rows of a part of the benchmark.
 struct Part {
     notes: Vec<String>,
     rows: Vec<Row>,
@@ -59,7 +59,7 @@ impl Part {
     }
 }
 
-/// Environment of all parts.
+/// Data, directory and options that all parts share.
 struct Bench<'a> {
     data: Data,
     dir: PathBuf,

@@ -1,11 +1,11 @@
-//! `reads` part: random reads of written-back pages, many at a time, against fio's on the same
-//! file.
+//! `reads` part: random reads of written-back pages, many at a time, compared with fio's reads of
+//! the same file.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
-use freestone::device::{self, Buffer, Completion, Device, IoBuf, Request, Tried};
+use freestone::device::{self, Buffer, Completion, Device, IoBuf, Request, TryResult};
 use freestone::plug::Plug;
 use freestone::ram::Ram;
 use freestone_report::{Row, Summary, Target, Unit};
@@ -16,25 +16,25 @@ use super::{Bench, Part};
 use crate::bare::same_filled;
 use crate::data::{Data, Random};
 use crate::measure::median;
-use crate::process::{Spent, Watch};
+use crate::process::{ResourceUsage, UsageMeter};
 
 const ROUNDS: u32 = 7;
 const DEPTH: usize = 32;
-/// Maximum reads of a round, which take about a second.
+/// Maximum number of reads in a round, which take about a second.
 const ROUND_READS: usize = 64 << 10;
-/// Reads whose content is verified, after the measured ones.
+/// Number of reads whose content is verified, after the measured reads.
 const CHECKED_READS: usize = 1024;
 
-/// Maximum share of reads that may find their page in memory. If a random page happens to follow
-/// one of the last, the disk reads ahead; with few pages that happens often.
+/// Maximum share of reads whose page is already in memory. If a random page follows one of the
+/// last, the disk has read it ahead; with few pages that happens often.
 const INLINE_SHARE_MAX: f64 = 0.1;
 
 /// Result of a round on the RAM disk.
 struct Round {
-    /// Reads that had to wait for the disk.
+    /// Number of reads that had to wait for the disk.
     reads: usize,
     inline: usize,
-    spent: Spent,
+    spent: ResourceUsage,
 }
 
 pub(super) fn run(bench: &Bench) -> Result<Part> {
@@ -75,7 +75,8 @@ fn layout(bench: &Bench, layout: Layout, name: &str) -> Result<Vec<Row>> {
     }
     let blocks = ram.bd_stat().bd_reads - reads_before;
     check(&ram, &bench.data, &order[order.len() - checked..])?;
-    // Packed, a page may lie in two blocks, and comes back to memory.
+    // In the packed layout, a page may span two blocks, and a page that is read returns to memory.
+    // So its target is lower.
     let target = if matches!(layout, Layout::Packed) { 0.75 } else { 0.9 };
     Ok(rows(name, target, &ours, &fio, blocks))
 }
@@ -87,7 +88,7 @@ fn rows(name: &str, target: f64, ours: &[Round], fio: &[Speed], blocks: u64) -> 
     let micros = Summary::of(ours.iter().map(|r| r.spent.cpu.total().as_secs_f64() * 1e6 / r.reads as f64));
     let busiest: Vec<f64> = ours.iter().map(|round| round.spent.busiest).collect();
     vec![
-        Row::over(format!("reads: random 4 KiB, depth {DEPTH}, {name} / fio"), &speed, &theirs)
+        Row::ratio_of(format!("reads: random 4 KiB, depth {DEPTH}, {name} / fio"), &speed, &theirs)
             .target(Target::AtLeast(target))
             .part("reads/s", median(&speed))
             .part("fio reads/s", median(&theirs))
@@ -101,8 +102,8 @@ fn rows(name: &str, target: f64, ours: &[Round], fio: &[Speed], blocks: u64) -> 
     ]
 }
 
-/// Returns the pages that writeback moves to the disk, in random order. A same-filled page stays in
-/// its slot.
+/// Returns the numbers of the pages that writeback moves to the disk, in random order. A
+/// same-filled page stays in its slot.
 fn spilled_pages(data: &Data) -> Result<Vec<u32>> {
     let mut page = [0; PAGE_BYTES];
     let mut spilled = Vec::new();
@@ -150,13 +151,13 @@ fn read_all(ram: &Ram, pages: &[u32]) -> Result<Round> {
     let mut pages = pages.iter();
     let total = pages.len();
     let mut in_flight = 0;
-    let watch = Watch::start()?;
+    let watch = UsageMeter::start()?;
     loop {
         let plug = Plug::start();
         while let Some(mut buffer) = free.pop() {
             let Some(&page) = pages.next() else { break };
             let request = Request::read(u64::from(page) * PAGE_BYTES as u64, PAGE_BYTES as u64);
-            if ram.try_io(&request, Buffer::Read(&mut buffer))? == Tried::Done {
+            if ram.try_io(&request, Buffer::Read(&mut buffer))? == TryResult::Done {
                 inline += 1;
                 free.push(buffer);
                 continue;
@@ -183,7 +184,7 @@ fn read_all(ram: &Ram, pages: &[u32]) -> Result<Round> {
     Ok(Round { reads: total - inline, inline, spent })
 }
 
-/// Verifies that written-back pages have their original content.
+/// Returns an error unless written-back pages have their original content.
 fn check(ram: &Ram, data: &Data, pages: &[u32]) -> Result<()> {
     let mut expected = [0; PAGE_BYTES];
     let mut back = [0; PAGE_BYTES];

@@ -6,31 +6,32 @@ use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params};
 use freestone::device::Blocking;
-use freestone::ram::{Config, Idle, Ram, Recompress, RecompressKind, Secondary};
+use freestone::ram::{Config, IdleSelection, Ram, RecompressKind, RecompressOptions, Secondary};
 use freestone_report::{Row, Summary, mib};
 
 use super::{Bench, Part, backing};
 use crate::data::Data;
-use crate::process::{Cpu, Watch};
+use crate::process::{Cpu, UsageMeter};
 
-/// Idle time after which automatic recompression takes a page.
+/// Idle time after which automatic recompression compresses a page again.
 const IDLE: Duration = Duration::from_secs(1);
-/// Automatic recompression has ended if no page shrank for this time (the second with --quick).
+/// Automatic recompression has ended if no page shrank for this time (the second value with
+/// --quick).
 const QUIET_TIME: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(4)];
 /// Automatic recompression has failed if no page shrank for this time from the start.
 const START_MAX: Duration = Duration::from_secs(60);
-/// Limit for the whole recompression.
+/// Time limit for the whole recompression.
 const TIME_MAX: Duration = Duration::from_secs(1800);
 const POLL: Duration = Duration::from_millis(100);
 /// Every `CHECK_STEP`-th page is verified afterwards.
 const CHECK_STEP: u64 = 16;
 
-/// Result of one side.
+/// Sizes and cost of one way of recompression.
 struct Side {
     what: &'static str,
     stored: u64,
     pool: u64,
-    /// CPU time of the recompression.
+    /// CPU time of the recompression; None for the side without recompression.
     cpu: Option<Cpu>,
     /// Time until the last page shrank.
     wall: Duration,
@@ -86,9 +87,9 @@ fn side(what: &'static str, ram: &Ram, cpu: Option<Cpu>, wall: Duration) -> Side
 
 fn manual(bench: &Bench, zstd: Secondary) -> Result<Side> {
     let ram = filled(bench, Config { recomp_algorithms: [Some(zstd), None, None], ..Config::default() })?;
-    ram.idle(Idle::All);
-    let watch = Watch::start()?;
-    let done = ram.recompress(&Recompress {
+    ram.mark_idle(IdleSelection::All);
+    let watch = UsageMeter::start()?;
+    let done = ram.recompress(&RecompressOptions {
         kind: Some(RecompressKind::Idle),
         threshold: 0,
         max_pages: None,
@@ -106,10 +107,10 @@ fn manual(bench: &Bench, zstd: Secondary) -> Result<Side> {
 fn automatic(bench: &Bench, stored_lz4: u64) -> Result<Side> {
     // Recompression may start while the disk is still being filled. So the cost of filling is
     // measured with a disk that does not recompress.
-    let watch = Watch::start()?;
+    let watch = UsageMeter::start()?;
     drop(filled(bench, Config::default())?);
     let fill = watch.stop()?.cpu;
-    let watch = Watch::start()?;
+    let watch = UsageMeter::start()?;
     let ram = filled(bench, Config { auto_recompress: Some(IDLE), ..Config::default() })?;
     let started = Instant::now();
     let (mut stored, mut changed) = (ram.mm_stat().compr_data_size, started);
@@ -132,7 +133,7 @@ fn automatic(bench: &Bench, stored_lz4: u64) -> Result<Side> {
     Ok(side("automatic, zstd with a dictionary", &ram, Some(cpu), changed - started))
 }
 
-/// Verifies that pages have their original content.
+/// Returns an error if a sampled page does not have its original content.
 fn check(ram: &Ram, data: &Data) -> Result<()> {
     let mut expected = [0; PAGE_BYTES];
     let mut back = [0; PAGE_BYTES];

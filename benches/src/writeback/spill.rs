@@ -8,20 +8,20 @@ use freestone_report::{Row, Summary, Target, Unit, mib};
 use super::backing::{self, BackingFile, Layout, WritebackResult};
 use super::fio::{self, Job, Speed};
 use super::{Bench, Part};
-use crate::bare::{Census, Ours, Store};
+use crate::bare::{Census, LibraryCodec, Store};
 use crate::codec::bare_reads;
 use crate::measure::thread_clock;
 
 const ROUNDS: u32 = 5;
-/// Data for the old way, in bytes. The old way is slow, so it writes every n-th page only and is
-/// compared per page.
+/// Bytes of data for the old way, one page at a time. The old way is slow, so it writes every n-th
+/// page only and is compared per page.
 const OLD_WAY_BYTES: u64 = 256 << 20;
-/// Data with which the codec's time per page is measured, in bytes.
+/// Bytes of data with which the codec's time per page is measured.
 const CODEC_BYTES: u64 = 256 << 20;
 /// A thread that uses this share of a core counts as saturated.
 const SATURATED: f64 = 0.95;
 
-/// Writer of a round.
+/// A way of writing that is measured once per round.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     /// The default layout, over blocks that were written before.
@@ -56,7 +56,7 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     let file = BackingFile::new(&bench.dir, bench.data.bytes())?;
     let step = (bench.data.bytes() / OLD_WAY_BYTES).max(1);
     let mut rounds = Rounds::default();
-    // Bytes that the packed layout writes. The number differs between rounds only by the packing.
+    // Bytes that the packed layout wrote. The number differs between rounds only by the packing.
     let mut bytes = 0;
     for round in 0..bench.options.rounds(ROUNDS, 2) {
         let mut order = SIDES;
@@ -187,7 +187,8 @@ fn disk_row(what: &str, bench: &Bench, spilled: &[WritebackResult]) -> Row {
         .part("written / page", first.bytes as f64 / (first.pages * PAGE_BYTES as u64) as f64)
 }
 
-/// Compares the speed with fio's. The target is also met if a core is saturated.
+/// Returns the row that compares the speed of writeback with fio's. The target is also met if a
+/// core is saturated.
 fn disk_share(what: &str, ours: &[WritebackResult], fio: &[Speed]) -> Row {
     let mb = |speed: &Speed| speed.bytes_per_second / 1e6;
     let share = Summary::ratio(&values(ours, WritebackResult::mb_per_second), &values(fio, mb));
@@ -231,7 +232,7 @@ fn codec_micros(bench: &Bench) -> Result<f64> {
         bench.data.read(number * step, page)?;
     }
     let (store, Census { huge, compressed, .. }) = Store::build(&pages)?;
-    let codec = Ours::new()?;
+    let codec = LibraryCodec::new()?;
     let started = thread_clock();
     bare_reads(&store, &codec, 0..count as u32);
     let took = thread_clock().saturating_sub(started);

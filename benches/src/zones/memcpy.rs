@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
-use freestone::device::{Blocking, Buffer, Device, Flags, IoBuf, Request, Tried};
+use freestone::device::{Blocking, Buffer, Device, Flags, IoBuf, Request, TryResult};
 use freestone::null::{Config, Memory};
 use freestone_report::{Report, Row, Summary, Target};
 
@@ -15,16 +15,16 @@ use crate::options::Options;
 
 /// Default size of the memory, in bytes.
 const BYTES: u64 = 512 << 20;
-/// Request sizes: the one with a target, and a smaller one.
+/// Request sizes in bytes: the size with a target, and a smaller size.
 const REQUESTS_BYTES: [usize; 2] = [128 << 10, PAGE_BYTES];
-/// Target for large requests, relative to memcpy.
+/// Longest time of large requests that meets the target, relative to memcpy.
 const TARGET: Target = Target::AtMost(1.15);
 
 pub fn run(options: &Options) -> Result<Report> {
     let bytes = options.bytes(BYTES) / REQUESTS_BYTES[0] as u64 * REQUESTS_BYTES[0] as u64;
     let memory = Memory::new(Config::plain(bytes, 4096))?;
     let mut plain = IoBuf::zeroed(bytes as usize)?;
-    // Allocate all memory of both before the measurement.
+    // Writes allocate all memory of both sides before the measurement.
     plain.fill(0x5A);
     for (n, piece) in plain.chunks(REQUESTS_BYTES[0]).enumerate() {
         memory.write_at((n * REQUESTS_BYTES[0]) as u64, piece, Flags::empty())?;
@@ -64,7 +64,7 @@ fn run_size(
                 for n in from..from + count {
                     let io_request = Request::read(offset(n) as u64, request as u64);
                     failed += u64::from(
-                        device.try_io(&io_request, Buffer::Read(black_box(ours))) != Ok(Tried::Done),
+                        device.try_io(&io_request, Buffer::Read(black_box(ours))) != Ok(TryResult::Done),
                     );
                 }
             },
@@ -84,7 +84,7 @@ fn run_size(
                 for n in from..from + count {
                     let io_request = Request::write(offset(n) as u64, request as u64);
                     let tried = device.try_io(&io_request, Buffer::Write(black_box(&data[0])));
-                    failed_writes += u64::from(tried != Ok(Tried::Done));
+                    failed_writes += u64::from(tried != Ok(TryResult::Done));
                 }
             },
             &mut |from, count| {
@@ -98,13 +98,13 @@ fn run_size(
     ensure!(failed + failed_writes == 0, "{failed} reads and {failed_writes} writes failed");
     let kib = request >> 10;
     let row = |what: &str, times: &[crate::measure::Times]| {
-        let row = Row::over(format!("{kib} KiB {what} / memcpy"), &times[0].cpu, &times[1].cpu)
+        let row = Row::ratio_of(format!("{kib} KiB {what} / memcpy"), &times[0].cpu, &times[1].cpu)
             .part("us", median(&times[0].cpu) / 1e3)
             .part("memcpy", median(&times[1].cpu) / 1e3)
             .part("on the wall clock", Summary::ratio(&times[0].wall, &times[1].wall).median);
         match target {
-            Some(target) => row.target(target).steady(),
-            None => row.steady(),
+            Some(target) => row.target(target).withhold_if_unsteady(),
+            None => row.withhold_if_unsteady(),
         }
     };
     Ok(vec![row("reads", &reads), row("writes", &writes)])

@@ -30,7 +30,7 @@ enum PartName {
     Scaling,
 }
 
-/// Runs the selected parts.
+/// Runs the selected parts of the benchmark and returns their reports.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();

@@ -1,9 +1,9 @@
-//! `scaling` part, the source's experiment: threads on many zones, with a lock per zone and with
+//! `scaling` part, the published experiment: threads on many zones, with a lock per zone and with
 //! one lock around the device.
 //!
 //! Readers read 4 KiB at random offsets. Each writer writes 4 KiB at a time to zones of its own,
 //! one after the other, and resets each zone first. The single lock belongs to the benchmark: it is
-//! held around every call of an equal device.
+//! held around every call of an otherwise equal device.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,9 +14,9 @@ use anyhow::{Context, Result, ensure};
 use crossbeam_utils::CachePadded;
 use freestone::PAGE_BYTES;
 use freestone::device::zoned::{ZoneOp, Zoned};
-use freestone::device::{Buffer, Device, Flags, IoBuf, Request, Tried};
+use freestone::device::{Buffer, Device, Flags, IoBuf, Request, TryResult};
 use freestone::null::{Config, Memory, Null};
-use freestone::zone::{self, State, Zones};
+use freestone::zone::{self, StateLocation, Zones};
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use crate::data::Random;
@@ -24,25 +24,26 @@ use crate::machine;
 use crate::measure::median;
 use crate::options::Options;
 
-/// Numbers of threads, as in the source.
+/// Numbers of threads, as in the published experiment.
 pub const THREADS: [usize; 4] = [1, 2, 4, 8];
-/// Number of threads of the comparison with a device per thread.
+/// Number of threads in the comparison with one device per thread.
 pub const THREADS_APART: usize = 2;
-/// Zones per device.
+/// Number of zones per device.
 pub const ZONES: u64 = 64;
-/// Length of a zone without backing, in bytes. With memory backing, `--size` is divided by the
-/// zones.
+/// Length of a zone without backing, in bytes. With memory backing, the length is `--size` divided
+/// by the number of zones.
 const NULL_ZONE_BYTES: u64 = 256 << 20;
 const MEMORY_BYTES: u64 = 512 << 20;
 /// Limit of open and active zones, larger than the number of writers.
 pub const LIMIT: u32 = 14;
-/// Target for two threads on one device, relative to two threads with a device each.
+/// Lowest speed of two threads on one device that meets the target, relative to two threads with a
+/// device each.
 const SHARED_TARGET: f64 = 0.95;
 /// Operations between two checks of the stop flag.
 const BATCH: u64 = 32;
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Devices and locks of a variant.
+/// Devices and locks of a variant under comparison.
 pub struct Side {
     name: &'static str,
     /// A device for all threads, or one per thread.
@@ -56,7 +57,7 @@ pub enum Locks {
     None,
     /// A single lock, around every call.
     One(Mutex<()>),
-    /// A lock per zone, around every read; the device itself takes none for reads.
+    /// A lock per zone, held around every read; the device itself locks nothing for reads.
     Reads(Box<[CachePadded<Mutex<()>>]>),
 }
 
@@ -139,7 +140,7 @@ fn run_backing(memory: bool, options: &Options) -> Result<Report> {
     .rows(rows))
 }
 
-/// Returns the length of a zone, a power of two.
+/// Returns the length of a zone in bytes, a power of two.
 pub fn zone_bytes(memory: bool, options: &Options) -> u64 {
     if memory { 1 << (options.bytes(MEMORY_BYTES) / ZONES).max(PAGE).ilog2() } else { NULL_ZONE_BYTES }
 }
@@ -178,13 +179,13 @@ fn run_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
         rows.push(Row::new(&what, Unit::Kiops, kiops));
         let ratio = |to: usize| {
             let both = format!("{what}, {} / {}", sides[OURS].name, sides[to].name);
-            Row::over(both, &speeds[OURS], &speeds[to])
+            Row::ratio_of(both, &speeds[OURS], &speeds[to])
                 .part("k/s", median(&speeds[OURS]) / 1e3)
                 .part(sides[to].name, median(&speeds[to]) / 1e3)
         };
-        rows.push(ratio(ONE_LOCK).steady());
+        rows.push(ratio(ONE_LOCK).withhold_if_unsteady());
         if threads == THREADS_APART {
-            rows.push(ratio(APART).target(Target::AtLeast(SHARED_TARGET)).steady());
+            rows.push(ratio(APART).target(Target::AtLeast(SHARED_TARGET)).withhold_if_unsteady());
         }
     }
     Ok(rows)
@@ -205,12 +206,12 @@ fn device(shape: Shape) -> Result<Arc<Zones>> {
         stores: shape.memory,
         ..zone::Config::default()
     };
-    let zones = Arc::new(Zones::new(backing, config, State::Volatile, None)?);
+    let zones = Arc::new(Zones::new(backing, config, StateLocation::Volatile, None)?);
     if shape.memory {
         let data = IoBuf::copy_of(&[0x5A; PAGE_BYTES])?;
         for at in (0..ZONES * shape.zone_bytes).step_by(PAGE_BYTES) {
             let tried = zones.try_io(&Request::write(at, PAGE), Buffer::Write(&data))?;
-            ensure!(tried == Tried::Done, "a write to memory had to wait");
+            ensure!(tried == TryResult::Done, "a write to memory had to wait");
         }
     }
     Ok(zones)
@@ -254,7 +255,7 @@ pub fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Durati
     })
 }
 
-/// State of a thread.
+/// State of a reading or writing thread.
 struct Worker<'a> {
     device: &'a Zones,
     locks: &'a Locks,
@@ -276,7 +277,8 @@ impl<'a> Worker<'a> {
         Ok(Self { device, locks: &side.locks, zone_bytes, zone: first, first, step, buffer })
     }
 
-    /// Takes the lock for a write or a reset, or for a read at the given offset.
+    /// Locks the variant's lock, if there is one for this call: a read at the offset `read`, or a
+    /// write or reset if `read` is None.
     #[inline]
     fn lock_for(&self, read: Option<u64>) -> Option<MutexGuard<'a, ()>> {
         let lock = match (self.locks, read) {
@@ -299,7 +301,7 @@ impl<'a> Worker<'a> {
                 let guard = self.lock_for(Some(request.offset));
                 let tried = self.device.try_io(&request, Buffer::Read(black_box(&mut self.buffer)));
                 drop(guard);
-                failed += u64::from(tried != Ok(Tried::Done));
+                failed += u64::from(tried != Ok(TryResult::Done));
             }
             ops += BATCH;
         }
@@ -325,7 +327,7 @@ impl<'a> Worker<'a> {
                 let guard = self.lock_for(None);
                 let tried = self.device.try_io(&request, Buffer::Write(black_box(&self.buffer)));
                 drop(guard);
-                failed += u64::from(tried != Ok(Tried::Done));
+                failed += u64::from(tried != Ok(TryResult::Done));
                 at += PAGE;
             }
             ops += BATCH;

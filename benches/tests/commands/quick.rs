@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::{names, part, program, row, run_and_read_json, run_and_read_reports};
 
-// The zram device does not exist, so a test leaves the machine unchanged.
+// The named zram device does not exist, so a test leaves the machine unchanged.
 fn run(bench: &str, dir: &Path) -> Value {
     let json = dir.join(format!("{bench}.json"));
     let mut command = program();
@@ -65,8 +65,7 @@ fn memory_overhead_and_released_share_are_plausible() {
     for report in value["reports"].as_array().unwrap() {
         for when in ["after the fill", "rewritten", "compacted"] {
             let overhead = row(report, &format!("overhead {when}"))["median"].as_f64().unwrap();
-            // Sanity check: a disk takes at least its compressed bytes, and less than twice as
-            // much.
+            // Sanity check: a disk uses at least its compressed bytes, and less than twice as much.
             assert!((1.0..2.0).contains(&overhead), "{when}: {overhead}");
         }
         let returned = row(report, "returned by discarding all")["median"].as_f64().unwrap();
@@ -91,7 +90,7 @@ fn writeback_runs_every_part() {
                 part(spilled, "pages") > 1000.0 && part(spilled, "pages") <= part(spilled, "of"),
                 "{spilled}"
             );
-            // The kernel's count must agree with the disk's own.
+            // The kernel's count must agree with the count of the disk itself.
             assert!(
                 part(spilled, "by the kernel's count") >= 0.99 * part(spilled, "written MiB"),
                 "{spilled}"
@@ -252,7 +251,7 @@ fn restarts_runs_every_part() {
     // Sanity check: an increment is larger than its pages and much smaller than the disk.
     let over = increment["median"].as_f64().unwrap();
     assert!((1.0..4.0).contains(&over), "{increment}");
-    // Short saves may go unnoticed.
+    // Saves may be too short to be noticed, so only the presence of the row is checked.
     row(&reports[4], "writes while a save runs / before it");
     let left: Vec<_> = std::fs::read_dir(data).unwrap().map(|e| e.unwrap().path()).collect();
     assert!(left.is_empty(), "{left:?}");
@@ -308,7 +307,8 @@ fn images_runs_cached_disk_and_push_parts() {
     }
 }
 
-/// Counts the requests of fleets of several sizes to a store, and compares them with the model.
+/// Counts the requests of fleets of several sizes to an object store, and compares the counts with
+/// the model.
 #[test]
 #[ignore = "slow lane"]
 fn images_fleet_requests_match_model() {
@@ -387,7 +387,7 @@ fn gate_fails_only_on_a_rise() {
         let text = format!(r#"{{"build":"another","paths":{{"null-write":{null},"nbd-read":{nbd}}}}}"#);
         std::fs::write(&baseline, text).unwrap();
     };
-    // No request takes as many instructions as the first baseline, or as few as the second.
+    // No request executes as many instructions as the first baseline, or as few as the second.
     write_baseline(1_000_000, 1_000_000);
     let (ok, stderr) = gate();
     assert!(ok, "{stderr}");

@@ -17,7 +17,8 @@ use crate::error::Usage;
 
 /// Initial buffer size for an entry of the user or group database, in bytes.
 const ENTRY_BYTES: usize = 1 << 10;
-/// Largest buffer size for an entry, in bytes. A larger entry fails with ERANGE.
+/// Largest buffer size for an entry of the user or group database, in bytes. A larger entry fails with
+/// ERANGE.
 const ENTRY_BYTES_MAX: usize = 1 << 20;
 
 const SOCKET_MODE_HELP: &str =
@@ -29,8 +30,8 @@ const CONTROL_MODE_HELP: &str =
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Socket permissions")]
 pub struct AccessArgs {
-    /// Mode of sockets.
-    #[arg(long, value_name = "OCTAL", help = SOCKET_MODE_HELP, value_parser = access::mode)]
+    /// Mode of NBD and vhost-user sockets.
+    #[arg(long, value_name = "OCTAL", help = SOCKET_MODE_HELP, value_parser = access::parse_mode)]
     socket_mode: Option<u32>,
     /// Owner of these sockets, by name or number; another user than the server's needs root
     #[arg(long, value_name = "USER")]
@@ -39,7 +40,7 @@ pub struct AccessArgs {
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<String>,
     /// Mode of the control socket.
-    #[arg(long, value_name = "OCTAL", help = CONTROL_MODE_HELP, value_parser = access::mode)]
+    #[arg(long, value_name = "OCTAL", help = CONTROL_MODE_HELP, value_parser = access::parse_mode)]
     control_mode: Option<u32>,
     /// Owner of the control socket
     #[arg(long, value_name = "USER")]
@@ -48,7 +49,7 @@ pub struct AccessArgs {
     #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
     /// Mode of the read-only control socket [default: 0600]
-    #[arg(long, value_name = "OCTAL", value_parser = access::mode)]
+    #[arg(long, value_name = "OCTAL", value_parser = access::parse_mode)]
     control_read_only_mode: Option<u32>,
     /// Owner of the read-only control socket
     #[arg(long, value_name = "USER")]
@@ -58,28 +59,29 @@ pub struct AccessArgs {
     control_read_only_group: Option<String>,
 }
 
-/// Permissions of a socket, as configured and as numbers.
+/// Mode, owner and group of a socket, as configured and as numbers.
 #[derive(Debug, Default, Clone)]
 pub struct SocketAccess {
-    /// The configured text.
+    /// Mode, user and group as written in the options or the configuration file.
     pub words: AccessWords,
-    /// Mode, user and group as numbers.
+    /// Mode bits, user ID and group ID that `words` resolve to.
     pub resolved: Access,
 }
 
 /// Permissions of all sockets of a server.
 #[derive(Debug, Default, Clone)]
 pub struct ServerAccess {
-    /// NBD and vhost-user sockets.
+    /// Permissions of NBD and vhost-user sockets.
     pub sockets: SocketAccess,
-    /// The control socket.
+    /// Permissions of the control socket.
     pub control: SocketAccess,
-    /// The read-only control socket.
+    /// Permissions of the read-only control socket.
     pub control_read_only: SocketAccess,
 }
 
 impl ServerAccess {
-    /// Combines command line and file. An option of the command line overrides the key of the file.
+    /// Combines the command line options with the keys of the configuration file. An option overrides its
+    /// key.
     pub fn new(args: &AccessArgs, file: Option<(&FileConfig, &Path)>) -> Result<Self, Usage> {
         let words = |mode: Option<u32>, user: &Option<String>, group: &Option<String>| AccessWords {
             mode,
@@ -106,7 +108,7 @@ impl ServerAccess {
 }
 
 impl ServerAccess {
-    /// Returns the permissions of each socket with the prefix of its keys.
+    /// Returns the permissions of each kind of socket, with the prefix of the configuration keys for them.
     pub fn each(&self) -> [(&'static str, &SocketAccess); 3] {
         [
             ("socket", &self.sockets),
@@ -115,7 +117,8 @@ impl ServerAccess {
         ]
     }
 
-    /// Fails if permissions are set for the read-only control socket, and the server has none.
+    /// Fails if permissions are set for the read-only control socket, but the server does not have that
+    /// socket (`is_there` is false).
     pub fn check_read_only(&self, is_there: bool) -> Result<(), Usage> {
         match self.control_read_only.words.keys("control_read_only").first() {
             Some((key, _)) if !is_there => {
@@ -126,7 +129,8 @@ impl ServerAccess {
         }
     }
 
-    /// Warns about permissions without effect: only the owner can enter `dir`, where the sockets are.
+    /// Warns about socket permissions that have no effect, because only the owner may enter `dir`, the
+    /// directory of the sockets.
     pub fn warn_of_private(&self, dir: &Path, has_sockets: bool, has_control: bool) {
         for (is_in_dir, access, prefix, option) in [
             (has_sockets, &self.sockets, "socket", "--nbd"),
@@ -147,7 +151,8 @@ impl ServerAccess {
 
 impl SocketAccess {
     fn new(args: AccessWords, what: &str, file: Option<(AccessWords, String)>) -> Result<Self, Usage> {
-        // Each source is resolved by itself, so that an error names the option or key of that source.
+        // The command line and the file are resolved separately, so that an error names the option or key at
+        // fault.
         resolve(&args, |part| format!("--{}-{part}", what.replace('_', "-")))?;
         let words = match file {
             Some((words, at)) => {
@@ -161,7 +166,7 @@ impl SocketAccess {
     }
 }
 
-/// Looks up user and group. `key` returns the option or key to name in an error.
+/// Resolves the mode, user and group to numbers. `key` returns the option or key that an error names.
 fn resolve(words: &AccessWords, key: impl Fn(&str) -> String) -> Result<Access, Usage> {
     let number = |part: &'static str, text: &Option<String>, find: Find| {
         let Some(text) = text else { return Ok(None) };
@@ -174,28 +179,28 @@ fn resolve(words: &AccessWords, key: impl Fn(&str) -> String) -> Result<Access, 
     Ok(Access { mode: words.mode.unwrap_or(Access::default().mode), user, group })
 }
 
-/// Returns the number of a user.
+/// Returns the user ID for a user name or a decimal number.
 ///
 /// # Errors
-/// The end of a sentence that begins with the name.
+/// Returns the reason without the name, which the caller puts before it.
 pub fn find_user(text: &str) -> Result<u32, String> {
     find_number(text, "user", user_of)
 }
 
-/// Returns the number of a group.
+/// Returns the group ID for a group name or a decimal number.
 ///
 /// # Errors
-/// The end of a sentence that begins with the name.
+/// Returns the reason without the name, which the caller puts before it.
 pub fn find_group(text: &str) -> Result<u32, String> {
     find_number(text, "group", group_of)
 }
 
-/// Returns the number of a user or group by its name, or `None` if the name is unknown.
+/// Function that returns the ID of a user or group by name, `None` if the name is unknown, or an errno.
 type Find = fn(&str) -> Result<Option<u32>, c_int>;
 
 fn find_number(text: &str, part: &str, find: Find) -> Result<u32, String> {
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
-        // 4294967295 means "no change" to chown.
+        // chown(2) leaves the owner or group unchanged for 4294967295, so that number is not a valid ID.
         let number = text.parse().ok().filter(|number| *number != u32::MAX);
         return number.ok_or_else(|| {
             format!("must be a {part} of this machine: a name, or a number below 4294967295")
@@ -226,7 +231,7 @@ fn group_of(name: &str) -> Result<Option<u32>, c_int> {
     .map(|entry| entry.map(|entry: libc::group| entry.gr_gid))
 }
 
-/// Looks up an entry of the user or group database. `look_up` gets the name with a terminating zero, the
+/// Looks up an entry of the user or group database. `look_up` receives the name with a terminating zero, the
 /// entry, the buffer for its strings with the size, and the result pointer. The caller may use only the
 /// numbers of the returned entry: its strings point into a buffer that is freed.
 fn entry_of<T: Copy>(
@@ -243,7 +248,7 @@ fn entry_of<T: Copy>(
         match errno {
             // SAFETY: the function has written the entry if `found` is not null.
             0 if !found.is_null() => return Ok(Some(unsafe { entry.assume_init() })),
-            // Some NSS services report an unknown name with an error number.
+            // Some NSS services report an unknown name with ENOENT or ESRCH instead of a null result.
             0 | libc::ENOENT | libc::ESRCH => return Ok(None),
             libc::EINTR => {}
             libc::ERANGE if buffer.len() < ENTRY_BYTES_MAX => buffer.resize(buffer.len() * 2, 0),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use freestone_nbd::{Address, AllowList, MAX_ALLOWED, Who};
+use freestone_nbd::{Address, AllowEntry, AllowList, MAX_ALLOWED};
 
 use freestone_spec::config::FileConfig;
 
@@ -13,10 +13,10 @@ use crate::error::Usage;
 pub const HELP: &str = "Clients that may connect to this address: networks (10.0.0.0/8, ::1) for TCP, uid:USER and gid:GROUP \
     for Unix sockets; applies to all exports there";
 
-/// Parses an allow list. User and group names are looked up once, now.
+/// Parses an allow list. User and group names are looked up now, not at each connection.
 ///
 /// # Errors
-/// The end of a sentence that begins with the option or key.
+/// Returns the reason without the option or key, which the caller puts before it.
 pub fn parse(words: &[String]) -> Result<AllowList, String> {
     if words.is_empty() {
         return Err("the list is empty, so no client could connect; omit it to admit every client".into());
@@ -28,8 +28,8 @@ pub fn parse(words: &[String]) -> Result<AllowList, String> {
     Ok(AllowList::new(entries.collect::<Result<Vec<_>, _>>()?))
 }
 
-/// Returns the allow list of the server's addresses, from the command line or else from the file. The
-/// boolean is true if the list comes from the command line.
+/// Returns the allow list for the server's own addresses: from `--allow`, or else from the configuration
+/// file. Returns `None` if neither contains one. The boolean is true if the list is that of `--allow`.
 pub fn of_server(
     line: &[String],
     file: Option<(&FileConfig, &Path)>,
@@ -45,22 +45,22 @@ pub fn of_server(
     Ok(Some((list, false)))
 }
 
-fn parse_entry(word: &str) -> Result<Who, String> {
+fn parse_entry(word: &str) -> Result<AllowEntry, String> {
     if let Some(user) = word.strip_prefix("uid:") {
-        return find_user(user).map(Who::User);
+        return find_user(user).map(AllowEntry::User);
     }
     if let Some(group) = word.strip_prefix("gid:") {
-        return find_group(group).map(Who::Group);
+        return find_group(group).map(AllowEntry::Group);
     }
-    Who::network(word).map_err(|why| why.to_string())
+    AllowEntry::parse_network(word).map_err(|why| why.to_string())
 }
 
-/// Returns the entries of a list as text.
+/// Returns the entries of an allow list as text, one word per entry, as accepted by [`parse`].
 pub fn words(list: &AllowList) -> Vec<String> {
     list.entries().iter().map(ToString::to_string).collect()
 }
 
-/// Fails if no entry of the list can match a client of the address.
+/// Fails if no entry of the allow list can match a client of `address`.
 pub fn check(list: &AllowList, address: &Address) -> Result<(), String> {
     match address {
         Address::Unix(_) => check_local(list, address),
@@ -72,7 +72,8 @@ pub fn check(list: &AllowList, address: &Address) -> Result<(), String> {
     }
 }
 
-/// Fails if no entry of the list can match a client of a Unix socket.
+/// Fails if no entry of the allow list can match a client of a Unix socket. `address` names the socket in the
+/// error.
 pub fn check_local(list: &AllowList, address: &dyn std::fmt::Display) -> Result<(), String> {
     if list.has_users() {
         return Ok(());
@@ -80,7 +81,7 @@ pub fn check_local(list: &AllowList, address: &dyn std::fmt::Display) -> Result<
     Err(format!("{address}: {list} has no uid: or gid: entry, and networks do not apply to Unix sockets"))
 }
 
-/// Returns a list as text for users.
+/// Returns an allow list as text for messages. `None` is shown as "every client".
 pub fn shown(list: Option<&AllowList>) -> String {
     list.map_or_else(|| "every client".to_owned(), ToString::to_string)
 }

@@ -9,10 +9,11 @@ use freestone_nbd::Address;
 use crate::output;
 use crate::paths;
 use crate::service::Service;
-use crate::started_by;
+use crate::supervisor;
 
-/// Returns the shell for the command of `--run`, with the addresses in its environment. `open_files` is the
-/// soft limit of open files before the server raised it: programs may not expect a higher one.
+/// Returns the `sh -c` process for the command of `--run`, with the addresses in its environment variables.
+/// `open_files` is the soft limit of open files before the server raised it. The shell restores that limit,
+/// because programs may not expect a higher one.
 pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, control: &Path) -> Command {
     let exports = service.exports.nbd.exports();
     let export = exports.iter().find(|e| e.default).or(exports.first());
@@ -28,7 +29,7 @@ pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, co
         None => command.to_owned(),
     };
     shell.arg("-c").arg(command).env("uri", &uri).env("nbd", &uri);
-    for variable in started_by::VARIABLES {
+    for variable in supervisor::VARIABLES {
         shell.env_remove(variable);
     }
     shell.env("control", control).env(paths::CONTROL_VARIABLE, control);
@@ -40,9 +41,10 @@ pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, co
     shell
 }
 
-/// Prints the addresses of all exports, and the next commands to try. Ignores a closed stdout.
+/// Prints the address of each export with a command to try it, and the URLs and sockets of the server.
+/// Ignores a closed stdout.
 pub fn announce(service: &Service, control: &Path) {
-    // Writing to a string cannot fail.
+    // Writing to a string cannot fail, so the results of `writeln!` are ignored.
     let mut text = String::new();
     for export in service.exports.nbd.exports() {
         let uri = quote(&export.uri());
@@ -80,11 +82,11 @@ fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// Returns the line about a withheld device.
+/// Returns the line that reports why a device is withheld (not published), and how to publish it.
 fn withheld_message(service: &Service, name: &str) -> String {
-    let content_of = service.saves.behind_of(name);
+    let content_of = service.saves.stale_since(name);
     let changed_base = service.saves.changed_base_of(name);
-    let what = match (service.withheld.why_whole(name), content_of, changed_base) {
+    let what = match (service.withheld.other_reason(name), content_of, changed_base) {
         (Some(why), ..) => format!("is withheld: {why}"),
         (_, Some(when), _) => format!("has the content of {when}, and is withheld"),
         (_, _, Some(file)) => {

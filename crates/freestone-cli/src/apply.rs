@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::config::FileConfig;
-use freestone_spec::entries::a_kind;
+use freestone_spec::entries::with_article;
 use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::State;
@@ -20,17 +20,17 @@ use tracing::warn;
 
 use crate::allow;
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
-use crate::declared::{self, Declared};
+use crate::control::protocol::RpcError;
+use crate::declared::{self, DeclaredDevice};
+use crate::export_spec::{ExportAddress, ExportSet, ExportSpec};
 use crate::handshake;
 use crate::paths::parse_address;
-use crate::places::{Place, Seen, Wanted};
 use crate::recording::Recording;
 use crate::saves;
 use crate::service::Service;
 
-/// Keys that can be changed at run time. If the file no longer has the key, it is set to the second value; `None`
-/// means that the key cannot be removed.
+/// Device keys that can be changed at run time, each with the value that is set when the file no longer contains the
+/// key. `None` means that the key must not disappear from the file.
 const SETTABLE: [(&str, Option<&str>); 19] = [
     ("disksize", None),
     ("size", None),
@@ -50,37 +50,37 @@ const SETTABLE: [(&str, Option<&str>); 19] = [
     ("bps_burst", Some("0")),
     ("max_clients", Some("0")),
     ("keep", Some("no")),
-    ("on_lost", Some("withhold")),
+    ("on_data_loss", Some("withhold")),
 ];
 
-/// Options of applying a configuration.
+/// Options for applying a configuration file.
 #[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 #[derive(Debug, Clone, Copy)]
-pub struct Extent {
+pub struct ApplyOptions {
     /// Also remove devices and exports that no file declares.
     pub prune: bool,
-    /// Continue if clients are connected; their connections are closed.
+    /// Remove and unpublish even if clients are connected; their connections are closed.
     pub force: bool,
-    /// Only return the changes, without making them.
+    /// Return the planned changes without making them.
     pub check: bool,
-    /// Keep devices of earlier files that are not declared now: the source is a command line, not a file.
+    /// Keep devices that only earlier files declared, because the source is a command line, not a new file.
     pub adds: bool,
 }
 
-/// A change of a device, an export or an allow list.
+/// A planned change of a device, an export or an allow list.
 #[derive(Debug)]
 enum Change {
     Remove(String),
-    Unpublish(String, Place),
+    Unpublish(String, ExportAddress),
     Set(String, Map<String, Value>),
-    Create(Box<Declared>),
-    PublishHome(String),
-    AllowHome(AllowList),
-    Allow(String, Place, Option<AllowList>),
-    Publish(String, Wanted),
+    Create(Box<DeclaredDevice>),
+    PublishAtServer(String),
+    AllowAtServer(AllowList),
+    Allow(String, ExportAddress, Option<AllowList>),
+    Publish(String, ExportSpec),
     /// Sets the limits of the export at this address to those of the specification.
-    Limit(String, Place, Wanted),
-    Withhold(String, Seen),
+    Limit(String, ExportAddress, ExportSpec),
+    Withhold(String, ExportSet),
 }
 
 impl fmt::Display for Change {
@@ -95,97 +95,101 @@ impl fmt::Display for Change {
                     .try_for_each(|(attr, value)| write!(f, " {attr}={}", value.as_str().unwrap_or_default()))
             }
             Self::Create(declared) => write!(f, "create {}", declared.spec.words),
-            Self::PublishHome(name) => write!(f, "publish {name}"),
-            Self::AllowHome(list) => write!(f, "allow {list} at the addresses of the server"),
+            Self::PublishAtServer(name) => write!(f, "publish {name}"),
+            Self::AllowAtServer(list) => write!(f, "allow {list} at the addresses of the server"),
             Self::Allow(_, place, list) => write!(f, "allow {} at {place}", allow::shown(list.as_ref())),
             Self::Publish(name, wanted) => {
                 let how = if wanted.read_only { ", read-only" } else { "" };
-                write!(f, "publish {name} at {}{how}", wanted.place)?;
+                write!(f, "publish {name} at {}{how}", wanted.address)?;
                 wanted.limits.words().try_for_each(|(key, text)| write!(f, ", {key}={text}"))
             }
             Self::Limit(name, place, wanted) => {
                 write!(f, "limit {name} at {place}")?;
-                if wanted.limits.is_none() {
+                if wanted.limits.is_unlimited() {
                     return write!(f, ": no limit");
                 }
                 wanted.limits.words().try_for_each(|(key, text)| write!(f, ", {key}={text}"))
             }
-            Self::Withhold(name, seen) => {
+            Self::Withhold(name, export_set) => {
                 write!(f, "publish {name}, once it is no longer withheld")?;
-                seen.exports.iter().try_for_each(|(wanted, _)| write!(f, ", at {}", wanted.place))
+                export_set.exports.iter().try_for_each(|(wanted, _)| write!(f, ", at {}", wanted.address))
             }
         }
     }
 }
 
-/// Applies the file at `path`. Returns the changes, which were made unless `extent.check` is set.
-pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<String>, Fault> {
-    let invalid = |error: anyhow::Error| Fault::failed(Errno::EINVAL, format!("{error:#}"));
+/// Applies the configuration file at `path`. Returns one line per change, made unless `options.check` is set.
+pub fn apply(service: &Service, path: &Path, options: ApplyOptions) -> Result<Vec<String>, RpcError> {
+    let invalid = |error: anyhow::Error| RpcError::failed(Errno::EINVAL, format!("{error:#}"));
     let file = declared::read(path).map_err(invalid)?;
-    let mut devices = declared::devices(&file, path).map_err(|why| Fault::invalid(why.0))?;
+    let mut devices = declared::devices(&file, path).map_err(|why| RpcError::invalid(why.0))?;
     if file.ublk || service.as_block_devices.load(Ordering::SeqCst) {
         declared::as_block_devices(&mut devices);
     }
     check_server(service, &file, path)?;
     let home = file.allow.as_deref().map(|words| home_list(service, words)).transpose();
-    let home = home.map_err(|why| Fault::invalid(format!("{}: allow: {why}", path.display())))?;
+    let home = home.map_err(|why| RpcError::invalid(format!("{}: allow: {why}", path.display())))?;
     if let Some(list) = &home
-        && let Some(is) = service.exports.fixed_home_allow()
+        && let Some(is) = service.exports.fixed_server_allow_list()
         && is != *list
     {
         let why = format!("{}: allow: --allow of the server ({is}) takes precedence", path.display());
-        return Err(Fault::failed(Errno::EBUSY, why));
+        return Err(RpcError::failed(Errno::EBUSY, why));
     }
-    apply_all(service, &devices, home, extent)
+    apply_all(service, &devices, home, options)
 }
 
 /// Parses the allow list of the server's addresses, and checks it against each of them.
 fn home_list(service: &Service, words: &[String]) -> Result<AllowList, String> {
     let list = allow::parse(words)?;
-    service.exports.home().iter().try_for_each(|address| allow::check(&list, address))?;
+    service.exports.server_addresses().iter().try_for_each(|address| allow::check(&list, address))?;
     Ok(list)
 }
 
-/// Applies these devices without a file.
-pub fn apply_devices(service: &Service, devices: &[Declared], extent: Extent) -> Result<Vec<String>, Fault> {
-    apply_all(service, devices, None, extent)
+/// Applies `devices` without reading a file, for the start of a server. Returns the same as [`apply`].
+pub fn apply_devices(
+    service: &Service,
+    devices: &[DeclaredDevice],
+    options: ApplyOptions,
+) -> Result<Vec<String>, RpcError> {
+    apply_all(service, devices, None, options)
 }
 
-/// Applies these devices, and the allow list of the server's addresses if there is one.
+/// Applies `devices`, and sets the allow list of the server's addresses to `home` unless it is `None`.
 fn apply_all(
     service: &Service,
-    devices: &[Declared],
+    devices: &[DeclaredDevice],
     home: Option<AllowList>,
-    extent: Extent,
-) -> Result<Vec<String>, Fault> {
+    options: ApplyOptions,
+) -> Result<Vec<String>, RpcError> {
     let known = service.declarations.names();
-    let all = if extent.prune { service.registry.all() } else { Vec::new() };
+    let all = if options.prune { service.registry.all() } else { Vec::new() };
     let mut own: HashSet<&str> = devices.iter().map(|device| device.spec.name.as_str()).collect();
     own.extend(known.iter().map(String::as_str));
     own.extend(all.iter().filter(|entry| entry.template.is_none()).map(|entry| entry.name()));
-    let shared: Vec<&str> = devices.iter().filter_map(|device| device.spec.kind.below()).collect();
-    own.extend(devices.iter().flat_map(|device| device.spec.kind.changes()));
+    let shared: Vec<&str> = devices.iter().filter_map(|device| device.spec.kind.parent_name()).collect();
+    own.extend(devices.iter().flat_map(|device| device.spec.kind.claimed_devices()));
     let neighbors: Vec<String> =
         devices.iter().flat_map(|device| neighbors_of_new_lists(service, device)).collect();
     own.extend(neighbors.iter().map(String::as_str));
     let own: Vec<&str> = own.into_iter().collect();
     let claim = service.claim_over_all("apply", &own, &shared)?;
-    let mut changes = Plan { service, devices, extent }.changes()?;
-    if let Some(list) = home.filter(|list| service.exports.home_allow().as_ref() != Some(list)) {
-        changes.insert(0, Change::AllowHome(list));
+    let mut changes = Plan { service, devices, options }.changes()?;
+    if let Some(list) = home.filter(|list| service.exports.server_allow_list().as_ref() != Some(list)) {
+        changes.insert(0, Change::AllowAtServer(list));
     }
-    if extent.check {
+    if options.check {
         return Ok(changes.iter().map(ToString::to_string).collect());
     }
     let recording = Recording::begin(service, &claim, "apply", &own)?;
     let (mut done, count) = (Vec::new(), changes.len());
     for change in changes {
         let text = change.to_string();
-        if let Err(fault) = apply_change(service, &claim, change, extent) {
+        if let Err(fault) = apply_change(service, &claim, change, options) {
             let message = format!("{}; {} of {count} changes were made", fault.message, done.len());
-            // The changes that were made remain.
+            // The changes already made are not rolled back, so they are recorded.
             recording.commit()?;
-            return Err(Fault { message, ..fault });
+            return Err(RpcError { message, ..fault });
         }
         done.push(text);
     }
@@ -196,17 +200,18 @@ fn apply_all(
     Ok(done)
 }
 
-/// Returns the existing exports of a device whose allow list changes, with the new list.
-fn new_lists(service: &Service, device: &Declared) -> Vec<(Place, Option<AllowList>)> {
+/// Returns the addresses of a device's existing exports whose allow list changes, each with the new list.
+fn new_lists(service: &Service, device: &DeclaredDevice) -> Vec<(ExportAddress, Option<AllowList>)> {
     let name = &device.spec.name;
     let known = service.declarations.of(name);
-    let of = |asked: &Wanted| {
-        // With port 0 several exports may have equal addresses.
-        let is_other = |before: &Wanted| device.exports.contains(before) && before != asked;
-        let of_place = |(before, _): &&(Wanted, Place)| before.place == asked.place && !is_other(before);
+    let of = |asked: &ExportSpec| {
+        // Several exports with port 0 have equal addresses, so another declared export must not match.
+        let is_other = |before: &ExportSpec| device.exports.contains(before) && before != asked;
+        let of_place =
+            |(before, _): &&(ExportSpec, ExportAddress)| before.address == asked.address && !is_other(before);
         let before = known.iter().find(|(before, _)| before == asked).or_else(|| known.iter().find(of_place));
-        let place = before.map_or(&asked.place, |(_, at)| at);
-        // A missing list means no change, unless an earlier file had set a list.
+        let place = before.map_or(&asked.address, |(_, at)| at);
+        // An omitted allow list means no change, unless an earlier file had set a list.
         let is_said = asked.allow.is_some() || before.is_some_and(|(before, _)| before.allow.is_some());
         let is_new = service.exports.differs(name, place, asked.allow.as_ref());
         (is_said && is_new).then(|| (place.clone(), asked.allow.clone()))
@@ -214,31 +219,31 @@ fn new_lists(service: &Service, device: &Declared) -> Vec<(Place, Option<AllowLi
     device.exports.iter().filter_map(of).collect()
 }
 
-/// Returns the names of all exports at the addresses whose list changes: the list applies to all of them.
-fn neighbors_of_new_lists(service: &Service, device: &Declared) -> Vec<String> {
+/// Returns the names of all exports at addresses whose allow list changes. A list applies to a whole address.
+fn neighbors_of_new_lists(service: &Service, device: &DeclaredDevice) -> Vec<String> {
     let addresses = new_lists(service, device).into_iter().filter_map(|(place, _)| match place {
-        Place::Nbd(address) => Some(address),
-        Place::VhostUser(_) | Place::Ublk(_) => None,
+        ExportAddress::Nbd(address) => Some(address),
+        ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
     });
     let all = addresses.flat_map(|address| service.exports.nbd.exports_at(&address));
     all.map(|export| export.name).collect()
 }
 
-/// Fails if the file changes a setting of the whole server, which takes effect only at a start.
-fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(), Fault> {
+/// Fails if the file differs from a setting of the whole server that can only be changed by a restart.
+fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(), RpcError> {
     let differs = |key: &str, is: String| {
         let why =
             format!("{}: {key}: the server uses {is}; restart the server to change this", path.display());
-        Err(Fault::failed(Errno::EBUSY, why))
+        Err(RpcError::failed(Errno::EBUSY, why))
     };
     let same = |key: &str, said: &str, is: Option<&String>| {
         let is = is.map_or("none", String::as_str);
         if is == said { Ok(()) } else { differs(key, is.to_owned()) }
     };
-    let mut home = service.exports.home();
+    let mut home = service.exports.server_addresses();
     home.retain(|address| *address != Address::Stdin);
     let is_home = |text: &String| match parse_address(text, Some(&file.base)) {
-        // Port 0 stands for the port chosen at the start.
+        // Port 0 matches the port that the system chose when the server started.
         Ok(Address::Tcp { host, port: 0, .. }) => {
             home.iter().any(|at| matches!(at, Address::Tcp { host: other, .. } if *other == host))
         }
@@ -268,7 +273,7 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
             return differs("state", is.map_or_else(|| "none".into(), |dir| dir.display().to_string()));
         }
     }
-    let (now, asked) = (service.saves.keys(), saves::Plan::keys_of(file));
+    let (now, asked) = (service.saves.keys(), saves::SaveSchedule::keys_of(file));
     for (key, value) in asked {
         same(key, &value, now.iter().find(|(known, _)| *known == key).map(|(_, is)| is))?;
     }
@@ -298,20 +303,21 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
     Ok(())
 }
 
-/// Computes the changes, and fails if one is impossible.
+/// Computation of the changes that make a server match the declared devices. Fails if a change is impossible.
 struct Plan<'a> {
     service: &'a Service,
-    devices: &'a [Declared],
-    extent: Extent,
+    devices: &'a [DeclaredDevice],
+    options: ApplyOptions,
 }
 
 impl Plan<'_> {
-    fn changes(&self) -> Result<Vec<Change>, Fault> {
+    fn changes(&self) -> Result<Vec<Change>, RpcError> {
         let mut changes = Vec::new();
         let removed = self.removals(&mut changes)?;
         for device in self.devices {
             for (place, list) in new_lists(self.service, device) {
-                let is_planned = |change: &Change| matches!(change, Change::Allow(_, at, _) if at.is(&place));
+                let is_planned =
+                    |change: &Change| matches!(change, Change::Allow(_, at, _) if at.is_same(&place));
                 if !changes.iter().any(is_planned) {
                     changes.push(Change::Allow(device.spec.name.clone(), place, list));
                 }
@@ -323,21 +329,21 @@ impl Plan<'_> {
             match self.service.registry.find(name) {
                 Some(entry) if entry.template.is_some() => {
                     let why = "is the fork of a connection to a template";
-                    return Err(Fault::failed(Errno::EEXIST, format!("{}{name}: {why}", device.at)));
+                    return Err(RpcError::failed(Errno::EEXIST, format!("{}{name}: {why}", device.at)));
                 }
                 Some(entry) => self.change(device, &entry, &mut changes)?,
                 None if self.service.records.is_pending(name) => {
                     warn!("{name}: not changed: its server has not answered yet");
                 }
                 None => {
-                    let takes = device.spec.kind.takes();
+                    let takes = device.spec.kind.exclusive_uses();
                     let takes = takes.iter().map(|takes| takes.name);
-                    for below in device.spec.kind.below().into_iter().chain(takes) {
+                    for below in device.spec.kind.parent_name().into_iter().chain(takes) {
                         let is_there = there.contains(below)
                             || (self.service.registry.find(below).is_some() && !removed.contains(below));
                         if !is_there {
                             let why = format!("{}{name}: {below}: there is no such device", device.at);
-                            return Err(Fault::failed(Errno::ENODEV, why));
+                            return Err(RpcError::failed(Errno::ENODEV, why));
                         }
                     }
                     changes.push(Change::Create(Box::new(device.clone())));
@@ -348,8 +354,8 @@ impl Plan<'_> {
         Ok(changes)
     }
 
-    /// Adds the removals, dependent devices first. Returns the names of removed devices.
-    fn removals(&self, changes: &mut Vec<Change>) -> Result<HashSet<String>, Fault> {
+    /// Adds the removals to `changes`, dependent devices first. Returns the names of the devices to remove.
+    fn removals(&self, changes: &mut Vec<Change>) -> Result<HashSet<String>, RpcError> {
         let service = self.service;
         let declared: HashSet<&str> = self.devices.iter().map(|device| device.spec.name.as_str()).collect();
         let known: HashSet<String> = service.declarations.names().into_iter().collect();
@@ -358,19 +364,19 @@ impl Plan<'_> {
             let name = entry.name();
             entry.template.is_none()
                 && !declared.contains(name)
-                && (self.extent.prune || (known.contains(name) && !self.extent.adds))
+                && (self.options.prune || (known.contains(name) && !self.options.adds))
         };
         let removed: HashSet<String> = all.iter().filter(goes).map(|entry| entry.name().to_owned()).collect();
         for entry in all.iter().rev().filter(|entry| removed.contains(entry.name())) {
             let stays = |other: &&Arc<Entry>| {
-                let needs = other.needs().iter().any(|needed| Arc::ptr_eq(needed, entry));
+                let needs = other.dependencies().iter().any(|needed| Arc::ptr_eq(needed, entry));
                 needs && other.template.is_none() && !removed.contains(other.name())
             };
             if let Some(other) = all.iter().find(stays) {
                 let why = format!("{}: cannot be removed: {} stands on it", entry.name(), other.name());
-                return Err(Fault::failed(Errno::EBUSY, why));
+                return Err(RpcError::failed(Errno::EBUSY, why));
             }
-            if !self.extent.force {
+            if !self.options.force {
                 service.exports.check_idle(entry)?;
             }
             changes.push(Change::Remove(entry.name().to_owned()));
@@ -378,112 +384,134 @@ impl Plan<'_> {
         Ok(removed)
     }
 
-    /// Returns the exports that a withheld device gets when it is released.
-    fn exports_when_released(&self, device: &Declared, entry: &Arc<Entry>, is: &Seen) -> Seen {
-        let home = self.service.belongs_at_home(device.spec.publish, entry);
-        let stays = |wanted: &Wanted| !device.exports.iter().any(|other| other.place.is(&wanted.place));
+    /// Returns the exports to publish when a withheld device is released.
+    fn exports_when_released(
+        &self,
+        device: &DeclaredDevice,
+        entry: &Arc<Entry>,
+        is: &ExportSet,
+    ) -> ExportSet {
+        let home = self.service.is_for_server_addresses(device.spec.publish, entry);
+        let stays =
+            |wanted: &ExportSpec| !device.exports.iter().any(|other| other.address.is_same(&wanted.address));
         let by_hand =
-            is.exports.iter().filter(|(wanted, declared)| !declared && !self.extent.prune && stays(wanted));
+            is.exports.iter().filter(|(wanted, declared)| !declared && !self.options.prune && stays(wanted));
         let of_file = device.exports.iter().map(|asked| {
-            let chosen = |(is, _): &&(Wanted, bool)| {
-                is.read_only == asked.read_only && is.place.has_chosen_port_of(&asked.place)
+            let chosen = |(is, _): &&(ExportSpec, bool)| {
+                is.read_only == asked.read_only && is.address.has_chosen_port_of(&asked.address)
             };
-            let place = is.exports.iter().find(chosen).map_or(&asked.place, |(is, _)| &is.place);
-            (Wanted { place: place.clone(), ..asked.clone() }, device.is_of_file())
+            let place = is.exports.iter().find(chosen).map_or(&asked.address, |(is, _)| &is.address);
+            (ExportSpec { address: place.clone(), ..asked.clone() }, device.is_of_file())
         });
-        Seen { home, exports: by_hand.cloned().chain(of_file).collect() }
+        ExportSet { at_server_addresses: home, exports: by_hand.cloned().chain(of_file).collect() }
     }
 
-    /// Adds the changes of an existing device.
-    fn change(&self, device: &Declared, entry: &Arc<Entry>, changes: &mut Vec<Change>) -> Result<(), Fault> {
+    /// Adds the changes that bring an existing device to its declared state.
+    fn change(
+        &self,
+        device: &DeclaredDevice,
+        entry: &Arc<Entry>,
+        changes: &mut Vec<Change>,
+    ) -> Result<(), RpcError> {
         let (service, name) = (self.service, entry.name());
         let attrs = differences(entry, &device.spec)
-            .map_err(|why| Fault::failed(Errno::EBUSY, format!("{}{name}: {why}", device.at)))?;
+            .map_err(|why| RpcError::failed(Errno::EBUSY, format!("{}{name}: {why}", device.at)))?;
         if !attrs.is_empty() {
             changes.push(Change::Set(name.to_owned(), attrs));
         }
         if let Some(is) = service.withheld.of(name) {
-            // A file cannot release a withheld device, only change its later exports.
-            let seen = self.exports_when_released(device, entry, &is);
-            if !seen.is_same(&is) {
-                changes.push(Change::Withhold(name.to_owned(), seen));
+            // A file cannot release a withheld device, only change the exports to publish after the release.
+            let export_set = self.exports_when_released(device, entry, &is);
+            if !export_set.is_same(&is) {
+                changes.push(Change::Withhold(name.to_owned(), export_set));
             }
             return Ok(());
         }
-        let live = service.exports.wanted(name);
+        let live = service.exports.specs(name);
         let known = service.declarations.of(name);
-        // Absent exports are retried anyhow, unless their specification changes.
-        let absent = service.exports.absent.seen(name);
-        let is_asked = |is: &Wanted, asked: &Wanted| {
-            let place = if is.place.has_chosen_port_of(&asked.place) { &is.place } else { &asked.place };
+        // Exports that cannot be published yet are retried anyhow, unless their specification changes.
+        let absent = service.exports.unpublished.export_set(name);
+        let is_asked = |is: &ExportSpec, asked: &ExportSpec| {
+            let place =
+                if is.address.has_chosen_port_of(&asked.address) { &is.address } else { &asked.address };
             let read_only = asked.read_only || entry.is_read_only();
-            Wanted { place: place.clone(), read_only, ..asked.clone() } == *is
+            ExportSpec { address: place.clone(), read_only, ..asked.clone() } == *is
         };
         for (export, declared) in &absent.exports {
-            let is_other = |asked: &Wanted| asked.place.is(&export.place);
-            let goes = *declared || self.extent.prune || device.exports.iter().any(is_other);
+            let is_other = |asked: &ExportSpec| asked.address.is_same(&export.address);
+            let goes = *declared || self.options.prune || device.exports.iter().any(is_other);
             if goes && !device.exports.iter().any(|asked| is_asked(export, asked)) {
-                changes.push(Change::Unpublish(name.to_owned(), export.place.clone()));
+                changes.push(Change::Unpublish(name.to_owned(), export.address.clone()));
             }
         }
-        let is_shown = |wanted: &Wanted| {
+        let is_shown = |wanted: &ExportSpec| {
             let read_only = wanted.read_only || entry.is_read_only();
-            let at = |place: &Place| live.iter().any(|is| is.place.is(place) && is.read_only == read_only);
-            at(&wanted.place) || known.iter().any(|(before, place)| before.is_asked_as(wanted) && at(place))
+            let at = |place: &ExportAddress| {
+                live.iter().any(|is| is.address.is_same(place) && is.read_only == read_only)
+            };
+            at(&wanted.address)
+                || known.iter().any(|(before, place)| before.has_same_address_and_mode(wanted) && at(place))
         };
-        let is_wanted = |place: &Place| {
-            let by = |wanted: &Wanted| {
+        let is_wanted = |place: &ExportAddress| {
+            let by = |wanted: &ExportSpec| {
                 is_shown(wanted)
-                    && (wanted.place.is(place)
-                        || known.iter().any(|(before, at)| before.is_asked_as(wanted) && at.is(place)))
+                    && (wanted.address.is_same(place)
+                        || known.iter().any(|(before, at)| {
+                            before.has_same_address_and_mode(wanted) && at.is_same(place)
+                        }))
             };
             device.exports.iter().any(by)
         };
-        for export in live.iter().filter(|export| !is_wanted(&export.place)) {
-            // An export that changes at the same address is unpublished first.
-            let is_republished = device.exports.iter().any(|wanted| wanted.place.is(&export.place));
-            if self.extent.prune || is_republished || known.iter().any(|(_, at)| at.is(&export.place)) {
-                changes.push(Change::Unpublish(name.to_owned(), export.place.clone()));
+        for export in live.iter().filter(|export| !is_wanted(&export.address)) {
+            // An export that becomes read-only or writable at the same address is unpublished first.
+            let is_republished = device.exports.iter().any(|wanted| wanted.address.is_same(&export.address));
+            if self.options.prune || is_republished || known.iter().any(|(_, at)| at.is_same(&export.address))
+            {
+                changes.push(Change::Unpublish(name.to_owned(), export.address.clone()));
             }
         }
-        let home = service.exports.home();
+        let home = service.exports.server_addresses();
         let at_home = home.iter().filter(|address| service.exports.is_at(name, address));
         let at_home: Vec<_> = at_home.cloned().collect();
-        let belongs = service.belongs_at_home(device.spec.publish, entry);
-        if belongs && at_home.len() < home.len() && !absent.home {
-            changes.push(Change::PublishHome(name.to_owned()));
+        let belongs = service.is_for_server_addresses(device.spec.publish, entry);
+        if belongs && at_home.len() < home.len() && !absent.at_server_addresses {
+            changes.push(Change::PublishAtServer(name.to_owned()));
         } else if !belongs {
-            changes.extend(at_home.into_iter().map(|at| Change::Unpublish(name.to_owned(), Place::Nbd(at))));
+            let unpublish = |at| Change::Unpublish(name.to_owned(), ExportAddress::Nbd(at));
+            changes.extend(at_home.into_iter().map(unpublish));
         }
         for wanted in device.exports.iter().filter(|wanted| is_shown(wanted)) {
-            let is_there = |is: &&Wanted| {
-                let by_file = |(before, at): &(Wanted, Place)| before.is_asked_as(wanted) && at.is(&is.place);
-                wanted.place.is(&is.place) || known.iter().any(by_file)
+            let is_there = |is: &&ExportSpec| {
+                let by_file = |(before, at): &(ExportSpec, ExportAddress)| {
+                    before.has_same_address_and_mode(wanted) && at.is_same(&is.address)
+                };
+                wanted.address.is_same(&is.address) || known.iter().any(by_file)
             };
             if let Some(is) = live.iter().find(is_there).filter(|is| is.limits != wanted.limits) {
-                changes.push(Change::Limit(name.to_owned(), is.place.clone(), wanted.clone()));
+                changes.push(Change::Limit(name.to_owned(), is.address.clone(), wanted.clone()));
             }
         }
-        let is_absent = |wanted: &&Wanted| absent.exports.iter().any(|(export, _)| is_asked(export, wanted));
+        let is_absent =
+            |wanted: &&ExportSpec| absent.exports.iter().any(|(export, _)| is_asked(export, wanted));
         let missing = device.exports.iter().filter(|wanted| !is_shown(wanted) && !is_absent(wanted));
         changes.extend(missing.map(|wanted| Change::Publish(name.to_owned(), wanted.clone())));
         Ok(())
     }
 }
 
-/// Returns the attributes to set so that the device has its new specification.
+/// Returns the attributes to set so that the device matches the new specification `asked`.
 ///
 /// # Errors
-/// The end of a sentence: the difference cannot be set at run time.
+/// Returns the reason, to append to the device name, if a difference cannot be set at run time.
 fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String> {
-    let now = entry.words.now(&entry.spec);
+    let now = entry.words.current(&entry.spec);
     let is = Spec::from_entries(now.clone()).map_err(|_| "was restored from a file".to_owned())?;
     let mut attrs = Map::new();
     if is.is_same(asked) {
         return Ok(attrs);
     }
     if now.kind != asked.words.kind {
-        return Err(format!("is {} device; remove it first", a_kind(&now.kind)));
+        return Err(format!("is {} device; remove it first", with_article(&now.kind)));
     }
     let of = |pairs: &[(String, String)], key: &str| {
         pairs.iter().find(|(known, _)| known == key).map(|(_, value)| value.clone())
@@ -497,7 +525,7 @@ fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String
             Some(value) => probe.put(key, value),
             None => probe.pairs.retain(|(known, _)| known != key),
         }
-        // Different spellings can mean the same value.
+        // Different texts can mean the same value, such as 1G and 1024M.
         if Spec::from_entries(probe).is_ok_and(|probe| probe.is_same(&is)) {
             continue;
         }
@@ -513,38 +541,43 @@ fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String
     Ok(attrs)
 }
 
-fn apply_change(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) -> Result<(), Fault> {
+fn apply_change(
+    service: &Service,
+    claim: &Claim<'_>,
+    change: Change,
+    options: ApplyOptions,
+) -> Result<(), RpcError> {
     let (exports, declarations) = (&service.exports, &service.declarations);
     match change {
         Change::Remove(name) => {
-            service.remove(claim, &service.find(&name)?, extent.force)?;
+            service.remove(claim, &service.find(&name)?, options.force)?;
         }
         Change::Unpublish(name, place) => {
-            exports.hide_at(claim, &*service.find(&name)?, &place, extent.force)?;
+            exports.unpublish_from(claim, &*service.find(&name)?, &place, options.force)?;
             declarations.forget_export(&name, &place);
         }
         Change::Set(name, attrs) => service.set(&service.find(&name)?, &attrs)?,
         Change::Create(device) => {
             let is_of_file = device.is_of_file();
-            let Declared { spec, exports: wanted, .. } = *device;
+            let DeclaredDevice { spec, exports: wanted, .. } = *device;
             let (name, publish) = (spec.name.clone(), spec.publish);
             let entry = service.create(claim, spec, false)?;
             if is_of_file {
                 declarations.declare(&name);
             }
             entry.kind.begin_merge(&entry, &service.registry)?;
-            if service.belongs_at_home(publish, &entry) {
-                exports.publish_home(claim, &entry)?;
+            if service.is_for_server_addresses(publish, &entry) {
+                exports.publish_at_server_addresses(claim, &entry)?;
             }
             for wanted in &wanted {
-                let shown = exports.show_at(claim, &entry, wanted)?;
+                let shown = exports.publish_at(claim, &entry, wanted)?;
                 if is_of_file {
                     declarations.declare_export(&name, wanted, &shown);
                 }
             }
         }
-        Change::Withhold(name, seen) => service.withheld.set_seen(&name, seen),
-        Change::AllowHome(list) => exports.set_home_allow(&list),
+        Change::Withhold(name, export_set) => service.withheld.set_exports(&name, export_set),
+        Change::AllowAtServer(list) => exports.set_server_allow_list(&list),
         Change::Allow(name, place, list) => {
             exports.set_allow(&name, &place, list.as_ref());
             for name in declarations.names() {
@@ -553,13 +586,13 @@ fn apply_change(service: &Service, claim: &Claim<'_>, change: Change, extent: Ex
         }
         Change::Limit(name, place, wanted) => {
             let limits = wanted.limits;
-            let at = Wanted { place, ..wanted };
+            let at = ExportSpec { address: place, ..wanted };
             exports.limit_at(claim, &*service.find(&name)?, &at, limits)?;
-            declarations.limit_export(&name, &at.place, limits);
+            declarations.limit_export(&name, &at.address, limits);
         }
-        Change::PublishHome(name) => exports.publish_home(claim, &service.find(&name)?)?,
+        Change::PublishAtServer(name) => exports.publish_at_server_addresses(claim, &service.find(&name)?)?,
         Change::Publish(name, wanted) => {
-            let shown = exports.show_at(claim, &service.find(&name)?, &wanted)?;
+            let shown = exports.publish_at(claim, &service.find(&name)?, &wanted)?;
             declarations.declare_export(&name, &wanted, &shown);
         }
     }

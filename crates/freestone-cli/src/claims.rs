@@ -1,13 +1,13 @@
 //! Claims: locks by device name that serialize verbs.
 //!
-//! Verbs that change the same device run one after the other, in the order of their requests. A verb claims
-//! a name before the device exists, and releases it after the device is gone, so two verbs cannot create or
+//! Verbs that change the same device run one after the other, in the order of their requests. A verb claims a
+//! name before the device exists, and releases it after the device is gone. So two verbs cannot create or
 //! remove the same device at the same time.
 //!
-//! A verb claims all names at once, and holds them until it ends, even while it waits for a disk or for
-//! clients that are cut off. Each claim has a number, and is queued under that number for each of its names.
-//! A claim is granted when none of its queues has a conflicting claim with a lower number. Claims wait only
-//! for lower numbers, so they cannot deadlock.
+//! A verb claims all names at once, and holds them until it ends, even while it waits for a disk or a
+//! disconnect. Each claim has a number, and is queued under that number for each of its names. A claim is
+//! granted when none of its queues has a conflicting claim with a lower number. Claims wait only for lower
+//! numbers, so they cannot deadlock.
 //!
 //! Addresses are claimed in the same way. Lock order: devices, then addresses. A verb that has claimed an
 //! address claims no device.
@@ -19,16 +19,16 @@ use std::time::{Duration, Instant};
 use freestone_nbd::Address;
 use freestone_spec::refusal::Errno;
 
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use freestone::mutants::{self, Mutant};
 
-/// Longest wait for a running verb on the same device, counted from the start of that verb. A long queue of
-/// short verbs does not fail, and a hung disk blocks other verbs for no longer than this.
+/// Longest wait for a running verb on the same device, counted from the grant of that verb's claim. So a long
+/// queue of short verbs does not fail, and a hung disk blocks other verbs for no longer than this.
 const WAIT_MAX: Duration = Duration::from_secs(30);
-/// Interval at which a claim checks its queues while it waits for claims that are not granted either.
+/// Interval at which a waiting claim checks its queues while the claims ahead of it are not granted either.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The claims of a server. The lock is held only while queues are read or changed.
+/// All claims of a server. The mutex is locked only while queues are read or changed.
 #[derive(Default)]
 pub struct Claims {
     queues: Mutex<Queues>,
@@ -37,20 +37,20 @@ pub struct Claims {
 #[derive(Default)]
 struct Queues {
     next: u64,
-    /// By name, then by number.
+    /// Queued claims, by device name or address, then by claim number.
     names: HashMap<String, BTreeMap<u64, QueuedClaim>>,
 }
 
 struct QueuedClaim {
     verb: &'static str,
-    /// Other shared claims may hold the name at the same time.
+    /// True if other shared claims may hold the name at the same time.
     shared: bool,
-    /// Time of the grant, or `None` while the claim waits.
+    /// Time when the claim was granted, or `None` while the claim waits.
     granted: Option<Instant>,
     wakeup: Arc<Condvar>,
 }
 
-/// Guard of devices or of an address that a verb has claimed.
+/// Guard of the devices or the address that a verb has claimed. Dropping the guard releases them.
 pub struct Claim<'a> {
     claims: &'a Claims,
     number: u64,
@@ -67,24 +67,26 @@ struct BlockingClaim<'a> {
 impl Claims {
     /// Claims devices by name: `own` exclusively, `shared` together with other verbs that only need the
     /// device to remain unchanged.
-    pub fn devices(&self, verb: &'static str, own: &[&str], shared: &[&str]) -> Result<Claim<'_>, Fault> {
+    pub fn devices(&self, verb: &'static str, own: &[&str], shared: &[&str]) -> Result<Claim<'_>, RpcError> {
         let mut wanted: BTreeMap<String, bool> =
             shared.iter().map(|name| ((*name).to_owned(), true)).collect();
         wanted.extend(own.iter().map(|name| ((*name).to_owned(), false)));
-        // Not for addresses: a verb claims them in addition to its devices, and would wait for itself.
+        // Claims of addresses omit this name: a verb claims them in addition to devices, and would wait for
+        // itself.
         if mutants::on(Mutant::OneVerbAtATime) {
             wanted.insert("every verb".to_owned(), false);
         }
         self.claim(verb, wanted)
     }
 
-    /// Claims an address exclusively. The holder must not claim devices.
-    pub fn address(&self, verb: &'static str, address: &Address) -> Result<Claim<'_>, Fault> {
-        // Device names cannot contain '='.
+    /// Claims an address exclusively. The holder must not claim devices, because devices are claimed before
+    /// addresses.
+    pub fn address(&self, verb: &'static str, address: &Address) -> Result<Claim<'_>, RpcError> {
+        // Device names cannot contain '=', so the name of an address never equals a device name.
         self.claim(verb, BTreeMap::from([(format!("={address}"), false)]))
     }
 
-    fn claim(&self, verb: &'static str, wanted: BTreeMap<String, bool>) -> Result<Claim<'_>, Fault> {
+    fn claim(&self, verb: &'static str, wanted: BTreeMap<String, bool>) -> Result<Claim<'_>, RpcError> {
         let wakeup = Arc::new(Condvar::new());
         let mut queues = self.lock();
         let number = queues.next;
@@ -93,7 +95,7 @@ impl Claims {
             let waiting = QueuedClaim { verb, shared, granted: None, wakeup: Arc::clone(&wakeup) };
             queues.names.entry(name.clone()).or_default().insert(number, waiting);
         }
-        // Dropping the claim removes it from the queues.
+        // From here on, an early return drops the claim, which removes it from the queues.
         let claim = Claim { claims: self, number, names: wanted.into_keys().collect() };
         loop {
             let Some(blocker) = queues.blocker_of(&claim) else {
@@ -102,11 +104,15 @@ impl Claims {
             };
             let left = blocker.granted.map(|since| WAIT_MAX.saturating_sub(since.elapsed()));
             if left == Some(Duration::ZERO) {
-                let why =
-                    format!("{}: {} is running there", blocker.name.trim_start_matches('='), blocker.verb);
-                // Unlocked before `claim` is dropped, which takes the lock.
+                let why = format!(
+                    "{}: is in use by {}, which has been running for more than {} s; try again later",
+                    blocker.name.trim_start_matches('='),
+                    blocker.verb,
+                    WAIT_MAX.as_secs()
+                );
+                // The queues are unlocked before `claim` is dropped, because its destructor locks them.
                 drop(queues);
-                return Err(Fault::failed(Errno::EBUSY, why));
+                return Err(RpcError::failed(Errno::EBUSY, why));
             }
             let woken = wakeup.wait_timeout(queues, left.unwrap_or(RECHECK_INTERVAL));
             queues = woken.unwrap_or_else(PoisonError::into_inner).0;
@@ -120,7 +126,8 @@ impl Claims {
 }
 
 impl Queues {
-    /// Returns a claim that blocks this one: the one granted first, or else a waiting one.
+    /// Returns a claim that blocks `claim`: the one granted first, or else a waiting one. Returns `None` if
+    /// `claim` can be granted.
     fn blocker_of<'a>(&self, claim: &'a Claim<'_>) -> Option<BlockingClaim<'a>> {
         let mut found: Option<BlockingClaim<'a>> = None;
         for name in &claim.names {
@@ -158,7 +165,7 @@ impl Drop for Claim<'_> {
                 queues.names.remove(name);
                 continue;
             }
-            // Wakes the first claim, and the shared claims directly behind a shared first one.
+            // Wakes the first claim in the queue, and the shared claims directly behind a shared first claim.
             for (at, queued) in queue.values().enumerate() {
                 if at > 0 && !queued.shared {
                     break;
@@ -203,7 +210,7 @@ mod tests {
             };
             claim("snapshot", &["c", "a"], &[]);
             claim("fork", &["d"], &["a"]);
-            // Queued behind the waiting snapshot.
+            // The merge waits behind the snapshot, which is queued for "c" but not granted.
             claim("merge", &["c"], &[]);
             assert_eq!(received.try_recv(), Err(mpsc::TryRecvError::Empty));
             drop(first);

@@ -1,5 +1,5 @@
-//! Devices and exports that configuration files have declared. A later file removes those that it no longer
-//! declares; devices and exports made by verbs remain.
+//! Devices and exports that configuration files have declared. Applying a later file removes the devices and
+//! exports that it no longer declares; devices and exports made by verbs remain.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,16 +7,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use freestone_nbd::AllowList;
 use freestone_spec::limits::LimitSpec;
 
-use crate::alone::Shown;
-use crate::places::{Place, Wanted};
+use crate::export_spec::{ExportAddress, ExportSpec};
+use crate::standalone_export::PublishedExport;
 
-/// Declared exports by device: the specification, and the actual address with the port that was chosen. The
-/// lock is held only while the map is read or changed.
+/// Declared exports by device name: the specification, and the actual address with the port that was chosen.
+/// The lock is held only while the map is read or changed.
 #[derive(Default)]
-pub struct Declarations(Mutex<HashMap<String, Vec<(Wanted, Place)>>>);
+pub struct Declarations(Mutex<HashMap<String, Vec<(ExportSpec, ExportAddress)>>>);
 
 impl Declarations {
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<(Wanted, Place)>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<(ExportSpec, ExportAddress)>>> {
         // A panic cannot leave the map inconsistent, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -27,33 +27,33 @@ impl Declarations {
     }
 
     /// Records that a file has declared an export of a device.
-    pub fn declare_export(&self, name: &str, wanted: &Wanted, shown: &Shown) {
+    pub fn declare_export(&self, name: &str, wanted: &ExportSpec, shown: &PublishedExport) {
         let place = match shown {
-            Shown::Nbd(address) => Place::Nbd(address.clone()),
-            Shown::Alone(export) => export.wanted().place,
+            PublishedExport::Nbd(address) => ExportAddress::Nbd(address.clone()),
+            PublishedExport::Standalone(export) => export.spec().address,
         };
         self.lock().entry(name.to_owned()).or_default().push((wanted.clone(), place));
     }
 
-    /// Changes the allow list of a declared export.
-    pub fn allow(&self, name: &str, place: &Place, list: Option<&AllowList>) {
+    /// Changes the allow list of the device's declared exports at `place`.
+    pub fn allow(&self, name: &str, place: &ExportAddress, list: Option<&AllowList>) {
         if let Some(exports) = self.lock().get_mut(name) {
-            for (wanted, _) in exports.iter_mut().filter(|(_, at)| at.is(place)) {
+            for (wanted, _) in exports.iter_mut().filter(|(_, at)| at.is_same(place)) {
                 wanted.allow = list.cloned();
             }
         }
     }
 
-    /// Changes the limits of a declared export.
-    pub fn limit_export(&self, name: &str, place: &Place, limits: LimitSpec) {
+    /// Changes the limits of the device's declared exports at `place`.
+    pub fn limit_export(&self, name: &str, place: &ExportAddress, limits: LimitSpec) {
         for (wanted, at) in self.lock().get_mut(name).into_iter().flatten() {
-            if at.is(place) || at == place {
+            if at.is_same(place) || at == place {
                 wanted.limits = limits;
             }
         }
     }
 
-    /// Removes a device and its exports.
+    /// Removes the declarations of a device and of its exports.
     pub fn forget(&self, name: &str) {
         self.lock().remove(name);
     }
@@ -68,20 +68,20 @@ impl Declarations {
         self.lock().contains_key(name)
     }
 
-    /// Returns the declared exports of a device.
-    pub fn of(&self, name: &str) -> Vec<(Wanted, Place)> {
+    /// Returns the declared exports of a device, each as specified and with its actual address.
+    pub fn of(&self, name: &str) -> Vec<(ExportSpec, ExportAddress)> {
         self.lock().get(name).cloned().unwrap_or_default()
     }
 
-    /// Removes all exports of a device.
+    /// Removes the declarations of all exports of a device. The device itself remains declared.
     pub fn forget_exports(&self, name: &str) {
         if let Some(exports) = self.lock().get_mut(name) {
             exports.clear();
         }
     }
 
-    /// Removes an export of a device.
-    pub fn forget_export(&self, name: &str, place: &Place) {
+    /// Removes the declaration of the device's export at `place`.
+    pub fn forget_export(&self, name: &str, place: &ExportAddress) {
         if let Some(exports) = self.lock().get_mut(name) {
             exports.retain(|(_, at)| at != place);
         }

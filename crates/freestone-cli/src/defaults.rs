@@ -1,13 +1,13 @@
-//! Reservations of the default export (the empty name) of each address across a restart: if the device that
-//! had it is missing, a client must not get another device instead.
+//! Reservations of the default export (the empty name) of each address across a restart: if the device behind
+//! the default export is missing, clients must not be connected to another device.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use freestone_nbd::Address;
 
-/// By address, the device for which the default export is reserved, until the device is published there or
-/// removed. The lock is held only while the map is read or changed.
+/// By address: the name of the device for which the default export is reserved. A reservation ends when the
+/// device is published at the address or removed. The lock is held only while the map is read or changed.
 #[derive(Default)]
 pub struct Defaults(Mutex<HashMap<Address, String>>);
 
@@ -22,12 +22,12 @@ impl Defaults {
         self.lock().insert(address, name.to_owned());
     }
 
-    /// Returns true if the default export is not reserved for another device.
+    /// Returns true if the default export of the address is not reserved for a device other than `name`.
     pub fn is_free_for(&self, address: &Address, name: &str) -> bool {
         self.lock().get(address).is_none_or(|owner| owner == name)
     }
 
-    /// Returns the addresses reserved for a device.
+    /// Returns the addresses whose default export is reserved for a device.
     pub fn of(&self, name: &str) -> Vec<Address> {
         let reserved = self.lock();
         reserved.iter().filter(|(_, owner)| *owner == name).map(|(address, _)| address.clone()).collect()

@@ -7,7 +7,7 @@ use freestone_spec::refusal::Errno;
 use serde_json::json;
 use thiserror::Error;
 
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::output;
 
 /// An invalid command line or configuration. The exit status is 2, as for clap's own errors.
@@ -22,12 +22,12 @@ pub struct Stdout(#[from] io::Error);
 
 /// Exit status of a failure.
 pub const STATUS_FAILURE: u8 = 1;
-/// Exit status of an invalid command line.
+/// Exit status of an invalid command line or configuration.
 pub const STATUS_USAGE: u8 = 2;
 
 /// Returns the exit status for an error.
 pub fn status(error: &anyhow::Error) -> u8 {
-    let usage = error.is::<Usage>() || error.downcast_ref::<Fault>().is_some_and(Fault::is_usage);
+    let usage = error.is::<Usage>() || error.downcast_ref::<RpcError>().is_some_and(RpcError::is_usage);
     if usage { STATUS_USAGE } else { STATUS_FAILURE }
 }
 
@@ -37,16 +37,16 @@ pub fn wants_json() -> bool {
     env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json")
 }
 
-/// Prints an error on stderr: one line of text, or `{"error": ...}` with the error object of the control
-/// socket.
-pub fn tell(error: &anyhow::Error) {
-    // Messages of causes can contain line breaks.
+/// Prints an error on stderr: one line of text, or `{"error": ...}` with the same error object as in
+/// responses of the control socket.
+pub fn print_error(error: &anyhow::Error) {
+    // Messages of causes can contain line breaks, but the output must be one line.
     let sentence = format!("{error:#}").replace('\n', " ");
     let line = if wants_json() {
-        let fault = match error.downcast_ref::<Fault>() {
+        let fault = match error.downcast_ref::<RpcError>() {
             Some(fault) => fault.clone(),
-            None if error.is::<Usage>() => Fault::invalid(sentence),
-            None => Fault::failed(errno(error), sentence),
+            None if error.is::<Usage>() => RpcError::invalid(sentence),
+            None => RpcError::failed(errno(error), sentence),
         };
         json!({ "error": fault }).to_string()
     } else {
@@ -65,13 +65,13 @@ fn errno(error: &anyhow::Error) -> Errno {
 }
 
 /// Prints an error of the command line, or the output of `--help` and `--version`, and exits.
-pub fn tell_usage(error: &clap::Error) -> ! {
+pub fn exit_with_usage_error(error: &clap::Error) -> ! {
     if error.use_stderr() && wants_json() {
         let text = error.to_string();
-        // Hint and usage follow after an empty line.
+        // Keeps the message only: in clap's text, hint and usage follow after an empty line.
         let first = text.split("\n\n").next().unwrap_or_default();
         let words: Vec<_> = first.trim_start_matches("error: ").split_whitespace().collect();
-        tell(&Usage(words.join(" ")).into());
+        print_error(&Usage(words.join(" ")).into());
         std::process::exit(i32::from(STATUS_USAGE));
     }
     error.exit()

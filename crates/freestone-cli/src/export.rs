@@ -5,41 +5,43 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::allow::words;
-use crate::alone::Alone;
+use crate::standalone_export::StandaloneExport;
 
-/// An export of a device.
+/// An export of a device, as verbs return it in JSON.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Export {
-    /// `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
+    /// Address: `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
     pub address: String,
-    /// URI for NBD clients.
+    /// URI for NBD clients. `None` if the export is local (vhost-user or ublk) or on standard
+    /// input.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uri: Option<String>,
-    /// Clients cannot write.
+    /// True if clients cannot write.
     pub read_only: bool,
-    /// The export is also available under the empty name.
+    /// True if the export is also available under the empty name, as the default export of its
+    /// address.
     pub default: bool,
-    /// Every connection gets a fork of its own.
+    /// True if the export is a template: the server creates a fork for each connection.
     pub template: bool,
-    /// Open connections.
+    /// Number of open connections.
     pub connections: usize,
-    /// Allow list; empty if every client may connect.
+    /// Entries of the allow list. Empty if every client may connect.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow: Vec<String>,
-    /// Limits by key, 0 for no limit. `None` if the export has no limits.
+    /// Values of the limits by key; 0 means unlimited. `None` if the export has no limits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<Value>,
 }
 
 impl Export {
-    /// Returns the URI, or else the address.
+    /// Returns the URI, or the address if the export has no URI.
     pub fn place(&self) -> &str {
         self.uri.as_ref().unwrap_or(&self.address)
     }
 }
 
 impl Export {
-    /// Returns an NBD export, at an address with this allow list.
+    /// Returns the description of an NBD export. `allow` is the allow list of its address.
     pub fn of_nbd(info: &ExportInfo, allow: Option<&AllowList>) -> Self {
         Self {
             address: info.address.to_string(),
@@ -54,8 +56,8 @@ impl Export {
     }
 }
 
-impl From<&Alone> for Export {
-    fn from(export: &Alone) -> Self {
+impl From<&StandaloneExport> for Export {
+    fn from(export: &StandaloneExport) -> Self {
         Self {
             address: export.address(),
             uri: None,
@@ -63,7 +65,7 @@ impl From<&Alone> for Export {
             default: false,
             template: false,
             connections: export.connections(),
-            allow: export.wanted().allow.as_ref().map(words).unwrap_or_default(),
+            allow: export.spec().allow.as_ref().map(words).unwrap_or_default(),
             limits: None,
         }
     }

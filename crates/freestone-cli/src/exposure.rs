@@ -1,25 +1,25 @@
-//! Addresses that other machines can reach.
+//! Detection of addresses that other machines can reach, and the warning and error about them.
 
 use std::net::ToSocketAddrs as _;
 
 use freestone_nbd::Address;
 
-/// Returns true if other machines can connect to the address. Resolves a host name; an unknown one counts as
-/// reachable.
+/// Returns true if other machines can connect to the address. A host name is resolved; a name that cannot be
+/// resolved counts as reachable.
 pub fn is_open(address: &Address) -> bool {
     let Address::Tcp { host, port } = address else { return false };
     let resolved = (host.as_str(), *port).to_socket_addrs();
     !resolved.is_ok_and(|mut all| all.all(|at| at.ip().to_canonical().is_loopback()))
 }
 
-/// Logs that other machines can connect without TLS.
+/// Logs that other machines can connect to the address without TLS.
 pub fn warn(address: &Address) {
     tracing::warn!(
         "{address}: not encrypted, and open to other machines: every client that connects can read and write"
     );
 }
 
-/// Returns the error for an address that other machines could use without TLS.
+/// Returns the error message for an address that other machines could use without TLS.
 pub fn refusal(address: &Address) -> String {
     format!(
         "{address}: other machines can connect without TLS; start the server with --tls require, or with \

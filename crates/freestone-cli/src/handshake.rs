@@ -31,25 +31,26 @@ pub struct HandshakeArgs {
     #[arg(value_parser = clap::value_parser!(u32).range(MAX_PENDING_HANDSHAKES_RANGE))]
     max_pending_handshakes: Option<u32>,
     /// Time before a handshake can be closed for a waiting connection.
-    #[arg(long, value_name = "TIME", help = HANDSHAKE_GRACE_HELP, value_parser = handshake::time)]
+    #[arg(long, value_name = "TIME", help = HANDSHAKE_GRACE_HELP, value_parser = handshake::parse_time)]
     handshake_grace: Option<std::time::Duration>,
     /// Limit of accepted connections per second.
     #[arg(long, value_name = "N", help = CONNECTS_HELP)]
     #[arg(value_parser = clap::value_parser!(u32).range(CONNECTS_RANGE))]
     max_connect_rate: Option<u32>,
     /// Longest time without data.
-    #[arg(long, value_name = "TIME", help = SILENCE_HELP, value_parser = handshake::time)]
+    #[arg(long, value_name = "TIME", help = SILENCE_HELP, value_parser = handshake::parse_time)]
     handshake_idle_timeout: Option<std::time::Duration>,
     /// Longest duration of a handshake.
-    #[arg(long, value_name = "TIME", help = TIMEOUT_HELP, value_parser = handshake::time)]
+    #[arg(long, value_name = "TIME", help = TIMEOUT_HELP, value_parser = handshake::parse_time)]
     handshake_timeout: Option<std::time::Duration>,
     /// Limit of bytes in a TLS handshake.
-    #[arg(long, value_name = "SIZE", help = BYTES_HELP, value_parser = handshake::bytes)]
+    #[arg(long, value_name = "SIZE", help = BYTES_HELP, value_parser = handshake::parse_bytes)]
     handshake_bytes: Option<u64>,
 }
 
 impl HandshakeArgs {
-    /// Sets `limits` from the command line, or else from the file.
+    /// Sets each handshake limit in `limits` from its option, or else from the configuration file.
+    /// Limits that neither contains keep their value.
     pub fn put(&self, file: Option<&FileConfig>, has_tls: bool, limits: &mut Limits) -> Result<(), Usage> {
         let line = HandshakeWords {
             max_pending_handshakes: self.max_pending_handshakes,
@@ -73,23 +74,23 @@ fn put(words: &HandshakeWords, limits: &mut Limits) {
         limits.max_pending_handshakes = most as usize;
     }
     if let Some(bytes) = words.handshake_bytes {
-        limits.handshake_bytes = bytes as usize;
+        limits.max_handshake_bytes = bytes as usize;
     }
     limits.max_connect_rate = words.max_connect_rate.unwrap_or(limits.max_connect_rate);
     limits.handshake_grace = words.handshake_grace.unwrap_or(limits.handshake_grace);
     limits.handshake_idle_timeout = words.handshake_idle_timeout.unwrap_or(limits.handshake_idle_timeout);
-    limits.handshake_total = words.handshake_timeout.unwrap_or(limits.handshake_total);
+    limits.handshake_timeout = words.handshake_timeout.unwrap_or(limits.handshake_timeout);
 }
 
-/// Returns the keys with their values.
+/// Returns the configuration keys of the handshake limits, each with its value in `limits` as text.
 pub fn keys(limits: &Limits) -> [(&'static str, String); 6] {
     [
         ("max_pending_handshakes", limits.max_pending_handshakes.to_string()),
         ("handshake_grace", times::exact(limits.handshake_grace)),
         ("max_connect_rate", limits.max_connect_rate.to_string()),
         ("handshake_idle_timeout", times::exact(limits.handshake_idle_timeout)),
-        ("handshake_timeout", times::exact(limits.handshake_total)),
-        ("handshake_bytes", size::exact(limits.handshake_bytes as u64)),
+        ("handshake_timeout", times::exact(limits.handshake_timeout)),
+        ("handshake_bytes", size::exact(limits.max_handshake_bytes as u64)),
     ]
 }
 

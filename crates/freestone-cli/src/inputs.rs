@@ -1,4 +1,5 @@
-//! Control protocol without sockets, for fuzzing. Not part of the library's interface.
+//! Entry to the control protocol without sockets, for fuzzing. Not part of this crate's public
+//! interface.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use freestone_spec::kinds::Spec;
 use serde_json::Value;
 
 use crate::access::ServerAccess;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::control::server::{Handler, answer_to};
 use crate::service::Service;
 use crate::tls::Tls;
@@ -16,10 +17,10 @@ use crate::tls::Tls;
 pub struct Control(Arc<Service>);
 
 impl Control {
-    /// Creates the devices, each written as on the command line.
+    /// Creates a server with these devices, each specified as on the command line.
     ///
     /// # Errors
-    /// The message of the first device that cannot be created.
+    /// Returns the message for the first device that cannot be created.
     pub fn new(devices: &[&str]) -> Result<Self, String> {
         let service = Service::new(Limits::default(), ServerAccess::default(), Tls::default());
         for device in devices {
@@ -30,13 +31,14 @@ impl Control {
         Ok(Self(service))
     }
 
-    /// Returns the response to a request line. Requests that `runs` rejects fail.
+    /// Returns the JSON response to a JSON request line. A request fails if `runs` returns false
+    /// for its method and parameters.
     pub fn answer(&self, line: &[u8], runs: fn(&str, Option<&Value>) -> bool) -> Vec<u8> {
         answer_to(line, &|method, params| {
             if runs(method, params.as_ref()) {
                 self.0.call(method, params)
             } else {
-                Err(Fault::invalid(format!("{method}: not here")))
+                Err(RpcError::invalid(format!("{method}: not here")))
             }
         })
     }

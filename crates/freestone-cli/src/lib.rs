@@ -1,9 +1,7 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
 mod access;
-mod again;
 mod allow;
-mod alone;
 mod announce;
 mod apply;
 mod claims;
@@ -12,9 +10,13 @@ mod control;
 mod declarations;
 mod declared;
 mod defaults;
-mod ending;
+mod device_shutdown;
 mod error;
+mod events;
 mod export;
+mod export_limits;
+mod export_retry;
+mod export_spec;
 mod exports;
 mod exposure;
 mod handshake;
@@ -23,16 +25,14 @@ mod http;
 #[doc(hidden)]
 pub mod inputs;
 mod job;
-mod late;
-mod limited;
-mod loops;
+mod loop_check;
 mod metrics;
 mod mounts;
-mod outlet;
 mod output;
+mod output_buffer;
 mod page;
 mod paths;
-mod places;
+mod pending_devices;
 mod process;
 mod recording;
 mod records;
@@ -44,14 +44,14 @@ mod saves;
 mod serve;
 mod service;
 mod single;
+mod standalone_export;
 mod standby;
 mod start;
-mod started_by;
 mod state_args;
+mod supervisor;
 mod template;
 mod tls;
 mod ublk_owner;
-mod until;
 mod verbs;
 mod withheld;
 
@@ -63,7 +63,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{CommandFactory as _, FromArgMatches as _};
 use freestone::device::{REQUEST_SPANS, span_requests};
-use freestone_spec::renamed;
+use freestone_spec::aliases;
 use tracing::Level;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::format::FmtSpan;
@@ -71,7 +71,7 @@ use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
 use verbs::long::{LongCall, ask_long};
-use verbs::names::{Manner, Order, ask_each};
+use verbs::names::{CallMode, Order, ask_each};
 use verbs::{Call, ask, ask_in_parts, delta};
 
 /// Runs the program: parses the command line, runs the subcommand, and returns the exit status.
@@ -82,7 +82,7 @@ pub fn main() -> ExitCode {
     }
     let (args, renamed) = with_present_names(args);
     let cli = parser().try_get_matches_from(args).and_then(|matches| Cli::from_arg_matches(&matches));
-    let cli = cli.unwrap_or_else(|error| error::tell_usage(&error));
+    let cli = cli.unwrap_or_else(|error| error::exit_with_usage_error(&error));
     start_log(&cli);
     for (former, present) in renamed {
         tracing::warn!("{former}: is deprecated, use {present}");
@@ -94,7 +94,7 @@ pub fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) if error::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            error::tell(&error);
+            error::print_error(&error);
             ExitCode::from(error::status(&error))
         }
     };
@@ -117,14 +117,14 @@ fn help_of_topic(args: &[OsString]) -> Option<String> {
     help::devices::topic(topic.to_str()?, &Cli::command())
 }
 
-/// Replaces former names of options. Returns the arguments, and the replaced ones with their present form.
+/// Replaces deprecated option names. Returns the arguments, and each replaced argument with its present form.
 fn with_present_names(args: Vec<OsString>) -> (Vec<OsString>, Vec<(String, String)>) {
     let mut replaced = Vec::new();
     let mut is_option = true;
     let args = args.into_iter().map(|arg| {
         is_option &= arg != "--";
         let Some(former) = arg.to_str().filter(|_| is_option) else { return arg };
-        let Some(present) = renamed::option(former) else { return arg };
+        let Some(present) = aliases::canonical_option(former) else { return arg };
         replaced.push((former.to_owned(), present.clone()));
         present.into()
     });
@@ -147,7 +147,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
         Command::Stat(call) => return verbs::stat::ask(&call.args, &call.common),
         Command::Top(call) => verbs::top::ask(&call.args, &call.common),
-        Command::Get(call) => ask::<verbs::get::Get>(&call.args, &call.common),
+        Command::Get(call) => ask::<verbs::get::Get>(&call.args.with_present_name(), &call.common),
         Command::Set(call) => ask::<verbs::set::Set>(&call.args.try_into()?, &call.common),
         Command::Create(call) => ask::<verbs::create::Create>(&call.args.checked()?, &call.common),
         Command::Remove(LongCall { args, long, common }) => {
@@ -156,13 +156,13 @@ fn run(command: Command) -> Result<ExitCode> {
                 &args.names,
                 Order::LastFirst,
                 of,
-                Manner::Long(&long),
+                CallMode::Long(&long),
                 &common,
             );
         }
         Command::Reset(Call { args, common }) => {
             let of = |name: &str| args.of(name);
-            let manner = Manner::Around(mounts::remount::around);
+            let manner = CallMode::CallWrapper(mounts::remount::around);
             return ask_each::<verbs::reset::Reset>(&args.names, Order::Named, of, manner, &common);
         }
         Command::Compact(LongCall { args, long, common }) => {
@@ -212,7 +212,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Cancel(call) => ask::<verbs::cancel::Cancel>(&call.args.into(), &call.common),
         Command::Rewind(Call { args, common }) => {
             let of = |name: &str| args.of(name);
-            let manner = Manner::Around(mounts::remount::around);
+            let manner = CallMode::CallWrapper(mounts::remount::around);
             return ask_each::<verbs::rewind::Rewind>(&args.names, Order::Named, of, manner, &common);
         }
         Command::BlockState(call) => {
@@ -251,9 +251,9 @@ fn start_log(cli: &Cli) {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(|| output::Stderr)
         .with_ansi(io::stderr().is_terminal() && !is_set(env::var_os("NO_COLOR").as_deref()))
-        // A closed stderr must not end the server.
+        // Otherwise the layer reports a failed write with `eprintln!`, which panics if stderr is closed.
         .log_internal_errors(false)
-        // Without this, spans that contain no events (requests) are not logged.
+        // Logs a span when it closes: otherwise requests, which are spans without events, are not logged.
         .with_span_events(FmtSpan::CLOSE)
         .with_filter(targets);
     tracing_subscriber::registry().with(lines).init();

@@ -1,4 +1,4 @@
-//! The program `freestone`. The library contains all of its code.
+//! The program `freestone`, with all code in the library crate `freestone_cli`.
 
 use std::process::ExitCode;
 

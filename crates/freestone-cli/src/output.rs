@@ -1,5 +1,5 @@
-//! Standard output and standard error. A server writes to both through an [`Outlet`], and goes on if
-//! nobody reads them. Other commands write directly.
+//! Standard output and standard error. A server writes to both through an [`OutputBuffer`], and continues if nobody
+//! reads them. Other commands write directly.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, Write};
@@ -11,32 +11,33 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use rustix::stdio::{stderr, stdout};
 
-use crate::outlet::Outlet;
+use crate::output_buffer::OutputBuffer;
 
-/// Size of the buffer for log lines, in bytes: about ten thousand lines.
+/// Size of the buffer for log lines, in bytes: room for about ten thousand lines.
 const LOG_BYTES: usize = 1 << 20;
-/// Size of the buffer for standard output, in bytes. The announcement of the exports may be larger.
+/// Size of the buffer for standard output, in bytes. The announcement of the exports may be larger: an empty buffer
+/// accepts it whole.
 const OUT_BYTES: usize = 64 << 10;
-/// How long the process waits for each stream before it exits.
+/// Longest wait at exit until the text for a stream is written.
 const END_PATIENCE: Duration = Duration::from_secs(1);
 
-static LOG: OnceLock<Outlet> = OnceLock::new();
-static OUT: OnceLock<Outlet> = OnceLock::new();
+static LOG: OnceLock<OutputBuffer> = OnceLock::new();
+static OUT: OnceLock<OutputBuffer> = OnceLock::new();
 
-/// Standard error. Each call of `write` must pass whole lines.
+/// Standard error. Each call of `write` must pass whole lines, because the buffer drops and counts lines.
 pub struct Stderr;
 
-/// Detaches the server from its standard output and error: from here on no thread waits for
-/// a reader. A panic is reported the same way.
+/// Detaches the server from its standard output and error: afterwards no thread hangs on a stream that is not read.
+/// Panic messages are written through the same buffer.
 ///
 /// # Errors
-/// A thread could not be started.
+/// Fails if a writer thread cannot be started.
 pub fn detach() -> Result<()> {
     let report = |lines| tracing::error!(lines, "log lines were dropped: standard error is not read in time");
-    let log =
-        Outlet::start("log", stderr(), LOG_BYTES, report).context("cannot start the thread of the log")?;
-    // The announcement is written at once, and nothing is dropped.
-    let out = Outlet::start("stdout", stdout(), OUT_BYTES, |_| {})
+    let log = OutputBuffer::start("log", stderr(), LOG_BYTES, report)
+        .context("cannot start the thread of the log")?;
+    // Nothing is dropped and reported: the announcement is the only text, and an empty buffer accepts any size.
+    let out = OutputBuffer::start("stdout", stdout(), OUT_BYTES, |_| {})
         .context("cannot start the thread of standard output")?;
     let _ = (LOG.set(log), OUT.set(out));
     panic::set_hook(Box::new(|info| {
@@ -52,7 +53,7 @@ pub fn detach() -> Result<()> {
     Ok(())
 }
 
-/// Prints text on the standard output of a detached server.
+/// Prints text on the standard output of a detached server. Does nothing before [`detach`].
 pub fn print(text: &str) {
     if let Some(out) = OUT.get() {
         out.push(text.as_bytes());

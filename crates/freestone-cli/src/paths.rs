@@ -10,15 +10,15 @@ use freestone_nbd::Address;
 use freestone_spec::path_text;
 use tempfile::TempDir;
 
-/// Name of the NBD socket in the directory.
+/// File name of the NBD socket in the directory of the sockets.
 pub const NBD_SOCKET: &str = "nbd.sock";
-/// Name of the control socket in the directory.
+/// File name of the control socket in the directory of the sockets.
 pub const CONTROL_SOCKET: &str = "control.sock";
 
 /// Environment variable with the path of the control socket, used without `--control`.
 pub const CONTROL_VARIABLE: &str = "FREESTONE_CONTROL";
 
-/// Returns the control socket of the environment variable, if set.
+/// Returns the path in [`CONTROL_VARIABLE`], or `None` if the variable is unset or empty.
 pub fn control_of_environment() -> Option<PathBuf> {
     std::env::var_os(CONTROL_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
@@ -26,7 +26,7 @@ pub fn control_of_environment() -> Option<PathBuf> {
 /// Returns the directory of the sockets, without creating it.
 ///
 /// # Errors
-/// The directory exists and other users can enter it: they could replace the sockets.
+/// Fails if the directory exists but is not private to this user: other users could replace the sockets.
 pub fn runtime_dir() -> Result<PathBuf> {
     let dir = std::env::var_os("XDG_RUNTIME_DIR")
         .map(PathBuf::from)
@@ -64,7 +64,8 @@ pub fn parse_address(text: &str, base: Option<&Path>) -> Result<Address, String>
     }
 }
 
-/// Returns an address as text for [`parse_address`]. The path may contain any bytes.
+/// Returns an address as text that [`parse_address`] accepts. The path of a Unix socket may contain any
+/// bytes.
 pub fn address_text(address: &Address) -> String {
     match address {
         Address::Unix(path) => format!("unix:{}", path_text::text(path)),
@@ -72,7 +73,7 @@ pub fn address_text(address: &Address) -> String {
     }
 }
 
-/// Creates the directory with mode 0700, or checks an existing one.
+/// Creates `dir` with mode 0700. Fails if it exists and is not private to this user.
 pub fn create_private(dir: &Path) -> Result<()> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {

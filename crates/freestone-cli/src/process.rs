@@ -13,7 +13,7 @@ use signal_hook::consts::SIGXFSZ;
 use signal_hook::flag;
 
 /// Raises the soft limit of open files to the hard limit: a thousand clients need more than the usual 1024.
-/// Returns the former soft limit if it was changed.
+/// Returns the former soft limit, or `None` if the limit is unchanged.
 pub fn raise_open_files() -> Option<u64> {
     let Rlimit { current, maximum } = rustix::process::getrlimit(Resource::Nofile);
     let former = current?;
@@ -29,14 +29,14 @@ pub fn raise_open_files() -> Option<u64> {
 /// SIGXFSZ instead of `SIG_IGN`, so that child programs get the default action.
 ///
 /// # Errors
-/// The handler cannot be installed.
+/// Fails if the handler cannot be installed.
 pub fn survive_file_size_limit() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// Makes this thread, and all threads that it starts later, I/O flushers (`PR_SET_IO_FLUSHER`). For such
-/// threads the kernel allocates memory without writing to a disk, which could be one of this server's, and
-/// throttles their writes only by the state of the target disk. Needs `CAP_SYS_RESOURCE`; does nothing
+/// threads the kernel allocates memory without writing to a disk, which could be a device of this server. The
+/// kernel throttles their writes only by the state of the target disk. Needs `CAP_SYS_RESOURCE`; does nothing
 /// without.
 ///
 /// Must be called before other threads exist, because a thread can set only its own state. Waiting for the
@@ -56,9 +56,9 @@ pub fn spawn(command: &mut Command) -> io::Result<Child> {
 /// Memory of this process as counted by the kernel, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessMemory {
-    /// Resident set.
+    /// Resident set size (RSS).
     pub rss_bytes: u64,
-    /// Proportional set: each shared page is divided by the number of its users.
+    /// Proportional set size (PSS): each shared page is divided by the number of processes that map it.
     pub pss_bytes: u64,
 }
 

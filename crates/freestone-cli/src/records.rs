@@ -1,5 +1,4 @@
-//! The state of a server (`serve --state`): devices and exports that the next start restores.
-//! [`recording`](crate::recording) writes the changes of verbs.
+//! The state directory of a server (`serve --state`): devices and exports that the next start restores.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,45 +11,45 @@ use freestone_spec::refusal::Errno;
 use freestone_state::{Device, Export, State, StateError};
 
 use crate::allow;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
+use crate::export_spec::{ExportAddress, ExportSpec};
 use crate::paths::{address_text, parse_address};
-use crate::places::{Place, Wanted};
 
-/// Error for a key that only matters at the next start, without a state directory.
+/// Error message for a key that only affects the next start, on a server without a state directory.
 pub const NEEDS_STATE: &str = "needs a server with a state directory: serve --state DIR";
 
 /// Reason of a missing device that is created as soon as its remote server answers.
 pub const PENDING: &str = "its server has not answered yet";
 
-/// How long the shutdown waits for pending changes.
+/// Longest wait of the shutdown for pending changes.
 const END_WAIT: Duration = Duration::from_secs(2);
 
-/// The state and its pending changes. Empty if the server has no state directory.
+/// The state directory and the changes of it in progress. Empty if the server has no state directory.
 #[derive(Default)]
 pub struct Records {
     state: OnceLock<State>,
-    /// The shutdown removes exports: changes must no longer be recorded.
-    over: AtomicBool,
-    /// Pending changes. The lock is held only while the count is read or changed.
+    /// True once the shutdown removes exports: changes must no longer be recorded.
+    closed: AtomicBool,
+    /// Changes in progress. The lock is held only while the count is read or changed.
     pending: Mutex<PendingChanges>,
     change_ended: Condvar,
-    /// Reasons of missing devices: those that could not be created again. The lock is held only while the map
-    /// is read or changed.
+    /// Missing devices, which are recorded but could not be created again, with the reasons. The lock is held only
+    /// while the map is read or changed.
     missing: Mutex<BTreeMap<String, String>>,
 }
 
-/// Pending changes of the state.
+/// Changes of the state directory in progress.
 #[derive(Default)]
 struct PendingChanges {
     count: usize,
-    /// The server is shutting down: see [`Records::end`].
+    /// True once the server is shutting down: new changes fail. See [`Records::close`].
     is_closed: bool,
 }
 
-/// Guard of a pending change. The shutdown waits until it is dropped.
-pub struct Entered<'a>(&'a Records);
+/// Guard of a pending change. The shutdown waits until the guard is dropped.
+pub struct PendingChange<'a>(&'a Records);
 
-impl Drop for Entered<'_> {
+impl Drop for PendingChange<'_> {
     fn drop(&mut self) {
         self.0.pending().count -= 1;
         self.0.change_ended.notify_all();
@@ -58,37 +57,37 @@ impl Drop for Entered<'_> {
 }
 
 impl Records {
-    /// Uses this state from now on.
-    pub fn keep(&self, state: State) {
-        // Called once, before verbs can run.
+    /// Sets the opened state directory, in which changes are recorded from now on.
+    pub fn set_state(&self, state: State) {
+        // Called once, before verbs can run, so `set` does not fail.
         let _ = self.state.set(state);
     }
 
-    /// Returns the state, or `None` without a state directory.
+    /// Returns the opened state directory, or `None` if the server has none.
     pub fn state(&self) -> Option<&State> {
         self.state.get()
     }
 
-    /// Writes records at the start or end of the server.
-    pub fn put_all(&self, devices: Vec<Device>) -> Result<(), Fault> {
+    /// Writes the records of devices at the start or end of the server, if it has a state directory.
+    pub fn put_all(&self, devices: Vec<Device>) -> Result<(), RpcError> {
         let Some(state) = self.state.get().filter(|_| !devices.is_empty()) else { return Ok(()) };
-        state.put("serve", devices).map_err(|error| refused(&error))
+        state.put("serve", devices).map_err(|error| state_error(&error))
     }
 
-    /// Removes the records of devices after the start that created them has failed.
-    pub fn forget_all(&self, names: &[&str]) -> Result<(), Fault> {
+    /// Removes the records of devices if the start that created the devices has failed.
+    pub fn forget_all(&self, names: &[&str]) -> Result<(), RpcError> {
         let Some(state) = self.state.get().filter(|_| !names.is_empty()) else { return Ok(()) };
         let committed = state.begin("serve", names).and_then(|mut change| {
             for name in names {
-                change.gone(name);
+                change.remove(name);
             }
             change.commit()
         });
-        committed.map_err(|error| refused(&error))
+        committed.map_err(|error| state_error(&error))
     }
 
-    /// Records at shutdown that these saves, by name and time, contain the current content of the devices.
-    pub fn put_saved(&self, saved: &[(String, u64)]) -> Result<(), Fault> {
+    /// Records at shutdown that these saves, by device name and time, contain the current content of the devices.
+    pub fn put_saved(&self, saved: &[(String, u64)]) -> Result<(), RpcError> {
         let Some(state) = self.state.get() else { return Ok(()) };
         let with = |(name, stamp): &(String, u64)| {
             let is = state.find(name)?;
@@ -99,8 +98,8 @@ impl Records {
     }
 
     /// Returns true if changes are no longer recorded, because the shutdown removes exports.
-    pub fn is_over(&self) -> bool {
-        self.over.load(Ordering::SeqCst)
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
     }
 
     fn pending(&self) -> MutexGuard<'_, PendingChanges> {
@@ -111,29 +110,29 @@ impl Records {
     /// Begins a change, which ends when the guard is dropped.
     ///
     /// # Errors
-    /// The server is shutting down.
-    pub fn enter(&self, names: &[&str]) -> Result<Entered<'_>, Fault> {
+    /// Fails if the server is shutting down.
+    pub fn begin_change(&self, names: &[&str]) -> Result<PendingChange<'_>, RpcError> {
         let mut pending = self.pending();
         if pending.is_closed {
-            return Err(too_late(&names.join(", ")));
+            return Err(shutdown_error(&names.join(", ")));
         }
         pending.count += 1;
-        Ok(Entered(self))
+        Ok(PendingChange(self))
     }
 
-    /// Removes a device from the missing ones: it exists again, was replaced, or was given up.
-    pub fn found(&self, name: &str) {
+    /// Removes a device from the missing devices: it exists again, was replaced, or was given up.
+    pub fn remove_missing(&self, name: &str) {
         self.missing().remove(name);
     }
 
-    /// Closes the records at shutdown, before exports are removed. New changes fail. Waits for pending changes
-    /// for a short time; a change that commits later fails.
-    pub fn end(&self) {
+    /// Closes the records at shutdown, before exports are removed: new changes fail. Waits for pending changes for at
+    /// most [`END_WAIT`]; a change that commits later fails.
+    pub fn close(&self) {
         let mut pending = self.pending();
         pending.is_closed = true;
         let waited = self.change_ended.wait_timeout_while(pending, END_WAIT, |pending| pending.count > 0);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
-        self.over.store(true, Ordering::SeqCst);
+        self.closed.store(true, Ordering::SeqCst);
     }
 
     fn missing(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
@@ -141,35 +140,35 @@ impl Records {
         self.missing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Marks a device as missing: it could not be created again. Its record remains.
-    pub fn miss(&self, name: &str, why: &str) {
+    /// Marks a device as missing, because it could not be created again. Its record in the state remains.
+    pub fn add_missing(&self, name: &str, why: &str) {
         let why = why.strip_prefix(name).and_then(|why| why.strip_prefix(": ")).unwrap_or(why);
         self.missing().insert(name.to_owned(), why.to_owned());
     }
 
-    /// Returns the missing devices with their reasons.
+    /// Returns the names of the missing devices, each with the reason.
     pub fn all_missing(&self) -> Vec<(String, String)> {
         self.missing().iter().map(|(name, why)| (name.clone(), why.clone())).collect()
     }
 
-    /// Returns true if a device waits for its remote server.
+    /// Returns true if a device is missing because its remote server has not answered yet.
     pub fn is_pending(&self, name: &str) -> bool {
         self.missing().get(name).is_some_and(|why| why == PENDING)
     }
 
-    /// Returns the reason why a device is missing.
+    /// Returns the reason why a device is missing, or `None` if it is not.
     pub fn why_missing(&self, name: &str) -> Option<String> {
         self.missing().get(name).cloned()
     }
 }
 
 /// Returns the error for a change during the shutdown.
-pub fn too_late(names: &str) -> Fault {
-    Fault::failed(Errno::ECANCELED, format!("{names}: the server is shutting down"))
+pub fn shutdown_error(names: &str) -> RpcError {
+    RpcError::failed(Errno::ECANCELED, format!("{names}: the server is shutting down"))
 }
 
-/// Returns the error for a change that the state cannot record.
-pub fn refused(error: &StateError) -> Fault {
+/// Returns the error for a change that cannot be written to the state directory.
+pub fn state_error(error: &StateError) -> RpcError {
     let errno = match error {
         StateError::Write(_, error) => match error.kind() {
             std::io::ErrorKind::ReadOnlyFilesystem => Errno::EROFS,
@@ -177,33 +176,33 @@ pub fn refused(error: &StateError) -> Fault {
         },
         _ => Errno::EIO,
     };
-    Fault::failed(errno, format!("cannot update the state: {error}"))
+    RpcError::failed(errno, format!("cannot update the state: {error}"))
 }
 
-/// Returns the record of an export.
-pub fn export(wanted: &Wanted, declared: bool) -> Export {
+/// Returns the state record of an export. `declared` is true if a configuration file declares it.
+pub fn export_record(wanted: &ExportSpec, declared: bool) -> Export {
     let read_only = wanted.read_only;
     let allow = wanted.allow.as_ref().map(allow::words).unwrap_or_default();
     let limits = wanted.limits.words().map(|(key, text)| (key.to_owned(), text)).collect();
     let none = Export { nbd: None, vhost_user: None, ublk: None, read_only, allow, declared, limits };
-    match &wanted.place {
-        Place::Nbd(at) => Export { nbd: Some(address_text(at)), ..none },
-        Place::VhostUser(path) => {
+    match &wanted.address {
+        ExportAddress::Nbd(at) => Export { nbd: Some(address_text(at)), ..none },
+        ExportAddress::VhostUser(path) => {
             Export { vhost_user: Some(address_text(&Address::Unix(path.clone()))), ..none }
         }
-        Place::Ublk(queues) => Export { ublk: Some(*queues), ..none },
+        ExportAddress::Ublk(queues) => Export { ublk: Some(*queues), ..none },
     }
 }
 
-/// Parses the record of an export.
+/// Parses the state record of an export.
 ///
 /// # Errors
-/// The end of a sentence that begins with the device.
-pub fn wanted(export: &Export) -> Result<Wanted, String> {
+/// Returns the reason without the device name, which the caller puts before it.
+pub fn parse_export(export: &Export) -> Result<ExportSpec, String> {
     let place = match export {
-        Export { nbd: Some(text), .. } => Place::Nbd(parse_address(text, None)?),
-        Export { vhost_user: Some(text), .. } => Place::vhost_user(text, None)?,
-        Export { ublk: Some(queues), .. } => Place::Ublk(*queues),
+        Export { nbd: Some(text), .. } => ExportAddress::Nbd(parse_address(text, None)?),
+        Export { vhost_user: Some(text), .. } => ExportAddress::vhost_user(text, None)?,
+        Export { ublk: Some(queues), .. } => ExportAddress::Ublk(*queues),
         _ => return Err("an export has no address".into()),
     };
     let is_allowed = !export.allow.is_empty();
@@ -215,6 +214,6 @@ pub fn wanted(export: &Export) -> Result<Wanted, String> {
             return Err(format!("{key}: an export has no such limit"));
         }
     }
-    let limits = words.over(LimitSpec::default());
-    Ok(Wanted { place, read_only: export.read_only, allow, limits })
+    let limits = words.apply_to(LimitSpec::default());
+    Ok(ExportSpec { address: place, read_only: export.read_only, allow, limits })
 }

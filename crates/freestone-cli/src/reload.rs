@@ -1,4 +1,4 @@
-//! Reload on SIGHUP: reads the TLS files and the configuration file again. The main thread calls it.
+//! Reload on SIGHUP: reads the TLS files and the configuration file again. The main thread starts the reload.
 
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -7,9 +7,9 @@ use std::thread;
 
 use tracing::{error, info};
 
-use crate::apply::{Extent, apply};
+use crate::apply::{ApplyOptions, apply};
 use crate::service::Service;
-use crate::started_by;
+use crate::supervisor;
 
 /// Reloads the TLS files and applies the configuration file, on a thread of its own: the main thread continues to
 /// wait for signals.
@@ -17,21 +17,21 @@ pub fn reload_in_background(service: &Weak<Service>, file: Option<&Path>) {
     let (service, file) = (Weak::clone(service), file.map(Path::to_owned));
     let work = move || {
         let Some(service) = service.upgrade() else { return };
-        started_by::reloading();
+        supervisor::notify_reloading();
         let exports = &service.exports;
         match exports.tls.renew(&exports.nbd) {
             Ok(()) if exports.tls.mode().is_some() => info!("TLS files reloaded"),
             Ok(()) => {}
             Err(why) => error!("{why}; TLS keeps using the previous files"),
         }
-        let Some(file) = file else { return started_by::ready(service.registry.all().len()) };
+        let Some(file) = file else { return supervisor::notify_ready(service.registry.all().len()) };
         let applied =
-            apply(&service, &file, Extent { prune: false, force: false, check: false, adds: false });
-        started_by::ready(service.registry.all().len());
+            apply(&service, &file, ApplyOptions { prune: false, force: false, check: false, adds: false });
+        supervisor::notify_ready(service.registry.all().len());
         match applied {
             Ok(changes) => {
                 let mut out = io::stdout().lock();
-                // The reader of stdout may be gone.
+                // The reader of stdout may be gone, so errors are ignored.
                 let _ = changes
                     .iter()
                     .try_for_each(|change| writeln!(out, "{change}"))

@@ -1,50 +1,52 @@
-//! Restores devices from a file: finds the base of the forks in it, and the family of RAM disks sharing one
-//! pool that the devices join.
+//! Restores devices from a saved file: finds the base of the forks in the file, and the family that the devices join. A
+//! family is a group of RAM disks and forks that share one pool of compressed pages.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use freestone::device::{self, Device};
 use freestone::ram::{Family, Ram};
-use freestone::save::{Base, BaseIdentity, Contents, RestoreError, restore_watched};
+use freestone::save::{Base, BaseIdentity, Contents, RestoreError, restore_with_progress};
+use freestone_spec::aliases;
 use freestone_spec::entries::{Entries, SpecError};
 use freestone_spec::kinds::registry::Registry;
 use freestone_spec::kinds::{Entry, KindSpec, Spec};
 use freestone_spec::refusal::{Errno, Refusal};
 use serde_json::{Map, Value};
 
-use crate::job::Watched;
+use crate::job::ProgressSink;
 
-/// Keys of each restored device, not of its family.
-pub const OWN_KEYS: [&str; 4] = ["readonly", TLS_CLIENTS, "keep", "on_lost"];
-/// Key that restored forks have as well.
+/// Keys that apply to each restored device, not to its family.
+pub const OWN_KEYS: [&str; 4] = ["readonly", TLS_CLIENTS, "keep", "on_data_loss"];
+/// Key for the clients that may use a device over TLS. Restored forks keep this key.
 pub const TLS_CLIENTS: &str = "tls_clients";
-/// End of the error for a missing base, on a server.
+/// End of the error message for a missing base, if a running server restores the file.
 pub const CREATE_BASE: &str = "which does not exist on this server; create that base first";
 
 /// Parameters of a restore.
-pub struct Asked<'a> {
-    /// Name of the family that is created, if the file has no forks.
+pub struct RestoreRequest<'a> {
+    /// Name of the new family, which is created if the file contains no forks.
     pub name: &'a str,
-    /// Specification of a RAM disk with the given keys.
+    /// Specification of a RAM disk with `keys`, from [`disk`].
     pub disk: &'a KindSpec,
-    /// The given keys.
-    pub said: &'a Map<String, Value>,
-    /// End of the error for a missing base.
+    /// Keys that the user has specified, with their values.
+    pub keys: &'a Map<String, Value>,
+    /// End of the error message for a missing base.
     pub no_base: &'static str,
 }
 
 /// Restored devices, not registered yet.
-pub struct Restored {
-    /// Base of the forks.
+pub struct RestoredDevices {
+    /// Base of the restored forks, or `None` if the file contains no forks.
     pub base: Option<Arc<Entry>>,
-    /// Backing device of a new family.
+    /// Backing device of the new family, or `None` without one.
     pub backing: Option<Arc<Entry>>,
-    /// Devices in the order of the file, each with its saved name.
+    /// Restored devices in the order of the file, each with its saved name.
     pub devices: Vec<(String, Ram)>,
 }
 
-/// Returns the specification of a RAM disk with these keys. Its size is a placeholder: the file has the sizes.
+/// Returns the specification of a RAM disk with these keys. Its size is a placeholder, because the file contains the
+/// sizes.
 pub fn disk<'a>(label: &str, keys: impl Iterator<Item = (&'a String, &'a Value)>) -> Result<Spec, SpecError> {
     let mut entries = Entries::new(label, "ram")?;
     entries.add("disksize", "1M")?;
@@ -56,20 +58,20 @@ pub fn disk<'a>(label: &str, keys: impl Iterator<Item = (&'a String, &'a Value)>
 }
 
 /// Restores all devices of a file. Returns `None` if the job was cancelled; then no device remains.
-pub fn make(
+pub fn restore_devices(
     registry: &Registry,
     file: &Path,
     contents: &Contents,
-    asked: &Asked<'_>,
-    watched: &dyn Watched,
-) -> Result<Option<Restored>, Refusal> {
-    let base = find_base(registry, contents, asked.no_base, &|| watched.is_over())?;
-    if watched.is_over() {
+    request: &RestoreRequest<'_>,
+    progress: &dyn ProgressSink,
+) -> Result<Option<RestoredDevices>, Refusal> {
+    let base = find_base(registry, contents, request.no_base, &|| progress.should_stop())?;
+    if progress.should_stop() {
         return Ok(None);
     }
-    let of_family = asked.said.keys().find(|key| !OWN_KEYS.contains(&key.as_str()));
+    let of_family = request.keys.keys().find(|key| !OWN_KEYS.contains(&aliases::canonical_device_key(key)));
     let (family, bases, backing) = match (&base, of_family) {
-        (Some(base), None) => (base.family_of(registry)?, vec![as_base(base)], None),
+        (Some(base), None) => (base.ensure_family(registry)?, vec![as_base(base)], None),
         (Some(base), Some(key)) => {
             let why = format!(
                 "{}: {key}: the forks in the file join the family of {}; set it there",
@@ -79,22 +81,22 @@ pub fn make(
             return Err(Refusal::failed(Errno::EINVAL, why));
         }
         (None, _) => {
-            let (family, backing) = own_family(registry, contents, asked)?;
+            let (family, backing) = own_family(registry, contents, request)?;
             (family, Vec::new(), backing)
         }
     };
     let watch = &mut |done, total| {
-        watched.note(done, total);
-        !watched.is_over()
+        progress.report(done, total);
+        !progress.should_stop()
     };
-    match restore_watched(file, &family, &bases, watch) {
-        Ok(devices) => Ok(Some(Restored { base, backing, devices })),
+    match restore_with_progress(file, &family, &bases, watch) {
+        Ok(devices) => Ok(Some(RestoredDevices { base, backing, devices })),
         Err(RestoreError::Cancelled) => Ok(None),
         Err(error) => Err(refused(&error)),
     }
 }
 
-/// Returns a device as the base of forks.
+/// Returns a device as the base of restored forks.
 pub fn as_base(entry: &Entry) -> Base {
     match (entry.kind.memory_snapshot(), entry.device()) {
         (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
@@ -103,11 +105,11 @@ pub fn as_base(entry: &Entry) -> Base {
     }
 }
 
-/// Returns the device that is the base of the forks in a file, or `None` if the file has no forks or the
-/// search was cancelled.
+/// Returns the device that is the base of the forks in a file. Returns `None` if the file has no forks or the search
+/// was cancelled.
 ///
 /// # Errors
-/// No device is that base; `no_base` ends the message. Or the file has several bases.
+/// Fails if no device is that base (`no_base` ends the message), or if the file has several bases.
 pub fn find_base(
     registry: &Registry,
     contents: &Contents,
@@ -132,7 +134,7 @@ pub fn find_base(
             continue;
         }
         // A device that cannot be read does not match.
-        let known = BaseIdentity::of_unless(device, wanted.check, cancelled);
+        let known = BaseIdentity::of_cancellable(device, wanted.check, cancelled);
         if known == Ok(Some(*wanted)) {
             return Ok(Some(entry));
         }
@@ -145,32 +147,32 @@ pub fn find_base(
     Err(Refusal::failed(Errno::ENODEV, format!("{device} was made from {wanted}, {no_base}")))
 }
 
-/// Creates the family for devices without a base, and returns it with its backing device. Unless the keys
-/// say otherwise, the pages are compressed as in the file.
+/// Creates the family for devices without a base, and returns it with its backing device. Unless `comp_algorithm` is
+/// set, pages are compressed with the algorithm of the first device in the file.
 fn own_family(
     registry: &Registry,
     contents: &Contents,
-    asked: &Asked<'_>,
+    request: &RestoreRequest<'_>,
 ) -> Result<(Family, Option<Arc<Entry>>), Refusal> {
-    let KindSpec::Ram(disk) = asked.disk else { unreachable!("`disk` creates a RAM disk") };
+    let KindSpec::Ram(disk) = request.disk else { unreachable!("`disk` creates a RAM disk") };
     let mut family = disk.family.clone();
     let size = contents.devices.iter().map(|device| device.size).sum();
-    if let (false, Some(first)) = (asked.said.contains_key("comp_algorithm"), contents.devices.first()) {
+    if let (false, Some(first)) = (request.keys.contains_key("comp_algorithm"), contents.devices.first()) {
         family.comp_algorithm = first.comp_algorithm;
         if first.level != 0 && family.algorithm_params.is_empty() {
             family.algorithm_params = format!("level={}", first.level);
         }
     }
     let backing = registry.backing(&family)?;
-    let family = registry.new_family(asked.name, &family, size, backing.as_ref())?;
+    let family = registry.new_family(request.name, &family, size, backing.as_ref())?;
     Ok((family, backing))
 }
 
-/// Returns the error of a failed restore.
+/// Returns the error for a failed restore, with a hint if the pool is full.
 pub fn refused(error: &RestoreError) -> Refusal {
     let errno = match error {
         RestoreError::Foreign(_) | RestoreError::Newer { .. } | RestoreError::Incomplete(_) => Errno::EINVAL,
-        RestoreError::BaseMissing { .. } | RestoreError::BaseDiffers { .. } => Errno::ENODEV,
+        RestoreError::BaseMissing { .. } | RestoreError::BaseMismatch { .. } => Errno::ENODEV,
         RestoreError::Store { error: device::Error::NoSpace, .. } => Errno::ENOSPC,
         RestoreError::NoMemory => Errno::ENOMEM,
         _ => Errno::EIO,

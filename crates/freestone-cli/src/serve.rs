@@ -18,7 +18,7 @@ use freestone::mutants::{self, Mutant};
 use freestone::replace;
 use freestone_nbd::{Access, Address};
 use freestone_spec::config;
-use freestone_spec::machine::keep_large_blocks_apart;
+use freestone_spec::machine::mmap_large_allocations;
 use signal_hook::consts::SIGTERM;
 use tempfile::TempDir;
 use tracing::{error, info, warn};
@@ -28,15 +28,16 @@ use crate::access::AccessArgs;
 use crate::announce::{announce, run_command};
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
-use crate::declared::Declared;
-use crate::ending::{self, Closing};
+use crate::declared::DeclaredDevice;
+use crate::device_shutdown::{self, Closing};
+use crate::events::{self, Event, Events, WaitOutcome};
 use crate::handshake::HandshakeArgs;
 use crate::help;
 use crate::http::HttpServer;
-use crate::late;
-use crate::metrics::{MetricsArgs, MetricsOf, MetricsSite};
+use crate::metrics::{MetricsArgs, MetricsConfig, MetricsSite};
 use crate::output;
 use crate::page::{PageArgs, PageSite};
+use crate::pending_devices;
 use crate::process;
 use crate::reload;
 use crate::saves::Saves;
@@ -44,17 +45,16 @@ use crate::service::Service;
 use crate::single;
 use crate::standby::Standby;
 use crate::start::{self, NewDevice};
-use crate::started_by::{self, Pidfile};
 use crate::state_args::{StateArgs, StateSettings};
+use crate::supervisor::{self, Pidfile};
 use crate::tls::TlsArgs;
-use crate::until::{self, Event, Events, WaitOutcome};
 use crate::verbs;
 
-/// Device that is served if none is specified.
+/// Specification of the device that is served if no device is specified.
 const DEFAULT_DEVICE: &str = "ram0=ram,disksize=1G";
-/// How long the shutdown waits for requests in flight.
+/// Longest wait of the shutdown for requests in flight.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
-/// How long the shutdown waits for jobs.
+/// Longest wait of the shutdown for running jobs.
 const JOBS_GRACE: Duration = Duration::from_secs(2);
 
 const NBD_HELP: &str = "NBD address to listen on, unix:PATH or tcp:HOST:PORT; can be repeated [default: unix:nbd.sock in \
@@ -108,7 +108,13 @@ pub struct ServeArgs {
     #[arg(value_parser = clap::value_parser!(u32).range(config::MAX_CONNECTIONS_RANGE))]
     max_connections: Option<u32>,
     /// Limit of memory for requests in flight.
-    #[arg(long, value_name = "SIZE", help = MAX_MEMORY_HELP, help_heading = LIMITS, value_parser = config::memory_in_flight)]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        help = MAX_MEMORY_HELP,
+        help_heading = LIMITS,
+        value_parser = config::parse_memory_in_flight
+    )]
     max_memory_in_flight: Option<u64>,
     #[command(flatten)]
     handshake: HandshakeArgs,
@@ -149,7 +155,7 @@ pub struct ServeArgs {
 struct FlushResult {
     /// Number of devices that could not be saved, flushed or removed.
     failed: usize,
-    /// Deadline of the shutdown.
+    /// Time by which the devices must be closed.
     end: Instant,
 }
 
@@ -157,13 +163,13 @@ struct FlushResult {
 /// devices.
 struct Running {
     service: Arc<Service>,
-    /// Clients may have connected, and the devices have not been flushed since.
+    /// True if clients may have connected and the devices have not been flushed since.
     is_in_use: bool,
-    /// Control sockets.
+    /// Servers of the control sockets.
     controls: Vec<Arc<ControlServer>>,
     /// HTTP servers of the metrics and the web page.
     http: Vec<HttpServer>,
-    /// NBD sockets of the server's addresses.
+    /// Paths of the Unix sockets at the server's NBD addresses, removed when dropped.
     sockets: Vec<SocketPath>,
     pidfile: Option<Pidfile>,
     private: Option<TempDir>,
@@ -176,10 +182,10 @@ impl Running {
         let (control_access, read_only_access) = (access.control.resolved, access.control_read_only.resolved);
         let service = Service::new(limits, access, tls);
         let registry = Arc::downgrade(&service.registry);
-        events.at_signal(move || _ = registry.upgrade().map(|registry| registry.ahead.abandon()));
+        events.at_signal(move || _ = registry.upgrade().map(|registry| registry.parallel_open.abandon()));
         service.exports.tls.begin(&service.exports.nbd)?;
         if let Some(control) = &control {
-            // First, because this detects another running server.
+            // The control socket is cleared first, because that fails if another server is running.
             PrivateSocket::clear(control)?;
             let _ = service.control.set(control.clone());
         }
@@ -188,9 +194,9 @@ impl Running {
             let _ = service.control_read_only.set(control.clone());
         }
         service.as_block_devices.store(ublk, Ordering::SeqCst);
-        service.exports.plan_home(&addresses);
+        service.exports.plan_server_addresses(&addresses);
         if let Some((list, is_fixed)) = allow {
-            service.exports.begin_home_allow(Some(list), is_fixed);
+            service.exports.init_server_allow_list(Some(list), is_fixed);
         }
         let mut running = Self {
             service: Arc::clone(&service),
@@ -203,7 +209,8 @@ impl Running {
         };
         let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
         if let Some(empty) = known.as_ref().filter(|topology| topology.devices().next().is_none()) {
-            // Marks saved content that does not belong to a device.
+            // No device is recorded, so this only marks saved content as unused, or removes it if it was marked long
+            // ago.
             service.saves.find(empty)?;
         }
         let known = known.filter(|topology| topology.devices().next().is_some());
@@ -211,9 +218,9 @@ impl Running {
         let of_state = known.is_some();
         let (mut created, pending, changes) = match known {
             Some(topology) => {
-                // Devices must exist before `--apply` can change them.
-                let until = (!is_applied).then(|| Instant::now() + late::GRACE);
-                let (created, pending) = late::set_up_state(&service, &topology, until)?;
+                // Devices must exist before `--apply` can change them, so the start waits for all remote servers.
+                let until = (!is_applied).then(|| Instant::now() + pending_devices::GRACE);
+                let (created, pending) = pending_devices::set_up_state(&service, &topology, until)?;
                 (created, Some(pending), is_applied.then_some(devices))
             }
             None => (start::set_up_declared(&service, devices)?, None, None),
@@ -224,16 +231,16 @@ impl Running {
         // Steps that can fail come first. Then the state records that its devices are in use, and clients can
         // connect.
         for address in &addresses {
-            if let Address::Unix(path) = service.exports.listen_home(address)? {
+            if let Address::Unix(path) = service.exports.listen_at_server_address(address)? {
                 let socket =
                     SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
                 running.sockets.push(socket);
             }
         }
         for socket in sockets {
-            service.exports.adopt_home(socket)?;
+            service.exports.adopt_server_socket(socket)?;
         }
-        if let Some(MetricsOf { at, forks }) = metrics {
+        if let Some(MetricsConfig { at, forks }) = metrics {
             let server = HttpServer::start(at, MetricsSite::new(&service, forks))?;
             let _ = service.metrics_url.set(server.url().to_owned());
             running.http.push(server);
@@ -266,7 +273,7 @@ impl Running {
         &mut self,
         created: &[NewDevice],
         of_state: bool,
-        changes: Option<(Vec<Declared>, StateSettings)>,
+        changes: Option<(Vec<DeclaredDevice>, StateSettings)>,
         control_access: &Access,
         read_only_access: &Access,
     ) -> Result<()> {
@@ -283,7 +290,7 @@ impl Running {
             let answers = Arc::new(verbs::ReadOnly(Arc::clone(service)));
             self.controls.push(Arc::new(ControlServer::start_read_only(socket, answers)?));
         }
-        // Last, because the existence of the control socket means that the server is ready.
+        // The control socket is opened last, because its existence means that the server is ready.
         if let Some(control) = service.control.get() {
             let socket = PrivateSocket::bind(control, control_access)?;
             self.controls.push(Arc::new(ControlServer::start(socket, Arc::clone(service) as _)?));
@@ -291,46 +298,48 @@ impl Running {
         Ok(())
     }
 
-    /// Begins the shutdown: refuses new work. Returns a function that ends the rest, and saves and flushes the
-    /// devices.
+    /// Begins the shutdown: refuses new work. Returns a function that ends exports and verbs, and saves and flushes the
+    /// devices; it may block.
     fn begin_end(&mut self) -> impl FnOnce() -> FlushResult + Send + 'static + use<> {
         self.is_in_use = false;
         self.service.jobs.end_all();
-        self.service.registry.ahead.abandon();
+        self.service.registry.parallel_open.abandon();
         for entry in self.service.registry.all() {
-            // Held requests keep devices alive, which are flushed when they are dropped.
+            // Requests held by a fault rule keep devices alive, which are flushed when they are dropped.
             if let Some(faults) = &entry.layers.faults {
                 faults.close();
             }
         }
         let all = self.service.registry.all();
         let no_waiting: Vec<_> =
-            all.iter().flat_map(|entry| self.service.exports.no_waiting(entry)).collect();
+            all.iter().flat_map(|entry| self.service.exports.bypass_waiting(entry)).collect();
         drop(all);
-        self.service.records.end();
+        self.service.records.close();
         let (service, controls) = (Arc::clone(&self.service), self.controls.clone());
         move || {
-            // First, because the following steps may need the threads and descriptors of connections.
+            // Exports end first, because the following steps may need the threads and descriptors of connections.
             service.exports.shutdown(SHUTDOWN_GRACE);
-            // Before the flush, because verbs write to devices as well.
+            // Control sockets stop before the flush, because verbs write to devices as well.
             for control in controls {
                 control.stop();
             }
             service.jobs.wait_ended(JOBS_GRACE);
             if let Some(time) = service.saves.timeout() {
-                started_by::ending_within("saving content", time + ending::FLUSH_MAX);
+                supervisor::notify_stopping_within("saving content", time + device_shutdown::FLUSH_MAX);
             }
             let unsaved = Saves::end(&service);
-            started_by::ending("flushing devices");
-            let end = Instant::now() + ending::FLUSH_MAX;
-            let failed = unsaved + ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
+            supervisor::notify_stopping("flushing devices");
+            let end = Instant::now() + device_shutdown::FLUSH_MAX;
+            let failed = unsaved
+                + device_shutdown::flush(&service.registry.all(), end)
+                + service.pending_removals.wait(end);
             drop((service, no_waiting));
             FlushResult { failed, end }
         }
     }
 
-    /// Shuts the server down on the given thread, and sends [`Event::Ended`] when that is done. Afterwards
-    /// [`Drop`] can only wait for disks.
+    /// Shuts the server down on the given thread, and sends [`Event::Ended`] when that is done. Returns a channel for
+    /// the result. Afterwards [`Drop`] can only wait for disks.
     fn shutdown(&mut self, thread: Standby, events: Sender<Event>) -> Receiver<FlushResult> {
         let finish = self.begin_end();
         let (sender, flushed) = mpsc::channel();
@@ -365,12 +374,12 @@ impl Running {
     }
 }
 
-/// Sends [`Event::Ended`] when dropped, also by a panic.
+/// Guard that sends [`Event::Ended`] when dropped, also by a panic.
 struct SendEnded(Sender<Event>);
 
 impl Drop for SendEnded {
     fn drop(&mut self) {
-        // Fails only if the main thread no longer waits for the event.
+        // The send fails only if the main thread no longer waits for the event.
         let _ = self.0.send(Event::Ended);
     }
 }
@@ -400,58 +409,58 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
         let _ = writeln!(io::stdout(), "{devices} device{plural}: the configuration is valid");
         return Ok(ExitCode::SUCCESS);
     }
-    let parent = started_by::parent();
+    let parent = supervisor::parent();
     process::become_io_flusher();
-    keep_large_blocks_apart();
+    mmap_large_allocations();
     let open_files = process::raise_open_files();
     output::detach()?;
-    // Dropped after the server, whose shutdown may log.
+    // `_flush` is dropped after the server, whose shutdown may log.
     let _flush = output::FlushAtEnd;
-    started_by::open_manager();
-    // Before a socket exists: a signal with its default action would leave the socket behind.
+    supervisor::open_manager();
+    // Signals are handled before a socket exists: their default action would leave the socket behind.
     let events = Events::listen()?;
     let standby = |name| Standby::start(name).context("cannot start the threads of the shutdown");
     let (ender, closer) = (standby("shutdown")?, standby("close")?);
     if args.exit_with_parent {
-        started_by::end_with(parent)?;
+        supervisor::end_with_parent(parent)?;
     }
     let client = args.single.then(single::take).transpose()?;
     let plan = Plan::new(args)?;
     let control = plan.control.clone().unwrap_or_default();
     let mut running = Running::start(plan, &events)?;
     let end = events.sender();
-    // A failed send is ignored: the server has ended.
+    // A failed send is ignored: the main thread no longer waits for events.
     let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Signal(SIGTERM))));
-    // From here on an error leads to a clean shutdown.
+    // From here on, an error leads to a clean shutdown.
     let outcome = serve_until_end(&mut running, args, client, &events, &control, open_files);
     info!("ending");
-    started_by::ending("waiting for requests");
+    supervisor::notify_stopping("waiting for requests");
     if mutants::on(Mutant::EndStartsThread) && Standby::start("shutdown").is_err() {
         exit_at_once(1);
     }
     let flushed = running.shutdown(ender, events.sender());
-    if let WaitOutcome::Signal(signal) = until::wait_for_end(&events, None) {
+    if let WaitOutcome::Signal(signal) = events::wait_for_end(&events, None) {
         // A second signal ends the process at once.
         running.remove_paths();
-        exit_at_once(until::STATUS_OF_SIGNAL_0 + signal);
+        exit_at_once(events::STATUS_OF_SIGNAL_0 + signal);
     }
     let FlushResult { failed, end } =
         flushed.recv().unwrap_or(FlushResult { failed: 1, end: Instant::now() });
     // Clients do not depend on the rest of the shutdown, so paths are removed before devices are closed.
     running.remove_paths();
-    started_by::ending("closing devices");
+    supervisor::notify_stopping("closing devices");
     let unclosed = running.close(closer, events.sender(), end);
-    let unclosed = match until::wait_for_end(&events, Some(end)) {
+    let unclosed = match events::wait_for_end(&events, Some(end)) {
         // The thread sends the number before it ends, unless it panics.
         WaitOutcome::Ended => unclosed.recv().unwrap_or(1),
-        WaitOutcome::Signal(signal) => exit_at_once(until::STATUS_OF_SIGNAL_0 + signal),
+        WaitOutcome::Signal(signal) => exit_at_once(events::STATUS_OF_SIGNAL_0 + signal),
         WaitOutcome::TimedOut => {
             error!("a disk hangs or a verb is still running: some devices are not closed");
             1
         }
     };
     // A verb may still be writing a temporary file to a hung disk.
-    replace::abandon();
+    replace::remove_temporary_files();
     // A device that was not closed in time lacks the record of a clean close, so the exit status must report it.
     let is_incomplete = unclosed > 0 || failed > 0 && !mutants::on(Mutant::EndHidesLoss);
     outcome.map(|status| ExitCode::from(if is_incomplete && status == 0 { 1 } else { status }))
@@ -467,49 +476,49 @@ fn serve_until_end(
     open_files: Option<u64>,
 ) -> Result<u8> {
     running.pidfile = args.pidfile.as_deref().map(Pidfile::write).transpose()?;
-    started_by::ready(running.service.registry.all().len());
+    supervisor::notify_ready(running.service.registry.all().len());
     if args.run.is_some() || client.is_some() {
-        // Standard output belongs to the command or the client.
+        // Standard output belongs to the command or the client, so the seeds are logged and not announced.
         for seed in running.service.registry.seeds() {
             warn!("{seed}");
         }
     }
     if let Some(command) = &args.run {
-        return until::run_to_exit(events, run_command(command, open_files, &running.service, control));
+        return events::run_to_exit(events, run_command(command, open_files, &running.service, control));
     }
     match client {
         Some(client) => client.serve(&running.service, events.sender())?,
         None => announce(&running.service, control),
     }
     let (config, service) = (args.config.as_deref(), running.service.weak());
-    let had_terminal = until::has_terminal();
+    let had_terminal = events::has_terminal();
     let has_files = config.is_some() || running.service.exports.tls.mode().is_some();
     let on_hangup = || {
         // A terminal that hangs up ends the server; a SIGHUP of another source reloads the files.
-        let is_reload = has_files && (!had_terminal || until::has_terminal());
+        let is_reload = has_files && (!had_terminal || events::has_terminal());
         if is_reload {
             reload::reload_in_background(&service, config);
         }
         is_reload
     };
-    until::wait_for_end_request(events, &on_hangup).map(|()| 0)
+    events::wait_for_end_request(events, &on_hangup).map(|()| 0)
 }
 
 fn exit_at_once(status: i32) -> ! {
-    replace::abandon();
+    replace::remove_temporary_files();
     output::flush();
     std::process::exit(status)
 }
 
-/// Removes ublk devices of killed servers.
+/// Removes ublk devices that killed servers have left in the kernel.
 fn remove_stale_block_devices() {
-    match freestone_ublk::remove_left_behind() {
+    match freestone_ublk::remove_stale_devices() {
         Ok(ids) => ids.iter().for_each(|id| warn!("/dev/ublkb{id}: was left by a killed server: removed")),
         Err(error) => warn!("cannot remove the block devices of killed servers: {error}"),
     }
 }
 
-/// Logs files that a crash has left beside the images.
+/// Logs unfinished files that an interrupted save has left in the directories of images.
 fn log_leftover_files(service: &Service) {
     let mut looked = HashSet::new();
     for entry in service.registry.all() {

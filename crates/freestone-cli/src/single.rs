@@ -19,27 +19,28 @@ use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use tracing::warn;
 
 use crate::error::Usage;
+use crate::events::Event;
 use crate::service::Service;
-use crate::started_by;
-use crate::until::Event;
+use crate::supervisor;
 
 /// Longest wait for the client to read the last replies from the pipe.
 const PIPE_GRACE: Duration = Duration::from_secs(5);
-/// Size of a copy between pipe and socket, in bytes: the default capacity of a pipe.
+/// Size of the buffer for copies between a pipe and the socket, in bytes: the default capacity of a pipe.
 const PIPE_BYTES: usize = 64 << 10;
-/// Lowest descriptor number behind the standard streams.
+/// Lowest descriptor number after the standard streams (0 to 2).
 const FIRST_FREE: i32 = 3;
 
-/// The connected client.
+/// The connected client of `--single`.
 pub struct Client {
     socket: OwnedFd,
-    /// For a client at pipes: receives once all replies are written.
+    /// Receives a message once all replies are written to the pipe. `None` for a client at a socket.
     drained: Option<Receiver<()>>,
 }
 
-/// Takes over the connection of the client. After that no output or log line can reach the client.
+/// Takes over the connection of the client from standard input or the service manager. Afterwards no output
+/// or log line can reach the client.
 pub fn take() -> Result<Client> {
-    let mut handed = started_by::sockets()?;
+    let mut handed = supervisor::take_listen_sockets()?;
     match handed.len() {
         0 => take_standard_streams(),
         1 => Client::of_socket(handed.remove(0), "LISTEN_FDS"),
@@ -78,7 +79,8 @@ fn take_standard_streams() -> Result<Client> {
     Ok(client)
 }
 
-/// Redirects standard streams that lead to the client to /dev/null. With inetd standard error does, too.
+/// Redirects standard streams that lead to the client to /dev/null. With inetd, standard error leads to the
+/// client as well.
 fn detach_from(clients: &[Stat]) -> Result<()> {
     let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
     let set = || {
@@ -121,7 +123,8 @@ impl Client {
         Ok(Self { socket, drained: None })
     }
 
-    /// Returns a client at pipes. Two threads copy between the pipes and a socket, which the server needs.
+    /// Returns a client at pipes. The server needs a socket, so two threads copy between the pipes and a
+    /// socket pair.
     fn of_pipes(input: OwnedFd, output: OwnedFd) -> Result<Self> {
         make_blocking(&input)?;
         make_blocking(&output)?;
@@ -134,7 +137,7 @@ impl Client {
         let (drained, at_end) = mpsc::channel();
         let copy_output = move || {
             copy(&mut &back, &mut File::from(output));
-            // A client that no longer reads counts as disconnected.
+            // A client that no longer reads replies counts as disconnected.
             let _ = shutdown(&back, Shutdown::Both);
             let _ = drained.send(());
         };
@@ -148,12 +151,12 @@ impl Client {
         let Self { socket, drained } = self;
         let service = Arc::clone(service);
         let serve = move || {
-            service.exports.nbd.serve_here(&Address::Stdin, socket);
+            service.exports.nbd.serve_socket(&Address::Stdin, socket);
             if drained.is_some_and(|drained| drained.recv_timeout(PIPE_GRACE).is_err()) {
                 warn!("the client does not read its last replies");
             }
             drop(service);
-            // The main thread receives events until the server has ended.
+            // The main thread receives events until the server has ended, so the send does not fail.
             let _ = events.send(Event::Left);
         };
         let thread = thread::Builder::new().name("nbd-stdin".into()).spawn(serve);

@@ -7,14 +7,14 @@ use std::thread;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// A thread that waits for its one piece of work. Dropping it unused ends the thread.
+/// A thread that waits for one function to run. Dropping it unused ends the thread.
 pub struct Standby(Sender<Work>);
 
 impl Standby {
     /// Starts the thread.
     ///
     /// # Errors
-    /// The thread could not be started.
+    /// Fails if the thread cannot be started.
     pub fn start(name: &str) -> io::Result<Self> {
         let (sender, receiver) = mpsc::channel::<Work>();
         thread::Builder::new().name(name.to_owned()).spawn(move || {
@@ -25,7 +25,7 @@ impl Standby {
         Ok(Self(sender))
     }
 
-    /// Runs the work on the thread.
+    /// Runs the work on the thread, or on the calling thread if that thread is gone.
     pub fn run(self, work: impl FnOnce() + Send + 'static) {
         if let Err(SendError(work)) = self.0.send(Box::new(work)) {
             work();

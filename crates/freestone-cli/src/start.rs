@@ -1,5 +1,5 @@
 //! Creates and publishes the first devices of a server: those of the command line and file, or those of the
-//! state.
+//! state directory.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -10,46 +10,51 @@ use std::sync::Arc;
 use freestone::mutants::{self, Mutant};
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::entries::Entries;
-use freestone_spec::kinds::{self, Entry, Identity, OnLost, RESTORED, Spec};
+use freestone_spec::kinds::{self, DataLossPolicy, Entry, Identity, RESTORED, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::{Device, State, Topology};
 use tracing::{error, info, warn};
 use uuid::Uuid;
 
-use crate::again;
-use crate::apply::{self, Extent};
+use crate::apply::{self, ApplyOptions};
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
-use crate::declared::{self, Declared};
-use crate::exports::Unread;
+use crate::control::protocol::RpcError;
+use crate::declared::{self, DeclaredDevice};
+use crate::export_retry;
+use crate::export_spec::{ExportAddress, ExportSet, ExportSpec};
+use crate::exports::UnparsedExport;
 use crate::paths::parse_address;
-use crate::places::{Place, Seen, Wanted};
 use crate::recording::{self, Recording};
 use crate::records;
-use crate::saves::start::Restores;
+use crate::saves::start::SavedContents;
 use crate::service::Service;
 use crate::state_args::StateSettings;
 
 /// A registered device that is not published yet.
 pub struct NewDevice {
     entry: Arc<Entry>,
-    /// The exports to publish.
-    seen: Seen,
+    /// Exports to publish. Empty if the device is withheld.
+    export_set: ExportSet,
 }
 
 impl NewDevice {
-    /// Returns true if the device gets a ublk export.
+    /// Returns true if the exports to publish contain a ublk block device.
     pub fn is_block_device(&self) -> bool {
-        self.seen.exports.iter().any(|(wanted, _)| matches!(wanted.place, Place::Ublk(_)))
+        self.export_set.exports.iter().any(|(wanted, _)| matches!(wanted.address, ExportAddress::Ublk(_)))
     }
 }
 
-/// Opens the state directory, and uses it from now on.
+/// Opens the state directory, in which the server then records changes. Returns the recorded devices.
 ///
 /// # Errors
-/// The state differs from the command line and file, and `--apply` is not given.
-pub fn open(service: &Service, asked: &StateSettings, devices: &[Declared]) -> Result<Topology, Fault> {
-    let failed = |why: String| Fault::failed(Errno::EINVAL, why);
+/// Fails if the state directory cannot be opened. Fails if the state differs from the command line and file,
+/// and `--apply` is not given.
+pub fn open(
+    service: &Service,
+    asked: &StateSettings,
+    devices: &[DeclaredDevice],
+) -> Result<Topology, RpcError> {
+    let failed = |why: String| RpcError::failed(Errno::EINVAL, why);
     let (state, unfinished) = State::open(&asked.dir).map_err(|why| failed(why.to_string()))?;
     for one in unfinished {
         warn!(
@@ -64,7 +69,7 @@ pub fn open(service: &Service, asked: &StateSettings, devices: &[Declared]) -> R
         if is_new || asked.apply { Vec::new() } else { differences(&topology, devices, asked.has_file) };
     if differs.is_empty() {
         service.saves.begin(state.dir(), asked.saves);
-        service.records.keep(state);
+        service.records.set_state(state);
         return Ok(topology);
     }
     let differs = differs.join("; ");
@@ -73,14 +78,14 @@ pub fn open(service: &Service, asked: &StateSettings, devices: &[Declared]) -> R
     Err(failed(format!("{dir}: the state differs from the command line and file: {differs}; {hint}")))
 }
 
-/// Returns the changes, as text, that would make the devices of the state match the specified ones.
-fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<String> {
+/// Returns the changes, as text, that would make the devices of the state match the specified devices.
+fn differences(topology: &Topology, asked: &[DeclaredDevice], has_file: bool) -> Vec<String> {
     let mut differs = Vec::new();
     let taken = declared::taken(asked);
     let names: HashSet<&str> = asked.iter().map(|device| device.spec.name.as_str()).collect();
     let gone = |device: &&Device| has_file && device.declared && !names.contains(device.name.as_str());
     differs.extend(topology.devices().filter(gone).map(|device| format!("remove {}", device.name)));
-    for Declared { spec, exports, .. } in asked {
+    for DeclaredDevice { spec, exports, .. } in asked {
         let name = &spec.name;
         let Some(device) = topology.find(name) else {
             differs.push(format!("create {}", spec.words));
@@ -94,8 +99,9 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
             differs.push(format!("{} {name}", if home { "publish" } else { "unpublish" }));
         }
         let places = places(device).0.exports;
-        let is = |wanted: &Wanted, known: &Wanted| {
-            let same_port = known.place.is(&wanted.place) || known.place.has_chosen_port_of(&wanted.place);
+        let is = |wanted: &ExportSpec, known: &ExportSpec| {
+            let same_port =
+                known.address.is_same(&wanted.address) || known.address.has_chosen_port_of(&wanted.address);
             same_port
                 && known.read_only == wanted.read_only
                 && known.allow == wanted.allow
@@ -103,26 +109,26 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
         };
         for wanted in exports {
             if !places.iter().any(|(known, _)| is(wanted, known)) {
-                differs.push(format!("publish {name} at {}", wanted.place));
+                differs.push(format!("publish {name} at {}", wanted.address));
             }
         }
-        let gone = |(known, declared): &&(Wanted, bool)| {
+        let gone = |(known, declared): &&(ExportSpec, bool)| {
             *declared && !exports.iter().any(|wanted| is(wanted, known))
         };
         for (known, _) in places.iter().filter(gone) {
-            differs.push(format!("unpublish {name} from {}", known.place));
+            differs.push(format!("unpublish {name} from {}", known.address));
         }
     }
     differs
 }
 
 /// Creates the devices of the command line and file.
-pub fn set_up_declared(service: &Service, devices: Vec<Declared>) -> Result<Vec<NewDevice>, Fault> {
-    let _ahead = service.registry.ahead.begin(devices.iter().map(|device| &device.spec));
+pub fn set_up_declared(service: &Service, devices: Vec<DeclaredDevice>) -> Result<Vec<NewDevice>, RpcError> {
+    let _opening = service.registry.parallel_open.begin(devices.iter().map(|device| &device.spec));
     let mut created = Vec::with_capacity(devices.len());
     for device in devices {
         let declared = device.is_of_file();
-        let Declared { spec, exports, .. } = device;
+        let DeclaredDevice { spec, exports, .. } = device;
         let publish = spec.publish;
         let claim = service.claim_new("serve", [&spec])?;
         let entry = service.create(&claim, spec, false)?;
@@ -132,28 +138,29 @@ pub fn set_up_declared(service: &Service, devices: Vec<Declared>) -> Result<Vec<
         let exports = exports.into_iter().map(|wanted| (wanted, declared)).collect();
         created.push((entry, publish, exports));
     }
-    // Determined after all devices exist: a device that another one uses exclusively is not published by
-    // default, and fails if it has `publish=yes`.
-    let seen = |(entry, publish, exports): (Arc<Entry>, Option<bool>, _)| {
-        let home = service.belongs_at_home(publish, &entry);
-        NewDevice { entry, seen: Seen { home, exports } }
+    // The exports are determined after all devices exist. A device that another one uses exclusively is not
+    // published by default, and fails with `publish=yes`.
+    let export_set = |(entry, publish, exports): (Arc<Entry>, Option<bool>, _)| {
+        let home = service.is_for_server_addresses(publish, &entry);
+        NewDevice { entry, export_set: ExportSet { at_server_addresses: home, exports } }
     };
-    Ok(created.into_iter().map(seen).collect())
+    Ok(created.into_iter().map(export_set).collect())
 }
 
-/// Context for creating the devices of a state again.
+/// Context for creating the devices of the state directory again.
 pub struct RestartContext {
     topology: Topology,
-    saved: Restores,
-    /// Devices that are missing or have lost content.
+    saved: SavedContents,
+    /// Names of the devices that are missing or have lost content.
     lost: HashSet<String>,
-    /// The control sockets are open: a verb may remove a missing device, or create another one with its name.
+    /// True once the control sockets are open: a verb may remove a missing device, or create another one with
+    /// its name.
     is_late: bool,
 }
 
 impl RestartContext {
-    /// Finds the saved content of devices, and reserves their default exports.
-    pub fn new(service: &Service, topology: Topology) -> Result<Self, Fault> {
+    /// Finds the saved content of the devices in `topology`, and reserves their default exports.
+    pub fn new(service: &Service, topology: Topology) -> Result<Self, RpcError> {
         let saved = service.saves.find(&topology)?;
         for device in topology.devices() {
             for address in device.default_at.iter().filter_map(|text| parse_address(text, None).ok()) {
@@ -172,25 +179,26 @@ pub fn set_up(service: &Service, device: &Device, context: &mut RestartContext) 
             if is_lost {
                 context.lost.insert(device.name.clone());
             }
-            let (mut seen, unread) = places(device);
-            for export in &unread {
-                error!("{}: not published at {}: {}", device.name, export.place(), export.why);
+            let (mut export_set, unparsed) = places(device);
+            for export in &unparsed {
+                error!("{}: not published at {}: {}", device.name, export.address(), export.why);
             }
-            service.exports.absent.keep_unread(&device.name, unread);
-            let withholds = entry.restart_policy().on_lost.unwrap_or_default() == OnLost::Withhold
+            service.exports.unpublished.put_unparsed(&device.name, unparsed);
+            let withholds = entry.restart_policy().on_data_loss.unwrap_or_default()
+                == DataLossPolicy::Withhold
                 && !mutants::on(Mutant::LostIsShown);
             if device.withheld || (is_lost && withholds) {
-                service.withheld.put(&device.name, mem::take(&mut seen));
+                service.withheld.put(&device.name, mem::take(&mut export_set));
             }
             if device.declared {
                 service.declarations.declare(&device.name);
             }
-            Some(NewDevice { entry, seen })
+            Some(NewDevice { entry, export_set })
         }
         Err(_) if context.is_late && !is_missing(service, device) => None,
         Err(fault) => {
             error!(device = %device.name, "cannot be set up again: {}", fault.message);
-            service.records.miss(&device.name, &fault.message);
+            service.records.add_missing(&device.name, &fault.message);
             context.lost.insert(device.name.clone());
             None
         }
@@ -213,35 +221,35 @@ pub fn publish_late(
     service: &Arc<Service>,
     devices: &[Device],
     context: &mut RestartContext,
-) -> Result<(), Fault> {
+) -> Result<(), RpcError> {
     context.is_late = true;
     let missing: Vec<_> = devices.iter().filter(|device| is_missing(service, device)).collect();
     let mut created: Vec<_> =
         missing.into_iter().filter_map(|device| set_up(service, device, context)).collect();
     created.retain(|device| is_there(service, &device.entry));
-    if service.records.is_over() {
-        // Their records remain valid, because no client has used the devices.
+    if service.records.is_closed() {
+        // The records of the devices remain valid, because no client has used the devices.
         return Ok(());
     }
     record_devices(service, &mut created);
     begin_merges(service, &mut created);
-    for NewDevice { entry, seen } in &created {
-        // Otherwise a verb that runs before the exports exist would remove them from the state.
-        service.exports.absent.put_all(entry.name(), seen, "the device has just been created");
-        service.records.found(entry.name());
+    for NewDevice { entry, export_set } in &created {
+        // Without these entries, a verb that runs before the exports exist would remove them from the state.
+        service.exports.unpublished.put_all(entry.name(), export_set, "the device has just been created");
+        service.records.remove_missing(entry.name());
     }
     publish(service, &created)
 }
 
-/// Creates a device of the state again. The boolean is true if its content differs from the content at the
-/// end of the previous server.
+/// Creates a device of the state again. The boolean is true if the content of the device differs from that at
+/// the end of the previous server.
 fn recreate(
     service: &Service,
     device: &Device,
     restart: &mut RestartContext,
-) -> Result<(Arc<Entry>, bool), Fault> {
+) -> Result<(Arc<Entry>, bool), RpcError> {
     let RestartContext { topology, saved, lost, is_late } = restart;
-    let invalid = |why: String| Fault::failed(Errno::EINVAL, why);
+    let invalid = |why: String| RpcError::failed(Errno::EINVAL, why);
     let words = Entries::parse(&device.words).map_err(|why| invalid(why.to_string()))?;
     if words.kind == RESTORED {
         return Err(invalid("it was restored from a file; restore that file again".to_owned()));
@@ -257,7 +265,7 @@ fn recreate(
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
     }
     let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is invalid: {why}")))?;
-    // Checked before anything is opened: no client could use the device.
+    // Checked before anything is opened: if the check fails, no client could use the device.
     service.exports.tls.check_device(&spec)?;
     let content = if spec.keep { saved.take(service, topology, device, &spec)? } else { None };
     let changed = content.as_ref().and_then(|_| changed_base(service, device, &spec));
@@ -267,12 +275,12 @@ fn recreate(
     }
     let is_behind = content.as_ref().is_some_and(|content| !content.is_exact);
     let is_base_newly_changed = changed.is_some() && !device.withheld;
-    let is_own = is_behind || is_base_newly_changed || (content.is_none() && spec.is_lost());
+    let is_own = is_behind || is_base_newly_changed || (content.is_none() && spec.is_volatile());
     let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));
-    let is_lost = is_own || gone(spec.kind.below()) || gone(spec.kind.copies_to());
-    if gone(spec.kind.copies_to()) {
-        // The COW device is new and contains nothing to overwrite. The user accepted its loss at the end of
-        // the server when the snapshot was created.
+    let is_lost = is_own || gone(spec.kind.parent_name()) || gone(spec.kind.cow_device_name());
+    if gone(spec.kind.cow_device_name()) {
+        // The COW device is new and contains nothing to overwrite. When the snapshot was created, the user
+        // accepted the loss of the COW device at the end of the server.
         let mut words = spec.words;
         words.put("force", "yes");
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
@@ -282,11 +290,11 @@ fn recreate(
     if *is_late && !is_missing(service, device) {
         return Err(invalid("was removed or replaced meanwhile".to_owned()));
     }
-    let Some(content) = content else { return Ok((service.make(spec, Some(identity))?, is_lost)) };
+    let Some(content) = content else { return Ok((service.build_entry(spec, Some(identity))?, is_lost)) };
     if is_behind {
-        service.saves.put_behind(&device.name, content.when);
+        service.saves.set_stale(&device.name, content.when);
     }
-    let mut entry = kinds::kept(spec, content.ram, &service.registry)?;
+    let mut entry = kinds::build_kept(spec, content.ram, &service.registry)?;
     entry.identity = identity;
     let entry = Arc::new(entry);
     service.add(&entry)?;
@@ -294,10 +302,11 @@ fn recreate(
 }
 
 /// Returns the file of a device's base that has changed since the content of the device was saved, by size,
-/// modification time or inode.
+/// modification time or inode. Returns `None` if no file has changed.
 fn changed_base(service: &Service, device: &Device, spec: &Spec) -> Option<PathBuf> {
     let now = recording::base_identities(service, spec, spec.keep);
-    // An older server has not recorded the files, or the base is a disk.
+    // The list is empty if an older version wrote the record, or if the base is a disk without a file
+    // identity.
     if device.base.is_empty() {
         return None;
     }
@@ -317,27 +326,27 @@ fn path_exists(path: &Path) -> io::Result<bool> {
 }
 
 /// Returns the exports of a device of the state, and the records of exports that cannot be parsed.
-fn places(device: &Device) -> (Seen, Vec<Unread>) {
-    let mut seen = Seen { home: device.home, exports: Vec::new() };
-    let mut unread = Vec::new();
+fn places(device: &Device) -> (ExportSet, Vec<UnparsedExport>) {
+    let mut export_set = ExportSet { at_server_addresses: device.home, exports: Vec::new() };
+    let mut unparsed = Vec::new();
     for export in &device.exports {
-        match records::wanted(export) {
-            Ok(wanted) => seen.exports.push((wanted, export.declared)),
-            Err(why) => unread.push(Unread { record: export.clone(), why }),
+        match records::parse_export(export) {
+            Ok(wanted) => export_set.exports.push((wanted, export.declared)),
+            Err(why) => unparsed.push(UnparsedExport { record: export.clone(), why }),
         }
     }
-    (seen, unread)
+    (export_set, unparsed)
 }
 
-/// Starts or continues the merges of the state. If one fails, this server withholds its origin and snapshot,
-/// and the next server tries again.
+/// Starts or continues the merges of the state. If a merge fails, the server withholds its origin and
+/// snapshot, and the next start tries again.
 pub fn begin_merges(service: &Service, created: &mut [NewDevice]) {
     let mut withheld = HashSet::new();
     for NewDevice { entry, .. } in &*created {
         if let Err(refusal) = entry.kind.begin_merge(entry, &service.registry) {
             error!("{}; it and its origin are withheld", refusal.sentence);
             withheld.insert(entry.name().to_owned());
-            withheld.extend(entry.spec.kind.below().map(str::to_owned));
+            withheld.extend(entry.spec.kind.parent_name().map(str::to_owned));
         }
     }
     withhold(service, created, "its merge cannot continue", |name| withheld.contains(name));
@@ -345,22 +354,24 @@ pub fn begin_merges(service: &Service, created: &mut [NewDevice]) {
 
 /// Withholds devices that have not lost content, so that clients cannot use them.
 fn withhold(service: &Service, created: &mut [NewDevice], why: &'static str, is_one: impl Fn(&str) -> bool) {
-    for NewDevice { entry, seen } in created {
+    for NewDevice { entry, export_set } in created {
         let name = entry.name();
         if is_one(name) && !service.withheld.has(name) {
-            service.withheld.put_whole(name, mem::take(seen), why);
+            service.withheld.put_without_loss(name, mem::take(export_set), why);
         }
     }
 }
 
 /// Records the created devices of the state with their exports, directly before clients can use them.
 ///
-/// If that fails, withholds devices whose content the state calls exact: after a crash the state would still
-/// call it exact, although clients had changed it.
+/// If that fails, withholds the devices whose content equals a save of a clean shutdown: after a crash the
+/// state would still report it as equal, although clients had changed it.
 pub fn record_devices(service: &Service, created: &mut [NewDevice]) {
-    let seen =
-        |device: &NewDevice| service.withheld.of(device.entry.name()).unwrap_or_else(|| device.seen.clone());
-    let kept = recording::put(service, created.iter().map(|device| (&*device.entry, seen(device))));
+    let export_set = |device: &NewDevice| {
+        service.withheld.of(device.entry.name()).unwrap_or_else(|| device.export_set.clone())
+    };
+    let kept =
+        recording::record_devices(service, created.iter().map(|device| (&*device.entry, export_set(device))));
     if let Err(fault) = kept {
         error!("{}; devices with the content of a clean shutdown are withheld", fault.message);
         let is_exact = |device: Device| device.saved.is_some();
@@ -373,34 +384,39 @@ pub fn record_devices(service: &Service, created: &mut [NewDevice]) {
 /// Records the devices of the command line and file in the state, and publishes them.
 ///
 /// # Errors
-/// A device cannot be recorded or published. Then the state contains none of them.
-pub fn publish_new(service: &Service, created: &[NewDevice]) -> Result<(), Fault> {
+/// Fails if a device cannot be recorded or published. Then the state contains none of these devices.
+pub fn publish_new(service: &Service, created: &[NewDevice]) -> Result<(), RpcError> {
     for NewDevice { entry, .. } in created {
         entry.kind.begin_merge(entry, &service.registry)?;
     }
     // Recorded before a client can write to a device.
-    recording::put(service, created.iter().map(|device| (&*device.entry, device.seen.clone())))?;
-    let published = publish_with(service, created, |claim, entry, seen| service.show(claim, entry, seen));
+    recording::record_devices(
+        service,
+        created.iter().map(|device| (&*device.entry, device.export_set.clone())),
+    )?;
+    let published = publish_with(service, created, |claim, entry, export_set| {
+        service.publish_exports(claim, entry, export_set)
+    });
     published.inspect_err(|_| {
         let names: Vec<&str> = created.iter().map(|device| device.entry.name()).collect();
         if let Err(fault) = service.records.forget_all(&names) {
             error!("{}", fault.message);
         }
     })?;
-    // Recorded again, with the ports that were chosen for port 0.
-    let seen = |device: &NewDevice| recording::seen(service, device.entry.name());
-    recording::put(service, created.iter().map(|device| (&*device.entry, seen(device))))
+    // Recorded again, because ports have now been chosen for addresses with port 0.
+    let export_set = |device: &NewDevice| recording::current_exports(service, device.entry.name());
+    recording::record_devices(service, created.iter().map(|device| (&*device.entry, export_set(device))))
 }
 
 /// Publishes the devices of the state. Exports that cannot be published now are retried later.
-pub fn publish(service: &Arc<Service>, created: &[NewDevice]) -> Result<(), Fault> {
-    publish_with(service, created, |claim, entry, seen| {
-        again::show(service, claim, entry, seen);
+pub fn publish(service: &Arc<Service>, created: &[NewDevice]) -> Result<(), RpcError> {
+    publish_with(service, created, |claim, entry, export_set| {
+        export_retry::publish_or_retry(service, claim, entry, export_set);
         Ok(())
     })?;
-    again::begin(service);
-    // Recorded again, with the ports that were chosen for port 0.
-    let chosen = created.iter().filter(|device| recording::differs(service, &device.entry));
+    export_retry::start(service);
+    // Recorded again, because ports have now been chosen for addresses with port 0.
+    let chosen = created.iter().filter(|device| recording::has_changed(service, &device.entry));
     let chosen: Vec<_> = chosen.map(|device| device.entry.name()).collect();
     if !chosen.is_empty() {
         let claim = service.claim_all("serve", &chosen)?;
@@ -418,24 +434,24 @@ pub fn publish(service: &Arc<Service>, created: &[NewDevice]) -> Result<(), Faul
 fn publish_with(
     service: &Service,
     created: &[NewDevice],
-    publish: impl Fn(&Claim<'_>, &Arc<Entry>, &Seen) -> Result<(), Fault>,
-) -> Result<(), Fault> {
-    let home = service.exports.home();
+    publish: impl Fn(&Claim<'_>, &Arc<Entry>, &ExportSet) -> Result<(), RpcError>,
+) -> Result<(), RpcError> {
+    let home = service.exports.server_addresses();
     // An allow list belongs to an address. If the records disagree about the list of an address, the first
-    // one is used; addresses of the server keep the list of the server. Neither is an error.
+    // list is used; addresses of the server keep the list of the server. Neither is an error.
     let mut lists: HashMap<Address, AllowList> = HashMap::new();
-    for (wanted, _) in created.iter().flat_map(|device| &device.seen.exports) {
-        if let (Place::Nbd(at), Some(list)) = (&wanted.place, &wanted.allow)
-            && wanted.place.is_fixed()
+    for (wanted, _) in created.iter().flat_map(|device| &device.export_set.exports) {
+        if let (ExportAddress::Nbd(at), Some(list)) = (&wanted.address, &wanted.allow)
+            && wanted.address.has_fixed_port()
         {
             lists.entry(at.clone()).or_insert_with(|| list.clone());
         }
     }
-    for NewDevice { entry, seen } in created {
+    for NewDevice { entry, export_set } in created {
         let claim = match service.claim("serve", entry.name()) {
             Ok(claim) => claim,
             Err(fault) => {
-                // A verb has claimed the device. Its absent exports are retried later.
+                // A verb has claimed the device. The missing exports are retried later.
                 error!("{}", fault.message);
                 continue;
             }
@@ -443,23 +459,23 @@ fn publish_with(
         if !is_there(service, entry) {
             continue;
         }
-        let mut seen = seen.clone();
-        for (wanted, _) in &mut seen.exports {
-            if let Place::Nbd(at) = &wanted.place
-                && wanted.place.is_fixed()
+        let mut export_set = export_set.clone();
+        for (wanted, _) in &mut export_set.exports {
+            if let ExportAddress::Nbd(at) = &wanted.address
+                && wanted.address.has_fixed_port()
             {
                 wanted.allow = lists.get(at).filter(|_| !home.contains(at)).cloned();
             }
         }
-        publish(&claim, entry, &seen)?;
+        publish(&claim, entry, &export_set)?;
     }
     Ok(())
 }
 
 /// Applies the command line and file to the devices of the state, for `--apply`.
-pub fn apply_declared(service: &Service, devices: &[Declared], has_file: bool) -> Result<(), Fault> {
-    let extent = Extent { prune: false, force: false, check: false, adds: !has_file };
-    for change in apply::apply_devices(service, devices, extent)? {
+pub fn apply_declared(service: &Service, devices: &[DeclaredDevice], has_file: bool) -> Result<(), RpcError> {
+    let options = ApplyOptions { prune: false, force: false, check: false, adds: !has_file };
+    for change in apply::apply_devices(service, devices, options)? {
         info!("{change}");
     }
     Ok(())

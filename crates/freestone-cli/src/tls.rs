@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use freestone_nbd::{Address, Clients, Credentials, Server, TlsFiles, TlsMode};
+use freestone_nbd::{Address, Credentials, Server, TlsFiles, TlsMode, Visibility};
 use freestone_spec::kinds::Spec;
-use freestone_spec::tls::{TlsClients, TlsWord, TlsWords};
+use freestone_spec::tls::{ServerTlsMode, TlsClients, TlsWords};
 
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::exposure;
 
@@ -27,8 +27,8 @@ const PLAINTEXT_HELP: &str =
 #[command(next_help_heading = "TLS")]
 pub struct TlsArgs {
     /// TLS mode.
-    #[arg(long, value_name = "MODE", help = TLS_HELP, value_parser = TlsWord::parse)]
-    tls: Option<TlsWord>,
+    #[arg(long, value_name = "MODE", help = TLS_HELP, value_parser = ServerTlsMode::parse)]
+    tls: Option<ServerTlsMode>,
     /// Certificate of the server.
     #[arg(long, value_name = "FILE", help = CERT_HELP)]
     tls_cert: Option<PathBuf>,
@@ -49,15 +49,15 @@ pub struct TlsArgs {
 /// TLS settings, checked without opening a file.
 #[derive(Debug, Default, Clone)]
 pub struct Tls {
-    /// The configured settings, with absolute paths.
+    /// Settings as given in the options and the configuration file, with absolute paths.
     pub words: TlsWords,
-    /// Mode and files, or `None` without TLS.
+    /// TLS mode and certificate files, or `None` without TLS.
     on: Option<(TlsMode, TlsFiles)>,
 }
 
 impl Tls {
-    /// Combines command line and file. The tuple contains settings and path of the file, and the directory of
-    /// its relative paths.
+    /// Combines the options with the keys of the configuration file. The tuple contains settings and path of the file,
+    /// and the directory of its relative paths.
     pub fn new(args: &TlsArgs, file: Option<(&TlsWords, &Path, &Path)>) -> Result<Self> {
         let TlsArgs { tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext } = args;
         let here = env::current_dir().context("the working directory cannot be found")?;
@@ -81,32 +81,32 @@ impl Tls {
         Ok(Self { words, on })
     }
 
-    /// Returns the mode, or `None` without TLS.
+    /// Returns the TLS mode, or `None` without TLS.
     pub fn mode(&self) -> Option<TlsMode> {
         self.on.as_ref().map(|(mode, _)| *mode)
     }
 
-    /// Reads the files and enables TLS in the server.
+    /// Reads the certificate files and enables TLS in the NBD server.
     pub fn begin(&self, server: &Server) -> Result<(), Usage> {
         if let Some((mode, files)) = &self.on {
-            server.secure(*mode, Credentials::load(files).map_err(|why| Usage(why.to_string()))?);
+            server.enable_tls(*mode, Credentials::load(files).map_err(|why| Usage(why.to_string()))?);
         }
         Ok(())
     }
 
-    /// Reads the files again, for new connections. Does nothing without TLS.
+    /// Reads the certificate files again, for new connections. Does nothing without TLS.
     ///
     /// # Errors
-    /// A message: a file is invalid, and the server keeps using the previous files.
+    /// Returns the message if a file is invalid. The server then keeps using the previous files.
     pub fn renew(&self, server: &Server) -> Result<(), String> {
         if let Some((_, files)) = &self.on {
-            server.renew(Credentials::load(files).map_err(|why| why.to_string())?);
+            server.renew_credentials(Credentials::load(files).map_err(|why| why.to_string())?);
         }
         Ok(())
     }
 
     /// Fails for a device with `tls_clients` if the server cannot identify clients.
-    pub fn check_device(&self, spec: &Spec) -> Result<(), Fault> {
+    pub fn check_device(&self, spec: &Spec) -> Result<(), RpcError> {
         let why = match (&spec.tls_clients, &self.on) {
             (None, _) | (Some(TlsClients::Any), Some(_)) => return Ok(()),
             (Some(_), None) => "this server has no TLS; start it with --tls on or require",
@@ -115,14 +115,14 @@ impl Tls {
                 "this server does not request client certificates; start it with --tls-client-ca"
             }
         };
-        Err(Fault::invalid(format!("{}: tls_clients: {why}", spec.name)))
+        Err(RpcError::invalid(format!("{}: tls_clients: {why}", spec.name)))
     }
 
-    /// Fails for an address where other machines could connect without TLS. If that is allowed explicitly, only
-    /// logs a warning.
+    /// Fails for an address where other machines could connect without TLS. With `--allow-plaintext`, only logs a
+    /// warning.
     ///
     /// # Errors
-    /// A message.
+    /// Returns the message for such an address.
     pub fn check_address(&self, address: &Address) -> Result<(), String> {
         if self.is_required() || !exposure::is_open(address) {
             return Ok(());
@@ -136,24 +136,24 @@ impl Tls {
 
     /// Returns true if TLS is required of all clients.
     pub fn is_required(&self) -> bool {
-        self.mode() == Some(TlsMode::Require)
+        self.mode() == Some(TlsMode::Required)
     }
 }
 
-/// Returns the clients that may use an export of the device.
-pub fn clients_of(spec: &Spec) -> Clients {
+/// Returns which clients may see and use the exports of the device, from its key `tls_clients`.
+pub fn clients_of(spec: &Spec) -> Visibility {
     match &spec.tls_clients {
-        None => Clients::All,
-        Some(TlsClients::Any) => Clients::Secure,
-        Some(TlsClients::Named(names)) => Clients::Named(names.clone().into()),
+        None => Visibility::All,
+        Some(TlsClients::Any) => Visibility::Tls,
+        Some(TlsClients::Named(names)) => Visibility::Certificates(names.clone().into()),
     }
 }
 
 fn words_to_files(words: &TlsWords) -> Result<Option<(TlsMode, TlsFiles)>, String> {
     let mode = match words.tls {
-        Some(TlsWord::On) => TlsMode::On,
-        Some(TlsWord::Require) => TlsMode::Require,
-        None | Some(TlsWord::Off) => {
+        Some(ServerTlsMode::On) => TlsMode::Optional,
+        Some(ServerTlsMode::Require) => TlsMode::Required,
+        None | Some(ServerTlsMode::Off) => {
             let said = [
                 ("tls_cert", &words.cert),
                 ("tls_key", &words.key),
@@ -161,7 +161,7 @@ fn words_to_files(words: &TlsWords) -> Result<Option<(TlsMode, TlsFiles)>, Strin
                 ("tls_client_crl", &words.client_crl),
             ];
             return match said.iter().find(|(_, path)| path.is_some()) {
-                // With an explicit `off` the files may remain configured.
+                // With an explicit `tls=off`, the files may remain configured.
                 Some((key, _)) if words.tls.is_none() => Err(format!("{key}: needs tls=on or tls=require")),
                 _ => Ok(None),
             };
@@ -169,7 +169,7 @@ fn words_to_files(words: &TlsWords) -> Result<Option<(TlsMode, TlsFiles)>, Strin
     };
     let (Some(cert), Some(key)) = (words.cert.clone(), words.key.clone()) else {
         let missing = if words.cert.is_none() { "tls_cert" } else { "tls_key" };
-        let word = words.tls.map_or("on", TlsWord::text);
+        let word = words.tls.map_or("on", ServerTlsMode::text);
         return Err(format!("tls={word}: needs tls_cert and tls_key; {missing} is missing"));
     };
     let (client_ca, client_crl) = (words.client_ca.clone(), words.client_crl.clone());

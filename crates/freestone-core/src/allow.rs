@@ -16,24 +16,25 @@ use thiserror::Error;
 
 use crate::log_limit::LogLimit;
 
-/// Maximum number of entries of a list. Each new connection is compared with all of them.
+/// Maximum number of entries in an allow list. Each new connection is compared with every entry.
 pub const MAX_ALLOWED: usize = 256;
 
 /// Maximum number of groups of a process (`NGROUPS_MAX`).
 const GROUPS_MAX: usize = 65_536;
-/// Groups that the first getsockopt call has space for.
+/// Number of groups that fit in the buffer of the first getsockopt call. A second call has space for
+/// [`GROUPS_MAX`].
 const GROUPS_FIRST: usize = 64;
-/// Bits of an IPv6 address in front of an IPv4-mapped address.
+/// Prefix length in bits of `::ffff:0:0/96`, the network of IPv4-mapped IPv6 addresses.
 const MAPPED_BITS: u8 = 96;
 
 /// An entry of an allow list, such as `10.0.0.0/8`, `uid:1000` or `gid:1000`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Who {
+pub enum AllowEntry {
     /// TCP clients whose address is in this network.
     Network(IpNet),
-    /// Processes of this user, connected by a Unix socket.
+    /// Processes of the user with this id, connected by a Unix socket.
     User(u32),
-    /// Processes with this primary or supplementary group, connected by a Unix socket.
+    /// Processes with this primary or supplementary group id, connected by a Unix socket.
     Group(u32),
 }
 
@@ -45,17 +46,17 @@ pub enum NetworkError {
         "must be a network (10.0.0.0/8, fe80::/10), an address (192.168.1.5, ::1), uid:USER or gid:GROUP"
     )]
     Syntax,
-    /// The address has bits set behind the prefix length. Contains the network without them.
+    /// The address has bits set behind the prefix length. Contains the network with these bits cleared.
     #[error("the address has bits set behind the prefix length; use {0}")]
     Bits(IpNet),
 }
 
-impl Who {
+impl AllowEntry {
     /// Parses a network or a single address. IPv4-mapped IPv6 networks become IPv4 networks.
     ///
     /// # Errors
     /// See [`NetworkError`].
-    pub fn network(text: &str) -> Result<Self, NetworkError> {
+    pub fn parse_network(text: &str) -> Result<Self, NetworkError> {
         let net = match (text.parse::<IpNet>(), text.parse::<IpAddr>()) {
             (Ok(net), _) => net,
             (_, Ok(address)) => IpNet::from(address),
@@ -71,7 +72,7 @@ impl Who {
     }
 }
 
-impl Display for Who {
+impl Display for AllowEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Network(net) if net.prefix_len() == net.max_prefix_len() => net.addr().fmt(f),
@@ -85,8 +86,8 @@ impl Display for Who {
 /// The set of clients that may connect. Cheap to clone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllowList {
-    /// Sorted, without duplicates.
-    entries: Arc<[Who]>,
+    /// Entries, sorted and without duplicates.
+    entries: Arc<[AllowEntry]>,
 }
 
 /// The process that connected to a Unix socket, with its credentials at connect time.
@@ -105,8 +106,8 @@ impl Display for Peer {
 }
 
 impl AllowList {
-    /// Creates a list from entries in any order.
-    pub fn new(entries: impl IntoIterator<Item = Who>) -> Self {
+    /// Creates an allow list from entries in any order. Duplicates are removed.
+    pub fn new(entries: impl IntoIterator<Item = AllowEntry>) -> Self {
         let mut entries: Vec<_> = entries.into_iter().collect();
         entries.sort_unstable();
         entries.dedup();
@@ -114,19 +115,20 @@ impl AllowList {
     }
 
     /// Returns the entries, sorted.
-    pub fn entries(&self) -> &[Who] {
+    pub fn entries(&self) -> &[AllowEntry] {
         &self.entries
     }
 
-    /// Returns true if the list has users or groups, so that a Unix socket can be used.
+    /// Returns true if the list contains a user or a group. Otherwise no client of a Unix socket is allowed.
     pub fn has_users(&self) -> bool {
-        self.entries.iter().any(|who| !matches!(who, Who::Network(_)))
+        self.entries.iter().any(|entry| !matches!(entry, AllowEntry::Network(_)))
     }
 
-    /// Returns true if a TCP client could be allowed at `host`, a name or an address without brackets.
+    /// Returns true if the list allows some TCP client of a listener at `host`, a name or an address without
+    /// brackets.
     pub fn has_networks_for(&self, host: &str) -> bool {
-        // IPv4 addresses accept only IPv4 clients and IPv6 addresses only IPv6 clients; `::` and names accept
-        // both.
+        // A listener at an IPv4 address accepts only IPv4 clients, one at an IPv6 address only IPv6 clients.
+        // Listeners at `::` and host names accept both.
         let host = host.parse::<IpAddr>().ok().map(|host| host.to_canonical());
         self.networks().any(|net| match (host, net) {
             (Some(IpAddr::V4(_)), net) => net.addr().is_ipv4(),
@@ -136,16 +138,20 @@ impl AllowList {
     }
 
     fn networks(&self) -> impl Iterator<Item = &IpNet> {
-        self.entries.iter().filter_map(|who| if let Who::Network(net) = who { Some(net) } else { None })
+        self.entries
+            .iter()
+            .filter_map(|entry| if let AllowEntry::Network(net) = entry { Some(net) } else { None })
     }
 
-    /// Returns true if the list allows the peer of a stream socket. An unknown peer is not allowed.
-    pub fn lets_in(&self, socket: BorrowedFd<'_>) -> bool {
+    /// Returns true if the list allows the peer of a stream socket. A peer that cannot be determined is not
+    /// allowed.
+    pub fn allows(&self, socket: BorrowedFd<'_>) -> bool {
         match sockopt::socket_domain(socket) {
             Ok(AddressFamily::UNIX) => {
                 let mut groups = None;
-                let mut has = |group| groups.get_or_insert_with(|| groups_of(socket)).contains(&group);
-                peer_of(socket).is_some_and(|peer| self.has_process(peer, &mut has))
+                let mut has =
+                    |group| groups.get_or_insert_with(|| supplementary_groups(socket)).contains(&group);
+                socket_peer(socket).is_some_and(|peer| self.has_process(peer, &mut has))
             }
             Ok(AddressFamily::INET | AddressFamily::INET6) => {
                 let peer = getpeername(socket).ok().flatten();
@@ -161,12 +167,13 @@ impl AllowList {
         self.networks().any(|net| net.contains(&address))
     }
 
-    /// Calls `has_group` for groups other than the process's primary group.
+    /// Returns true if an entry allows the process. Calls `has_group` only for groups other than its primary
+    /// group.
     fn has_process(&self, peer: Peer, has_group: &mut dyn FnMut(u32) -> bool) -> bool {
-        self.entries.iter().any(|who| match *who {
-            Who::Network(_) => false,
-            Who::User(user) => user == peer.user,
-            Who::Group(group) => group == peer.group || has_group(group),
+        self.entries.iter().any(|entry| match *entry {
+            AllowEntry::Network(_) => false,
+            AllowEntry::User(user) => user == peer.user,
+            AllowEntry::Group(group) => group == peer.group || has_group(group),
         })
     }
 }
@@ -174,8 +181,8 @@ impl AllowList {
 impl Display for AllowList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut separator = "";
-        self.entries.iter().try_for_each(|who| {
-            write!(f, "{separator}{who}")?;
+        self.entries.iter().try_for_each(|entry| {
+            write!(f, "{separator}{entry}")?;
             separator = ",";
             Ok(())
         })
@@ -183,7 +190,7 @@ impl Display for AllowList {
 }
 
 /// Returns the process that connected to a Unix socket, or `None` for other sockets.
-pub fn peer_of(socket: BorrowedFd<'_>) -> Option<Peer> {
+pub fn socket_peer(socket: BorrowedFd<'_>) -> Option<Peer> {
     let mut found = MaybeUninit::<libc::ucred>::uninit();
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the descriptor is borrowed; the kernel writes at most `len` bytes there.
@@ -200,8 +207,9 @@ pub fn peer_of(socket: BorrowedFd<'_>) -> Option<Peer> {
     is_process.then_some(Peer { process: found.pid, user: found.uid, group: found.gid })
 }
 
-/// Returns the peer's supplementary groups, or none if the kernel cannot report them.
-fn groups_of(socket: BorrowedFd<'_>) -> Vec<libc::gid_t> {
+/// Returns the supplementary group ids of a Unix socket's peer, or an empty list if the kernel cannot report
+/// them.
+fn supplementary_groups(socket: BorrowedFd<'_>) -> Vec<libc::gid_t> {
     let mut groups = vec![0; GROUPS_FIRST];
     loop {
         let room = groups.len() * size_of::<libc::gid_t>();
@@ -215,7 +223,7 @@ fn groups_of(socket: BorrowedFd<'_>) -> Vec<libc::gid_t> {
             groups.truncate(len as usize / size_of::<libc::gid_t>());
             return groups;
         }
-        // ERANGE: the buffer is too small.
+        // ERANGE: the buffer for the group ids is too small.
         let is_short = rustix::io::Errno::from_io_error(&std::io::Error::last_os_error())
             == Some(rustix::io::Errno::RANGE);
         if !is_short || groups.len() >= GROUPS_MAX {
@@ -225,8 +233,8 @@ fn groups_of(socket: BorrowedFd<'_>) -> Vec<libc::gid_t> {
     }
 }
 
-/// Counter of denied connections, which also logs at most one line a minute. Shared by all addresses of a
-/// server.
+/// Counter of denied connections, which also logs at most one line a minute. Shared by all listening
+/// addresses of a server.
 #[derive(Default)]
 pub struct Denials {
     count: AtomicU64,
@@ -234,11 +242,12 @@ pub struct Denials {
 }
 
 impl Denials {
-    /// Counts and logs a denied connection from `peer` at `address`.
+    /// Counts a denied connection from `peer` to the listening address `address`, and logs it within the rate
+    /// limit.
     pub fn add(&self, address: &dyn Display, peer: &dyn Display) {
         self.count.fetch_add(1, Ordering::SeqCst);
-        if let Some(held_back) = self.lines.line(()) {
-            tracing::warn!("{address}: connection closed, peer not in the allow list: {peer}{held_back}");
+        if let Some(suppressed) = self.lines.admit(()) {
+            tracing::warn!("{address}: connection closed, peer not in the allow list: {peer}{suppressed}");
         }
     }
 
@@ -262,8 +271,8 @@ mod tests {
 
     use super::*;
 
-    fn network(text: &str) -> Who {
-        Who::network(text).unwrap_or_else(|why| panic!("{text}: {why}"))
+    fn network(text: &str) -> AllowEntry {
+        AllowEntry::parse_network(text).unwrap_or_else(|why| panic!("{text}: {why}"))
     }
 
     fn list(networks: &[&str]) -> AllowList {
@@ -289,13 +298,14 @@ mod tests {
         for text in
             ["", "10", "10.0.0.0/33", "10.0.0/8", "::/129", "10.0.0.0/", "10.0.0.0/-1", "host", "[::1]"]
         {
-            assert_eq!(Who::network(text), Err(NetworkError::Syntax), "{text}");
+            assert_eq!(AllowEntry::parse_network(text), Err(NetworkError::Syntax), "{text}");
         }
-        let said = Who::network("10.0.0.1/8").unwrap_err().to_string();
+        let said = AllowEntry::parse_network("10.0.0.1/8").unwrap_err().to_string();
         assert!(said.ends_with("; use 10.0.0.0/8"), "{said}");
-        let two = AllowList::new([Who::Group(5), network("::1"), Who::User(7), Who::User(7)]);
+        let two =
+            AllowList::new([AllowEntry::Group(5), network("::1"), AllowEntry::User(7), AllowEntry::User(7)]);
         assert_eq!(two.to_string(), "::1,uid:7,gid:5");
-        assert_eq!(two, AllowList::new([Who::User(7), network("::1"), Who::Group(5)]));
+        assert_eq!(two, AllowList::new([AllowEntry::User(7), network("::1"), AllowEntry::Group(5)]));
     }
 
     #[test]
@@ -317,14 +327,14 @@ mod tests {
     #[test]
     fn process_matches_by_user_and_groups() {
         let peer = Peer { process: 1, user: 7, group: 8 };
-        let is_in = |who: Who| AllowList::new([who]).has_process(peer, &mut |group| group == 9);
-        assert!(is_in(Who::User(7)) && is_in(Who::Group(8)) && is_in(Who::Group(9)));
-        assert!(!is_in(Who::User(8)) && !is_in(Who::Group(7)) && !is_in(network("0.0.0.0/0")));
+        let is_in = |entry: AllowEntry| AllowList::new([entry]).has_process(peer, &mut |group| group == 9);
+        assert!(is_in(AllowEntry::User(7)) && is_in(AllowEntry::Group(8)) && is_in(AllowEntry::Group(9)));
+        assert!(!is_in(AllowEntry::User(8)) && !is_in(AllowEntry::Group(7)) && !is_in(network("0.0.0.0/0")));
     }
 
     #[test]
     fn list_without_usable_entries_is_detected() {
-        let users = AllowList::new([Who::User(1)]);
+        let users = AllowList::new([AllowEntry::User(1)]);
         assert!(users.has_users() && !users.has_networks_for("::") && !users.has_networks_for("host"));
         let four = list(&["10.0.0.0/8"]);
         assert!(!four.has_users());
@@ -345,21 +355,21 @@ mod tests {
     fn socket_peer_is_matched() {
         let (here, _there) = UnixStream::pair().unwrap();
         let (user, group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-        let lets_in = |who: Who| AllowList::new([who]).lets_in(here.as_fd());
-        assert!(lets_in(Who::User(user)) && lets_in(Who::Group(group)));
-        assert!(!lets_in(Who::User(user + 1)) && !lets_in(network("::/0")));
+        let allows = |entry: AllowEntry| AllowList::new([entry]).allows(here.as_fd());
+        assert!(allows(AllowEntry::User(user)) && allows(AllowEntry::Group(group)));
+        assert!(!allows(AllowEntry::User(user + 1)) && !allows(network("::/0")));
         let supplementary = rustix::process::getgroups().unwrap();
-        assert!(supplementary.iter().all(|group| lets_in(Who::Group(group.as_raw()))));
+        assert!(supplementary.iter().all(|group| allows(AllowEntry::Group(group.as_raw()))));
         let other = (1..u32::MAX)
             .find(|n| *n != group && supplementary.iter().all(|known| known.as_raw() != *n))
             .unwrap();
-        assert!(!lets_in(Who::Group(other)));
+        assert!(!allows(AllowEntry::Group(other)));
 
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let _client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (here, _) = listener.accept().unwrap();
-        assert!(list(&["127.0.0.0/8"]).lets_in(here.as_fd()));
-        assert!(!list(&["127.0.0.2", "::/0"]).lets_in(here.as_fd()));
-        assert!(!AllowList::new([Who::User(user), Who::User(0)]).lets_in(here.as_fd()));
+        assert!(list(&["127.0.0.0/8"]).allows(here.as_fd()));
+        assert!(!list(&["127.0.0.2", "::/0"]).allows(here.as_fd()));
+        assert!(!AllowList::new([AllowEntry::User(user), AllowEntry::User(0)]).allows(here.as_fd()));
     }
 }

@@ -1,8 +1,8 @@
 //! Memory in a memfd, allocated in equal units and addressed by offset.
 //!
 //! Tables and pools store offsets instead of pointers, so that another process can map the same file and
-//! continue. The file is sparse and mapped in segments as the arena grows. A unit takes memory from the first
-//! touch (or [`populate`](Arena::populate)) until [`release`](Arena::release).
+//! continue. The file is sparse and mapped in segments as the arena grows. A unit occupies memory from the
+//! first access (or [`populate`](Arena::populate)) until [`release`](Arena::release).
 #![expect(unsafe_code)]
 // UNSAFETY: maps memory and computes addresses in it.
 
@@ -16,12 +16,12 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use crate::device::{Error, Result};
 use crate::sync::{AtomicPtr, Mutex, Ordering};
 
-/// Bytes of one mapping.
+/// Size in bytes of a segment, the part of the file that is mapped at once.
 const SEGMENT_BYTES: u64 = 1 << 30;
-/// Maximum bytes of an arena, limited by the location field of a slot.
+/// Maximum size of an arena in bytes. The location field of a slot addresses memory in steps of 16 bytes.
 const ARENA_BYTES: u64 = 16 << crate::LOCATION_BITS;
-/// Bytes returned to the kernel in one call, which then takes a few milliseconds.
-const GIVE_BACK_BYTES: u64 = 32 << 20;
+/// Maximum bytes released to the kernel by one fallocate call, so that a call takes only a few milliseconds.
+const RELEASE_STEP_BYTES: u64 = 32 << 20;
 const SEGMENTS: usize = (ARENA_BYTES / SEGMENT_BYTES) as usize;
 
 /// An allocator of equal units in a memfd.
@@ -36,14 +36,14 @@ pub struct Arena {
 
 #[derive(Default)]
 struct ArenaState {
-    /// First unit that was never allocated.
+    /// Number of the first unit that was never allocated.
     next_new: u32,
     free: Vec<u32>,
 }
 
 impl Arena {
-    /// Creates an arena of units of `unit_bytes`, a power of two from a page to a segment. `name` appears in
-    /// `/proc/PID/maps`.
+    /// Creates an arena with units of `unit_bytes` bytes: a power of two from 4 KiB to 1 GiB, the segment
+    /// size. `name` appears in `/proc/PID/maps`.
     ///
     /// # Errors
     /// Errors of `memfd_create(2)`, such as EMFILE.
@@ -54,10 +54,12 @@ impl Arena {
         Ok(Self { file, unit_bytes, segments, state: Mutex::default() })
     }
 
-    /// Allocates a unit. The memory is zero unless the last owner left data in it.
+    /// Allocates a unit and returns its number. The memory is zero unless the unit's last owner left data in
+    /// it.
     ///
     /// # Errors
-    /// [`Error::NoMemory`] at the end of the arena or without memory; [`Error::NoSpace`] at `RLIMIT_FSIZE`.
+    /// [`Error::NoMemory`] if the arena is full or the host is out of memory; [`Error::NoSpace`] at
+    /// `RLIMIT_FSIZE`.
     pub fn alloc(&self) -> Result<u32> {
         let mut state = self.state.lock();
         if let Some(unit) = state.free.pop() {
@@ -74,13 +76,13 @@ impl Arena {
     }
 
     fn map_segment(&self, index: usize) -> Result<()> {
-        // Relaxed: written only under the state lock, which the caller holds.
+        // Relaxed: segment addresses are written only under the state lock, which the caller holds.
         if !self.segments[index].load(Ordering::Relaxed).is_null() {
             return Ok(());
         }
         let start = index as u64 * SEGMENT_BYTES;
         rustix::fs::ftruncate(&self.file, start + SEGMENT_BYTES).map_err(|errno| match errno {
-            // RLIMIT_FSIZE applies to memfds, too.
+            // EFBIG: the file exceeds RLIMIT_FSIZE, which applies to memfds, too.
             Errno::FBIG => Error::NoSpace,
             _ => Error::NoMemory,
         })?;
@@ -96,12 +98,14 @@ impl Arena {
             )
         };
         let address = address.map_err(|_| Error::NoMemory)?;
-        // Release: pairs with the Acquire in `find`, for threads that learn of the unit without this lock.
+        // Release: pairs with the Acquire in `find`, for threads that learn of the unit without the state
+        // lock.
         self.segments[index].store(address.cast(), Ordering::Release);
         Ok(())
     }
 
-    /// Frees a unit. The caller has released its memory, or guarantees what the next owner finds in it.
+    /// Frees a unit. The caller has released the unit's memory, or guarantees which content the next owner
+    /// finds in it.
     ///
     /// # Safety
     /// The caller owns the unit and does not use it any more.
@@ -109,7 +113,7 @@ impl Arena {
         self.state.lock().free.push(unit);
     }
 
-    /// Returns the address of a byte of an allocated unit.
+    /// Returns the address of the byte at `offset` in the arena, which must lie in an allocated unit.
     ///
     /// # Panics
     /// If no segment is mapped at `offset`.
@@ -120,8 +124,8 @@ impl Arena {
     }
 
     /// Returns the address of a byte as [`at`](Self::at) does, or `None` if this thread sees no segment
-    /// there. A caller without a lock can get `None` for an allocated unit, because nothing orders this
-    /// thread after the thread that mapped the segment.
+    /// mapped at `offset`. A caller without a lock can get `None` for an allocated unit, because nothing
+    /// orders this thread after the thread that mapped the segment.
     #[inline]
     pub fn find(&self, offset: u64) -> Option<NonNull<u8>> {
         let segment = self.segments.get((offset / SEGMENT_BYTES) as usize)?;
@@ -134,7 +138,7 @@ impl Arena {
     /// Allocates the pages of `len` bytes at `offset` (whole pages), so that later accesses do not fault.
     ///
     /// # Errors
-    /// [`Error::NoMemory`].
+    /// [`Error::NoMemory`] if the host is out of memory.
     pub fn populate(&self, offset: u64, len: u64) -> Result<()> {
         assert!(len <= SEGMENT_BYTES - offset % SEGMENT_BYTES, "{len} bytes at {offset:#x} exceed a segment");
         let address = self.at(offset).as_ptr();
@@ -142,12 +146,12 @@ impl Arena {
         match unsafe { rustix::mm::madvise(address.cast(), len as usize, Advice::LinuxPopulateWrite) } {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
-                // Kernels before 5.14 lack the flag: write to each page. Pages may be in use, so the write is
-                // an atomic one that keeps the byte's value.
+                // Kernels before 5.14 lack `MADV_POPULATE_WRITE`: write to each page. Pages may be in use, so
+                // the write is an atomic one that keeps the byte's value.
                 for page in (0..len).step_by(4096) {
                     // SAFETY: inside the range; the byte keeps its value.
                     let byte = unsafe { std::sync::atomic::AtomicU8::from_ptr(address.add(page as usize)) };
-                    // Relaxed: nothing is published.
+                    // Relaxed: the write publishes no data.
                     byte.fetch_or(0, std::sync::atomic::Ordering::Relaxed);
                 }
                 Ok(())
@@ -156,41 +160,42 @@ impl Arena {
         }
     }
 
-    /// Returns the pages of `len` bytes at `offset` (whole pages) to the kernel. The range then reads as
+    /// Releases the pages of `len` bytes at `offset` (whole pages) to the kernel. The range then reads as
     /// zeroes.
     ///
     /// # Safety
     /// The range lies in units of the caller, and meanwhile no thread accesses it other than by atomics.
     pub unsafe fn release(&self, offset: u64, len: u64) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // fallocate can fail for lack of kernel memory. The range must read as zeroes all the same.
+        // fallocate can fail for lack of kernel memory. The range must read as zeroes even then, so it is
+        // overwritten.
         if rustix::fs::fallocate(&self.file, flags, offset, len).is_err() {
             // SAFETY: the range lies in a mapped segment and belongs to the caller.
             unsafe { std::ptr::write_bytes(self.at(offset).as_ptr(), 0, len as usize) };
         }
     }
 
-    /// Returns all memory to the kernel in pieces of 32 MiB, as this takes seconds for many gigabytes. Calls
-    /// `progress` with the bytes done and the total.
-    pub fn give_back(&mut self, progress: &mut dyn FnMut(u64, u64)) {
-        let all = u64::from(self.handed_out()) * self.unit_bytes;
-        for at in (0..all).step_by(GIVE_BACK_BYTES as usize) {
+    /// Releases all memory to the kernel in pieces of 32 MiB. Releasing many gigabytes takes seconds, so
+    /// `progress` is called for each piece with the bytes released and the total.
+    pub fn release_all(&mut self, progress: &mut dyn FnMut(u64, u64)) {
+        let all = u64::from(self.units_ever_allocated()) * self.unit_bytes;
+        for at in (0..all).step_by(RELEASE_STEP_BYTES as usize) {
             progress(at, all);
-            // `&mut self`: no thread uses the memory. On failure the memory is returned when the arena is
-            // dropped.
+            // `&mut self`: no other thread uses the memory. If the call fails, dropping the arena releases
+            // the memory.
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            let _ = rustix::fs::fallocate(&self.file, flags, at, GIVE_BACK_BYTES.min(all - at));
+            let _ = rustix::fs::fallocate(&self.file, flags, at, RELEASE_STEP_BYTES.min(all - at));
         }
         progress(all, all);
     }
 
     /// Returns the number of units that were ever allocated.
-    pub fn handed_out(&self) -> u32 {
+    pub fn units_ever_allocated(&self) -> u32 {
         self.state.lock().next_new
     }
 
     /// Marks every unit that was ever allocated as in use. A rebuild of the pool starts with this state.
-    pub fn forget_free(&mut self) {
+    pub fn clear_free_list(&mut self) {
         self.state.lock().free.clear();
     }
 }
@@ -227,17 +232,17 @@ mod tests {
         arena.populate(at, 8192).unwrap();
         // SAFETY: the test owns the unit.
         unsafe { arena.at(at + 5000).as_ptr().write(7) };
-        // SAFETY: as above.
+        // SAFETY: the test owns the unit.
         unsafe { arena.release(at, 8192) };
-        // SAFETY: as above.
+        // SAFETY: the test owns the unit.
         assert_eq!(unsafe { arena.at(at + 5000).as_ptr().read() }, 0);
-        // SAFETY: as above.
+        // SAFETY: the test owns the unit.
         unsafe { arena.free(b) };
         assert_eq!(arena.alloc().unwrap(), b);
     }
 
     #[test]
-    fn give_back_returns_memory_and_reports_progress() {
+    fn release_all_frees_memory_and_reports_progress() {
         let mut arena = Arena::new("freestone-test", 1 << 20).unwrap();
         for _ in 0..70 {
             let at = u64::from(arena.alloc().unwrap()) << 20;
@@ -246,7 +251,7 @@ mod tests {
         let blocks = |arena: &Arena| rustix::fs::fstat(&arena.file).unwrap().st_blocks;
         assert_eq!(blocks(&arena) * 512, 70 << 20);
         let mut reported = Vec::new();
-        arena.give_back(&mut |done, all| reported.push((done >> 20, all >> 20)));
+        arena.release_all(&mut |done, all| reported.push((done >> 20, all >> 20)));
         assert_eq!(reported, [(0, 70), (32, 70), (64, 70), (70, 70)]);
         assert_eq!(blocks(&arena), 0);
     }
@@ -268,7 +273,7 @@ mod tests {
             let at = u64::from(unit) * SEGMENT_BYTES + 12345;
             // SAFETY: the test owns the unit.
             unsafe { arena.at(at).as_ptr().write(unit as u8) };
-            // SAFETY: as above.
+            // SAFETY: the test owns the unit.
             assert_eq!(unsafe { arena.at(at).as_ptr().read() }, unit as u8);
         }
     }

@@ -1,4 +1,4 @@
-//! Wake-ups through an eventfd: a thread that polls the descriptor must not miss one.
+//! Wake-ups through an eventfd. A thread that polls the descriptor must not miss a wake-up.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -7,9 +7,9 @@ use rustix::io::Errno;
 
 use crate::sync::thread;
 
-/// Pause after a call that failed for another reason than a signal.
+/// Pause after a write to the eventfd that failed for another reason than a signal.
 const RETRY_PAUSE: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(1) };
-/// Failed calls in a row, over about a second, after which the wake-up is abandoned.
+/// Number of failed writes, over about a second, after which the wake-up is abandoned.
 const FAILURES_MAX: u32 = if cfg!(test) { 20 } else { 1000 };
 
 /// Makes a non-blocking eventfd readable, which wakes the thread that polls it.
@@ -22,7 +22,7 @@ fn add_one(mut write: impl FnMut() -> rustix::io::Result<usize>) {
     let mut failures = 0;
     loop {
         match write() {
-            // A full counter is readable.
+            // EAGAIN: the counter is full, so the eventfd is readable already.
             Ok(_) | Err(Errno::AGAIN) => return,
             Err(Errno::INTR) => {}
             Err(errno) => {
@@ -43,7 +43,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the number of calls made if the first ones fail with `failures`.
+    /// Returns the number of calls made if the first calls fail with `failures`.
     fn calls(failures: &[Errno]) -> usize {
         let mut calls = 0;
         add_one(|| {

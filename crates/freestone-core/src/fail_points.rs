@@ -18,11 +18,11 @@ pub enum Call {
     SyncDir,
     /// `fsync` of a new file.
     SyncFile,
-    /// `linkat` or `rename` that puts a file in its place.
+    /// `linkat` or `rename` that gives a complete file its final name.
     Place,
     /// `open` of a file that exists.
     Open,
-    /// `pread` of a file's structure.
+    /// `pread` of a file's metadata structures.
     Read,
     /// `pread` of data in a file.
     ReadData,
@@ -34,13 +34,13 @@ pub enum Call {
 pub struct Fault {
     /// The kind of system call that fails.
     pub call: Call,
-    /// Number of calls of this kind that succeed first.
+    /// Number of calls of this kind that succeed before the first failure.
     pub after: u32,
-    /// Number of calls that fail after that.
+    /// Number of calls that fail after those that succeed.
     pub times: u32,
     /// The error that the call returns.
     pub errno: Errno,
-    /// The call takes effect although it returns the error.
+    /// True if the call takes effect although it returns the error.
     pub is_done: bool,
 }
 
@@ -49,16 +49,16 @@ thread_local! {
     static FAULT: std::cell::Cell<Option<Fault>> = const { std::cell::Cell::new(None) };
 }
 
-/// Replaces the calling thread's fault. Returns the old one with its remaining counts.
+/// Replaces the calling thread's fault. Returns the old fault with its remaining counts.
 #[cfg(debug_assertions)]
 pub fn inject(fault: Option<Fault>) -> Option<Fault> {
     FAULT.replace(fault)
 }
 
-/// Runs a system call, unless the calling thread's fault makes it fail.
+/// Runs a system call, or returns the injected error if the calling thread's fault applies.
 ///
 /// # Errors
-/// Errors of the call, or the injected one.
+/// Errors of the system call, or the injected error.
 pub fn call<R>(kind: Call, run: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     #[cfg(debug_assertions)]
     if let Some(fault) = FAULT.get().filter(|fault| fault.call == kind && fault.times > 0) {

@@ -1,10 +1,10 @@
 //! File locks, and the list of files that this process has open.
 //!
-//! Every file gets two kinds of lock. Freestone processes check a `flock`: exclusive for writers, shared for
+//! Every file is locked in two ways. Freestone processes check a `flock`: exclusive for writers, shared for
 //! readers. qemu checks OFD locks on single bytes: byte 100 + n if permission n is in use, byte 200 + n if
-//! permission n is not shared with others. All byte locks are shared locks; a process detects another one's
-//! lock by testing for an exclusive one. A process first locks its own bytes and then tests the others, so of
-//! two concurrent openers at least one sees the other.
+//! permission n is not shared with others. All byte locks are shared locks; a process detects the lock of
+//! another process by testing for an exclusive lock. A process first locks its own bytes and then tests the
+//! others, so of two concurrent openers at least one sees the other.
 #![expect(unsafe_code)]
 // UNSAFETY: calls `fcntl` with a `struct flock`, because rustix has no open-file-description locks.
 
@@ -16,11 +16,11 @@ use rustix::io::Errno;
 
 use crate::sync::{LazyLock, Mutex};
 
-/// First byte of qemu's locks for permissions in use.
+/// Offset in the file of the first lock byte of qemu's permissions in use.
 const USED_FIRST_BYTE: i64 = 100;
-/// First byte of qemu's locks for permissions that are not shared.
+/// Offset in the file of the first lock byte of qemu's permissions that are not shared with others.
 const UNSHARED_FIRST_BYTE: i64 = 200;
-/// End (exclusive) of the bytes that qemu may lock.
+/// Exclusive end of the bytes that qemu may lock.
 const END_BYTE: i64 = 264;
 
 // qemu's permission numbers (`BLK_PERM_*`).
@@ -31,9 +31,9 @@ const RESIZE: i64 = 3;
 /// Access mode of an open file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Others may read; no process may write.
+    /// Reading. Other processes may read the file; no process may write it.
     Read,
-    /// No other process may use the file.
+    /// Reading and writing. No other process may use the file.
     Write,
 }
 
@@ -69,7 +69,8 @@ pub fn lock(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     match lock_bytes(fd, access) {
         Ok(()) => Ok(()),
         Err(errno @ (Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL)) => {
-            // Some file systems lack byte locks. The flock still excludes other Freestone processes.
+            // Some file systems lack byte locks. Continue without: the flock still excludes other Freestone
+            // processes.
             tracing::warn!(%errno, "file system lacks byte locks; qemu processes are not excluded from the file");
             Ok(())
         }
@@ -95,9 +96,9 @@ fn lock_bytes(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     Ok(())
 }
 
-/// Releases the locks. Useful if a request in flight keeps the file open for longer.
+/// Releases the locks of a file. Useful if a request in flight keeps the file open for longer.
 pub fn unlock(fd: BorrowedFd<'_>) {
-    // A failure has no remedy here; closing the file unlocks, too.
+    // Errors are ignored, because closing the file releases the locks, too.
     let _ = set_lock(fd, libc::F_UNLCK, USED_FIRST_BYTE, END_BYTE - USED_FIRST_BYTE);
     let _ = flock(fd, FlockOperation::Unlock);
 }
@@ -108,7 +109,7 @@ fn range(kind: i32, first: i64, len: i64) -> libc::flock {
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: first,
         l_len: len,
-        // OFD locks require 0.
+        // OFD locks require a process id of 0.
         l_pid: 0,
     }
 }
@@ -122,7 +123,7 @@ fn set_lock(fd: BorrowedFd<'_>, kind: i32, first: i64, len: i64) -> rustix::io::
         return Ok(());
     }
     Err(match last_error() {
-        // POSIX allows EACCES and EAGAIN.
+        // POSIX allows both EACCES and EAGAIN for a conflicting lock.
         Errno::ACCESS => Errno::WOULDBLOCK,
         errno => errno,
     })
@@ -149,15 +150,16 @@ fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Open counts of the files of this process, by device and inode number. Innermost lock, held for a look-up.
+/// Number of times that this process has each file open, by device and inode number. Innermost lock, held for
+/// a look-up.
 static OPEN_FILES: LazyLock<Mutex<HashMap<(u64, u64), usize>>> = LazyLock::new(Mutex::default);
 
 /// Registration of an open file. Unregisters the file on drop.
 #[derive(Debug)]
-pub struct Held((u64, u64));
+pub struct FileRegistration((u64, u64));
 
-impl Held {
-    /// Registers a file.
+impl FileRegistration {
+    /// Registers an open file by the device and inode numbers in `stat`.
     pub fn new(stat: &Stat) -> Self {
         let file = (stat.st_dev, stat.st_ino);
         *OPEN_FILES.lock().entry(file).or_default() += 1;
@@ -165,7 +167,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for FileRegistration {
     fn drop(&mut self) {
         let mut open_files = OPEN_FILES.lock();
         if let Some(count) = open_files.get_mut(&self.0) {
@@ -178,7 +180,7 @@ impl Drop for Held {
 }
 
 /// Returns true if this process has the file open under any path.
-pub fn is_held(stat: &Stat) -> bool {
+pub fn is_registered(stat: &Stat) -> bool {
     OPEN_FILES.lock().contains_key(&(stat.st_dev, stat.st_ino))
 }
 

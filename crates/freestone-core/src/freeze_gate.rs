@@ -12,7 +12,7 @@
 //! * No wake-up is lost: `end` either runs with a pin on the open state, and then the closer sees the count,
 //!   or it sees the closed state and notifies the closer under `held`.
 //!
-//! A request pays for a pin, and for one increment of a per-CPU counter if it waits for a device.
+//! The cost for a request is a pin, and one increment of a per-CPU counter if the request waits for a device.
 //!
 //! Lock order: `closers`, then `held`. `closers` is held while waiting for pins, so a pinned thread must not
 //! lock it.
@@ -31,13 +31,13 @@ pub struct FreezeGate<T> {
     in_flight: Counters<1>,
     /// Number of callers that keep the gate closed.
     closers: Mutex<usize>,
-    /// Requests that wait for the gate to open.
+    /// Tasks of requests that wait for the gate to open.
     held: Mutex<Vec<Task>>,
     idle: Condvar,
 }
 
-/// Work counted on this thread. Ends the work on drop.
-pub struct UnderWay<'a, T: Send + Sync>(&'a FreezeGate<T>);
+/// Guard for counted work of this thread. Calls [`end`](FreezeGate::end) on drop.
+pub struct WorkGuard<'a, T: Send + Sync>(&'a FreezeGate<T>);
 
 struct GateState<T> {
     open: bool,
@@ -75,20 +75,21 @@ impl<T: Send + Sync> FreezeGate<T> {
         pin::pinned(|pin| Arc::clone(&self.state.load(pin).value))
     }
 
-    /// Counts work that continues after the pin. Call only inside [`enter`](Self::enter) of an open gate.
+    /// Counts work that continues after the pin is released. Call only inside [`enter`](Self::enter) of an
+    /// open gate.
     pub fn begin(&self) {
         self.in_flight.add(0, 1);
     }
 
     /// Returns a guard for work counted by [`begin`](Self::begin) that this thread executes. Dropping the guard
     /// calls [`end`](Self::end).
-    pub fn under_way(&self) -> UnderWay<'_, T> {
-        UnderWay(self)
+    pub fn work_guard(&self) -> WorkGuard<'_, T> {
+        WorkGuard(self)
     }
 
-    /// Counts work of this thread, or returns `None` if the gate is closed.
-    pub fn pass(&self) -> Option<UnderWay<'_, T>> {
-        self.enter(|value| value.map(|_| self.begin())).map(|()| self.under_way())
+    /// Counts work of this thread until the guard is dropped, or returns `None` if the gate is closed.
+    pub fn try_begin(&self) -> Option<WorkGuard<'_, T>> {
+        self.enter(|value| value.map(|_| self.begin())).map(|()| self.work_guard())
     }
 
     /// Ends work counted by [`begin`](Self::begin).
@@ -107,8 +108,8 @@ impl<T: Send + Sync> FreezeGate<T> {
         self.held.lock().push(Box::new(task));
     }
 
-    /// Closes the gate and waits up to `most` for the work in flight. Returns false if some work remains
-    /// then. In both cases the gate stays closed until [`open`](Self::open).
+    /// Closes the gate and waits up to `most` for the work in flight. Returns false if some work is still in
+    /// flight after that time. In both cases the gate stays closed until [`open`](Self::open).
     pub fn close_within(&self, most: Duration) -> bool {
         self.count_closer();
         let deadline = Instant::now() + most;
@@ -143,7 +144,7 @@ impl<T: Send + Sync> FreezeGate<T> {
             return Vec::new();
         }
         self.publish(true, self.value());
-        // Requests that saw the gate closed were pinned and have left, so the list is complete.
+        // `publish` waited for the pins of requests that saw the gate closed, so the list is complete.
         std::mem::take(&mut *self.held.lock())
     }
 
@@ -159,7 +160,7 @@ impl<T: Send + Sync> FreezeGate<T> {
     }
 }
 
-impl<T: Send + Sync> Drop for UnderWay<'_, T> {
+impl<T: Send + Sync> Drop for WorkGuard<'_, T> {
     fn drop(&mut self) {
         self.0.end();
     }

@@ -1,35 +1,37 @@
 //! Passing a request to a lower device: synchronously if possible, otherwise submitted with a copy of the
 //! data.
 
-use crate::device::{Buffer, Completion, Device, IoBuf, Request, Result, Tried};
+use crate::device::{Buffer, Completion, Device, IoBuf, Request, Result, TryResult};
 
-/// Outcome of a synchronous attempt.
-pub enum Put {
-    /// The request completed.
+/// Outcome of [`try_put`].
+pub enum PutResult {
+    /// The request completed, with this outcome.
     Done(Result<()>),
-    /// The remaining request, and the offset of its data in bytes.
+    /// The request would block. Contains the remaining part, and the offset of its data in bytes.
     Rest(Request, usize),
 }
 
-/// Executes as much of a request as possible without waiting. `data` is `None` for requests without data.
+/// Executes as much of a write, discard, write zeroes or flush as possible without waiting. `data` is `None`
+/// for requests without data.
 #[inline]
-pub fn try_put(device: &dyn Device, mut request: Request, data: Option<&[u8]>) -> Put {
+pub fn try_put(device: &dyn Device, mut request: Request, data: Option<&[u8]>) -> PutResult {
     let mut offset = 0;
     loop {
         let buffer = data.map_or(Buffer::None, |data| Buffer::Write(&data[offset..]));
         match device.try_io(&request, buffer) {
-            Ok(Tried::Done) => return Put::Done(Ok(())),
-            Ok(Tried::Partly(bytes)) => {
+            Ok(TryResult::Done) => return PutResult::Done(Ok(())),
+            Ok(TryResult::Partly(bytes)) => {
                 request = request.rest(bytes);
                 offset += bytes as usize;
             }
-            Ok(Tried::WouldBlock) => return Put::Rest(request, offset),
-            Err(error) => return Put::Done(Err(error)),
+            Ok(TryResult::WouldBlock) => return PutResult::Rest(request, offset),
+            Err(error) => return PutResult::Done(Err(error)),
         }
     }
 }
 
-/// Submits a request with a copy of its data. The device may call `then` on one of its threads.
+/// Submits a request with a copy of its data. `then` is called with the outcome, possibly on a thread of the
+/// device.
 pub fn put(
     device: &dyn Device,
     request: Request,
@@ -42,12 +44,12 @@ pub fn put(
     }
 }
 
-/// Converts the byte count of a synchronous attempt, `done` of `len`, into its outcome.
+/// Converts the number of bytes completed synchronously, `done` of `len`, into the result of a try.
 #[inline]
-pub fn progress(done: u64, len: u64) -> Tried {
+pub fn try_result(done: u64, len: u64) -> TryResult {
     match done {
-        0 => Tried::WouldBlock,
-        _ if done < len => Tried::Partly(done),
-        _ => Tried::Done,
+        0 => TryResult::WouldBlock,
+        _ if done < len => TryResult::Partly(done),
+        _ => TryResult::Done,
     }
 }

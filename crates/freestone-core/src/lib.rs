@@ -9,16 +9,16 @@
 //!   slots point to.
 //! * [`overlap`]: ordering of overlapping requests.
 //! * [`bytes`]: byte-granular access (any offset and length) to a block device.
-//! * [`work_queue`], [`timer`], [`handoff`]: threads that continue requests after the lower device has
-//!   completed them.
-//! * [`plug`]: batches of requests or completions; [`answers`]: the completion queue of a thread that reads
-//!   requests; [`eventfd`]: its wake-up.
-//! * [`places`]: semaphore-like limits on concurrent users.
+//! * [`work_queue`], [`timer`], [`handoff`]: threads that continue requests after a lower device has
+//!   completed its part.
+//! * [`plug`]: batches of requests or completions; [`completion_queue`]: the completion queue of a thread
+//!   that reads requests; [`eventfd`]: the wake-up of that thread.
+//! * [`concurrency_limit`]: semaphore-like limits on concurrent users.
 //! * [`budget`]: limits on the bytes in flight.
 //! * [`workers`]: threads that help a queue's reader.
 //! * [`limits`]: limits on requests and bytes per second.
 //! * [`log_limit`]: rate-limited log lines.
-//! * [`mapped`], [`stack`]: allocations whose pages can be returned to the kernel.
+//! * [`mapped_buffer`], [`stack`]: allocations whose pages can be returned to the kernel.
 //! * [`replace`], [`file_locks`], [`unix_socket`]: atomic file replacement, and locks against other
 //!   processes; [`fail_points`]: system calls that tests make fail.
 //! * [`file_size_limit`], [`descriptor_reserve`]: `RLIMIT_FSIZE` and `RLIMIT_NOFILE`.
@@ -31,21 +31,23 @@
 // Offsets and lengths are cast between u64 and usize in many places.
 const _: () = assert!(usize::BITS == 64, "Freestone needs a 64-bit machine");
 
-/// Page size in bytes. One slot stands for one page.
+/// Page size in bytes. Each slot refers to one page.
 pub const PAGE_BYTES: usize = 4096;
-/// Bits of the location field of a slot: memory and backing devices are limited to 2^36 units of 16 bytes, 1
-/// TiB.
+/// Number of bits of the location field of a slot. Limits memory and backing devices to 2^36 units of 16
+/// bytes, that is, 1 TiB.
 pub const LOCATION_BITS: u32 = 36;
 
 #[cfg(not(loom))]
 pub mod allow;
 #[cfg(not(loom))]
-pub mod answers;
-#[cfg(not(loom))]
 pub mod arena;
 #[cfg(not(loom))]
 pub mod budget;
 pub mod bytes;
+#[cfg(not(loom))]
+pub mod completion_queue;
+#[cfg(not(loom))]
+pub mod concurrency_limit;
 #[cfg(not(loom))]
 pub mod consistency_group;
 #[cfg(not(loom))]
@@ -63,12 +65,12 @@ pub mod file_size_limit;
 pub mod freeze_gate;
 #[cfg(not(loom))]
 pub mod handoff;
-pub mod held;
+pub mod held_requests;
 pub mod limits;
 #[cfg(not(loom))]
 pub mod log_limit;
 #[cfg(not(loom))]
-pub mod mapped;
+pub mod mapped_buffer;
 pub mod mutants;
 #[cfg(not(loom))]
 pub mod overlap;
@@ -78,8 +80,6 @@ pub mod per_cpu_arc;
 #[cfg(not(loom))]
 pub mod percpu;
 pub mod pin;
-#[cfg(not(loom))]
-pub mod places;
 #[cfg(not(loom))]
 pub mod plug;
 #[cfg(not(loom))]
@@ -102,13 +102,13 @@ pub mod zeroes;
 
 #[cfg(loom)]
 pub mod percpu {
-    //! A model has one CPU.
+    //! In a loom model there is one CPU.
 
     /// Returns the number of CPUs.
     pub const fn cpus() -> usize {
         1
     }
-    /// Returns the calling thread's CPU.
+    /// Returns the number of the calling thread's CPU.
     pub const fn current() -> usize {
         0
     }
@@ -116,7 +116,7 @@ pub mod percpu {
 
 #[cfg(loom)]
 pub mod plug {
-    //! In a model no thread has a plug.
+    //! In a loom model no thread has a plug.
 
     /// Does nothing.
     pub const fn flush() {}

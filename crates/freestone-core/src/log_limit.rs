@@ -5,29 +5,29 @@ use std::time::Duration;
 
 use crate::sync::{Instant, Mutex};
 
-/// Minimum time between two lines of a kind.
+/// Minimum time between two log lines of the same kind.
 const INTERVAL: Duration = Duration::from_secs(60);
 
 /// Rate limiter of log lines by kind. Kinds are found by linear search, so callers use an enum of few values.
 ///
-/// Lock order: `kinds` is innermost. No event is logged under it.
+/// Lock order: `kinds` is innermost. No event is logged under this lock.
 pub struct LogLimit<K> {
     kinds: Mutex<Vec<(K, KindState)>>,
 }
 
 struct KindState {
     last: Instant,
-    /// Events since the last line, which were not logged.
+    /// Number of events since the last log line, which were not logged.
     suppressed: u64,
 }
 
-/// Number of lines suppressed since the last one. Displays as a suffix of the log line, or as nothing if
-/// zero.
+/// Number of log lines suppressed since the last logged one. Displays as a suffix of the log line, or as an
+/// empty string if zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HeldBack(u64);
+pub struct SuppressedLines(u64);
 
-impl HeldBack {
-    /// Returns the number for a field of an event, or `None` if no line was suppressed.
+impl SuppressedLines {
+    /// Returns the number of suppressed lines for a field of an event, or `None` if no line was suppressed.
     pub fn field(self) -> Option<u64> {
         Some(self.0).filter(|lines| *lines > 0)
     }
@@ -41,14 +41,14 @@ macro_rules! client_log {
     ($level:ident, $($event:tt)+) => {{
         static LINES: ::std::sync::LazyLock<$crate::log_limit::LogLimit<()>> =
             ::std::sync::LazyLock::new(::std::default::Default::default);
-        match LINES.line(()) {
+        match LINES.admit(()) {
             Some(before) => ::tracing::$level!(suppressed = before.field(), $($event)+),
             None => ::tracing::debug!($($event)+),
         }
     }};
 }
 
-impl fmt::Display for HeldBack {
+impl fmt::Display for SuppressedLines {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             0 => Ok(()),
@@ -64,24 +64,25 @@ impl<K> Default for LogLimit<K> {
 }
 
 impl<K: Copy + PartialEq> LogLimit<K> {
-    /// Records an event. Returns `None` if the last line of this kind is less than a minute old.
+    /// Records an event. Returns `Some` if the caller must log the event, or `None` if the last line of this
+    /// kind is less than a minute old.
     #[cold]
-    pub fn line(&self, kind: K) -> Option<HeldBack> {
-        self.line_at(kind, Instant::now())
+    pub fn admit(&self, kind: K) -> Option<SuppressedLines> {
+        self.admit_at(kind, Instant::now())
     }
 
-    fn line_at(&self, kind: K, now: Instant) -> Option<HeldBack> {
+    fn admit_at(&self, kind: K, now: Instant) -> Option<SuppressedLines> {
         let mut kinds = self.kinds.lock();
         let Some((_, state)) = kinds.iter_mut().find(|(known, _)| *known == kind) else {
             kinds.push((kind, KindState { last: now, suppressed: 0 }));
-            return Some(HeldBack(0));
+            return Some(SuppressedLines(0));
         };
         if now - state.last < INTERVAL {
             state.suppressed += 1;
             return None;
         }
         state.last = now;
-        Some(HeldBack(std::mem::take(&mut state.suppressed)))
+        Some(SuppressedLines(std::mem::take(&mut state.suppressed)))
     }
 }
 
@@ -94,7 +95,7 @@ mod tests {
         let limit = LogLimit::default();
         let start = Instant::now();
         let line = |kind, seconds| {
-            limit.line_at(kind, start + Duration::from_secs(seconds)).map(|held| held.to_string())
+            limit.admit_at(kind, start + Duration::from_secs(seconds)).map(|held| held.to_string())
         };
         assert_eq!(line("full", 0), Some(String::new()));
         assert_eq!((line("full", 1), line("full", 59)), (None, None));

@@ -1,69 +1,70 @@
 //! Faults injected on purpose, to check that the tests find them. Compiled in with `--cfg freestone_mutants`;
-//! the environment variable `FREESTONE_MUTANT` selects one. Otherwise [`on`] is false at compile time.
+//! the environment variable `FREESTONE_MUTANT` selects one fault. Otherwise [`on`] is false at compile time.
 
 /// A fault that can be injected. Each name states the resulting bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// A snapshot's write calls the COW device while its thread is pinned.
+    /// A write to a snapshot calls the COW device while the calling thread is pinned.
     PinnedCall,
-    /// A write that needs memory of a removed device fails with no space instead of waiting for it.
+    /// A write that needs memory of a removed device fails with "no space" instead of waiting for this
+    /// memory.
     FalseNoSpace,
-    /// More than a few concurrent reads of a backing device fail.
+    /// If more than a few reads of a backing device are in flight, further reads fail.
     TooManyReads,
-    /// A failed write of the zone state is treated as not executed, although it may be on disk.
+    /// A failed write of the zone state is treated as not executed, although the new state may be on disk.
     ZonesBelieveFailure,
     /// A snapshot's delta omits the part beyond the end of the base.
     DeltaEndsWithBase,
     /// A failed merge step is treated as not executed.
     MergeBelievesFailure,
-    /// A merge is not recorded on disk before it begins.
+    /// A merge is not recorded on disk before its first chunk is copied.
     MergeUnmarked,
-    /// All verbs wait for one another.
+    /// Verbs (control commands) wait for one another instead of running concurrently.
     OneVerbAtATime,
-    /// A page written back replaces the one in memory although that was changed meanwhile.
+    /// A page written back replaces the page in memory although the page was changed meanwhile.
     SpillsChangedPages,
-    /// The last page of each leaf of an origin is not preserved for its snapshot.
+    /// The last page of each leaf of an origin's page table is not preserved for its snapshot.
     OriginForgetsSnapshot,
     /// Unlocking a slot does not wake its waiters.
     LostWakeup,
     /// Exceptions are written before the chunks that they refer to.
     ExceptionsBeforeCopies,
-    /// One slot of each leaf of a removed device is not freed.
+    /// In each leaf of a removed device's page table, one slot is not freed.
     LeakedSlot,
-    /// An origin's flush never completes.
+    /// A flush of an origin completes without reaching the device under the origin.
     FlushGoesNowhere,
     /// A completed vhost-user request stays recorded as in flight.
     AnsweredInFlight,
-    /// The kept record of a device omits its exports.
+    /// The saved record of a device omits the exports of the device.
     ExportsForgotten,
-    /// A device that lost its content with a server crash is not withheld.
+    /// A device that lost its content in a server crash is not withheld (content not restored after a crash).
     LostIsShown,
-    /// Objects from an image store are not verified against their names.
+    /// Stored objects from an image store are not verified against the hashes in their names.
     StoreIsBelieved,
-    /// Pages of a packed image delta are located one position further than the map says.
+    /// Pages of a packed image delta are located one position further than the page map says.
     PackedPagesShifted,
-    /// A prune ignores the first tag.
+    /// A prune of an image store ignores the first tag.
     PruneForgetsTag,
-    /// A complete file of kept content is treated as absent if its name may not be durable.
+    /// A complete file of saved content is treated as absent if its name may not be durable.
     KeptFileUnseen,
-    /// A complete increment is treated as absent if its name may not be durable.
+    /// A complete file of an increment is treated as absent if its name may not be durable.
     IncrementUnseen,
     /// After the state log was replaced and the directory sync failed, the old log file stays in use.
     RewriteUnseen,
-    /// After one failed write the state is never written again.
+    /// After one failed write the server's state is never written again.
     StateGivesUp,
-    /// A server starts its shutdown thread only at shutdown.
+    /// A server starts its shutdown thread only at shutdown, and not in advance.
     EndStartsThread,
-    /// The state records devices as resumed before the server listens.
+    /// The state directory records devices as resumed before the server listens.
     GoesOnEarly,
-    /// A ring's thread sleeps although the kernel has refused submission entries.
+    /// The thread of an `io_uring` sleeps although the kernel has refused submission entries.
     RingForgetsEntries,
     /// The exit status does not report that content could not be saved.
     EndHidesLoss,
 }
 
-/// All faults.
+/// All faults, from which `FREESTONE_MUTANT` selects one by name.
 #[cfg(freestone_mutants)]
 pub const ALL: [Mutant; 28] = [
     Mutant::PinnedCall,
@@ -96,14 +97,14 @@ pub const ALL: [Mutant; 28] = [
     Mutant::EndHidesLoss,
 ];
 
-/// Returns true if this fault is active.
+/// Returns true if the fault is active.
 #[cfg(not(freestone_mutants))]
 #[inline]
 pub const fn on(_: Mutant) -> bool {
     false
 }
 
-/// Returns true if this fault is active.
+/// Returns true if the fault is active.
 ///
 /// # Panics
 /// If `FREESTONE_MUTANT` is not the name of a fault.

@@ -1,19 +1,19 @@
-//! Ordering of overlapping requests: they run in order of arrival, all others concurrently.
+//! Ordering of overlapping requests. Requests that overlap run in order of arrival, all others concurrently.
 //!
 //! Needed by devices whose disk or server executes requests in any order and piece by piece. Two concurrent
-//! writes to a block would leave a mixture. A request that is repeated, after a connection loss or for its
-//! rest, completes before any later request that overlaps it starts.
+//! writes to a block would leave a mixture of both. A request that is repeated, after a connection loss or
+//! for its rest, completes before any later overlapping request starts.
 
 use std::ops::Range;
 
-/// Unfinished requests by ticket. The owner can store a `T` with each.
+/// Unfinished requests by ticket. The owner can store a `T` with each request.
 #[derive(Debug)]
-pub struct Overlap<T> {
+pub struct OverlapTracker<T> {
     entries: Vec<Option<Entry<T>>>,
     free: Vec<usize>,
     /// Number of unfinished requests that modify content.
     changing: usize,
-    /// Number of requests that wait for others.
+    /// Number of requests that wait for conflicting requests.
     waiting: usize,
 }
 
@@ -22,8 +22,8 @@ struct Entry<T> {
     range: Range<u64>,
     changes: bool,
     /// Number of older unfinished requests that conflict. When a request finishes, every conflicting entry is
-    /// younger and has counted it, because an older one would have kept it from starting. So the count is
-    /// exact without a stored order.
+    /// younger and has counted the request, because an older entry would have kept it from starting. So the
+    /// count is exact without a stored order.
     blockers: usize,
     value: Option<T>,
 }
@@ -36,15 +36,15 @@ impl<T> Entry<T> {
     }
 }
 
-impl<T> Default for Overlap<T> {
+impl<T> Default for OverlapTracker<T> {
     fn default() -> Self {
         Self { entries: Vec::new(), free: Vec::new(), changing: 0, waiting: 0 }
     }
 }
 
-impl<T> Overlap<T> {
-    /// Adds a request. Returns its ticket, and true if no conflicting request is unfinished, so that it may
-    /// start.
+impl<T> OverlapTracker<T> {
+    /// Adds a request. Returns the ticket of the request, and true if it may start because no conflicting
+    /// request is unfinished.
     pub fn enter(&mut self, range: Range<u64>, changes: bool) -> (usize, bool) {
         let mut entry = Entry { range, changes, blockers: 0, value: None };
         if changes || self.changing > 0 {
@@ -61,25 +61,26 @@ impl<T> Overlap<T> {
         (ticket, ready)
     }
 
-    /// Stores a value with an unfinished request.
-    pub fn keep(&mut self, ticket: usize, value: T) {
+    /// Stores a value with the unfinished request of this ticket.
+    pub fn store(&mut self, ticket: usize, value: T) {
         if let Some(entry) = self.entries.get_mut(ticket).and_then(Option::as_mut) {
             entry.value = Some(value);
         }
     }
 
-    /// Returns the value stored with a request.
-    pub fn kept(&mut self, ticket: usize) -> Option<&mut T> {
+    /// Returns the value stored with a request, or `None` if there is none.
+    pub fn value_mut(&mut self, ticket: usize) -> Option<&mut T> {
         self.entries.get_mut(ticket)?.as_mut()?.value.as_mut()
     }
 
-    /// Removes the value stored with a request. The range stays occupied until [`finish`](Self::finish).
+    /// Removes and returns the value stored with a request. The range stays occupied until
+    /// [`finish`](Self::finish).
     pub fn take(&mut self, ticket: usize) -> Option<T> {
         self.entries.get_mut(ticket)?.as_mut()?.value.take()
     }
 
     /// Removes a finished request and returns its value. Calls `ready` with the ticket and value of each
-    /// request that waited for it and may start now.
+    /// request that waited for the finished one and may start now.
     pub fn finish(&mut self, ticket: usize, mut ready: impl FnMut(usize, &mut Option<T>)) -> Option<T> {
         let finished = self.entries.get_mut(ticket)?.take()?;
         self.free.push(ticket);
@@ -99,7 +100,7 @@ impl<T> Overlap<T> {
             }
         }
         if self.is_empty() {
-            // Shrinks the scans after a burst.
+            // Empties the table, so that later scans are short after a burst of requests.
             self.entries.clear();
             self.free.clear();
         }
@@ -127,7 +128,7 @@ mod tests {
     const WRITE: bool = true;
 
     /// Returns the tickets of requests that may start after `ticket` is finished.
-    fn finish_and_list_ready(overlap: &mut Overlap<()>, ticket: usize) -> Vec<usize> {
+    fn finish_and_list_ready(overlap: &mut OverlapTracker<()>, ticket: usize) -> Vec<usize> {
         let mut ready = Vec::new();
         overlap.finish(ticket, |ticket, _| ready.push(ticket));
         ready
@@ -135,7 +136,7 @@ mod tests {
 
     #[test]
     fn overlapping_requests_run_in_arrival_order() {
-        let mut overlap = Overlap::default();
+        let mut overlap = OverlapTracker::default();
         let mut began = Vec::new();
         for (range, changes) in [
             (0..4096, WRITE),
@@ -150,7 +151,7 @@ mod tests {
             began.extend(ready.then_some(ticket));
         }
         assert_eq!(began, [0, 4, 5]);
-        // Both reads; the second write still waits for the read that it overlaps.
+        // Both reads are ready; the second write still waits for the read that it overlaps.
         assert_eq!(finish_and_list_ready(&mut overlap, 0), [1, 2]);
         assert_eq!(finish_and_list_ready(&mut overlap, 2), []);
         assert_eq!(finish_and_list_ready(&mut overlap, 1), [3]);
@@ -165,7 +166,7 @@ mod tests {
 
     #[test]
     fn reads_do_not_wait_for_reads() {
-        let mut overlap = Overlap::<()>::default();
+        let mut overlap = OverlapTracker::<()>::default();
         assert!((0..100).all(|_| overlap.enter(0..4096, READ).1));
         assert!(!overlap.enter(0..512, WRITE).1);
         assert!(!overlap.enter(0..512, READ).1);
@@ -173,25 +174,25 @@ mod tests {
 
     #[test]
     fn taken_request_keeps_its_range() {
-        let mut overlap = Overlap::default();
+        let mut overlap = OverlapTracker::default();
         let (write, _) = overlap.enter(0..512, WRITE);
-        overlap.keep(write, "write");
+        overlap.store(write, "write");
         assert_eq!(overlap.take(write), Some("write"));
         let (read, ready) = overlap.enter(0..512, READ);
         assert!(!ready);
-        overlap.keep(read, "read");
+        overlap.store(read, "read");
         let mut began = None;
         assert_eq!(overlap.finish(write, |_, kept| began = kept.take()), None);
         assert_eq!(began, Some("read"));
-        assert_eq!(overlap.kept(read), None);
+        assert_eq!(overlap.value_mut(read), None);
     }
 
     #[test]
     fn drain_returns_all_values() {
-        let mut overlap = Overlap::default();
+        let mut overlap = OverlapTracker::default();
         for name in ["a", "b"] {
             let (ticket, _) = overlap.enter(0..512, WRITE);
-            overlap.keep(ticket, name);
+            overlap.store(ticket, name);
         }
         assert_eq!(overlap.drain().collect::<Vec<_>>(), ["a", "b"]);
         assert!(overlap.is_empty() && overlap.enter(0..512, WRITE).1);

@@ -1,8 +1,8 @@
 //! Sleeping threads that wait for a slot: a hash table of queues, keyed by the slot's address.
 //!
 //! In user space a lock holder can be descheduled at any time, so waiters spin only briefly. A slot's word
-//! has only two bits for this (locked, has waiters); the queue is here, as in `WebKit`'s "parking lot" and
-//! the kernel's hashed wait queues.
+//! has only two bits for locking (locked, has waiters). The queue of waiters is in this table, as in
+//! `WebKit`'s "parking lot" and the kernel's hashed wait queues.
 //!
 //! # Invariant
 //! While a key's bucket is locked, the slot's "has waiters" bit is set if and only if the queue holds a
@@ -20,7 +20,7 @@ const BUCKETS: usize = 256;
 #[cfg(any(loom, freestone_sim))]
 const BUCKETS: usize = 1;
 
-/// Buckets of waiting threads, one table for each family of slot tables.
+/// Hash table of waiting threads, one for each family (a base and its forks, which share memory).
 ///
 /// Lock order: a bucket's queue, then the waiter's `woken` flag. Both are held for a few instructions.
 #[derive(Default)]
@@ -41,7 +41,8 @@ struct Sleeper {
 
 impl Parking {
     fn bucket(&self, key: usize) -> &Mutex<VecDeque<Waiter>> {
-        // Slots are 8 bytes apart; Fibonacci hashing spreads neighbours over the buckets.
+        // Slots are 8 bytes apart, so the low bits of the key are dropped. Fibonacci hashing spreads
+        // neighbours over the buckets.
         let hash = ((key >> 3) as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let buckets = self.buckets.get_or_init(|| (0..BUCKETS).map(|_| Mutex::default()).collect());
         &buckets[(hash >> 56) as usize % BUCKETS]
@@ -61,7 +62,7 @@ impl Parking {
         }
         let mut woken = sleeper.woken.lock();
         while !*woken {
-            // Not `pin::wait`: pinned threads may wait for a slot.
+            // `pin::wait` is not used, because it panics for pinned threads, which may wait for a slot.
             woken = sleeper.condvar.wait(woken).unwrap_or_else(PoisonError::into_inner);
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! Each request holds a reference to its device. A single count would bounce between the CPUs of workers that
 //! share nothing else. A [`PerCpuArc`] contains one `Arc` for each CPU, with its count in a separate cache
-//! line. Each one holds a thin shell around the shared object, which lives as long as any shell.
+//! line. Each `Arc` holds a thin shell around the shared object, which lives as long as any shell.
 
 use std::fmt;
 use std::ops::Deref;
@@ -10,20 +10,22 @@ use std::ops::Deref;
 use crate::percpu;
 use crate::sync::Arc;
 
-/// One `Arc` for each CPU. Dereferences to the `Arc` of the current CPU; a clone may be dropped on any CPU.
+/// An array of `Arc`s, one for each CPU. Dereferences to the `Arc` of the current CPU; a clone may be dropped
+/// on any CPU.
 pub struct PerCpuArc<T>(Arc<[Arc<T>]>);
 
 impl<T> PerCpuArc<T> {
-    /// Creates the `Arc`s, calling `shell` once for each CPU. `T` must be aligned to a cache line, or counts
-    /// would share one.
+    /// Creates the `Arc`s, calling `shell` once for each CPU. `T` must be aligned to a cache line, or the
+    /// counts of two CPUs would share a cache line.
     pub fn new(shell: impl Fn() -> T) -> Self {
         const { assert!(align_of::<T>() >= 64, "counts of two CPUs would share a cache line") };
         Self((0..percpu::cpus()).map(|_| Arc::new(shell())).collect())
     }
 
-    /// Returns a reference without looking up the CPU, for callers that do not clone the `Arc`.
+    /// Returns the shell of the first CPU without looking up the current CPU, for callers that do not clone
+    /// the `Arc`.
     #[inline]
-    pub fn look(&self) -> &T {
+    pub fn any(&self) -> &T {
         &self.0[0]
     }
 }

@@ -11,7 +11,8 @@ pub fn cpus() -> usize {
     *CPUS.get_or_init(|| cpu::configured().max(1))
 }
 
-/// Returns the CPU of the calling thread, below [`cpus`]. A hint only: the thread can migrate at any time.
+/// Returns the number of the calling thread's CPU, below [`cpus`]. The number is only a hint, because the
+/// thread can migrate at any time.
 #[inline]
 pub fn current() -> usize {
     let cpu = cpu::current();
@@ -19,8 +20,8 @@ pub fn current() -> usize {
     if cpu < cpus { cpu } else { cpu % cpus }
 }
 
-/// Locks this CPU's mutex. If a descheduled thread holds it, locks a free mutex of another CPU, or waits for
-/// this CPU's if all are held.
+/// Locks the current CPU's mutex. If another thread holds it, locks a free mutex of another CPU. If all are
+/// held, waits for the current CPU's mutex.
 #[inline]
 pub fn lock_nearest<'a, T: 'a>(of: impl Fn(usize) -> &'a Mutex<T>) -> MutexGuard<'a, T> {
     let cpu = current();
@@ -83,7 +84,8 @@ impl<const N: usize> Default for Counters<N> {
 impl<const N: usize> Counters<N> {
     #[inline]
     fn current_cells(&self) -> &[AtomicU64; N] {
-        // Does the same as `current` with one comparison, as there are as many cells as CPUs.
+        // Finds the same CPU as `current` with one comparison, because the number of cells is the number of
+        // CPUs.
         let cpu = cpu::current();
         self.cells.get(cpu).unwrap_or_else(|| self.wrapped_cells(cpu))
     }
@@ -96,7 +98,7 @@ impl<const N: usize> Counters<N> {
     /// Adds `delta`, which may be negative. A single cell may wrap, the sum of all cells does not.
     #[inline]
     pub fn add(&self, counter: usize, delta: i64) {
-        // Relaxed: a statistic.
+        // Relaxed: a counter, which orders no other data.
         self.current_cells()[counter].fetch_add(delta as u64, Ordering::Relaxed);
     }
 
@@ -104,18 +106,18 @@ impl<const N: usize> Counters<N> {
     #[inline]
     pub fn add_both(&self, [(a, delta_a), (b, delta_b)]: [(usize, i64); 2]) {
         let cells = self.current_cells();
-        // Relaxed: statistics.
+        // Relaxed: counters, which order no other data.
         cells[a].fetch_add(delta_a as u64, Ordering::Relaxed);
-        // Relaxed: as above.
+        // Relaxed: a counter, which orders no other data.
         cells[b].fetch_add(delta_b as u64, Ordering::Relaxed);
     }
 
-    /// Adds to this CPU's cell of a counter that the caller collects in a common sum. If the cell's absolute
-    /// value reaches `most`, empties the cell and returns its value.
+    /// Adds to this CPU's cell of a counter whose cells the caller collects in a common sum. If the cell's
+    /// absolute value reaches `most`, empties the cell and returns its value. Otherwise returns `None`.
     #[inline]
     pub fn add_and_take(&self, counter: usize, delta: i64, most: u64) -> Option<i64> {
         let cell = &self.current_cells()[counter];
-        // Relaxed: a statistic.
+        // Relaxed: a counter, which orders no other data.
         let now = (cell.fetch_add(delta as u64, Ordering::Relaxed) as i64).wrapping_add(delta);
         // Relaxed: additions of other threads since then are included.
         (now.unsigned_abs() >= most).then(|| cell.swap(0, Ordering::Relaxed) as i64)
@@ -123,12 +125,12 @@ impl<const N: usize> Counters<N> {
 
     /// Returns the sum of all cells, wrapping.
     pub fn sum(&self, counter: usize) -> u64 {
-        // Relaxed: a statistic.
+        // Relaxed: a counter, which orders no other data.
         let value = |cell: &CachePadded<[AtomicU64; N]>| cell[counter].load(Ordering::Relaxed);
         self.cells.iter().map(value).fold(0, u64::wrapping_add)
     }
 
-    /// Returns the counter's value, at least 0. Exact if no thread adds meanwhile.
+    /// Returns the counter's value, at least 0. The value is exact if no thread adds meanwhile.
     pub fn get(&self, counter: usize) -> u64 {
         let sum = self.sum(counter);
         // Cells are read one after the other, so the sum of running counters can be negative.
@@ -138,7 +140,7 @@ impl<const N: usize> Counters<N> {
     /// Sets a counter to zero. Concurrent additions may be lost.
     pub fn clear(&self, counter: usize) {
         for cell in &self.cells {
-            // Relaxed: a statistic.
+            // Relaxed: a counter, which orders no other data.
             cell[counter].store(0, Ordering::Relaxed);
         }
     }

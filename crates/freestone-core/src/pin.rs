@@ -12,17 +12,18 @@
 //!
 //! # Rule
 //! A change waits for all pins of the process. So a pinned thread may wait only for slot locks, and must not
-//! call a device, which could wait for anything. Under a pin a request takes what it needs (a count at a
+//! call a device, which could wait for anything. Under a pin a request acquires what it needs (a count at a
 //! [gate](crate::freeze_gate), a handle), unpins, and continues. Devices call [`assert_unpinned`] on entry
-//! and before they block; it panics in debug builds. One exception: a fork reads its family's snapshots under
-//! one pin, through their tables and not as devices, which waits for slot locks only.
+//! and before they block; it panics in debug builds. The only exception: a fork reads the snapshots of its
+//! family (a base and its forks, which share memory) under one pin. The fork reads the page tables of these
+//! snapshots and does not call them as devices, so it waits for slot locks only.
 //! `crates/freestone/tests/library/pinned.rs` checks the rule with lower devices that wait for such a change
 //! at every call.
 //!
 //! The process has a single, private set of pinning threads (a loom model has one for each run). So every
-//! change waits for every pin, and the types need not tie them together.
+//! change waits for every pin, and the types need not connect a pin to a pointer.
 //!
-//! Pins nest.
+//! Pins nest: a pinned thread can pin again.
 
 use crate::sync::{
     Arc, AtomicPtr, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, fence, thread_local, yield_now,
@@ -49,7 +50,7 @@ thread_local! {
 /// Lock order: `records` is innermost, held for a registration or a copy.
 struct Domain {
     records: Mutex<Vec<Arc<Record>>>,
-    /// `membarrier` is unavailable: each pin executes a full fence.
+    /// True if `membarrier` is unavailable; each pin then executes a full fence.
     fenced_pins: bool,
 }
 
@@ -72,7 +73,7 @@ impl Domain {
         Self { records: Mutex::new(Vec::new()), fenced_pins: !barrier::register() }
     }
 
-    /// Registers the calling thread. A later registration removes the records of dropped participants.
+    /// Registers the calling thread, and removes the records of threads that have ended.
     fn join(&self) -> Participant {
         let record = Arc::new(CachePadded::new(AtomicU64::new(0)));
         let mut records = self.records.lock();
@@ -84,7 +85,7 @@ impl Domain {
     /// Waits until every pin held at the call has been released.
     fn wait_for_pins(&self) {
         barrier::heavy(self.fenced_pins);
-        // Threads that register later load pointers later, so the copy may miss them.
+        // Threads that register later load pointers later, so they may be missing in the copied list.
         let records = self.records.lock().clone();
         for record in records {
             // Acquire: pairs with the Release of the unpin, so that the accesses of the pinned thread happen
@@ -94,7 +95,7 @@ impl Domain {
                 continue;
             }
             let mut tries = 0_u32;
-            // Acquire: as above.
+            // Acquire: pairs with the Release of the unpin.
             while record.load(Ordering::Acquire) == sequence {
                 pause(&mut tries);
             }
@@ -105,7 +106,7 @@ impl Domain {
 /// Runs `work` with the calling thread pinned.
 #[inline]
 pub fn pinned<R>(work: impl FnOnce(&Pin<'_>) -> R) -> R {
-    // A clone instead of `with` around the call, which would keep the compiler from inlining the request.
+    // Clones the `Rc`: running `work` inside `with` would keep the compiler from inlining the request.
     let participant = THIS_THREAD.with(Rc::clone);
     let pin = participant.pin();
     work(&pin)
@@ -133,7 +134,7 @@ pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a
     condvar.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Backs off while another thread makes progress, which must not depend on this one.
+/// Backs off while another thread makes progress, which must not depend on the calling thread.
 pub(crate) fn pause(tries: &mut u32) {
     *tries += 1;
     #[cfg(not(loom))]
@@ -176,7 +177,7 @@ impl Drop for Pin<'_> {
     }
 }
 
-/// A pointer that requests load under a pin and device-wide changes replace.
+/// A pointer that requests load under a pin, and that device-wide changes replace.
 pub struct Swap<T> {
     pointer: AtomicPtr<T>,
 }
@@ -192,8 +193,8 @@ mod swap {
     impl<T> Swap<T> {
         /// Creates a pointer to `value`.
         pub fn new(value: Box<T>) -> Self {
-            // Models create the domain here: creating it later would order the model's threads and hide what
-            // the barriers are for.
+            // Loom models create the domain here. Creating it later would order the model's threads and hide
+            // missing barriers.
             #[cfg(loom)]
             let _ = &*DOMAIN;
             Self { pointer: AtomicPtr::new(Box::into_raw(value)) }
@@ -212,7 +213,7 @@ mod swap {
         /// Replaces the value and returns the old one, which no thread uses any more. Waits for all pins.
         ///
         /// # Panics
-        /// If the calling thread is pinned: it would wait for itself.
+        /// If the calling thread is pinned, because it would wait for itself.
         pub fn replace(&self, value: Box<T>) -> Box<T> {
             assert_not_pinned();
             // AcqRel: Release pairs with the Acquire in load, Acquire with the swap that stored the old
@@ -236,12 +237,12 @@ mod swap {
 
     // SAFETY: Swap owns a Box<T> and hands out &T and Box<T> across threads.
     unsafe impl<T: Send + Sync> Sync for Swap<T> {}
-    // SAFETY: as above.
+    // SAFETY: Swap owns a Box<T> and hands out &T and Box<T> across threads.
     unsafe impl<T: Send + Sync> Send for Swap<T> {}
 }
 
 pub(crate) mod barrier {
-    //! The two halves of the asymmetric barrier.
+    //! The light and the heavy half of the asymmetric barrier.
     use super::{Ordering, fence};
 
     #[cfg(not(loom))]
@@ -280,7 +281,7 @@ pub(crate) mod barrier {
             #[cfg(not(loom))]
             {
                 use rustix::thread::{MembarrierCommand, membarrier};
-                // Registered in `register`, so this call cannot fail.
+                // The process was registered in `register`, so this call cannot fail.
                 let done = membarrier(MembarrierCommand::PrivateExpedited);
                 assert!(done.is_ok(), "membarrier failed after it was registered: {done:?}");
             }
@@ -323,8 +324,8 @@ mod tests {
         pinned(|pin| assert_eq!(*swap.load(pin), 2));
     }
 
-    /// Regression: `replace` once took a domain, and with the wrong one freed what a pinned thread was
-    /// reading.
+    /// Regression test: `replace` once had a domain parameter, and with the wrong domain freed a value that a
+    /// pinned thread was reading.
     #[test]
     fn replace_takes_no_domain() {
         let replace: for<'s> fn(&'s Swap<u32>, Box<u32>) -> Box<u32> = Swap::replace;
@@ -348,7 +349,7 @@ mod tests {
             std::panic::catch_unwind(work).is_err()
         }
         // Devices check every request and every extent query with these functions.
-        assert!(panics_pinned(|| assert_eq!(Request::read(0, 512).check_place(1 << 20, 512), Ok(()))));
+        assert!(panics_pinned(|| assert_eq!(Request::read(0, 512).check_range(1 << 20, 512), Ok(()))));
         assert!(panics_pinned(|| assert_eq!(range_end(0, 512, 1 << 20), Ok(512))));
         assert!(!panics_pinned(|| ()));
         // The pins of the panicked calls are released.

@@ -1,9 +1,9 @@
 //! Plugs, which batch requests as in the kernel's block layer (`struct blk_plug`).
 //!
-//! A thread starts a [`Plug`] before it submits several requests. Devices that can submit many at once hold
-//! them and are called when the plug is released. So a batch passes through all layers without their
-//! knowledge. A thread that completes several requests uses a plug in the same way, so that each receiver is
-//! woken once.
+//! A thread starts a [`Plug`] before it submits several requests. Devices that can submit many requests at
+//! once hold them and are called when the plug is released. So a batch passes through all layers, which need
+//! not know about it. A thread that completes several requests uses a plug in the same way, so that each
+//! receiver of completions is woken once.
 //!
 //! A plugged thread must [`flush`] before it waits for its own requests.
 
@@ -12,20 +12,20 @@ use std::marker::PhantomData;
 
 use crate::sync::{Arc, thread_local};
 
-/// A device or queue that can hold requests or completions of plugged threads.
+/// A device that can hold requests, or a queue that can hold completions, of plugged threads.
 pub trait Unplug: Send + Sync {
-    /// Submits or delivers what was held, because the plug is released.
+    /// Submits the held requests, or delivers the held completions, because the plug is released.
     fn unplug(&self);
 }
 
-/// Holders to call when the plug is released; `None` if the thread has no plug.
+/// Devices and queues to call when the plug is released; `None` if the thread has no plug.
 type Holders = Option<Vec<Arc<dyn Unplug>>>;
 
 thread_local! {
     static HOLDERS: RefCell<Holders> = const { RefCell::new(None) };
 }
 
-/// Batches what its thread submits or completes, until dropped. A nested plug has no effect.
+/// Batches the requests and completions of its thread until dropped. A nested plug has no effect.
 #[derive(Debug)]
 pub struct Plug {
     is_outer: bool,
@@ -48,7 +48,7 @@ impl Plug {
 impl Drop for Plug {
     fn drop(&mut self) {
         if self.is_outer {
-            // Requests that this submits in turn are not held.
+            // The thread has no plug any more, so requests that `unplug` submits are not held.
             for holder in HOLDERS.take().into_iter().flatten() {
                 holder.unplug();
             }
@@ -56,11 +56,11 @@ impl Drop for Plug {
     }
 }
 
-/// Submits what the thread holds; the plug remains. Called before the thread waits for something that may be
-/// held, as the kernel does before a task sleeps.
+/// Submits the requests and completions held for the thread; the plug remains. Called before the thread waits
+/// for something that may be held, as the kernel does before a task sleeps.
 pub fn flush() {
     let take = || HOLDERS.with_borrow_mut(|holders| holders.as_mut().map_or(Vec::new(), std::mem::take));
-    // Requests that unplug submits may be held again.
+    // Requests that `unplug` submits may be held again.
     loop {
         let holders = take();
         if holders.is_empty() {

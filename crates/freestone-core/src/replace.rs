@@ -1,10 +1,11 @@
-//! Atomic replacement of files. A new file is written next to its place until it is complete and durable, and
-//! then moved there. At any moment, also after a crash, the place holds the old file or the new one.
+//! Atomic replacement of files. A new file is written in the directory of its final path until it is complete
+//! and durable, and is then moved to the path. At any moment, also after a crash, the path holds the old file
+//! or the new one.
 //!
-//! A new file has no name (`O_TMPFILE`) until it is complete, so nothing is left if the process dies.
-//! Replacing an old file in one step needs a temporary name for that moment. On file systems without
-//! `O_TMPFILE` the new file has a temporary name from the start. [`left_behind`] finds temporary names left
-//! by a crash.
+//! A new file has no name (`O_TMPFILE`) until it is complete, so no file is left if the process dies.
+//! Replacing an old file in one step needs a temporary name for a moment. On file systems without `O_TMPFILE`
+//! the new file has a temporary name from the start. [`find_stale_files`] finds temporary names left by a
+//! crash.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -23,7 +24,7 @@ use crate::fail_points::{self, Call};
 use crate::file_locks::{self, Access};
 use crate::sync::{Instant, LazyLock, Mutex, thread};
 
-/// Prefixes of temporary names.
+/// Prefixes of all temporary names, by which [`find_stale_files`] recognises them.
 const PREFIXES: [&str; 4] = [SAVE_PREFIX, DELTA_PREFIX, STATE_PREFIX, NEW_PREFIX];
 /// Temporary name prefix of saved devices.
 pub const SAVE_PREFIX: &str = ".freestone-save-";
@@ -35,10 +36,10 @@ pub const STATE_PREFIX: &str = ".freestone-zones-";
 pub const NEW_PREFIX: &str = ".freestone-new-";
 /// Suffix of all temporary names.
 const SUFFIX: &str = ".tmp";
-/// Bytes at the start of a file that identify its kind.
+/// Number of bytes read from the start of an existing file to identify its kind.
 const HEAD_BYTES: u64 = 64;
-/// Maximum attempts if other processes create or remove the file meanwhile.
-const TRIES: u32 = 16;
+/// Maximum number of attempts to place a file while other processes create or remove a file at the path.
+const ATTEMPTS_MAX: u32 = 16;
 /// Maximum time to wait for another process that is replacing the same file.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
 const LOCK_RETRY_PAUSE: Duration = Duration::from_millis(5);
@@ -46,56 +47,56 @@ const LOCK_RETRY_PAUSE: Duration = Duration::from_millis(5);
 /// Which existing file a new one may replace. A file in use by this process, another Freestone process or
 /// qemu is never replaced, nor is anything but a regular file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Replace {
-    /// A file of the same kind, or an empty one.
+pub enum ReplacePolicy {
+    /// Only a file of the same kind, or an empty file, may be replaced.
     #[default]
     SameKind,
-    /// Any file.
+    /// Any regular file that is not in use may be replaced.
     Any,
 }
 
-/// The check that an existing file must pass before [`Place::put`] replaces it.
+/// The check that an existing file must pass before [`ReplaceTarget::put`] replaces the file.
 #[derive(Debug, Clone, Copy)]
-pub enum MayGo {
+pub enum ReplaceCheck {
     /// No file may exist.
     Nothing,
     /// Any file may be replaced.
     Any,
     /// An empty file, or a file of the right kind, may be replaced.
     Only {
-        /// Returns true if the first bytes of a file are of the right kind.
+        /// Returns true if the first bytes of a file identify a file of the right kind.
         are: fn(&[u8]) -> bool,
-        /// Name of the kind, for messages.
+        /// Name of the kind, for error messages.
         kind: &'static str,
     },
 }
 
-impl Replace {
-    /// Returns the check for files of a kind, whose first bytes satisfy `are`.
-    pub fn may_go(self, kind: &'static str, are: fn(&[u8]) -> bool) -> MayGo {
+impl ReplacePolicy {
+    /// Returns the check for files of the kind named `kind`, whose first bytes satisfy `are`.
+    pub fn check_for(self, kind: &'static str, are: fn(&[u8]) -> bool) -> ReplaceCheck {
         match self {
-            Self::SameKind => MayGo::Only { are, kind },
-            Self::Any => MayGo::Any,
+            Self::SameKind => ReplaceCheck::Only { are, kind },
+            Self::Any => ReplaceCheck::Any,
         }
     }
 }
 
-/// Result of [`Place::put`]: whether a crash can bring back the old file.
+/// Result of [`ReplaceTarget::put`]: whether a crash can bring back the old file.
 #[derive(Debug)]
 #[must_use]
 pub enum Durability {
     /// The file and its name are durable.
     Durable,
-    /// The new file is or may be in its place, and a crash can bring back the old state; contains the reason.
-    /// A later successful fsync does not change this; only writing the file again does.
+    /// The new file is or may be at its path, and a crash can bring back the old state; contains the reason.
+    /// A later successful fsync does not make the file durable; it must be written again.
     Unknown(io::Error),
 }
 
 impl Durability {
-    /// Returns an error unless the name is durable.
+    /// Returns an error unless the file and its name are durable.
     ///
     /// # Errors
-    /// The reason, with the same error kind.
+    /// The reason why the durability is unknown, with the same error kind.
     pub fn into_result(self) -> io::Result<()> {
         let Self::Unknown(error) = self else { return Ok(()) };
         let why = format!(
@@ -107,14 +108,14 @@ impl Durability {
 
 /// The path of a file to be created or replaced.
 #[derive(Debug)]
-pub struct Place {
-    /// Absolute path, and not a symbolic link.
+pub struct ReplaceTarget {
+    /// Absolute path of the file; not a symbolic link.
     pub path: PathBuf,
     /// Directory of the file.
     pub dir: PathBuf,
 }
 
-/// The old file at a place, locked so that no process opens it before it is replaced.
+/// The old file at the path, locked so that no process uses it before it is replaced.
 struct OldFile {
     locked: File,
 }
@@ -131,8 +132,8 @@ enum LookResult {
     InUse,
 }
 
-impl Place {
-    /// Resolves the path `to` of a regular file or of nothing.
+impl ReplaceTarget {
+    /// Resolves the path `to`, at which a regular file or nothing exists.
     pub fn new(to: &Path) -> io::Result<Self> {
         let path = match fs::metadata(to) {
             Ok(found) if found.is_file() => fs::canonicalize(to)?,
@@ -153,15 +154,16 @@ impl Place {
         Ok(Self { path, dir })
     }
 
-    /// Fails early if [`put`](Self::put) would fail because of the existing file.
-    pub fn check(&self, may_go: MayGo) -> io::Result<()> {
-        self.lock_old(may_go).map(drop)
+    /// Checks the existing file, so that an error of [`put`](Self::put) is found before the new file is
+    /// written.
+    pub fn check(&self, check: ReplaceCheck) -> io::Result<()> {
+        self.lock_old(check).map(drop)
     }
 
-    fn lock_old(&self, may_go: MayGo) -> io::Result<Option<OldFile>> {
+    fn lock_old(&self, check: ReplaceCheck) -> io::Result<Option<OldFile>> {
         let until = Instant::now() + LOCK_WAIT_MAX;
         loop {
-            match self.try_lock_old(may_go)? {
+            match self.try_lock_old(check)? {
                 LookResult::Lockable(old) => return Ok(old),
                 LookResult::InUse if Instant::now() < until => thread::sleep(LOCK_RETRY_PAUSE),
                 LookResult::InUse => {
@@ -172,8 +174,8 @@ impl Place {
         }
     }
 
-    fn try_lock_old(&self, may_go: MayGo) -> io::Result<LookResult> {
-        // Nonblocking: the path may be a pipe by now.
+    fn try_lock_old(&self, check: ReplaceCheck) -> io::Result<LookResult> {
+        // Nonblocking, because the path may be a pipe by now and opening a pipe could block.
         let flags = OFlags::NONBLOCK.bits().cast_signed();
         let mut file = match File::options().read(true).custom_flags(flags).open(&self.path) {
             Ok(file) => file,
@@ -184,11 +186,11 @@ impl Place {
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(not_a_file_error());
         }
-        if file_locks::is_held(&stat) {
+        if file_locks::is_registered(&stat) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is open in this server"));
         }
         match file_locks::lock(file.as_fd(), Access::Write) {
-            // Some file systems have no locks.
+            // Some file systems have no locks. The file is then replaced without one.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
             Err(Errno::WOULDBLOCK) => return Ok(LookResult::InUse),
             Err(errno) => {
@@ -198,10 +200,10 @@ impl Place {
             }
         }
         let refuse = |why: String| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
-        match may_go {
-            MayGo::Any => {}
-            MayGo::Nothing => return refuse("the file already exists".to_owned()),
-            MayGo::Only { are, kind } => {
+        match check {
+            ReplaceCheck::Any => {}
+            ReplaceCheck::Nothing => return refuse("the file already exists".to_owned()),
+            ReplaceCheck::Only { are, kind } => {
                 let mut head = Vec::new();
                 file.by_ref().take(HEAD_BYTES).read_to_end(&mut head)?;
                 if !head.is_empty() && !are(&head) {
@@ -212,10 +214,10 @@ impl Place {
         Ok(LookResult::Lockable(Some(OldFile { locked: file })))
     }
 
-    /// Creates a file with mode 0600, which is removed on drop. `prefix` begins its temporary name if it
-    /// needs one.
-    pub fn begin(&self, prefix: &'static str) -> io::Result<Unfinished> {
-        // Opened before the work, so that afterwards only the fsync can fail.
+    /// Creates a file with mode 0600, which is removed on drop. If the file needs a temporary name, the name
+    /// begins with `prefix`.
+    pub fn begin(&self, prefix: &'static str) -> io::Result<TemporaryFile> {
+        // The directory is opened before the file is written, so that after the move only the fsync can fail.
         let dir = self.open_dir()?;
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let (file, name) = match rustix::fs::open(&self.dir, flags, Mode::RUSR | Mode::WUSR) {
@@ -231,18 +233,18 @@ impl Place {
         };
         // The lock shows other processes that the file is in use.
         let _ = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
-        Ok(Unfinished { file, name, prefix, dir })
+        Ok(TemporaryFile { file, name, prefix, dir })
     }
 
-    /// Makes the file durable and moves it to its place, if `may_go` allows the file there to be replaced.
+    /// Makes the file durable and moves it to the path, if `check` allows replacing the file at the path.
     ///
     /// # Errors
-    /// The place is unchanged.
-    pub fn put(&self, unfinished: Unfinished, may_go: MayGo) -> io::Result<Durability> {
-        let Unfinished { file, mut name, prefix, dir } = unfinished;
+    /// The file at the path, if any, is unchanged.
+    pub fn put(&self, temporary: TemporaryFile, check: ReplaceCheck) -> io::Result<Durability> {
+        let TemporaryFile { file, mut name, prefix, dir } = temporary;
         fail_points::call(Call::SyncFile, || file.sync_all())?;
-        for _ in 0..TRIES {
-            let old = self.lock_old(may_go)?;
+        for _ in 0..ATTEMPTS_MAX {
+            let old = self.lock_old(check)?;
             let placed = match (name.take(), &old) {
                 (Some(name), _) => name.rename(&self.path, old.is_some()),
                 (None, Some(_)) => TemporaryName::new(&self.dir, prefix, |path| link(&file, path))?
@@ -256,7 +258,7 @@ impl Place {
             match self.holds(&file) {
                 // The rename took effect although it returned an error.
                 Ok(true) => return Ok(finish(file, &dir)),
-                // Another process has created a file meanwhile: check it.
+                // Another process has created a file at the path meanwhile, which the next attempt checks.
                 Ok(false) if error.kind() == io::ErrorKind::AlreadyExists => name = back,
                 Ok(false) => return Err(error),
                 Err(_) => return Ok(Durability::Unknown(error)),
@@ -265,25 +267,25 @@ impl Place {
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "other processes keep creating the file"))
     }
 
-    /// Gives a complete file its name, durably. The returned file is open and still locked. If the name
-    /// cannot be made durable, it is removed.
+    /// Makes a complete file durable and gives it the path, at which no file may exist. The returned file is
+    /// open and still locked. If the name cannot be made durable, it is removed.
     ///
     /// # Errors
     /// [`AlreadyExists`](io::ErrorKind::AlreadyExists) if the path exists; otherwise the error of the system.
-    pub fn put_new(&self, unfinished: Unfinished) -> io::Result<File> {
-        let made = unfinished.made(self)?;
-        let Unfinished { file, name, dir, .. } = unfinished;
+    pub fn put_new(&self, temporary: TemporaryFile) -> io::Result<File> {
+        let created = temporary.created_file(self)?;
+        let TemporaryFile { file, name, dir, .. } = temporary;
         fail_points::call(Call::SyncFile, || file.sync_all())?;
         let placed = match name {
             None => fail_points::call(Call::Place, || link(&file, &self.path)),
             Some(name) => name.rename(&self.path, false).map_err(|(error, _)| error),
         };
-        // A failed call may have taken effect.
-        placed.and_then(|()| sync_dir(&dir)).inspect_err(|_| made.remove())?;
+        // A failed call may have taken effect, so the file is removed.
+        placed.and_then(|()| sync_dir(&dir)).inspect_err(|_| created.remove())?;
         Ok(file)
     }
 
-    /// Returns true if the place holds this file.
+    /// Returns true if the path refers to `file`.
     fn holds(&self, file: &File) -> io::Result<bool> {
         let own = rustix::fs::fstat(file)?;
         match rustix::fs::lstat(&self.path) {
@@ -297,15 +299,15 @@ impl Place {
         fail_points::call(Call::OpenDir, || File::open(&self.dir))
     }
 
-    /// Makes the name of the file durable.
-    pub fn keep_name(&self) -> io::Result<()> {
+    /// Makes the name of the file durable by syncing its directory.
+    pub fn sync_name(&self) -> io::Result<()> {
         sync_dir(&self.open_dir()?)
     }
 }
 
-/// Unlocks a file that is in its place and syncs its directory.
+/// Unlocks a file that was moved to its path, and syncs its directory.
 fn finish(file: File, dir: &File) -> Durability {
-    // Explicitly, because a child process being started holds the file until its exec.
+    // Unlocked explicitly, because a child process being started keeps the file open until its exec.
     file_locks::unlock(file.as_fd());
     drop(file);
     match sync_dir(dir) {
@@ -314,7 +316,7 @@ fn finish(file: File, dir: &File) -> Durability {
     }
 }
 
-/// Syncs a directory.
+/// Makes the changes of names in a directory durable.
 ///
 /// # Errors
 /// The directory's latest changes may or may not survive a crash.
@@ -326,36 +328,36 @@ fn not_a_file_error() -> io::Error {
     io::Error::other("the path is not a regular file")
 }
 
-/// A new file that is not in its place yet.
+/// A new file that has not been moved to its path yet.
 #[derive(Debug)]
-pub struct Unfinished {
+pub struct TemporaryFile {
     file: File,
     name: Option<TemporaryName>,
     prefix: &'static str,
     dir: File,
 }
 
-impl Unfinished {
-    /// Returns the file, which has no name or a temporary one.
+impl TemporaryFile {
+    /// Returns the open file, which has no name or a temporary name.
     pub const fn as_file(&self) -> &File {
         &self.file
     }
 
-    /// Returns the identity that the file will have at `place`.
-    pub fn made(&self, place: &Place) -> io::Result<MadeFile> {
+    /// Returns the path and inode by which the file can be removed after it was moved to `target`.
+    pub fn created_file(&self, target: &ReplaceTarget) -> io::Result<CreatedFile> {
         let stat = rustix::fs::fstat(&self.file)?;
-        Ok(MadeFile { path: place.path.clone(), inode: (stat.st_dev, stat.st_ino) })
+        Ok(CreatedFile { path: target.path.clone(), inode: (stat.st_dev, stat.st_ino) })
     }
 }
 
 /// A file that this process created at a path, to be removed if a later step fails.
 #[derive(Debug, Clone)]
-pub struct MadeFile {
+pub struct CreatedFile {
     path: PathBuf,
     inode: (u64, u64),
 }
 
-impl MadeFile {
+impl CreatedFile {
     /// Removes the file, unless the path holds another file.
     pub fn remove(&self) {
         let removed = match rustix::fs::lstat(&self.path) {
@@ -369,13 +371,13 @@ impl MadeFile {
     }
 }
 
-/// Returns the path in /proc by which a nameless file can be linked.
+/// Returns the path in `/proc` by which a file without a name can be linked.
 fn descriptor_path(file: &impl AsRawFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 fn can_be_named(file: &(impl AsRawFd + AsFd)) -> bool {
-    // Without /proc, linkat needs a privilege.
+    // Linking a file without a name needs `/proc`; other ways need a privilege.
     rustix::fs::fstat(file)
         .is_ok_and(|a| rustix::fs::stat(descriptor_path(file)).is_ok_and(|b| is_same(a, b)))
 }
@@ -391,14 +393,14 @@ fn link(file: &File, to: &Path) -> io::Result<()> {
 #[derive(Default)]
 struct TemporaryNames {
     paths: Vec<PathBuf>,
-    /// Set at process exit: no new names are created.
+    /// True at process exit; no new temporary names are created then.
     closed: bool,
 }
 
-/// Innermost lock, held while a name is created or removed.
+/// Temporary names in use by this process. Innermost lock, held while a name is created or removed.
 static NAMES: LazyLock<Mutex<TemporaryNames>> = LazyLock::new(Mutex::default);
 
-/// A temporary name. Dropping it removes the file.
+/// A temporary name of a file. Dropping this value removes the file.
 #[derive(Debug)]
 struct TemporaryName(Option<TempPath>);
 
@@ -414,13 +416,13 @@ impl TemporaryName {
         Ok((file, Self(Some(path))))
     }
 
-    /// Renames the file to `to`. Unless `over`, fails if `to` exists. On failure returns the name if it is
-    /// still in use.
+    /// Renames the file to `to`. Unless `over` is true, fails if `to` exists. The error includes the
+    /// temporary name if the name is still in use.
     fn rename(mut self, to: &Path, over: bool) -> Result<(), (io::Error, Option<Self>)> {
         let mut names = NAMES.lock();
         let Some(path) = self.0.take() else { return Ok(()) };
         let from = path.to_path_buf();
-        // Each failed call returns the path.
+        // A failed call returns the temporary path.
         let mut path = Some(path);
         let renamed = fail_points::call(Call::Place, || {
             let Some(own) = path.take() else { return Ok(()) };
@@ -444,30 +446,30 @@ impl Drop for TemporaryName {
         let Some(path) = self.0.take() else { return };
         let mut names = NAMES.lock();
         names.paths.retain(|other| **other != *path);
-        // A failure has no remedy here; `left_behind` finds the file later.
+        // An error is ignored, because `find_stale_files` finds the file later.
         let _ = path.close();
     }
 }
 
 /// Removes all temporary names and prevents new ones, for a process that exits without waiting for its
 /// threads.
-pub fn abandon() {
+pub fn remove_temporary_files() {
     let mut names = NAMES.lock();
     names.closed = true;
     for path in names.paths.drain(..) {
-        // A failure has no remedy here, either.
+        // An error is ignored, because `find_stale_files` finds the file later.
         let _ = fs::remove_file(path);
     }
 }
 
 /// Returns temporary files in the directory of `file` that a crash left. These files can be removed.
-pub fn left_behind(file: &Path) -> Vec<PathBuf> {
+pub fn find_stale_files(file: &Path) -> Vec<PathBuf> {
     let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // Files that cannot be examined may be in use.
+    // Files that cannot be examined are omitted, because they may be in use.
     let Ok(rows) = fs::read_dir(dir) else { return Vec::new() };
     let mut left: Vec<PathBuf> = rows
         .filter_map(Result::ok)
-        .filter(|row| is_unfinished(&row.file_name()) && row.file_type().is_ok_and(|kind| kind.is_file()))
+        .filter(|row| is_temporary(&row.file_name()) && row.file_type().is_ok_and(|kind| kind.is_file()))
         .map(|row| row.path())
         .filter(|path| is_unlocked(path))
         .collect();
@@ -475,7 +477,7 @@ pub fn left_behind(file: &Path) -> Vec<PathBuf> {
     left
 }
 
-fn is_unfinished(name: &OsStr) -> bool {
+fn is_temporary(name: &OsStr) -> bool {
     let name = name.as_bytes();
     name.ends_with(SUFFIX.as_bytes()) && PREFIXES.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
 }

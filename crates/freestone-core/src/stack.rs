@@ -1,4 +1,5 @@
-//! Returns the unused part of a sleeping thread's stack, touched by deeper calls, to the kernel.
+//! Releases the unused part of a thread's stack, which deeper calls have touched, to the kernel before the
+//! thread sleeps.
 #![expect(unsafe_code)]
 // UNSAFETY: asks for the bounds of the thread's stack, and discards pages that no frame uses.
 
@@ -9,13 +10,13 @@ use rustix::mm::{Advice, madvise};
 
 use crate::PAGE_BYTES;
 
-/// Stack bytes that the calls of `give_back_unused` may need below its own frame.
+/// Stack space in bytes that calls made by `release_unused_stack` may need below its own frame.
 const BELOW_BYTES: usize = PAGE_BYTES;
 
-/// Returns the unused stack pages of the calling thread to the kernel. Does nothing if the bounds of the
+/// Releases the unused stack pages of the calling thread to the kernel. Does nothing if the bounds of the
 /// stack are unknown.
 #[inline(never)]
-pub fn give_back_unused() {
+pub fn release_unused_stack() {
     let here = 0_u8;
     let here = black_box(&raw const here).addr();
     let Some(low) = lowest_usable() else { return };
@@ -30,7 +31,7 @@ pub fn give_back_unused() {
 }
 
 /// Returns the lowest usable address of the calling thread's stack, or `None` for the main thread, whose
-/// stack grows.
+/// stack grows, or if the bounds are unknown.
 fn lowest_usable() -> Option<usize> {
     if rustix::thread::gettid() == rustix::process::getpid() {
         return None;
@@ -56,7 +57,8 @@ fn lowest_usable() -> Option<usize> {
 mod tests {
     use super::*;
 
-    /// Touches `levels` stack frames; the result depends on all of them.
+    /// Touches `levels` stack frames of 4 KiB. The result depends on every frame, so that the compiler
+    /// removes none.
     #[inline(never)]
     fn touch_stack(levels: usize) -> usize {
         let block = black_box([levels as u8; 4096]);
@@ -79,11 +81,11 @@ mod tests {
     }
 
     #[test]
-    fn give_back_unused_frees_pages_for_reuse() {
+    fn release_unused_stack_frees_pages_for_reuse() {
         let (before, after) = std::thread::spawn(|| {
             let first = touch_stack(200);
             let before = resident_pages();
-            give_back_unused();
+            release_unused_stack();
             let after = resident_pages();
             assert_eq!(touch_stack(200), first);
             (before, after)

@@ -1,8 +1,8 @@
-//! Synchronisation types: those of std, of loom's models or of the simulation.
+//! Synchronisation types of std, of loom's models, or of the simulation.
 //!
 //! All code that waits or takes part in a lock protocol imports from here. `RUSTFLAGS="--cfg loom"` turns the
-//! same code into a model; capacities are smaller there, as a model explores every interleaving. `--cfg
-//! freestone_sim` makes the code part of a simulation with a seeded scheduler and a virtual clock.
+//! same code into a model; capacities are smaller in models, because a model explores every interleaving.
+//! `--cfg freestone_sim` makes the code part of a simulation with a seeded scheduler and a virtual clock.
 
 #[cfg(all(freestone_sim, not(loom)))]
 use freestone_sim as origin;
@@ -25,7 +25,7 @@ mod real {
     pub use loom::sync::{Arc, Condvar};
     pub use loom::thread::yield_now;
     pub use loom::thread_local;
-    // Not part of a modelled protocol.
+    // These types are not part of a modelled protocol.
     pub use std::sync::{LazyLock, OnceLock, RwLock, RwLockReadGuard, mpsc};
     pub use std::thread;
     pub use std::time::Instant;
@@ -33,8 +33,8 @@ mod real {
 
 pub use real::*;
 
-/// A mutex without poisoning. Data behind it is consistent at every step, or the panic that broke it ends the
-/// use of the device in any case.
+/// A mutex without poisoning. The guarded data is consistent at every step, or the panic that broke it ends
+/// the use of the device in any case.
 #[derive(Debug)]
 pub struct Mutex<T>(Inner<T>);
 

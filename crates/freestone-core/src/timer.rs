@@ -1,6 +1,6 @@
 //! Timer: runs actions, such as delayed completions, on one thread of the process.
 //!
-//! A delayed request costs a tree entry instead of a thread. Callers bound the number of entries.
+//! A delayed request occupies an entry in a tree instead of a thread. Callers bound the number of entries.
 //!
 //! Lock order: `pending` is innermost. Actions run, and are dropped, without the lock.
 
@@ -11,22 +11,23 @@ use std::sync::PoisonError;
 
 use crate::sync::{Condvar, Instant, LazyLock, Mutex};
 
-/// Timer slack of the thread. The kernel's default of 50 us exceeds the shortest delays.
+/// Timer slack of the thread in nanoseconds. The kernel's default of 50 us exceeds the shortest delays.
 const SLACK_NS: NonZeroU64 = NonZeroU64::MIN;
-/// Maximum number of actions removed under one hold of the lock, which bounds how long callers wait for it.
+/// Maximum number of due actions removed while the lock is held once. Bounds the time that callers wait for
+/// the lock.
 const BATCH: usize = 64;
 
 type Action = Box<dyn FnOnce() + Send>;
 /// Due time, and a sequence number that orders actions of the same time.
 type Key = (Instant, u64);
 
-/// Handle of a scheduled action.
+/// Handle of a scheduled action, by which it can be cancelled.
 #[derive(Debug, Clone, Copy)]
 pub struct Alarm(Key);
 
 impl Alarm {
-    /// Returns the due time.
-    pub fn when(&self) -> Instant {
+    /// Returns the time at which the action is due.
+    pub fn due(&self) -> Instant {
         self.0.0
     }
 }
@@ -46,7 +47,7 @@ struct Pending {
 static TIMER: LazyLock<Timer> =
     LazyLock::new(|| Timer { pending: Mutex::default(), changed: Condvar::new() });
 
-/// Starts the timer thread unless it runs. [`at`] cannot fail after this succeeded.
+/// Starts the timer thread unless it runs. After a success, [`schedule`] cannot fail.
 ///
 /// # Errors
 /// The error from starting the thread.
@@ -54,14 +55,13 @@ pub fn start() -> std::io::Result<()> {
     TIMER.start(&mut TIMER.pending.lock())
 }
 
-/// Schedules `action` for the timer thread at `when`, never earlier. Actions of the same time run in the
-/// order of their calls. All delayed completions share the thread, so actions must be short and must not
-/// block.
+/// Schedules `action` to run on the timer thread at `when` or later. Actions with the same time run in the
+/// order of the calls. All delayed completions share the thread, so actions must be short and must not block.
 ///
 /// # Errors
 /// The error from starting the thread. The action is dropped.
-pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Result<Alarm> {
-    // Boxed before the lock is taken, and on error dropped after its release.
+pub fn schedule(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Result<Alarm> {
+    // The action is boxed before the lock is taken, and on an error dropped after the lock is released.
     let action: Action = Box::new(action);
     let mut pending = TIMER.pending.lock();
     TIMER.start(&mut pending)?;
@@ -76,10 +76,11 @@ pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Res
     Ok(Alarm(key))
 }
 
-/// Drops an action unless it has started.
+/// Cancels and drops an action, unless it has started.
 pub fn cancel(alarm: Alarm) {
     let action = TIMER.pending.lock().actions.remove(&alarm.0);
-    // Without the lock.
+    // Dropped after the lock is released, because `pending` is innermost and the action's destructor may run
+    // any code.
     drop(action);
 }
 
@@ -100,13 +101,13 @@ impl Timer {
         loop {
             self.take_due(&mut due);
             for action in due.drain(..) {
-                // The panic hook has reported the panic; it must not affect other devices.
+                // The panic hook has reported the panic, which must not affect other devices.
                 let _ = catch_unwind(AssertUnwindSafe(action));
             }
         }
     }
 
-    /// Waits until actions are due, and moves up to `BATCH` of them into `due`.
+    /// Waits until actions are due, and moves up to `BATCH` due actions into `due`.
     fn take_due(&self, due: &mut Vec<Action>) {
         let mut pending = self.pending.lock();
         loop {
@@ -143,12 +144,12 @@ mod tests {
     #[test]
     fn actions_run_in_order_and_never_early() {
         let (tx, rx) = mpsc::channel();
-        // The first action is due only after all calls.
+        // All actions are due only after all calls of `schedule`.
         let now = Instant::now() + Duration::from_millis(300);
         let delays = [30, 5, 20, 5, 0, 12];
         for (n, delay) in delays.into_iter().enumerate() {
             let (tx, when) = (tx.clone(), now + Duration::from_millis(delay));
-            at(when, move || tx.send((n, when, Instant::now())).unwrap()).unwrap();
+            schedule(when, move || tx.send((n, when, Instant::now())).unwrap()).unwrap();
         }
         let ran: Vec<_> = delays.iter().map(|_| rx.recv_timeout(PATIENCE).unwrap()).collect();
         assert_eq!(ran.iter().map(|ran| ran.0).collect::<Vec<_>>(), [4, 1, 3, 5, 2, 0]);
@@ -161,9 +162,9 @@ mod tests {
     fn earlier_action_wakes_sleeping_timer() {
         let (tx, rx) = mpsc::channel();
         let (late_tx, late) = mpsc::channel();
-        at(Instant::now() + Duration::from_secs(3600), move || late_tx.send(()).unwrap()).unwrap();
+        schedule(Instant::now() + Duration::from_secs(3600), move || late_tx.send(()).unwrap()).unwrap();
         let start = Instant::now();
-        at(start + Duration::from_millis(1), move || tx.send(()).unwrap()).unwrap();
+        schedule(start + Duration::from_millis(1), move || tx.send(()).unwrap()).unwrap();
         rx.recv_timeout(PATIENCE).unwrap();
         assert!(start.elapsed() >= Duration::from_millis(1));
         assert_eq!(late.try_recv(), Err(mpsc::TryRecvError::Empty), "the later action is still pending");
@@ -172,10 +173,10 @@ mod tests {
     #[test]
     fn timer_survives_panic_and_nested_actions() {
         let (tx, rx) = mpsc::channel();
-        at(Instant::now(), || panic!("a panic that the test wants")).unwrap();
-        // Actions run without the lock, so they can schedule others.
-        at(Instant::now(), move || {
-            at(Instant::now(), move || tx.send("ran").unwrap()).unwrap();
+        schedule(Instant::now(), || panic!("a panic that the test wants")).unwrap();
+        // Actions run without the lock, so they can schedule other actions.
+        schedule(Instant::now(), move || {
+            schedule(Instant::now(), move || tx.send("ran").unwrap()).unwrap();
         })
         .unwrap();
         assert_eq!(rx.recv_timeout(PATIENCE), Ok("ran"));
@@ -184,7 +185,8 @@ mod tests {
     #[test]
     fn cancelled_action_is_dropped() {
         let (tx, rx) = mpsc::channel::<()>();
-        let alarm = at(Instant::now() + Duration::from_secs(3600), move || tx.send(()).unwrap()).unwrap();
+        let alarm =
+            schedule(Instant::now() + Duration::from_secs(3600), move || tx.send(()).unwrap()).unwrap();
         assert_eq!(rx.try_recv(), Err(mpsc::TryRecvError::Empty));
         cancel(alarm);
         assert_eq!(rx.try_recv(), Err(mpsc::TryRecvError::Disconnected));
@@ -196,7 +198,7 @@ mod tests {
         let when = Instant::now() + Duration::from_millis(5);
         for n in 0..1000 {
             let tx = tx.clone();
-            at(when, move || tx.send(n).unwrap()).unwrap();
+            schedule(when, move || tx.send(n).unwrap()).unwrap();
         }
         let ran: Vec<i32> = (0..1000).map(|_| rx.recv_timeout(PATIENCE).unwrap()).collect();
         assert!(ran.is_sorted(), "in order of the calls");

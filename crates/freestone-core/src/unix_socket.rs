@@ -19,29 +19,30 @@ use rustix::net::{
 };
 use thiserror::Error;
 
-use crate::allow::peer_of;
+use crate::allow::socket_peer;
 
 /// Maximum length of a Unix socket's path in bytes (`sun_path` without its terminator).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
-/// Mode of a socket's file until [`Access::give`] has set the configured owner: 0600.
+/// Mode of a socket's file until [`Access::apply`] has set the configured owner: 0600.
 pub const OWN_MODE: u32 = 0o600;
-/// Maximum time to wait for another process that creates a socket in the same directory.
+/// Maximum time to wait for the directory lock of another process that creates a socket in the same
+/// directory.
 const DIRECTORY_LOCK_WAIT: Duration = Duration::from_secs(1);
-/// First and longest pause between attempts to lock the directory. Holders need about 30 µs.
+/// First and longest pause between attempts to lock the directory. A process holds the lock for about 30 µs.
 const DIRECTORY_LOCK_PAUSES: Range<Duration> = Duration::from_micros(50)..Duration::from_millis(5);
 
 /// Owner and mode of a socket's file. The kernel requires write permission to connect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access {
-    /// Permission bits of the file.
+    /// Permission bits of the socket's file.
     pub mode: u32,
-    /// Numeric user id of the owner; `None` for the process's own.
+    /// Numeric user id of the owner; `None` for the process's own user.
     pub user: Option<u32>,
-    /// Numeric group id; `None` for the process's own.
+    /// Numeric group id; `None` for the process's own group.
     pub group: Option<u32>,
 }
 
-/// Access for the process's user and root only.
+/// By default only the process's user and root can connect.
 impl Default for Access {
     fn default() -> Self {
         Self { mode: OWN_MODE, user: None, group: None }
@@ -61,7 +62,7 @@ impl Access {
     ///
     /// # Errors
     /// The path is not a socket of this process, or a system call failed.
-    pub fn give(&self, path: &Path) -> io::Result<()> {
+    pub fn apply(&self, path: &Path) -> io::Result<()> {
         if *self == Self::default() {
             return Ok(());
         }
@@ -78,9 +79,9 @@ impl Access {
             let (user, group) = (self.user.map(Uid::from_raw), self.group.map(Gid::from_raw));
             chownat(&file, "", user, group, AtFlags::EMPTY_PATH)?;
         }
-        // After chown, so that the group bits never apply to another group.
+        // The mode is set after chown, so that its group bits never apply to another group.
         if self.mode != OWN_MODE {
-            // Through /proc, because fchmod rejects O_PATH descriptors.
+            // The mode is set through /proc, because fchmod rejects O_PATH descriptors.
             chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(self.mode))?;
         }
         Ok(())
@@ -93,7 +94,7 @@ pub enum BindError {
     /// Another process accepts connections at the path.
     #[error("{0}")]
     InUse(Listener),
-    /// The path exists and is not a socket. The file remains.
+    /// The path exists and is not a socket. The file is not changed.
     #[error("the path exists and is not a socket")]
     NotASocket,
     /// The system denies access to the path.
@@ -102,12 +103,12 @@ pub enum BindError {
     /// Owner, group or mode of the socket cannot be set.
     #[error("the socket cannot be given {access}: {source}")]
     Access {
-        /// The requested rights.
+        /// The requested owner and mode.
         access: Access,
         /// The error of the system.
         source: io::Error,
     },
-    /// The path does not fit into a socket address. Contains its length in bytes.
+    /// The path does not fit into a socket address. Contains the length of the path in bytes.
     #[error("the path has {0} bytes; the maximum for a socket is {MAX_SOCKET_PATH_BYTES}")]
     PathTooLong(usize),
     /// The directory of the path does not exist, or is not a directory.
@@ -129,7 +130,7 @@ impl From<Errno> for BindError {
     }
 }
 
-/// Another server that listens at a path: its process, if that can be found.
+/// Another server that listens at a path. Contains its process id, if the id can be determined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listener(pub Option<i32>);
 
@@ -140,7 +141,7 @@ impl fmt::Display for Listener {
     }
 }
 
-/// The file of a listening socket. Removed on drop.
+/// The file of a listening socket. Dropping this value removes the file.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -148,8 +149,8 @@ pub struct SocketFile {
 }
 
 /// Creates a non-blocking listening socket at a path, with the given access rights. Replaces a stale socket,
-/// at which no process accepts. `backlog` is the maximum number of connections that wait to be accepted; the
-/// kernel may lower it.
+/// at which no process accepts connections. `backlog` is the maximum number of connections that wait to be
+/// accepted; the kernel may lower it.
 ///
 /// # Errors
 /// See [`BindError`].
@@ -161,7 +162,8 @@ pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, S
     let name = SocketAddrUnix::new(path)?;
     let new_socket = || {
         let socket = new_socket()?;
-        // Linux gives the file the mode of the socket, so other users can never connect in between.
+        // Linux creates the file with the mode of the socket, so other users can never connect before the
+        // rights are set.
         fchmod(&socket, Mode::from_raw_mode(OWN_MODE))?;
         Ok::<_, Errno>(socket)
     };
@@ -177,12 +179,12 @@ pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, S
         bind(&socket, &name)?;
     }
     let metadata = fs::symlink_metadata(path).inspect_err(|_| {
-        // Nobody can have replaced it yet.
+        // No other process can have replaced the new file yet.
         let _ = fs::remove_file(path);
     })?;
     let file = SocketFile { path: path.to_path_buf(), identity: (metadata.dev(), metadata.ino()) };
-    // Clients cannot connect before `listen`.
-    access.give(path).map_err(|source| BindError::Access { access: *access, source })?;
+    // The rights are set before `listen`, because clients cannot connect until then.
+    access.apply(path).map_err(|source| BindError::Access { access: *access, source })?;
     listen(&socket, backlog)?;
     Ok((socket, file))
 }
@@ -192,11 +194,11 @@ fn new_socket() -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
 }
 
-/// Removes a socket at which no process accepts. `unlocked` is the error of locking the directory: then the
-/// socket is not removed.
+/// Removes a socket at which no process accepts connections. `unlocked` is the error if the directory could
+/// not be locked; the socket is then not removed.
 fn remove_stale(path: &Path, name: &SocketAddrUnix, unlocked: Option<&Errno>) -> Result<(), BindError> {
     match fs::symlink_metadata(path) {
-        // Removed by its server meanwhile.
+        // The server of the socket has removed it meanwhile.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error.into()),
         Ok(metadata) if !metadata.file_type().is_socket() => return Err(BindError::NotASocket),
@@ -208,13 +210,13 @@ fn remove_stale(path: &Path, name: &SocketAddrUnix, unlocked: Option<&Errno>) ->
         Err(Errno::NOENT) => return Ok(()),
         Err(Errno::ACCESS | Errno::PERM) => return Err(BindError::Permission),
         Ok(()) => {
-            let process = peer_of(probe.as_fd()).map(|peer| peer.process).filter(|process| *process > 0);
+            let process = socket_peer(probe.as_fd()).map(|peer| peer.process).filter(|process| *process > 0);
             return Err(BindError::InUse(Listener(process)));
         }
-        // A full backlog (EAGAIN) or another socket type (EPROTOTYPE): the socket has an owner.
+        // A full backlog (EAGAIN) or another socket type (EPROTOTYPE) shows that the socket is in use.
         Err(_) => return Err(BindError::InUse(Listener(None))),
     }
-    // Without the lock, another server may have replaced the socket by now.
+    // Without the directory lock, another server may have replaced the socket by now.
     if let Some(errno) = unlocked {
         let why = "stale socket not replaced, because its directory cannot be locked";
         return Err(io::Error::other(format!("{why}: {errno}")).into());
@@ -227,8 +229,8 @@ fn remove_stale(path: &Path, name: &SocketAddrUnix, unlocked: Option<&Errno>) ->
     }
 }
 
-/// Locks the directory while a socket is created in it. Returns `None` if the directory cannot be locked: it
-/// is not readable, its file system has no locks, or another program keeps it locked.
+/// Locks the directory in which a socket will be created. Returns `None` if the directory cannot be locked:
+/// it is not readable, its file system has no locks, or another program keeps it locked.
 ///
 /// # Errors
 /// The lock failed for a temporary reason, such as a lack of file descriptors.
@@ -246,7 +248,7 @@ fn lock_directory(directory: Option<&Path>) -> Result<Option<File>, Errno> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(Some(file)),
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => return Ok(None),
-            // Servers hold the lock much shorter than DIRECTORY_LOCK_WAIT.
+            // Servers hold the lock much shorter than DIRECTORY_LOCK_WAIT, so another program holds it.
             Err(Errno::WOULDBLOCK) if Instant::now() >= deadline => return Ok(None),
             Err(Errno::WOULDBLOCK | Errno::INTR) => {}
             Err(errno) => return Err(errno),
@@ -258,7 +260,7 @@ fn lock_directory(directory: Option<&Path>) -> Result<Option<File>, Errno> {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // The path may hold another server's socket by now.
+        // The path may refer to another server's socket by now.
         let ours = fs::symlink_metadata(&self.path)
             .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.identity);
         if ours && let Err(error) = fs::remove_file(&self.path) {
@@ -298,7 +300,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// Polls the mode of the file while sockets are created.
+    /// The test polls the mode of the socket's file while sockets are created.
     #[test]
     fn socket_never_exceeds_requested_rights() {
         const SOCKETS: usize = 300;
@@ -330,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn give_rejects_paths_other_than_own_socket() {
+    fn apply_rejects_paths_other_than_own_socket() {
         let dir = tempfile::tempdir().unwrap();
         let access = Access { mode: 0o666, ..Access::default() };
         let (file, link, socket) = (dir.path().join("f"), dir.path().join("l"), dir.path().join("s"));
@@ -339,10 +341,10 @@ mod tests {
         let _listener = UnixListener::bind(&socket).unwrap();
         symlink(&socket, &link).unwrap();
         for other in [&file, &link] {
-            assert!(access.give(other).unwrap_err().to_string().contains("another file"));
+            assert!(access.apply(other).unwrap_err().to_string().contains("another file"));
         }
         fs::hard_link(&socket, dir.path().join("h")).unwrap();
-        assert!(access.give(&socket).is_err());
+        assert!(access.apply(&socket).is_err());
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
     }
 

@@ -1,7 +1,7 @@
-//! A lock bit inside the 64-bit word that it guards, such as a page's slot or a zone.
+//! A lock bit inside the 64-bit word that it guards, such as the slot of a page or the state of a zone.
 //!
 //! # Protocol
-//! * The lock bit is taken by compare-and-swap. Only the holder changes any bit but [`WAITER`].
+//! * The lock bit is set by compare-and-swap. Only the holder of the lock changes any bit but [`WAITER`].
 //! * A waiter spins briefly, then sets the waiter bit and sleeps, both under its parking bucket's lock.
 //! * The holder publishes a new word and unlocks in one atomic step. If that step finds the waiter bit set,
 //!   the holder wakes one sleeper, and clears the bit if that was the last one. The woken thread competes for
@@ -12,23 +12,23 @@ use crate::parking::Parking;
 use crate::sync::yield_now;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Spins before a waiter parks. A running holder needs a few microseconds; a longer hold means that the
-/// holder was descheduled.
+/// Number of spins before a waiter sleeps. A running holder unlocks within a few microseconds; if the lock is
+/// held longer, the holder was descheduled.
 #[cfg(not(loom))]
 const SPINS: u32 = 64;
 #[cfg(loom)]
 const SPINS: u32 = 0;
 
-/// Lock bit.
+/// Bit set while a thread holds the lock.
 pub const LOCK: u64 = 1;
 /// Bit set while threads sleep until the lock is released.
 pub const WAITER: u64 = 1 << 1;
 
 /// The content of a word without the bits [`LOCK`] and [`WAITER`].
 pub trait Word: Copy {
-    /// Decodes the bits.
+    /// Decodes a word from `bits`, ignoring [`LOCK`] and [`WAITER`].
     fn from_bits(bits: u64) -> Self;
-    /// Encodes the word.
+    /// Returns the bits of the word, without [`LOCK`] and [`WAITER`].
     fn bits(self) -> u64;
 }
 
@@ -52,12 +52,12 @@ pub fn lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Guard<'a
 /// Locks a word, or returns `None` if the word is locked, has waiters or changed meanwhile.
 #[inline]
 pub fn try_lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Option<Guard<'a, W>> {
-    // Relaxed: a guess for the exchange below, which fails if the word is locked or has waiters.
+    // Relaxed: a guess for the exchange that follows, which fails if the word is locked or has waiters.
     let bits = place.load(Ordering::Relaxed) & !(LOCK | WAITER);
-    // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure: nothing is
+    // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure: no data is
     // read).
     let exchange = place.compare_exchange(bits, bits | LOCK, Ordering::Acquire, Ordering::Relaxed);
-    // Lazily, because dropping a guard unlocks.
+    // The guard is created only on success, because dropping a guard unlocks the word.
     exchange.is_ok().then(|| Guard { place, parking, word: W::from_bits(bits) })
 }
 
@@ -65,11 +65,11 @@ pub fn try_lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Opti
 fn lock_contended<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Guard<'a, W> {
     let mut spins = 0;
     loop {
-        // Relaxed: a guess for the exchanges below.
+        // Relaxed: a guess for the exchanges that follow.
         let bits = place.load(Ordering::Relaxed);
         if bits & LOCK == 0 {
-            // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure:
-            // retried).
+            // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure: the
+            // loop tries again).
             if place.compare_exchange(bits, bits | LOCK, Ordering::Acquire, Ordering::Relaxed).is_ok() {
                 return Guard { place, parking, word: W::from_bits(bits) };
             }
@@ -81,7 +81,8 @@ fn lock_contended<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Gu
             continue;
         }
         parking.park(key(place), || {
-            // Relaxed: the bucket's lock orders this against the waker; the exchange below decides.
+            // Relaxed: the bucket's lock orders this load against the waking thread; the exchange that
+            // follows decides.
             let bits = place.load(Ordering::Relaxed);
             bits & LOCK != 0
                 && (bits & WAITER != 0
@@ -99,13 +100,13 @@ fn key(place: &AtomicU64) -> usize {
 }
 
 impl<W: Word> Guard<'_, W> {
-    /// Returns the word as of the lock.
+    /// Returns the word at the time it was locked.
     #[inline]
     pub fn word(&self) -> W {
         self.word
     }
 
-    /// Stores a new word and unlocks, in one atomic step.
+    /// Stores a new word and unlocks it, in one atomic step.
     #[inline]
     pub fn publish(self, new: W) {
         let guard = std::mem::ManuallyDrop::new(self);
@@ -114,11 +115,11 @@ impl<W: Word> Guard<'_, W> {
 
     #[inline]
     fn unlock(&self, new: W) {
-        // The holder knows every bit but WAITER, so one XOR publishes and unlocks, and preserves a WAITER bit
-        // that was set meanwhile.
+        // The holder knows every bit but WAITER, so one XOR stores the new word, clears LOCK, and preserves a
+        // WAITER bit that was set meanwhile.
         let change = (self.word.bits() ^ new.bits()) | LOCK;
-        // Release: pairs with the Acquire of the next lock, and of readers. The returned WAITER bit carries
-        // no data, so Acquire is not needed.
+        // Release: pairs with the Acquire of the next lock operation, and of readers. The returned WAITER bit
+        // carries no data, so Acquire is not needed.
         let before = self.place.fetch_xor(change, Ordering::Release);
         debug_assert!(before & LOCK != 0, "unlock of a word that is not locked");
         if before & WAITER != 0 {
@@ -130,7 +131,7 @@ impl<W: Word> Guard<'_, W> {
     fn wake(&self) {
         self.parking.unpark_one(key(self.place), |more| {
             if !more {
-                // Relaxed: ordered by the bucket's lock against the waiters that set the bit.
+                // Relaxed: the bucket's lock orders this against the waiters that set the bit.
                 self.place.fetch_and(!WAITER, Ordering::Relaxed);
             }
         });

@@ -1,9 +1,9 @@
 //! Work queues: threads that continue requests after a lower device has completed them, and other deferred
 //! work.
 //!
-//! A completion runs on a thread of the lower device, which must not be called from there. The continuation
-//! (such as the write after the read of a copy, or a held request) is a task for these threads; most queues
-//! have one.
+//! A completion runs on a thread of the lower device and must not call that device. The continuation (such as
+//! the write after the read of a copy, or a held request) is a task for a work queue. Most queues have one
+//! thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,7 +18,7 @@ use crate::sync::{Condvar, Mutex, thread};
 /// Maximum number of queued tasks that run under one plug.
 const PLUGGED: usize = 32;
 
-/// A deferred function.
+/// A function to be called by a thread of a work queue.
 pub type Task = Box<dyn FnOnce() + Send>;
 
 /// A FIFO queue of tasks and its threads. Tasks can be pushed before the threads are started.
@@ -27,7 +27,7 @@ pub type Task = Box<dyn FnOnce() + Send>;
 pub struct WorkQueue {
     name: &'static str,
     threads: usize,
-    /// Tasks only submit requests and never wait, so a batch of tasks runs under one plug.
+    /// True if tasks only submit requests and never wait. A batch of tasks then runs under one plug.
     is_plugged: bool,
     queue: Mutex<Queue>,
     ready: Condvar,
@@ -38,7 +38,7 @@ struct Queue {
     tasks: VecDeque<Task>,
     started: usize,
     stop: bool,
-    /// No thread will run tasks any more.
+    /// True if all threads have ended, so that no task will run any more.
     ended: bool,
 }
 
@@ -63,7 +63,7 @@ impl WorkQueue {
         Arc::new(Self { name, threads, is_plugged, queue: Mutex::default(), ready: Condvar::new() })
     }
 
-    /// Starts the threads that do not run yet.
+    /// Starts the threads of the queue that do not run yet.
     ///
     /// # Errors
     /// The error from starting a thread.
@@ -90,12 +90,13 @@ impl WorkQueue {
     /// Queues a task. If the threads have ended, the task is dropped, which completes its requests with an
     /// error.
     pub fn push(&self, task: impl FnOnce() + Send + 'static) {
-        self.offer(task);
+        self.try_push(task);
     }
 
-    /// Queues a task like [`push`](Self::push). Returns false if the threads have ended.
-    pub fn offer(&self, task: impl FnOnce() + Send + 'static) -> bool {
-        // Boxed first, so that a rejected task is dropped without the lock.
+    /// Queues a task like [`push`](Self::push). Returns false if the threads have ended and the task was
+    /// dropped.
+    pub fn try_push(&self, task: impl FnOnce() + Send + 'static) -> bool {
+        // Boxed before the lock is taken, so that a rejected task is dropped after the lock is released.
         let task: Task = Box::new(task);
         let mut queue = self.queue.lock();
         let accepted = !queue.ended;
@@ -106,8 +107,8 @@ impl WorkQueue {
         accepted
     }
 
-    /// Lets the threads exit when the queue is empty. Does not wait for them, because the caller may run on
-    /// one.
+    /// Makes the threads exit when the queue is empty. Does not wait for the threads, because the calling
+    /// thread may be one of the queue's threads.
     pub fn stop(&self) {
         let mut queue = self.queue.lock();
         queue.stop = true;
@@ -129,7 +130,8 @@ impl WorkQueue {
             let _plug = self.is_plugged.then(Plug::start);
             let (mut next, mut budget) = (Some(task), if self.is_plugged { PLUGGED } else { 1 });
             while let Some(task) = next {
-                // The panic hook has reported the panic. Dropping the task's requests completes them as gone.
+                // The panic hook has reported the panic. Dropping the task's requests completes them with
+                // `Error::Gone`.
                 let _ = catch_unwind(AssertUnwindSafe(task));
                 budget -= 1;
                 next = if budget > 0 { self.queue.lock().tasks.pop_front() } else { None };
@@ -202,7 +204,7 @@ mod tests {
         done.sort_unstable();
         assert!(done.into_iter().eq(0..100));
         // Wait until the threads have ended.
-        while queue.offer(|| ()) {
+        while queue.try_push(|| ()) {
             thread::yield_now();
         }
         let dropped = Arc::new(());
@@ -220,6 +222,6 @@ mod tests {
         queue.run_queued();
         assert_eq!(rx.try_recv(), Ok(()));
         queue.stop();
-        assert!(!queue.offer(|| ()));
+        assert!(!queue.try_push(|| ()));
     }
 }

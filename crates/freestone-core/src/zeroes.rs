@@ -1,19 +1,19 @@
-//! Zeroed memory, tests for it, and ranges of devices that read as zeroes.
+//! Zeroed memory, checks for zeroes, and ranges of devices that read as zeroes.
 
 use crate::device::{Extent, ExtentKind, Result};
 
-/// Size of [`ZEROES`].
+/// Size of [`ZEROES`] in bytes.
 pub const ZEROES_BYTES: usize = 64 << 10;
 
-/// Bytes aligned for direct I/O.
+/// An array of bytes aligned for direct I/O.
 #[repr(align(4096))]
 pub struct Zeroes(pub [u8; ZEROES_BYTES]);
 
-/// Zeroes to write from. The array lies in read-only program memory, shared by all users.
+/// Source buffer for writing zeroes, in read-only program memory shared by all users.
 pub static ZEROES: Zeroes = Zeroes([0; ZEROES_BYTES]);
 
-/// Returns true if all bytes are 0. Checks the end first, because non-zero data is usually non-zero at one of
-/// its ends.
+/// Returns true if all bytes are 0. Checks the last bytes first, because other data is usually non-zero at
+/// its start or end.
 #[inline]
 pub fn are_zeroes(bytes: &[u8]) -> bool {
     let (lines, rest) = bytes.as_chunks::<64>();
@@ -22,8 +22,9 @@ pub fn are_zeroes(bytes: &[u8]) -> bool {
 }
 
 /// Returns the end of the zeroes at the start of `[at, end)`, and the end of the data that is known to follow
-/// them. `describe` reports the extents of a range as [`Device::extents`](crate::device::Device::extents)
-/// does; a range that it cannot describe counts as data. May wait for a disk.
+/// these zeroes. `describe` reports the extents of a range as
+/// [`Device::extents`](crate::device::Device::extents) does; a range that `describe` cannot describe counts
+/// as data. May wait for a disk.
 pub fn leading_zeroes(
     at: u64,
     end: u64,
@@ -56,7 +57,7 @@ mod tests {
     #[test]
     fn leading_zeroes_end_at_data_and_unknown() {
         use ExtentKind::{Data, Hole, Zero};
-        // Reports at most two extents for each call.
+        // A fake `describe` that reports at most two extents for each call.
         let look = |kinds: &[ExtentKind], at: u64| {
             leading_zeroes(at, kinds.len() as u64, |from, len, row| {
                 for offset in (from..from + len).take(2) {

@@ -8,7 +8,8 @@ pub mod cow;
 
 #[cfg(loom)]
 mod cow {
-    //! The parts checked by loom models: the table of exceptions and the limit of copies in flight.
+    //! The modules checked by loom models: the table of exceptions, and the tokens that limit the
+    //! copies in flight.
     pub mod exceptions;
     mod tokens;
 

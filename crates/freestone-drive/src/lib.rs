@@ -1,6 +1,6 @@
-//! Test drives, and layers that change how another device behaves. The modules are [`null`]
-//! devices, [`zone`]s, [`faults`], simulated [`power`] loss, [`quiesce`] and [`view`]s.
-//! [`quantity`] parses sizes and times.
+//! Test drives, and layers that change the behavior of another block device. The modules are
+//! [`null`] devices, emulated [`zone`]s, injected [`faults`], simulated [`power`] loss, [`quiesce`]
+//! and [`view`]s. [`quantity`] parses sizes and times.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -21,7 +21,7 @@ pub mod zone;
 
 #[cfg(loom)]
 mod zone {
-    //! The parts of zones checked by loom models: locks, conditions and resources.
+    //! The parts of the zone layer that loom models check: locks, conditions and resources.
     mod layout;
     mod resources;
     mod states;

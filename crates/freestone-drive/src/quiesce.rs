@@ -1,10 +1,11 @@
-//! Quiescing layer of a test drive: counts requests, and can be closed until none is inside.
+//! Layer of a test drive that counts requests and can be closed: it then waits for the requests in
+//! flight and rejects new ones.
 //!
-//! The layer lies below the faults and the pace, which issue requests at once and only delay
-//! completions. So a close does not wait for delayed or hung completions. And no request issued
-//! before a power loss reaches the device after it.
+//! The layer lies under the fault and pace layers, which issue requests at once and only delay
+//! completions. So closing does not wait for delayed or hung completions. And no request issued
+//! before a power loss reaches the device after the power loss.
 //!
-//! The counters and the references are per CPU, so requests of different CPUs do not contend.
+//! Counters and reference counts are per CPU, so that requests on different CPUs do not contend.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,13 +14,13 @@ use crossbeam_utils::CachePadded;
 
 use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Changes, Completion, Counted, Device, Error, Extent, Flags, Geometry, IoBuf, OpCounts, Request,
-    Result, Tried,
+    Buffer, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, OpCounts, OpStats, Request,
+    Result, TryResult,
 };
-use freestone_core::freeze_gate::{FreezeGate, UnderWay};
+use freestone_core::freeze_gate::{FreezeGate, WorkGuard};
 use freestone_core::per_cpu_arc::PerCpuArc;
 
-/// Device that can be closed temporarily.
+/// Device that can be closed temporarily, so that no request is in flight.
 pub struct Quiesce {
     inner: Arc<dyn Device>,
     state: PerCpuArc<SharedState>,
@@ -32,42 +33,43 @@ struct QuiesceState {
 
 type SharedState = CachePadded<Arc<QuiesceState>>;
 
-/// Request inside, for the duration of a call.
+/// Inline request in the layer, counted until the guard is dropped.
 struct TriedRequest<'a> {
     counts: &'a OpCounts,
-    _inside: UnderWay<'a, ()>,
+    _inside: WorkGuard<'a, ()>,
 }
 
-/// Request inside, until its completion.
+/// Submitted request in the layer, counted until its completion drops this.
 struct SubmittedRequest(Arc<SharedState>);
 
-/// Guard that keeps the device closed.
-pub struct Shut<'a>(&'a QuiesceState);
+/// Guard that keeps the device closed. Dropping it opens the device.
+pub struct ClosedGuard<'a>(&'a QuiesceState);
 
 impl Quiesce {
-    /// Wraps `inner` in an open layer.
+    /// Wraps `inner`. The device is initially open.
     pub fn new(inner: Arc<dyn Device>) -> Self {
         let state = Arc::new(QuiesceState { gate: FreezeGate::new(()), counts: OpCounts::default() });
         Self { inner, state: PerCpuArc::new(|| CachePadded::new(Arc::clone(&state))) }
     }
 
-    /// Returns the request counters.
-    pub fn counts(&self) -> Counted {
+    /// Returns the counters of requests since the device was created.
+    pub fn counts(&self) -> OpStats {
         self.state.counts.snapshot()
     }
 
-    /// Closes the layer and waits until no request is inside. Returns `None` if that takes longer
-    /// than `timeout`. Requests fail with [`Error::Gone`] meanwhile.
-    pub fn shut(&self, timeout: Duration) -> Option<Shut<'_>> {
-        let shut = Shut(&self.state);
-        shut.0.gate.close_within(timeout).then_some(shut)
+    /// Closes the device and waits until no request is in flight. New requests fail with
+    /// [`Error::Gone`] until the guard is dropped. Returns `None`, with the device open, if
+    /// requests are still in flight after `timeout`.
+    pub fn close(&self, timeout: Duration) -> Option<ClosedGuard<'_>> {
+        let guard = ClosedGuard(&self.state);
+        guard.0.gate.close_within(timeout).then_some(guard)
     }
 
     fn enter_tried(&self) -> Result<TriedRequest<'_>> {
         let state = &**self.state;
         state
             .gate
-            .pass()
+            .try_begin()
             .map(|inside| TriedRequest { counts: &state.counts, _inside: inside })
             .ok_or(Error::Gone)
     }
@@ -89,16 +91,16 @@ impl Drop for SubmittedRequest {
     }
 }
 
-impl Shut<'_> {
-    /// Keeps the device closed for ever.
-    pub fn for_good(self) {
+impl ClosedGuard<'_> {
+    /// Keeps the device closed for ever, without a guard.
+    pub fn keep_closed(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Shut<'_> {
+impl Drop for ClosedGuard<'_> {
     fn drop(&mut self) {
-        // The gate holds no requests: while closed, they fail at once.
+        // The list of held requests is empty: requests to a closed device fail at once.
         drop(self.0.gate.open());
     }
 }
@@ -108,10 +110,10 @@ impl Device for Quiesce {
         self.inner.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let tried = self.enter_tried()?;
         let outcome = self.inner.try_io(request, buffer);
-        tried.counts.tried(request, &outcome);
+        tried.counts.count_try(request, &outcome);
         outcome
     }
 
@@ -121,7 +123,7 @@ impl Device for Quiesce {
             Err(error) => return done.complete(Err(error), buffer),
         };
         let done = Completion::new(move |outcome, buffer| {
-            submitted.0.counts.answered(&request, &outcome);
+            submitted.0.counts.count_completion(&request, &outcome);
             drop(submitted);
             done.complete(outcome, buffer);
         });
@@ -165,7 +167,7 @@ impl Zoned for Quiesce {
         let tried = self.enter_tried()?;
         let outcome = self.zones()?.try_append(offset, data, flags);
         if !matches!(outcome, Ok(None)) {
-            tried.counts.appended(data.len() as u64, &outcome);
+            tried.counts.count_append(data.len() as u64, &outcome);
         }
         outcome
     }
@@ -177,7 +179,7 @@ impl Zoned for Quiesce {
         };
         let bytes = data.len() as u64;
         let done = Box::new(move |outcome| {
-            submitted.0.counts.appended(bytes, &outcome);
+            submitted.0.counts.count_append(bytes, &outcome);
             drop(submitted);
             done(outcome);
         });
@@ -194,18 +196,18 @@ mod tests {
     use crate::null::{Config, Null};
     use freestone_core::device::{
         Blocking as _, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result,
-        Tried,
+        TryResult,
     };
 
-    /// Device that never completes submitted requests by itself.
+    /// Device that keeps submitted requests until the test completes them.
     struct StalledDevice(Null, Mutex<Vec<(IoBuf, Completion)>>);
 
     impl Device for StalledDevice {
         fn geometry(&self) -> Geometry {
             self.0.geometry()
         }
-        fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<Tried> {
-            Ok(Tried::WouldBlock)
+        fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<TryResult> {
+            Ok(TryResult::WouldBlock)
         }
         fn submit(&self, _: Request, buffer: IoBuf, done: Completion) {
             self.1.lock().unwrap_or_else(PoisonError::into_inner).push((buffer, done));
@@ -227,15 +229,15 @@ mod tests {
         while stalled.1.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }
-        assert!(quiesce.shut(Duration::from_millis(20)).is_none());
-        // The failed attempt opened the layer again.
+        assert!(quiesce.close(Duration::from_millis(20)).is_none());
+        // The failed attempt to close opened the device again.
         assert_eq!(quiesce.extents(0, 512, &mut |_| true), Ok(512));
         let waits = {
             let quiesce = Arc::clone(&quiesce);
             std::thread::spawn(move || {
-                let shut = quiesce.shut(Duration::from_secs(60)).expect("the writer ends");
+                let guard = quiesce.close(Duration::from_secs(60)).expect("the writer ends");
                 assert_eq!(quiesce.flush(), Err(Error::Gone));
-                drop(shut);
+                drop(guard);
             })
         };
         let (buffer, done) = stalled.1.lock().unwrap().pop().unwrap();
@@ -243,7 +245,7 @@ mod tests {
         assert_eq!(writer.join().unwrap(), Ok(()));
         waits.join().unwrap();
         assert_eq!((quiesce.counts().writes, quiesce.counts().written_bytes), (1, 512));
-        // Dropping a completion also ends its request.
+        // Dropping a completion also ends the request.
         let writer = {
             let quiesce = Arc::clone(&quiesce);
             std::thread::spawn(move || quiesce.flush())
@@ -257,6 +259,6 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(writer.join().unwrap(), Err(Error::Gone));
-        assert!(quiesce.shut(Duration::ZERO).is_some());
+        assert!(quiesce.close(Duration::ZERO).is_some());
     }
 }

@@ -1,4 +1,4 @@
-//! Functions that the C half calls; `engine.h` declares and describes them.
+//! Functions that the C half of the engine calls; `engine.h` declares and describes them.
 #![expect(unsafe_code)]
 // UNSAFETY: functions for C take raw pointers. The C half guarantees what `engine.h` requires, and
 // calls each job from one thread only.
@@ -13,17 +13,17 @@ use freestone::device::{Error, Flags, Op, Request, Result, Zoned};
 use crate::devices;
 use crate::job::{Job, Memory, QueueResult};
 
-/// `FREESTONE_QUEUED`
+/// `FREESTONE_QUEUED` in `engine.h`: the request is in flight.
 const QUEUED: c_int = -1;
 const NO_ERROR: c_int = 0;
 
-/// `struct freestone_job`
+/// `struct freestone_job` in `engine.h`, opaque to the C half.
 pub struct JobHandle {
     job: Job,
     spec: String,
 }
 
-/// `struct freestone_traits`
+/// `struct freestone_traits` in `engine.h`; the layout must be the same.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Traits {
@@ -35,15 +35,15 @@ pub struct Traits {
     read_only: u8,
 }
 
-/// `freestone_say`
+/// `freestone_say` in `engine.h`: prints a message for the user.
 pub type Say = extern "C" fn(*const c_char);
-/// `freestone_is_ending`
+/// `freestone_is_ending` in `engine.h`: returns true if the job must end.
 pub type IsEnding = extern "C" fn(*mut c_void) -> bool;
-/// `freestone_row`
+/// `freestone_row` in `engine.h`: receives one zone of a report.
 pub type Row = extern "C" fn(*mut c_void, u64, u64, u64, u64, c_uint, c_uint);
 
 /// # Safety
-/// `spec` is a C string, `handle` is writable.
+/// `spec` is a C string, `handle` is a valid pointer to write to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_attach(
     spec: *const c_char,
@@ -52,7 +52,7 @@ pub unsafe extern "C" fn freestone_attach(
     say: Say,
 ) -> c_int {
     let say = |sentence: &str| {
-        // A NUL could only come from the specification, which has none.
+        // A NUL could only come from the specification, which is a C string and contains none.
         if let Ok(sentence) = CString::new(sentence) {
             say(sentence.as_ptr());
         }
@@ -87,7 +87,7 @@ pub unsafe extern "C" fn freestone_detach(handle: *mut JobHandle) {
 }
 
 /// # Safety
-/// `handle` is from [`freestone_attach`], `traits` is writable.
+/// `handle` is from [`freestone_attach`], `traits` is a valid pointer to write to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_traits(handle: *const JobHandle, traits: *mut Traits) {
     // SAFETY: guaranteed by the caller.
@@ -114,8 +114,8 @@ pub unsafe extern "C" fn freestone_label(handle: *const JobHandle) -> *const c_c
 }
 
 /// # Safety
-/// `handle` is from [`freestone_attach`]. For reads and writes `buffer` has `len` bytes that live
-/// until the event.
+/// `handle` is from [`freestone_attach`]. For reads and writes, `buffer` has `len` bytes that live
+/// until the event of the request, or until the request is cancelled.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_queue(
     handle: *mut JobHandle,
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn freestone_queue(
     len: u64,
     token: *mut c_void,
 ) -> c_int {
-    // Order of `enum freestone_op`.
+    // The order of `enum freestone_op` in `engine.h`.
     let op = match op {
         0 => Op::Read,
         1 => Op::Write,
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn freestone_getevents(
 }
 
 /// # Safety
-/// `handle` is from [`freestone_attach`], `error` is writable.
+/// `handle` is from [`freestone_attach`], `error` is a valid pointer to write to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_event(
     handle: *const JobHandle,
@@ -249,7 +249,7 @@ fn zones<T>(handle: &JobHandle, action: impl FnOnce(&dyn Zoned) -> Result<T>) ->
     action(handle.job.shared().device().zoned().ok_or(Error::Unsupported)?)
 }
 
-/// Returns the number of a zone type in the zoned block standards.
+/// Returns the number that the zoned block standards (ZBC, ZAC) assign to a zone type.
 const fn kind(kind: ZoneType) -> c_uint {
     match kind {
         ZoneType::Conventional => 1,
@@ -257,7 +257,7 @@ const fn kind(kind: ZoneType) -> c_uint {
     }
 }
 
-/// Returns the number of a zone condition in the zoned block standards.
+/// Returns the number that the zoned block standards (ZBC, ZAC) assign to a zone condition.
 const fn condition(condition: ZoneCondition) -> c_uint {
     match condition {
         ZoneCondition::NotWritePointer => 0x0,

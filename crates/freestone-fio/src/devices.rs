@@ -1,25 +1,26 @@
-//! The devices of this process. Jobs with the same device specification share one device.
+//! The devices of a fio process. Jobs with the same device specification share one device.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use freestone::device::Device;
-use freestone_spec::{OpenError, Opened, open_device};
+use freestone_spec::{OpenError, OpenedDevice, open_device};
 
-/// Devices by specification. The lock is held while a device is opened or dropped, so that a
-/// specification never has two devices. Nothing called under it takes it.
+/// Open devices by specification. The lock is held while a device is opened or dropped, so that a
+/// specification never has two devices. Nothing called under the lock takes it again.
 static DEVICES: Mutex<BTreeMap<String, DeviceEntry>> = Mutex::new(BTreeMap::new());
 
-/// A device, also kept between two consecutive jobs of the run.
+/// A device and the number of its jobs. The device stays open between two consecutive jobs of a fio
+/// run.
 struct DeviceEntry {
     device: Arc<SharedDevice>,
-    /// Jobs of the run that have not ended yet, including jobs that have not started.
+    /// Number of jobs of the fio run that have not ended yet, including jobs that have not started.
     jobs: usize,
 }
 
 pub struct SharedDevice {
-    opened: Opened,
+    opened: OpenedDevice,
     label: CString,
 }
 
@@ -28,14 +29,14 @@ impl SharedDevice {
         self.opened.device()
     }
 
-    /// Returns the device's label, which is unique in this process.
+    /// Returns the label of the device in fio, which is unique in this process.
     pub fn label(&self) -> &CString {
         &self.label
     }
 }
 
-/// Returns the device of a specification, opened by the first job that needs it. `jobs` is the
-/// number of jobs of the run that use it.
+/// Returns the device of a specification. The first job that needs the device opens it. `jobs` is
+/// the number of jobs of the fio run that use the device. `say` prints a message for the user.
 pub fn attach(spec: &str, jobs: usize, say: &dyn Fn(&str)) -> Result<Arc<SharedDevice>, OpenError> {
     let mut devices = lock();
     if let Some(entry) = devices.get(spec) {
@@ -52,7 +53,7 @@ pub fn attach(spec: &str, jobs: usize, say: &dyn Fn(&str)) -> Result<Arc<SharedD
     Ok(device)
 }
 
-/// Counts the end of a job of the run. The last one drops the device.
+/// Records the end of a job of the fio run. The last job drops the device.
 pub fn release_job(spec: &str) {
     let mut devices = lock();
     let Some(entry) = devices.get_mut(spec) else { return };
@@ -63,7 +64,8 @@ pub fn release_job(spec: &str) {
 }
 
 fn lock() -> MutexGuard<'static, BTreeMap<String, DeviceEntry>> {
-    // Each change is a single call, so poisoning is ignored.
+    // Each change of the map is a single call, so a panic cannot leave it inconsistent, and
+    // poisoning is ignored.
     DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -75,11 +77,12 @@ fn label(name: &str, others: &BTreeMap<String, DeviceEntry>) -> CString {
         return first;
     }
     let next = |number: usize| named(format!("freestone:{name}#{number}"));
-    // There are more candidates than other devices, so one is free.
+    // There are more candidates than other devices, so one candidate is unused.
     (2..others.len() + 2).map(next).find(|label| !taken(label)).unwrap_or(first)
 }
 
-/// fio calls no cleanup for a job that it did not start; such devices are dropped at exit.
+/// Registers an exit handler that drops all devices: fio calls no cleanup for a job that it did not
+/// start.
 fn end_at_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn end() {
@@ -92,7 +95,7 @@ fn end_at_exit() {
 
 /// Logs warnings to stderr, as `freestone serve` does.
 fn start_log() {
-    // Another engine in this process may have set a subscriber.
+    // Fails if another engine in this process has set a subscriber, which is then used.
     let _ = tracing_subscriber::fmt()
         .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
         .with_writer(std::io::stderr)
@@ -101,12 +104,12 @@ fn start_log() {
 
 mod exit {
     #![expect(unsafe_code)]
-    // UNSAFETY: the standard library has no atexit.
+    // UNSAFETY: the standard library has no safe equivalent of `atexit`.
 
-    /// Registers `f` to run at process exit. Ignored if memory is short.
+    /// Registers `f` to run at process exit. If memory is short, `f` is not registered.
     pub fn at_exit(f: extern "C" fn()) {
-        // SAFETY: the library, and so the function, stays loaded until the process ends (-z
-        // nodelete).
+        // SAFETY: the engine's library, and so `f`, stays loaded until the process ends (linked
+        // with `-z nodelete`).
         let _ = unsafe { libc::atexit(f) };
     }
 }

@@ -1,4 +1,4 @@
-//! A fio job on a device: its requests in flight and its completions.
+//! A fio job on a device: the job's requests in flight and their completions.
 #![expect(unsafe_code)]
 // UNSAFETY: fio's buffers are known only by address and length, and the data of a submitted read is
 // copied there later.
@@ -9,13 +9,13 @@ use std::slice;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use freestone::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
+use freestone::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, TryResult};
 
 use crate::devices::SharedDevice;
 
-/// Interval at which a waiting job checks if it must end.
+/// Interval at which a job that waits for completions checks if it must end.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Time that an ending job waits for a request that hangs.
+/// Time that an ending job waits for a completion before its requests are considered to hang.
 const END_GRACE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy)]
@@ -25,7 +25,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Returns the buffer of `len` bytes at `at`.
+    /// Returns a reference to fio's buffer of `len` bytes at `at`.
     ///
     /// # Safety
     /// If `len` is not 0, `at` points to `len` initialised bytes. Nothing else accesses these bytes
@@ -66,41 +66,43 @@ pub enum QueueResult {
 
 #[derive(Debug, Clone, Copy)]
 pub struct Event {
-    /// Token passed when the request was queued.
+    /// Token that fio passed when the request was queued.
     pub token: usize,
     pub outcome: Result<()>,
 }
 
-/// Error: an ending job has requests that hang.
+/// Error returned by [`Job::wait`]: the job must end, but its requests hang.
 #[derive(Debug)]
 pub struct Stuck;
 
-/// A job on a device; used only by the job's own thread.
+/// A fio job on a device; used only by the job's own thread.
 pub struct Job {
     shared: Arc<SharedDevice>,
     slots: Vec<Slot>,
     /// Indexes of unused slots.
     free: Vec<usize>,
     completions: Arc<CompletionQueue>,
-    /// Batch taken from the completion queue; empty between calls.
+    /// Batch of completions taken from the queue; empty between calls, and kept to reuse its
+    /// memory.
     batch: Vec<CompletedRequest>,
-    /// Events found by the last call of `wait`.
+    /// Events returned by the last call of `wait`.
     events: Vec<Event>,
 }
 
 #[derive(Default)]
 struct Slot {
     token: usize,
-    /// Distinguishes a completion from that of a cancelled request.
+    /// Incremented with each request of the slot, so that the completion of a cancelled request is
+    /// recognised.
     generation: u64,
     in_flight: bool,
-    /// Destination of a read.
+    /// fio's buffer for the data of a read; `None` for other operations.
     read_to: Option<Memory>,
-    /// Buffer kept for reuse.
+    /// Buffer of the last request, kept to be reused by the next one.
     cached_buffer: Option<IoBuf>,
 }
 
-/// Completions from devices. The lock is held only while the list changes.
+/// Completions that devices report from any thread. The lock is held only while the list changes.
 #[derive(Default)]
 struct CompletionQueue {
     list: Mutex<VecDeque<CompletedRequest>>,
@@ -130,7 +132,8 @@ impl Job {
         &self.shared
     }
 
-    /// Starts a request: inline as far as possible, the rest in the background.
+    /// Starts a request. The part that the device can execute at once is executed inline; the
+    /// rest is submitted. `token` identifies the request in its event.
     pub fn queue(&mut self, mut request: Request, mut memory: Memory, token: usize) -> Result<QueueResult> {
         loop {
             let buffer = match request.op {
@@ -139,14 +142,14 @@ impl Job {
                 _ => Buffer::None,
             };
             match self.shared.device().try_io(&request, buffer)? {
-                Tried::Done => return Ok(QueueResult::Completed),
-                Tried::Partly(done) => {
+                TryResult::Done => return Ok(QueueResult::Completed),
+                TryResult::Partly(done) => {
                     request = request.rest(done);
                     if matches!(request.op, Op::Read | Op::Write) {
                         memory = memory.skip(done as usize);
                     }
                 }
-                Tried::WouldBlock => break,
+                TryResult::WouldBlock => break,
             }
         }
         self.submit(request, memory, token).map(|()| QueueResult::InFlight)
@@ -185,8 +188,9 @@ impl Job {
     }
 
     /// Waits until at least `min` requests have completed, or all in flight, or the timeout has
-    /// passed. Returns at most `max` events. A job for which `is_ending` returns true does not wait
-    /// for hanging requests.
+    /// passed. Returns at most `max` events. If `is_ending` returns true, the job stops waiting
+    /// when no request has completed for [`END_GRACE`], and returns [`Stuck`] if the list of
+    /// events is empty.
     pub fn wait(
         &mut self,
         min: usize,
@@ -221,8 +225,8 @@ impl Job {
         &self.events
     }
 
-    /// Cancels a request: its completion is ignored, and its buffer is not accessed any more.
-    /// Returns false if the request is not in flight.
+    /// Cancels the request with this token: its completion is ignored, and fio's buffer is not
+    /// accessed any more. Returns false if the request is not in flight.
     pub fn cancel(&mut self, token: usize) -> bool {
         let found = self.slots.iter().position(|slot| slot.in_flight && slot.token == token);
         let Some(index) = found else { return false };
@@ -260,10 +264,10 @@ impl Job {
     }
 }
 
-/// Returns a buffer of this length, reusing `cached_buffer` if it is large enough.
+/// Returns a buffer of `len` bytes, reusing `cached_buffer` if it is large enough.
 fn buffer(cached_buffer: Option<IoBuf>, len: usize) -> Result<IoBuf> {
     if let Some(mut cached_buffer) = cached_buffer {
-        cached_buffer.show(len);
+        cached_buffer.set_len(len);
         if cached_buffer.len() == len {
             return Ok(cached_buffer);
         }
@@ -283,7 +287,7 @@ impl CompletionQueue {
         to.extend(list.drain(..count));
     }
 
-    /// Waits for a completion until `then`.
+    /// Waits for a completion, until `then` at the latest.
     fn wait_until(&self, then: Instant) {
         let list = self.lock();
         if list.is_empty() {
@@ -293,7 +297,8 @@ impl CompletionQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<CompletedRequest>> {
-        // Each change is a single call, so poisoning is ignored.
+        // Each change of the list is a single call, so a panic cannot leave it inconsistent, and
+        // poisoning is ignored.
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,9 +1,9 @@
-//! An external fio engine that drives Freestone devices in fio's process:
+//! An external engine of the benchmark fio that drives Freestone devices in fio's process:
 //! `ioengine=external:.../libfreestone_fio.so`.
 //!
 //! The C half (`engine.c`) handles fio's structures, whose layout depends on the fio version. The
-//! Rust half handles devices. `engine.h` and `abi.rs` are the interface between them. See
-//! docs/fio.md for usage.
+//! Rust half handles devices. `engine.h` and `abi.rs` are the interface between the halves. See
+//! docs/how-to/fio.md for usage.
 //!
 //! Without the feature `engine` the crate is empty.
 #![cfg(feature = "engine")]
@@ -17,14 +17,14 @@ mod job;
 use std::ffi::c_void;
 
 unsafe extern "C" {
-    /// Returns fio's `ioengine_ops` (in `engine.c`).
+    /// Returns a pointer to fio's `ioengine_ops`, a static structure in `engine.c`.
     fn freestone_engine() -> *mut c_void;
 }
 
-/// Returns the engine to fio, which calls this after loading the library.
+/// Passes the engine to fio, which calls this function after loading the library.
 ///
 /// # Safety
-/// `engine` is writable.
+/// `engine` is a valid pointer to which this function may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn get_ioengine(engine: *mut *mut c_void) {
     // SAFETY: guaranteed by the caller; the function only returns an address.

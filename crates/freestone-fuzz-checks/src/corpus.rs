@@ -6,19 +6,20 @@ use std::path::Path;
 
 use freestone_testkit::{Rng, scaled};
 
-/// Longest mutated input, in bytes.
+/// Maximum length of a mutated input, in bytes.
 const INPUT_MAX_BYTES: usize = 16 << 10;
 
-/// Numbers of accepted and refused inputs.
+/// Numbers of inputs that a check accepted and refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct InputCounts {
-    /// Inputs for which the check returned true.
+    /// Number of inputs for which the check returned true.
     pub accepted: usize,
-    /// Inputs for which the check returned false.
+    /// Number of inputs for which the check returned false.
     pub refused: usize,
 }
 
-/// Checks every file of the corpus `name`, and then [`scaled`]`(rounds)` mutations of them.
+/// Runs `check` on every file of the corpus `name`, and then on [`scaled`]`(rounds)` mutations of these
+/// files. Returns the numbers of accepted and refused inputs.
 ///
 /// # Panics
 /// Panics if the corpus is missing or the check panics. The failing input is saved in the directory for
@@ -51,7 +52,7 @@ pub fn run(name: &str, rounds: usize, check: impl Fn(&[u8]) -> bool) -> InputCou
     counts
 }
 
-/// Returns the files of a corpus, sorted by name.
+/// Returns the name and the content of each file of a corpus, sorted by name.
 fn inputs(name: &str) -> Vec<(String, Vec<u8>)> {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(name);
     let entries = fs::read_dir(&corpus).expect("the corpus is in the repository");
@@ -72,7 +73,7 @@ fn pick_input<'a>(inputs: &'a [(String, Vec<u8>)], rng: &mut Rng) -> &'a [u8] {
 }
 
 fn random_offset(len: usize, rng: &mut Rng) -> usize {
-    // Lengths and counts are mostly at the beginning.
+    // Lengths and counts are mostly at the beginning of an input, so mutations often change that part.
     let bound = if rng.chance(40) { len.min(80) } else { len };
     rng.below(bound as u64) as usize
 }

@@ -1,10 +1,10 @@
-//! Checks of parsers and servers with arbitrary input: one module for each interface that takes bytes
-//! from outside.
+//! Checks of parsers and servers with arbitrary input: one module for each interface that receives bytes from
+//! outside the process.
 //!
-//! The targets in `fuzz/` run these checks with inputs of libFuzzer. The tests of this crate run them
-//! over the corpora in `fuzz/corpus/` and over mutations of these inputs. A check panics if a property
-//! does not hold. It returns whether the input was accepted or refused, so that a test can require that
-//! both happen. Most checks compare the code with a reference parser: a simple, independent
+//! The targets in `fuzz/` run these checks with inputs of libFuzzer. The tests of this crate run them over
+//! the corpora in `fuzz/corpus/` and over mutations of these inputs. A check panics if a property does not
+//! hold. A check returns true if the input was accepted and false if it was refused, so a test can require
+//! that both happen. Most checks compare the code with a reference parser: a simple, independent
 //! implementation of the format.
 
 pub mod corpus;

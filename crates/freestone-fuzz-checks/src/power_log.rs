@@ -1,11 +1,11 @@
-//! Replaying a log of writes with arbitrary content.
+//! Replay of a log of writes with arbitrary content.
 //!
 //! An input is two bytes of options, the log header (28 bytes), and the header of each entry (32 bytes). The
 //! check pads entry headers to a sector and generates the data. Options correct the magic number, the version
 //! and the sector size, truncate the file, and choose the entry for a power cut. Properties:
 //! * The entries are those that the reference parser finds, up to the same error.
-//! * Replaying to any entry gives the content that the entries describe. It fails if an entry does not fit on
-//!   the device.
+//! * Replaying to any entry gives the content that the entries describe. The replay fails if an entry does
+//!   not fit on the device.
 //! * After a power cut, each block has the content at the last flush or a later one, and the numbers of kept
 //!   and lost blocks are correct.
 
@@ -20,7 +20,7 @@ use crate::scratch::Scratch;
 const DEVICE_BYTES: usize = 64 << 10;
 const HEAD: usize = 28;
 const ENTRY: usize = 32;
-/// Maximum sectors of generated data for an entry.
+/// Maximum number of data sectors that the check generates for an entry. Larger entries have no data.
 const DATA_SECTORS_MAX: u64 = 24;
 const FLUSH: u64 = 1;
 const FUA: u64 = 2;
@@ -50,7 +50,7 @@ fn build(options: u8, input: &[u8]) -> Vec<u8> {
         bytes.resize(at + sector, b'a' + number as u8 % 20);
         let sectors = word(entry, 8);
         if word(entry, 16) & DISCARD == 0 && sectors <= DATA_SECTORS_MAX {
-            // Zeroes take another path in replay.
+            // Replay handles data of zeroes separately, so every fifth entry has only zeroes.
             let fill = if number % 5 == 4 { 0 } else { number as u8 + 1 };
             bytes.resize(bytes.len() + sectors as usize * sector, fill);
         }
@@ -102,7 +102,7 @@ fn reference_entries(bytes: &[u8]) -> Option<(Vec<ReferenceEntry>, u64)> {
 }
 
 impl ReferenceEntry {
-    /// Returns the content that the entry gives a sector of the device.
+    /// Returns the content that the entry writes to the sector at `offset`. A discard writes zeroes.
     fn at(&self, offset: u64, sector: u64) -> Vec<u8> {
         let from = (offset - self.offset) as usize;
         self.data.get(from..from + sector as usize).map_or_else(|| vec![0; sector as usize], <[u8]>::to_vec)
@@ -165,7 +165,7 @@ fn replay(reader: &mut Reader, entries: &[ReferenceEntry], count: u64, point: u8
     if let Err(error) = outcome {
         let known = matches!(error, Error::NoEntry { .. } | Error::Damaged { .. } | Error::Device { .. });
         assert!(known, "{error}");
-        // This may succeed: an entry that does not fit may be lost by the cut.
+        // The replay of a power cut may succeed, as an entry that does not fit may be lost by the cut.
         let _ = log::replay_cut(reader, target, (point.into(), sector), &device);
         return false;
     }

@@ -1,4 +1,4 @@
-//! Reading a qcow2 image with arbitrary content.
+//! Reads of a qcow2 image with arbitrary content.
 //!
 //! An input is one byte of options, then the file. The corpus has images with clusters of 512 bytes, which
 //! are small. Properties:
@@ -11,18 +11,18 @@ use std::io::Read as _;
 use std::sync::mpsc;
 
 use flate2::read::DeflateDecoder;
-use freestone::device::{Buffer, Completion, Device, Error, ExtentKind, IoBuf, Request, Tried};
+use freestone::device::{Buffer, Completion, Device, Error, ExtentKind, IoBuf, Request, TryResult};
 use freestone::qcow2::{Config, Image};
 
 use crate::nbd::WAIT;
 use crate::scratch::Scratch;
 
 const SECTOR: u64 = 512;
-/// Bytes read at the beginning and at the end of a disk.
+/// Number of bytes that the check reads at the beginning and at the end of a disk.
 const LOOK_BYTES: u64 = 24 << 10;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// Reference parser of an image.
+/// Reference parser of a qcow2 image.
 struct ReferenceImage<'a> {
     bytes: &'a [u8],
     cluster: u64,
@@ -41,14 +41,15 @@ impl<'a> ReferenceImage<'a> {
         reference
     }
 
-    /// Returns a big-endian number. Bytes beyond the end of the file count as zeroes.
+    /// Returns the big-endian number of `bytes` bytes at offset `at` of the file. Bytes beyond the end of the
+    /// file count as zeroes.
     fn number(&self, at: u64, bytes: u64) -> u64 {
         let byte = |at: u64| usize::try_from(at).ok().and_then(|at| self.bytes.get(at)).copied().unwrap_or(0);
         (at..at + bytes).fold(0, |number, at| number << 8 | u64::from(byte(at)))
     }
 
-    /// Returns the sector of the disk at `at`. `Err(false)`: reading must fail. `Err(true)`: the result is
-    /// unknown.
+    /// Returns the sector at offset `at` of the disk. `Err(false)`: reading must fail. `Err(true)`: the
+    /// result is unknown.
     fn sector(&self, at: u64) -> Result<Vec<u8>, bool> {
         let len = self.bytes.len() as u64;
         let zeroes = Ok(vec![0; SECTOR as usize]);
@@ -58,7 +59,7 @@ impl<'a> ReferenceImage<'a> {
         if table == 0 {
             return zeroes;
         }
-        // The code reads tables in pieces of a page.
+        // The image driver reads tables in pieces of a page, so the whole piece must be inside the file.
         let piece = self.cluster.min(4096);
         let place = number % entries * 8;
         if !table.is_multiple_of(self.cluster) || table + place / piece * piece + piece > len {
@@ -75,7 +76,7 @@ impl<'a> ReferenceImage<'a> {
         if host == 0 {
             return zeroes;
         }
-        // The rest of the last cluster of the file reads as zeroes. Clusters beyond it fail.
+        // The rest of the last cluster of the file reads as zeroes. Reads of clusters beyond it fail.
         if !host.is_multiple_of(self.cluster) || host >= len.next_multiple_of(self.cluster) {
             return Err(false);
         }
@@ -102,16 +103,17 @@ impl<'a> ReferenceImage<'a> {
     }
 }
 
-/// Reads a range inline as far as possible, and submits the rest.
+/// Reads a byte range of the disk. If `inline` is true, reads inline as far as possible, and submits the
+/// rest.
 fn read(image: &Image, offset: u64, len: u64, inline: bool) -> Result<Vec<u8>, Error> {
     let mut bytes = vec![0; len as usize];
     let mut done = 0;
     while inline && done < len {
         let request = Request::read(offset + done, len - done);
         match image.try_io(&request, Buffer::Read(&mut bytes[done as usize..]))? {
-            Tried::Done => done = len,
-            Tried::Partly(n) => done += n,
-            Tried::WouldBlock => break,
+            TryResult::Done => done = len,
+            TryResult::Partly(n) => done += n,
+            TryResult::WouldBlock => break,
         }
     }
     if done < len {
@@ -128,13 +130,13 @@ fn read(image: &Image, offset: u64, len: u64, inline: bool) -> Result<Vec<u8>, E
     Ok(bytes)
 }
 
-/// Checks one input. Returns true if it was opened.
+/// Checks one input. Returns true if the image was opened.
 ///
 /// # Panics
 /// Panics if a property does not hold.
 pub fn check(scratch: &Scratch, input: &[u8]) -> bool {
     let Some((&options, bytes)) = input.split_first() else { return false };
-    // An input must not choose other files to open.
+    // A standalone image cannot open other files, which an arbitrary input must not choose.
     let config = Config { standalone: true, ..Config::new(scratch.file(bytes)) };
     let image = match Image::open(&config) {
         Ok(image) => image,
@@ -148,7 +150,7 @@ pub fn check(scratch: &Scratch, input: &[u8]) -> bool {
     let size = image.geometry().size;
     assert_eq!(size, reference.size);
     let look = size.min(LOOK_BYTES);
-    // The options select the size of a request.
+    // The options byte selects the length of a read request.
     let step = SECTOR << (options & 7).min(6);
     for begin in [0, size - look] {
         for offset in (begin..begin + look).step_by(step as usize) {
@@ -196,7 +198,7 @@ fn extents(image: &Image, reference: &ReferenceImage<'_>, begin: u64, len: u64) 
             }
             Err(error) => {
                 assert_eq!(error, Error::Media);
-                // The first sector of the range must be the one that failed.
+                // The call fails only if the status of the first sector of the range is unreadable.
                 assert!(reference.sector(at).is_err(), "{at}: {error}");
                 at += SECTOR;
             }

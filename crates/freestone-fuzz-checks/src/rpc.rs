@@ -1,7 +1,7 @@
-//! JSON-RPC lines to the control server, without its socket.
+//! JSON-RPC request lines to the control server, without its socket. Properties:
 //!
-//! * Every request with an id gets one response with that id, which has a result or an error. A
-//!   notification gets none. An invalid line gets one error without an id.
+//! * Every request with an id has one response with that id and with a result or an error. A notification has
+//!   no response. An invalid line has one error response without an id.
 //! * An error is one sentence, and never an internal error. The responses are one line.
 //!
 //! Requests that name files or sockets are not executed.
@@ -44,7 +44,7 @@ fn expected_ids(line: &[u8]) -> Option<(Vec<Value>, bool)> {
     }
 }
 
-/// Checks one input. Returns true if a request succeeded.
+/// Checks one request line. Returns true if a request succeeded.
 ///
 /// # Panics
 /// Panics if a property does not hold.
@@ -63,7 +63,7 @@ pub fn check(line: &[u8]) -> bool {
         answer => vec![answer],
     };
     assert_eq!(responses.len(), ids.len());
-    // A message quotes names after unescaping, and escapes can be line breaks.
+    // An error message quotes unescaped names of the line, and an escape sequence can be a line break.
     let escapes = line.contains(&b'\\');
     let mut done = false;
     for (answer, id) in responses.iter().zip(&ids) {

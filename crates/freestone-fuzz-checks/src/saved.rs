@@ -1,4 +1,4 @@
-//! Restoring from a file of `save` with arbitrary content.
+//! Restoring of RAM devices from a file of `save` with arbitrary content.
 //!
 //! An input is one byte of options, then the file. An option corrects all checksums. Properties:
 //! * Restoring returns an error of one sentence, or the devices that the file lists, with their sizes.
@@ -18,7 +18,7 @@ use crate::scratch::Scratch;
 
 const HEADER: usize = 64;
 const BLOCK: usize = 40;
-/// Bytes read at the beginning and at the end of a device.
+/// Number of bytes that the check reads at the beginning and at the end of a device.
 const LOOK_BYTES: u64 = 64 << 10;
 /// Memory limit of the restored devices, in bytes.
 const LIMIT_BYTES: u64 = 8 << 20;
@@ -31,7 +31,7 @@ fn set(bytes: &mut [u8], at: usize, sum: u64) {
     bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Corrects all checksums, as far as the lengths allow.
+/// Corrects all checksums of a saved file, as far as its lengths are valid.
 fn seal(bytes: &mut [u8]) {
     if bytes.len() < HEADER {
         return;
@@ -63,7 +63,7 @@ fn seal(bytes: &mut [u8]) {
     }
 }
 
-/// Returns the base of forks in a file.
+/// Returns the base device of the forks in a saved file.
 pub fn base() -> Arc<dyn Device> {
     let content = (0..9 * 512).map(|at| (at / 100 % 251) as u8).collect();
     Arc::new(Model::read_only(content, 512))
@@ -78,7 +78,7 @@ fn restore(path: &Path) -> Result<Vec<(String, Ram)>, RestoreError> {
     })
 }
 
-/// Reads the beginning and the end of a device.
+/// Reads up to [`LOOK_BYTES`] at the beginning and at the end of a device.
 fn read_ends(device: &Ram) -> Vec<u8> {
     let size = device.geometry().size;
     let part = size.min(LOOK_BYTES);
@@ -89,7 +89,7 @@ fn read_ends(device: &Ram) -> Vec<u8> {
     bytes
 }
 
-/// Checks one input. Returns true if it was restored.
+/// Checks one input. Returns true if the file was restored.
 ///
 /// # Panics
 /// Panics if a property does not hold.

@@ -1,11 +1,11 @@
-//! A temporary file for code that opens files by path. It is on `/dev/shm` if that exists.
+//! A temporary file for code that opens files by path. The file is on `/dev/shm` if that directory exists.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-/// A file in a directory of its own.
+/// A temporary file in a directory of its own, which is deleted on drop.
 pub struct Scratch {
     _directory: TempDir,
     path: PathBuf,
@@ -24,8 +24,8 @@ impl Scratch {
         Self { _directory: directory, path }
     }
 
-    /// Creates the file with this content, with a new inode each time, because open files are identified
-    /// by their inodes.
+    /// Creates or replaces the file with the given content. Each call creates a new inode, because open files
+    /// are identified by their inodes.
     ///
     /// # Panics
     /// Panics if the file cannot be written.
@@ -35,7 +35,7 @@ impl Scratch {
         &self.path
     }
 
-    /// Returns another path in the same directory.
+    /// Returns the path of a second file in the same directory.
     pub fn beside(&self) -> PathBuf {
         self.path.with_extension("other")
     }

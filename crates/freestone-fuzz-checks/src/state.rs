@@ -1,6 +1,7 @@
-//! Opening a topology file of a state directory with arbitrary content.
+//! Opening of a state directory whose topology file has arbitrary content.
 //!
-//! An input is one byte of options, then the file. With an odd byte, each line gets its checksum. Properties:
+//! An input is one byte of options, then the file. If the options byte is odd, the check adds the correct
+//! checksum to each line. Properties:
 //! * A file that is refused is left unchanged, and the error is one sentence.
 //! * A file that is accepted has the devices that the reference parser finds: those of committed changes, in
 //!   their order, up to the first incomplete line. An incomplete line before the offset that a later line
@@ -14,10 +15,10 @@ use serde_json::Value;
 use tempfile::TempDir;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Newest documented version.
+/// Newest documented version of the topology file.
 const VERSION: u64 = 3;
 
-/// State directory for the checks.
+/// State directory of a server, for any number of consecutive checks.
 pub struct States(TempDir);
 
 impl States {
@@ -67,7 +68,7 @@ impl States {
     }
 }
 
-/// Adds the checksum to each line.
+/// Adds the correct checksum to the beginning of each line.
 fn with_checksums(text: &[u8]) -> Vec<u8> {
     let mut with_checksums = Vec::new();
     for line in text.split_inclusive(|byte| *byte == b'\n') {
@@ -136,7 +137,8 @@ fn reference_devices(content: &[u8]) -> Option<(Vec<(String, String)>, usize)> {
     Some((devices.into_iter().map(|(name, _, words)| (name, words)).collect(), open.len()))
 }
 
-/// Parses a line. Returns None if it is incomplete or has an unknown form.
+/// Parses a line of the topology file. Returns None if the line is incomplete, has a wrong checksum or has an
+/// unknown form.
 fn parse_line(line: &[u8]) -> Option<Value> {
     let line = line.strip_suffix(b"\n")?;
     let (sum, json) = line.split_at_checked(17)?;
@@ -167,7 +169,7 @@ fn parse_line(line: &[u8]) -> Option<Value> {
     fits.then_some(value)
 }
 
-/// Returns the keys of an object, sorted.
+/// Returns the keys of a JSON object, sorted.
 fn keys(value: &Value) -> Vec<&str> {
     let mut keys: Vec<&str> = value.as_object().into_iter().flatten().map(|(key, _)| key.as_str()).collect();
     keys.sort_unstable();

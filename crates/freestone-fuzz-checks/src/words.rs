@@ -1,6 +1,6 @@
-//! Device words of a command line, and configuration files of `serve --config`.
+//! Parsers of device words on a command line, and of configuration files of `serve --config`.
 //!
-//! The first byte of an input selects one of the two. Properties:
+//! The first byte of an input selects the parser. Properties:
 //! * An error is one sentence.
 //! * The words of a device, converted to TOML, give the same device with the same result of its check.
 
@@ -8,8 +8,8 @@ use std::fmt::Write as _;
 
 use freestone_spec::check_input::{ParsedDevice, config_file, device_words};
 
-/// Asserts that an error is one line. It may quote the input, so it may have several lines if the input
-/// has line breaks, or can have them as escapes of TOML.
+/// Asserts that an error is one line. An error may quote the input, so several lines are allowed if the input
+/// has line breaks or TOML escapes of line breaks.
 fn assert_sentence(text: &str, parsed: &str) {
     let lines = parsed.contains(['\n', '\\']);
     assert!(!text.is_empty() && (lines || !text.contains('\n')), "{text:?}");

@@ -1,16 +1,16 @@
-//! Opening zone state with arbitrary content.
+//! Opening of zone state with arbitrary content.
 //!
 //! An input is one byte of options, then the first 80 bytes each of the header and of the two copies of the
-//! only group. Options correct their checksums. Properties:
+//! only group. Options correct the checksums of these parts. Properties:
 //! * State that is refused was not written to.
 //! * State that is opened has the zones that the reference parser finds, and opening changes no byte.
-//! * The zones work: a flushed write is there after reopening.
+//! * The zones are usable: a flushed write is kept after reopening.
 
 use std::sync::Arc;
 
 use freestone::device::zoned::{Zone, ZoneCondition, Zoned};
 use freestone::device::{Blocking, Device, Flags};
-use freestone::zone::{Config, SetupError, State, StateError, Zones};
+use freestone::zone::{Config, SetupError, StateError, StateLocation, Zones};
 use freestone_testkit::Model;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -32,7 +32,7 @@ fn config() -> Config {
     }
 }
 
-/// Builds the state from an input.
+/// Builds the zone state from an input. Returns None if the input is empty.
 fn build(input: &[u8]) -> Option<Vec<u8>> {
     let (&options, parts) = input.split_first()?;
     let mut bytes = vec![0; 3 * 4096];
@@ -61,8 +61,8 @@ fn checksum(bytes: &[u8], at: usize) -> u64 {
     xxh3_64_with_seed(&bytes[at + 16..at + 4096], word(bytes, 56) ^ word(bytes, at).rotate_left(32))
 }
 
-/// Reference parser: returns the condition and write pointer of each sequential zone, or None if this is not
-/// the state of these zones.
+/// Reference parser: returns the condition and write pointer of each sequential zone, or None if the state is
+/// invalid or belongs to other zones.
 fn reference_zones(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
     if bytes[..4096].iter().all(|&byte| byte == 0) {
         return Some(vec![(ZoneCondition::Empty, 0); ZONES - CONVENTIONAL]);
@@ -96,13 +96,13 @@ fn reference_zones(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
             _ => None,
         }
     };
-    // The marks of conventional zones must be 0.
+    // The write pointer marks of conventional zones must be 0.
     let conventional_ok = (0..CONVENTIONAL).all(|zone| word(bytes, at + 16 + zone * 8) == 0);
     (CONVENTIONAL..ZONES).map(mark).collect::<Option<_>>().filter(|_| conventional_ok)
 }
 
 fn open(data: &Arc<Model>, state: &Arc<Model>) -> Result<Zones, SetupError> {
-    let state = State::Device(Arc::clone(state) as Arc<dyn Device>);
+    let state = StateLocation::Device(Arc::clone(state) as Arc<dyn Device>);
     Zones::new(Arc::clone(data) as Arc<dyn Device>, config(), state, None)
 }
 
@@ -123,7 +123,7 @@ fn content(device: &Model) -> Vec<u8> {
     bytes
 }
 
-/// Checks one input. Returns true if it was opened.
+/// Checks one input. Returns true if the zone state was opened.
 ///
 /// # Panics
 /// Panics if a property does not hold.
@@ -154,7 +154,7 @@ pub fn check(input: &[u8]) -> bool {
         }
     }
     assert!(before[0] == 0 || content(&state) == before, "opening changed the state");
-    // Write one block to the first writable zone.
+    // Write one block at the write pointer of the first writable zone.
     let is_writable = |row: &&Zone| matches!(row.condition, ZoneCondition::Empty | ZoneCondition::Closed);
     let written = found[CONVENTIONAL..].iter().find(is_writable).map(|row| {
         zones

@@ -1,8 +1,9 @@
 //! Submission of queued entries to the kernel, by any thread.
 //!
-//! Submitters queue entries under a lock. One thread at a time claims the hand-over and calls the
-//! kernel without the lock; it also submits entries that are queued meanwhile. A submitter whose
-//! call fails leaves its entries and wakes the reaper, which retries.
+//! Submitters queue entries under a lock. A thread claims the hand-over (the right to submit, which
+//! one thread at a time has) and calls the kernel without the lock. The claimant also submits
+//! entries that are queued meanwhile. A submitter whose call fails leaves the entries in the queue
+//! and wakes the reaper (the thread that reaps completions), which retries.
 //!
 //! Invariants: the wake-up does not pass through the queue, and the reaper sleeps only while the
 //! queue is empty or another thread has the claim. Every entry therefore has a thread that will
@@ -12,38 +13,41 @@ use std::io;
 
 use freestone_core::sync::MutexGuard;
 
-/// Submission calls of one submitter, which bounds the time it works for others.
+/// Maximum number of submission calls that a submitter makes at once, so that it does not submit
+/// entries of other threads for long.
 const SUBMITTER_CALLS: usize = 4;
 
-/// A queue of entries for the kernel.
+/// A queue of entries to be submitted to the kernel.
 pub trait Submission {
-    /// The state that the queue's lock protects.
+    /// The state that the lock of the queue protects.
     type State;
 
-    /// Locks the queue.
+    /// Locks the queue and returns its state.
     fn lock(&self) -> MutexGuard<'_, Self::State>;
 
-    /// Returns the flag that a thread sets while it claims the hand-over.
+    /// Returns the flag that is true while a thread claims the hand-over.
     fn claimed(state: &mut Self::State) -> &mut bool;
 
-    /// Returns true if no entry is queued.
+    /// Returns true if no entry is queued for submission.
     fn is_empty(&self, state: &mut Self::State) -> bool;
 
-    /// Submits entries to the kernel. Only the claimant calls this, without the lock.
+    /// Submits queued entries to the kernel. Called without the lock, by the thread that has the
+    /// claim.
     fn enter(&self) -> io::Result<()>;
 
-    /// Wakes the reaper, or makes its next wait return at once.
+    /// Wakes the reaper, or makes the next wait of the reaper return at once.
     fn wake_reaper(&self);
 
-    /// Claims the hand-over. Returns false if the queue is empty or another thread has the claim.
+    /// Claims the hand-over and returns true. Returns false if the queue is empty or another thread
+    /// has the claim.
     fn claim(&self, state: &mut Self::State) -> bool {
         let is_mine = !*Self::claimed(state) && !self.is_empty(state);
         *Self::claimed(state) |= is_mine;
         is_mine
     }
 
-    /// Submits queued entries in at most `calls` calls and gives up the claim. An error means that
-    /// entries are left.
+    /// Submits queued entries with at most `calls` system calls, and gives up the claim. Returns an
+    /// error if entries are left in the queue.
     fn hand_over(&self, calls: usize) -> io::Result<()> {
         for left in (0..calls).rev() {
             let entered = self.enter();
@@ -58,7 +62,7 @@ pub trait Submission {
         Ok(())
     }
 
-    /// Submits queued entries, or leaves them to the reaper.
+    /// Submits queued entries, or leaves them to the reaper if a call fails.
     fn submit_queued(&self) {
         let is_mine = self.claim(&mut self.lock());
         if is_mine && self.hand_over(SUBMITTER_CALLS).is_err() {
@@ -78,14 +82,14 @@ mod models {
 
     use super::Submission;
 
-    /// A model of a ring that counts entries instead of storing them.
+    /// Model of a ring, which counts entries instead of storing them.
     struct Ring {
         claimed: Mutex<bool>,
         queued: AtomicU32,
         taken: AtomicU32,
-        /// Number of next submission calls that fail.
+        /// Number of following submission calls that fail.
         refusals: AtomicU32,
-        /// A completion or a wake-up for the reaper.
+        /// True after a completion or a wake-up that the reaper has not noticed yet.
         event: Mutex<bool>,
         changed: Condvar,
     }
@@ -111,7 +115,7 @@ mod models {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
             self.taken.fetch_add(self.queued.swap(0, SeqCst), SeqCst);
-            // The kernel completes the entries.
+            // The kernel completes the entries, which wakes the reaper.
             self.wake_reaper();
             Ok(())
         }
@@ -150,7 +154,8 @@ mod models {
         }
     }
 
-    /// Checks that all entries complete. A lost wake-up is a deadlock, which loom reports.
+    /// Checks that all entries complete. After a lost wake-up the model deadlocks, which loom
+    /// reports.
     fn entries_arrive(submitters: u32, refusals: u32) {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);

@@ -1,5 +1,5 @@
-//! Generates the manual pages, the shell completions and the reference tables of the documentation of `freestone`
-//! from the program. A separate crate, so that the program does not contain the generators.
+//! Generates the manual pages, the shell completions and the reference tables of the documentation from the
+//! parser of `freestone`. This is a separate crate, so that the program does not contain the generators.
 
 mod page;
 pub mod reference;
@@ -10,14 +10,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use clap_complete::aot::{Bash, Fish, Generator, Zsh};
 
-/// Name of the program.
+/// Name of the documented program.
 pub const NAME: &str = "freestone";
 
-/// Writes manual pages as `man/NAME-VERB.1` and `man/NAME-devices.7`, and completions as `bash/NAME`, `zsh/_NAME` and
-/// `fish/NAME.fish`, the names that the shells expect.
+/// Writes manual pages and shell completions below `dir`. The pages are `man/NAME-VERB.1` and `man/NAME-devices.7`. The
+/// completions are `bash/NAME`, `zsh/_NAME` and `fish/NAME.fish`, the file names that the shells expect.
 ///
 /// # Errors
-/// A file cannot be written.
+/// A directory cannot be created, or a file cannot be written.
 pub fn write(dir: &Path) -> Result<()> {
     let pages = subdirectory(dir, "man")?;
     page::write_all(&parser(), &pages)?;
@@ -27,7 +27,7 @@ pub fn write(dir: &Path) -> Result<()> {
     complete(&Fish, &subdirectory(dir, "fish")?.join(format!("{NAME}.fish")))
 }
 
-/// Returns the program's parser, built without the verb `help`, which the pages replace.
+/// Returns the command-line parser of the program, without the verb `help`, which the manual pages replace.
 pub fn parser() -> clap::Command {
     let mut parser = freestone_cli::parser().disable_help_subcommand(true);
     parser.build();

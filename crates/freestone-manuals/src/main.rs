@@ -1,5 +1,5 @@
-//! `freestone-manuals DIR`: writes the manual pages and completions to DIR.
-//! `freestone-manuals --docs DIR`: renders the reference tables of the documentation in DIR.
+//! `freestone-manuals DIR` writes the manual pages and completions to DIR.
+//! `freestone-manuals --docs DIR` renders the reference tables in the documentation in DIR.
 
 use std::env;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Manual pages of the program, of each verb, and of device kinds.
+//! Rendering the manual pages of the program, of each verb, and of the device kinds.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,11 @@ use clap_mangen::roff::{Roff, roman};
 
 use crate::NAME;
 
-/// Heading for text below the options that has none.
+/// Heading for help text below the options that does not begin with a heading.
 const NOTES: &str = "NOTES";
 
-/// Writes the page of a built command, and those of all its visible subcommands.
+/// Writes the manual page of `command` to `dir`, and those of all its visible subcommands. The command must
+/// be built.
 pub fn write_all(command: &Command, dir: &Path) -> Result<()> {
     for verb in shown(command) {
         write_all(verb, dir)?;
@@ -46,7 +47,7 @@ pub fn write_all(command: &Command, dir: &Path) -> Result<()> {
     fs::write(&path, page).with_context(cannot)
 }
 
-/// Writes the page `freestone-devices(7)`: the kinds of devices and their keys.
+/// Writes the manual page `freestone-devices(7)`, which describes the kinds of devices and their keys.
 pub fn write_devices(dir: &Path) -> Result<()> {
     let command = Command::new("freestone-devices").about("Kinds of device and their keys");
     let man = Man::new(command)
@@ -67,13 +68,13 @@ pub fn write_devices(dir: &Path) -> Result<()> {
     fs::write(&path, page).with_context(cannot)
 }
 
-/// Returns the visible subcommands.
+/// Returns the subcommands of `command` that are not hidden.
 fn shown(command: &Command) -> impl Iterator<Item = &Command> {
     command.get_subcommands().filter(|verb| !verb.is_hide_set())
 }
 
-/// Renders the help text below the options: a word with a colon is a heading, indented lines stay
-/// as they are, other lines are filled.
+/// Renders the help text below the options. A line of one word and a colon is a heading; indented lines are
+/// printed as they are; other lines are filled.
 fn below_the_options(roff: &mut Roff, text: &str) {
     let mut has_heading = false;
     let mut as_it_is = false;

@@ -1,7 +1,8 @@
-//! Reference tables of the documentation: commands, device keys, metrics and error codes.
+//! Rendering the reference tables of the documentation: commands, device keys, metrics and error codes.
 //!
-//! A page holds each table between `<!-- reference NAME -->` and `<!-- /reference NAME -->`. [`update`] renders the table from
-//! the program and replaces what stands between the two lines. A test compares the pages in the tree with it.
+//! A page contains each table between `<!-- reference NAME -->` and `<!-- /reference NAME -->`. [`update`]
+//! renders the table from the program and replaces the text between these two lines. A test fails if a page
+//! in the tree differs from the rendered one.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -13,24 +14,25 @@ use freestone_cli::reference;
 
 use crate::{NAME, parser};
 
-/// A table: its name in the page, and the function that renders it.
+/// A table: its name in the markers of the page, and the function that renders it.
 type Table = (&'static str, fn() -> String);
 
-/// Pages with tables, below the folder of the documentation, and the tables of each.
+/// Pages with tables, relative to the directory of the documentation, and the tables of each page.
 pub const PAGES: [(&str, &[Table]); 4] = [
-    ("commands.md", &[("commands", commands)]),
-    ("keys.md", &[("keys", keys)]),
-    ("metrics.md", &[("metrics", metrics)]),
-    ("control.md", &[("codes", codes), ("errno", errnos)]),
+    ("reference/commands.md", &[("commands", commands)]),
+    ("reference/keys.md", &[("keys", keys)]),
+    ("reference/metrics.md", &[("metrics", metrics)]),
+    ("reference/control.md", &[("codes", codes), ("errno", errnos)]),
 ];
 
-/// Column of the second part in the help of device keys, if a space precedes it.
+/// Column at which the explanations start in the help of device keys. A line has an explanation only if a
+/// space precedes or begins this column.
 const ABOUT_COLUMN: usize = 42;
 
-/// Returns the content of a page with its tables rendered anew.
+/// Returns the content of a page with all its tables rendered again.
 ///
 /// # Errors
-/// The page cannot be read or has no place for a table.
+/// The page cannot be read, or lacks the markers of a table.
 pub fn rendered(docs: &Path, page: &str, tables: &[Table]) -> Result<String> {
     let path = docs.join(page);
     let mut text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -46,10 +48,10 @@ pub fn rendered(docs: &Path, page: &str, tables: &[Table]) -> Result<String> {
     Ok(text)
 }
 
-/// Renders all tables of the documentation in this folder.
+/// Renders all tables in the pages below `docs`, and writes the pages.
 ///
 /// # Errors
-/// A page cannot be read or written, or has no place for a table.
+/// A page cannot be read or written, or lacks the markers of a table.
 pub fn update(docs: &Path) -> Result<()> {
     for (page, tables) in PAGES {
         let path = docs.join(page);
@@ -59,7 +61,7 @@ pub fn update(docs: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Escapes a text for a cell of a table.
+/// Escapes a text for a cell of a Markdown table.
 fn cell(text: &str) -> String {
     let words: Vec<_> = text.split_whitespace().collect();
     words.join(" ").replace('|', "\\|").replace('<', "&lt;")
@@ -83,7 +85,7 @@ fn commands() -> String {
     text
 }
 
-/// Describes a command and the commands below it.
+/// Appends a section about a command and its visible subcommands to `text`.
 fn describe(text: &mut String, command: &Command) {
     let name = command.get_bin_name().unwrap_or(NAME);
     let about = command.get_about().map(ToString::to_string).unwrap_or_default();
@@ -101,7 +103,7 @@ fn describe(text: &mut String, command: &Command) {
     }
 }
 
-/// Returns a table of the options of a command: either those of every command, or its own.
+/// Returns a Markdown table of the options of a command: the global ones if `is_global` is true, otherwise its own.
 fn options(command: &Command, is_global: bool) -> String {
     let is_shown = |arg: &&Arg| {
         let is_help = matches!(arg.get_id().as_str(), "help" | "version");
@@ -141,7 +143,7 @@ fn keys() -> String {
             }
             let _ = match (is_key, about.is_empty()) {
                 (true, _) => writeln!(text, "| {} | {} |", code(key), cell(about)),
-                // The first line says what the topic is about.
+                // The first row of a topic is its summary; later rows without an explanation are paragraphs.
                 (false, true) => writeln!(text, "{}{key}", if n > 0 { "\n" } else { "" }),
                 (false, false) => writeln!(text, "`{key}`: {about}"),
             };

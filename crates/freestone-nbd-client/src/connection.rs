@@ -14,33 +14,33 @@ use rustix::event::PollFlags;
 use crate::config::Config;
 use crate::error::LinkError;
 use crate::export_info::ExportInfo;
-use crate::handshake::shake_hands;
+use crate::handshake::negotiate;
 use crate::job::{Job, Piece, error_of};
 use crate::link::Link;
 use crate::outgoing::Outgoing;
 use crate::receive::Receiver;
 use crate::shared::{Exchange, JoinResult, LeaveReason, Shared};
-use crate::table::Table;
+use crate::table::CommandTable;
 use crate::tls::TlsSettings;
 use crate::wake::{Deadline, Waker};
 
 /// Timeout for connecting and negotiating the export.
 pub const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
-/// First and longest pause before reconnecting.
+/// Shortest and longest pause before reconnecting.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
-/// Longest pause if other connections are open.
+/// Longest pause before reconnecting if other connections of the device are open.
 const PAUSE_MAX_WITH_OTHERS: Duration = Duration::from_secs(30);
-/// Lifetime after which a connection counts as stable and resets the pause.
+/// Lifetime after which a connection counts as stable, so that the pause starts short again.
 const STABLE_LIFETIME: Duration = Duration::from_secs(1);
-/// Longest wait if nothing is in flight.
+/// Longest wait for an event if no command is in flight.
 const MAX_WAIT: Duration = Duration::from_secs(3600);
 
 /// Everything needed to open a connection; shared by all connections of a device.
-pub struct Remote {
+pub struct Connector {
     /// Options of the device.
     pub config: Config,
-    /// TLS settings, with `nbds`.
+    /// TLS settings; `None` without `nbds`.
     pub tls: Option<TlsSettings>,
     /// Rate limits for log lines.
     pub log: LogLimit<LogEvent>,
@@ -50,22 +50,22 @@ pub struct Remote {
 pub enum LogEvent {
     Lost,
     /// A connection could not be opened.
-    NotMade,
+    ConnectFailed,
     /// The server returned an unexpected errno.
     Errno,
 }
 
-impl Remote {
+impl Connector {
     /// Connects and negotiates the export.
     pub fn connect(&self, wake: &Waker) -> Result<(Link, ExportInfo), LinkError> {
         let deadline = Deadline::new(wake, HANDSHAKE_MAX);
-        let link = Link::connect(&self.config.uri.place, deadline)?;
-        shake_hands(link, &self.config.uri.export, self.tls.as_ref(), deadline)
+        let link = Link::connect(&self.config.uri.address, deadline)?;
+        negotiate(link, &self.config.uri.export, self.tls.as_ref(), deadline)
     }
 
     fn log_event(&self, event: LogEvent, what: &str, error: &LinkError) {
         let (name, uri) = (&self.config.name, &self.config.uri);
-        if let Some(suppressed) = self.log.line(event) {
+        if let Some(suppressed) = self.log.admit(event) {
             tracing::warn!("{name}: {what} {uri}: {error}{suppressed}");
         } else {
             tracing::debug!("{name}: {what} {uri}: {error}");
@@ -76,43 +76,43 @@ impl Remote {
 pub struct Connection {
     number: usize,
     shared: Arc<Shared>,
-    remote: Arc<Remote>,
-    /// Failures in a row, which determine the pause.
+    connector: Arc<Connector>,
+    /// Number of failures in a row, which determines the pause before reconnecting.
     failures: u32,
 }
 
 impl Connection {
-    pub fn new(number: usize, shared: Arc<Shared>, remote: Arc<Remote>) -> Self {
-        Self { number, shared, remote, failures: 0 }
+    pub fn new(number: usize, shared: Arc<Shared>, connector: Arc<Connector>) -> Self {
+        Self { number, shared, connector, failures: 0 }
     }
 
-    fn wake(&self) -> &Waker {
-        &self.shared.wakes[self.number]
+    fn waker(&self) -> &Waker {
+        &self.shared.wakers[self.number]
     }
 
     /// Runs until the device is dropped. `first` is a connection that is already open.
     pub fn run(mut self, mut first: Option<(Link, ExportInfo)>) {
-        while !self.wake().is_stopped() {
+        while !self.waker().is_stopped() {
             let connected = match first.take() {
                 Some(connected) => Ok(connected),
-                None => self.remote.connect(self.wake()),
+                None => self.connector.connect(self.waker()),
             };
             match connected.and_then(|(link, export_info)| self.join(link, export_info)) {
                 Ok(lasted) if lasted > STABLE_LIFETIME => self.failures = 0,
-                // A server that keeps hanging up also gets growing pauses.
+                // The pause also grows if the server accepts connections and soon closes them.
                 Ok(_) => self.failures += 1,
-                Err(LinkError::Ending) => break,
+                Err(LinkError::Stopped) => break,
                 Err(error) => {
                     self.failures += 1;
                     let has_others = self.shared.members() > 0;
                     if has_others {
                         tracing::debug!(
                             "{}: cannot open a further connection: {error}",
-                            self.remote.config.name
+                            self.connector.config.name
                         );
                     } else {
                         self.shared.record_error(error.to_string());
-                        self.remote.log_event(LogEvent::NotMade, "cannot reconnect to", &error);
+                        self.connector.log_event(LogEvent::ConnectFailed, "cannot reconnect to", &error);
                     }
                 }
             }
@@ -122,70 +122,71 @@ impl Connection {
     }
 
     /// Pauses before reconnecting. The pause grows with each failure and is randomized, so that the
-    /// clients of one server do not reconnect at once. If all other connections are lost, a long
-    /// pause is cut short.
+    /// clients of one server do not reconnect at once. If all other connections are lost meanwhile,
+    /// a long pause is cut short.
     fn pause(&mut self) {
         let has_others = self.shared.members() > 0;
         let most = if has_others { PAUSE_MAX_WITH_OTHERS } else { PAUSE_MAX };
         let pause = PAUSE_MIN.saturating_mul(1 << self.failures.min(10)).min(most);
-        let random = unique::number() % 512;
+        let random = unique::random_id() % 512;
         let end = Instant::now() + pause.mul_f64(0.75 + random as f64 / 1024.0);
         let short = Instant::now() + PAUSE_MIN;
-        while !self.wake().is_stopped() {
+        while !self.waker().is_stopped() {
             let now = Instant::now();
             let is_first = has_others && self.shared.members() == 0;
             let end = if is_first { end.min(short) } else { end };
             if end <= now {
                 break;
             }
-            if self.wake().wait(None, end - now).is_err() {
+            if self.waker().wait(None, end - now).is_err() {
                 std::thread::sleep(PAUSE_MIN);
             }
         }
     }
 
-    /// Joins the session and serves requests until the connection is lost. Returns its lifetime.
+    /// Joins the session and serves requests until the connection is lost. Returns the time it
+    /// served them.
     fn join(&mut self, link: Link, export_info: ExportInfo) -> Result<Duration, LinkError> {
         let first = loop {
             match self.shared.join(self.number, export_info)? {
-                JoinResult::Yes(first) => break first,
+                JoinResult::Joined(first) => break first,
                 // Connections of the previous session wake this thread when they have left.
-                JoinResult::Later => {
-                    self.wake().wait(None, PAUSE_MIN)?;
+                JoinResult::PreviousEnding => {
+                    self.waker().wait(None, PAUSE_MIN)?;
                 }
             }
         };
         if first && self.shared.reconnects() > 0 {
-            tracing::info!("{}: reconnected to {}", self.remote.config.name, self.remote.config.uri);
+            tracing::info!("{}: reconnected to {}", self.connector.config.name, self.connector.config.uri);
         }
         let begun = Instant::now();
         let mut talk = Transmission::new(link, export_info);
         let error = match talk.serve(self) {
             Ok(LeaveReason::Stop) => {
                 Outgoing::send_disconnect(&mut talk.link);
-                Some(LinkError::Ending)
+                Some(LinkError::Stopped)
             }
             Ok(LeaveReason::SessionLost) => None,
             Err(error) => Some(error),
         };
-        // Replies received before the loss are valid.
+        // Replies received before the loss are valid, so their requests are finished.
         let _ = self.shared.exchange(self.number, &mut talk.exchange);
-        // The connection closes before other connections send to the server again.
+        // Closes the connection before other connections send its requests again.
         let jobs = talk.end();
         let lost = self.shared.leave(self.number, jobs);
-        let name = &self.remote.config.name;
+        let name = &self.connector.config.name;
         if let Some(writes) = lost {
             tracing::warn!(
                 "{name}: all connections to {} were lost after {writes} completed writes without a flush; \
                  the server may have lost them, and the next flush fails",
-                self.remote.config.uri
+                self.connector.config.uri
             );
         }
         match error {
-            Some(LinkError::Ending) => return Err(LinkError::Ending),
+            Some(LinkError::Stopped) => return Err(LinkError::Stopped),
             Some(error) => {
                 self.shared.record_error(error.to_string());
-                self.remote.log_event(LogEvent::Lost, "lost a connection to", &error);
+                self.connector.log_event(LogEvent::Lost, "lost a connection to", &error);
             }
             None => {}
         }
@@ -197,7 +198,7 @@ impl Connection {
 struct Transmission {
     link: Link,
     export_info: ExportInfo,
-    table: Table,
+    table: CommandTable,
     outgoing: Outgoing,
     receiver: Receiver,
     exchange: Exchange,
@@ -210,7 +211,7 @@ impl Transmission {
         Self {
             link,
             export_info,
-            table: Table::default(),
+            table: CommandTable::default(),
             outgoing: Outgoing::default(),
             receiver: Receiver::new(export_info.structured, export_info.context),
             exchange: Exchange::default(),
@@ -246,12 +247,12 @@ impl Transmission {
                 let since = if is_sending { moved } else { self.table.oldest().unwrap_or(moved) };
                 let left = (since + timeout).saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    return Err(LinkError::Silent(timeout));
+                    return Err(LinkError::Timeout(timeout));
                 }
                 wait = wait.min(left);
             }
             let flags = if is_sending { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-            let ready = connection.wake().wait(Some((self.link.socket(), flags)), wait)?;
+            let ready = connection.waker().wait(Some((self.link.socket(), flags)), wait)?;
             if ready.readable || more {
                 let received = self.receiver.receive(&mut self.link, &mut self.table);
                 self.process_replies(connection);
@@ -280,7 +281,8 @@ impl Transmission {
                     job.advance(&piece);
                     self.step(job);
                 }
-                // Sent again, through another connection or later.
+                // The server is shutting down. The command is sent again, through another
+                // connection or later.
                 errno::SHUTDOWN => self.next.push_front((job, piece)),
                 number => {
                     let error = error_of(number, job.request.op);
@@ -291,13 +293,13 @@ impl Transmission {
                 }
             }
         }
-        // Reuses the allocation.
+        // Keeps the allocation for later replies.
         self.receiver.replies = all;
     }
 
     fn log_unexpected_errno(connection: &Connection, number: u32, job: &Job) {
-        let name = &connection.remote.config.name;
-        if let Some(suppressed) = connection.remote.log.line(LogEvent::Errno) {
+        let name = &connection.connector.config.name;
+        if let Some(suppressed) = connection.connector.log.admit(LogEvent::Errno) {
             tracing::warn!(
                 request = ?job.request,
                 "{name}: the server returned unexpected error {number}{suppressed}"

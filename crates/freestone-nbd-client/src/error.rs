@@ -17,7 +17,7 @@ pub enum LinkError {
     Host(io::Error),
     /// The server did not reply within the timeout.
     #[error("the server did not answer within {0:?}")]
-    Silent(Duration),
+    Timeout(Duration),
     /// The connection broke.
     #[error("the connection was lost: {0}")]
     Lost(io::Error),
@@ -35,13 +35,13 @@ pub enum LinkError {
     Refused(String),
     /// The export is not usable as a device.
     #[error("{0}")]
-    Unfit(String),
+    Unusable(String),
     /// TLS could not be started.
     #[error("TLS: {0}")]
     Tls(String),
     /// The device is being dropped.
     #[error("the device is being removed")]
-    Ending,
+    Stopped,
 }
 
 impl From<io::Error> for LinkError {
@@ -58,17 +58,17 @@ pub enum SetupError {
     Link {
         /// URI of the export.
         uri: String,
-        /// Reason.
+        /// Reason why the export cannot be used.
         source: LinkError,
     },
     /// A certificate or key file is not usable.
     #[error("{key}={}: {why}", path.display())]
     Certificate {
-        /// Option that names the file.
+        /// Name of the option that sets the file, such as `tls_ca`.
         key: &'static str,
         /// The file.
         path: PathBuf,
-        /// Reason.
+        /// Reason why the file cannot be used.
         why: String,
     },
     /// The local TLS configuration is invalid.

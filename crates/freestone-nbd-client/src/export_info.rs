@@ -9,11 +9,11 @@ use crate::error::LinkError;
 const MIN_BLOCK_BYTES: u32 = 512;
 /// Largest logical block of a device in bytes.
 const MAX_BLOCK_BYTES: u32 = 4096;
-/// Default maximum payload of the protocol, and the largest payload used, in bytes.
+/// Largest payload that the protocol allows by default, and that the client uses, in bytes.
 pub const DEFAULT_PAYLOAD_BYTES: u32 = 32 << 20;
-/// Largest minimum block of the protocol in bytes.
+/// Largest minimum block size that the protocol allows, in bytes.
 const MAX_MINIMUM_BYTES: u32 = 64 << 10;
-/// Largest preferred request size of a device in bytes.
+/// Largest preferred request size that a device reports, in bytes.
 const MAX_PREFERRED_BYTES: u32 = 1 << 20;
 /// Largest export in bytes: the largest signed offset less one block, so that the size can be
 /// rounded up.
@@ -26,7 +26,7 @@ pub struct BlockSizes {
     pub minimum: u32,
     /// Preferred request size.
     pub preferred: u32,
-    /// Largest payload.
+    /// Largest payload of a request or reply.
     pub maximum: u32,
 }
 
@@ -42,19 +42,19 @@ impl Default for BlockSizes {
 pub struct ExportInfo {
     pub size: u64,
     pub flags: TransmissionFlags,
-    /// Block sizes. The largest payload is a multiple of the device's block.
+    /// Block sizes. The largest payload is a multiple of the device's logical block.
     pub blocks: BlockSizes,
-    /// Structured replies are negotiated.
+    /// True if structured replies are negotiated.
     pub structured: bool,
     /// Id of the `base:allocation` context, if negotiated.
     pub context: Option<u32>,
 }
 
 impl ExportInfo {
-    /// Validates what a server reported.
+    /// Validates the properties that a server reported for an export.
     ///
     /// # Errors
-    /// The values are invalid, or a device cannot have them.
+    /// The values violate the protocol, or are not possible for a device.
     pub fn validate(
         size: u64,
         flags: u16,
@@ -67,7 +67,7 @@ impl ExportInfo {
             return Err(LinkError::Protocol("the flags of the export are not valid"));
         }
         if size == 0 {
-            return Err(LinkError::Unfit("the export is empty (0 bytes)".into()));
+            return Err(LinkError::Unusable("the export is empty (0 bytes)".into()));
         }
         if size > MAX_SIZE_BYTES {
             return Err(LinkError::Protocol("the export has 2^63 bytes or more"));
@@ -85,7 +85,7 @@ impl ExportInfo {
         }
         if minimum > MAX_BLOCK_BYTES {
             let why = format!("the export has blocks of {minimum} bytes, a device at most {MAX_BLOCK_BYTES}");
-            return Err(LinkError::Unfit(why));
+            return Err(LinkError::Unusable(why));
         }
         if !size.is_multiple_of(u64::from(minimum)) {
             return Err(LinkError::Protocol("the size of the export is not a multiple of its minimum block"));
@@ -96,7 +96,7 @@ impl ExportInfo {
         if blocks.maximum == 0 {
             let why =
                 format!("the server takes at most {maximum} bytes at once, less than a block of {block}");
-            return Err(LinkError::Unfit(why));
+            return Err(LinkError::Unusable(why));
         }
         Ok(Self { size, flags, blocks, structured, context })
     }
@@ -105,7 +105,7 @@ impl ExportInfo {
         self.flags.contains(flag)
     }
 
-    /// Returns the device's logical block in bytes.
+    /// Returns the size of the device's logical block in bytes.
     pub fn block(&self) -> u32 {
         self.blocks.minimum.max(MIN_BLOCK_BYTES)
     }
@@ -135,9 +135,9 @@ impl ExportInfo {
     /// Checks that the export of a reconnected server is compatible with the one before.
     ///
     /// # Errors
-    /// Names the difference.
+    /// The exports are not compatible. The error names the difference.
     pub fn check_compatible(&self, before: &Self) -> Result<(), LinkError> {
-        let differs = |what: String| Err(LinkError::Unfit(format!("the export has changed: {what}")));
+        let differs = |what: String| Err(LinkError::Unusable(format!("the export has changed: {what}")));
         if self.size < before.size {
             return differs(format!("it has {} bytes, and had {}", self.size, before.size));
         }

@@ -26,33 +26,33 @@ const MAX_TEXT_CHARS: usize = 200;
 /// Second magic number of an oldstyle server (before 2011).
 const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 
-/// Negotiates until the export is chosen.
-pub fn shake_hands(
+/// Negotiates until the export is chosen. Returns the link and the properties of the export.
+pub fn negotiate(
     link: Link,
     export: &str,
     tls: Option<&TlsSettings>,
     deadline: Deadline<'_>,
 ) -> Result<(Link, ExportInfo), LinkError> {
     let mut negotiation = Negotiation { link, deadline, export };
-    let no_padding = negotiation.greet(tls.is_some())?;
+    let no_padding = negotiation.exchange_greetings(tls.is_some())?;
     let Some(no_padding) = no_padding else {
-        // Without fixed newstyle, EXPORT_NAME is the only option.
-        let export_info = negotiation.export_name(true, false, None)?;
+        // A server without fixed newstyle knows no option except EXPORT_NAME.
+        let export_info = negotiation.choose_export_by_name(true, false, None)?;
         return Ok((negotiation.link, export_info));
     };
     if let Some(settings) = tls {
         negotiation.send_option(option::STARTTLS, &[])?;
-        match negotiation.last_reply(option::STARTTLS)? {
+        match negotiation.expect_single_reply(option::STARTTLS)? {
             Ok(()) => negotiation.link.start_tls(settings, deadline)?,
             Err(why) => return Err(LinkError::Refused(format!("it does not support TLS: {why}"))),
         }
     }
     negotiation.send_option(option::STRUCTURED_REPLY, &[])?;
-    let structured = negotiation.last_reply(option::STRUCTURED_REPLY)?.is_ok();
-    let context = if structured { negotiation.context()? } else { None };
+    let structured = negotiation.expect_single_reply(option::STRUCTURED_REPLY)?.is_ok();
+    let context = if structured { negotiation.negotiate_context()? } else { None };
     let export_info = match negotiation.choose_export(structured, context)? {
         Some(export_info) => export_info,
-        None => negotiation.export_name(!no_padding, structured, context)?,
+        None => negotiation.choose_export_by_name(!no_padding, structured, context)?,
     };
     Ok((negotiation.link, export_info))
 }
@@ -87,20 +87,20 @@ impl std::fmt::Display for Refusal {
 }
 
 impl Negotiation<'_> {
-    /// Exchanges greetings. Returns `None` if the server is not fixed newstyle, otherwise whether
-    /// it supports `NO_ZEROES`.
-    fn greet(&mut self, tls: bool) -> Result<Option<bool>, LinkError> {
-        if u64::from_be_bytes(self.bytes()?) != INIT_MAGIC {
+    /// Exchanges greetings. Returns `None` if the server is not fixed newstyle, otherwise true if
+    /// the server supports `NO_ZEROES`.
+    fn exchange_greetings(&mut self, tls: bool) -> Result<Option<bool>, LinkError> {
+        if u64::from_be_bytes(self.read_array()?) != INIT_MAGIC {
             return Err(LinkError::Protocol("its greeting is not that of an NBD server"));
         }
-        match u64::from_be_bytes(self.bytes()?) {
+        match u64::from_be_bytes(self.read_array()?) {
             OPTION_MAGIC => {}
             OLDSTYLE_MAGIC => {
-                return Err(LinkError::Unfit("the server is oldstyle, which has no export names".into()));
+                return Err(LinkError::Unusable("the server is oldstyle, which has no export names".into()));
             }
             _ => return Err(LinkError::Protocol("the second magic number is wrong")),
         }
-        let offered = HandshakeFlags::from_bits_truncate(u16::from_be_bytes(self.bytes()?));
+        let offered = HandshakeFlags::from_bits_truncate(u16::from_be_bytes(self.read_array()?));
         self.send(&u32::from(offered.bits()).to_be_bytes())?;
         if offered.contains(HandshakeFlags::FIXED_NEWSTYLE) {
             return Ok(Some(offered.contains(HandshakeFlags::NO_ZEROES)));
@@ -113,14 +113,14 @@ impl Negotiation<'_> {
 
     /// Negotiates `base:allocation`. Returns the context id, or `None` if the server does not
     /// support it.
-    fn context(&mut self) -> Result<Option<u32>, LinkError> {
+    fn negotiate_context(&mut self) -> Result<Option<u32>, LinkError> {
         let mut data = string(self.export);
         data.extend(1_u32.to_be_bytes());
         data.extend(string(BASE_ALLOCATION));
         self.send_option(option::SET_META_CONTEXT, &data)?;
         let mut chosen = None;
         for _ in 0..MAX_REPLIES {
-            let (kind, data) = self.reply(option::SET_META_CONTEXT)?;
+            let (kind, data) = self.read_reply(option::SET_META_CONTEXT)?;
             match kind {
                 reply::ACK => return Ok(chosen),
                 reply::META_CONTEXT => {
@@ -149,7 +149,7 @@ impl Negotiation<'_> {
         self.send_option(option::GO, &data)?;
         let (mut export, mut blocks) = (None, None);
         for _ in 0..MAX_REPLIES {
-            let (kind, data) = self.reply(option::GO)?;
+            let (kind, data) = self.read_reply(option::GO)?;
             match kind {
                 reply::ACK => {
                     let Some((size, flags)) = export else {
@@ -185,14 +185,14 @@ impl Negotiation<'_> {
 
     /// Chooses the export with `EXPORT_NAME`. The server closes the connection if the export does
     /// not exist.
-    fn export_name(
+    fn choose_export_by_name(
         &mut self,
         padded: bool,
         structured: bool,
         context: Option<u32>,
     ) -> Result<ExportInfo, LinkError> {
         self.send_option(option::EXPORT_NAME, self.export.as_bytes())?;
-        let reported: [u8; size_of::<ExportNameReply>()] = match self.bytes() {
+        let reported: [u8; size_of::<ExportNameReply>()] = match self.read_array() {
             Err(LinkError::Closed) => {
                 return Err(LinkError::Refused("it closed the connection; the export may not exist".into()));
             }
@@ -200,14 +200,14 @@ impl Negotiation<'_> {
         };
         let reported = ExportNameReply::read_from_bytes(&reported).map_err(|_| MALFORMED)?;
         if padded {
-            self.bytes::<EXPORT_NAME_PADDING_BYTES>()?;
+            self.read_array::<EXPORT_NAME_PADDING_BYTES>()?;
         }
         ExportInfo::validate(reported.size.get(), reported.flags.get(), None, structured, context)
     }
 
-    /// Reads the reply of an option that has exactly one.
-    fn last_reply(&mut self, option: u32) -> Result<Result<(), Refusal>, LinkError> {
-        match self.reply(option)? {
+    /// Reads the reply to an option that has exactly one reply.
+    fn expect_single_reply(&mut self, option: u32) -> Result<Result<(), Refusal>, LinkError> {
+        match self.read_reply(option)? {
             (reply::ACK, data) if data.is_empty() => Ok(Ok(())),
             (reply::ERR_SHUTDOWN, _) => Err(LinkError::ShuttingDown),
             (kind, data) if kind >> 31 != 0 => Ok(Err(Refusal { kind, text: text(&data) })),
@@ -226,8 +226,8 @@ impl Negotiation<'_> {
         self.send(&bytes)
     }
 
-    fn reply(&mut self, option: u32) -> Result<(u32, Vec<u8>), LinkError> {
-        let header: [u8; size_of::<OptionReply>()] = self.bytes()?;
+    fn read_reply(&mut self, option: u32) -> Result<(u32, Vec<u8>), LinkError> {
+        let header: [u8; size_of::<OptionReply>()] = self.read_array()?;
         let header = OptionReply::read_from_bytes(&header).map_err(|_| MALFORMED)?;
         if header.magic.get() != OPTION_REPLY_MAGIC {
             return Err(LinkError::Protocol("the magic number of a reply is wrong"));
@@ -240,17 +240,17 @@ impl Negotiation<'_> {
             return Err(LinkError::Protocol("a reply to an option is longer than 64 KiB"));
         }
         let mut data = vec![0; len];
-        self.fill(&mut data)?;
+        self.read_exact(&mut data)?;
         Ok((header.kind.get(), data))
     }
 
-    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], LinkError> {
+    fn read_array<const N: usize>(&mut self) -> Result<[u8; N], LinkError> {
         let mut bytes = [0; N];
-        self.fill(&mut bytes)?;
+        self.read_exact(&mut bytes)?;
         Ok(bytes)
     }
 
-    fn fill(&mut self, mut out: &mut [u8]) -> Result<(), LinkError> {
+    fn read_exact(&mut self, mut out: &mut [u8]) -> Result<(), LinkError> {
         while !out.is_empty() {
             match self.link.recv(out)? {
                 Some(0) => return Err(LinkError::Closed),
@@ -277,14 +277,14 @@ const MALFORMED: LinkError = LinkError::Protocol("a reply to an option has the w
 const UNEXPECTED: LinkError = LinkError::Protocol("a reply does not match the option");
 const ENDLESS: LinkError = LinkError::Protocol("the replies to an option do not end");
 
-/// Encodes a protocol string. The URI parser has checked its length.
+/// Encodes a string with its length, as in option data. The URI parser has checked the length.
 fn string(text: &str) -> Vec<u8> {
     let mut bytes = (text.len() as u32).to_be_bytes().to_vec();
     bytes.extend(text.as_bytes());
     bytes
 }
 
-/// Converts server text for messages: drops control characters and limits the length.
+/// Converts text of the server for error messages: drops control characters and limits the length.
 pub fn text(data: &[u8]) -> String {
     String::from_utf8_lossy(data).chars().filter(|c| !c.is_control()).take(MAX_TEXT_CHARS).collect()
 }

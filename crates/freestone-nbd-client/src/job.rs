@@ -1,7 +1,7 @@
 //! A request in progress: the commands sent for it, and its completion.
 //!
-//! A request larger than the server's maximum is sent in pieces, one after the other, from its one
-//! buffer.
+//! A request larger than the server's maximum is sent in pieces, one after the other, all from the buffer of
+//! the request.
 
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
 use freestone_core::sync::Instant;
@@ -9,17 +9,17 @@ use freestone_nbd_proto::{CommandFlags, TransmissionFlags, command};
 
 use crate::export_info::ExportInfo;
 
-/// Largest `TRIM` or `WRITE_ZEROES` command in bytes. The limit keeps a server from being busy with one
-/// command for long. A multiple of every block size.
+/// Largest `TRIM` or `WRITE_ZEROES` command in bytes, so that no command keeps a server busy for long. A
+/// multiple of every block size.
 const MAX_EFFECT_BYTES: u64 = 1 << 30;
 /// Zeroes per `WRITE` in bytes, if the server does not support `WRITE_ZEROES`.
 const ZEROES_BYTES: u64 = 1 << 20;
 
-/// A block status descriptor: length and flags.
+/// A block status descriptor: length in bytes, and flags.
 pub type Status = (u32, u32);
 type StatusDone = Box<dyn FnOnce(Result<Vec<Status>>) + Send>;
 
-enum Done {
+enum JobCompletion {
     Io(Completion),
     Status(StatusDone),
 }
@@ -27,31 +27,31 @@ enum Done {
 /// A request that is not complete yet.
 pub struct Job {
     pub request: Request,
-    /// Its data; for emulated write zeroes, a buffer of zeroes.
+    /// Data of the request; for emulated write zeroes, a buffer of zeroes.
     pub buffer: IoBuf,
-    /// Received block status.
+    /// Received block status descriptors.
     pub status: Vec<Status>,
-    /// Submission order.
+    /// Serial number of the request, in the order of submission.
     pub number: u64,
-    /// Id in the overlap tracker.
+    /// Id in the overlap tracker; `None` for a request without a range.
     pub ticket: Option<usize>,
-    /// Deadline for finding a server; `None` until a connection is lost.
+    /// Time at which the request fails if no server is reachable; `None` until a connection is lost.
     pub deadline: Option<Instant>,
     /// For a flush: number of completed writes that it makes durable.
     pub covered_writes: u64,
-    /// A flush that must fail because writes that it covers may be lost.
+    /// Set for a flush that must fail because writes that it covers may be lost.
     pub must_fail: bool,
-    done: Done,
-    /// Bytes finished.
+    done: JobCompletion,
+    /// Number of bytes done. 1 after a flush or a block status query is done.
     at: u64,
-    /// Data is written; only the flush that emulates FUA is left.
+    /// Set when the data is written, and only the flush that emulates FUA is left.
     flushing: bool,
 }
 
 /// An NBD command of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// One of the [`command`] constants.
+    /// The NBD command, one of the [`command`] constants.
     pub command: u16,
     pub flags: CommandFlags,
     pub offset: u64,
@@ -67,7 +67,7 @@ impl Piece {
             && !self.flags.contains(CommandFlags::FUA)
     }
 
-    /// Returns the range of the buffer that is sent.
+    /// Returns the range of the buffer that is sent; empty for commands without a payload.
     pub fn payload(&self) -> std::ops::Range<usize> {
         if self.command == command::WRITE { self.at..self.at + self.len as usize } else { 0..0 }
     }
@@ -75,14 +75,14 @@ impl Piece {
 
 impl Job {
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
-        Self::with(request, buffer, Done::Io(done))
+        Self::with(request, buffer, JobCompletion::Io(done))
     }
 
     pub fn status(offset: u64, len: u64, done: StatusDone) -> Self {
-        Self::with(Request::read(offset, len), IoBuf::empty(), Done::Status(done))
+        Self::with(Request::read(offset, len), IoBuf::empty(), JobCompletion::Status(done))
     }
 
-    fn with(request: Request, buffer: IoBuf, done: Done) -> Self {
+    fn with(request: Request, buffer: IoBuf, done: JobCompletion) -> Self {
         Self {
             request,
             buffer,
@@ -99,7 +99,7 @@ impl Job {
     }
 
     pub fn is_status(&self) -> bool {
-        matches!(self.done, Done::Status(_))
+        matches!(self.done, JobCompletion::Status(_))
     }
 
     /// Returns true if the request changes content.
@@ -119,8 +119,8 @@ impl Job {
             && export_info.has(TransmissionFlags::SEND_FLUSH)
     }
 
-    /// Prepares the request for a new session. A FUA request restarts, as the server may have lost
-    /// its first pieces. Partial block status is dropped.
+    /// Prepares the request for a new session. A FUA request restarts, as the server may have lost the pieces
+    /// that it completed. Partial block status is dropped.
     pub fn restart(&mut self) {
         self.status.clear();
         if self.request.flags.contains(Flags::FUA) && self.changes() {
@@ -199,13 +199,13 @@ impl Job {
 
     pub fn finish(self, outcome: Result<()>) {
         match self.done {
-            Done::Io(done) => {
+            JobCompletion::Io(done) => {
                 // A buffer of zeroes was allocated here and is not the caller's.
                 let own = matches!(self.request.op, Op::Read | Op::Write);
                 let buffer = if own { self.buffer } else { IoBuf::empty() };
                 done.complete(outcome, buffer);
             }
-            Done::Status(done) => done(outcome.map(|()| self.status)),
+            JobCompletion::Status(done) => done(outcome.map(|()| self.status)),
         }
     }
 }

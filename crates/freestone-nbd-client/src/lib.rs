@@ -1,9 +1,10 @@
 //! NBD client: exports of NBD servers as devices.
 //!
 //! [`Nbd`] supports the fixed newstyle handshake, structured replies, `base:allocation` and TLS
-//! with any server of the protocol specification (`doc/proto.md` of the `NetworkBlockDevice`
-//! project). It uses several connections if the server guarantees that they see the same data. All
-//! requests are submitted; `try_io` never performs I/O, as it would wait for the network.
+//! with any server that follows the protocol specification (`doc/proto.md` of the
+//! `NetworkBlockDevice` project). It uses several connections if the server guarantees that they
+//! see the same data. All requests are submitted; `try_io` never performs I/O, as it would wait for
+//! the network.
 //!
 //! **Lost connections.** The client reconnects with growing pauses as long as the device exists. It
 //! resends reads and writes that have no reply yet. A request that finds no server for
@@ -13,7 +14,8 @@
 //!
 //! A resent write may run twice, through the old and the new connection. The protocol would allow a
 //! server to run a request long after its connection closed, and so to overwrite newer data with
-//! old. Real servers do not: when a connection closes, they finish or drop its requests.
+//! old. Real servers do not: when a connection closes, they finish or drop the requests of that
+//! connection.
 //!
 //! **Trust.** Only the content of a server is trusted. The client validates every reply and bounds
 //! the memory used for replies.
@@ -21,11 +23,11 @@
 mod config;
 mod connection;
 mod device;
+mod durability;
 mod error;
 mod export_info;
 mod handshake;
 mod job;
-mod ledger;
 mod link;
 mod outgoing;
 mod ranges;
@@ -44,4 +46,4 @@ pub use config::{
 };
 pub use device::Nbd;
 pub use error::{LinkError, SetupError};
-pub use uri::{DEFAULT_PORT, Place, Uri, UriError};
+pub use uri::{DEFAULT_PORT, ServerAddress, Uri, UriError};

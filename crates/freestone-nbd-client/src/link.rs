@@ -14,7 +14,7 @@ use rustix::net::{
 use crate::error::LinkError;
 use crate::socket::{receive, send};
 use crate::tls::{TlsSettings, TlsStream};
-use crate::uri::Place;
+use crate::uri::ServerAddress;
 use crate::wake::Deadline;
 
 /// Idle time after which the kernel probes the server.
@@ -28,21 +28,21 @@ pub struct Link {
 }
 
 impl Link {
-    /// Connects. The name lookup blocks for as long as the system resolver takes.
-    pub fn connect(place: &Place, deadline: Deadline<'_>) -> Result<Self, LinkError> {
-        match place {
-            Place::Unix(path) => {
+    /// Connects to a server. The name lookup blocks for as long as the system resolver takes.
+    pub fn connect(address: &ServerAddress, deadline: Deadline<'_>) -> Result<Self, LinkError> {
+        match address {
+            ServerAddress::Unix(path) => {
                 let address = SocketAddrUnix::new(path).map_err(|errno| LinkError::Connect(errno.into()))?;
                 Self::to(AddressFamily::UNIX, &address.into(), deadline)
             }
-            Place::Tcp { host, port } => {
+            ServerAddress::Tcp { host, port } => {
                 let found = (host.as_str(), *port).to_socket_addrs().map_err(LinkError::Host)?;
                 let mut last = LinkError::Host(io::Error::other("it has no address"));
                 for address in found {
                     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
                     match Self::to(family, &SocketAddrAny::from(address), deadline) {
                         Ok(link) => return Ok(link.for_tcp()?),
-                        Err(end @ (LinkError::Ending | LinkError::Silent(_))) => return Err(end),
+                        Err(end @ (LinkError::Stopped | LinkError::Timeout(_))) => return Err(end),
                         Err(error) => last = error,
                     }
                 }
@@ -82,10 +82,10 @@ impl Link {
         Ok(self)
     }
 
-    /// Starts TLS. Data received before is not parsed again.
+    /// Performs the TLS handshake. All later data is encrypted.
     pub fn start_tls(&mut self, settings: &TlsSettings, deadline: Deadline<'_>) -> Result<(), LinkError> {
         let mut tls = Box::new(TlsStream::begin(settings)?);
-        tls.shake_hands(self.socket.as_fd(), deadline)?;
+        tls.handshake(self.socket.as_fd(), deadline)?;
         self.tls = Some(tls);
         Ok(())
     }
@@ -103,7 +103,8 @@ impl Link {
         }
     }
 
-    /// Sends as much as possible without blocking. Returns the number of bytes, which may be 0.
+    /// Sends as much as possible without blocking. Returns the number of bytes accepted, which may
+    /// be 0.
     pub fn send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         match &mut self.tls {
             Some(tls) => tls.send(self.socket.as_fd(), parts),
@@ -111,7 +112,7 @@ impl Link {
         }
     }
 
-    /// Returns true if accepted data is still buffered.
+    /// Returns true if TLS still buffers data that [`send`](Self::send) has accepted.
     pub fn has_unsent(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.has_unsent())
     }

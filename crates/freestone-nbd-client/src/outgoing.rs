@@ -10,20 +10,20 @@ use zerocopy::IntoBytes as _;
 use crate::error::LinkError;
 use crate::job::{Job, Piece};
 use crate::link::Link;
-use crate::table::Table;
+use crate::table::CommandTable;
 
 /// Largest payload that is copied behind its header, in bytes.
 const COPY_MAX_BYTES: usize = 16 << 10;
-/// Buffered bytes at which sending comes first.
+/// Number of buffered bytes at which no command is added until they are sent.
 const FULL_BYTES: usize = 64 << 10;
 
-/// Data that is ready to be sent.
+/// Commands that are ready to be sent.
 #[derive(Default)]
 pub struct Outgoing {
     bytes: Vec<u8>,
-    /// Bytes of `bytes` already sent.
+    /// Number of bytes of `bytes` already sent.
     sent_bytes: usize,
-    /// Cookie of a large payload that follows `bytes`, and its bytes already sent.
+    /// Cookie of a large payload that follows `bytes`, and the number of its bytes already sent.
     data: Option<(u64, usize)>,
 }
 
@@ -36,8 +36,8 @@ impl Outgoing {
         self.bytes.is_empty() && self.data.is_none()
     }
 
-    /// Adds a request. Requires [`has_room`](Self::has_room).
-    pub fn add(&mut self, table: &mut Table, job: Box<Job>, piece: Piece) {
+    /// Adds a command to the queue and to `table`. Requires [`has_room`](Self::has_room).
+    pub fn add(&mut self, table: &mut CommandTable, job: Box<Job>, piece: Piece) {
         let payload = piece.payload();
         let small = payload.len() <= COPY_MAX_BYTES;
         let copied = if small { payload.clone() } else { 0..0 };
@@ -58,7 +58,7 @@ impl Outgoing {
     }
 
     /// Sends as much as possible without blocking. Returns true if anything was sent.
-    pub fn send(&mut self, link: &mut Link, table: &mut Table) -> Result<bool, LinkError> {
+    pub fn send(&mut self, link: &mut Link, table: &mut CommandTable) -> Result<bool, LinkError> {
         let mut moved = false;
         loop {
             let bytes = &self.bytes[self.sent_bytes..];
@@ -66,7 +66,7 @@ impl Outgoing {
                 None if bytes.is_empty() && !link.has_unsent() => return Ok(moved),
                 None => link.send(&[IoSlice::new(bytes)])?,
                 Some((cookie, from)) => {
-                    let Some(sent) = table.get(cookie) else { return Err(UNASKED) };
+                    let Some(sent) = table.get(cookie) else { return Err(EARLY_REPLY) };
                     let data = &sent.job.buffer[sent.piece.payload()][from..];
                     link.send(&[IoSlice::new(bytes), IoSlice::new(data)])?
                 }
@@ -83,8 +83,8 @@ impl Outgoing {
             }
             if let Some((cookie, from)) = &mut self.data {
                 *from += sent - of_bytes;
-                let Some(sent) = table.get(*cookie) else { return Err(UNASKED) };
-                sent.since = Instant::now();
+                let Some(sent) = table.get(*cookie) else { return Err(EARLY_REPLY) };
+                sent.last_progress = Instant::now();
                 if *from == sent.piece.payload().len() {
                     self.data = None;
                 }
@@ -93,7 +93,7 @@ impl Outgoing {
     }
 }
 
-const UNASKED: LinkError = LinkError::Protocol("it replied to a write before it had the data");
+const EARLY_REPLY: LinkError = LinkError::Protocol("it replied to a write before it had the data");
 
 fn header(piece: &Piece, cookie: u64) -> RequestHeader {
     RequestHeader {

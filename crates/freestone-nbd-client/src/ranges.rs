@@ -4,7 +4,7 @@
 /// Maximum number of separate ranges, which bounds the memory for a server that sends tiny chunks.
 const MAX_RUNS: usize = 4096;
 
-/// Received ranges (start, end), ascending, not adjacent.
+/// Received byte ranges (start, end), ascending, not adjacent.
 #[derive(Debug, Default)]
 pub struct ReceivedRanges(Vec<(u32, u32)>);
 
@@ -12,7 +12,7 @@ impl ReceivedRanges {
     /// Adds the bytes `start..end`.
     ///
     /// # Errors
-    /// The protocol violation.
+    /// The protocol violation: the bytes overlap a received range, or there are too many ranges.
     pub fn add(&mut self, start: u32, end: u32) -> Result<(), &'static str> {
         let runs = &mut self.0;
         let next = runs.partition_point(|run| run.0 < start);
@@ -35,7 +35,7 @@ impl ReceivedRanges {
     }
 
     /// Returns true if exactly the bytes `0..len` were received.
-    pub fn is_all(&self, len: u32) -> bool {
+    pub fn is_complete(&self, len: u32) -> bool {
         self.0 == [(0, len)]
     }
 }
@@ -48,10 +48,10 @@ mod tests {
     fn ranges_in_any_order_merge() {
         let mut received = ReceivedRanges::default();
         for (start, end) in [(8, 16), (0, 4), (24, 32), (16, 24), (4, 8)] {
-            assert!(!received.is_all(32));
+            assert!(!received.is_complete(32));
             received.add(start, end).unwrap();
         }
-        assert!(received.is_all(32) && !received.is_all(33));
+        assert!(received.is_complete(32) && !received.is_complete(33));
     }
 
     #[test]

@@ -11,13 +11,14 @@ use crate::error::LinkError;
 use crate::handshake::text;
 use crate::link::Link;
 use crate::status::{DESCRIPTOR_BYTES, MAX_DESCRIPTORS, parse};
-use crate::table::{SentPiece, Table};
+use crate::table::{CommandTable, SentPiece};
 
-/// Bytes of the input buffer.
+/// Size of the input buffer in bytes.
 const INPUT_BYTES: usize = 64 << 10;
-/// Missing bytes from which data is received directly into the request's buffer.
+/// If at least this many bytes of read data are missing, they are received directly into the
+/// request's buffer.
 const DIRECT_BYTES: usize = 4096;
-/// Maximum number of bytes received per call, so that sending gets its turn.
+/// Number of received bytes at which a call returns, so that the thread can send too.
 const TURN_BYTES: usize = 4 << 20;
 /// Longest error chunk in bytes: errno, length, text, offset.
 const MAX_ERROR_BYTES: usize = 4 + 2 + u16::MAX as usize + 8;
@@ -26,10 +27,10 @@ const MAX_STATUS_BYTES: usize = 4 + MAX_DESCRIPTORS * DESCRIPTOR_BYTES;
 /// Payload of a hole chunk in bytes: offset and length.
 const HOLE_BYTES: usize = 12;
 
-/// A piece with its complete reply.
+/// A command whose reply is complete.
 pub struct PieceReply {
     pub sent: SentPiece,
-    /// 0, or the NBD errno.
+    /// The NBD errno in the reply, or 0 without an error.
     pub errno: u32,
 }
 
@@ -44,7 +45,7 @@ enum State {
         left: usize,
         last: bool,
     },
-    /// Payload that is parsed when it is complete.
+    /// Payload of a chunk, parsed when it is complete.
     Payload {
         cookie: u64,
         kind: u16,
@@ -63,7 +64,7 @@ pub struct Receiver {
     state: State,
     structured: bool,
     context: Option<u32>,
-    /// Pieces with complete replies.
+    /// Commands whose replies are complete.
     pub replies: Vec<PieceReply>,
 }
 
@@ -85,7 +86,7 @@ impl Receiver {
     ///
     /// # Errors
     /// The connection is lost, or the server violated the protocol.
-    pub fn receive(&mut self, link: &mut Link, table: &mut Table) -> Result<bool, LinkError> {
+    pub fn receive(&mut self, link: &mut Link, table: &mut CommandTable) -> Result<bool, LinkError> {
         let mut turn = 0;
         while turn < TURN_BYTES {
             let (got, wanted) = if let State::Data { cookie, at, left, .. } = self.state
@@ -135,16 +136,16 @@ impl Receiver {
     }
 
     /// Parses the input buffer as far as possible.
-    fn parse_input(&mut self, table: &mut Table) -> Result<(), LinkError> {
+    fn parse_input(&mut self, table: &mut CommandTable) -> Result<(), LinkError> {
         loop {
             match self.state {
                 State::Header => {
-                    if !self.header(table)? {
+                    if !self.parse_header(table)? {
                         return Ok(());
                     }
                 }
                 State::Data { cookie, left: 0, last, .. } => {
-                    table.get(cookie).ok_or(UNKNOWN)?.since = Instant::now();
+                    table.get(cookie).ok_or(UNKNOWN)?.last_progress = Instant::now();
                     self.state = State::Header;
                     if last {
                         self.finish_reply(table, cookie)?;
@@ -168,7 +169,7 @@ impl Receiver {
                         return Ok(());
                     }
                     self.state = State::Header;
-                    self.payload(table, cookie, kind)?;
+                    self.parse_payload(table, cookie, kind)?;
                     self.payload = Vec::new();
                     if last {
                         self.finish_reply(table, cookie)?;
@@ -179,13 +180,13 @@ impl Receiver {
     }
 
     /// Parses a header. Returns false if it is incomplete.
-    fn header(&mut self, table: &mut Table) -> Result<bool, LinkError> {
+    fn parse_header(&mut self, table: &mut CommandTable) -> Result<bool, LinkError> {
         let Some(magic) = self.data().first_chunk::<4>() else { return Ok(false) };
         match u32::from_be_bytes(*magic) {
             SIMPLE_REPLY_MAGIC => {
                 let Ok((reply, _)) = SimpleReply::read_from_prefix(self.data()) else { return Ok(false) };
                 self.start += size_of::<SimpleReply>();
-                self.simple(table, reply)?;
+                self.parse_simple_reply(table, reply)?;
                 Ok(true)
             }
             STRUCTURED_REPLY_MAGIC if self.structured => {
@@ -198,23 +199,23 @@ impl Receiver {
                 if rest.len() < fixed.min(header.len.get() as usize) {
                     return Ok(false);
                 }
-                self.chunk(table, header)?;
+                self.parse_chunk(table, header)?;
                 Ok(true)
             }
             _ => Err(LinkError::Protocol("a reply has the wrong magic number")),
         }
     }
 
-    fn simple(&mut self, table: &mut Table, reply: SimpleReply) -> Result<(), LinkError> {
+    fn parse_simple_reply(&mut self, table: &mut CommandTable, reply: SimpleReply) -> Result<(), LinkError> {
         let cookie = reply.cookie.get();
         let sent = table.get(cookie).ok_or(UNKNOWN)?;
-        let asked = sent.piece.command;
-        if self.structured && matches!(asked, command::READ | command::BLOCK_STATUS) {
+        let command = sent.piece.command;
+        if self.structured && matches!(command, command::READ | command::BLOCK_STATUS) {
             return Err(LinkError::Protocol(
                 "it sent a simple reply to a command that needs a structured reply",
             ));
         }
-        match (reply.error.get(), asked) {
+        match (reply.error.get(), command) {
             (0, command::READ) => {
                 let (at, left) = (sent.piece.at, sent.piece.len as usize);
                 sent.received.add(0, sent.piece.len).map_err(LinkError::Protocol)?;
@@ -229,10 +230,10 @@ impl Receiver {
         }
     }
 
-    fn chunk(&mut self, table: &mut Table, header: Chunk) -> Result<(), LinkError> {
+    fn parse_chunk(&mut self, table: &mut CommandTable, header: Chunk) -> Result<(), LinkError> {
         let (cookie, kind, len) = (header.cookie.get(), header.kind.get(), header.len.get() as usize);
         let sent = table.get(cookie).ok_or(UNKNOWN)?;
-        sent.since = Instant::now();
+        sent.last_progress = Instant::now();
         let last = header.flags.get() & chunk::FLAG_DONE != 0;
         let piece = sent.piece;
         let place = |offset: u64, len: u32| {
@@ -285,7 +286,7 @@ impl Receiver {
         Ok(())
     }
 
-    fn payload(&mut self, table: &mut Table, cookie: u64, kind: u16) -> Result<(), LinkError> {
+    fn parse_payload(&mut self, table: &mut CommandTable, cookie: u64, kind: u16) -> Result<(), LinkError> {
         let sent = table.get(cookie).ok_or(UNKNOWN)?;
         if kind == chunk::BLOCK_STATUS {
             if !sent.job.status.is_empty() {
@@ -313,7 +314,7 @@ impl Receiver {
         Ok(())
     }
 
-    fn finish_reply(&mut self, table: &mut Table, cookie: u64) -> Result<(), LinkError> {
+    fn finish_reply(&mut self, table: &mut CommandTable, cookie: u64) -> Result<(), LinkError> {
         let sent = table.take(cookie).ok_or(UNKNOWN)?;
         let errno = sent.error.unwrap_or(0);
         if errno == errno::SHUTDOWN {
@@ -321,7 +322,7 @@ impl Receiver {
             return Err(LinkError::ShuttingDown);
         }
         if errno == 0 {
-            if sent.piece.command == command::READ && !sent.received.is_all(sent.piece.len) {
+            if sent.piece.command == command::READ && !sent.received.is_complete(sent.piece.len) {
                 return Err(self.reject_reply(sent, "the chunks of a reply do not cover the request"));
             }
             if sent.piece.command == command::BLOCK_STATUS && sent.job.status.is_empty() {

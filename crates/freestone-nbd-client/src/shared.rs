@@ -23,17 +23,17 @@ use freestone_core::timer;
 use crate::error::LinkError;
 use crate::export_info::ExportInfo;
 use crate::job::Job;
-use crate::state::{Effects, State};
+use crate::state::{DeferredWork, State};
 use crate::table::MAX_IN_FLIGHT;
 use crate::wake::Waker;
 
-/// A device, shared by its users and connections.
+/// The state of a device, shared by its users and connections.
 pub struct Shared {
-    /// Time that a request waits for a server.
+    /// Time for which a request waits for a server before it fails.
     pub timeout: Duration,
     /// One waker per connection.
-    pub wakes: Vec<Waker>,
-    /// Fixed geometry; only the size may grow.
+    pub wakers: Vec<Waker>,
+    /// Geometry of the device. Only its size may grow, which is in `size`.
     geometry: Geometry,
     size: AtomicU64,
     /// Bitmap of connections whose wake-up is delayed until a plug is released.
@@ -43,8 +43,8 @@ pub struct Shared {
     ended: Condvar,
 }
 
-/// Data that a connection exchanges with the state. The allocations are reused, so that the lock is
-/// not held across an allocation per request.
+/// Requests that a connection exchanges with the shared state. The allocations are reused, so that
+/// the lock is not held across an allocation per request.
 #[derive(Default)]
 pub struct Exchange {
     /// Finished requests with their results.
@@ -53,7 +53,7 @@ pub struct Exchange {
     pub unflushed: u64,
     pub new: VecDeque<Box<Job>>,
     ready: VecDeque<Box<Job>>,
-    effects: Effects,
+    deferred: DeferredWork,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,18 +65,18 @@ pub enum LeaveReason {
 #[derive(Debug)]
 pub enum JoinResult {
     /// The connection joined; true if it is the first of the session.
-    Yes(bool),
+    Joined(bool),
     /// The previous session has not ended yet.
-    Later,
+    PreviousEnding,
 }
 
 impl Shared {
     /// Returns the state of a newly seen export with one connection per waker, none of them open.
-    pub fn new(export_info: ExportInfo, geometry: Geometry, wakes: Vec<Waker>, timeout: Duration) -> Self {
-        let state = State::new(export_info, wakes.len());
+    pub fn new(export_info: ExportInfo, geometry: Geometry, wakers: Vec<Waker>, timeout: Duration) -> Self {
+        let state = State::new(export_info, wakers.len());
         Self {
             timeout,
-            wakes,
+            wakers,
             size: AtomicU64::new(geometry.size),
             geometry,
             plugged: AtomicU64::new(0),
@@ -106,7 +106,8 @@ impl Shared {
         self.lock().reconnects
     }
 
-    /// Returns the reason why a connection was last lost or could not be opened.
+    /// Returns the reason why a connection was last lost or could not be opened, if that has
+    /// happened.
     pub fn last_error(&self) -> Option<String> {
         self.lock().last_error.clone()
     }
@@ -117,40 +118,40 @@ impl Shared {
     }
 
     pub fn submit(self: &Arc<Self>, mut job: Box<Job>) {
-        let mut effects = Effects::default();
+        let mut deferred = DeferredWork::default();
         {
             let mut state = self.lock();
             state.jobs += 1;
             job.number = state.jobs;
-            job.covered_writes = state.ledger.completed_writes();
+            job.covered_writes = state.durability.completed_writes();
             if state.stop {
-                effects.done.push((job, Err(Error::Gone)));
+                deferred.done.push((job, Err(Error::Gone)));
             } else if let Some(job) = state.admit(job) {
-                state.dispatch(job, self.timeout, &mut effects);
+                state.dispatch(job, self.timeout, &mut deferred);
             }
         }
-        if effects.wake != 0 && hold(self) {
-            self.plugged.fetch_or(effects.wake, Ordering::SeqCst);
-            effects.wake = 0;
+        if deferred.wake != 0 && hold(self) {
+            self.plugged.fetch_or(deferred.wake, Ordering::SeqCst);
+            deferred.wake = 0;
         }
-        self.apply_effects(&mut effects);
+        self.run_deferred(&mut deferred);
     }
 
-    /// Does the work collected under the lock, and empties `effects`.
-    fn apply_effects(self: &Arc<Self>, effects: &mut Effects) {
-        self.wake(std::mem::take(&mut effects.wake));
-        for (job, outcome) in effects.done.drain(..) {
+    /// Does the work that was collected under the lock, and empties `deferred`.
+    fn run_deferred(self: &Arc<Self>, deferred: &mut DeferredWork) {
+        self.wake(std::mem::take(&mut deferred.wake));
+        for (job, outcome) in deferred.done.drain(..) {
             // A panicking completion ends its request, not the device.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job.finish(outcome)));
         }
-        if let Some(when) = effects.timer.take() {
+        if let Some(when) = deferred.timer.take() {
             let shared = Arc::downgrade(self);
             let check = move || {
                 if let Some(shared) = shared.upgrade() {
                     shared.expire();
                 }
             };
-            if let Err(error) = timer::at(when, check) {
+            if let Err(error) = timer::schedule(when, check) {
                 // Connection threads also check for expired requests before they reconnect.
                 client_log!(warn, "cannot set a timer: requests may exceed their timeout: {error}");
             }
@@ -158,7 +159,7 @@ impl Shared {
     }
 
     fn wake(&self, connections: u64) {
-        for (connection, wake) in self.wakes.iter().enumerate() {
+        for (connection, wake) in self.wakers.iter().enumerate() {
             if connections & 1 << connection != 0 {
                 wake.wake();
             }
@@ -167,9 +168,9 @@ impl Shared {
 
     /// Fails requests that have waited for a server longer than the timeout.
     pub fn expire(self: &Arc<Self>) {
-        let mut effects = Effects::default();
-        self.lock().expire(Instant::now(), self.timeout, &mut effects);
-        self.apply_effects(&mut effects);
+        let mut deferred = DeferredWork::default();
+        self.lock().expire(Instant::now(), self.timeout, &mut deferred);
+        self.run_deferred(&mut deferred);
     }
 
     // ---- called by connections
@@ -186,15 +187,15 @@ impl Shared {
     ) -> std::result::Result<JoinResult, LinkError> {
         let mut state = self.lock();
         if state.stop {
-            return Err(LinkError::Ending);
+            return Err(LinkError::Stopped);
         }
         if state.leaving {
-            return Ok(JoinResult::Later);
+            return Ok(JoinResult::PreviousEnding);
         }
         export_info.check_compatible(&state.export_info)?;
         let first = state.members == 0;
         if first {
-            // The session uses the size that its first connection sees, as all later ones have at
+            // The session uses the size that its first connection sees, as all later ones see at
             // least that.
             state.export_info = export_info;
             let size = export_info.size.next_multiple_of(u64::from(self.geometry.logical_block));
@@ -204,29 +205,29 @@ impl Shared {
         state.members += 1;
         let connection = &mut state.connections[connection];
         (connection.is_open, connection.assigned) = (true, 0);
-        Ok(JoinResult::Yes(first))
+        Ok(JoinResult::Joined(first))
     }
 
-    /// Hands over finished requests and fetches new ones, up to the in-flight limit. The connection
-    /// is woken when more arrive.
+    /// Hands over finished requests and fetches new ones, up to the in-flight limit. The
+    /// connection's thread is woken when more requests arrive.
     ///
     /// # Errors
-    /// The connection must end.
+    /// Returns the reason if the connection must end.
     pub fn exchange(
         self: &Arc<Self>,
         connection: usize,
         exchange: &mut Exchange,
     ) -> std::result::Result<(), LeaveReason> {
-        let Exchange { done, unflushed, new, ready, effects } = exchange;
+        let Exchange { done, unflushed, new, ready, deferred } = exchange;
         let over = {
             let mut state = self.lock();
-            (0..std::mem::take(unflushed)).for_each(|_| state.ledger.add_write());
+            (0..std::mem::take(unflushed)).for_each(|_| state.durability.add_write());
             state.connections[connection].assigned -= done.len();
             for (job, outcome) in done.drain(..) {
                 let outcome = state.check_flush(&job, outcome);
-                state.finish(job, outcome, ready, effects);
+                state.finish(job, outcome, ready, deferred);
             }
-            state.dispatch_all(ready, self.timeout, effects);
+            state.dispatch_all(ready, self.timeout, deferred);
             if state.stop {
                 Err(LeaveReason::Stop)
             } else if state.leaving {
@@ -250,15 +251,15 @@ impl Shared {
                 Ok(())
             }
         };
-        let _plug = (effects.done.len() > 1).then(freestone_core::plug::Plug::start);
-        self.apply_effects(effects);
+        let _plug = (deferred.done.len() > 1).then(freestone_core::plug::Plug::start);
+        self.run_deferred(deferred);
         over
     }
 
     /// Removes a lost connection; `jobs` are its requests without a reply. If it was the last one,
     /// returns the number of completed writes that may be lost, if any.
     pub fn leave(self: &Arc<Self>, connection: usize, jobs: VecDeque<Box<Job>>) -> Option<u64> {
-        let mut effects = Effects::default();
+        let mut deferred = DeferredWork::default();
         let mut lost = None;
         {
             let mut state = self.lock();
@@ -268,17 +269,17 @@ impl Shared {
             state.members -= 1;
             state.leaving = state.members > 0;
             if state.stop {
-                effects.done.extend(jobs.into_iter().chain(inbox).map(|job| (job, Err(Error::Gone))));
+                deferred.done.extend(jobs.into_iter().chain(inbox).map(|job| (job, Err(Error::Gone))));
             } else {
                 state.queued.extend(jobs.into_iter().chain(inbox));
                 if state.members == 0 {
-                    lost = state.end_session(Instant::now(), self.timeout, &mut effects);
+                    lost = state.end_session(Instant::now(), self.timeout, &mut deferred);
                 }
             }
             // Wakes the other connections to leave too, or to begin the next session.
-            effects.wake = !(1 << connection);
+            deferred.wake = !(1 << connection);
         }
-        self.apply_effects(&mut effects);
+        self.run_deferred(&mut deferred);
         lost
     }
 
@@ -293,10 +294,10 @@ impl Shared {
         self.ended.notify_all();
     }
 
-    /// Fails all requests with `Gone` and stops the threads. Returns true if at most `others`
-    /// threads are left within `most`.
+    /// Fails all requests with `Gone` and stops the connection threads. Returns true if at most
+    /// `others` threads are left after at most the time `most`.
     pub fn stop(self: &Arc<Self>, most: Duration, others: usize) -> bool {
-        let mut effects = Effects::default();
+        let mut deferred = DeferredWork::default();
         {
             let mut state = self.lock();
             state.stop = true;
@@ -305,10 +306,10 @@ impl Shared {
             let pending = queued
                 .drain(..)
                 .chain(connections.iter_mut().flat_map(|connection| std::mem::take(&mut connection.inbox)));
-            effects.done.extend(pending.chain(overlapping).map(|job| (job, Err(Error::Gone))));
+            deferred.done.extend(pending.chain(overlapping).map(|job| (job, Err(Error::Gone))));
         }
-        self.wakes.iter().for_each(Waker::stop);
-        self.apply_effects(&mut effects);
+        self.wakers.iter().for_each(Waker::stop);
+        self.run_deferred(&mut deferred);
         let end = Instant::now() + most;
         let mut state = self.lock();
         while state.threads > others {

@@ -6,17 +6,17 @@ use freestone_nbd_proto::StateFlags;
 use crate::job::Status;
 
 /// Largest range of a block status query in bytes.
-pub const MAX_ASKED_BYTES: u64 = 128 << 20;
-/// Bytes of a descriptor: length and flags.
+pub const MAX_QUERY_BYTES: u64 = 128 << 20;
+/// Size of a descriptor in bytes: length and flags.
 pub const DESCRIPTOR_BYTES: usize = 8;
-/// Maximum number of descriptors of a reply: one per smallest block.
-pub const MAX_DESCRIPTORS: usize = (MAX_ASKED_BYTES / 512) as usize;
+/// Maximum number of descriptors in a reply: one for each 512-byte block of the largest query.
+pub const MAX_DESCRIPTORS: usize = (MAX_QUERY_BYTES / 512) as usize;
 
 /// Parses a block status chunk.
 ///
 /// # Errors
 /// The protocol violation.
-pub fn parse(bytes: &[u8], context: Option<u32>, asked: u32) -> Result<Vec<Status>, &'static str> {
+pub fn parse(bytes: &[u8], context: Option<u32>, query_len: u32) -> Result<Vec<Status>, &'static str> {
     const LENGTH: &str = "block status has the wrong length";
     let (id, rest) = bytes.split_first_chunk::<4>().ok_or(LENGTH)?;
     if Some(u32::from_be_bytes(*id)) != context {
@@ -36,7 +36,7 @@ pub fn parse(bytes: &[u8], context: Option<u32>, asked: u32) -> Result<Vec<Statu
             return Err("block status of length 0");
         }
         // Only the last descriptor may extend beyond the range.
-        if described_bytes >= u64::from(asked) {
+        if described_bytes >= u64::from(query_len) {
             return Err("block status beyond the requested range");
         }
         described_bytes += u64::from(len);
@@ -55,17 +55,23 @@ fn kind(flags: u32) -> ExtentKind {
     }
 }
 
-/// Converts the descriptors of a query of `asked` bytes at `offset` to rows of whole blocks. A
+/// Converts the descriptors of a query of `query_len` bytes at `offset` to rows of whole blocks. A
 /// block with several kinds is data if any of them is, and so is a block that the descriptors cover
 /// only partly. Returns the number of bytes described, at least one block.
-pub fn rows(all: &[Status], offset: u64, asked: u64, block: u64, row: &mut dyn FnMut(Extent) -> bool) -> u64 {
+pub fn rows(
+    all: &[Status],
+    offset: u64,
+    query_len: u64,
+    block: u64,
+    row: &mut dyn FnMut(Extent) -> bool,
+) -> u64 {
     let merged = |one: ExtentKind, other: ExtentKind| match (one, other) {
         (ExtentKind::Hole, ExtentKind::Hole) => ExtentKind::Hole,
         (ExtentKind::Data, _) | (_, ExtentKind::Data) => ExtentKind::Data,
         _ => ExtentKind::Zero,
     };
     // If the query is not a multiple of the block, the export ends within its last block.
-    let len = asked.next_multiple_of(block);
+    let len = query_len.next_multiple_of(block);
     let mut described = 0;
     let mut emit = |from: u64, to: u64, kind: ExtentKind| {
         described = to;
@@ -106,7 +112,7 @@ pub fn rows(all: &[Status], offset: u64, asked: u64, block: u64, row: &mut dyn F
         }
     }
     if let Some(kind) = open {
-        emit(done, (done + block).min(len), if at < asked { ExtentKind::Data } else { kind });
+        emit(done, (done + block).min(len), if at < query_len { ExtentKind::Data } else { kind });
     }
     described
 }

@@ -8,33 +8,33 @@ use crate::ranges::ReceivedRanges;
 
 /// Maximum number of commands in flight per connection.
 pub const MAX_IN_FLIGHT: usize = 32;
-/// Bits of a cookie that hold the slot; the others are a serial number.
+/// Number of low bits of a cookie that hold the slot. The other bits are a serial number.
 const SLOT_BITS: u32 = 8;
 const _: () = assert!(MAX_IN_FLIGHT <= 1 << SLOT_BITS);
 
 /// A command that was sent or is being sent.
 pub struct SentPiece {
     pub job: Box<Job>,
-    /// The command.
+    /// The NBD command.
     pub piece: Piece,
-    /// Received ranges of a read.
+    /// Received byte ranges of a read.
     pub received: ReceivedRanges,
-    /// First errno received.
+    /// First errno received in a reply; `None` without an error.
     pub error: Option<u32>,
-    /// Time of the last progress.
-    pub since: Instant,
+    /// Time at which data of the command was last sent, or its reply was last received.
+    pub last_progress: Instant,
     cookie: u64,
 }
 
 /// Commands in flight, by cookie.
 #[derive(Default)]
-pub struct Table {
+pub struct CommandTable {
     slots: Vec<Option<SentPiece>>,
     used: usize,
     serial: u64,
 }
 
-impl Table {
+impl CommandTable {
     /// Adds a command and returns its cookie.
     pub fn add(&mut self, job: Box<Job>, piece: Piece) -> u64 {
         let slot = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
@@ -43,9 +43,15 @@ impl Table {
         });
         self.serial += 1;
         let cookie = self.serial << SLOT_BITS | slot as u64;
-        let since = Instant::now();
-        self.slots[slot] =
-            Some(SentPiece { job, piece, received: ReceivedRanges::default(), error: None, since, cookie });
+        let last_progress = Instant::now();
+        self.slots[slot] = Some(SentPiece {
+            job,
+            piece,
+            received: ReceivedRanges::default(),
+            error: None,
+            last_progress,
+            cookie,
+        });
         self.used += 1;
         cookie
     }
@@ -58,26 +64,26 @@ impl Table {
         (cookie & ((1 << SLOT_BITS) - 1)) as usize
     }
 
-    /// Returns the command of a cookie.
+    /// Returns the command of a cookie, or None if it is not in flight.
     pub fn get(&mut self, cookie: u64) -> Option<&mut SentPiece> {
         self.slots.get_mut(Self::slot(cookie))?.as_mut().filter(|sent| sent.cookie == cookie)
     }
 
-    /// Returns the buffer of the command's request.
+    /// Returns the data buffer of the command's request, or None if the command is not in flight.
     pub fn buffer(&mut self, cookie: u64) -> Option<&mut IoBuf> {
         self.get(cookie).map(|sent| &mut sent.job.buffer)
     }
 
-    /// Removes the command of a cookie.
+    /// Removes and returns the command of a cookie, or returns None if it is not in flight.
     pub fn take(&mut self, cookie: u64) -> Option<SentPiece> {
         self.get(cookie)?;
         self.used -= 1;
         self.slots[Self::slot(cookie)].take()
     }
 
-    /// Returns the earliest time of last progress of all commands.
+    /// Returns the earliest time of last progress of all commands, or None if none is in flight.
     pub fn oldest(&self) -> Option<Instant> {
-        self.slots.iter().flatten().map(|sent| sent.since).min()
+        self.slots.iter().flatten().map(|sent| sent.last_progress).min()
     }
 
     /// Removes all commands and returns their requests.

@@ -14,12 +14,12 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use crate::config::TlsFiles;
 use crate::error::{LinkError, SetupError};
 use crate::socket::{receive, send};
-use crate::uri::{Place, Uri};
+use crate::uri::{ServerAddress, Uri};
 use crate::wake::Deadline;
 
 /// Maximum number of bytes that are encrypted but not sent.
 const UNSENT_MAX_BYTES: usize = 256 << 10;
-/// Expected certificate name of a server behind a Unix socket, unless configured.
+/// Expected name in the certificate of a server behind a Unix socket, unless `hostname` is set.
 const LOCAL_NAME: &str = "localhost";
 
 pub struct TlsSettings {
@@ -28,7 +28,7 @@ pub struct TlsSettings {
 }
 
 impl TlsSettings {
-    /// Reads the certificate and key files.
+    /// Loads the certificate and key files.
     ///
     /// # Errors
     /// See [`SetupError`].
@@ -54,10 +54,10 @@ impl TlsSettings {
             }
             _ => config.with_no_client_auth(),
         };
-        let name = match (&files.hostname, &uri.place) {
+        let name = match (&files.hostname, &uri.address) {
             (Some(name), _) => name,
-            (None, Place::Tcp { host, .. }) => host,
-            (None, Place::Unix(_)) => LOCAL_NAME,
+            (None, ServerAddress::Tcp { host, .. }) => host,
+            (None, ServerAddress::Unix(_)) => LOCAL_NAME,
         };
         let server = ServerName::try_from(name.to_owned())
             .map_err(|_| SetupError::Tls(format!("{name:?} is not a valid server name")))?;
@@ -108,7 +108,7 @@ impl TlsStream {
     ///
     /// # Errors
     /// The server's certificate is not valid, or the deadline has passed.
-    pub fn shake_hands(&mut self, socket: BorrowedFd<'_>, deadline: Deadline<'_>) -> Result<(), LinkError> {
+    pub fn handshake(&mut self, socket: BorrowedFd<'_>, deadline: Deadline<'_>) -> Result<(), LinkError> {
         while self.0.is_handshaking() || self.0.wants_write() {
             if self.0.wants_write() {
                 if !self.flush(socket)? {
@@ -116,7 +116,7 @@ impl TlsStream {
                 }
                 continue;
             }
-            match self.0.read_tls(&mut Raw(socket)) {
+            match self.0.read_tls(&mut RawSocket(socket)) {
                 Ok(0) => return Err(LinkError::Closed),
                 Ok(_) => {
                     if let Err(error) = self.0.process_new_packets() {
@@ -137,7 +137,7 @@ impl TlsStream {
     /// Sends encrypted data. Returns true if all of it was sent.
     fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
         while self.0.wants_write() {
-            match self.0.write_tls(&mut Raw(socket)) {
+            match self.0.write_tls(&mut RawSocket(socket)) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) => return Err(error),
@@ -154,7 +154,7 @@ impl TlsStream {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
-            match self.0.read_tls(&mut Raw(socket)) {
+            match self.0.read_tls(&mut RawSocket(socket)) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) => return Err(error),
@@ -186,15 +186,15 @@ impl TlsStream {
     }
 }
 
-struct Raw<'a>(BorrowedFd<'a>);
+struct RawSocket<'a>(BorrowedFd<'a>);
 
-impl Read for Raw<'_> {
+impl Read for RawSocket<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         receive(self.0, buf)?.ok_or_else(|| io::ErrorKind::WouldBlock.into())
     }
 }
 
-impl Write for Raw<'_> {
+impl Write for RawSocket<'_> {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         match send(self.0, &[IoSlice::new(buf)])? {
             0 if !buf.is_empty() => Err(io::ErrorKind::WouldBlock.into()),

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
-use freestone_nbd_proto::{At, MAX_STRING_BYTES};
+use freestone_nbd_proto::{MAX_STRING_BYTES, UriAddress};
 use thiserror::Error;
 
 /// Default NBD port.
@@ -30,7 +30,7 @@ pub enum UriError {
     Socket,
     /// Host given together with a Unix socket, or socket without `+unix`.
     #[error("{0}")]
-    Place(&'static str),
+    Address(&'static str),
     /// Invalid port.
     #[error("the port must be a number from 1 to 65535")]
     Port,
@@ -53,7 +53,7 @@ pub enum UriError {
 
 /// Address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum ServerAddress {
     /// TCP.
     Tcp {
         /// Host name or IP address, IPv6 without brackets.
@@ -69,18 +69,19 @@ pub enum Place {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Uri {
     /// Address of the server.
-    pub place: Place,
-    /// Use TLS.
+    pub address: ServerAddress,
+    /// True if the scheme requires TLS (`nbds`).
     pub tls: bool,
     /// Name of the export; an empty name is the server's default export.
     pub export: String,
 }
 
 impl Uri {
-    /// Makes a socket path absolute, so that the URI is valid in every directory.
+    /// Makes a socket path absolute, relative to `base`, so that the URI is valid in every
+    /// directory.
     #[must_use]
     pub fn absolute(mut self, base: &std::path::Path) -> Self {
-        if let Place::Unix(path) = &mut self.place {
+        if let ServerAddress::Unix(path) = &mut self.address {
             *path = base.join(&*path);
         }
         self
@@ -109,15 +110,15 @@ impl FromStr for Uri {
         }
         let rest = &rest[authority.len()..];
         let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
-        let export = String::from_utf8(decoded(path.strip_prefix('/').unwrap_or(path))?)
+        let export = String::from_utf8(decode_percent(path.strip_prefix('/').unwrap_or(path))?)
             .map_err(|_| UriError::Export)?;
         if export.len() > MAX_STRING_BYTES || export.contains('\0') {
             return Err(UriError::Export);
         }
         let socket = socket_of(query)?;
-        let place = if unix {
+        let address = if unix {
             if !authority.is_empty() {
-                return Err(UriError::Place(
+                return Err(UriError::Address(
                     "a host is not allowed with +unix: write nbd+unix:///EXPORT?socket=PATH",
                 ));
             }
@@ -125,19 +126,19 @@ impl FromStr for Uri {
             if path.is_empty() || path.len() > MAX_SOCKET_PATH_BYTES || path.contains(&0) {
                 return Err(UriError::Socket);
             }
-            Place::Unix(std::ffi::OsString::from_vec(path).into())
+            ServerAddress::Unix(std::ffi::OsString::from_vec(path).into())
         } else {
             if socket.is_some() {
-                return Err(UriError::Place("socket is for nbd+unix and nbds+unix"));
+                return Err(UriError::Address("socket is for nbd+unix and nbds+unix"));
             }
             tcp(authority)?
         };
-        Ok(Self { place, tls, export })
+        Ok(Self { address, tls, export })
     }
 }
 
 /// Parses `HOST`, `HOST:PORT`, or an empty string for localhost.
-fn tcp(authority: &str) -> Result<Place, UriError> {
+fn tcp(authority: &str) -> Result<ServerAddress, UriError> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(inner) => {
             let (host, after) = inner.split_once(']').ok_or(UriError::Host)?;
@@ -158,28 +159,28 @@ fn tcp(authority: &str) -> Result<Place, UriError> {
     };
     let port = match port {
         None | Some("") => DEFAULT_PORT,
-        // `parse` alone would accept a leading plus sign.
+        // `str::parse` alone would accept a leading plus sign.
         Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
             port.parse().ok().filter(|port| *port != 0).ok_or(UriError::Port)?
         }
         Some(_) => return Err(UriError::Port),
     };
-    let host = String::from_utf8(decoded(host)?).map_err(|_| UriError::Host)?;
+    let host = String::from_utf8(decode_percent(host)?).map_err(|_| UriError::Host)?;
     let bad = |c: char| c.is_control() || c.is_whitespace() || "/@[]?#".contains(c);
     if host.contains(bad) || host.len() > MAX_STRING_BYTES {
         return Err(UriError::Host);
     }
     let host = if host.is_empty() { "localhost".to_owned() } else { host };
-    Ok(Place::Tcp { host, port })
+    Ok(ServerAddress::Tcp { host, port })
 }
 
-/// Returns the socket parameter of a query.
+/// Returns the socket parameter of a query, decoded, or None if it is missing.
 fn socket_of(query: &str) -> Result<Option<Vec<u8>>, UriError> {
     let mut socket = None;
     for part in query.split(['&', ';']).filter(|part| !part.is_empty()) {
         let (name, value) = part.split_once('=').unwrap_or((part, ""));
         match name {
-            "socket" if socket.is_none() => socket = Some(decoded(value)?),
+            "socket" if socket.is_none() => socket = Some(decode_percent(value)?),
             _ if name.starts_with("tls-") => {
                 return Err(UriError::Parameter(name.into(), "; for TLS set tls_ca, tls_cert, tls_key"));
             }
@@ -189,7 +190,7 @@ fn socket_of(query: &str) -> Result<Option<Vec<u8>>, UriError> {
     Ok(socket)
 }
 
-fn decoded(text: &str) -> Result<Vec<u8>, UriError> {
+fn decode_percent(text: &str) -> Result<Vec<u8>, UriError> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {
@@ -210,9 +211,9 @@ fn decoded(text: &str) -> Result<Vec<u8>, UriError> {
 
 impl fmt::Display for Uri {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let at = match &self.place {
-            Place::Tcp { host, port } => At::Tcp { host, port: *port },
-            Place::Unix(path) => At::Unix(path),
+        let at = match &self.address {
+            ServerAddress::Tcp { host, port } => UriAddress::Tcp { host, port: *port },
+            ServerAddress::Unix(path) => UriAddress::Unix(path),
         };
         f.write_str(&at.uri(self.tls, &self.export))
     }
@@ -279,8 +280,8 @@ mod tests {
         }
         let long = format!("nbd://h/{}", "x".repeat(MAX_STRING_BYTES + 1));
         assert_eq!(parse(&long), Err(UriError::Export));
-        assert!(matches!(parse("nbd://h/?socket=/s"), Err(UriError::Place(_))));
-        assert!(matches!(parse("nbd+unix://h/?socket=/s"), Err(UriError::Place(_))));
+        assert!(matches!(parse("nbd://h/?socket=/s"), Err(UriError::Address(_))));
+        assert!(matches!(parse("nbd+unix://h/?socket=/s"), Err(UriError::Address(_))));
         assert!(matches!(parse("nbd+unix:///?socket=/s&socket=/t"), Err(UriError::Parameter(..))));
         assert!(matches!(parse("nbds://h/?tls-psk-file=x"), Err(UriError::Parameter(..))));
     }

@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::error::LinkError;
 
-/// Poll interval for events without a notification.
+/// Poll interval for events without a notification, such as room in the queue of a Unix socket.
 const PAUSE: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
@@ -20,8 +20,8 @@ pub struct Waker {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ready {
-    /// The socket is readable or closed.
+pub struct WaitResult {
+    /// True if the socket is readable or closed.
     pub readable: bool,
 }
 
@@ -37,7 +37,7 @@ impl Waker {
         freestone_core::eventfd::wake(&self.event);
     }
 
-    /// Wakes the thread and tells it to end.
+    /// Wakes the thread and makes it end.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::SeqCst);
         self.wake();
@@ -47,8 +47,12 @@ impl Waker {
         self.stopped.load(Ordering::SeqCst)
     }
 
-    /// Waits for the socket or a wake-up, at most for `most`.
-    pub fn wait(&self, socket: Option<(BorrowedFd<'_>, PollFlags)>, most: Duration) -> io::Result<Ready> {
+    /// Waits for the socket or a wake-up, at most for the time `most`.
+    pub fn wait(
+        &self,
+        socket: Option<(BorrowedFd<'_>, PollFlags)>,
+        most: Duration,
+    ) -> io::Result<WaitResult> {
         let most = Timespec { tv_sec: most.as_secs() as i64, tv_nsec: i64::from(most.subsec_nanos()) };
         let event = PollFd::new(&self.event, PollFlags::IN);
         // The second entry is used only with a socket.
@@ -63,11 +67,11 @@ impl Waker {
         }
         if !fds[0].revents().is_empty() {
             let mut count = [0; 8];
-            // Only this thread reads the eventfd; the event may be the socket's.
+            // Resets the eventfd, which only this thread reads.
             let _ = rustix::io::read(&self.event, &mut count);
         }
         let ends = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
-        Ok(Ready { readable: fds.get(1).is_some_and(|fd| fd.revents().intersects(ends)) })
+        Ok(WaitResult { readable: fds.get(1).is_some_and(|fd| fd.revents().intersects(ends)) })
     }
 }
 
@@ -85,7 +89,7 @@ impl<'a> Deadline<'a> {
         Self { wake, allowed, end: Instant::now() + allowed }
     }
 
-    /// Waits for the socket.
+    /// Waits until the socket has one of the events in `flags`, or a wake-up arrives.
     ///
     /// # Errors
     /// The deadline has passed, or the device is being dropped.
@@ -106,9 +110,9 @@ impl<'a> Deadline<'a> {
 
     fn left(&self) -> Result<Duration, LinkError> {
         if self.wake.is_stopped() {
-            return Err(LinkError::Ending);
+            return Err(LinkError::Stopped);
         }
         let left = self.end.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(LinkError::Silent(self.allowed)) } else { Ok(left) }
+        if left.is_zero() { Err(LinkError::Timeout(self.allowed)) } else { Ok(left) }
     }
 }

@@ -1,5 +1,5 @@
-//! Dropped devices leave no thread or descriptor. A separate test program, as it counts those of
-//! the process.
+//! Checks that dropped NBD devices leave no thread or descriptor. The test is a separate program,
+//! because it counts the threads and descriptors of the process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,15 +26,15 @@ fn round(lose: bool) {
     let device = Nbd::open(&config).unwrap();
     device.write_at(0, &[1; 4096], Flags::empty()).unwrap();
     if lose {
-        server.restart("disk", || {});
+        server.cut_connections_during("disk", || {});
         device.write_at(0, &[1; 4096], Flags::empty()).unwrap();
         drop(server);
         assert!(device.read_at(0, &mut [0; 512]).is_err());
     }
 }
 
-/// Runs many rounds. Returns an error if the process then has more threads or descriptors than
-/// before.
+/// Opens and drops several devices. Returns an error if the process then has more threads or
+/// descriptors than before.
 fn nothing_is_left() -> Result<(), String> {
     let before = counts();
     for n in 0..12 {
@@ -42,7 +42,7 @@ fn nothing_is_left() -> Result<(), String> {
     }
     let end = Instant::now() + Duration::from_secs(20);
     while counts() != before {
-        // Threads of dropped servers end a moment later.
+        // Threads of dropped servers end a short time later.
         if Instant::now() >= end {
             return Err(format!("{:?}, and {before:?} before", counts()));
         }
@@ -53,11 +53,11 @@ fn nothing_is_left() -> Result<(), String> {
 
 #[test]
 fn dropped_devices_leave_no_thread_or_descriptor() {
-    // The first rounds start what the process keeps.
+    // The first rounds also create threads and descriptors that the process keeps.
     round(true);
     round(false);
-    // ThreadSanitizer starts a symbolizer with pipes at its first suppressed report, so one failure
-    // is allowed. Leaks of devices would show up again in the second call.
+    // ThreadSanitizer starts a symbolizer with pipes at its first suppressed report, so the first
+    // check may fail. A leak of devices would fail the second check, too.
     if let Err(first) = nothing_is_left() {
         nothing_is_left().unwrap_or_else(|second| panic!("{first}; then {second}"));
     }

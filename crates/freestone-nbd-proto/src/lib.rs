@@ -5,34 +5,34 @@
 
 mod uri;
 
-pub use uri::At;
+pub use uri::UriAddress;
 
 use bitflags::bitflags;
 use zerocopy::byteorder::network_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// First eight bytes from the server ("NBDMAGIC").
+/// First magic number from the server ("NBDMAGIC").
 pub const INIT_MAGIC: u64 = 0x4e42444d41474943;
-/// Second eight bytes from the server, and the start of each option ("IHAVEOPT").
+/// Second magic number from the server, and the first of each option ("IHAVEOPT").
 pub const OPTION_MAGIC: u64 = 0x49484156454F5054;
-/// Start of each option reply.
+/// Magic number at the start of each option reply.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// Start of each request.
+/// Magic number at the start of each request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// Start of a simple reply.
+/// Magic number at the start of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// Start of a structured reply chunk.
+/// Magic number at the start of a structured reply chunk.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// Start of a request with an extended header.
+/// Magic number at the start of a request with an extended header.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// Start of a reply chunk with an extended header.
+/// Magic number at the start of a reply chunk with an extended header.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 /// Maximum length of a string (name, description, message) in bytes.
 pub const MAX_STRING_BYTES: usize = 4096;
 /// Maximum payload of a request or reply chunk that the server offers, in bytes.
 pub const MAX_PAYLOAD_BYTES: u32 = 64 << 20;
-/// Zero bytes after the reply to `OPT_EXPORT_NAME`, unless the client declined them.
+/// Number of zero bytes after the reply to `OPT_EXPORT_NAME`, unless the client declined them.
 pub const EXPORT_NAME_PADDING_BYTES: usize = 124;
 /// Metadata context of holes and zeroes.
 pub const BASE_ALLOCATION: &str = "base:allocation";
@@ -44,19 +44,19 @@ pub const FREESTONE_CHANGED: &str = "freestone:changed";
 pub const FREESTONE_CHANGED_ID: u32 = 2;
 
 bitflags! {
-    /// Flags of the server's greeting. The client replies with the same bits in 32 bits.
+    /// Flags of the server's greeting. The client replies with the flags that it accepts, in 32 bits.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct HandshakeFlags: u16 {
-        /// Each option gets a reply.
+        /// Fixed newstyle handshake: each option gets a reply.
         const FIXED_NEWSTYLE = 1;
-        /// No padding after `OPT_EXPORT_NAME`.
+        /// No padding after the reply to `OPT_EXPORT_NAME`.
         const NO_ZEROES = 2;
     }
 
     /// Capabilities of an export.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct TransmissionFlags: u16 {
-        /// Always set.
+        /// Always set, because the flags are valid.
         const HAS_FLAGS = 1;
         /// The export rejects writes.
         const READ_ONLY = 1 << 1;
@@ -87,13 +87,13 @@ bitflags! {
     pub struct CommandFlags: u16 {
         /// The request is durable at its completion.
         const FUA = 1;
-        /// Write zeroes: do not free the space.
+        /// Write zeroes: do not free the storage of the range.
         const NO_HOLE = 1 << 1;
         /// Read: reply with one data chunk.
         const DF = 1 << 2;
         /// Block status: reply with one extent.
         const REQ_ONE = 1 << 3;
-        /// Write zeroes: fail if this is not fast.
+        /// Write zeroes: fail if this is not faster than writing the zeroes as data.
         const FAST_ZERO = 1 << 4;
         /// With extended headers: the length is that of a payload, which follows the header.
         const PAYLOAD_LEN = 1 << 5;
@@ -144,11 +144,11 @@ pub mod option {
 pub mod reply {
     /// The option is complete.
     pub const ACK: u32 = 1;
-    /// Description of an export.
+    /// Name and description of an export, in a list.
     pub const SERVER: u32 = 2;
     /// Information about an export.
     pub const INFO: u32 = 3;
-    /// A metadata context.
+    /// Id and name of a metadata context.
     pub const META_CONTEXT: u32 = 4;
     /// The option is unknown.
     pub const ERR_UNSUP: u32 = (1 << 31) + 1;
@@ -174,31 +174,31 @@ pub mod reply {
 pub mod info {
     /// Size and transmission flags.
     pub const EXPORT: u16 = 0;
-    /// Canonical name.
+    /// Canonical name of the export.
     pub const NAME: u16 = 1;
-    /// Human-readable text.
+    /// Description of the export for users.
     pub const DESCRIPTION: u16 = 2;
-    /// Size constraints.
+    /// Minimum, preferred and maximum block size.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
 /// Commands of the transmission phase.
 pub mod command {
-    /// Read.
+    /// Read data.
     pub const READ: u16 = 0;
-    /// Write. With compact headers, the only command with a payload.
+    /// Write data. With compact headers, the only command with a payload.
     pub const WRITE: u16 = 1;
-    /// Disconnect.
+    /// Disconnect. Has no reply.
     pub const DISC: u16 = 2;
-    /// Flush.
+    /// Make completed writes durable.
     pub const FLUSH: u16 = 3;
-    /// Discard.
+    /// Discard a range.
     pub const TRIM: u16 = 4;
-    /// Prefetch.
+    /// Prefetch a range.
     pub const CACHE: u16 = 5;
-    /// Write zeroes.
+    /// Write zeroes to a range.
     pub const WRITE_ZEROES: u16 = 6;
-    /// Block status.
+    /// Report the extents of a range.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
@@ -206,25 +206,25 @@ pub mod command {
 pub mod chunk {
     /// No payload; ends a reply.
     pub const NONE: u16 = 0;
-    /// Data.
+    /// Data of a read.
     pub const OFFSET_DATA: u16 = 1;
-    /// Zeroes.
+    /// A range of a read that contains only zeroes.
     pub const OFFSET_HOLE: u16 = 2;
-    /// Extents.
+    /// Extents in one metadata context.
     pub const BLOCK_STATUS: u16 = 5;
-    /// Extents, with extended headers.
+    /// Extents in one metadata context, with extended headers.
     pub const BLOCK_STATUS_EXT: u16 = 6;
     /// Bit set in the types of error chunks.
     pub const ERRORS: u16 = 1 << 15;
     /// The request failed.
     pub const ERROR: u16 = ERRORS + 1;
-    /// The request failed at an offset.
+    /// The request failed at an offset of the export.
     pub const ERROR_OFFSET: u16 = ERRORS + 2;
     /// Flag of the last chunk of a reply.
     pub const FLAG_DONE: u16 = 1;
 }
 
-/// Error numbers of the protocol, a closed set.
+/// Error numbers that the protocol allows.
 pub mod errno {
     /// Operation not permitted.
     pub const PERM: u32 = 1;
@@ -248,11 +248,11 @@ pub mod errno {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Greeting {
-    /// [`INIT_MAGIC`].
+    /// Magic number, [`INIT_MAGIC`].
     pub init: U64,
-    /// [`OPTION_MAGIC`].
+    /// Magic number, [`OPTION_MAGIC`].
     pub magic: U64,
-    /// [`HandshakeFlags`].
+    /// Bits of [`HandshakeFlags`].
     pub flags: U16,
 }
 
@@ -260,9 +260,9 @@ pub struct Greeting {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct OptionHeader {
-    /// [`OPTION_MAGIC`].
+    /// Magic number, [`OPTION_MAGIC`].
     pub magic: U64,
-    /// A constant of [`option`].
+    /// The option, a constant of [`option`].
     pub option: U32,
     /// Length of the data in bytes.
     pub len: U32,
@@ -272,11 +272,11 @@ pub struct OptionHeader {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct OptionReply {
-    /// [`OPTION_REPLY_MAGIC`].
+    /// Magic number, [`OPTION_REPLY_MAGIC`].
     pub magic: U64,
-    /// Option of the reply.
+    /// The option to which the server replies, a constant of [`option`].
     pub option: U32,
-    /// A constant of [`reply`].
+    /// Type of the reply, a constant of [`reply`].
     pub kind: U32,
     /// Length of the data in bytes.
     pub len: U32,
@@ -288,7 +288,7 @@ pub struct OptionReply {
 pub struct ExportNameReply {
     /// Size of the export in bytes.
     pub size: U64,
-    /// [`TransmissionFlags`].
+    /// Bits of [`TransmissionFlags`].
     pub flags: U16,
 }
 
@@ -296,11 +296,11 @@ pub struct ExportNameReply {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct InfoExport {
-    /// [`info::EXPORT`].
+    /// Type of the information, [`info::EXPORT`].
     pub kind: U16,
     /// Size of the export in bytes.
     pub size: U64,
-    /// [`TransmissionFlags`].
+    /// Bits of [`TransmissionFlags`].
     pub flags: U16,
 }
 
@@ -308,9 +308,9 @@ pub struct InfoExport {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct InfoBlockSize {
-    /// [`info::BLOCK_SIZE`].
+    /// Type of the information, [`info::BLOCK_SIZE`].
     pub kind: U16,
-    /// Unit of offsets and lengths in bytes.
+    /// Required alignment of offsets and lengths in bytes.
     pub minimum: U32,
     /// Smallest efficient request in bytes.
     pub preferred: U32,
@@ -322,17 +322,17 @@ pub struct InfoBlockSize {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RequestHeader {
-    /// [`REQUEST_MAGIC`].
+    /// Magic number, [`REQUEST_MAGIC`].
     pub magic: U32,
-    /// [`CommandFlags`].
+    /// Bits of [`CommandFlags`].
     pub flags: U16,
-    /// A constant of [`command`].
+    /// The command, a constant of [`command`].
     pub command: U16,
-    /// Chosen by the client and copied to the reply.
+    /// Identifier chosen by the client and copied to the reply.
     pub cookie: U64,
-    /// First byte.
+    /// Offset of the range on the export in bytes.
     pub offset: U64,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub len: U32,
 }
 
@@ -340,15 +340,15 @@ pub struct RequestHeader {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedRequest {
-    /// [`EXTENDED_REQUEST_MAGIC`].
+    /// Magic number, [`EXTENDED_REQUEST_MAGIC`].
     pub magic: U32,
-    /// [`CommandFlags`].
+    /// Bits of [`CommandFlags`].
     pub flags: U16,
-    /// A constant of [`command`].
+    /// The command, a constant of [`command`].
     pub command: U16,
-    /// Chosen by the client and copied to the reply.
+    /// Identifier chosen by the client and copied to the reply.
     pub cookie: U64,
-    /// First byte; copied to the reply.
+    /// Offset of the range on the export in bytes, copied to the reply.
     pub offset: U64,
     /// Length in bytes: of the payload with [`CommandFlags::PAYLOAD_LEN`], otherwise of the range.
     pub len: U64,
@@ -358,9 +358,9 @@ pub struct ExtendedRequest {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct SimpleReply {
-    /// [`SIMPLE_REPLY_MAGIC`].
+    /// Magic number, [`SIMPLE_REPLY_MAGIC`].
     pub magic: U32,
-    /// 0 or a constant of [`errno`].
+    /// Error number: 0 or a constant of [`errno`].
     pub error: U32,
     /// The request's cookie.
     pub cookie: U64,
@@ -370,11 +370,11 @@ pub struct SimpleReply {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Chunk {
-    /// [`STRUCTURED_REPLY_MAGIC`].
+    /// Magic number, [`STRUCTURED_REPLY_MAGIC`].
     pub magic: U32,
-    /// [`chunk::FLAG_DONE`] or 0.
+    /// [`chunk::FLAG_DONE`] for the last chunk of a reply, else 0.
     pub flags: U16,
-    /// A constant of [`chunk`].
+    /// Type of the chunk, a constant of [`chunk`].
     pub kind: U16,
     /// The request's cookie.
     pub cookie: U64,
@@ -386,11 +386,11 @@ pub struct Chunk {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedChunk {
-    /// [`EXTENDED_REPLY_MAGIC`].
+    /// Magic number, [`EXTENDED_REPLY_MAGIC`].
     pub magic: U32,
-    /// [`chunk::FLAG_DONE`] or 0.
+    /// [`chunk::FLAG_DONE`] for the last chunk of a reply, else 0.
     pub flags: U16,
-    /// A constant of [`chunk`].
+    /// Type of the chunk, a constant of [`chunk`].
     pub kind: U16,
     /// The request's cookie.
     pub cookie: U64,
@@ -404,9 +404,9 @@ pub struct ExtendedChunk {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DataChunk {
-    /// Header, whose length is that of the data plus 8.
+    /// Header. The length in it is that of the data plus 8, for the offset.
     pub chunk: Chunk,
-    /// First byte of the data on the export.
+    /// Offset of the data on the export in bytes.
     pub offset: U64,
 }
 
@@ -414,9 +414,9 @@ pub struct DataChunk {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedDataChunk {
-    /// Header, whose length is that of the data plus 8.
+    /// Header. The length in it is that of the data plus 8, for the offset.
     pub chunk: ExtendedChunk,
-    /// First byte of the data on the export.
+    /// Offset of the data on the export in bytes.
     pub offset: U64,
 }
 
@@ -424,9 +424,9 @@ pub struct ExtendedDataChunk {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct HolePayload {
-    /// First byte on the export.
+    /// Offset of the zeroes on the export in bytes.
     pub offset: U64,
-    /// Length in bytes.
+    /// Number of zeroes in bytes.
     pub len: U32,
 }
 
@@ -434,7 +434,7 @@ pub struct HolePayload {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ErrorPayload {
-    /// A constant of [`errno`].
+    /// Error number, a constant of [`errno`].
     pub error: U32,
     /// Length of the message in bytes.
     pub message_len: U16,
@@ -445,7 +445,7 @@ pub struct ErrorPayload {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedStatus {
-    /// [`BASE_ALLOCATION_ID`] or [`FREESTONE_CHANGED_ID`].
+    /// Context id, [`BASE_ALLOCATION_ID`] or [`FREESTONE_CHANGED_ID`].
     pub context: U32,
     /// Number of descriptors.
     pub count: U32,
@@ -457,7 +457,7 @@ pub struct ExtendedStatus {
 pub struct Descriptor {
     /// Length of the extent in bytes.
     pub len: U32,
-    /// [`StateFlags`] or [`ChangedFlags`].
+    /// Bits of [`StateFlags`] or [`ChangedFlags`], depending on the context.
     pub flags: U32,
 }
 
@@ -467,7 +467,7 @@ pub struct Descriptor {
 pub struct ExtendedDescriptor {
     /// Length of the extent in bytes.
     pub len: U64,
-    /// [`StateFlags`] or [`ChangedFlags`].
+    /// Bits of [`StateFlags`] or [`ChangedFlags`], depending on the context.
     pub flags: U64,
 }
 
@@ -493,7 +493,8 @@ const _: () = {
 };
 
 impl Chunk {
-    /// Returns the header of a chunk of `kind` with `len` bytes of payload.
+    /// Returns the header of a chunk of type `kind` with `len` bytes of payload. `done` marks the last chunk
+    /// of a reply.
     pub fn new(cookie: u64, kind: u16, done: bool, len: u32) -> Self {
         Self {
             magic: STRUCTURED_REPLY_MAGIC.into(),
@@ -506,8 +507,8 @@ impl Chunk {
 }
 
 impl ExtendedChunk {
-    /// Returns the header of a chunk of `kind` with `len` bytes of payload, for the request with this cookie
-    /// and offset.
+    /// Returns the header of a chunk of type `kind` with `len` bytes of payload, for the request with this
+    /// cookie and offset. `done` marks the last chunk of a reply.
     pub fn new(cookie: u64, offset: u64, kind: u16, done: bool, len: u32) -> Self {
         Self {
             magic: EXTENDED_REPLY_MAGIC.into(),

@@ -6,20 +6,20 @@ use std::path::Path;
 
 /// Address of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum At<'a> {
+pub enum UriAddress<'a> {
     /// A Unix socket.
     Unix(&'a Path),
     /// A TCP address.
     Tcp {
-        /// A name or an IP address, IPv6 without brackets.
+        /// Host name or IP address. An IPv6 address has no brackets here.
         host: &'a str,
         /// The port.
         port: u16,
     },
 }
 
-impl At<'_> {
-    /// Returns the URI of an export at this address. The name of the default export is empty.
+impl UriAddress<'_> {
+    /// Returns the URI of an export at this address. The default export has an empty name.
     pub fn uri(&self, tls: bool, export: &str) -> String {
         let mut uri = String::from(if tls { "nbds" } else { "nbd" });
         match self {
@@ -66,10 +66,10 @@ mod tests {
 
     #[test]
     fn uri_escapes_reserved_characters() {
-        let unix = At::Unix(Path::new("/run/a b.sock"));
+        let unix = UriAddress::Unix(Path::new("/run/a b.sock"));
         assert_eq!(unix.uri(false, "a?b/c"), "nbd+unix:///a%3Fb/c?socket=/run/a%20b.sock");
         assert_eq!(unix.uri(true, ""), "nbds+unix:///?socket=/run/a%20b.sock");
-        let tcp = |host| At::Tcp { host, port: 7 };
+        let tcp = |host| UriAddress::Tcp { host, port: 7 };
         assert_eq!(tcp("localhost").uri(true, "ü"), "nbds://localhost:7/%C3%BC");
         assert_eq!(tcp("fe80::1%eth0").uri(false, "x"), "nbd://[fe80::1%25eth0]:7/x");
     }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use freestone_nbd_proto::At;
+use freestone_nbd_proto::UriAddress;
 use thiserror::Error;
 
 /// A listening address: `unix:PATH` or `tcp:HOST:PORT`.
@@ -14,16 +14,17 @@ pub enum Address {
     Unix(PathBuf),
     /// A TCP port.
     Tcp {
-        /// A name or an IP address; IPv6 without brackets.
+        /// Host name or IP address. An IPv6 address has no brackets here.
         host: String,
-        /// The port; 0 lets the system choose one.
+        /// Port number; 0 lets the system choose a free port.
         port: u16,
     },
-    /// Standard input: the single client is connected before the server starts. No text parses to this.
+    /// Standard input, a socket on which the single client is already connected. Parsing never returns this
+    /// address.
     Stdin,
 }
 
-/// Why a text is not a valid address.
+/// Errors from parsing an [`Address`].
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum AddressError {
     /// The prefix is neither `unix:` nor `tcp:`.
@@ -38,7 +39,7 @@ pub enum AddressError {
     /// The host is missing.
     #[error("`{0}` has no host: write tcp:HOST:PORT, for example tcp:127.0.0.1:10809")]
     NoHost(String),
-    /// The port is not a number, or too large.
+    /// The port is not a number, or is above 65535.
     #[error("`{0}` is no port: a number from 0 to 65535 is wanted")]
     Port(String),
     /// An IPv6 address without brackets, or unbalanced brackets.
@@ -53,17 +54,18 @@ impl Address {
         self.uri_by(export, false)
     }
 
-    /// Returns the URI, with the scheme `nbds+unix:` or `nbds:` if `tls` is set.
+    /// Returns the URI of `export` like [`uri`](Self::uri), with the scheme `nbds+unix:` or `nbds:` if `tls`
+    /// is true.
     pub fn uri_by(&self, export: &str, tls: bool) -> String {
         let at = match self {
-            Self::Unix(path) => At::Unix(path),
-            Self::Tcp { host, port } => At::Tcp { host, port: *port },
+            Self::Unix(path) => UriAddress::Unix(path),
+            Self::Tcp { host, port } => UriAddress::Tcp { host, port: *port },
             Self::Stdin => return String::new(),
         };
         at.uri(tls, export)
     }
 
-    /// Returns the address with an absolute path, which does not depend on the current directory.
+    /// Returns the address with an absolute socket path, which does not depend on the current directory.
     #[must_use]
     pub fn absolute(&self) -> Self {
         match self {
@@ -100,7 +102,7 @@ impl FromStr for Address {
         if host.is_empty() {
             return Err(AddressError::NoHost(text.to_owned()));
         }
-        // `parse` alone would accept a leading plus sign.
+        // `str::parse` alone would accept a leading plus sign.
         if port.is_empty() || !port.bytes().all(|byte| byte.is_ascii_digit()) {
             return Err(AddressError::Port(port.to_owned()));
         }

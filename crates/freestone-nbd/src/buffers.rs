@@ -1,16 +1,15 @@
-//! Used buffers of a connection, kept for its next requests. The allocator would zero new memory page by
-//! page.
+//! Data buffers of a connection, reused for later requests. New memory would have to be zeroed page by page.
 
 use freestone_core::device::{IoBuf, Result};
 
-/// Largest total size of spare buffers, in bytes.
+/// Largest total size of the spare buffers of a connection, in bytes.
 pub const MAX_SPARE_BYTES: usize = 1 << 20;
-/// Smallest buffer kept, in bytes. The allocator serves smaller ones quickly.
+/// Smallest buffer kept, in bytes. The allocator provides smaller buffers quickly.
 const MIN_KEPT_BYTES: usize = 16 << 10;
-/// Maximum number of spare buffers examined for a fitting one.
+/// Maximum number of spare buffers that one [`Buffers::take`] examines.
 const MAX_PROBES: usize = 4;
 
-/// Spare buffers, the most recently used last. They contain data of this client only.
+/// Spare buffers of one connection, the most recently used last. Their old data never reaches another client.
 #[derive(Debug, Default)]
 pub struct Buffers {
     spare: Vec<IoBuf>,
@@ -18,8 +17,8 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// Returns a buffer of `len` bytes. Its content may be old, so the caller must overwrite bytes before
-    /// sending them.
+    /// Returns a buffer of `len` bytes. The buffer may contain data of earlier requests, so the caller must
+    /// overwrite all bytes that are sent.
     ///
     /// # Errors
     /// Out of memory.
@@ -29,11 +28,11 @@ impl Buffers {
         let Some(back) = found else { return IoBuf::zeroed(len) };
         let mut buffer = self.spare.remove(self.spare.len() - 1 - back);
         self.bytes -= buffer.capacity();
-        buffer.show(len);
+        buffer.set_len(len);
         Ok(buffer)
     }
 
-    /// Returns a copy of `data`.
+    /// Returns a buffer with a copy of `data`.
     ///
     /// # Errors
     /// Out of memory.
@@ -43,8 +42,8 @@ impl Buffers {
         Ok(buffer)
     }
 
-    /// Keeps a buffer for reuse, or frees it if it is too small or the limit is reached.
-    pub fn give(&mut self, buffer: IoBuf) {
+    /// Keeps a buffer for reuse, or frees it if it is too small or [`MAX_SPARE_BYTES`] is reached.
+    pub fn put_back(&mut self, buffer: IoBuf) {
         let capacity = buffer.capacity();
         if capacity >= MIN_KEPT_BYTES && self.bytes + capacity <= MAX_SPARE_BYTES {
             self.bytes += capacity;
@@ -76,8 +75,8 @@ mod tests {
         first[0] = 1;
         let mut second = buffers.take(100 << 10).unwrap();
         second[0] = 2;
-        buffers.give(first);
-        buffers.give(second);
+        buffers.put_back(first);
+        buffers.put_back(second);
         assert_eq!(buffers.take(65 << 10).unwrap()[0], 2);
         assert_eq!(buffers.take(128 << 10).unwrap()[0], 1);
         assert_eq!(buffers.take(128 << 10).unwrap()[0], 0);
@@ -88,9 +87,9 @@ mod tests {
         let mut buffers = Buffers::default();
         let many: Vec<IoBuf> = (0..6).map(|_| buffers.take(256 << 10).unwrap()).collect();
         for buffer in many {
-            buffers.give(buffer);
+            buffers.put_back(buffer);
         }
-        buffers.give(IoBuf::zeroed(4096).unwrap());
+        buffers.put_back(IoBuf::zeroed(4096).unwrap());
         assert_eq!((buffers.spare.len(), buffers.bytes), (4, MAX_SPARE_BYTES));
         // A much larger spare buffer is not used for a small request.
         assert_eq!(buffers.take(64 << 10).unwrap().capacity(), 64 << 10);

@@ -6,34 +6,36 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{RecvFlags, Shutdown, shutdown};
 
-use crate::handshake::{End, Handshake};
+use crate::handshake::{Handshake, HandshakeError};
 use crate::link::Link;
 use crate::receive::{Timeouts, receive_into};
 use crate::session::Session;
 use crate::shared::ServerShared;
-use crate::template::OnEnd;
+use crate::template::EndCallback;
 
-/// Longest time during which the client's last bytes are discarded, so that it can read the last replies
-/// before the socket closes.
+/// Longest time for which input is discarded before the socket closes, so that the client can read the last
+/// replies.
 const LINGER: Duration = Duration::from_millis(250);
 
-/// Serves one client. A panic in a device ends only this connection.
+/// Serves one client until its connection ends. A panic in a device ends only this connection.
 pub fn run(shared: &ServerShared, link: &Link) {
-    // Declared outside `serve`, so that it is called after everything that holds the device was dropped, even
-    // by a panic.
-    let mut on_end = OnEnd::default();
+    // Declared outside `serve`, so that the callback runs after all references to the device were dropped,
+    // even by a panic.
+    let mut on_end = EndCallback::default();
     let mut panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, &mut on_end))).is_err();
     if panicked {
         client_log!(error, peer = %link.peer(), "the device panicked: its connection is closed");
     }
-    // The client sees the end before the server counts it. The socket itself may outlive this thread briefly.
+    // The client sees the end before the server stops counting the connection. Other threads may hold the
+    // socket a little longer.
     let _ = shutdown(link.socket(), Shutdown::Both);
-    // Before `leave`, so that the device has also ended when a waiter sees the connection's end.
+    // Runs before `remove_connection`, so that a thread that waits for the end of the connection finds the
+    // device ended too.
     panicked |= on_end.run();
-    shared.leave(link, panicked);
+    shared.remove_connection(link, panicked);
 }
 
-fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
+fn serve(shared: &ServerShared, link: &Link, on_end: &mut EndCallback) {
     let handshake = match Handshake::new(shared, link, on_end) {
         Ok(handshake) => handshake,
         Err(error) => {
@@ -48,27 +50,29 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
             Session::new(shared, link, negotiated, input, replies).run();
             tracing::info!(peer = %link.peer(), export = %name, address = %link.address, "disconnected");
         }
-        Err(End::Left) => tracing::debug!(peer = %link.peer(), "left during the handshake"),
-        Err(End::TimedOut) => {
+        Err(HandshakeError::Disconnected) => {
+            tracing::debug!(peer = %link.peer(), "left during the handshake");
+        }
+        Err(HandshakeError::TimedOut) => {
             client_log!(warn, peer = %link.peer(), "the handshake took too long");
             return;
         }
-        Err(End::Violation(what)) => {
+        Err(HandshakeError::Violation(what)) => {
             client_log!(warn, peer = %link.peer(), what, "the client broke the protocol in the handshake");
         }
-        Err(End::Tls(why)) => {
+        Err(HandshakeError::Tls(why)) => {
             client_log!(warn, peer = %link.peer(), why, "TLS handshake failed");
         }
-        Err(End::NoDevice(text)) => {
+        Err(HandshakeError::NoDevice(text)) => {
             client_log!(warn, peer = %link.peer(), text, "no device for a client, and no error reply is possible");
         }
     }
     linger(link);
 }
 
-/// Discards input until the client closes or a timeout. Closing a socket with unread input sends an error to
-/// the peer, which may then lose the last replies. Not inlined, to keep its buffer off the stack while a
-/// connection is served.
+/// Discards input until the client closes the connection, or [`LINGER`] has passed. Closing a socket with
+/// unread input resets the connection, and the peer may lose the last replies. Not inlined, so that the 16
+/// KiB buffer is not on the stack while a connection is served.
 #[inline(never)]
 fn linger(link: &Link) {
     let _ = shutdown(link.socket(), Shutdown::Write);

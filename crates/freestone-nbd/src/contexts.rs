@@ -1,4 +1,4 @@
-//! The metadata contexts, and their selection by clients.
+//! The NBD metadata contexts that the server offers, and their selection by clients.
 
 use bitflags::bitflags;
 
@@ -8,27 +8,29 @@ bitflags! {
     /// A set of metadata contexts.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub struct Contexts: u8 {
-        /// [`BASE_ALLOCATION`]: holes and zeroes.
+        /// [`BASE_ALLOCATION`]: extents that are holes or zeroes.
         const ALLOCATION = 1;
-        /// [`FREESTONE_CHANGED`]: content that the device holds itself.
+        /// [`FREESTONE_CHANGED`]: content that a fork or snapshot holds itself.
         const CHANGED = 2;
     }
 }
 
-/// Each context with its name and its identifier on the wire. Lists and block status replies use this order.
+/// Each context with its name and its identifier in NBD messages. Lists and block status replies use this
+/// order.
 pub const ALL: [(Contexts, &str, u32); 2] = [
     (Contexts::ALLOCATION, BASE_ALLOCATION, BASE_ALLOCATION_ID),
     (Contexts::CHANGED, FREESTONE_CHANGED, FREESTONE_CHANGED_ID),
 ];
 
 impl Contexts {
-    /// Returns the contexts offered for a device. `changes` says if the device reports changes over its base.
+    /// Returns the contexts offered for a device. `changes` is true if the device reports changes over its
+    /// base.
     pub fn offered(changes: bool) -> Self {
         if changes { Self::all() } else { Self::ALLOCATION }
     }
 
-    /// Returns the contexts that match a query. A bare namespace with its colon matches all its contexts when
-    /// contexts are listed, and none when they are selected.
+    /// Returns the contexts that match a query. If `list` is true, a namespace with its colon, such as
+    /// `base:`, matches all contexts of the namespace.
     pub fn matching(query: &str, list: bool) -> Self {
         let hit = |name: &str| {
             name == query || (list && query.ends_with(':') && name.split_inclusive(':').next() == Some(query))
@@ -36,7 +38,8 @@ impl Contexts {
         ALL.iter().filter(|(_, name, _)| hit(name)).map(|(context, ..)| *context).collect()
     }
 
-    /// Returns the contexts with these identifiers. Returns None if one is not in the set or occurs twice.
+    /// Returns the contexts with the identifiers `ids`, or None if an identifier is not in this set or occurs
+    /// twice.
     pub fn by_ids(self, ids: impl Iterator<Item = u32>) -> Option<Self> {
         let mut chosen = Self::empty();
         for wanted in ids {

@@ -5,69 +5,70 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
+use freestone_core::concurrency_limit::ConcurrencyLimit;
 use freestone_core::device::{Device, Failures, Geometry};
-use freestone_core::places::Places;
 
 use crate::address::Address;
 use crate::link::Link;
 use crate::proto::TransmissionFlags;
-use crate::template::{Facts, OnEnd, Template};
+use crate::template::{DeviceInfo, EndCallback, Template};
 
 /// Options for publishing a device.
 #[derive(Debug, Clone, Default)]
 pub struct ExportOptions {
-    /// Refuses writes, even if the device accepts them.
+    /// True if writes are refused even if the device accepts them.
     pub read_only: bool,
-    /// Makes this the default export of its address, which the empty name selects.
+    /// True for the default export of its address, which the empty name selects.
     pub default: bool,
-    /// Neither offers nor accepts FUA, so clients flush instead.
+    /// True if FUA is neither offered nor accepted, so that clients flush instead.
     pub without_fua: bool,
     /// The clients that can see the export.
-    pub clients: Clients,
+    pub visible_to: Visibility,
     /// Description for users, at most 4096 bytes; may be empty.
     pub description: String,
-    /// Counters of failed requests, shared by all exports of a device or all connections of a template.
+    /// Counters of failed requests, shared by all exports of a device, or by all connections to a template.
     pub failures: Arc<Failures>,
-    /// Limits in which each connection takes a place. If one is full, the handshake waits until its time is
-    /// up.
-    pub places: Vec<Arc<Places>>,
+    /// Client limits, in each of which a connection takes a place. If a limit is full, the handshake waits
+    /// until shortly before its deadline.
+    pub places: Vec<Arc<ConcurrencyLimit>>,
 }
 
-/// Which clients see an export. For other clients it does not exist.
+/// The clients that can see an export. Other clients get an error: TLS required if they do not use TLS, else
+/// unknown export.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Clients {
+pub enum Visibility {
     /// All clients.
     #[default]
     All,
     /// Clients with TLS.
-    Secure,
+    Tls,
     /// Clients whose certificate has one of these names.
-    Named(Arc<[String]>),
+    Certificates(Arc<[String]>),
 }
 
 /// Options for publishing a template.
 #[derive(Debug, Clone, Default)]
 pub struct TemplateOptions {
-    /// Options shared with devices.
+    /// Options that templates share with devices.
     pub export: ExportOptions,
-    /// Longest lifetime of a connection, from the creation of its device. Then the connection completes the
-    /// requests it has received and ends; it is cut after another [`END_GRACE`](crate::END_GRACE). `None`
-    /// sets no limit.
+    /// Longest lifetime of a connection, counted from the creation of its device. Then the connection
+    /// completes the requests it has received and ends. It is cut if it has not ended after another
+    /// [`SHUTDOWN_GRACE`](crate::SHUTDOWN_GRACE). `None`: no limit.
     pub ttl: Option<Duration>,
 }
 
 /// Why a client cannot use an export.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum EnterError {
+pub enum JoinError {
     /// No export of this name exists at the client's address.
     Unknown,
     /// The server is shutting down.
     ShuttingDown,
     /// The export needs TLS.
-    OnlyByTls,
+    TlsRequired,
     /// The client limit is reached; the value is the limit.
-    Full(u64),
-    /// No device is available, with the message for the client.
+    ClientLimit(u64),
+    /// No device is available. The value is the message for the client.
     Failed(String),
 }
 
@@ -77,19 +78,20 @@ pub enum EnterError {
 pub struct ExportInfo {
     /// The export name.
     pub name: String,
-    /// The address at which it is published.
+    /// The address at which the export is published.
     pub address: Address,
-    /// True if writes are refused, by option or by the device. For a template, by option only.
+    /// True if writes are refused, by option or because the device is read-only. For a template, by option
+    /// only.
     pub read_only: bool,
     /// True for the default export of the address.
     pub default: bool,
-    /// True if every connection gets its own device.
+    /// True for a template: every connection gets its own device.
     pub template: bool,
     /// True if clients must use TLS.
     pub tls: bool,
-    /// Description for users.
+    /// Description for users; may be empty.
     pub description: String,
-    /// Current connections.
+    /// Number of connections that use the export.
     pub connections: usize,
 }
 
@@ -114,15 +116,15 @@ pub struct Export {
     pub name: String,
     pub address: Address,
     pub source: Source,
-    /// Refuses writes, by option or because the device is read-only.
+    /// True if writes are refused, by option or because the device is read-only.
     pub read_only: bool,
     pub default: bool,
     pub without_fua: bool,
-    pub clients: Clients,
+    pub visible_to: Visibility,
     pub description: String,
     pub failures: Arc<Failures>,
-    pub places: Vec<Arc<Places>>,
-    /// Current connections; changed under the server's lock.
+    pub places: Vec<Arc<ConcurrencyLimit>>,
+    /// Number of connections that use the export. Changed under the lock of the server's tables.
     pub users: AtomicUsize,
 }
 
@@ -135,7 +137,7 @@ pub enum Source {
 }
 
 impl Export {
-    /// Returns the template, or None for a device.
+    /// Returns the template, or None if the export is a device.
     pub fn template(&self) -> Option<&Template> {
         match &self.source {
             Source::Device(_) => None,
@@ -143,39 +145,45 @@ impl Export {
         }
     }
 
-    /// Checks that the client of this link may see the export.
-    pub fn admit(&self, link: &Link) -> Result<(), EnterError> {
-        match (&self.clients, link.client()) {
-            (Clients::All, _) | (Clients::Secure, Some(_)) => Ok(()),
-            (Clients::Secure | Clients::Named(_), None) => Err(EnterError::OnlyByTls),
-            (Clients::Named(wanted), Some(names)) if names.iter().any(|name| wanted.contains(name)) => Ok(()),
-            (Clients::Named(_), Some(_)) => Err(EnterError::Unknown),
+    /// Returns an error if the client of this link may not see the export.
+    pub fn check_visible(&self, link: &Link) -> Result<(), JoinError> {
+        match (&self.visible_to, link.certificate_names()) {
+            (Visibility::All, _) | (Visibility::Tls, Some(_)) => Ok(()),
+            (Visibility::Tls | Visibility::Certificates(_), None) => Err(JoinError::TlsRequired),
+            (Visibility::Certificates(wanted), Some(names))
+                if names.iter().any(|name| wanted.contains(name)) =>
+            {
+                Ok(())
+            }
+            (Visibility::Certificates(_), Some(_)) => Err(JoinError::Unknown),
         }
     }
 
-    /// Returns the device for a connection and the call for its end. The error is a message for the client.
-    pub fn open(&self) -> Result<(Arc<dyn Device>, OnEnd), String> {
+    /// Returns the device for a connection, and the callback for the end of the connection. The error is a
+    /// message for the client.
+    pub fn open(&self) -> Result<(Arc<dyn Device>, EndCallback), String> {
         match &self.source {
-            Source::Device(device) => Ok((Arc::clone(device), OnEnd::default())),
+            Source::Device(device) => Ok((Arc::clone(device), EndCallback::default())),
             Source::Template(template) => template.open(),
         }
     }
 
-    /// Returns the properties for a client that has not chosen the export. The error is a message for the
-    /// client.
-    pub fn facts(&self) -> Result<Facts, String> {
+    /// Returns the device properties for a client that has not chosen the export. The error is a message for
+    /// the client.
+    pub fn device_info(&self) -> Result<DeviceInfo, String> {
         match &self.source {
-            Source::Device(device) => Ok(Facts::of(&**device)),
-            Source::Template(template) => template.facts(),
+            Source::Device(device) => Ok(DeviceInfo::of(&**device)),
+            Source::Template(template) => template.device_info(),
         }
     }
 
-    /// Returns the transmission flags for a device of this geometry. `chunks` says if replies have chunks.
+    /// Returns the transmission flags for a device of this geometry. `chunks` is true if replies are sent in
+    /// chunks.
     pub fn flags(&self, geometry: &Geometry, chunks: bool) -> TransmissionFlags {
         let mut flags =
             TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH | TransmissionFlags::SEND_CACHE;
-        // All connections use the same device, and its flush covers every completed request. A second
-        // connection to a template would use another device.
+        // All connections to a device export use the same device, whose flush covers every completed request.
+        // Each connection to a template has its own device.
         flags.set(TransmissionFlags::CAN_MULTI_CONN, self.template().is_none());
         if self.read_only || geometry.read_only {
             flags |= TransmissionFlags::READ_ONLY;

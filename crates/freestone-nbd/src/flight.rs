@@ -1,20 +1,20 @@
-//! Requests submitted to a device.
+//! Requests in flight: submitted to the device of a connection and not completed yet.
 
 use freestone_core::device::{IoBuf, Request, Result};
 
-use crate::errno::{Action, Failure};
+use crate::errno::{CommandGroup, Failure};
 use crate::headers::Tag;
 
-/// Maximum number of submitted parts of one connection. At this limit the connection waits.
+/// Maximum number of request parts in flight on one connection. At this limit the connection waits.
 pub const MAX_IN_FLIGHT: usize = 256;
 /// Maximum total size in bytes of the buffers of submitted parts and of large replies not yet sent. A single
 /// request may use all of this limit.
 pub const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
 
-/// The completion of a submitted part.
+/// The completion of a submitted part of a request.
 #[derive(Debug)]
 pub struct CompletedPart {
-    /// Index of the part's [`Operation`].
+    /// Index of the part's [`Operation`] in [`Operations`].
     pub slot: usize,
     pub request: Request,
     /// Length of the part's data in bytes.
@@ -30,16 +30,16 @@ pub struct CompletedPart {
 pub struct Operation {
     /// The fields of the request that the reply repeats.
     pub tag: Tag,
-    /// Selects how errors are mapped.
-    pub action: Action,
+    /// The command group, which selects how errors are mapped and counted.
+    pub group: CommandGroup,
     pub is_read: bool,
-    /// Submitted parts in flight.
+    /// Number of parts in flight.
     pub parts: usize,
-    /// Set while more parts may follow.
+    /// Set while more parts of the request may follow.
     pub open: bool,
-    /// Set for a window of a large simple reply. The current request waits for it.
+    /// Set for one window of a large simple reply. The current request waits for the window.
     pub window: bool,
-    /// The first failure of a part.
+    /// The first failure of a part; `None` if no part has failed.
     pub failure: Option<Failure>,
 }
 
@@ -47,17 +47,16 @@ pub struct Operation {
 pub struct Operations {
     slots: Vec<Option<Operation>>,
     free: Vec<usize>,
-    /// Parts in flight, over all operations.
+    /// Number of parts in flight, over all operations.
     pub in_flight: usize,
-    /// Bytes charged for these parts, and for buffers that are being filled.
+    /// Bytes charged for the parts in flight, and for buffers that are being filled.
     pub charged: usize,
 }
 
 impl Operations {
     /// Adds an operation and returns its index.
-    pub fn open(&mut self, tag: Tag, action: Action, is_read: bool) -> usize {
-        let operation =
-            Operation { tag, action, is_read, parts: 0, open: true, window: false, failure: None };
+    pub fn open(&mut self, tag: Tag, group: CommandGroup, is_read: bool) -> usize {
+        let operation = Operation { tag, group, is_read, parts: 0, open: true, window: false, failure: None };
         if let Some(slot) = self.free.pop() {
             self.slots[slot] = Some(operation);
             slot
@@ -73,7 +72,7 @@ impl Operations {
         self.slots[slot].as_mut().expect("a slot stays in use until its operation has ended")
     }
 
-    /// Removes and returns the operation at `slot` if it has ended.
+    /// Removes and returns the operation at `slot`. Returns None if it is open or has parts in flight.
     pub fn take_ended(&mut self, slot: usize) -> Option<Operation> {
         let operation = self.slots[slot].take_if(|operation| !operation.open && operation.parts == 0)?;
         self.free.push(slot);
@@ -89,8 +88,8 @@ mod tests {
     fn operation_slot_is_reused_after_last_part() {
         let mut operations = Operations::default();
         let tag = |cookie| Tag { cookie, offset: 0 };
-        let first = operations.open(tag(1), Action::Plain, true);
-        let second = operations.open(tag(2), Action::Store, false);
+        let first = operations.open(tag(1), CommandGroup::Plain, true);
+        let second = operations.open(tag(2), CommandGroup::Store, false);
         operations.get(first).parts = 1;
         assert!(operations.take_ended(first).is_none());
         operations.get(first).open = false;
@@ -98,7 +97,7 @@ mod tests {
         operations.get(first).parts = 0;
         assert_eq!(operations.take_ended(first).unwrap().tag.cookie, 1);
         assert!(operations.take_ended(first).is_none());
-        assert_eq!(operations.open(tag(3), Action::Plain, true), first);
+        assert_eq!(operations.open(tag(3), CommandGroup::Plain, true), first);
         assert_eq!(operations.get(second).tag.cookie, 2);
     }
 }

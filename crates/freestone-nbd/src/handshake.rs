@@ -13,7 +13,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::contexts::Contexts;
-use crate::export::{EnterError, Export};
+use crate::export::{Export, JoinError};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::headers::Headers;
 use crate::input::{Input, RECEIVE_BUFFER_BYTES, ReceiveResult};
@@ -27,17 +27,17 @@ use crate::receive::{Timeouts, WaitError};
 use crate::replies::Replies;
 use crate::session::Negotiation;
 use crate::shared::ServerShared;
-use crate::template::{Facts, OnEnd};
+use crate::template::{DeviceInfo, EndCallback};
 
 /// Longest option data that is parsed, in bytes.
 pub const MAX_OPTION_BYTES: usize = 64 << 10;
 /// Longest option data that is skipped and answered with an error, in bytes. A longer option ends the
 /// connection.
 pub const MAX_SKIPPED_OPTION_BYTES: usize = 16 << 20;
-/// Smallest preferred block size offered, in bytes.
+/// Smallest preferred block size offered to clients, in bytes.
 const PREFERRED_BLOCK_BYTES: u32 = 4096;
-/// Time reserved at the end of a handshake for the error reply if the client limit of an export leaves no
-/// room.
+/// Time between the end of the wait for a full client limit and the handshake deadline. An error reply can be
+/// sent in this time.
 const REPLY_TIME: Duration = Duration::from_secs(1);
 const OPTION_HEADER_BYTES: usize = size_of::<OptionHeader>();
 
@@ -48,32 +48,32 @@ const _: () = {
 
 /// Why a handshake ended without an export.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum End {
+pub enum HandshakeError {
     /// The client closed the connection or aborted.
-    Left,
+    Disconnected,
     /// The client exceeded a timeout.
     TimedOut,
     /// The client violated the protocol.
     Violation(&'static str),
     /// The TLS handshake failed, with the reason.
     Tls(String),
-    /// No device was available and the option has no error reply, with the reason.
+    /// No device was available, with the reason. The option, `OPT_EXPORT_NAME`, has no error reply.
     NoDevice(String),
 }
 
-impl From<WaitError> for End {
+impl From<WaitError> for HandshakeError {
     fn from(why: WaitError) -> Self {
         match why {
             WaitError::TimedOut => Self::TimedOut,
-            WaitError::Left => Self::Left,
+            WaitError::Disconnected => Self::Disconnected,
         }
     }
 }
 
-impl From<rustix::io::Errno> for End {
+impl From<rustix::io::Errno> for HandshakeError {
     fn from(errno: rustix::io::Errno) -> Self {
-        // The socket's send timeout expired.
-        if errno == rustix::io::Errno::WOULDBLOCK { Self::TimedOut } else { Self::Left }
+        // WOULDBLOCK: the socket's send timeout expired.
+        if errno == rustix::io::Errno::WOULDBLOCK { Self::TimedOut } else { Self::Disconnected }
     }
 }
 
@@ -83,14 +83,14 @@ type ChosenExport = (Arc<Export>, Arc<dyn Device>);
 type Refusal = (u32, Cow<'static, str>);
 
 /// Maps the reason for a refused export to an error reply.
-impl From<EnterError> for Refusal {
-    fn from(error: EnterError) -> Self {
+impl From<JoinError> for Refusal {
+    fn from(error: JoinError) -> Self {
         match error {
-            EnterError::Unknown => (reply::ERR_UNKNOWN, "no such export here".into()),
-            EnterError::ShuttingDown => (reply::ERR_SHUTDOWN, "the server is shutting down".into()),
-            EnterError::OnlyByTls => (reply::ERR_TLS_REQD, "this export requires TLS (nbds://)".into()),
-            EnterError::Full(most) => (reply::ERR_POLICY, limit_message(most).into()),
-            EnterError::Failed(text) => (reply::ERR_POLICY, text.into()),
+            JoinError::Unknown => (reply::ERR_UNKNOWN, "no such export here".into()),
+            JoinError::ShuttingDown => (reply::ERR_SHUTDOWN, "the server is shutting down".into()),
+            JoinError::TlsRequired => (reply::ERR_TLS_REQD, "this export requires TLS (nbds://)".into()),
+            JoinError::ClientLimit(most) => (reply::ERR_POLICY, limit_message(most).into()),
+            JoinError::Failed(text) => (reply::ERR_POLICY, text.into()),
         }
     }
 }
@@ -98,28 +98,28 @@ impl From<EnterError> for Refusal {
 pub struct Handshake<'a> {
     pub(crate) shared: &'a ServerShared,
     pub(crate) link: &'a Link,
-    /// Set when a template creates a device: called at the end of the connection.
-    on_end: &'a mut OnEnd,
+    /// Set when a template creates a device. Called at the end of the connection.
+    on_end: &'a mut EndCallback,
     pub(crate) input: Input,
     pub(crate) replies: Replies,
     pub(crate) timeouts: Timeouts,
-    /// Bytes received without TLS.
+    /// Number of bytes received without TLS.
     clear_bytes: usize,
     no_zeroes: bool,
     pub(crate) headers: Headers,
-    /// The export name of the last `SET_META_CONTEXT` and the contexts selected for it.
+    /// The export name of the last `SET_META_CONTEXT`, and the contexts selected for that name.
     pub(crate) selected: Option<(String, Contexts)>,
 }
 
-/// Longest handshake time used, so that the sum with the clock cannot overflow.
+/// Longest handshake time used, so that adding it to the current time cannot overflow.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<'a> Handshake<'a> {
-    /// Starts a handshake; its deadline counts from now.
+    /// Creates the handshake of a new connection. The deadline counts from this call.
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(shared: &'a ServerShared, link: &'a Link, on_end: &'a mut OnEnd) -> io::Result<Self> {
+    pub fn new(shared: &'a ServerShared, link: &'a Link, on_end: &'a mut EndCallback) -> io::Result<Self> {
         let limits = &shared.limits;
         Ok(Self {
             shared,
@@ -129,7 +129,7 @@ impl<'a> Handshake<'a> {
             replies: Replies::new()?,
             timeouts: Timeouts {
                 idle: limits.handshake_idle_timeout,
-                deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
+                deadline: Instant::now() + limits.handshake_timeout.min(HANDSHAKE_MAX),
             },
             clear_bytes: 0,
             no_zeroes: false,
@@ -138,14 +138,16 @@ impl<'a> Handshake<'a> {
         })
     }
 
-    /// Negotiates until the client has chosen an export. Returns the buffers too, with the data left in them.
-    pub fn run(mut self) -> Result<(Negotiation, Input, Replies), End> {
-        // A client that does not read gets the same timeout as one that does not send.
+    /// Negotiates until the client has chosen an export. Also returns the buffers; the input may hold data
+    /// that was not consumed.
+    pub fn run(mut self) -> Result<(Negotiation, Input, Replies), HandshakeError> {
+        // The idle timeout also applies to a client that does not read.
         let socket = self.link.socket();
-        set_socket_timeout(socket, Timeout::Send, Some(self.timeouts.idle)).map_err(|_| End::Left)?;
+        set_socket_timeout(socket, Timeout::Send, Some(self.timeouts.idle))
+            .map_err(|_| HandshakeError::Disconnected)?;
         let chosen = self.negotiate();
-        if matches!(chosen, Err(End::Violation(_) | End::NoDevice(_))) {
-            // Sends the replies to earlier options. The client may be gone, which does not matter here.
+        if matches!(chosen, Err(HandshakeError::Violation(_) | HandshakeError::NoDevice(_))) {
+            // Sends the replies to earlier options. The connection ends in any case, so errors are ignored.
             let _ = self.replies.send(socket);
         }
         if chosen.is_err() {
@@ -153,9 +155,9 @@ impl<'a> Handshake<'a> {
         }
         let (export, device) = chosen?;
         self.replies.send(socket)?;
-        set_socket_timeout(socket, Timeout::Send, None).map_err(|_| End::Left)?;
-        // Contexts apply only to the export for which they were selected, compared by the name that the
-        // client used.
+        set_socket_timeout(socket, Timeout::Send, None).map_err(|_| HandshakeError::Disconnected)?;
+        // `choose_export` has dropped contexts that were selected under another export name. Block status
+        // needs replies in chunks.
         let contexts =
             self.selected.filter(|_| self.headers.have_chunks()).map_or(Contexts::empty(), |(_, set)| set);
         let negotiated = Negotiation { export, device, headers: self.headers, contexts };
@@ -163,8 +165,8 @@ impl<'a> Handshake<'a> {
     }
 
     /// Handles options until one chooses an export.
-    fn negotiate(&mut self) -> Result<ChosenExport, End> {
-        self.greet()?;
+    fn negotiate(&mut self) -> Result<ChosenExport, HandshakeError> {
+        self.send_greeting()?;
         loop {
             if let Some(chosen) = self.next_option()? {
                 return Ok(chosen);
@@ -172,57 +174,57 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    fn greet(&mut self) -> Result<(), End> {
+    fn send_greeting(&mut self) -> Result<(), HandshakeError> {
         let offered = HandshakeFlags::FIXED_NEWSTYLE | HandshakeFlags::NO_ZEROES;
         self.replies.put(&Greeting {
             init: INIT_MAGIC.into(),
             magic: OPTION_MAGIC.into(),
             flags: offered.bits().into(),
         });
-        let flags = u32::from_be_bytes(self.take::<4>()?);
+        let flags = u32::from_be_bytes(self.take_array::<4>()?);
         let known = u16::try_from(flags).ok().and_then(HandshakeFlags::from_bits);
-        let flags = known.ok_or(End::Violation("client flags that were not offered"))?;
+        let flags = known.ok_or(HandshakeError::Violation("client flags that were not offered"))?;
         self.no_zeroes = flags.contains(HandshakeFlags::NO_ZEROES);
         Ok(())
     }
 
     /// Handles one option. Returns the export and its device if the option chose one.
-    fn next_option(&mut self) -> Result<Option<ChosenExport>, End> {
-        let header = self.take::<OPTION_HEADER_BYTES>()?;
-        let header = OptionHeader::read_from_bytes(&header).map_err(|_| End::Left)?;
+    fn next_option(&mut self) -> Result<Option<ChosenExport>, HandshakeError> {
+        let header = self.take_array::<OPTION_HEADER_BYTES>()?;
+        let header = OptionHeader::read_from_bytes(&header).map_err(|_| HandshakeError::Disconnected)?;
         if header.magic.get() != OPTION_MAGIC {
-            return Err(End::Violation("an option without its magic number"));
+            return Err(HandshakeError::Violation("an option without its magic number"));
         }
         let (kind, len) = (header.option.get(), header.len.get() as usize);
         if kind == option::STARTTLS {
             return self.start_tls(len).map(|()| None);
         }
         if kind != option::ABORT && self.needs_tls() {
-            return self.refuse_in_clear(kind, len).map(|()| None);
+            return self.refuse_without_tls(kind, len).map(|()| None);
         }
         if kind == option::EXPORT_NAME {
-            return self.export_name(len).map(Some);
+            return self.handle_export_name(len).map(Some);
         }
         if len > MAX_OPTION_BYTES {
             if len > MAX_SKIPPED_OPTION_BYTES {
-                return Err(End::Violation("an option of more than 16 MiB"));
+                return Err(HandshakeError::Violation("an option of more than 16 MiB"));
             }
-            self.skip(len)?;
+            self.skip_data(len)?;
             self.refuse(kind, (reply::ERR_TOO_BIG, "the option's data is too long".into()))?;
             return Ok(None);
         }
-        self.need(len)?;
+        self.receive_at_least(len)?;
         let data = self.input.data()[..len].to_vec();
         self.input.consume(len);
         let outcome = match kind {
             option::ABORT => {
                 self.send_reply(kind, reply::ACK, &[])?;
-                // The client may be gone already; it need not wait for this reply.
+                // The client may be gone already, because it need not wait for this reply.
                 let _ = self.replies.send(self.link.socket());
-                return Err(End::Left);
+                return Err(HandshakeError::Disconnected);
             }
-            option::LIST => self.list(&data)?,
-            option::INFO | option::GO => match self.info(kind, &data)? {
+            option::LIST => self.handle_list(&data)?,
+            option::INFO | option::GO => match self.handle_info(kind, &data)? {
                 Ok(Some(chosen)) => {
                     self.send_reply(kind, reply::ACK, &[])?;
                     return Ok(Some(chosen));
@@ -244,7 +246,7 @@ impl<'a> Handshake<'a> {
                 self.headers = Headers::Extended;
                 Ok(())
             }
-            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.meta_context(kind, &data)?,
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.handle_meta_context(kind, &data)?,
             _ => Err((reply::ERR_UNSUP, "the option is not supported".into())),
         };
         match outcome {
@@ -255,10 +257,10 @@ impl<'a> Handshake<'a> {
     }
 
     /// Chooses an export: counts the connection as its user, and creates a template's device.
-    fn choose(&mut self, name: &str) -> Result<ChosenExport, EnterError> {
-        let reserve = REPLY_TIME.min(self.shared.limits.handshake_total / 4);
+    fn choose_export(&mut self, name: &str) -> Result<ChosenExport, JoinError> {
+        let reserve = REPLY_TIME.min(self.shared.limits.handshake_timeout / 4);
         let until = self.timeouts.deadline.checked_sub(reserve).unwrap_or(self.timeouts.deadline);
-        let export = self.shared.enter(self.link, name, until)?;
+        let export = self.shared.join_export(self.link, name, until)?;
         match export.open() {
             Ok((device, on_end)) => {
                 *self.on_end = on_end;
@@ -270,31 +272,35 @@ impl<'a> Handshake<'a> {
             }
             Err(text) => {
                 client_log!(warn, export = %export.name, text, "no device could be made for a client");
-                self.shared.withdraw(self.link);
-                Err(EnterError::Failed(truncate_message(text)))
+                self.shared.leave_export(self.link);
+                Err(JoinError::Failed(truncate_message(text)))
             }
         }
     }
 
-    fn export_name(&mut self, len: usize) -> Result<ChosenExport, End> {
+    fn handle_export_name(&mut self, len: usize) -> Result<ChosenExport, HandshakeError> {
         if self.headers == Headers::Extended {
-            return Err(End::Violation("OPT_EXPORT_NAME after extended headers were negotiated"));
+            return Err(HandshakeError::Violation("OPT_EXPORT_NAME after extended headers were negotiated"));
         }
         if len > MAX_STRING_BYTES {
-            return Err(End::Violation("an export name of more than 4096 bytes"));
+            return Err(HandshakeError::Violation("an export name of more than 4096 bytes"));
         }
-        self.need(len)?;
+        self.receive_at_least(len)?;
         let name = std::str::from_utf8(&self.input.data()[..len])
-            .map_err(|_| End::Violation("an export name that is not UTF-8"))?
+            .map_err(|_| HandshakeError::Violation("an export name that is not UTF-8"))?
             .to_owned();
         self.input.consume(len);
-        let (export, device) = self.choose(&name).map_err(|error| match error {
-            EnterError::Full(most) => End::NoDevice(limit_message(most)),
-            EnterError::Failed(text) => End::NoDevice(text),
-            EnterError::OnlyByTls => End::Violation("an export that requires TLS was chosen without TLS"),
-            EnterError::Unknown | EnterError::ShuttingDown => End::Violation("an unknown export name"),
+        let (export, device) = self.choose_export(&name).map_err(|error| match error {
+            JoinError::ClientLimit(most) => HandshakeError::NoDevice(limit_message(most)),
+            JoinError::Failed(text) => HandshakeError::NoDevice(text),
+            JoinError::TlsRequired => {
+                HandshakeError::Violation("an export that requires TLS was chosen without TLS")
+            }
+            JoinError::Unknown | JoinError::ShuttingDown => {
+                HandshakeError::Violation("an unknown export name")
+            }
         })?;
-        let geometry = Bytes::told(device.geometry());
+        let geometry = Bytes::user_geometry(device.geometry());
         let flags = export.flags(&geometry, self.headers.have_chunks()).bits();
         let room = size_of::<ExportNameReply>() + EXPORT_NAME_PADDING_BYTES;
         self.replies.reserve(self.link.socket(), room)?;
@@ -305,7 +311,7 @@ impl<'a> Handshake<'a> {
         Ok((export, device))
     }
 
-    fn list(&mut self, data: &[u8]) -> Result<Result<(), Refusal>, End> {
+    fn handle_list(&mut self, data: &[u8]) -> Result<Result<(), Refusal>, HandshakeError> {
         if !data.is_empty() {
             return Ok(Err((reply::ERR_INVALID, "this option has no data".into())));
         }
@@ -317,8 +323,13 @@ impl<'a> Handshake<'a> {
         Ok(Ok(()))
     }
 
-    /// Handles `OPT_INFO` and `OPT_GO`. Returns the export and its device for `OPT_GO`.
-    fn info(&mut self, kind: u32, data: &[u8]) -> Result<Result<Option<ChosenExport>, Refusal>, End> {
+    /// Handles `OPT_INFO` and `OPT_GO`. Returns the export and its device for `OPT_GO`, and None for
+    /// `OPT_INFO`.
+    fn handle_info(
+        &mut self,
+        kind: u32,
+        data: &[u8],
+    ) -> Result<Result<Option<ChosenExport>, Refusal>, HandshakeError> {
         let mut fields = Fields(data);
         let parsed = (|| {
             let name = fields.string()?;
@@ -330,12 +341,12 @@ impl<'a> Handshake<'a> {
             return Ok(Err((reply::ERR_INVALID, "the option's data is malformed".into())));
         };
         let found = if kind == option::GO {
-            self.choose(name).map(|chosen| (Arc::clone(&chosen.0), chosen.1.geometry(), Some(chosen)))
+            self.choose_export(name).map(|chosen| (Arc::clone(&chosen.0), chosen.1.geometry(), Some(chosen)))
         } else {
-            self.query(name).map(|(export, facts)| (export, facts.geometry, None))
+            self.query_export(name).map(|(export, device_info)| (export, device_info.geometry, None))
         };
         let (export, geometry, chosen) = match found {
-            Ok((export, geometry, chosen)) => (export, Bytes::told(geometry), chosen),
+            Ok((export, geometry, chosen)) => (export, Bytes::user_geometry(geometry), chosen),
             Err(error) => return Ok(Err(error.into())),
         };
         let mut flags = export.flags(&geometry, self.headers.have_chunks());
@@ -351,8 +362,8 @@ impl<'a> Handshake<'a> {
             preferred: preferred.into(),
             maximum: maximum.into(),
         };
-        // Also sent to clients that did not request it: requests that are not multiples of the minimum are
-        // refused.
+        // Sent even if the client did not request the block sizes, because the server refuses requests that
+        // are not multiples of the minimum.
         self.send_reply(kind, reply::INFO, &[sizes.as_bytes()])?;
         if wanted.contains(&info::NAME) {
             self.send_reply(kind, reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()])?;
@@ -364,14 +375,14 @@ impl<'a> Handshake<'a> {
         Ok(Ok(chosen))
     }
 
-    /// Looks up an export for a client that queries it without choosing it.
-    fn query(&self, name: &str) -> Result<(Arc<Export>, Facts), EnterError> {
+    /// Looks up an export for a client that queries properties without choosing the export.
+    fn query_export(&self, name: &str) -> Result<(Arc<Export>, DeviceInfo), JoinError> {
         let export = self.shared.find(self.link, name)?;
-        let facts = export.facts().map_err(|text| EnterError::Failed(truncate_message(text)))?;
-        Ok((export, facts))
+        let device_info = export.device_info().map_err(|text| JoinError::Failed(truncate_message(text)))?;
+        Ok((export, device_info))
     }
 
-    fn meta_context(&mut self, kind: u32, data: &[u8]) -> Result<Result<(), Refusal>, End> {
+    fn handle_meta_context(&mut self, kind: u32, data: &[u8]) -> Result<Result<(), Refusal>, HandshakeError> {
         let list = kind == option::LIST_META_CONTEXT;
         if !list {
             // Each SET_META_CONTEXT replaces the selection, even if it fails.
@@ -394,11 +405,11 @@ impl<'a> Handshake<'a> {
         let Some((name, queried)) = parsed else {
             return Ok(Err((reply::ERR_INVALID, "the option's data is malformed".into())));
         };
-        let facts = match self.query(name) {
-            Ok((_, facts)) => facts,
+        let device_info = match self.query_export(name) {
+            Ok((_, device_info)) => device_info,
             Err(error) => return Ok(Err(error.into())),
         };
-        let offered = queried & Contexts::offered(facts.changes);
+        let offered = queried & Contexts::offered(device_info.changes);
         for (context, id) in offered.names_and_ids() {
             let id = if list { 0 } else { id };
             self.send_reply(kind, reply::META_CONTEXT, &[&id.to_be_bytes(), context.as_bytes()])?;
@@ -411,10 +422,15 @@ impl<'a> Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    pub(crate) fn send_reply(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
-        // The send timeout alone would not end a handshake with a client that reads slowly.
+    pub(crate) fn send_reply(
+        &mut self,
+        option: u32,
+        kind: u32,
+        parts: &[&[u8]],
+    ) -> Result<(), HandshakeError> {
+        // A client that reads slowly never exceeds the send timeout, so the deadline is checked too.
         if self.timeouts.deadline <= Instant::now() {
-            return Err(End::TimedOut);
+            return Err(HandshakeError::TimedOut);
         }
         let len: usize = parts.iter().map(|part| part.len()).sum();
         self.replies.reserve(self.link.socket(), size_of::<OptionReply>() + len)?;
@@ -434,22 +450,22 @@ impl Handshake<'_> {
         self.replies.put(part);
     }
 
-    pub(crate) fn refuse(&mut self, option: u32, (kind, text): Refusal) -> Result<(), End> {
+    pub(crate) fn refuse(&mut self, option: u32, (kind, text): Refusal) -> Result<(), HandshakeError> {
         tracing::debug!(peer = %self.link.peer(), option, %text, "option refused");
         self.send_reply(option, kind, &[text.as_bytes()])
     }
 
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], End> {
-        self.need(N)?;
+    fn take_array<const N: usize>(&mut self) -> Result<[u8; N], HandshakeError> {
+        self.receive_at_least(N)?;
         let mut bytes = [0; N];
         bytes.copy_from_slice(&self.input.data()[..N]);
         self.input.consume(N);
         Ok(bytes)
     }
 
-    pub(crate) fn skip(&mut self, mut len: usize) -> Result<(), End> {
+    pub(crate) fn skip_data(&mut self, mut len: usize) -> Result<(), HandshakeError> {
         while len > 0 {
-            self.need(1)?;
+            self.receive_at_least(1)?;
             let n = len.min(self.input.data().len());
             self.input.consume(n);
             len -= n;
@@ -458,24 +474,24 @@ impl Handshake<'_> {
     }
 
     /// Sends the pending replies and receives until at least `n` bytes are available.
-    fn need(&mut self, n: usize) -> Result<(), End> {
+    fn receive_at_least(&mut self, n: usize) -> Result<(), HandshakeError> {
         while self.input.data().len() < n {
             self.replies.send(self.link.socket())?;
             if self.input.is_secure() {
-                self.need_sealed(n)?;
+                self.receive_sealed_at_least(n)?;
                 continue;
             }
-            let most = self.shared.limits.most_handshake_bytes();
+            let most = self.shared.limits.clamped_handshake_bytes();
             let limit = if self.needs_tls() { most - self.clear_bytes } else { usize::MAX };
             if limit == 0 {
-                return Err(End::Violation("too many bytes before TLS"));
+                return Err(HandshakeError::Violation("too many bytes before TLS"));
             }
             let socket = self.link.socket();
             self.timeouts.wait(socket)?;
             match self.input.receive(socket, RecvFlags::DONTWAIT, n, limit) {
                 (ReceiveResult::Data, n) => self.clear_bytes = self.clear_bytes.saturating_add(n),
                 (ReceiveResult::WouldBlock, _) => {}
-                (ReceiveResult::End, _) => return Err(End::Left),
+                (ReceiveResult::Ended, _) => return Err(HandshakeError::Disconnected),
             }
         }
         Ok(())
@@ -494,7 +510,7 @@ fn block_sizes(geometry: &Geometry) -> (u32, u32) {
 }
 
 /// Returns the largest payload of a write in bytes. A write to a zoned device is executed as a whole, so all
-/// of it must fit in memory.
+/// of it must fit in [`MAX_IN_FLIGHT_BYTES`].
 pub fn max_payload(geometry: &Geometry) -> u32 {
     if geometry.zones.is_none() { MAX_PAYLOAD_BYTES } else { MAX_IN_FLIGHT_BYTES as u32 }
 }
@@ -504,15 +520,15 @@ fn limit_message(most: u64) -> String {
     format!("client limit reached: {most} (max_clients)")
 }
 
-/// Truncates a message to the longest string that the protocol allows.
+/// Truncates a message to [`MAX_STRING_BYTES`], the longest string that the protocol allows.
 fn truncate_message(mut text: String) -> String {
     let end = (0..=MAX_STRING_BYTES.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
     text.truncate(end.unwrap_or(0));
     text
 }
 
-/// Parses the fields of option data from the front. `None` means that the data is too short or a string is
-/// invalid.
+/// Option data that is not parsed yet. Each method removes and returns the first field, or returns None if
+/// the data is too short or a string is invalid.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {

@@ -8,14 +8,14 @@ use crate::proto::{
 };
 use crate::replies::Replies;
 
-/// Shortest run of zeroes, in bytes, that is sent as a hole. For less data the hole chunk would save hardly
-/// anything.
+/// Shortest run of zeroes, in bytes, that is sent as a hole. For less data a hole chunk saves hardly anything
+/// over a data chunk.
 const HOLE_MIN_BYTES: usize = 512;
 
 /// Negotiated headers of requests and replies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Headers {
-    /// Compact headers; each reply is one piece.
+    /// Compact headers; each reply is a simple reply in one piece.
     Simple,
     /// Compact headers; replies with data and errors are sent in chunks.
     Structured,
@@ -52,7 +52,7 @@ impl Headers {
         }
     }
 
-    /// Returns the length of the header before data, in bytes.
+    /// Returns the length in bytes of the header before the data of a read reply.
     pub const fn data_head_bytes(self) -> usize {
         match self {
             Self::Simple => size_of::<SimpleReply>(),
@@ -65,15 +65,15 @@ impl Headers {
         self.chunk_bytes() + size_of::<HolePayload>()
     }
 
-    /// Returns true if the data of one chunk is sent as a hole. For nonzero data the check usually ends at
-    /// the first or last bytes. Scanning zeroes costs less than sending them.
+    /// Returns true if `data`, the data of one chunk, is sent as a hole. For nonzero data the check usually
+    /// ends at the first or last bytes. Scanning zeroes costs less than sending them.
     pub fn is_hole(self, data: &[u8]) -> bool {
         self.have_chunks() && data.len() >= HOLE_MIN_BYTES && are_zeroes(data)
     }
 
-    /// Appends a chunk of `len` bytes of data. The data already lies in the reply buffer, behind the space
-    /// for the header. Sends a hole chunk if all bytes are zero. Not inlined, to keep the path of simple
-    /// replies short.
+    /// Appends a chunk of `len` bytes of data, or a hole chunk if all bytes are zero. The data already lies
+    /// in the reply buffer, behind the space for the header. Not inlined, to keep the path of simple replies
+    /// short.
     #[inline(never)]
     pub fn put_chunk_of_data(self, replies: &mut Replies, tag: Tag, offset: u64, len: usize, done: bool) {
         let data = replies.position() + self.data_head_bytes();
@@ -100,8 +100,8 @@ impl Headers {
         }
     }
 
-    /// Appends the header before `len` bytes of data at `offset`. The caller has reserved the space. With
-    /// `done` it is the last chunk of the reply.
+    /// Appends the header before `len` bytes of data at device offset `offset`. The caller has reserved the
+    /// space. `done` is true for the last chunk of the reply.
     pub fn put_data_head(self, replies: &mut Replies, tag: Tag, offset: u64, len: u32, done: bool) {
         let (cookie, kind) = (tag.cookie, chunk::OFFSET_DATA);
         match self {

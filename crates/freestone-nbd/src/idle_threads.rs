@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::link::Link;
 
-/// Time that an idle thread waits. Its stack uses memory, and creating another thread later costs little.
+/// Time for which an idle thread waits for a connection before it ends and frees its stack.
 const WAIT: Duration = Duration::from_secs(1);
 /// Maximum number of idle threads. Clients that connect one after the other need one or two.
 const MAX_WAITING: usize = 8;
 
-/// The idle threads of a server. The lock is held for a few instructions. It is a leaf lock.
+/// The idle threads of a server. Leaf lock, held for a few instructions.
 #[derive(Debug, Default)]
 pub struct IdleThreads {
     state: Mutex<State>,
@@ -43,7 +43,8 @@ impl IdleThreads {
         Ok(())
     }
 
-    /// Waits for the next connection. Returns None if the thread must end.
+    /// Waits for the next connection. Returns None if the thread must end: no connection came within
+    /// [`WAIT`], [`MAX_WAITING`] threads are idle, or the server has ended.
     pub fn next_connection(&self) -> Option<Arc<Link>> {
         let mut state = self.lock();
         if state.waiting >= MAX_WAITING {
@@ -58,7 +59,7 @@ impl IdleThreads {
             }
             state = self.wakeup.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        // A queued connection is taken even after the timeout or the end.
+        // A queued connection is taken even after the timeout or after `end`.
         state.waiting -= 1;
         state.links.pop_front()
     }
@@ -100,7 +101,7 @@ mod tests {
             .map(|_| {
                 let (idle_threads, taken) = (Arc::clone(&idle_threads), taken.clone());
                 thread::spawn(move || {
-                    // A thread above the limit gets None, and tries again.
+                    // A thread above the limit receives None, and tries again.
                     while !idle_threads.lock().ended {
                         if let Some(link) = idle_threads.next_connection() {
                             taken.send(link.id).unwrap();
@@ -116,7 +117,7 @@ mod tests {
                 thread::yield_now();
             }
         }
-        // Connections queued before are still taken.
+        // Connections queued before `end` are still taken.
         idle_threads.end();
         for thread in threads {
             thread.join().unwrap();

@@ -3,48 +3,50 @@
 use std::io::{self, IoSliceMut};
 use std::os::fd::BorrowedFd;
 
-use freestone_core::mapped::Mapped;
+use freestone_core::mapped_buffer::MappedBuffer;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
 
 use crate::proto::RequestHeader;
 pub use crate::receive::ReceiveResult;
-use crate::receive::{outcome, receive_into};
-use crate::tls::opener::{Closed, Opener};
+use crate::receive::{receive_into, receive_result};
+use crate::tls::opener::{Opener, TlsClosed};
 
-/// Size of a receive buffer in bytes: one piece of a large write, and the start of the requests behind it.
+/// Size of a receive buffer in bytes: a piece of a large write, its header, and the start of the next
+/// requests.
 pub const RECEIVE_BUFFER_BYTES: usize = (256 << 10) + (8 << 10);
-/// Up to this many bytes are moved to the front before each receive, to make room for a large receive.
+/// Unconsumed bytes up to this number are moved to the front before each receive, to make room for a large
+/// receive.
 const CHEAP_MOVE_BYTES: usize = 4096;
-/// Bytes received behind a payload that goes into another buffer: the next headers, but little of the next
-/// payload, which would have to be copied.
+/// Maximum number of bytes received into this buffer behind a payload that goes into another one. Enough for
+/// the next headers. More data of the next payload would have to be copied.
 const BEHIND_BYTES: usize = 4096;
 
 /// Received bytes that were not consumed yet: `buf[start..end]`.
 #[derive(Debug)]
 pub struct Input {
-    buf: Mapped,
+    buf: MappedBuffer,
     start: usize,
     end: usize,
-    /// Decrypts the received bytes, with TLS only.
+    /// Decrypts the received bytes; `None` without TLS.
     opener: Option<Box<Opener>>,
 }
 
 impl Input {
-    /// Creates an empty buffer. The payload behind a first header is page aligned, which makes large copies
-    /// and codecs faster.
+    /// Creates an empty buffer. The payload behind a first compact header is page aligned, which makes large
+    /// copies and codecs faster.
     ///
     /// # Errors
     /// Out of memory.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
-            buf: Mapped::new(RECEIVE_BUFFER_BYTES, size_of::<RequestHeader>())?,
+            buf: MappedBuffer::new(RECEIVE_BUFFER_BYTES, size_of::<RequestHeader>())?,
             start: 0,
             end: 0,
             opener: None,
         })
     }
 
-    /// Returns the memory to the kernel if the buffer is empty.
+    /// Returns the memory of the buffer, and of the decrypter's buffer, to the kernel, if they are empty.
     pub fn free_memory(&mut self) {
         if self.start == self.end {
             self.buf.clear();
@@ -59,7 +61,7 @@ impl Input {
         &self.buf[self.start..self.end]
     }
 
-    /// Drops the first `n` received bytes.
+    /// Drops the first `n` unconsumed bytes.
     #[inline]
     pub fn consume(&mut self, n: usize) {
         self.start += n;
@@ -72,7 +74,7 @@ impl Input {
 
     /// Receives once, at most `limit` bytes. First makes room for `need` bytes (at most
     /// [`RECEIVE_BUFFER_BYTES`]) from the first unconsumed byte on. Returns the result and the number of
-    /// bytes.
+    /// bytes received.
     #[inline]
     pub fn receive(
         &mut self,
@@ -83,16 +85,16 @@ impl Input {
     ) -> (ReceiveResult, usize) {
         let len = self.end - self.start;
         debug_assert!(len < need && need <= self.buf.len(), "nothing to receive");
-        self.make_room(need);
+        self.make_space(need);
         let stop = self.buf.len().min(self.end.saturating_add(limit));
-        let (received, n) = outcome(receive_into(socket, flags, &mut self.buf[self.end..stop]));
+        let (received, n) = receive_result(receive_into(socket, flags, &mut self.buf[self.end..stop]));
         self.end += n;
         (received, n)
     }
 
     /// Makes room for `need` bytes from the first unconsumed byte on.
     #[inline]
-    fn make_room(&mut self, need: usize) {
+    fn make_space(&mut self, need: usize) {
         let len = self.end - self.start;
         if self.start > 0 && (len <= CHEAP_MOVE_BYTES || self.start + need > self.buf.len()) {
             self.buf.copy_within(self.start..self.end, 0);
@@ -102,7 +104,7 @@ impl Input {
     }
 
     /// Receives once into `payload`. A little of the data behind the payload, at most `limit` bytes, goes
-    /// into this buffer, which must be empty. Returns the total number of bytes.
+    /// into this buffer, which must be empty. Returns the result and the total number of bytes received.
     pub fn receive_behind(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -117,16 +119,16 @@ impl Input {
             let slices = &mut [IoSliceMut::new(payload), IoSliceMut::new(behind)];
             recvmsg(socket, slices, &mut RecvAncillaryBuffer::default(), flags).map(|message| message.bytes)
         });
-        let (received, n) = outcome(both);
+        let (received, n) = receive_result(both);
         (self.start, self.end) = (0, n.saturating_sub(len));
         (received, n)
     }
 }
 
 impl Input {
-    /// Switches to TLS: `opener` decrypts the bytes received from now on. `early` is already decrypted. The
-    /// buffer must be empty.
-    pub fn secure(&mut self, opener: Opener, early: &[u8]) {
+    /// Switches to TLS: `opener` decrypts the bytes received from now on. `early` is data behind the
+    /// handshake that is already decrypted. The buffer must be empty.
+    pub fn start_tls(&mut self, opener: Opener, early: &[u8]) {
         debug_assert!(self.start == self.end, "the buffer has plaintext");
         self.buf[..early.len()].copy_from_slice(early);
         (self.start, self.end) = (0, early.len());
@@ -143,7 +145,7 @@ impl Input {
         self.opener.as_ref().is_some_and(|opener| opener.is_ready())
     }
 
-    /// Receives once, at most `limit` encrypted bytes. Returns the result and the number of bytes.
+    /// Receives once, at most `limit` encrypted bytes. Returns the result and the number of encrypted bytes.
     pub fn receive_sealed(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -151,39 +153,40 @@ impl Input {
         limit: usize,
     ) -> (ReceiveResult, usize) {
         match &mut self.opener {
-            Some(opener) => outcome(opener.receive(socket, flags, limit)),
-            None => (ReceiveResult::End, 0),
+            Some(opener) => receive_result(opener.receive(socket, flags, limit)),
+            None => (ReceiveResult::Ended, 0),
         }
     }
 
-    /// Decrypts the received data. First makes room for `need` bytes from the first unconsumed byte on.
+    /// Decrypts received data into the buffer. First makes room for `need` bytes from the first unconsumed
+    /// byte on.
     ///
     /// # Errors
-    /// The stream ended.
-    pub fn open(&mut self, need: usize) -> Result<(), Closed> {
-        self.make_room(need);
-        let Some(opener) = &mut self.opener else { return Err(Closed) };
+    /// All data was taken, and the TLS stream has ended.
+    pub fn open(&mut self, need: usize) -> Result<(), TlsClosed> {
+        self.make_space(need);
+        let Some(opener) = &mut self.opener else { return Err(TlsClosed) };
         self.end += opener.take(&mut self.buf[self.end..])?;
         Ok(())
     }
 
-    /// Decrypts received data into `payload` only. Returns the number of bytes.
+    /// Decrypts received data directly into `payload`. Returns the number of bytes written.
     ///
     /// # Errors
-    /// The stream ended.
-    pub fn open_into(&mut self, payload: &mut [u8]) -> Result<usize, Closed> {
+    /// All data was taken, and the TLS stream has ended.
+    pub fn open_into(&mut self, payload: &mut [u8]) -> Result<usize, TlsClosed> {
         debug_assert!(self.start == self.end, "the buffer has unconsumed data");
-        self.opener.as_mut().ok_or(Closed)?.take(payload)
+        self.opener.as_mut().ok_or(TlsClosed)?.take(payload)
     }
 
     /// Decrypts the start of the next request into the buffer, which must be empty.
     ///
     /// # Errors
-    /// The stream ended.
-    pub fn open_next_header(&mut self) -> Result<(), Closed> {
+    /// All data was taken, and the TLS stream has ended.
+    pub fn open_next_header(&mut self) -> Result<(), TlsClosed> {
         debug_assert!(self.start == self.end, "the buffer has unconsumed data");
         (self.start, self.end) = (0, 0);
-        let opener = self.opener.as_mut().ok_or(Closed)?;
+        let opener = self.opener.as_mut().ok_or(TlsClosed)?;
         self.end = opener.take(&mut self.buf[..BEHIND_BYTES])?;
         Ok(())
     }

@@ -1,7 +1,7 @@
-//! An NBD server for Freestone's devices, following `doc/proto.md` of the `NetworkBlockDevice` project: fixed
-//! newstyle handshake, structured replies, extended headers, `base:allocation` and a metadata context for the
-//! content that a fork or snapshot holds itself, many exports, and templates (exports that create a device
-//! for each connection).
+//! An NBD server for Freestone's devices, following `doc/proto.md` of the `NetworkBlockDevice` project. It
+//! has the fixed newstyle handshake, structured replies, extended headers, many exports, and templates
+//! (exports that create a device for each connection). Metadata contexts are `base:allocation`, and one for
+//! the content that a fork or snapshot holds itself.
 //!
 //! A [`Server`] listens at any number of [`Address`]es. A client sees the exports published at the address to
 //! which it connected. Each connection has its own thread. That thread tries every request inline, submits
@@ -9,18 +9,19 @@
 //! together are sent in one system call. [`Limits`] and [`CONNECTION_MEMORY_BYTES`] bound the resources that
 //! clients can use.
 //!
-//! [`Server::secure`] enables TLS.
+//! [`Server::enable_tls`] enables TLS.
 //!
-//! The protocol code is our own, as no Rust crate had structured replies. A connection that is idle for a
-//! second returns the memory of its buffers to the kernel.
+//! The protocol code is part of this crate, because no existing Rust crate supported structured replies. A
+//! connection that is idle for a second returns the memory of its buffers to the kernel.
 //!
 //! Not implemented: resizing and the oldstyle handshake.
 
 mod acceptor;
 mod address;
-mod arrivals;
 mod buffers;
+mod connect_rate;
 mod connection;
+mod connection_threads;
 mod contexts;
 mod errno;
 mod export;
@@ -32,40 +33,39 @@ mod input;
 mod limits;
 mod link;
 mod listen;
-mod multi_turn;
-mod pace;
-mod pending;
+mod partial_progress;
+mod partial_request;
+mod pending_handshakes;
 mod receive;
 mod replies;
 mod reply;
 mod request;
-mod secure;
 mod server;
 mod session;
 mod shared;
 mod stall;
+mod starttls;
 mod stats;
 mod status;
-mod stream;
 mod sweep;
 mod sweeps;
 mod tables;
 mod template;
 mod tls;
-mod to_workers;
-mod upgrade;
+mod tls_receive;
+mod worker_offload;
 
 use freestone_nbd_proto as proto;
 
 pub use address::{Address, AddressError};
-pub use export::{Client, Clients, ExportInfo, ExportOptions, TemplateOptions};
+pub use export::{Client, ExportInfo, ExportOptions, TemplateOptions, Visibility};
 pub use flight::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
-pub use freestone_core::allow::{AllowList, Denials, MAX_ALLOWED, NetworkError, Who};
+pub use freestone_core::allow::{AllowEntry, AllowList, Denials, MAX_ALLOWED, NetworkError};
 pub use freestone_core::unix_socket::Access;
 pub use freestone_core::workers::Workers;
 pub use handshake::{MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES};
 pub use input::RECEIVE_BUFFER_BYTES;
-pub use limits::{END_GRACE, Limits, MAX_HANDSHAKE_BYTES, MIN_HANDSHAKE_BYTES};
+pub use limits::{Limits, MAX_HANDSHAKE_BYTES, MIN_HANDSHAKE_BYTES, SHUTDOWN_GRACE};
 pub use listen::{ListenError, MAX_SOCKET_PATH_BYTES};
 pub use proto::{MAX_PAYLOAD_BYTES, MAX_STRING_BYTES};
 pub use replies::REPLY_BUFFER_BYTES;
@@ -73,7 +73,7 @@ pub use server::Server;
 pub use session::CONNECTION_MEMORY_BYTES;
 pub use stats::Stats;
 pub use status::MAX_DESCRIPTORS;
-pub use sweeps::{MAX_SWEEPS, STEP_BYTES};
+pub use sweeps::{MAX_SWEEPS, SWEEP_STEP_BYTES};
 pub use tables::PublishError;
-pub use template::{Fresh, Make};
+pub use template::{ConnectionDevice, DeviceFactory};
 pub use tls::settings::{Credentials, TlsError, TlsFiles, TlsMode};

@@ -5,12 +5,14 @@ use std::time::Duration;
 use freestone_core::budget;
 
 /// Time that [`Server::close`](crate::Server::close), a forced
-/// [`Server::unpublish`](crate::Server::unpublish) and dropping a server wait for requests in flight.
-pub const END_GRACE: Duration = Duration::from_secs(5);
+/// [`Server::unpublish`](crate::Server::unpublish) and dropping a server wait for requests in flight before
+/// they cut the connections.
+pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
-/// Largest and default value of [`Limits::handshake_bytes`].
+/// Largest and default value of [`Limits::max_handshake_bytes`].
 pub const MAX_HANDSHAKE_BYTES: usize = 64 << 10;
-/// Smallest value of [`Limits::handshake_bytes`]: room for a client's certificate and a record of plaintext.
+/// Smallest value of [`Limits::max_handshake_bytes`]: room for a client's certificate and one record of
+/// plaintext.
 pub const MIN_HANDSHAKE_BYTES: usize = 4 << 10;
 
 /// Limits on the resources that clients use.
@@ -21,24 +23,25 @@ pub struct Limits {
     /// [`CONNECTION_MEMORY_BYTES`](crate::CONNECTION_MEMORY_BYTES).
     pub max_connections: usize,
     /// Maximum number of connections that have not chosen an export, at least one. At the limit the server
-    /// accepts no connection until one of them chooses. If the oldest reaches `handshake_grace`, it is closed
-    /// instead.
+    /// accepts no connection until a pending handshake ends. The oldest one is closed to make room when its
+    /// age reaches `handshake_grace`.
     pub max_pending_handshakes: usize,
-    /// Maximum number of connections accepted per second, at least one, after a burst of 64. Further ones
-    /// wait in the queue of the listening socket, as each handshake takes time from existing connections.
+    /// Maximum number of connections accepted per second, at least one, after a burst of 64. Further
+    /// connections wait in the queue of the listening socket, as each handshake takes CPU time from existing
+    /// connections.
     pub max_connect_rate: u32,
-    /// Time during which a handshake is not closed in favor of a new connection.
+    /// Age below which a pending handshake is not closed to make room for a new connection.
     pub handshake_grace: Duration,
-    /// Memory budget of all connections for requests in flight, in bytes. A request that exceeds it waits. At
-    /// least [`budget::MIN_BYTES`](freestone_core::budget::MIN_BYTES).
+    /// Memory budget of all connections for requests in flight, in bytes. A request that exceeds the budget
+    /// waits. Values below [`budget::MIN_BYTES`](freestone_core::budget::MIN_BYTES) are raised to it.
     pub max_memory_in_flight: u64,
     /// Longest time without data from the client during a handshake.
     pub handshake_idle_timeout: Duration,
-    /// Longest duration of a handshake.
-    pub handshake_total: Duration,
+    /// Longest duration of a handshake, after which the connection is closed.
+    pub handshake_timeout: Duration,
     /// Maximum number of bytes that a client may send before TLS if TLS is required, and in its TLS
     /// handshake. Values outside [`MIN_HANDSHAKE_BYTES`] to [`MAX_HANDSHAKE_BYTES`] are clamped.
-    pub handshake_bytes: usize,
+    pub max_handshake_bytes: usize,
 }
 
 impl Default for Limits {
@@ -50,15 +53,15 @@ impl Default for Limits {
             handshake_grace: Duration::from_secs(3),
             max_memory_in_flight: budget::DEFAULT_BYTES,
             handshake_idle_timeout: Duration::from_secs(10),
-            handshake_total: Duration::from_secs(60),
-            handshake_bytes: MAX_HANDSHAKE_BYTES,
+            handshake_timeout: Duration::from_secs(60),
+            max_handshake_bytes: MAX_HANDSHAKE_BYTES,
         }
     }
 }
 
 impl Limits {
-    /// Returns `handshake_bytes`, clamped to its range.
-    pub(crate) fn most_handshake_bytes(&self) -> usize {
-        self.handshake_bytes.clamp(MIN_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES)
+    /// Returns `max_handshake_bytes`, clamped to its range.
+    pub(crate) fn clamped_handshake_bytes(&self) -> usize {
+        self.max_handshake_bytes.clamp(MIN_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES)
     }
 }

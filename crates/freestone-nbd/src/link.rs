@@ -4,8 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use freestone_core::allow::peer_of;
-use freestone_core::answers::Answers;
+use freestone_core::allow::socket_peer;
+use freestone_core::completion_queue::CompletionQueue;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 
@@ -13,19 +13,19 @@ use crate::address::Address;
 use crate::flight::CompletedPart;
 use crate::stats::Counters;
 
-/// A connection, as its server sees it.
+/// A connection: its socket, its completion queue, and its state for the server.
 #[derive(Debug)]
 pub struct Link {
-    /// Identifier, unique in its server.
+    /// Identifier of the connection, unique in its server.
     pub id: u64,
     /// The address at which the connection was accepted.
     pub address: Address,
     peer: String,
     socket: OwnedFd,
-    queue: Arc<Answers<CompletedPart>>,
+    queue: Arc<CompletionQueue<CompletedPart>>,
     draining: AtomicBool,
     /// The names in the client's certificate, set when TLS has started.
-    client: OnceLock<Vec<String>>,
+    certificate_names: OnceLock<Vec<String>>,
     counters: Counters,
 }
 
@@ -33,12 +33,12 @@ impl Link {
     /// Creates the link of an accepted socket.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// No file descriptor is left for the completion queue.
     pub fn new(id: u64, address: Address, peer: String, socket: OwnedFd) -> std::io::Result<Self> {
-        let queue = Arc::new(Answers::new()?);
+        let queue = Arc::new(CompletionQueue::new()?);
         let draining = AtomicBool::new(false);
         let (client, counters) = (OnceLock::new(), Counters::default());
-        Ok(Self { id, address, peer, socket, queue, draining, client, counters })
+        Ok(Self { id, address, peer, socket, queue, draining, certificate_names: client, counters })
     }
 
     /// Returns the description of the peer, for logs.
@@ -46,9 +46,9 @@ impl Link {
         &self.peer
     }
 
-    /// Returns the process at the other end of a Unix socket, if it is known.
+    /// Returns the pid of the process at the other end of a Unix socket, or None if it is unknown.
     pub fn process(&self) -> Option<i32> {
-        peer_of(self.socket.as_fd()).map(|peer| peer.process).filter(|process| *process > 0)
+        socket_peer(self.socket.as_fd()).map(|peer| peer.process).filter(|process| *process > 0)
     }
 
     /// Returns the socket, which is blocking.
@@ -57,17 +57,17 @@ impl Link {
     }
 
     /// Records that TLS has started, with the names in the client's certificate.
-    pub fn secure(&self, names: Vec<String>) {
-        let set = self.client.set(names);
+    pub fn set_certificate_names(&self, names: Vec<String>) {
+        let set = self.certificate_names.set(names);
         debug_assert!(set.is_ok(), "TLS starts once");
     }
 
     /// Returns the names in the client's certificate, or None without TLS.
-    pub fn client(&self) -> Option<&[String]> {
-        self.client.get().map(|names| &names[..])
+    pub fn certificate_names(&self) -> Option<&[String]> {
+        self.certificate_names.get().map(|names| &names[..])
     }
 
-    pub fn queue(&self) -> &Arc<Answers<CompletedPart>> {
+    pub fn queue(&self) -> &Arc<CompletionQueue<CompletedPart>> {
         &self.queue
     }
 
@@ -75,20 +75,20 @@ impl Link {
         &self.counters
     }
 
-    /// Ends the connection after replies to the requests received.
+    /// Starts the end of the connection, which first replies to the requests it has received.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
         // Wakes a thread that waits to receive; data already received can still be read. Fails if the peer is
-        // gone, which is fine.
+        // gone, in which case the connection ends anyway.
         let _ = shutdown(&self.socket, Shutdown::Read);
     }
 
-    /// Returns true after [`drain`](Self::drain).
+    /// Returns true once [`drain`](Self::drain) was called.
     pub fn is_draining(&self) -> bool {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// Returns true if the client sends no more.
+    /// Returns true if the client has closed the connection, or the side on which it sends.
     pub fn has_left(&self) -> bool {
         let mut fds = [PollFd::from_borrowed_fd(self.socket(), PollFlags::RDHUP)];
         let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
@@ -97,7 +97,7 @@ impl Link {
 
     /// Ends the connection at once. Wakes its thread from any wait except a device call.
     pub fn cut(&self) {
-        self.queue.end();
+        self.queue.shut_down();
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }

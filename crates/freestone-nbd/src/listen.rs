@@ -17,8 +17,8 @@ use thiserror::Error;
 
 use crate::address::Address;
 
-/// Length of the queue of connections to accept; the kernel may use less. If it is full, a nonblocking
-/// connect to a Unix socket fails, so the queue must hold bursts.
+/// Maximum number of connections queued for accept at one socket; the kernel may use less. A nonblocking
+/// connect to a Unix socket fails if the queue is full, so the queue must hold bursts.
 const BACKLOG: i32 = 4096;
 
 /// Why a server cannot listen at an address.
@@ -59,7 +59,7 @@ pub enum ListenError {
     NoDirectory(Address),
     /// No address of the host belongs to this machine.
     #[error("{0}: the host is not an address of this machine")]
-    NotOurs(Address),
+    NotLocal(Address),
     /// The host name cannot be resolved.
     #[error("{address}: the host is not known ({source})")]
     Host {
@@ -98,15 +98,15 @@ impl ListenError {
 /// Sockets that listen at one address.
 #[derive(Debug)]
 pub struct BoundSockets {
-    /// The address, with the port that the system chose.
+    /// The address. Port 0 is replaced by the port that the system chose.
     pub address: Address,
     /// One nonblocking socket, or one for each address of a host.
     pub sockets: Vec<OwnedFd>,
-    /// The file of a Unix socket.
+    /// The file of a Unix socket that this server created, which is removed on drop.
     pub file: Option<SocketFile>,
 }
 
-/// Listens at `address`. `access` sets who may connect to a Unix socket.
+/// Listens at `address`. `access` is the mode, user and group of a Unix socket.
 pub fn bind_to(address: &Address, access: &Access) -> Result<BoundSockets, ListenError> {
     match address {
         Address::Unix(path) => {
@@ -124,7 +124,7 @@ pub fn bind_to(address: &Address, access: &Access) -> Result<BoundSockets, Liste
     }
 }
 
-/// Takes over a socket that already listens.
+/// Takes over a listening socket that another process created, and makes it nonblocking.
 pub fn adopt_socket(socket: OwnedFd) -> Result<BoundSockets, ListenError> {
     let other = |source: io::Error| ListenError::Other { address: Address::Unix("socket".into()), source };
     let address = address_of(&socket).map_err(other)?;
@@ -140,7 +140,7 @@ pub fn adopt_socket(socket: OwnedFd) -> Result<BoundSockets, ListenError> {
     Ok(BoundSockets { address, sockets: vec![socket], file: None })
 }
 
-/// Returns the address of a socket.
+/// Returns the local address of a TCP socket, or of a Unix socket with a path.
 fn address_of(socket: &OwnedFd) -> io::Result<Address> {
     let is = getsockname(socket)?;
     if let Ok(at) = SocketAddr::try_from(is.clone()) {
@@ -153,7 +153,7 @@ fn address_of(socket: &OwnedFd) -> io::Result<Address> {
     Ok(Address::Unix(Path::new(OsStr::from_bytes(path)).to_path_buf()).absolute())
 }
 
-/// Listens at every address of the host, with the same port.
+/// Listens at every address of the host, with the same port. Returns the sockets and the port.
 fn bind_tcp(address: &Address, host: &str, port: u16) -> Result<(Vec<OwnedFd>, u16), ListenError> {
     let mut resolved: Vec<SocketAddr> = (host, port)
         .to_socket_addrs()
@@ -172,7 +172,7 @@ fn bind_tcp(address: &Address, host: &str, port: u16) -> Result<(Vec<OwnedFd>, u
                 sockets.push(socket);
                 port = bound;
             }
-            // For example a name with an IPv6 address on a machine without IPv6.
+            // Skipped: for example, the name has an IPv6 address, but this machine has no IPv6.
             Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => unavailable = errno,
             Err(Errno::ADDRINUSE) => return Err(ListenError::PortInUse(address.clone())),
             Err(Errno::ACCESS | Errno::PERM) => return Err(ListenError::Permission(address.clone())),
@@ -183,7 +183,7 @@ fn bind_tcp(address: &Address, host: &str, port: u16) -> Result<(Vec<OwnedFd>, u
     }
     if sockets.is_empty() {
         tracing::debug!(%address, %unavailable, "no address of the host can be used");
-        return Err(ListenError::NotOurs(address.clone()));
+        return Err(ListenError::NotLocal(address.clone()));
     }
     Ok((sockets, port))
 }

@@ -10,26 +10,26 @@ use rustix::net::{RecvFlags, recv};
 /// The result of a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReceiveResult {
-    /// At least one byte.
+    /// At least one byte was received.
     Data,
-    /// No data yet.
+    /// No data has arrived yet.
     WouldBlock,
     /// The peer sends no more, or the connection broke.
-    End,
+    Ended,
 }
 
-/// Converts the result of a receive system call. Returns the number of bytes too.
+/// Converts the result of a receive system call to a [`ReceiveResult`] and the number of bytes.
 #[inline]
-pub fn outcome(bytes: Result<usize, Errno>) -> (ReceiveResult, usize) {
+pub fn receive_result(bytes: Result<usize, Errno>) -> (ReceiveResult, usize) {
     match bytes {
-        Ok(0) => (ReceiveResult::End, 0),
+        Ok(0) => (ReceiveResult::Ended, 0),
         Ok(n) => (ReceiveResult::Data, n),
         Err(Errno::WOULDBLOCK) => (ReceiveResult::WouldBlock, 0),
-        Err(_) => (ReceiveResult::End, 0),
+        Err(_) => (ReceiveResult::Ended, 0),
     }
 }
 
-/// Receives once. Returns 0 at the end of the stream.
+/// Receives once into `buf`. Returns the number of bytes, or 0 at the end of the stream.
 #[inline]
 pub fn receive_into(socket: BorrowedFd<'_>, flags: RecvFlags, buf: &mut [u8]) -> Result<usize, Errno> {
     rustix::io::retry_on_intr(|| recv(socket, &mut *buf, flags).map(|(n, _)| n))
@@ -38,7 +38,7 @@ pub fn receive_into(socket: BorrowedFd<'_>, flags: RecvFlags, buf: &mut [u8]) ->
 /// The timeouts of a handshake, or of the linger at the end of a connection.
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
-    /// Longest time without a byte.
+    /// Longest time without a byte from the client.
     pub idle: Duration,
     /// Deadline for the whole phase.
     pub deadline: Instant,
@@ -50,7 +50,7 @@ pub enum WaitError {
     /// A timeout expired.
     TimedOut,
     /// The poll failed.
-    Left,
+    Disconnected,
 }
 
 impl Timeouts {
@@ -65,7 +65,7 @@ impl Timeouts {
         match rustix::io::retry_on_intr(|| poll(&mut fds, Some(&left))) {
             Ok(0) => Err(WaitError::TimedOut),
             Ok(_) => Ok(()),
-            Err(_) => Err(WaitError::Left),
+            Err(_) => Err(WaitError::Disconnected),
         }
     }
 }

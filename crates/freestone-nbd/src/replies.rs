@@ -1,13 +1,13 @@
-//! The pending replies of a connection: one buffer, and large owned data between its bytes. All of it is sent
-//! in one system call, as far as the socket accepts it.
+//! The pending replies of a connection: one reply buffer, and owned buffers with large data, sent at their
+//! positions between its bytes. All are sent in one system call, as far as the socket accepts them.
 
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
 
 use freestone_core::device::IoBuf;
-use freestone_core::mapped::Mapped;
+use freestone_core::mapped_buffer::MappedBuffer;
 use freestone_core::plug::Plug;
-use freestone_core::workers::AtWork;
+use freestone_core::workers::BusyReader;
 use rustix::net::{SendAncillaryBuffer, SendFlags, send, sendmsg};
 use zerocopy::{Immutable, IntoBytes};
 
@@ -15,37 +15,39 @@ use crate::buffers::Buffers;
 use crate::proto::DataChunk;
 use crate::tls::sealer::Sealer;
 
-/// Size of pending replies, in bytes, from which on they are sent although more requests are available.
+/// Size in bytes at which the pending replies are sent, even if more received requests could be executed
+/// first.
 pub const SEND_THRESHOLD_BYTES: usize = 256 << 10;
 /// Largest data copied or decoded into the buffer at once, in bytes.
 pub const MAX_INLINE_BYTES: usize = 256 << 10;
-/// Room for headers and messages behind the threshold and the data, in bytes.
-const HEADER_ROOM_BYTES: usize = 8 << 10;
+/// Space for headers and messages in the reply buffer, in bytes, beside pending replies and inline data.
+const HEADER_SPACE_BYTES: usize = 8 << 10;
 /// Size of the reply buffer of a connection, in bytes.
-pub const REPLY_BUFFER_BYTES: usize = SEND_THRESHOLD_BYTES + MAX_INLINE_BYTES + HEADER_ROOM_BYTES;
-/// Largest owned data that is copied into the buffer, in bytes.
+pub const REPLY_BUFFER_BYTES: usize = SEND_THRESHOLD_BYTES + MAX_INLINE_BYTES + HEADER_SPACE_BYTES;
+/// Largest owned data that is copied into the reply buffer, in bytes. Larger data is sent from its own
+/// buffer.
 const COPY_BYTES: usize = 16 << 10;
 /// Maximum number of slices of one `sendmsg`, far below the kernel's `UIO_MAXIOV`.
 const MAX_SLICES: usize = 64;
 
 #[derive(Debug)]
 pub struct Replies {
-    buf: Mapped,
+    buf: MappedBuffer,
     len: usize,
-    /// Owned data, each with the position in `buf` before which it is sent, ascending.
+    /// Owned data buffers, each with the position in `buf` before which it is sent, ascending.
     owned: Vec<(usize, IoBuf)>,
     owned_bytes: usize,
     /// Spare buffers. Owned data moves here after it is sent.
     pub buffers: Buffers,
-    /// Plug for the parts submitted in this turn. It is released before a send, because a send may wait for
-    /// the client while other threads wait for these parts.
+    /// Plug that batches the parts submitted in this turn. Released before a send, because a send may wait
+    /// for the client while other threads wait for these parts.
     pub plug: Option<Plug>,
-    /// Marks the thread as busy while it executes a large request. A thread that waits for its client is not
-    /// busy.
-    pub at_work: Option<AtWork>,
+    /// Marks the thread as busy while it executes a large request. Released before a send, because a thread
+    /// that waits for its client is not busy.
+    pub at_work: Option<BusyReader>,
     pub sends: u64,
     pub sent_bytes: u64,
-    /// Encrypts the sent bytes, with TLS only.
+    /// Encrypts the sent bytes; `None` without TLS.
     sealer: Option<Box<Sealer>>,
 }
 
@@ -57,7 +59,7 @@ impl Replies {
     /// Out of memory.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
-            buf: Mapped::new(REPLY_BUFFER_BYTES, size_of::<DataChunk>())?,
+            buf: MappedBuffer::new(REPLY_BUFFER_BYTES, size_of::<DataChunk>())?,
             len: 0,
             owned: Vec::new(),
             owned_bytes: 0,
@@ -70,7 +72,7 @@ impl Replies {
         })
     }
 
-    /// Returns the memory to the kernel. No reply may be pending.
+    /// Returns the memory of all buffers to the kernel. No reply may be pending.
     pub fn free_memory(&mut self) {
         debug_assert!(self.is_empty(), "replies would be lost");
         self.buf.clear();
@@ -100,7 +102,8 @@ impl Replies {
         self.len
     }
 
-    /// Returns the reserved `n` bytes at `at`. [`commit`](Self::commit) makes them part of the replies.
+    /// Returns the reserved `n` bytes at position `at` of the buffer. [`commit`](Self::commit) makes them
+    /// part of the replies.
     #[inline]
     pub fn space(&mut self, at: usize, n: usize) -> &mut [u8] {
         &mut self.buf[at..at + n]
@@ -121,8 +124,8 @@ impl Replies {
         self.len += bytes.len();
     }
 
-    /// Appends owned data: copies it if it is small, else keeps it until it is sent. Returns true if it was
-    /// kept.
+    /// Appends an owned data buffer. Small data is copied, and large data is kept until it is sent. Returns
+    /// true if it was kept.
     pub fn put_owned(&mut self, data: IoBuf) -> bool {
         if data.len() <= COPY_BYTES {
             self.put(&data[..]);
@@ -133,12 +136,13 @@ impl Replies {
         true
     }
 
-    /// Returns the space that [`put_owned`](Self::put_owned) needs in the buffer for `n` bytes.
-    pub fn room_for_owned(n: usize) -> usize {
+    /// Returns the number of bytes that [`put_owned`](Self::put_owned) needs in the reply buffer for `n`
+    /// bytes of data.
+    pub fn space_for_owned(n: usize) -> usize {
         if n <= COPY_BYTES { n } else { 0 }
     }
 
-    /// Returns the size of the kept owned data in bytes.
+    /// Returns the total size in bytes of the owned data that is kept.
     pub fn owned_bytes(&self) -> usize {
         self.owned_bytes
     }
@@ -154,7 +158,8 @@ impl Replies {
         Ok(())
     }
 
-    /// Sends all replies, and waits for the peer to read them. No reply is pending afterwards, even on error.
+    /// Sends all replies, and blocks while the socket accepts no more. No reply is pending afterwards, even
+    /// on error.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
         if self.plug.is_some() || self.at_work.is_some() {
             self.release_plug();
@@ -173,7 +178,7 @@ impl Replies {
         let result = if self.sealer.is_some() { self.send_sealed(socket) } else { self.send_mixed(socket) };
         self.len = 0;
         for (_, data) in self.owned.drain(..) {
-            self.buffers.give(data);
+            self.buffers.put_back(data);
         }
         self.owned_bytes = 0;
         result
@@ -195,7 +200,7 @@ impl Replies {
     }
 
     /// Switches to TLS: `sealer` encrypts the replies sent from now on. No reply may be pending.
-    pub fn secure(&mut self, sealer: Sealer) {
+    pub fn start_tls(&mut self, sealer: Sealer) {
         debug_assert!(self.is_empty(), "plaintext replies are pending");
         self.sealer = Some(Box::new(sealer));
     }

@@ -6,25 +6,25 @@ use crate::errno::{Cause, Failure};
 use crate::headers::{Headers, Tag, simple};
 use crate::proto::{ErrorPayload, SimpleReply, chunk};
 use crate::replies::Replies;
-use crate::session::{Lost, Session};
+use crate::session::{ConnectionLost, Session};
 
 impl Session<'_> {
-    /// Sends the reply of the operation at `slot` if it has ended.
-    pub(crate) fn finish(&mut self, slot: usize) -> Result<(), Lost> {
+    /// Adds the reply of the operation at `slot` to the pending replies, if the operation has ended.
+    pub(crate) fn finish(&mut self, slot: usize) -> Result<(), ConnectionLost> {
         match self.operations.take_ended(slot) {
             None => Ok(()),
             Some(operation) => match operation.failure {
                 Some(failure) => self.reply_failure(operation.tag, &failure),
-                // Only reads with chunks have parts, so a simple read never gets here.
+                // The read has chunks: the only part of a simple read also ends its reply.
                 None if operation.is_read => self.reply_end(operation.tag),
                 None => self.reply_done(operation.tag),
             },
         }
     }
 
-    /// Replies with success to a request without data in its reply. With compact headers a simple reply is
-    /// allowed here even if structured replies were negotiated.
-    pub(crate) fn reply_done(&mut self, tag: Tag) -> Result<(), Lost> {
+    /// Replies with success to a request whose reply has no data. With compact headers the protocol allows a
+    /// simple reply for it, even if structured replies were negotiated.
+    pub(crate) fn reply_done(&mut self, tag: Tag) -> Result<(), ConnectionLost> {
         if self.headers == Headers::Extended {
             return self.reply_end(tag);
         }
@@ -34,16 +34,16 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Sends an empty chunk that ends a reply.
+    /// Appends an empty chunk that ends a reply.
     #[inline(never)]
-    fn reply_end(&mut self, tag: Tag) -> Result<(), Lost> {
+    fn reply_end(&mut self, tag: Tag) -> Result<(), ConnectionLost> {
         self.replies.reserve(self.link.socket(), self.headers.chunk_bytes())?;
         self.headers.put_chunk(&mut self.replies, tag, chunk::NONE, true, 0);
         self.tally.replies += 1;
         Ok(())
     }
 
-    pub(crate) fn reply_failure(&mut self, tag: Tag, failure: &Failure) -> Result<(), Lost> {
+    pub(crate) fn reply_failure(&mut self, tag: Tag, failure: &Failure) -> Result<(), ConnectionLost> {
         self.tally.replies += 1;
         self.tally.errors += 1;
         if let Some(cause) = &failure.cause {
@@ -51,7 +51,7 @@ impl Session<'_> {
         }
         let error = failure.errno as u32;
         if self.headers.have_chunks() {
-            let text = failure.text.as_bytes();
+            let text = failure.message.as_bytes();
             let len = size_of::<ErrorPayload>() + text.len();
             self.replies.reserve(self.link.socket(), self.headers.chunk_bytes() + len)?;
             self.headers.put_chunk(&mut self.replies, tag, chunk::ERROR, true, len as u32);
@@ -64,7 +64,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Counts an error of the device for its operator, and logs it, rate limited.
+    /// Counts a device error in the failure counters of the export, and logs it, rate limited.
     #[cold]
     pub(crate) fn report_failure(&self, cause: &Cause) {
         let (name, peer) = (&self.export.name, self.link.peer());
@@ -75,14 +75,20 @@ impl Session<'_> {
         }
     }
 
-    /// Replies to a read with data from an owned buffer.
-    pub(crate) fn reply_data(&mut self, tag: Tag, offset: u64, data: IoBuf, done: bool) -> Result<(), Lost> {
+    /// Appends the data of a read, from an owned buffer. `done` is true if the data ends the reply.
+    pub(crate) fn reply_data(
+        &mut self,
+        tag: Tag,
+        offset: u64,
+        data: IoBuf,
+        done: bool,
+    ) -> Result<(), ConnectionLost> {
         if self.headers.is_hole(&data) {
             self.replies.reserve(self.link.socket(), self.headers.hole_bytes())?;
             self.headers.put_hole(&mut self.replies, tag, offset, data.len() as u32, done);
-            self.replies.buffers.give(data);
+            self.replies.buffers.put_back(data);
         } else {
-            let room = self.data_head_bytes + Replies::room_for_owned(data.len());
+            let room = self.data_head_bytes + Replies::space_for_owned(data.len());
             self.replies.reserve(self.link.socket(), room)?;
             self.headers.put_data_head(&mut self.replies, tag, offset, data.len() as u32, done);
             self.replies.put_owned(data);
@@ -91,9 +97,13 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Replies to a read without structured replies. `header` is None if the header was already sent.
-    pub(crate) fn reply_simple_data(&mut self, header: Option<Tag>, data: IoBuf) -> Result<(), Lost> {
-        let room = size_of::<SimpleReply>() + Replies::room_for_owned(data.len());
+    /// Appends the data of a simple reply to a read. `header` is None if the header was already sent.
+    pub(crate) fn reply_simple_data(
+        &mut self,
+        header: Option<Tag>,
+        data: IoBuf,
+    ) -> Result<(), ConnectionLost> {
+        let room = size_of::<SimpleReply>() + Replies::space_for_owned(data.len());
         self.replies.reserve(self.link.socket(), room)?;
         if let Some(tag) = header {
             self.replies.put(&simple(tag.cookie, 0));

@@ -1,4 +1,4 @@
-//! The interface of the server for its owner.
+//! The public interface of the NBD server.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -13,28 +13,28 @@ use freestone_core::unix_socket::Access;
 use freestone_core::workers::Workers;
 
 use crate::address::Address;
-use crate::arrivals;
+use crate::connection_threads;
 use crate::export::{Client, Export, ExportInfo, ExportOptions, Source, TemplateOptions};
-use crate::limits::{END_GRACE, Limits};
+use crate::limits::{Limits, SHUTDOWN_GRACE};
 use crate::link::Link;
 use crate::listen::{self, BoundSockets, ListenError};
 use crate::proto::MAX_STRING_BYTES;
 use crate::shared::ServerShared;
 use crate::stats::Stats;
 use crate::tables::{Listener, PublishError};
-use crate::template::{Make, Template};
+use crate::template::{DeviceFactory, Template};
 use crate::tls::settings::{Credentials, Policy, TlsMode};
 
 /// An NBD server with any number of addresses, each with its own exports. A client sees only the exports
-/// published at the address to which it connected. Dropping the server is [`shutdown`](Self::shutdown) with
-/// [`END_GRACE`].
+/// published at the address to which it connected. Dropping the server calls [`shutdown`](Self::shutdown)
+/// with [`SHUTDOWN_GRACE`].
 ///
-/// One thread accepts connections at all addresses. All methods may be called from any thread, except from a
-/// device's completion and from a template's functions.
+/// One thread accepts connections at all addresses. All methods may be called from any thread, except from
+/// the completion of a device request and from the functions of a template.
 pub struct Server {
     shared: Arc<ServerShared>,
-    /// The accepting thread, started with the first address. Locked under `binding` to start it, or with no
-    /// other lock held to take it out before the join. It is a leaf lock.
+    /// The accepting thread, started with the first address. Leaf lock: taken under `binding` to start the
+    /// thread, and with no other lock held to take the handle for the join.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -50,22 +50,22 @@ impl Server {
         Self { shared: Arc::new(ServerShared::new(limits, workers.clone())), thread: Mutex::default() }
     }
 
-    /// Enables or requires TLS. Called once, before the server listens.
-    pub fn secure(&self, mode: TlsMode, credentials: Credentials) {
+    /// Enables or requires TLS. Must be called at most once, before the server listens.
+    pub fn enable_tls(&self, mode: TlsMode, credentials: Credentials) {
         let set = self.shared.tls.set(Policy::new(mode, credentials));
         debug_assert!(set.is_ok(), "the TLS mode is set once");
     }
 
-    /// Replaces the credentials for new connections. Existing connections keep theirs. Does nothing without
-    /// TLS.
-    pub fn renew(&self, credentials: Credentials) {
+    /// Replaces the credentials for new connections. Existing connections keep their credentials. Does
+    /// nothing without TLS.
+    pub fn renew_credentials(&self, credentials: Credentials) {
         if let Some(policy) = self.shared.tls.get() {
-            policy.renew(credentials);
+            policy.renew_credentials(credentials);
         }
     }
 
     /// Returns the TLS mode, or None if TLS is disabled.
-    pub fn tls(&self) -> Option<TlsMode> {
+    pub fn tls_mode(&self) -> Option<TlsMode> {
         self.shared.tls.get().map(|policy| policy.mode)
     }
 
@@ -76,7 +76,7 @@ impl Server {
     /// # Errors
     /// See [`ListenError`].
     pub fn listen(&self, address: &Address) -> Result<Address, ListenError> {
-        self.listen_as(address, &Access::default(), None)
+        self.listen_with_access(address, &Access::default(), None)
     }
 
     /// Starts to listen at an address with access rules. `access` sets mode, user and group of a new Unix
@@ -85,7 +85,7 @@ impl Server {
     ///
     /// # Errors
     /// See [`ListenError`].
-    pub fn listen_as(
+    pub fn listen_with_access(
         &self,
         address: &Address,
         access: &Access,
@@ -95,28 +95,30 @@ impl Server {
         self.listen_with(&address, allow, || listen::bind_to(&address, access))
     }
 
-    /// Replaces the allow list of an address; `None` allows all peers. Existing connections stay. Returns
+    /// Replaces the allow list of an address; `None` allows all peers. Existing connections continue. Returns
     /// false if the server does not listen there.
-    pub fn set_allow(&self, address: &Address, allow: Option<AllowList>) -> bool {
-        self.shared.lock().set_allow(&address.absolute(), allow)
+    pub fn set_allow_list(&self, address: &Address, allow: Option<AllowList>) -> bool {
+        self.shared.lock().set_allow_list(&address.absolute(), allow)
     }
 
-    /// Returns the allow list of an address, if it has one.
-    pub fn allow_at(&self, address: &Address) -> Option<AllowList> {
+    /// Returns the allow list of an address, or None if all peers are allowed or the server does not listen
+    /// there.
+    pub fn allow_list(&self, address: &Address) -> Option<AllowList> {
         self.shared.lock().listener(&address.absolute())?.allow.clone()
     }
 
-    /// Returns the counter of connections denied by allow lists. Other components may count there too.
+    /// Returns the counter of connections denied by allow lists. Other components may count their denials
+    /// there too.
     pub fn denials(&self) -> &Arc<Denials> {
         &self.shared.denials
     }
 
-    /// Takes over a socket that another process created and that listens already. Returns its address. The
-    /// socket file stays when the server ends.
+    /// Takes over a socket that another process created and that listens already. Returns the socket's
+    /// address. The socket file is not removed when the server ends.
     ///
     /// # Errors
     /// [`ListenError::Other`] if the socket does not listen. See [`ListenError`].
-    pub fn adopt(&self, socket: OwnedFd, allow: Option<AllowList>) -> Result<Address, ListenError> {
+    pub fn adopt_socket(&self, socket: OwnedFd, allow: Option<AllowList>) -> Result<Address, ListenError> {
         let bound = listen::adopt_socket(socket)?;
         let address = bound.address.clone();
         self.listen_with(&address, allow, || Ok(bound))
@@ -144,7 +146,7 @@ impl Server {
         {
             let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
             if thread.is_none() {
-                *thread = Some(arrivals::start(&self.shared).map_err(other)?);
+                *thread = Some(connection_threads::start(&self.shared).map_err(other)?);
             }
         }
         let mut tables = self.shared.lock();
@@ -153,7 +155,8 @@ impl Server {
         }
         let id = tables.add_listener(address.clone(), bound.file, allow);
         let acceptor = self.shared.acceptor().expect("created above");
-        // Both changes under one lock, so that a thread that closes the address finds both.
+        // The listener and its sockets are added under one lock, so that a thread that closes the address
+        // finds both.
         if let Err(errno) = acceptor.add(id, bound.sockets) {
             let listener = tables.remove_listener(&address);
             drop(tables);
@@ -183,8 +186,8 @@ impl Server {
     /// Publishes a template as `name` at an address at which the server listens. For every connection that
     /// chooses it, `make` creates a device, which ends with the connection. If `make` fails, the client gets
     /// its error message and may choose another export. A client that only queries the export (`INFO`,
-    /// metadata contexts) gets the properties of the device created last. If there was none yet, a device is
-    /// created and ended at once.
+    /// metadata contexts) gets the properties of the device created last. If no device was created yet, one
+    /// is created for the query and ended at once.
     ///
     /// # Errors
     /// See [`PublishError`].
@@ -193,7 +196,7 @@ impl Server {
         address: &Address,
         name: &str,
         options: TemplateOptions,
-        make: Make,
+        make: DeviceFactory,
     ) -> Result<(), PublishError> {
         let template = Template::new(make, options.ttl);
         self.publish_source(address, name, options.export, Source::Template(template))
@@ -225,18 +228,19 @@ impl Server {
             read_only: options.read_only,
             default: options.default,
             without_fua: options.without_fua,
-            clients: options.clients,
+            visible_to: options.visible_to,
             description: options.description,
             failures: options.failures,
             places: options.places,
             users: 0.into(),
         });
-        // If publishing fails, the device is dropped after the lock is released.
+        // If publishing fails, the export and its device are dropped after the lock is released.
         self.shared.lock().publish(&export)
     }
 
-    /// Unpublishes `name` at all addresses and returns their number. With `force`, the connections that use
-    /// it complete the requests they have received and end. After [`END_GRACE`] they are cut.
+    /// Unpublishes `name` at all addresses and returns the number of these addresses. With `force`, the
+    /// connections that use the export complete the requests they have received and end. Connections
+    /// that have not ended after [`SHUTDOWN_GRACE`] are cut.
     ///
     /// # Errors
     /// [`PublishError::NotPublished`]; [`PublishError::Busy`] if clients use the export and `force` is not
@@ -255,17 +259,18 @@ impl Server {
 
     fn unpublish_from(&self, name: &str, only: Option<&Address>, force: bool) -> Result<usize, PublishError> {
         let (removed, links) = self.shared.lock().unpublish(name, only, force)?;
-        self.shared.end(links, END_GRACE);
-        // Dropping the exports may drop their devices, which may wait for a disk. This must not happen under
-        // the lock.
+        self.shared.end_connections(links, SHUTDOWN_GRACE);
+        // Dropping the exports may drop their devices, which may wait for a disk. The lock was released
+        // before.
         Ok(removed.len())
     }
 
-    /// Simulates a power loss as clients see it: cuts the connections that use `name` at all addresses
-    /// without replies to requests in flight, runs `action`, and serves the export again. Clients that choose
-    /// the export meanwhile wait. Returns the number of cut connections. A thread that is blocked in the
-    /// device for more than a second may still be there when `action` runs.
-    pub fn restart<T>(&self, name: &str, action: impl FnOnce() -> T) -> (usize, T) {
+    /// Simulates a power loss as clients see it. Cuts the connections that use `name` at all addresses,
+    /// without replies to requests in flight. Then runs `action`, and serves the export again. Clients that
+    /// choose the export meanwhile wait. Returns the number of cut connections, and the result of `action`. A
+    /// connection's thread that is blocked in the device for more than a second may still run during
+    /// `action`.
+    pub fn cut_connections_during<T>(&self, name: &str, action: impl FnOnce() -> T) -> (usize, T) {
         /// Serves the export again, even if `action` panics.
         struct HoldGuard<'a>(&'a ServerShared, &'a str);
         impl Drop for HoldGuard<'_> {
@@ -276,13 +281,13 @@ impl Server {
         let links = self.shared.lock().hold(name);
         let _guard = HoldGuard(&self.shared, name);
         let ended = links.len();
-        self.shared.cut(links);
+        self.shared.cut_connections(links);
         (ended, action())
     }
 
     /// Replaces the device of a published name at all its addresses. `device` returns the new device for an
-    /// address and must not block. Existing connections keep the old device; end them before with
-    /// [`restart`](Self::restart).
+    /// address and must not block. Existing connections keep the old device; end these connections first,
+    /// with [`cut_connections_during`](Self::cut_connections_during).
     pub fn replace(
         &self,
         name: &str,
@@ -290,7 +295,7 @@ impl Server {
         description: &str,
         failures: &Arc<Failures>,
     ) {
-        // Dropping the old device may wait for a disk. This must not happen under the lock.
+        // Dropping the old device may wait for a disk, so the lock is released before.
         let replaced = self.shared.lock().replace(name, device, description, failures);
         drop(replaced);
     }
@@ -313,7 +318,7 @@ impl Server {
 
     /// Marks every export as TLS only if the server requires TLS.
     fn mark_tls_only(&self, mut exports: Vec<ExportInfo>) -> Vec<ExportInfo> {
-        if self.tls() == Some(TlsMode::Require) {
+        if self.tls_mode() == Some(TlsMode::Required) {
             for export in &mut exports {
                 export.tls = true;
             }
@@ -321,14 +326,15 @@ impl Server {
         exports
     }
 
-    /// Returns the number of connections that use `name`, at all addresses.
+    /// Returns the number of connections that use the exports named `name`, at all addresses.
     pub fn connections(&self, name: &str) -> usize {
-        self.shared.lock().users(name)
+        self.shared.lock().user_count(name)
     }
 
-    /// Returns the clients of `name`, one for each connection, at all addresses.
+    /// Returns the clients of the exports named `name`, at all addresses. A client occurs once for each of
+    /// its connections.
     pub fn clients(&self, name: &str) -> Vec<Client> {
-        // Not under the lock: it takes system calls.
+        // The lock is not held for `Link::process`, which makes a system call.
         let links = self.shared.lock().links_of(name);
         let client = |link: Arc<Link>| match link.process() {
             Some(process) => Client::Process(process),
@@ -343,19 +349,19 @@ impl Server {
     }
 
     /// Returns true if the server listens at an address.
-    pub fn listens_at(&self, address: &Address) -> bool {
+    pub fn is_listening_at(&self, address: &Address) -> bool {
         self.shared.lock().listener(&address.absolute()).is_some()
     }
 
-    /// Stops listening at an address, removes its socket and its exports, and ends its connections. They
-    /// complete the requests they have received, and are cut after [`END_GRACE`]. Does nothing if the server
-    /// does not listen there.
+    /// Stops listening at an address, removes its socket and its exports, and ends its connections. The
+    /// connections complete the requests they have received, and are cut after [`SHUTDOWN_GRACE`]. Does
+    /// nothing if the server does not listen there.
     pub fn close(&self, address: &Address) {
         let address = address.absolute();
         let removed = self.shared.lock().remove_listener(&address);
         let Some((id, listener, links)) = removed else { return };
         self.stop(id, listener);
-        self.shared.end(links, END_GRACE);
+        self.shared.end_connections(links, SHUTDOWN_GRACE);
         tracing::info!(%address, "closed");
     }
 
@@ -368,13 +374,13 @@ impl Server {
     }
 
     /// Serves the client of a connected, blocking socket on the calling thread until the connection ends. The
-    /// connection counts as accepted at `address`, at which the server must listen. For [`Address::Stdin`],
-    /// and for tests with too many connections for a thread each.
-    pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
-        arrivals::serve_here(&self.shared, &address.absolute(), socket);
+    /// connection counts as accepted at `address`, at which the server must listen. Meant for
+    /// [`Address::Stdin`], and for tests with too many connections for one thread each.
+    pub fn serve_socket(&self, address: &Address, socket: OwnedFd) {
+        connection_threads::serve_socket(&self.shared, &address.absolute(), socket);
     }
 
-    /// Returns the memory budget for requests. Other components may share it.
+    /// Returns the memory budget for requests in flight. Other components may share the budget.
     pub fn budget(&self) -> &Arc<Budget> {
         &self.shared.budget
     }
@@ -409,14 +415,14 @@ impl Server {
             let tables = self.shared.lock();
             tables.links(tables.connections.keys())
         };
-        self.shared.end(links, grace);
+        self.shared.end_connections(links, grace);
         self.shared.idle_threads.end();
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.shutdown(END_GRACE);
+        self.shutdown(SHUTDOWN_GRACE);
     }
 }
 

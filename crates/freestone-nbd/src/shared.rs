@@ -10,22 +10,22 @@ use freestone_core::budget::Budget;
 use freestone_core::client_log;
 use freestone_core::workers::Workers;
 
-use crate::acceptor::{Acceptor, Next};
-use crate::export::{EnterError, Export};
+use crate::acceptor::{Acceptor, AcceptorAction};
+use crate::export::{Export, JoinError};
 use crate::idle_threads::IdleThreads;
 use crate::limits::Limits;
 use crate::link::Link;
-use crate::pending::Admission;
+use crate::pending_handshakes::Admission;
 use crate::tables::{DeadlineAction, Tables};
 use crate::tls::settings::Policy;
 
-/// Time that a cut connection may take to notice. Only a blocked device call takes longer.
+/// Longest wait for cut connections to end. Only a blocked device call takes longer.
 const CUT_WAIT: Duration = Duration::from_secs(1);
-/// Poll interval of a client that waits for a held export or for a place, to notice unpublishing and
-/// shutdown.
+/// Poll interval of a client that waits for a held export or for a place in a client limit, to notice
+/// unpublishing and shutdown.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// State of a server that its connections need.
+/// State that a server shares with its accepting thread and its connections.
 ///
 /// Lock order: 1. `binding`, held while a socket is created and while the accepting thread is started; 2.
 /// `tables`, held for lookups and changes, never across a call of a device or template, a wait, or I/O; 3.
@@ -44,7 +44,7 @@ pub struct ServerShared {
     tables: Mutex<Tables>,
     /// Notified when a connection has ended, or an export is released.
     ended: Condvar,
-    /// Created with the first address.
+    /// The acceptor, created with the first address.
     acceptor: OnceLock<Acceptor>,
 }
 
@@ -75,7 +75,7 @@ impl ServerShared {
         self.acceptor.get()
     }
 
-    /// Creates the acceptor if necessary. Called under `binding`.
+    /// Creates the acceptor if necessary. Called with `binding` locked.
     ///
     /// # Errors
     /// No file descriptors are left.
@@ -87,19 +87,19 @@ impl ServerShared {
         Ok(())
     }
 
-    /// Checks the allow list and the connection limit, and adds the connection. Returns None if it is
-    /// refused.
-    pub fn admit(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
+    /// Checks the allow list and the connection limit, and adds the connection. Returns None if the
+    /// connection is refused or its address was closed.
+    pub fn add_connection(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
         let listed = {
             let mut tables = self.lock();
             tables.accepted += 1;
-            tables.pace.accepted(self.limits.max_connect_rate, Instant::now());
+            tables.connect_rate.record_accept(self.limits.max_connect_rate, Instant::now());
             let listener = tables.listeners.get(&listener);
             listener.and_then(|at| Some((at.allow.clone()?, at.address.clone())))
         };
-        // Not under the lock: it takes system calls.
+        // The lock is not held for `allows`, which makes system calls.
         if let Some((allow, address)) = listed
-            && !allow.lets_in(socket.as_fd())
+            && !allow.allows(socket.as_fd())
         {
             self.denials.add(&address, &peer);
             return None;
@@ -116,7 +116,7 @@ impl ServerShared {
             );
             return None;
         }
-        // None: the address was closed meanwhile.
+        // `connect` returns None if the address was closed meanwhile.
         match tables.connect(listener, |id, address| Link::new(id, address.clone(), peer, socket))? {
             Ok(link) => Some(link),
             Err(error) => {
@@ -131,35 +131,36 @@ impl ServerShared {
 
 impl ServerShared {
     /// Finds an export that the client may see.
-    pub fn find(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
+    pub fn find(&self, link: &Link, name: &str) -> Result<Arc<Export>, JoinError> {
         let export = self.lock().find(&link.address, name)?;
-        export.admit(link).map(|()| export)
+        export.check_visible(link).map(|()| export)
     }
 
     /// Finds an export like [`find`](Self::find), and counts the connection as its user. Waits while the
-    /// export is held. Waits until `until` for a place in its limits.
-    pub fn enter(&self, link: &Link, name: &str, until: Instant) -> Result<Arc<Export>, EnterError> {
-        let deadline = Instant::now() + self.limits.handshake_total;
+    /// export is held. If a client limit of the export is full, waits for a place until `until`.
+    pub fn join_export(&self, link: &Link, name: &str, until: Instant) -> Result<Arc<Export>, JoinError> {
+        let deadline = Instant::now() + self.limits.handshake_timeout;
         let mut tables = self.lock();
-        tables.find(&link.address, name)?.admit(link)?;
+        tables.find(&link.address, name)?.check_visible(link)?;
         if tables.pending_handshakes.remove(link.id) {
             self.wake();
         }
         loop {
             if tables.is_held(&link.address, name)? {
                 if deadline <= Instant::now() {
-                    return Err(EnterError::Failed("the device did not return in time".to_owned()));
+                    return Err(JoinError::Failed("the device did not return in time".to_owned()));
                 }
             } else {
-                tables.find(&link.address, name)?.admit(link)?;
-                match tables.enter(link, name) {
-                    Err(EnterError::Full(_)) if Instant::now() < until => {}
+                tables.find(&link.address, name)?.check_visible(link)?;
+                match tables.join_export(link, name) {
+                    Err(JoinError::ClientLimit(_)) if Instant::now() < until => {}
                     entered => return entered,
                 }
-                // Not under the lock. The next poll finds a place that becomes free meanwhile.
+                // The lock is not held for `has_left`, a system call. The next poll finds a place that
+                // becomes free meanwhile.
                 drop(tables);
                 if link.has_left() {
-                    return Err(EnterError::Failed("the client has left".to_owned()));
+                    return Err(JoinError::Failed("the client has left".to_owned()));
                 }
                 tables = self.lock();
             }
@@ -173,34 +174,34 @@ impl ServerShared {
         }
     }
 
-    /// Ends a [`Tables::hold`].
+    /// Ends one [`Tables::hold`], and wakes the clients that wait for the export.
     pub fn release(&self, name: &str) {
         self.lock().release(name);
         self.ended.notify_all();
     }
 
-    /// Returns a connection to the handshake, because no device could be created for it.
-    pub fn withdraw(&self, link: &Link) {
+    /// Moves a connection back to the pending handshakes, because no device could be created for it.
+    pub fn leave_export(&self, link: &Link) {
         let export = {
             let mut tables = self.lock();
             if let Some(link) = tables.links([&link.id]).first() {
                 tables.pending_handshakes.add(link);
             }
-            tables.withdraw(link)
+            tables.leave_export(link)
         };
-        // Dropping the last reference to the export may wait for a disk. This must not happen under the lock.
+        // Dropping the last reference to the export may wait for a disk, so the lock is released before.
         drop(export);
     }
 
     pub fn visible_exports(&self, link: &Link) -> Vec<Arc<Export>> {
         let tables = self.lock();
         let all = tables.listener(&link.address).into_iter().flat_map(|listener| listener.exports.values());
-        all.filter(|export| export.admit(link).is_ok()).cloned().collect()
+        all.filter(|export| export.check_visible(link).is_ok()).cloned().collect()
     }
 
-    /// Ends the connection after `ttl`.
+    /// Sets the deadline of a connection, which ends after `ttl`.
     pub fn expire_after(&self, link: &Link, ttl: Duration) {
-        // A time beyond the range of the clock means never.
+        // If the time is beyond the range of the clock, the connection has no deadline.
         let Some(moment) = Instant::now().checked_add(ttl) else { return };
         let nearest = self.lock().expire_at(link, moment);
         if nearest {
@@ -208,42 +209,42 @@ impl ServerShared {
         }
     }
 
-    /// Makes the accepting thread check its deadlines. Does not block, so it may be called under the lock of the
-    /// tables.
+    /// Makes the accepting thread check its deadlines. Does not block, so it may be called with the tables
+    /// locked.
     fn wake(&self) {
         if let Some(acceptor) = self.acceptor.get() {
             acceptor.wake();
         }
     }
 
-    /// Removes a connection whose thread is about to end.
-    pub fn leave(&self, link: &Link, panicked: bool) {
+    /// Removes a connection that has ended. `panicked` is true if a device or its end callback panicked.
+    pub fn remove_connection(&self, link: &Link, panicked: bool) {
         let mut tables = self.lock();
-        let gone = tables.leave(link);
+        let gone = tables.remove_connection(link);
         tables.panics += u64::from(panicked);
         if tables.pending_handshakes.remove(link.id) {
             self.wake();
         }
         self.ended.notify_all();
         drop(tables);
-        // Dropping the last reference to the device may wait for a disk. This must not happen under the lock.
+        // Dropping the last reference to the device may wait for a disk, so the lock is released before.
         drop(gone);
     }
 }
 
 impl ServerShared {
     /// Ends the connections whose deadline has passed, and decides what the accepting thread does next.
-    pub fn expire(&self) -> Next {
+    pub fn run_deadlines(&self) -> AcceptorAction {
         let now = Instant::now();
         let (expired, until, admission) = {
             let mut tables = self.lock();
             if tables.shutting_down {
-                return Next::Stop;
+                return AcceptorAction::Stop;
             }
-            let (expired, until) = tables.expired(now);
+            let (expired, until) = tables.take_expired(now);
             let Limits { max_pending_handshakes, handshake_grace, max_connect_rate, .. } = self.limits;
-            let admission = match tables.pace.due(max_connect_rate, now) {
-                Some(due) => Admission::At(due),
+            let admission = match tables.connect_rate.next_accept(max_connect_rate, now) {
+                Some(due) => Admission::Wait(due),
                 None => tables.pending_handshakes.admit(max_pending_handshakes, handshake_grace, now),
             };
             (expired, until, admission)
@@ -256,23 +257,23 @@ impl ServerShared {
             }
         }
         match admission {
-            Admission::Now => Next::Accept(until),
-            Admission::Instead(link) => {
+            Admission::Accept => AcceptorAction::Accept(until),
+            Admission::Replace(link) => {
                 client_log!(warn,
                     peer = %link.peer(),
                     max_pending_handshakes = self.limits.max_pending_handshakes,
                     "too many pending handshakes: the oldest is closed"
                 );
                 link.cut();
-                Next::Accept(until)
+                AcceptorAction::Accept(until)
             }
-            Admission::At(moment) => Next::Wait(until.map_or(moment, |until| until.min(moment))),
+            Admission::Wait(moment) => AcceptorAction::Wait(until.map_or(moment, |until| until.min(moment))),
         }
     }
 
-    /// Ends connections after replies to the requests they received. Cuts those that take longer than
+    /// Ends connections after replies to the requests they have received. Cuts those that take longer than
     /// `grace`.
-    pub fn end(&self, mut links: Vec<Arc<Link>>, grace: Duration) {
+    pub fn end_connections(&self, mut links: Vec<Arc<Link>>, grace: Duration) {
         for link in &links {
             link.drain();
         }
@@ -284,14 +285,14 @@ impl ServerShared {
         self.wait_for_end(&mut links, CUT_WAIT);
     }
 
-    pub fn cut(&self, mut links: Vec<Arc<Link>>) {
+    pub fn cut_connections(&self, mut links: Vec<Arc<Link>>) {
         for link in &links {
             link.cut();
         }
         self.wait_for_end(&mut links, CUT_WAIT);
     }
 
-    /// Waits until all these connections have ended, and removes those that have.
+    /// Waits at most `time` for these connections to end. Removes those that have ended from `links`.
     fn wait_for_end(&self, links: &mut Vec<Arc<Link>>, time: Duration) {
         let deadline = Instant::now().checked_add(time);
         let mut tables = self.lock();

@@ -1,38 +1,41 @@
-//! Waits of a connection that has no room for its next request.
+//! The wait of a connection whose next request exceeds a limit on requests in flight or on memory.
 //!
 //! Such a connection does not receive. While it waits for the server's memory budget, which other connections
 //! may use for any time, it polls for the end of the client's stream. If the client has gone, the request is
-//! dropped and the connection ends. A client that shuts down only its side of the connection counts as gone,
-//! as TCP cannot tell the two apart.
+//! dropped and the connection ends. A client that shuts down only its sending side counts as gone, as TCP
+//! does not distinguish this from a close.
 
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
 use crate::proto::command;
 use crate::receive::receive_into;
-use crate::session::{Client, Lost, Session};
+use crate::session::{ClientState, ConnectionLost, Session};
 
-/// Position of the command in a request header, compact or extended.
+/// Byte range of the command in a request header, compact or extended.
 const COMMAND: std::ops::Range<usize> = 6..8;
 
 impl Session<'_> {
     /// Waits until the device completes a part, the budget grants bytes, or the client leaves.
-    pub(crate) fn wait_stalled(&mut self) -> Result<(), Lost> {
-        // The socket of a draining connection always polls as closed.
-        let looks = self.share.waits() && self.client != Client::Disconnecting && !self.link.is_draining();
+    pub(crate) fn wait_stalled(&mut self) -> Result<(), ConnectionLost> {
+        // The socket of a draining connection always polls as closed, so the poll would not show that the
+        // client left.
+        let looks = self.share.is_waiting()
+            && self.client_state != ClientState::Disconnecting
+            && !self.link.is_draining();
         let events = if looks { PollFlags::RDHUP } else { PollFlags::empty() };
-        if !self.wait(events).ok_or(Lost)? || !self.has_client_gone() {
+        if !self.wait(events).ok_or(ConnectionLost)? || !self.has_client_gone() {
             return Ok(());
         }
         if self.is_disconnecting() {
-            self.client = Client::Disconnecting;
+            self.client_state = ClientState::Disconnecting;
             return Ok(());
         }
         self.handle_client_end()
     }
 
-    /// Returns true if the client's last data may be a disconnect request. Then its earlier requests are
-    /// completed. Encrypted data counts as such, as it cannot be inspected.
+    /// Returns true if the client's last data may be a disconnect request, before which earlier requests are
+    /// completed. Encrypted data always counts as one, as it cannot be inspected.
     fn is_disconnecting(&self) -> bool {
         if self.input.is_secure() {
             return true;

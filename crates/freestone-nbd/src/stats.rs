@@ -1,26 +1,26 @@
-//! Counters of a server.
+//! Counters of a server, and of its connections.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Totals since the server was created.
+/// Counters of a server. All except `connections` are totals since the server was created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Accepted connections.
     pub accepted: u64,
     /// Connections closed at once because of a limit or missing resources.
     pub refused: u64,
-    /// Connections closed at once because their peer is not on the allow list of the address. Includes those
-    /// that other users of [`Server::denials`](crate::Server::denials) count.
+    /// Connections closed at once because their peer is not on the allow list of the address. Includes
+    /// denials that other components count in [`Server::denials`](crate::Server::denials).
     pub denied: u64,
     /// Current connections.
     pub connections: u64,
     /// Connections whose thread panicked in a device.
     pub panics: u64,
-    /// Requests of the transmission phase.
+    /// Requests received in the transmission phase.
     pub requests: u64,
-    /// Replies in the transmission phase.
+    /// Replies in the transmission phase, including error replies.
     pub replies: u64,
-    /// Error replies.
+    /// Error replies in the transmission phase.
     pub errors: u64,
     /// Requests, or parts of requests, submitted to a device.
     pub submitted: u64,
@@ -45,7 +45,7 @@ pub struct Counters {
     receives: AtomicU64,
 }
 
-/// Private counters of a connection's thread.
+/// Counters that a connection's thread has not published yet.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
     pub requests: u64,

@@ -5,18 +5,18 @@ use freestone_core::device::{Error, ExtentKind, Op, Request};
 use zerocopy::IntoBytes;
 
 use crate::contexts::{self, Contexts};
-use crate::errno::{Action, Errno, Failure};
+use crate::errno::{CommandGroup, Errno, Failure};
 use crate::headers::Headers;
+use crate::partial_request::ParsedHeader;
 use crate::proto::{
     ChangedFlags, CommandFlags, Descriptor, ExtendedDescriptor, ExtendedStatus, StateFlags, chunk,
 };
 use crate::replies::REPLY_BUFFER_BYTES;
-use crate::session::{Lost, Session, Step};
-use crate::stream::Incoming;
+use crate::session::{ConnectionLost, Session, Step};
 
-/// Maximum number of descriptors of one context in a reply. The client asks again for the rest.
+/// Maximum number of descriptors of one context in a reply. The client requests the rest of the range again.
 pub const MAX_DESCRIPTORS: usize = 8192;
-/// Length of the first field of the payload, which is the length of the range. Context identifiers follow.
+/// Size in bytes of the first field of the payload, the length of the range. Context identifiers follow it.
 const RANGE_BYTES: usize = size_of::<u64>();
 const ID_BYTES: usize = size_of::<u32>();
 
@@ -28,26 +28,29 @@ const _: () = {
 
 impl Session<'_> {
     /// Replies with the status of the contexts named in the request's payload.
-    pub(crate) fn block_status_of(&mut self, mut incoming: Incoming) -> Result<Step, Lost> {
+    pub(crate) fn handle_block_status_of(
+        &mut self,
+        mut incoming: ParsedHeader,
+    ) -> Result<Step, ConnectionLost> {
         let (header, len) = (self.header_bytes, incoming.len as usize);
         let ids = len.saturating_sub(RANGE_BYTES) / ID_BYTES;
         if ids == 0 || len != RANGE_BYTES + ids * ID_BYTES {
             let text = "the payload must be a length and context identifiers";
-            return Ok(self.skip(incoming, Failure::new(Errno::Inval, text)));
+            return Ok(self.skip_payload(incoming, Failure::new(Errno::Inval, text)));
         }
-        // More identifiers than contexts exist.
+        // More identifiers than contexts exist, so one is unknown or occurs twice.
         if ids > contexts::ALL.len() {
-            return Ok(self.skip(incoming, UNKNOWN_CONTEXT));
+            return Ok(self.skip_payload(incoming, UNKNOWN_CONTEXT));
         }
         let payload = self.input.data().get(header..header + len);
         let Some((range, ids)) = payload.and_then(<[u8]>::split_first_chunk::<RANGE_BYTES>) else {
-            return Ok(Step::Input(header + len));
+            return Ok(Step::NeedInput(header + len));
         };
         incoming.len = u64::from_be_bytes(*range);
         incoming.flags &= !CommandFlags::PAYLOAD_LEN.bits();
         let ids = ids.as_chunks::<ID_BYTES>().0.iter().map(|id| u32::from_be_bytes(*id));
         let named = self.contexts.by_ids(ids);
-        self.accept();
+        self.accept_request();
         self.input.consume(len);
         let Some(contexts) = named else {
             self.reply_failure(incoming.tag, &UNKNOWN_CONTEXT)?;
@@ -57,20 +60,21 @@ impl Session<'_> {
     }
 
     /// Replies with the status of all selected contexts.
-    pub(crate) fn block_status(&mut self, incoming: Incoming) -> Result<Step, Lost> {
-        self.accept();
+    pub(crate) fn handle_block_status(&mut self, incoming: ParsedHeader) -> Result<Step, ConnectionLost> {
+        self.accept_request();
         self.reply_status(incoming, self.contexts)
     }
 
-    /// Replies with one chunk for each of these contexts.
-    fn reply_status(&mut self, incoming: Incoming, contexts: Contexts) -> Result<Step, Lost> {
-        let (request, flags) = match self.vet(incoming, Op::Read, CommandFlags::REQ_ONE, Action::Plain) {
-            Ok(vetted) => vetted,
-            Err(failure) => {
-                self.reply_failure(incoming.tag, &failure)?;
-                return Ok(Step::Done);
-            }
-        };
+    /// Replies with one chunk for each of `contexts`.
+    fn reply_status(&mut self, incoming: ParsedHeader, contexts: Contexts) -> Result<Step, ConnectionLost> {
+        let (request, flags) =
+            match self.validate(incoming, Op::Read, CommandFlags::REQ_ONE, CommandGroup::Plain) {
+                Ok(vetted) => vetted,
+                Err(failure) => {
+                    self.reply_failure(incoming.tag, &failure)?;
+                    return Ok(Step::Done);
+                }
+            };
         if contexts.is_empty() {
             return self.refuse(incoming, Errno::Inval, "no metadata context was negotiated");
         }
@@ -78,8 +82,8 @@ impl Session<'_> {
         let most = if flags.contains(CommandFlags::REQ_ONE) { 1 } else { MAX_DESCRIPTORS };
         let room = most * layout.descriptor_bytes;
         self.replies.reserve(self.link.socket(), contexts::ALL.len() * (layout.head_bytes + room))?;
-        // The descriptors first, each context's behind the space for its header, because an error is still
-        // possible.
+        // Descriptors are written first, behind the space for the header of their context, because an error
+        // reply is still possible.
         let mut counts = [0; contexts::ALL.len()];
         let mut at = self.replies.position();
         for ((context, ..), count) in contexts::ALL.iter().zip(&mut counts) {
@@ -90,7 +94,7 @@ impl Session<'_> {
             match describe(&self.device, *context, request, self.replies.space(at, room), layout) {
                 Ok(n) => *count = n,
                 Err(error) => {
-                    self.reply_failure(incoming.tag, &Failure::of(error, Action::Plain, &request))?;
+                    self.reply_failure(incoming.tag, &Failure::of(error, CommandGroup::Plain, &request))?;
                     return Ok(Step::Done);
                 }
             }
@@ -122,7 +126,7 @@ const UNKNOWN_CONTEXT: Failure = Failure::new(Errno::Inval, "unselected or dupli
 #[derive(Debug, Clone, Copy)]
 struct Layout {
     kind: u16,
-    /// Length of the header before the descriptors.
+    /// Length in bytes of the header before the descriptors.
     head_bytes: usize,
     descriptor_bytes: usize,
 }
@@ -145,7 +149,8 @@ impl Layout {
     }
 }
 
-/// Fills `space` with descriptors of the range. Returns their number, at least one.
+/// Writes the extent descriptors of `range` for one metadata context, such as `base:allocation`, to `space`.
+/// Returns the number of descriptors, at least one.
 fn describe(
     device: &Bytes,
     context: Contexts,
@@ -186,16 +191,16 @@ struct Runs<'a> {
     /// The expected offset of the next extent.
     at: u64,
     end: u64,
-    /// Length and flags of the run that the next extent may continue.
+    /// Length in bytes and flags of the run that the next extent may continue.
     open: Option<(u64, u32)>,
 }
 
 impl Runs<'_> {
-    /// Adds an extent. Returns true if more are needed.
+    /// Adds an extent. Returns true if the range needs more extents and there is room for them.
     fn push(&mut self, offset: u64, len: u64, flags: u32) -> bool {
         let len = len.min(self.end - self.at);
         if offset != self.at || len == 0 {
-            // A gap or an empty extent breaks the device's contract: the reply has only the extents before
+            // A gap or an empty extent violates the device's contract. The reply has only the extents before
             // it.
             return false;
         }
@@ -213,7 +218,7 @@ impl Runs<'_> {
         self.at < self.end
     }
 
-    /// Writes a run. Returns true if there is room for another.
+    /// Writes the descriptor of a run. Returns true if there is room for another.
     fn write(&mut self, len: u64, flags: u32) -> bool {
         let mut places = self.space.chunks_exact_mut(self.size).skip(self.count);
         let Some(place) = places.next() else { return false };

@@ -1,39 +1,39 @@
 //! Executes sweeps: trims and write zeroes of ranges so large that later requests are served meanwhile.
 //!
-//! Each turn of the connection takes one step of one sweep. The device does a part at once, or gets a part of
-//! bounded size. When the client has gone, no further step starts.
+//! Each turn of the connection advances one sweep by one step: the device completes a part inline, or a part
+//! of limited size is submitted. When the client has gone, no further step starts.
 
-use freestone_core::device::{Buffer, IoBuf, Request, Tried};
+use freestone_core::device::{Buffer, IoBuf, Request, TryResult};
 
-use crate::errno::{Action, Errno, Failure};
+use crate::errno::{CommandGroup, Errno, Failure};
 use crate::headers::Tag;
-use crate::session::{Lost, Session};
+use crate::session::{ConnectionLost, Session};
 use crate::sweeps::{Sweep, step};
 
-/// Error reply to a client that sends no more but may still read.
+/// Error reply for a sweep that was stopped because the client sends no more. The client may still read.
 const GONE: Failure = Failure::new(Errno::Shutdown, "the connection ended before the request was complete");
 
 impl Session<'_> {
     /// Starts a sweep. The caller has checked [`Sweeps::is_full`](crate::sweeps::Sweeps::is_full).
-    pub(crate) fn begin_sweep(&mut self, tag: Tag, request: Request, action: Action) {
-        let slot = self.operations.open(tag, action, false);
+    pub(crate) fn begin_sweep(&mut self, tag: Tag, request: Request, group: CommandGroup) {
+        let slot = self.operations.open(tag, group, false);
         self.sweeps.ready.push_back(Sweep { slot, rest: request });
     }
 
     #[inline(never)]
-    pub(crate) fn sweep(&mut self) -> Result<(), Lost> {
+    pub(crate) fn sweep(&mut self) -> Result<(), ConnectionLost> {
         let Some(Sweep { slot, rest }) = self.sweeps.ready.pop_front() else { return Ok(()) };
-        if self.link.queue().is_ended() {
-            return Err(Lost);
+        if self.link.queue().is_shut_down() {
+            return Err(ConnectionLost);
         }
         if self.sweeps.ended || self.has_client_gone() {
             self.sweeps.ended = true;
             return self.advance_sweep(slot, rest);
         }
         match self.device.try_io(&rest, Buffer::None) {
-            Ok(Tried::Done) => self.advance_sweep(slot, rest.rest(rest.len)),
-            Ok(Tried::Partly(bytes)) => self.advance_sweep(slot, rest.rest(bytes)),
-            Ok(Tried::WouldBlock) => {
+            Ok(TryResult::Done) => self.advance_sweep(slot, rest.rest(rest.len)),
+            Ok(TryResult::Partly(bytes)) => self.advance_sweep(slot, rest.rest(bytes)),
+            Ok(TryResult::WouldBlock) => {
                 let step = step(&rest);
                 self.sweeps.submitted.push(Sweep { slot, rest: rest.rest(step.len) });
                 self.submit(slot, step, IoBuf::empty(), false);
@@ -41,22 +41,22 @@ impl Session<'_> {
             }
             Err(error) => {
                 let operation = self.operations.get(slot);
-                operation.failure = Some(Failure::of(error, operation.action, &rest));
+                operation.failure = Some(Failure::of(error, operation.group, &rest));
                 self.end_sweep(slot)
             }
         }
     }
 
-    /// Makes the sweep of `slot` ready for its next step after the device completed a part. Returns false if
-    /// the operation is not a sweep.
-    pub(crate) fn resume_sweep(&mut self, slot: usize) -> Result<bool, Lost> {
+    /// Advances the sweep of `slot` after the device completed a part. Returns false if the operation is not
+    /// a sweep.
+    pub(crate) fn resume_sweep(&mut self, slot: usize) -> Result<bool, ConnectionLost> {
         let Some(sweep) = self.sweeps.take_submitted(slot) else { return Ok(false) };
         self.advance_sweep(slot, sweep.rest)?;
         Ok(true)
     }
 
     /// Records that all of a sweep but `rest` is done or has failed. Ends the sweep or queues its next step.
-    fn advance_sweep(&mut self, slot: usize, rest: Request) -> Result<(), Lost> {
+    fn advance_sweep(&mut self, slot: usize, rest: Request) -> Result<(), ConnectionLost> {
         let ended = self.sweeps.ended;
         let operation = self.operations.get(slot);
         if rest.len > 0 && ended {
@@ -69,14 +69,14 @@ impl Session<'_> {
         Ok(())
     }
 
-    fn end_sweep(&mut self, slot: usize) -> Result<(), Lost> {
+    fn end_sweep(&mut self, slot: usize) -> Result<(), ConnectionLost> {
         self.operations.get(slot).open = false;
         self.finish(slot)
     }
 
     /// Stops all sweeps because the client has gone. No further step starts.
     #[cold]
-    pub(crate) fn stop_sweeps(&mut self) -> Result<(), Lost> {
+    pub(crate) fn stop_sweeps(&mut self) -> Result<(), ConnectionLost> {
         self.sweeps.ended = true;
         while let Some(Sweep { slot, rest }) = self.sweeps.ready.pop_front() {
             self.advance_sweep(slot, rest)?;

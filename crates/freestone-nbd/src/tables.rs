@@ -9,17 +9,17 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use freestone_core::allow::AllowList;
+use freestone_core::concurrency_limit::{ConcurrencyLimit, Permit};
 use freestone_core::device::{Device, Failures};
-use freestone_core::places::{Place, Places};
 use freestone_core::unix_socket::SocketFile;
 use thiserror::Error;
 
 use crate::address::Address;
-use crate::export::{Clients, EnterError, Export, ExportInfo, Source};
-use crate::limits::END_GRACE;
+use crate::connect_rate::ConnectRate;
+use crate::export::{Export, ExportInfo, JoinError, Source, Visibility};
+use crate::limits::SHUTDOWN_GRACE;
 use crate::link::Link;
-use crate::pace::Pace;
-use crate::pending::PendingHandshakes;
+use crate::pending_handshakes::PendingHandshakes;
 use crate::proto::MAX_STRING_BYTES;
 use crate::stats::Stats;
 
@@ -52,7 +52,7 @@ pub enum PublishError {
     /// The address has another default export.
     #[error("`{name}` is already the default export at {address}")]
     DefaultTaken {
-        /// The other export.
+        /// The name of the other export.
         name: String,
         /// The address.
         address: Address,
@@ -63,9 +63,9 @@ pub enum PublishError {
     /// Clients use the export.
     #[error("`{name}` is in use by {connections} connection(s)")]
     Busy {
-        /// The export.
+        /// The export name.
         name: String,
-        /// Connections that use the export, at all addresses.
+        /// Number of connections that use the export, at all addresses.
         connections: usize,
     },
 }
@@ -73,18 +73,18 @@ pub enum PublishError {
 /// The tables of a server, guarded by its lock.
 #[derive(Debug, Default)]
 pub struct Tables {
-    /// Listeners by identifier, in the order of listening.
+    /// Listeners by identifier, in the order in which the server started to listen.
     pub listeners: BTreeMap<u64, Listener>,
     by_address: HashMap<Address, u64>,
-    /// Export names at all addresses. A name that is neither published nor used has no entry.
+    /// Export names at all addresses. A name that is neither published nor in use has no entry.
     names: HashMap<String, NameEntry>,
     /// Connections by identifier.
     pub connections: HashMap<u64, Connection>,
     /// Connections that have not chosen an export.
     pub pending_handshakes: PendingHandshakes,
     /// Rate limit for new connections.
-    pub pace: Pace,
-    /// Held export names, with the number of holds. Clients that choose one wait.
+    pub connect_rate: ConnectRate,
+    /// Held export names, with the number of holds. Clients that choose a held export wait.
     holds: HashMap<String, usize>,
     /// Deadlines of connections to templates, by time and connection.
     deadlines: BTreeMap<(Instant, u64), DeadlineAction>,
@@ -99,7 +99,7 @@ pub struct Tables {
     /// See [`Stats::panics`].
     pub panics: u64,
     /// Totals of ended connections.
-    past: Stats,
+    ended_totals: Stats,
 }
 
 #[derive(Debug)]
@@ -122,9 +122,9 @@ pub struct Connection {
     link: Arc<Link>,
     listener: u64,
     export: Option<Arc<Export>>,
-    /// The places that it holds in the limits of its export.
-    places: Vec<Place>,
-    /// The time of its entry in `deadlines`, if any.
+    /// The places of the connection in the client limits of its export.
+    places: Vec<Permit>,
+    /// The time of the connection's entry in `Tables::deadlines`, if any.
     deadline: Option<Instant>,
 }
 
@@ -186,13 +186,14 @@ impl Tables {
     }
 
     /// Replaces the allow list of an address. Returns false if the server does not listen there.
-    pub fn set_allow(&mut self, address: &Address, allow: Option<AllowList>) -> bool {
+    pub fn set_allow_list(&mut self, address: &Address, allow: Option<AllowList>) -> bool {
         let id = self.by_address.get(address);
         let listener = id.and_then(|id| self.listeners.get_mut(id));
         listener.map(|listener| listener.allow = allow).is_some()
     }
 
-    /// Removes the listener at an address with its exports. Returns the links of its connections too.
+    /// Removes the listener at an address with its exports. Returns its identifier, the listener, and the
+    /// links of its connections, or None if the server does not listen there.
     pub fn remove_listener(&mut self, address: &Address) -> Option<(u64, Listener, Vec<Arc<Link>>)> {
         let id = self.by_address.remove(address)?;
         let listener = self.listeners.remove(&id)?;
@@ -233,7 +234,8 @@ impl Tables {
         Ok(())
     }
 
-    /// Removes the exports named `name` at all addresses, or only at `only`.
+    /// Removes the exports named `name` at all addresses, or only at `only`. Fails if connections use them,
+    /// unless `force`.
     pub fn unpublish(
         &mut self,
         name: &str,
@@ -260,7 +262,7 @@ impl Tables {
         Ok((removed, links))
     }
 
-    /// Replaces the device of a name at all its addresses. Returns the old exports.
+    /// Replaces the device of a name at all its addresses. Returns the replaced exports.
     pub fn replace(
         &mut self,
         name: &str,
@@ -281,7 +283,7 @@ impl Tables {
                 read_only: export.read_only,
                 default: export.default,
                 without_fua: export.without_fua,
-                clients: export.clients.clone(),
+                visible_to: export.visible_to.clone(),
                 description: description.to_owned(),
                 failures: Arc::clone(failures),
                 places: export.places.clone(),
@@ -310,7 +312,7 @@ impl Tables {
     pub fn exports_named(&self, name: &str) -> Vec<ExportInfo> {
         let at = self.names.get(name).into_iter().flat_map(|known| &known.listeners);
         let at = at.filter_map(|at| self.listeners.get(at));
-        at.filter_map(|listener| listener.named(name)).map(|export| export_info(export)).collect()
+        at.filter_map(|listener| listener.find_by_name(name)).map(|export| export_info(export)).collect()
     }
 
     /// Returns the exports at one address, in the order of publishing.
@@ -320,7 +322,7 @@ impl Tables {
     }
 
     /// Returns the number of connections that use `name`, at all addresses.
-    pub fn users(&self, name: &str) -> usize {
+    pub fn user_count(&self, name: &str) -> usize {
         self.names.get(name).map_or(0, |known| known.users.len())
     }
 
@@ -330,15 +332,15 @@ impl Tables {
     }
 
     /// Finds an export at an address. The empty name selects the default export.
-    pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
+    pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, JoinError> {
         if self.shutting_down {
-            return Err(EnterError::ShuttingDown);
+            return Err(JoinError::ShuttingDown);
         }
         let found = self.listener(address).and_then(|listener| match listener.default {
             Some(id) if name.is_empty() => listener.exports.get(&id),
-            _ => listener.named(name),
+            _ => listener.find_by_name(name),
         });
-        found.cloned().ok_or(EnterError::Unknown)
+        found.cloned().ok_or(JoinError::Unknown)
     }
 
     /// Adds a connection. Returns None if its listener was removed.
@@ -365,21 +367,22 @@ impl Tables {
         }))
     }
 
-    /// Finds an export like [`find`](Self::find), and counts the connection as its user.
-    pub fn enter(&mut self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
+    /// Finds an export like [`find`](Self::find), and counts the connection as its user. Fails if a client
+    /// limit is full.
+    pub fn join_export(&mut self, link: &Link, name: &str) -> Result<Arc<Export>, JoinError> {
         let export = self.find(&link.address, name)?;
-        let connection = self.connections.get_mut(&link.id).ok_or(EnterError::ShuttingDown)?;
+        let connection = self.connections.get_mut(&link.id).ok_or(JoinError::ShuttingDown)?;
         debug_assert!(connection.export.is_none(), "a connection uses one export");
-        let taken = Places::take_all(&export.places);
-        connection.places = taken.map_err(|full| EnterError::Full(full.most()))?;
+        let taken = ConcurrencyLimit::acquire_all(&export.places);
+        connection.places = taken.map_err(|full| JoinError::ClientLimit(full.limit()))?;
         connection.export = Some(Arc::clone(&export));
         export.users.fetch_add(1, Ordering::SeqCst);
         self.names.entry(export.name.clone()).or_default().users.insert(link.id);
         Ok(export)
     }
 
-    /// Holds the exports of a name: clients that choose one wait until the release. Returns the links of the
-    /// connections that use them.
+    /// Holds the exports of a name: clients that choose one wait until [`release`](Self::release). Returns
+    /// the links of the connections that use these exports.
     pub fn hold(&mut self, name: &str) -> Vec<Arc<Link>> {
         *self.holds.entry(name.to_owned()).or_default() += 1;
         self.links_of(name)
@@ -395,13 +398,14 @@ impl Tables {
     }
 
     /// Returns true if the export that `name` selects at an address is held.
-    pub fn is_held(&self, address: &Address, name: &str) -> Result<bool, EnterError> {
+    pub fn is_held(&self, address: &Address, name: &str) -> Result<bool, JoinError> {
         let export = self.find(address, name)?;
         Ok(self.holds.contains_key(&export.name))
     }
 
-    /// Removes the connection from the users of its export, and releases its places.
-    pub fn withdraw(&mut self, link: &Link) -> Option<Arc<Export>> {
+    /// Removes the connection from the users of its export, and releases its places in client limits. Returns
+    /// the export, or None if the connection used none.
+    pub fn leave_export(&mut self, link: &Link) -> Option<Arc<Export>> {
         let connection = self.connections.get_mut(&link.id)?;
         connection.places.clear();
         let export = connection.export.take()?;
@@ -409,10 +413,10 @@ impl Tables {
         Some(export)
     }
 
-    /// Removes a connection that has ended.
-    pub fn leave(&mut self, link: &Link) -> Option<Connection> {
+    /// Removes and returns a connection that has ended, or returns None if it was removed before.
+    pub fn remove_connection(&mut self, link: &Link) -> Option<Connection> {
         let mut connection = self.connections.remove(&link.id)?;
-        // Released before waiting connections check the limits again.
+        // Places are released under the lock, before waiting connections check the limits again.
         connection.places.clear();
         if let Some(at) = self.listeners.get_mut(&connection.listener) {
             at.connections.remove(&link.id);
@@ -423,7 +427,7 @@ impl Tables {
         if let Some(export) = &connection.export {
             self.forget_user(export, link.id);
         }
-        self.past.add(&link.counters().read());
+        self.ended_totals.add(&link.counters().read());
         Some(connection)
     }
 
@@ -434,7 +438,7 @@ impl Tables {
 
     /// Returns the totals of current and ended connections.
     pub fn stats(&self) -> Stats {
-        let mut sum = self.past;
+        let mut sum = self.ended_totals;
         for connection in self.connections.values() {
             sum.add(&connection.link.counters().read());
         }
@@ -450,7 +454,7 @@ impl Tables {
         connections.map(|connection| Arc::clone(&connection.link)).collect()
     }
 
-    /// Sets the deadline of a connection. Returns true if it is the earliest of all.
+    /// Sets the deadline of a connection. Returns true if this is the earliest of all deadlines.
     pub fn expire_at(&mut self, link: &Link, moment: Instant) -> bool {
         self.set_deadline(link.id, moment, DeadlineAction::Drain);
         self.deadlines.first_key_value().is_some_and(|(key, _)| *key == (moment, link.id))
@@ -465,7 +469,7 @@ impl Tables {
 
     /// Removes the expired deadlines, and returns their connections and actions. Also returns the next
     /// deadline.
-    pub fn expired(&mut self, now: Instant) -> (Vec<(Arc<Link>, DeadlineAction)>, Option<Instant>) {
+    pub fn take_expired(&mut self, now: Instant) -> (Vec<(Arc<Link>, DeadlineAction)>, Option<Instant>) {
         let mut expired = Vec::new();
         while let Some(first) = self.deadlines.first_entry() {
             let (moment, id) = *first.key();
@@ -477,7 +481,7 @@ impl Tables {
             connection.deadline = None;
             expired.push((Arc::clone(&connection.link), due));
             if due == DeadlineAction::Drain {
-                self.set_deadline(id, now + END_GRACE, DeadlineAction::Cut);
+                self.set_deadline(id, now + SHUTDOWN_GRACE, DeadlineAction::Cut);
             }
         }
         (expired, None)
@@ -485,7 +489,7 @@ impl Tables {
 }
 
 impl Listener {
-    fn named(&self, name: &str) -> Option<&Arc<Export>> {
+    fn find_by_name(&self, name: &str) -> Option<&Arc<Export>> {
         self.exports.get(self.by_name.get(name)?)
     }
 
@@ -503,7 +507,7 @@ fn export_info(export: &Export) -> ExportInfo {
         read_only: export.read_only,
         default: export.default,
         template: export.template().is_some(),
-        tls: export.clients != Clients::All,
+        tls: export.visible_to != Visibility::All,
         description: export.description.clone(),
         connections: export.users.load(Ordering::SeqCst),
     }

@@ -1,5 +1,5 @@
-//! Checks that many sockets with an export each do not make an operation slower, and leak nothing. This is
-//! the only test of its program, because it counts threads and descriptors of the process.
+//! Checks that many sockets with an export each neither slow operations nor leak resources. The test is a
+//! separate program, because it counts the threads and descriptors of the process.
 #![allow(missing_docs, reason = "test code")]
 
 #[path = "server/common/mod.rs"]
@@ -13,11 +13,13 @@ use std::time::{Duration, Instant};
 
 use common::{Client, MemDevice, eventually};
 use freestone_core::device::Device;
-use freestone_nbd::{Address, ExportOptions, Fresh, Limits, Make, Server, TemplateOptions};
+use freestone_nbd::{
+    Address, ConnectionDevice, DeviceFactory, ExportOptions, Limits, Server, TemplateOptions,
+};
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 const SOCKETS: usize = 1000;
-/// Longest time to listen and publish, as a part of creating and exporting a fork.
+/// Largest allowed median time to listen and publish, which is a part of the time to export a fork.
 const LONGEST: Duration = Duration::from_millis(2);
 
 fn descriptors() -> usize {
@@ -48,7 +50,7 @@ fn many_sockets_do_not_slow_operations() {
     let directory = tempfile::tempdir().unwrap();
     let device: Arc<dyn Device> = MemDevice::new(4096);
     let server = Server::new(Limits::default());
-    // The first address starts everything that a server starts once.
+    // The first address also starts the threads that a server starts only once.
     let first = server.listen(&Address::Unix(directory.path().join("first.sock"))).unwrap();
     let before = (descriptors(), threads());
     let resident = resident_kib();
@@ -90,7 +92,7 @@ fn many_sockets_do_not_slow_operations() {
     eprintln!("unpublish and close: first 100 {late:?}, last 100 {:?}", median(&removed[SOCKETS - 100..]));
     assert!(late < LONGEST, "{late:?}");
     assert_eq!(server.addresses(), std::slice::from_ref(&first));
-    // The thread of a connection ends a moment after the connection.
+    // A connection thread ends a short time after its connection.
     eventually(|| (descriptors(), threads()) == before);
     many_exports_at_one_address(&server, &first, &device);
     many_connections_to_a_template(&server, &first);
@@ -122,12 +124,12 @@ fn many_exports_at_one_address(server: &Server, address: &Address, device: &Arc<
 fn many_connections_to_a_template(server: &Server, address: &Address) {
     let ended = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&ended);
-    let make: Make = Arc::new(move || {
+    let make: DeviceFactory = Arc::new(move || {
         let count = Arc::clone(&count);
         let on_end = Box::new(move || {
             count.fetch_add(1, SeqCst);
         });
-        Ok(Fresh { device: MemDevice::new(4096), on_end })
+        Ok(ConnectionDevice { device: MemDevice::new(4096), on_end })
     });
     server.publish_template(address, "disk", TemplateOptions::default(), make).unwrap();
     let mut times = Vec::new();

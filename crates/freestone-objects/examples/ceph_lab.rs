@@ -22,21 +22,21 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use freestone_objects::{Options, open};
-use freestone_store::objects::{Fault, Objects, Until, Version, When};
+use freestone_store::objects::{CallLimits, Fault, Objects, Version, WriteCondition};
 use freestone_testkit::Rng;
 
 type Outcome = Result<(), Box<dyn Error>>;
 
 const WRITERS: usize = 8;
-/// Timeout of a call under load, shorter than a stall of the store.
+/// Timeout of a call under load, shorter than a stall of the object store.
 const CALL_TIME: Duration = Duration::from_secs(3);
 /// Maximum number of attempts of a writer in a race.
 const TRIES_MAX: usize = 20;
-/// Longest accepted delay after a deadline.
+/// Longest accepted delay of a call after its deadline.
 const LATE: Duration = Duration::from_millis(200);
 
-fn soon() -> Until<'static> {
-    Until::within(Duration::from_secs(30))
+fn soon() -> CallLimits<'static> {
+    CallLimits::within(Duration::from_secs(30))
 }
 
 fn main() -> ExitCode {
@@ -63,7 +63,7 @@ fn store(below: &str) -> Result<Arc<dyn Objects>, Box<dyn Error>> {
     Ok(open(&format!("s3://{bucket}/{below}"), &Options::default())?)
 }
 
-/// Prints the result, and fails if it is not `wanted`.
+/// Prints the result of a check. Returns an error if the result is not `wanted`.
 fn expect<T: Debug + PartialEq>(what: &str, answer: impl Into<T>, wanted: &T) -> Outcome {
     let answer = answer.into();
     if answer != *wanted {
@@ -75,7 +75,7 @@ fn expect<T: Debug + PartialEq>(what: &str, answer: impl Into<T>, wanted: &T) ->
 
 fn keys(store: &dyn Objects, prefix: &str) -> Result<Vec<String>, Fault> {
     let mut keys = Vec::new();
-    let mut each = |listed: freestone_store::objects::Listed| {
+    let mut each = |listed: freestone_store::objects::ListEntry| {
         keys.push(listed.key);
         true
     };
@@ -93,13 +93,13 @@ fn calls() -> Outcome {
     expect("delete of nothing", store.delete("t", soon()), &Ok(()))?;
     expect("list of nothing", keys(&*store, ""), &Ok(Vec::new()))?;
 
-    let first = put(b"0123456789", When::Absent)?.ok_or("no version")?;
-    expect("put If-None-Match: *, there", put(b"x", When::Absent), &Err(Fault::Condition))?;
-    let second = put(b"9876543210", When::Unchanged(&first))?.ok_or("no version")?;
-    expect("put If-Match, changed", put(b"x", When::Unchanged(&first)), &Err(Fault::Condition))?;
+    let first = put(b"0123456789", WriteCondition::Absent)?.ok_or("no version")?;
+    expect("put If-None-Match: *, there", put(b"x", WriteCondition::Absent), &Err(Fault::Condition))?;
+    let second = put(b"9876543210", WriteCondition::Unchanged(&first))?.ok_or("no version")?;
+    expect("put If-Match, changed", put(b"x", WriteCondition::Unchanged(&first)), &Err(Fault::Condition))?;
     let quoted = Version(format!("\"{}\"", second.0));
-    // Informational: some stores accept versions with quotes.
-    println!("     put If-Match with quotes: {:?}", put(b"9876543210", When::Unchanged(&quoted)));
+    // Informational: some object stores accept versions in quotes.
+    println!("     put If-Match with quotes: {:?}", put(b"9876543210", WriteCondition::Unchanged(&quoted)));
     let head = store.head("t", soon())?;
     expect("head", (head.bytes, head.version.as_ref()), &(10, Some(&second)))?;
     let age = SystemTime::now().duration_since(head.modified).unwrap_or_default();
@@ -111,13 +111,13 @@ fn calls() -> Outcome {
     expect("part past the end", get("t", Some(8..100), 92), &Ok(b"10".to_vec()))?;
     expect("part behind the end", get("t", Some(10..100), 90), &Ok(Vec::new()))?;
     store.delete("t", soon())?;
-    expect("put If-Match, gone", put(b"x", When::Unchanged(&second)), &Err(Fault::Condition))?;
-    put(b"", When::Absent)?;
+    expect("put If-Match, gone", put(b"x", WriteCondition::Unchanged(&second)), &Err(Fault::Condition))?;
+    put(b"", WriteCondition::Absent)?;
     expect("get of an empty object", get("t", None, 0), &Ok(Vec::new()))?;
 
     let mut large = vec![0; 8 << 20];
     Rng::new(1).fill(&mut large);
-    store.put("large/a b+%&=~ü", &large, When::Absent, soon())?;
+    store.put("large/a b+%&=~ü", &large, WriteCondition::Absent, soon())?;
     expect("8 MiB", get("large/a b+%&=~ü", None, 8 << 20)? == large, &true)?;
     expect(
         "4 MiB of it",
@@ -132,7 +132,7 @@ fn calls() -> Outcome {
                 scope.spawn(move || {
                     (0..140).try_for_each(|n| {
                         let key = format!("many/{:04}", n * WRITERS + writer);
-                        store.put(&key, b"", When::Absent, soon()).map(|_| ())
+                        store.put(&key, b"", WriteCondition::Absent, soon()).map(|_| ())
                     })
                 })
             })
@@ -145,7 +145,7 @@ fn calls() -> Outcome {
     let nowhere = open("s3://no-such-bucket/x", &Options::default())?;
     let missing = Fault::Other("the bucket no-such-bucket is not there".to_owned());
     expect("get, no bucket", nowhere.get("x", None, 1, soon()).err(), &Some(missing.clone()))?;
-    expect("put, no bucket", nowhere.put("x", b"", When::Absent, soon()), &Err(missing.clone()))?;
+    expect("put, no bucket", nowhere.put("x", b"", WriteCondition::Absent, soon()), &Err(missing.clone()))?;
     expect("list, no bucket", keys(&*nowhere, ""), &Err(missing))?;
     let anonymous = Options { anonymous: true, ..Options::default() };
     let anonymous = open(&format!("s3://{}/calls", env::var("BUCKET")?), &anonymous)?;
@@ -171,14 +171,14 @@ fn calls() -> Outcome {
     expect("all is deleted", keys(&*store, ""), &Ok(Vec::new()))
 }
 
-/// Counts of faults by message, without variable parts.
+/// Number of faults by message. Messages omit variable parts.
 #[derive(Default)]
 struct Faults(Mutex<BTreeMap<String, u64>>);
 
 impl Faults {
     fn note(&self, call: &str, fault: &Fault) {
         let said = fault.to_string();
-        // Strip the endpoint.
+        // Strips the endpoint, whose port varies.
         let said =
             said.strip_prefix("127.0.0.1:").map_or(&*said, |rest| rest.trim_start_matches(char::is_numeric));
         *self.0.lock().unwrap().entry(format!("{call}: {said}")).or_default() += 1;
@@ -192,8 +192,8 @@ impl Faults {
     }
 }
 
-/// Returns content that differs between writers and rounds. Equal content would have equal entity tags, so a
-/// condition could hold twice.
+/// Returns content that differs between writers and rounds. Equal content would have equal entity tags, so
+/// the condition of two writes could hold.
 fn body(round: u64, writer: u8, bytes: usize) -> Vec<u8> {
     let mut body = vec![0; bytes];
     Rng::new(round << 8 | u64::from(writer)).fill(&mut body);
@@ -205,13 +205,13 @@ fn race(rounds: u64) -> Outcome {
     let mut before: Option<Version> = None;
     let (mut most, odd) = (Duration::ZERO, Faults::default());
     for round in 0..rounds {
-        // Half of the rounds start without the object.
+        // In half of the rounds, the object does not exist at first.
         let bytes = if round % 4 < 2 { 64 } else { 1 << 20 };
         if round % 2 == 0 {
             store.delete("t", soon())?;
             before = None;
         }
-        let when = before.as_ref().map_or(When::Absent, When::Unchanged);
+        let when = before.as_ref().map_or(WriteCondition::Absent, WriteCondition::Unchanged);
         let winners = Mutex::new(Vec::new());
         let since = Instant::now();
         let others = thread::scope(|scope| {
@@ -226,12 +226,12 @@ fn race(rounds: u64) -> Outcome {
                                 return Ok(());
                             }
                             Err(Fault::Condition) => return Ok(()),
-                            // The loser of a race may get another error first.
+                            // A writer that loses the race may get another error first, and retries.
                             Err(fault @ Fault::Transient(_)) => odd.note("put", &fault),
                             Err(fault) => return Err(fault),
                         }
                     }
-                    Err(Fault::Late)
+                    Err(Fault::TimedOut)
                 })
             };
             let writers: Vec<_> = (0..WRITERS as u8).map(start).collect();
@@ -260,10 +260,10 @@ fn stalled() -> Outcome {
     let store = store("stalled")?;
     let time = Duration::from_secs(1);
     let calls: [(&str, Call<'_>); 4] = [
-        ("get", &|| store.get("t", None, 1, Until::within(time)).map(|_| ())),
-        ("put", &|| store.put("t", b"1", When::Absent, Until::within(time)).map(|_| ())),
-        ("delete", &|| store.delete("t", Until::within(time))),
-        ("list", &|| store.list("", &mut |_| true, Until::within(time))),
+        ("get", &|| store.get("t", None, 1, CallLimits::within(time)).map(|_| ())),
+        ("put", &|| store.put("t", b"1", WriteCondition::Absent, CallLimits::within(time)).map(|_| ())),
+        ("delete", &|| store.delete("t", CallLimits::within(time))),
+        ("list", &|| store.list("", &mut |_| true, CallLimits::within(time))),
     ];
     for (name, call) in calls {
         let since = Instant::now();
@@ -284,20 +284,20 @@ fn content(key: &str) -> Vec<u8> {
     bytes
 }
 
-/// Writes an object, with retries.
+/// Writes an object. Retries until two minutes after `end`.
 fn written(store: &dyn Objects, key: &str, faults: &Faults, own: &AtomicU64, end: Instant) -> Outcome {
     let bytes = content(key);
     let mut tries = 0;
     loop {
         tries += 1;
-        match store.put(key, &bytes, When::Absent, Until::within(CALL_TIME)) {
+        match store.put(key, &bytes, WriteCondition::Absent, CallLimits::within(CALL_TIME)) {
             Ok(_) => return Ok(()),
-            // An earlier attempt succeeded, and its response was lost.
+            // An earlier attempt of this writer succeeded, and the response was lost.
             Err(Fault::Condition) if tries > 1 => {
                 own.fetch_add(1, SeqCst);
                 return Ok(());
             }
-            Err(fault @ (Fault::Transient(_) | Fault::Late)) => faults.note("put", &fault),
+            Err(fault @ (Fault::Transient(_) | Fault::TimedOut)) => faults.note("put", &fault),
             Err(fault) => return Err(format!("put of {key}, try {tries}: {fault}").into()),
         }
         if Instant::now() > end + Duration::from_secs(120) {
@@ -330,10 +330,10 @@ fn load(time: Duration) -> Outcome {
                     count.fetch_add(1, SeqCst);
                     all.lock().unwrap().push(key.clone());
                     let since = Instant::now();
-                    match store.get(&key, None, 1 << 20, Until::within(CALL_TIME)) {
+                    match store.get(&key, None, 1 << 20, CallLimits::within(CALL_TIME)) {
                         Ok(read) if read.bytes == content(&key) => {}
                         Ok(_) => failed.lock().unwrap().push(format!("{key}: another content")),
-                        Err(fault @ (Fault::Transient(_) | Fault::Late)) => faults.note("get", &fault),
+                        Err(fault @ (Fault::Transient(_) | Fault::TimedOut)) => faults.note("get", &fault),
                         Err(fault) => failed.lock().unwrap().push(format!("get of {key}: {fault}")),
                     }
                     let took = since.elapsed();
@@ -352,7 +352,7 @@ fn load(time: Duration) -> Outcome {
         return Err(format!("a get took {longest:?}").into());
     }
     for key in &all.into_inner()? {
-        let read = store.get(key, None, 1 << 20, Until::within(Duration::from_secs(60)))?;
+        let read = store.get(key, None, 1 << 20, CallLimits::within(Duration::from_secs(60)))?;
         if read.bytes != content(key) {
             return Err(format!("{key}: another content").into());
         }

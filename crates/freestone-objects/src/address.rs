@@ -1,4 +1,4 @@
-//! URLs of buckets and of HTTP services.
+//! Parsing and checking the URLs of buckets and of HTTP services.
 
 use object_store::path::Path;
 use url::Url;
@@ -6,16 +6,16 @@ use url::Url;
 use crate::OpenError;
 use crate::text::plain;
 
-/// Bucket and key prefix.
+/// Bucket or container, and key prefix, of an object store's URL.
 #[derive(Debug, PartialEq, Eq)]
 pub struct BucketPath {
     pub bucket: String,
-    /// Key prefix: empty, or ends with `/`.
+    /// Key prefix of all objects: empty, or ends with `/`.
     pub base: String,
 }
 
 impl BucketPath {
-    /// Parses the part of a URL after `scheme://`.
+    /// Parses `rest`, the part of a URL after `scheme://`.
     pub fn parse(scheme: &str, rest: &str) -> Result<Self, OpenError> {
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         if bucket.contains(['@', ':']) {
@@ -37,18 +37,18 @@ impl BucketPath {
         Ok(Self { bucket: bucket.to_owned(), base })
     }
 
-    /// Returns the URL without credentials.
+    /// Returns the URL of the bucket and prefix, without a trailing slash.
     pub fn url(&self, scheme: &str) -> String {
         format!("{scheme}://{}/{}", self.bucket, self.base).trim_end_matches('/').to_owned()
     }
 }
 
-/// HTTP service.
+/// Endpoint of an object store, or a web server.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Service {
-    /// URL without a trailing slash.
+    /// URL without a trailing slash, possibly with a path.
     pub url: String,
-    /// Host and port as in requests.
+    /// Host and port as in requests: the default port of the scheme is omitted.
     pub authority: String,
     pub is_plain: bool,
 }
@@ -56,7 +56,7 @@ pub struct Service {
 impl Service {
     /// Parses `http://HOST[:PORT][/PATH]` or `https://HOST[:PORT][/PATH]`.
     pub fn parse(text: &str) -> Result<Self, OpenError> {
-        // The text may contain a secret, so parse errors do not repeat it.
+        // The text may contain a secret, so parse errors do not quote it.
         let url = Url::parse(text).map_err(|_| OpenError::Endpoint)?;
         if !url.username().is_empty() || url.password().is_some() {
             return Err(OpenError::UserInfo);
@@ -68,7 +68,7 @@ impl Service {
         if !(is_plain || url.scheme() == "https") || url.host_str().is_none_or(str::is_empty) {
             return Err(OpenError::Endpoint);
         }
-        // Requests omit the default port of the scheme, and so does `Url::port`.
+        // Requests omit the default port of the scheme, and `Url::port` returns `None` then.
         let host = url.host_str().unwrap_or_default();
         let authority = url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"));
         Ok(Self { url: url.as_str().trim_end_matches('/').to_owned(), authority, is_plain })

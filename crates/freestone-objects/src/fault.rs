@@ -2,13 +2,13 @@
 
 use std::error::Error as StdError;
 
-use freestone_store::objects::{Fault, When};
+use freestone_store::objects::{Fault, WriteCondition};
 use object_store::Error;
 
 use crate::text::plain;
 use crate::wire::{Peer, WireError};
 
-/// Operation that failed.
+/// Operation on an object store that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     Get,
@@ -18,7 +18,7 @@ pub enum Operation {
     Put(Condition),
 }
 
-/// Condition of a write, without the version.
+/// Condition of a write, like [`WriteCondition`] but without the version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Condition {
     Always,
@@ -26,22 +26,23 @@ pub enum Condition {
     Unchanged,
 }
 
-impl From<When<'_>> for Condition {
-    fn from(when: When<'_>) -> Self {
-        match when {
-            When::Always => Self::Always,
-            When::Absent => Self::Absent,
-            When::Unchanged(_) => Self::Unchanged,
+impl From<WriteCondition<'_>> for Condition {
+    fn from(condition: WriteCondition<'_>) -> Self {
+        match condition {
+            WriteCondition::Always => Self::Always,
+            WriteCondition::Absent => Self::Absent,
+            WriteCondition::Unchanged(_) => Self::Unchanged,
         }
     }
 }
 
-/// Returns true if the requested range begins after the end of the object.
+/// Returns true if the object store refused a read because the range begins at or after the end of the
+/// object.
 pub fn is_range_past_end(error: &Error) -> bool {
     matches!(wire(error), Some(WireError::Refused { peer: Peer::Store, status: 416, .. }))
 }
 
-/// Converts an error. `place` names the bucket in messages.
+/// Converts an error of `operation` into a fault. `place` names the bucket in messages.
 pub fn fault(error: &Error, operation: Operation, place: &str) -> Fault {
     match wire(error) {
         Some(WireError::Refused { peer: Peer::Store, host, status, code }) => {
@@ -54,12 +55,12 @@ pub fn fault(error: &Error, operation: Operation, place: &str) -> Fault {
         Some(WireError::Broken(said)) => Fault::Transient(plain(said)),
         Some(WireError::Tls(said)) => Fault::Other(plain(said)),
         Some(wire @ WireError::NoCredentials { cause, .. }) => {
-            let may_pass = match &**cause {
+            let is_retryable = match &**cause {
                 WireError::Refused { status, .. } => is_busy(*status),
                 cause => matches!(cause, WireError::Broken(_)),
             };
             let said = plain(&format!("no credentials: {wire}"));
-            if may_pass { Fault::Transient(said) } else { Fault::Denied(said) }
+            if is_retryable { Fault::Transient(said) } else { Fault::Denied(said) }
         }
         Some(wire @ WireError::PlainCredentials(_)) => {
             Fault::Denied(plain(&format!("no credentials: {wire}")))
@@ -69,15 +70,15 @@ pub fn fault(error: &Error, operation: Operation, place: &str) -> Fault {
     }
 }
 
-/// Response of a store that refuses a condition.
+/// Response of an object store that refuses a conditional write.
 #[derive(Debug)]
 pub struct Refusal {
     pub message: String,
-    /// True for a conflict with another operation. The condition may hold.
+    /// True if the write conflicted with another operation (status 409). The condition may hold nevertheless.
     pub is_conflict: bool,
 }
 
-/// Returns the response to a write that failed with [`Fault::Condition`].
+/// Describes the response to a write that failed with [`Fault::Condition`].
 pub fn refusal(error: &Error) -> Refusal {
     match wire(error) {
         Some(WireError::Refused { host, status, code, .. }) => {
@@ -106,13 +107,14 @@ fn response_fault(operation: Operation, place: &str, said: &str, status: u16, co
             Operation::Get | Operation::Head | Operation::Delete => Fault::NotFound,
         },
         (304 | 409 | 412, _) if is_conditional => Fault::Condition,
-        // A conflict with another operation on the object. Ceph 16 responds with status 500 to most writers
-        // that lose a race with `If-Match`. Their retry gets the right status.
+        // A conflict with another operation on the object; a retry may succeed. Ceph 16 responds with status
+        // 500 to most writers that lose a race with `If-Match`, which is retried, too, and then gets the
+        // right status.
         (409, _) => Fault::Transient(said.to_owned()),
         (401 | 403, _) | (400, "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired") => {
             Fault::Denied(said.to_owned())
         }
-        // The request was corrupted or cut off on the way.
+        // The request was corrupted or cut off on the way to the object store.
         (400, "BadDigest" | "IncompleteBody" | "RequestTimeout" | "XAmzContentSHA256Mismatch") => {
             Fault::Transient(said.to_owned())
         }
@@ -123,20 +125,20 @@ fn response_fault(operation: Operation, place: &str, said: &str, status: u16, co
     }
 }
 
-/// Converts errors that do not come from the network.
+/// Converts errors that are not caused by the network or by an error response.
 fn local_fault(error: &Error, operation: Operation, place: &str) -> Fault {
     let said = plain(&format!("{place}: {}", innermost(error)));
     match error {
         Error::NotImplemented { .. } | Error::NotSupported { .. } => Fault::Unsupported(said),
         Error::NotFound { .. } => Fault::NotFound,
         Error::InvalidPath { .. } => Fault::Other(said),
-        // The response could not be parsed. The next one may be valid.
+        // The response could not be parsed. The response to a retry may be valid.
         _ if operation == Operation::List => Fault::Transient(said),
         _ => Fault::Other(said),
     }
 }
 
-/// Returns an error and its sources, outermost first.
+/// Returns an error followed by its sources, from the outermost to the innermost.
 fn chain<'a>(error: &'a (dyn StdError + 'static)) -> Vec<&'a (dyn StdError + 'static)> {
     let mut chain = vec![error];
     let mut error = error;
@@ -212,11 +214,11 @@ mod tests {
             WireError::Refused { peer: Peer::Credentials, host, status, code }
         };
         let broken = WireError::Broken("169.254.169.254: no connection in time".to_owned());
-        for (cause, may_pass) in [(refused(403), false), (refused(503), true), (broken, true)] {
+        for (cause, is_retryable) in [(refused(403), false), (refused(503), true), (broken, true)] {
             let wire = WireError::NoCredentials { cause: Box::new(cause), advice: "set KEY" };
             let source = Box::new(wire);
             let fault = fault(&Error::Generic { store: "S3", source }, Operation::Get, "the bucket b");
-            assert_eq!(fault.may_pass(), may_pass, "{fault:?}");
+            assert_eq!(fault.is_retryable(), is_retryable, "{fault:?}");
             assert!(fault.to_string().contains("169.254.169.254"), "{fault}");
             assert!(fault.to_string().ends_with("uses the environment of the server"), "{fault}");
         }

@@ -1,4 +1,4 @@
-//! Google Cloud Storage, Azure, and files of a web server.
+//! Opening object stores other than S3: Google Cloud Storage, Azure, and files of a web server.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -14,7 +14,7 @@ use crate::wire::Connector;
 use crate::{OpenError, Options, client_options, retry_config};
 
 const GOOGLE: &str = "https://storage.googleapis.com";
-/// Advice on providing credentials.
+/// Advice on providing credentials, for error messages.
 const GOOGLE_ADVICE: &str = "set GOOGLE_SERVICE_ACCOUNT, or give credentials=FILE";
 const AZURE_ADVICE: &str = "set AZURE_STORAGE_ACCOUNT_KEY";
 
@@ -27,12 +27,13 @@ fn refuse(scheme: &'static str, option: &'static str, is_given: bool) -> Result<
 }
 
 fn connector(service: &Service, advice: Option<&'static str>) -> Connector {
-    // Only web servers may redirect, as requests to them have no credentials.
+    // Only web servers may redirect: requests to them contain no credentials, which a redirect could send
+    // elsewhere.
     let follows_redirects = advice.is_none();
     Connector { authority: service.authority.clone(), is_plain: service.is_plain, follows_redirects, advice }
 }
 
-/// Opens `gs://REST`. The environment variables are those of Google's tools.
+/// Opens `gs://REST`. Missing options are read from the environment variables of Google's tools.
 pub fn open_google(rest: &str, options: &Options) -> Result<Remote, OpenError> {
     let place = BucketPath::parse("gs", rest)?;
     refuse("gs", "region", options.region.is_some())?;
@@ -60,7 +61,7 @@ pub fn open_google(rest: &str, options: &Options) -> Result<Remote, OpenError> {
     })
 }
 
-/// Opens `az://REST`. REST begins with a container; the environment names the account.
+/// Opens `az://REST`, where REST begins with a container. `AZURE_STORAGE_ACCOUNT_NAME` names the account.
 pub fn open_azure(rest: &str, options: &Options) -> Result<Remote, OpenError> {
     let place = BucketPath::parse("az", rest)?;
     refuse("az", "region", options.region.is_some())?;
@@ -95,7 +96,7 @@ pub fn open_azure(rest: &str, options: &Options) -> Result<Remote, OpenError> {
     })
 }
 
-/// Opens the files below an `http://` or `https://` URL.
+/// Opens the files below an `http://` or `https://` URL as a read-only object store.
 pub fn open_http(url: &str, options: &Options) -> Result<Remote, OpenError> {
     let scheme = if url.starts_with("https") { "https" } else { "http" };
     refuse(scheme, "endpoint", options.endpoint.is_some())?;

@@ -1,4 +1,4 @@
-//! Credentials and settings for S3 in the usual files: sections of `key = value`.
+//! The credentials and config files of Amazon's tools, with `key = value` lines in sections.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,18 +12,18 @@ use async_trait::async_trait;
 use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 
-/// Default profile.
+/// Name of the profile that is used if `AWS_PROFILE` is not set.
 pub const DEFAULT: &str = "default";
-/// Interval between reads of a credentials file, which may be replaced.
+/// Interval between reads of a credentials file, which other tools may replace.
 const FRESH_FOR: Duration = Duration::from_secs(30);
-/// Maximum number of bytes read from a file.
+/// Maximum number of bytes read from a credentials or config file; the rest is ignored.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Section of a file.
+/// Values of a profile by key, in lower case.
 pub type Section = BTreeMap<String, String>;
 
-/// Returns the section of a profile. The last value of a key counts. Nested settings, on indented lines, are
-/// skipped.
+/// Returns the section of `profile` in the text of a file, or an empty section if the profile is missing. The
+/// last value of a key is used. Nested settings, on indented lines, are skipped.
 pub fn section(text: &str, profile: &str) -> Section {
     let mut section = Section::new();
     let mut is_ours = false;
@@ -42,18 +42,19 @@ pub fn section(text: &str, profile: &str) -> Section {
     section
 }
 
-/// Reads the section of a profile from a file. Errors do not contain the path.
+/// Reads the section of a profile from a file. Error messages do not contain the path, which callers add.
 pub fn read(path: &Path, profile: &str) -> Result<Section, String> {
     let mut text = String::new();
     let file = File::open(path).map_err(|e| e.to_string())?;
-    // The original error would quote the position in the text.
+    // The original error would quote the position in the text of the file.
     file.take(FILE_BYTES_MAX)
         .read_to_string(&mut text)
         .map_err(|_| "it cannot be read as text".to_owned())?;
     Ok(section(&text, profile))
 }
 
-/// Checks and combines the parts of a credential.
+/// Checks key id, secret key and session token, and combines them into a credential. Error messages do not
+/// contain their values.
 pub fn credential(
     key: Option<&str>,
     secret: Option<&str>,
@@ -77,12 +78,13 @@ fn section_credential(section: &Section) -> Result<AwsCredential, String> {
     credential(value("aws_access_key_id"), value("aws_secret_access_key"), value("aws_session_token"))
 }
 
-/// Credentials from a file, which is read again periodically.
+/// Credentials from a file, which is read again after [`FRESH_FOR`].
 #[derive(Debug)]
 pub struct FileCredentials {
     path: PathBuf,
     profile: String,
-    /// Latest credentials, and the time of the last attempt to read the file. Locked while the file is read.
+    /// Latest valid credentials, and the time of the last attempt to read the file. Locked while the file is
+    /// read.
     last: Mutex<(Arc<AwsCredential>, Instant)>,
 }
 

@@ -1,4 +1,4 @@
-//! [`Objects`] on top of `object_store`.
+//! [`Remote`], the implementation of [`Objects`] that uses `object_store`.
 
 use std::ops::Range;
 use std::pin::pin;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use freestone_store::objects::{
-    Fault, Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Version, When,
+    CallLimits, Fault, Head, KEY_BYTES_MAX, ListEntry, Objects, Read, Result, Version, WriteCondition,
 };
 use futures_util::StreamExt as _;
 use futures_util::future::{Either, select};
@@ -23,42 +23,45 @@ use crate::runtime::call;
 use crate::text::plain;
 use crate::wire::ObjectRequest;
 
-/// Largest buffer allocated in advance for an object, in bytes, as the announced length may be wrong.
+/// Largest buffer in bytes that is allocated before an object is read. Larger buffers grow with the data,
+/// because the length in a response may be wrong.
 const RESERVED_BYTES_MAX: u64 = 64 << 20;
 
-/// Form of object versions.
+/// Kind of object store, which determines the form of object versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
-    /// Entity tags. Most stores accept them with quotes, as in HTTP; Ceph 16 only without.
+    /// S3: versions are entity tags. Most stores accept them with quotes, as in HTTP; Ceph 16 accepts them
+    /// only without quotes.
     S3,
-    /// Generation numbers.
+    /// Google Cloud Storage: versions are generation numbers.
     Google,
-    /// Entity tags with quotes.
+    /// Azure: versions are entity tags with quotes.
     Azure,
-    /// Entity tags, if any. Read-only.
+    /// Web server, read-only: versions are entity tags, if the server sends them.
     Http,
 }
 
-/// Form of an entity tag in a condition.
+/// Form of the entity tag in the condition of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TagForm {
     Quoted,
     Bare,
 }
 
-/// Object storage over the network.
+/// An object store over the network.
 pub struct Remote {
     pub url: String,
-    /// Name of the bucket for messages.
+    /// Name of the bucket, container or server for messages.
     pub place: String,
-    /// Prefix of all keys: empty, or ends with `/`.
+    /// Prefix of all object keys: empty, or ends with `/`.
     pub base: String,
     pub dialect: Dialect,
     pub store: Arc<dyn ObjectStore>,
-    /// Interface for listings, if the store can list.
+    /// Interface for listings, or `None` if the object store cannot list objects.
     pub pages: Option<Arc<dyn PaginatedListStore>>,
     pub hedge: Option<Duration>,
-    /// Set if a write has shown that the store accepts only entity tags without quotes.
+    /// Set if the last conditional write succeeded with an entity tag without quotes, which is then tried
+    /// first.
     pub takes_bare_tags: AtomicBool,
 }
 
@@ -80,37 +83,39 @@ impl Remote {
 }
 
 impl Remote {
-    /// Returns the forms of a condition in the order of attempts.
-    fn tag_forms(&self, when: When<'_>) -> [TagForm; 2] {
-        match when {
-            // Relaxed: a hint, which orders no other memory access.
-            When::Unchanged(_) if self.dialect == Dialect::S3 => {
+    /// Returns the forms of the entity tag in a conditional write, in the order of attempts.
+    fn tag_forms(&self, condition: WriteCondition<'_>) -> [TagForm; 2] {
+        match condition {
+            // Relaxed: the flag is a hint, which orders no other memory access.
+            WriteCondition::Unchanged(_) if self.dialect == Dialect::S3 => {
                 if self.takes_bare_tags.load(Ordering::Relaxed) {
                     [TagForm::Bare, TagForm::Quoted]
                 } else {
                     [TagForm::Quoted, TagForm::Bare]
                 }
             }
-            // A second attempt detects an object that changed between the refused write and the check.
+            // The form is known, but two attempts are made: the object may have changed between a refused
+            // write and the check of the condition.
             _ => [TagForm::Quoted; 2],
         }
     }
 
-    /// Writes an object with one request. Returns the refusal if the store refuses the condition.
+    /// Writes an object with one request. Returns the new version, or the refusal if the object store refuses
+    /// the condition. The version is `None` if the response does not contain one.
     fn put_once(
         &self,
         path: &Path,
         bytes: &[u8],
-        when: When<'_>,
+        condition: WriteCondition<'_>,
         form: TagForm,
-        until: Until<'_>,
+        limits: CallLimits<'_>,
     ) -> Result<std::result::Result<Option<Version>, Refusal>> {
         let (store, path, dialect, place) =
             (self.store.clone(), path.clone(), self.dialect, self.place.clone());
-        let options = PutOptions { mode: dialect.mode(when, form)?, ..PutOptions::default() };
-        let operation = Operation::Put(Condition::from(when));
+        let options = PutOptions { mode: dialect.mode(condition, form)?, ..PutOptions::default() };
+        let operation = Operation::Put(Condition::from(condition));
         let payload = PutPayload::from(bytes.to_vec());
-        call(until, async move {
+        call(limits, async move {
             match store.put_opts(&path, payload, options).await {
                 Ok(put) => Ok(Ok(dialect.version(put.e_tag.as_deref(), put.version.as_deref()))),
                 Err(e) => match fault(&e, operation, &place) {
@@ -121,38 +126,46 @@ impl Remote {
         })
     }
 
-    /// Returns the version of an object after a successful write without a version in its response, as some
-    /// errors look like that.
+    /// Checks that an object exists after a successful write whose response does not contain a version,
+    /// because some failed writes get such a response. Returns the version of the object.
     fn read_back_version(
         &self,
         key: &str,
         bytes: &[u8],
-        when: When<'_>,
-        until: Until<'_>,
+        condition: WriteCondition<'_>,
+        limits: CallLimits<'_>,
     ) -> Result<Option<Version>> {
         let lost = || Fault::Transient(format!("{}: an object is missing after it was written", self.place));
-        if when == When::Always {
-            return match self.head(key, until) {
+        if condition == WriteCondition::Always {
+            return match self.head(key, limits) {
                 Ok(head) if head.bytes == bytes.len() as u64 => Ok(head.version),
                 Ok(_) | Err(Fault::NotFound) => Err(lost()),
                 Err(fault) => Err(fault),
             };
         }
-        // The previous object, for example a tag, may have the same length.
-        match self.get(key, None, bytes.len() as u64, until) {
+        // The previous object may have the same length, for example if it is a tag, so the content is
+        // compared.
+        match self.get(key, None, bytes.len() as u64, limits) {
             Ok(read) if read.bytes == bytes => Ok(read.version),
             Ok(_) | Err(Fault::NotFound | Fault::TooLong(_)) => Err(lost()),
             Err(fault) => Err(fault),
         }
     }
 
-    /// Returns true if the condition of a write holds now.
-    fn condition_holds(&self, key: &str, when: When<'_>, until: Until<'_>) -> Result<bool> {
-        match (when, self.head(key, until)) {
-            (When::Unchanged(_), Err(Fault::NotFound)) | (When::Absent, Ok(_)) => Ok(false),
-            (_, Err(Fault::NotFound)) | (When::Always, Ok(_)) => Ok(true),
+    /// Returns true if the condition of a write is met by the object as it is now.
+    fn condition_holds(
+        &self,
+        key: &str,
+        condition: WriteCondition<'_>,
+        limits: CallLimits<'_>,
+    ) -> Result<bool> {
+        match (condition, self.head(key, limits)) {
+            (WriteCondition::Unchanged(_), Err(Fault::NotFound)) | (WriteCondition::Absent, Ok(_)) => {
+                Ok(false)
+            }
+            (_, Err(Fault::NotFound)) | (WriteCondition::Always, Ok(_)) => Ok(true),
             (_, Err(fault)) => Err(fault),
-            (When::Unchanged(version), Ok(head)) => Ok(head.version.as_ref() == Some(version)),
+            (WriteCondition::Unchanged(version), Ok(head)) => Ok(head.version.as_ref() == Some(version)),
         }
     }
 }
@@ -165,11 +178,11 @@ impl Dialect {
         (!bare.is_empty()).then(|| Version(format!("{weak}{bare}")))
     }
 
-    fn mode(self, when: When<'_>, form: TagForm) -> Result<PutMode> {
-        let version = match when {
-            When::Always => return Ok(PutMode::Overwrite),
-            When::Absent => return Ok(PutMode::Create),
-            When::Unchanged(version) => version.0.clone(),
+    fn mode(self, condition: WriteCondition<'_>, form: TagForm) -> Result<PutMode> {
+        let version = match condition {
+            WriteCondition::Always => return Ok(PutMode::Overwrite),
+            WriteCondition::Absent => return Ok(PutMode::Create),
+            WriteCondition::Unchanged(version) => version.0.clone(),
         };
         if version.is_empty() || !version.bytes().all(|b| b.is_ascii_graphic()) {
             return Err(Fault::Other("no store gave an object that version".to_owned()));
@@ -190,7 +203,7 @@ impl Dialect {
     }
 }
 
-/// Parameters of a request for an object.
+/// Parameters of a read of an object, which may be sent twice.
 #[derive(Clone)]
 struct Get {
     store: Arc<dyn ObjectStore>,
@@ -216,7 +229,7 @@ impl Get {
         if length > self.most {
             return Err(Fault::TooLong(self.most));
         }
-        // The announced length may be wrong, and the limit huge, so the buffer grows with the data.
+        // The length in the response may be wrong, and `most` may be huge, so the buffer grows with the data.
         let mut bytes = Vec::with_capacity(length.min(RESERVED_BYTES_MAX) as usize);
         let mut pieces = response.into_stream();
         while let Some(piece) = pieces.next().await {
@@ -234,7 +247,8 @@ impl Get {
     }
 }
 
-/// Sends a request, and repeats it if it is still pending `after` that time. Returns the first good response.
+/// Sends a request, and sends it a second time if the first is still pending after the time `after`. Returns
+/// the first response that is not a transient failure, or else the last response.
 async fn hedged<T, F: Future<Output = Result<T>>>(request: impl Fn() -> F, after: Duration) -> Result<T> {
     let mut first = pin!(request());
     if let Ok(response) = tokio::time::timeout(after, &mut first).await {
@@ -253,35 +267,41 @@ impl Objects for Remote {
         &self.url
     }
 
-    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, limits: CallLimits<'_>) -> Result<Read> {
         let (store, place) = (self.store.clone(), self.place.clone());
         let get = Get { store, place, path: self.path(key)?, part, most, dialect: self.dialect };
         match self.hedge {
-            None => call(until, get.run()),
-            Some(after) => call(until, hedged(move || get.clone().run(), after)),
+            None => call(limits, get.run()),
+            Some(after) => call(limits, hedged(move || get.clone().run(), after)),
         }
     }
 
-    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+    fn put(
+        &self,
+        key: &str,
+        bytes: &[u8],
+        condition: WriteCondition<'_>,
+        limits: CallLimits<'_>,
+    ) -> Result<Option<Version>> {
         self.check_writes()?;
         let path = self.path(key)?;
         let mut message = String::new();
-        for form in self.tag_forms(when) {
-            let refusal = match self.put_once(&path, bytes, when, form, until)? {
+        for form in self.tag_forms(condition) {
+            let refusal = match self.put_once(&path, bytes, condition, form, limits)? {
                 Ok(None) if self.dialect == Dialect::S3 => {
-                    return self.read_back_version(key, bytes, when, until);
+                    return self.read_back_version(key, bytes, condition, limits);
                 }
                 Ok(version) => {
-                    if matches!(when, When::Unchanged(_)) {
+                    if matches!(condition, WriteCondition::Unchanged(_)) {
                         self.takes_bare_tags.store(form == TagForm::Bare, Ordering::SeqCst);
                     }
                     return Ok(version);
                 }
                 Err(refusal) => refusal,
             };
-            // Stores also refuse a condition because of its form, or because of another operation. Check the
-            // object.
-            if !self.condition_holds(key, when, until)? {
+            // Object stores also refuse a write because of the form of its entity tag, or because of a
+            // conflict with another operation. Therefore check whether the object meets the condition.
+            if !self.condition_holds(key, condition, limits)? {
                 return Err(Fault::Condition);
             }
             if refusal.is_conflict {
@@ -292,16 +312,21 @@ impl Objects for Remote {
         Err(Fault::Unsupported(format!("{message} to a write whose condition holds")))
     }
 
-    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+    fn head(&self, key: &str, limits: CallLimits<'_>) -> Result<Head> {
         let (store, path, dialect, place) =
             (self.store.clone(), self.path(key)?, self.dialect, self.place.clone());
-        call(until, async move {
+        call(limits, async move {
             let meta = store.head(&path).await.map_err(|e| fault(&e, Operation::Head, &place))?;
             Ok(dialect.head(&meta))
         })
     }
 
-    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+    fn list(
+        &self,
+        prefix: &str,
+        each: &mut dyn FnMut(ListEntry) -> bool,
+        limits: CallLimits<'_>,
+    ) -> Result<()> {
         let Some(pages) = &self.pages else {
             return Err(Fault::Unsupported("a store at http:// cannot list objects".to_owned()));
         };
@@ -310,20 +335,20 @@ impl Objects for Remote {
         loop {
             let (pages, place, full) = (pages.clone(), self.place.clone(), full.clone());
             let options = PaginatedListOptions { page_token: token, ..PaginatedListOptions::default() };
-            let page = call(until, async move {
+            let page = call(limits, async move {
                 let prefix = (!full.is_empty()).then_some(full.as_str());
                 let page = pages.list_paginated(prefix, options).await;
                 page.map_err(|e| fault(&e, Operation::List, &place))
             })?;
             for meta in page.result.objects {
                 let Some(rest) = meta.location.as_ref().strip_prefix(&self.base) else { continue };
-                // The store listed a key outside the prefix, or a key that ended with `/`, which object_store
-                // strips.
+                // Skip keys outside the prefix that the object store listed nevertheless, and keys that are
+                // too short because object_store strips a final `/`.
                 if !rest.starts_with(prefix) {
                     continue;
                 }
                 let listed =
-                    Listed { key: rest.to_owned(), bytes: meta.size, modified: meta.last_modified.into() };
+                    ListEntry { key: rest.to_owned(), bytes: meta.size, modified: meta.last_modified.into() };
                 if !each(listed) {
                     return Ok(());
                 }
@@ -335,10 +360,10 @@ impl Objects for Remote {
         }
     }
 
-    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+    fn delete(&self, key: &str, limits: CallLimits<'_>) -> Result<()> {
         self.check_writes()?;
         let (store, path, place) = (self.store.clone(), self.path(key)?, self.place.clone());
-        call(until, async move {
+        call(limits, async move {
             match store.delete(&path).await.map_err(|e| fault(&e, Operation::Delete, &place)) {
                 Err(Fault::NotFound) => Ok(()),
                 deleted => deleted,
@@ -359,17 +384,19 @@ mod tests {
         assert_eq!(version("W/\"abc\"").as_deref(), Some("W/abc"));
         assert_eq!(version("\"\""), None);
         let abc = Version("abc".to_owned());
-        let sent =
-            |dialect: Dialect, form, version| match dialect.mode(When::Unchanged(version), form).unwrap() {
-                PutMode::Update(update) => (update.e_tag, update.version),
-                other => panic!("{other:?}"),
-            };
+        let sent = |dialect: Dialect, form, version| match dialect
+            .mode(WriteCondition::Unchanged(version), form)
+            .unwrap()
+        {
+            PutMode::Update(update) => (update.e_tag, update.version),
+            other => panic!("{other:?}"),
+        };
         assert_eq!(sent(Dialect::S3, TagForm::Bare, &abc), (Some("abc".to_owned()), None));
         assert_eq!(sent(Dialect::S3, TagForm::Quoted, &abc), (Some("\"abc\"".to_owned()), None));
         assert_eq!(sent(Dialect::Google, TagForm::Quoted, &abc), (None, Some("abc".to_owned())));
         let weak = Version("W/abc".to_owned());
         assert_eq!(sent(Dialect::Azure, TagForm::Quoted, &weak), (Some("W/\"abc\"".to_owned()), None));
         let bad = Version("a\r\nb".to_owned());
-        Dialect::S3.mode(When::Unchanged(&bad), TagForm::Quoted).unwrap_err();
+        Dialect::S3.mode(WriteCondition::Unchanged(&bad), TagForm::Quoted).unwrap_err();
     }
 }

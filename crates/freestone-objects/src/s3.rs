@@ -1,4 +1,4 @@
-//! S3 and compatible stores.
+//! Opening S3 and compatible object stores.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,10 +14,11 @@ use crate::text::plain;
 use crate::wire::Connector;
 use crate::{OpenError, Options, client_options, retry_config};
 
-/// Default region. Stores other than Amazon's ignore the region.
+/// Default region. Object stores other than Amazon's ignore the region.
 const REGION: &str = "us-east-1";
 
-/// Environment variables for other sources of credentials, which `object_store` implements.
+/// Environment variables of credential sources that `object_store` implements, and the corresponding
+/// settings.
 const ELSEWHERE: [(&str, AmazonS3ConfigKey); 9] = [
     ("AWS_WEB_IDENTITY_TOKEN_FILE", AmazonS3ConfigKey::WebIdentityTokenFile),
     ("AWS_ROLE_ARN", AmazonS3ConfigKey::RoleArn),
@@ -30,19 +31,19 @@ const ELSEWHERE: [(&str, AmazonS3ConfigKey); 9] = [
     ("AWS_IMDSV1_FALLBACK", AmazonS3ConfigKey::ImdsV1Fallback),
 ];
 
-/// Environment variables of credential services other than the instance's metadata service.
+/// Environment variables of the credential services that are preferred to the instance's metadata service.
 const SERVICES: [&str; 3] = [
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 ];
-/// Advice on providing credentials.
+/// Advice on providing credentials, for error messages.
 const ADVICE: &str = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give credentials=FILE";
 
-/// Environment of the process, or of a test.
+/// Function that returns environment variables of the process, or those of a test.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Opens `s3://REST`.
+/// Opens `s3://REST`, where REST is a bucket and a key prefix.
 pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenError> {
     let place = BucketPath::parse("s3", rest)?;
     let env = |name: &str| env(name).filter(|value| !value.is_empty());
@@ -51,7 +52,7 @@ pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenE
     let file = |variable: &str, name: &str| {
         env(variable).map(PathBuf::from).or_else(|| home.as_ref().map(|home| home.join(".aws").join(name)))
     };
-    // A missing file is like an empty one.
+    // A missing or unreadable config file is treated as an empty one.
     let config = file("AWS_CONFIG_FILE", "config");
     let settings = config.as_deref().and_then(|path| profile::read(path, &profile).ok()).unwrap_or_default();
 
@@ -98,8 +99,8 @@ pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenE
     })
 }
 
-/// Sets the credentials: the given file, else the environment, the shared files, or a source of
-/// `object_store`.
+/// Sets the credentials: those of the given file, else of the environment, else of the shared files, else of
+/// a source that `object_store` implements.
 fn with_credentials(
     mut builder: AmazonS3Builder,
     options: &Options,
@@ -128,7 +129,7 @@ fn with_credentials(
             return Ok(builder.with_credentials(Arc::new(from_file(&path, profile)?)));
         }
     }
-    // Report a profile that was selected but does not exist.
+    // Without this check, a missing profile would be ignored and other credentials used.
     if env("AWS_PROFILE").is_some() && settings.is_empty() {
         let why = format!("no file has the profile [{}]", plain(profile));
         return Err(OpenError::Credentials("AWS_PROFILE".to_owned(), why));

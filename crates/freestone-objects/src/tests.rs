@@ -1,11 +1,11 @@
-//! Tests of opening stores: refused URLs, and sources of settings.
+//! Tests of opening object stores: refused URLs, and sources of options and credentials.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Mutex;
 
-use freestone_store::objects::{Fault, Until, When};
+use freestone_store::objects::{CallLimits, Fault, WriteCondition};
 use freestone_testkit::s3::Server;
 
 use super::*;
@@ -85,7 +85,7 @@ fn store_url_is_kept() {
     assert_eq!(open_in("http://host:80/a/", &Options::default(), &env).unwrap().url(), "http://host/a");
 }
 
-/// Writes an object with an environment, and returns the key that signed the request.
+/// Writes an object with `env` as the environment, and returns the access key that signed the request.
 fn signed_with(server: &Server, options: &Options, env: &[(&str, &str)]) -> Option<&'static str> {
     let endpoint = server.endpoint();
     let env = |name: &str| match env.iter().find(|(n, _)| *n == name) {
@@ -95,7 +95,7 @@ fn signed_with(server: &Server, options: &Options, env: &[(&str, &str)]) -> Opti
     let store = open_in("s3://disks", options, &env).unwrap();
     ["AKENV", "AKFILE", "AKOTHER", "AKCONTAINER", "AKCONFIG"].into_iter().find(|key| {
         server.require_key(Some(key));
-        store.put("x", b"", When::Always, Until::within(Duration::from_secs(10))).is_ok()
+        store.put("x", b"", WriteCondition::Always, CallLimits::within(Duration::from_secs(10))).is_ok()
     })
 }
 
@@ -105,7 +105,7 @@ fn written(path: &Path, text: &str) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// Starts a server that provides credentials, and returns the URL of the credentials.
+/// Starts a server that provides `credentials`, and returns the server and the URL of the credentials.
 fn giving(credentials: &str) -> (Server, String) {
     let server = Server::start(&["iam"]);
     server.set_object("iam", "credentials", credentials.as_bytes());
@@ -142,7 +142,7 @@ fn credentials_come_from_first_available_source() {
         assert_eq!(signed_with(&server, &none, &env), Some(key));
     }
     assert_eq!(signed_with(&server, &none, &container), Some("AKCONTAINER"));
-    // The home directory may contain both files.
+    // Without variables for the paths, the files in the home directory are read.
     fs::create_dir(dir.path().join(".aws")).unwrap();
     fs::rename(&shared, dir.path().join(".aws/credentials")).unwrap();
     assert_eq!(signed_with(&server, &none, &[("HOME", dir.path().to_str().unwrap())]), Some("AKFILE"));
@@ -151,7 +151,7 @@ fn credentials_come_from_first_available_source() {
 #[test]
 fn missing_credentials_are_not_missing_objects() {
     let (giving, uri) = giving("");
-    giving.make_bucket("iam");
+    giving.create_bucket("iam");
     let env = |name: &str| match name {
         "AWS_CONTAINER_CREDENTIALS_FULL_URI" => Some(uri.clone()),
         "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE" => Some("/dev/null".to_owned()),
@@ -159,7 +159,7 @@ fn missing_credentials_are_not_missing_objects() {
         _ => None,
     };
     let store = open_in("s3://disks", &Options::default(), &env).unwrap();
-    let fault = store.get("x", None, 1, Until::within(Duration::from_secs(10)));
+    let fault = store.get("x", None, 1, CallLimits::within(Duration::from_secs(10)));
     let said = format!("no credentials: {} answers 404 NoSuchKey", giving.address());
     assert_eq!(fault, Err(Fault::Denied(said)));
 }
@@ -174,7 +174,7 @@ fn failure_of_instance_metadata_names_the_variables() {
             _ => None,
         };
         let store = open_in("s3://disks", &Options::default(), &env).unwrap();
-        store.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err()
+        store.get("x", None, 1, CallLimits::within(Duration::from_secs(10))).unwrap_err()
     };
     let advice = "and the environment of this process names no credentials; set AWS_ACCESS_KEY_ID and \
                   AWS_SECRET_ACCESS_KEY, or give credentials=FILE. A verb of a server uses the environment of the \
@@ -188,7 +188,7 @@ fn failure_of_instance_metadata_names_the_variables() {
     assert!(said.starts_with("no credentials: 127.0.0.1:1: ") && said.ends_with(advice), "{said}");
 }
 
-/// Credentials sent without TLS can be intercepted.
+/// Credentials must not be sent without TLS over the network, where they could be intercepted.
 #[test]
 fn remote_credentials_without_tls_are_refused() {
     let server = Server::start(&["disks"]);
@@ -201,7 +201,7 @@ fn remote_credentials_without_tls_are_refused() {
             None => (name == "AWS_ENDPOINT_URL").then(|| store.to_owned()),
         };
         let store = open_in("s3://disks", &Options::default(), &env).unwrap();
-        store.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err()
+        store.get("x", None, 1, CallLimits::within(Duration::from_secs(10))).unwrap_err()
     };
     let denied = |host: &str| {
         Fault::Denied(format!(
@@ -213,7 +213,7 @@ fn remote_credentials_without_tls_are_refused() {
         ("AWS_ROLE_ARN", "arn:aws:iam::1:role/r"),
         ("AWS_ENDPOINT_URL_STS", &*endpoint),
     ];
-    // The token is not sent, with either scheme of the store.
+    // The token is not sent, whether the object store uses TLS or not.
     for store in [&*endpoint, "https://127.0.0.1:9"] {
         assert_eq!(fault(store, &identity), denied(&server.address().to_string()), "{store}");
     }
@@ -243,7 +243,7 @@ fn endpoint_comes_from_profile_or_environment() {
         let env = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
         let options = Options { anonymous: true, ..Options::default() };
         let store = open_in("s3://disks", &options, &env).unwrap();
-        store.put("x", b"", When::Always, Until::within(Duration::from_secs(10))).unwrap();
+        store.put("x", b"", WriteCondition::Always, CallLimits::within(Duration::from_secs(10))).unwrap();
     }
     let region = Options { region: Some("a/b".to_owned()), ..Options::default() };
     assert_eq!(refused("s3://disks", &region, &[]).to_string(), "a/b: invalid region name");

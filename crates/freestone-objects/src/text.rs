@@ -1,9 +1,10 @@
-//! Sanitizing text from a store for messages.
+//! Sanitizing text from an object store for messages.
 
-/// Maximum length of a message in characters.
+/// Maximum length of a sanitized text in characters, including the `...` of a shortened text.
 pub const SENTENCE_CHARS_MAX: usize = 300;
 
-/// Escapes control characters and characters that reorder or hide text, and limits the length.
+/// Escapes control characters, and characters that reorder or hide text. Shortens the text to
+/// [`SENTENCE_CHARS_MAX`] characters.
 pub fn plain(text: &str) -> String {
     let mut plain = String::new();
     let mut chars = 0;
@@ -20,7 +21,7 @@ pub fn plain(text: &str) -> String {
     plain
 }
 
-/// Returns the error code of a store if it has the form of a code.
+/// Returns the error code in a response if it is one word of at most 64 characters, else `None`.
 pub fn code(text: &str) -> Option<&str> {
     let is_code = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     (!text.is_empty() && text.len() <= 64 && text.chars().all(is_code)).then_some(text)

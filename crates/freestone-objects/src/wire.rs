@@ -1,8 +1,8 @@
-//! HTTP layer below `object_store`, which does not trust responses.
+//! HTTP layer between `object_store` and the network, which does not trust responses.
 //!
-//! Unsuccessful responses become a [`WireError`] error, after reading just enough of their body for an error
-//! code. Other bodies are limited, except those of objects. If a store responds to a range request with the
-//! whole object, this layer cuts out the range. A response with a different range is an error.
+//! Unsuccessful responses become a [`WireError`]; only enough of their body is read to find an error code.
+//! Other bodies are limited in size, except those of objects. If an object store responds to a range request
+//! with the whole object, this layer cuts out the range. A response with a different range is an error.
 
 use std::error::Error as StdError;
 use std::io;
@@ -27,17 +27,17 @@ use thiserror::Error;
 
 use crate::text::{code, plain};
 
-/// Maximum size of a response that is not an object. A page of a listing has up to a thousand keys of 1 KiB,
-/// and each byte of a key may be escaped as three.
+/// Maximum size in bytes of a response that is not an object. The largest is a page of a listing: up to a
+/// thousand keys of 1 KiB, where each byte may be escaped as three bytes.
 const RESPONSE_BYTES_MAX: u64 = 16 << 20;
-/// Maximum number of bytes read from an error response.
+/// Maximum number of bytes read from the body of an error response, to find the error code.
 const ERROR_BYTES_MAX: u64 = 16 << 10;
-/// Maximum number of bytes of an object skipped if a store ignores ranges.
+/// Maximum number of bytes that are read and discarded before a range, if an object store ignores ranges.
 const SKIP_BYTES_MAX: u64 = 16 << 20;
-/// Maximum number of redirects, if they are allowed.
+/// Maximum number of redirects of a request to a web server.
 const REDIRECTS_MAX: usize = 5;
 
-/// Kind of service that responded.
+/// Kind of service that sent a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
     Store,
@@ -45,7 +45,7 @@ pub enum Peer {
     Credentials,
 }
 
-/// Failure of a request. Each message contains the host.
+/// Failure of a request. Each message contains the host that the request was sent to.
 #[derive(Debug, Error)]
 pub enum WireError {
     #[error("{host} answers {status} {code}")]
@@ -58,7 +58,7 @@ pub enum WireError {
     NoRanges(String),
     #[error("{0}: credentials need TLS, but the URL begins with http://")]
     PlainCredentials(String),
-    /// The instance's metadata service failed, the last resort for credentials.
+    /// The instance's metadata service failed, which is the last source of credentials that is tried.
     #[error(
         "{cause}, and the environment of this process names no credentials; {advice}. A verb of a server uses \
          the environment of the server"
@@ -72,26 +72,28 @@ impl From<WireError> for HttpError {
     }
 }
 
-/// Extension of a request whose response is an object. The caller reads it piecewise and limits its size.
+/// Extension that marks a request whose response is an object. The caller reads the object in pieces and
+/// limits its size.
 #[derive(Debug, Clone, Copy)]
 pub struct ObjectRequest;
 
-/// Creates the HTTP clients of a store.
+/// Creates the HTTP clients of an object store.
 #[derive(Debug)]
 pub struct Connector {
-    /// Host and port of the store. Other hosts provide credentials.
+    /// Host and port of the object store. Requests to other hosts are for credentials.
     pub authority: String,
-    /// The store is used without TLS.
+    /// True if the object store is used without TLS.
     pub is_plain: bool,
-    /// Redirects are allowed, for a read-only store.
+    /// True if redirects are followed, which is allowed only for a read-only store.
     pub follows_redirects: bool,
-    /// Advice on providing credentials, if the instance's metadata service is the last resort.
+    /// Advice on providing credentials, added to a failure of the instance's metadata service. `None` if the
+    /// store has another credential service, or needs no credentials.
     pub advice: Option<&'static str>,
 }
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        // Fails if another provider is already installed, which is then used.
+        // Fails if a provider is installed already, which is then used.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let build = |builder: reqwest::ClientBuilder| {
             let mut builder = builder
@@ -109,7 +111,8 @@ impl HttpConnector for Connector {
         };
         let mut client = build(reqwest::Client::builder());
         if client.is_err() && self.is_plain {
-            // A host without root certificates needs none for a store without TLS.
+            // A host without root certificates cannot create a client with TLS, but a store without TLS does
+            // not need it.
             let tls = rustls::ClientConfig::builder()
                 .with_root_certificates(rustls::RootCertStore::empty())
                 .with_no_client_auth();
@@ -118,7 +121,7 @@ impl HttpConnector for Connector {
         let client =
             client.map_err(|e| object_store::Error::Generic { store: "HTTP", source: Box::new(e) })?;
         let client = HttpClient::new(client);
-        // object_store sets this option for each client, and relies on the connector to enforce it.
+        // object_store sets this option for each client, and relies on the connector to refuse plain HTTP.
         let allowed = options.get_config_value(&ClientConfigKey::AllowHttp);
         let may_be_plain = allowed.as_deref() == Some("true");
         let authority = self.authority.clone();
@@ -127,7 +130,7 @@ impl HttpConnector for Connector {
     }
 }
 
-/// Refuses redirects from TLS to plain HTTP, and more than [`REDIRECTS_MAX`].
+/// Follows a redirect, unless it leads from TLS to plain HTTP or exceeds [`REDIRECTS_MAX`].
 fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action {
     let was_tls = attempt.previous().last().is_some_and(|url| url.scheme() == "https");
     if attempt.previous().len() > REDIRECTS_MAX || (was_tls && attempt.url().scheme() != "https") {
@@ -137,9 +140,9 @@ fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action 
     }
 }
 
-/// Returns the host without the port and without the brackets of an IPv6 address.
+/// Returns the host of an authority, without the port and without the brackets of an IPv6 address.
 fn host_of(authority: &str) -> &str {
-    // Colons inside brackets do not separate a port.
+    // Colons inside the brackets of an IPv6 address do not separate a port.
     let host = if authority.ends_with(']') {
         authority
     } else {
@@ -153,8 +156,8 @@ fn is_loopback(authority: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// Returns true for addresses of local credential services. Requests to them do not leave the machine or its
-/// host.
+/// Returns true for hosts that may run a local credential service. Requests to these hosts do not leave the
+/// machine or its hypervisor.
 fn is_machine_local(authority: &str) -> bool {
     /// IPv6 prefix of Amazon's metadata services, which is not link-local.
     const AMAZON: [u16; 2] = [0xfd00, 0xec2];
@@ -168,16 +171,16 @@ fn is_machine_local(authority: &str) -> bool {
         || host.parse().is_ok_and(is_link_local_or_amazon)
 }
 
-/// HTTP client that checks responses.
+/// HTTP client that checks requests and responses.
 #[derive(Debug)]
 struct Guard {
     client: HttpClient,
-    /// Host and port of the store. `is_plain` is true if the store is used without TLS.
+    /// Host and port of the object store, which is used without TLS if `is_plain` is true.
     authority: String,
     is_plain: bool,
-    /// This client may send plain HTTP, to a plain store or to a local credential service.
+    /// True if plain HTTP is allowed, to an object store without TLS or to a local credential service.
     may_be_plain: bool,
-    /// Advice on providing credentials, if the instance's metadata service is the last resort.
+    /// Advice on providing credentials, added to a failure of the instance's metadata service.
     advice: Option<&'static str>,
 }
 
@@ -187,7 +190,7 @@ impl Guard {
         self.may_be_plain && (is_store || is_machine_local(authority))
     }
 
-    /// Adds the advice to a failure of the instance's metadata service.
+    /// Adds the advice on providing credentials, if the request was for the instance's metadata service.
     fn add_advice(&self, authority: &str, cause: WireError) -> WireError {
         match self.advice {
             Some(advice) if authority != self.authority && is_machine_local(authority) => {
@@ -220,14 +223,14 @@ impl HttpService for Guard {
             let refused = WireError::Refused { peer, host, status: status.as_u16(), code };
             return Err(self.add_advice(&authority, refused).into());
         }
-        // object_store requires an entity tag in all responses. An empty one counts as none.
+        // object_store requires an entity tag in all responses. An empty entity tag is treated as none.
         head.headers.entry(ETAG).or_insert(HeaderValue::from_static("\"\""));
         let mut window = Window { body, host, skip: 0, left: u64::MAX, is_cut: true };
         match part {
             Some((start, end)) if head.status == StatusCode::PARTIAL_CONTENT => {
                 let bytes = check_range(&head.headers, start, end)
                     .map_err(|what| WireError::Broken(format!("{}: {what}", window.host)))?;
-                // A chunked body has no length otherwise.
+                // object_store needs the length, which a chunked response does not contain.
                 head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes));
             }
             Some((start, end)) => {
@@ -265,13 +268,15 @@ fn header_error() -> WireError {
     WireError::Broken("a header cannot be written".to_owned())
 }
 
-/// Parses `bytes=START-LAST` and returns the start and the end.
+/// Parses the range `bytes=START-LAST`. Returns the offsets of its start and its end, or `None` if it has
+/// another form.
 fn requested_range(range: &HeaderValue) -> Option<(u64, u64)> {
     let (start, last) = range.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
     Some((start.parse().ok()?, last.parse::<u64>().ok()?.checked_add(1)?))
 }
 
-/// Checks that a response has the requested range, up to the end of the object. Returns its length.
+/// Checks that a response contains the requested range, which ends at the end of the object at the latest.
+/// Returns the length of the range in bytes.
 fn check_range(headers: &HeaderMap, start: u64, end: u64) -> Result<u64, &'static str> {
     let said = headers.get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
     let said = said.and_then(|said| said.strip_prefix("bytes ")).and_then(|said| said.split_once('/'));
@@ -293,7 +298,8 @@ fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// Returns the error code of a response: in XML for S3, Google and Azure, or in a header for Azure.
+/// Returns the error code of a response, or `None` if there is none. The code is in an XML body for S3,
+/// Google and Azure, or in a header for Azure.
 async fn error_code(headers: &HeaderMap, body: HttpResponseBody, host: &str) -> Option<String> {
     if let Some(said) = headers.get("x-ms-error-code").and_then(|value| value.to_str().ok()) {
         return code(said).map(str::to_owned);
@@ -309,12 +315,12 @@ async fn error_code(headers: &HeaderMap, body: HttpResponseBody, host: &str) -> 
     code(rest.split_once("</Code>")?.0.trim()).map(str::to_owned)
 }
 
-/// Converts a failure of the connection, before or during the response.
+/// Converts a failure of the connection, before or during the response, to an error that names the host.
 fn connection_error(host: &str, error: &HttpError) -> WireError {
     let (mut innermost, mut is_tls) = (error as &(dyn StdError + 'static), false);
     loop {
         is_tls |= innermost.is::<rustls::Error>();
-        // `source` of an I/O error skips the wrapped error itself.
+        // `source` of an I/O error skips the error that it wraps.
         let wrapped = innermost.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         let next = wrapped.map(|e| e as &(dyn StdError + 'static)).or_else(|| innermost.source());
         let Some(next) = next else { break };
@@ -328,14 +334,14 @@ fn connection_error(host: &str, error: &HttpError) -> WireError {
     }
 }
 
-/// Range of a body.
+/// Part of a body: skips the first `skip` bytes, and passes on at most `left` bytes.
 #[derive(Debug)]
 struct Window {
     body: HttpResponseBody,
     host: String,
     skip: u64,
     left: u64,
-    /// If the body is longer than `left`, true ends the body there, and false is an error.
+    /// If the body is longer than `left`: true ends it there, false makes it an error.
     is_cut: bool,
 }
 

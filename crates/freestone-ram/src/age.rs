@@ -1,10 +1,11 @@
-//! Ages of pages: the time of the last access, in six bits per slot.
+//! Ages of pages: the time of the last access, in six bits per slot (the state word of a page).
 //!
-//! A slot stores the *epoch* of its last access. Epochs are closed by the clock (once a second) and
-//! by every eviction round, and each knows the time at which it was closed. There are 63 numbers.
-//! When few are free, a scan merges the neighbouring epochs that are shortest relative to their
-//! age, so the length of epochs grows in proportion to their age. A page counts as old as the end
-//! of its epoch: never older than it is, and younger by at most a third.
+//! A slot stores the number of the *epoch* of its last access. The clock closes the current epoch
+//! once a second, and every eviction round closes it too; each closed epoch records its end time.
+//! There are 63 epoch numbers. When few numbers are free, a scan merges the neighbouring epochs
+//! that are shortest relative to their age. So the length of epochs grows in proportion to their
+//! age. The age of a page is counted from the end of its epoch: at most the real age, and less by
+//! at most a third.
 //!
 //! Number 0 means "before all epochs".
 
@@ -13,12 +14,12 @@ use std::collections::VecDeque;
 use freestone_core::slot::AGES;
 use freestone_core::sync::{AtomicU32, Mutex, Ordering};
 
-/// A merge is due if fewer numbers are free.
+/// Free epoch numbers below which a merge of epochs is due.
 const FEW_NUMBERS: usize = 8;
-/// Maximum numbers that a merge frees.
+/// Maximum epoch numbers that one merge frees.
 const FREED_BY_SCAN: usize = 12;
 
-/// The epochs of one family.
+/// The epochs of one family (a base and its forks, which share memory).
 pub struct Ages {
     now: AtomicU32,
     epochs: Mutex<Epochs>,
@@ -34,19 +35,20 @@ struct Epochs {
 #[derive(Clone, Copy)]
 struct Epoch {
     number: u8,
-    /// Time at which the epoch was closed.
+    /// Time at which the epoch was closed, in milliseconds of [`now_ms`](crate::clock::now_ms).
     to_ms: u64,
 }
 
 impl Epochs {
-    /// Returns the neighbours to merge, as the index of the earlier epoch: those with the least
-    /// common length relative to their age.
+    /// Returns the pairs of neighbouring epochs to merge, each as the index of its earlier epoch.
+    /// Selects the pairs with the least common length relative to their age.
     fn pairs(&self) -> Vec<usize> {
         let now_ms = self.past.back().map_or(0, |epoch| epoch.to_ms);
         let share = |at: usize| {
             let from_ms = if at == 0 { 0 } else { self.past[at - 1].to_ms };
             let to_ms = self.past[at + 1].to_ms;
-            // An eviction round can close an epoch at once, so its length may be 0.
+            // An eviction round may close an epoch within the same millisecond, so its length may
+            // be 0.
             (to_ms - from_ms) as f64 / (now_ms - to_ms + 1000) as f64
         };
         let mut all: Vec<usize> = (0..self.past.len().saturating_sub(1)).collect();
@@ -61,7 +63,7 @@ impl Epochs {
     }
 }
 
-/// Replacement of each number during a merge.
+/// New epoch number for each epoch number, to be applied to all slots during a merge.
 pub type Renumbering = [u8; AGES];
 
 impl Default for Ages {
@@ -72,32 +74,35 @@ impl Default for Ages {
 }
 
 impl Ages {
-    /// Returns the number that an access stores.
+    /// Returns the number of the current epoch, which an access stores in the slot.
     #[inline]
     pub fn now(&self) -> u8 {
-        // Relaxed: an access at the change of epochs may store either number.
+        // Relaxed: an access during a change of epochs may store the old or the new number.
         self.now.load(Ordering::Relaxed) as u8
     }
 
-    /// Closes the current epoch at `now_ms` and opens the next, if a number is free.
+    /// Closes the current epoch at `now_ms` and opens the next; does nothing if no number is free.
     pub fn advance(&self, now_ms: u64) {
         let mut epochs = self.epochs.lock();
         let Some(next) = epochs.free.pop() else { return };
-        // Threads read the clock before they lock: keep the ends of epochs in order.
+        // Threads read the clock before they take the lock, so `now_ms` may be earlier than the
+        // last end.
         let to_ms = now_ms.max(epochs.past.back().map_or(0, |last| last.to_ms));
         epochs.past.push_back(Epoch { number: self.now(), to_ms });
-        // Relaxed: written under the lock only; see `now`.
+        // Relaxed: stored only under the lock; an access may read either number, see `now`.
         self.now.store(u32::from(next), Ordering::Relaxed);
     }
 
-    /// Returns the time at which the current epoch was opened.
+    /// Returns the time in milliseconds at which the current epoch was opened; 0 for the first
+    /// epoch.
     pub fn opened_ms(&self) -> u64 {
         self.epochs.lock().past.back().map_or(0, |epoch| epoch.to_ms)
     }
 
-    /// Returns the replacement of numbers if few are free. The caller must apply it to every slot
-    /// and then call [`merged`](Self::merged); other calls return `None` until then.
-    pub fn merge(&self) -> Option<Renumbering> {
+    /// Returns the new number of each epoch number if few numbers are free; `None` otherwise, or
+    /// while another merge is pending. The caller must apply the result to every slot and then call
+    /// [`finish_merge`](Self::finish_merge).
+    pub fn begin_merge(&self) -> Option<Renumbering> {
         let mut epochs = self.epochs.lock();
         if epochs.free.len() >= FEW_NUMBERS || epochs.merging {
             return None;
@@ -105,14 +110,15 @@ impl Ages {
         epochs.merging = true;
         let mut renumbering: Renumbering = std::array::from_fn(|number| number as u8);
         for at in epochs.pairs() {
-            // The later epoch absorbs the earlier: pages look younger, never older.
+            // The later epoch absorbs the earlier one, so pages seem younger than they are, never
+            // older.
             renumbering[usize::from(epochs.past[at].number)] = epochs.past[at + 1].number;
         }
         Some(renumbering)
     }
 
-    /// Ends a merge: no slot has a replaced number any more.
-    pub fn merged(&self, renumbering: &Renumbering) {
+    /// Ends a merge and frees the replaced numbers. No slot may have a replaced number any more.
+    pub fn finish_merge(&self, renumbering: &Renumbering) {
         let mut epochs = self.epochs.lock();
         let Epochs { past, free, merging } = &mut *epochs;
         past.retain(|epoch| {
@@ -125,8 +131,9 @@ impl Ages {
         *merging = false;
     }
 
-    /// Returns the end of each number's epoch, `now_ms` for the current one; `None` if unknown.
-    pub fn ends(&self, now_ms: u64) -> [Option<u64>; AGES] {
+    /// Returns the end time of each epoch in milliseconds, by epoch number: `now_ms` for the
+    /// current epoch, `None` for unused numbers.
+    pub fn epoch_ends(&self, now_ms: u64) -> [Option<u64>; AGES] {
         let epochs = self.epochs.lock();
         let mut ends = [None; AGES];
         for epoch in &epochs.past {
@@ -136,10 +143,12 @@ impl Ages {
         ends
     }
 
-    /// Returns for each number whether its pages were last accessed at or before `ms`.
+    /// Returns, by epoch number, true if pages with this number were last accessed at or before
+    /// `ms`.
     pub fn untouched_since(&self, ms: u64) -> [bool; AGES] {
         let epochs = self.epochs.lock();
-        // A number without an epoch was read by a slow thread before a merge: its age is unknown.
+        // A slow thread may store a number that a merge has freed: the age of such a page is
+        // unknown.
         let mut old = [false; AGES];
         old[0] = true;
         for epoch in &epochs.past {
@@ -148,7 +157,7 @@ impl Ages {
         old
     }
 
-    /// Returns the rank of each number by age, 0 for the oldest.
+    /// Returns, by epoch number, the rank of the epoch by age, 0 for the oldest.
     pub fn ranks(&self) -> [u8; AGES] {
         let epochs = self.epochs.lock();
         let mut ranks = [AGES as u8 - 1; AGES];
@@ -180,7 +189,7 @@ mod tests {
         assert_eq!(ages.opened_ms(), 2000);
     }
 
-    /// Old pages remain known as old, however often epochs are merged.
+    /// Pages stay old in the ages' report, however often epochs are merged.
     #[test]
     fn age_error_is_at_most_a_third() {
         let ages = Ages::default();
@@ -188,11 +197,11 @@ mod tests {
         for second in 0..20_000 {
             slots.push((second, ages.now()));
             ages.advance((second + 1) * 1000);
-            if let Some(renumbering) = ages.merge() {
+            if let Some(renumbering) = ages.begin_merge() {
                 for (_, number) in &mut slots {
                     *number = renumbering[usize::from(*number)];
                 }
-                ages.merged(&renumbering);
+                ages.finish_merge(&renumbering);
             }
             if second % 97 != 0 {
                 continue;
@@ -209,22 +218,22 @@ mod tests {
         }
     }
 
-    /// Threads read the clock before they lock, so a close may have an earlier time than the one
-    /// before.
+    /// Threads read the clock before they take the lock, so an epoch may be closed with an earlier
+    /// time than the previous epoch.
     #[test]
     fn epoch_close_in_past_keeps_order() {
         let ages = Ages::default();
         let mut last = 0;
         for second in 1..500 {
             ages.advance(second * 1000);
-            // A delayed thread.
+            // A delayed thread, which read the clock 30 ms earlier.
             ages.advance(second * 1000 - 30);
             assert!(ages.opened_ms() >= last && ages.opened_ms() >= second * 1000);
             last = ages.opened_ms();
             let old = ages.untouched_since(last - 1);
             assert!(!old[usize::from(ages.now())]);
-            if let Some(renumbering) = ages.merge() {
-                ages.merged(&renumbering);
+            if let Some(renumbering) = ages.begin_merge() {
+                ages.finish_merge(&renumbering);
             }
         }
         assert!(ages.epochs.lock().past.iter().is_sorted_by_key(|epoch| epoch.to_ms));
@@ -233,17 +242,17 @@ mod tests {
     #[test]
     fn merge_frees_numbers_and_keeps_order() {
         let ages = Ages::default();
-        // Pairs of access time in seconds and number stored in a slot.
+        // Pairs of the access time in seconds and the epoch number stored in a slot.
         let mut slots: Vec<(u64, u8)> = Vec::new();
         for second in 0..1000 {
             slots.push((second, ages.now()));
             ages.advance((second + 1) * 1000);
-            if let Some(renumbering) = ages.merge() {
-                assert!(ages.merge().is_none(), "one merge at a time");
+            if let Some(renumbering) = ages.begin_merge() {
+                assert!(ages.begin_merge().is_none(), "one merge at a time");
                 for (_, number) in &mut slots {
                     *number = renumbering[usize::from(*number)];
                 }
-                ages.merged(&renumbering);
+                ages.finish_merge(&renumbering);
             }
             let ranks = ages.ranks();
             assert!(slots.windows(2).all(|w| ranks[usize::from(w[0].1)] <= ranks[usize::from(w[1].1)]));

@@ -1,4 +1,4 @@
-//! Coarse time for ages and deadlines, and a once-a-second tick for registered listeners.
+//! Coarse time for page ages and deadlines, and a once-a-second tick for registered listeners.
 
 use std::sync::Weak;
 use std::time::Duration;
@@ -8,30 +8,30 @@ use freestone_core::sync::{Arc, Instant, LazyLock, Mutex};
 /// Interval between calls of [`Ticks::tick`].
 pub const TICK: Duration = Duration::from_secs(1);
 
-/// Returns milliseconds since an arbitrary moment before the first call.
+/// Returns the milliseconds since the first call in this process.
 pub fn now_ms() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     START.elapsed().as_millis() as u64
 }
 
-/// Converts a duration to milliseconds; saturates at `u64::MAX`.
+/// Returns the duration in milliseconds, or `u64::MAX` if it is longer.
 pub fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A listener that does periodic work.
+/// A listener that the clock thread calls about once a second.
 pub trait Ticks: Send + Sync {
-    /// Called about once a second, on one thread for the whole process: must be short and not
-    /// block.
+    /// Called about once a second. A single thread calls all listeners of the process, so the work
+    /// must be short and must not block.
     fn tick(&self);
 }
 
 static LISTENERS: LazyLock<Mutex<Vec<Weak<dyn Ticks>>>> = LazyLock::new(Mutex::default);
 
-/// Registers `listener`; ticks stop when its last strong reference is dropped.
+/// Registers `listener`; its ticks stop when the last strong reference to it is dropped.
 ///
 /// # Errors
-/// Fails if the process's clock thread cannot be started.
+/// Fails if the clock thread of the process cannot be started.
 pub fn listen(listener: Weak<dyn Ticks>) -> std::io::Result<()> {
     static RUNNING: LazyLock<Mutex<bool>> = LazyLock::new(Mutex::default);
     let mut running = RUNNING.lock();
@@ -51,7 +51,7 @@ fn run() {
             listeners.retain(|listener| listener.strong_count() > 0);
             listeners.iter().filter_map(Weak::upgrade).collect()
         };
-        // This thread may drop the last reference of a listener: drop it outside the lock.
+        // The upgraded reference may be the last one to a listener: it is dropped outside the lock.
         for listener in listeners {
             listener.tick();
         }

@@ -1,5 +1,5 @@
 //! The amount of work of randomised tests. A copy of `freestone_testkit::effort`: the testkit
-//! depends on devices, which loom models leave out.
+//! depends on devices, which loom models omit.
 
 /// Returns `full` if the environment has `FREESTONE_EFFORT=full`, and `quick` otherwise.
 pub fn effort<T>(quick: T, full: T) -> T {

@@ -1,6 +1,8 @@
-//! The compressed RAM disk with its forks and snapshots. [`ram`] is the device interface, [`codec`]
-//! compresses pages, [`save`] saves families of disks to files, and [`keep`] keeps their content in
-//! a directory across restarts.
+//! The compressed RAM disk with its forks and snapshots. [`ram`] is the device interface, and
+//! [`codec`] compresses pages. [`save`] saves families of disks to files, and [`keep`] keeps the
+//! content of disks in a directory across restarts.
+//!
+//! A family is a base and its forks, which share memory.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -25,7 +27,7 @@ mod spill;
 
 #[cfg(loom)]
 mod pool {
-    //! The part of the pool that loom models check: span states.
+    //! The part of the pool that loom models check: the states of spans.
     pub mod class;
     mod span_table;
     mod spans;

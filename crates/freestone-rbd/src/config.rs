@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Default time that a request waits for the cluster. Ceph needs up to a minute to detect a lost
-/// OSD and to continue without it.
+/// Default time limit for a request to the cluster. Ceph needs up to a minute to detect a lost OSD
+/// and to continue without it.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
-/// Smallest [`Config::timeout`].
+/// Smallest effective [`Config::timeout`]; smaller values are raised to it.
 pub const MIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// Largest [`Config::timeout`].
+/// Largest effective [`Config::timeout`]; larger values are lowered to it.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Name of an image: `POOL/NAME`, or `POOL/NAMESPACE/NAME`.
@@ -64,20 +64,22 @@ pub struct Config {
     /// Ceph configuration file; `None` uses Ceph's search path (`$CEPH_CONF`,
     /// `/etc/ceph/ceph.conf`).
     pub conf: Option<PathBuf>,
-    /// Ceph user without `client.`; `None` uses the configured one, or `admin`.
+    /// Ceph user, without the prefix `client.`; `None` uses the default of librados, normally
+    /// `admin`.
     pub user: Option<String>,
-    /// Snapshot to open instead of the image; always read-only.
+    /// Snapshot to open instead of the image. A snapshot is always read-only.
     pub snap: Option<String>,
-    /// Time that a request waits for the cluster.
+    /// Time limit for a request to the cluster, and for opening the image.
     pub timeout: Duration,
-    /// Serves only reads.
+    /// Opens the image read-only, so that only reads are served.
     pub read_only: bool,
-    /// Directory of `librbd.so.1` and `librados.so.2`; `None` uses the system loader's search path.
+    /// Directory of `librbd.so.1` and `librados.so.2`; `None` uses the search path of the dynamic
+    /// loader.
     pub libraries: Option<PathBuf>,
 }
 
 impl Config {
-    /// Returns options with defaults, with the image as the device's name.
+    /// Returns default options for `image`; the device is named like the image.
     pub fn new(image: ImageName) -> Self {
         Self {
             name: image.to_string(),

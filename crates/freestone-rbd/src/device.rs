@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, TryResult,
     range_end,
 };
 use freestone_core::sync::mpsc::{self, RecvTimeoutError};
@@ -18,14 +18,14 @@ use crate::job::Job;
 use crate::shared::{Shared, is_completion_thread};
 use crate::worker::{self, ExtentQuery, OpenedImage, TaskQueue};
 
-/// Maximum time that dropping a device waits for the image to close. Closing continues in the
-/// background.
+/// Maximum time that dropping a device waits for the image to close. After that time, the image is
+/// closed in the background.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Additional wait when an image is opened, so that the library's own timeout, with its more
-/// precise error, comes first.
+/// Time in addition to the timeout that opening an image may take. librbd has the same timeout and
+/// must fail first, because its error is more precise.
 const OPEN_GRACE: Duration = Duration::from_secs(2);
 
-/// An RBD image as a device.
+/// A Ceph RBD image as a block device.
 pub struct Rbd {
     config: Config,
     shared: Arc<Shared>,
@@ -34,7 +34,7 @@ pub struct Rbd {
 }
 
 impl Rbd {
-    /// Connects to the cluster and opens an image.
+    /// Connects to the cluster and opens the image that `config` names.
     ///
     /// # Errors
     /// See [`SetupError`].
@@ -54,7 +54,7 @@ impl Rbd {
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 queue.stop();
-                Err(SetupError::Silent { image: config.image.to_string(), within: timeout + OPEN_GRACE })
+                Err(SetupError::Timeout { image: config.image.to_string(), within: timeout + OPEN_GRACE })
             }
         }
     }
@@ -64,12 +64,13 @@ impl Rbd {
         &self.config.image
     }
 
-    /// Returns the name of the snapshot, if one was opened.
+    /// Returns the name of the snapshot, or `None` if the image itself was opened.
     pub fn snap(&self) -> Option<&str> {
         self.config.snap.as_deref()
     }
 
-    /// Returns the last error of a request or of a size check.
+    /// Returns the last error of a request, a size check or a query for allocated ranges, or `None`
+    /// if none has failed.
     pub fn last_error(&self) -> Option<String> {
         self.shared.last_error()
     }
@@ -80,9 +81,9 @@ impl Device for Rbd {
         self.shared.geometry()
     }
 
-    fn try_io(&self, request: &Request, _: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, _: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.shared.geometry())?;
-        Ok(Tried::WouldBlock)
+        Ok(TryResult::WouldBlock)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -105,7 +106,7 @@ impl Device for Rbd {
             Ok(len)
         };
         if query.is_empty() {
-            // The image has shrunk.
+            // The image has shrunk, and the range is beyond its end.
             return whole(row);
         }
         let (sender, receiver) = mpsc::sync_channel(1);
@@ -118,7 +119,7 @@ impl Device for Rbd {
                 let known = end.min(query.end.next_multiple_of(block));
                 Ok(rows(allocated, offset..known, block, row))
             }
-            // Unknown allocation is reported as data.
+            // If the query fails, the allocation is unknown, and the range is reported as data.
             Ok(Err(errno)) => {
                 self.shared.record_error("a query of allocated ranges", errno);
                 whole(row)
@@ -136,9 +137,9 @@ impl Drop for Rbd {
     fn drop(&mut self) {
         self.shared.stop();
         self.queue.stop();
-        // A completion may drop the last reference on a thread that the library needs; such a
-        // thread must not wait.
-        if !is_completion_thread() && !self.queue.wait_for_end(DROP_TIMEOUT) {
+        // A completion may drop the last reference to the device on a thread that librbd needs to
+        // close the image. Such a thread must not wait.
+        if !is_completion_thread() && !self.queue.wait_for_exit(DROP_TIMEOUT) {
             tracing::warn!(
                 "{}: the cluster does not respond; the image is closed in the background",
                 self.config.name

@@ -1,4 +1,4 @@
-//! Errors from opening an image, and the meaning of Ceph's error numbers.
+//! Errors from opening an RBD image, and the meaning of Ceph's error numbers.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,48 +7,48 @@ use std::time::Duration;
 use freestone_core::device::Error;
 use thiserror::Error as ThisError;
 
-/// A positive errno.
+/// A positive system error number (`errno`).
 pub type Errno = i32;
 
-/// Errors from opening a device. The messages name the remedy if it is known.
+/// Errors from opening an RBD image as a device. The messages name the remedy if it is known.
 #[derive(Debug, ThisError)]
 pub enum SetupError {
-    /// The library cannot be loaded.
+    /// librbd or librados cannot be loaded.
     #[error("{library} cannot be loaded; Debian's package librbd1 has it ({why})")]
     NoLibrary {
-        /// File name of the library.
+        /// File name or path of the library.
         library: String,
-        /// Error of the loader.
+        /// Error message of the dynamic loader.
         why: String,
     },
-    /// The library lacks a function.
+    /// librbd or librados lacks a function, so its version is too old.
     #[error("{library} has no {function}; version 16 (Pacific) of Ceph or a later one is needed")]
     OldLibrary {
-        /// File name of the library.
+        /// File name or path of the library.
         library: String,
-        /// Missing function.
+        /// Name of the missing function.
         function: &'static str,
     },
     /// The Ceph configuration is missing or invalid.
     #[error("conf{}: {}", path_suffix(.path.as_deref()), conf_reason(*.errno, .path.is_some()))]
     Conf {
-        /// Path of the configuration; `None` for Ceph's default search path.
+        /// Path of the configuration file; `None` for Ceph's default search path.
         path: Option<PathBuf>,
-        /// Error number.
+        /// Error number from reading the file.
         errno: Errno,
     },
-    /// Ceph rejects a setting.
+    /// Ceph rejects the value of an option.
     #[error("{what} cannot be used: {}", reason(*.errno))]
     Setting {
         /// Name of the option.
         what: &'static str,
-        /// Error number.
+        /// Error number from Ceph.
         errno: Errno,
     },
     /// Connecting to the cluster failed.
     #[error("cannot connect to the cluster: {}", connect_reason(*.errno))]
     Connect {
-        /// Error number.
+        /// Error number from Ceph.
         errno: Errno,
     },
     /// The pool cannot be opened.
@@ -56,36 +56,36 @@ pub enum SetupError {
     Pool {
         /// Name of the pool.
         pool: String,
-        /// Error number.
+        /// Error number from Ceph.
         errno: Errno,
     },
-    /// The image or its snapshot cannot be opened.
+    /// The image, or the requested snapshot of the image, cannot be opened.
     #[error("{image}: {}", if *.errno == libc::ENOENT { format!("there is no such {what}") } else { reason(*.errno) })]
     Image {
         /// Name of the image, with the snapshot if one was requested.
         image: String,
-        /// Kind of the missing object.
+        /// Kind of the missing object, image or snapshot, for the message if `errno` is `ENOENT`.
         what: &'static str,
-        /// Error number.
+        /// Error number from Ceph.
         errno: Errno,
     },
-    /// The image is not usable as a device.
+    /// The image exists, but cannot be used as a device.
     #[error("{image}: {why}")]
-    Unfit {
+    Unsupported {
         /// Name of the image.
         image: String,
-        /// Reason.
+        /// Reason, as a sentence about the image.
         why: &'static str,
     },
     /// The cluster did not reply in time.
     #[error("{image}: the cluster did not answer within {within:?}")]
-    Silent {
+    Timeout {
         /// Name of the image.
         image: String,
-        /// Time waited.
+        /// Time waited for the cluster.
         within: Duration,
     },
-    /// The thread could not be started.
+    /// The thread of the image, or the timer thread, could not be started.
     #[error("cannot start the thread of an image: {0}")]
     Thread(io::Error),
 }
@@ -126,7 +126,7 @@ pub fn reason(errno: Errno) -> String {
         libc::EROFS => "the image cannot be written: it is a snapshot, or another client has its lock".into(),
         libc::ENOSPC | libc::EDQUOT => "the cluster or the pool is full".into(),
         libc::ETIMEDOUT => "the cluster did not answer in time".into(),
-        // EBLOCKLISTED in Ceph.
+        // Ceph's `EBLOCKLISTED` has the number of `ESHUTDOWN`.
         libc::ESHUTDOWN => {
             "the cluster has blocklisted this client: another one took the image over; remove the device and make it again".into()
         }
@@ -134,7 +134,7 @@ pub fn reason(errno: Errno) -> String {
     }
 }
 
-/// Maps the error number of a request to a device error.
+/// Maps the error number of a failed request to a device error.
 pub fn request_error(errno: Errno) -> Error {
     match errno {
         libc::EROFS => Error::ReadOnly,

@@ -4,11 +4,13 @@ use std::ops::Range;
 
 use freestone_core::device::{Extent, ExtentKind};
 
-/// Maximum number of objects per query; the library queries each object separately.
+/// Maximum number of RADOS objects per query. librbd queries each object separately, so this bounds
+/// the time of a query.
 const MAX_OBJECTS: u64 = 256;
 
-/// Returns the range to query for `range` of an image with `image_size` bytes and objects of
-/// `object_size` bytes: whole objects, at most [`MAX_OBJECTS`].
+/// Returns the byte range to query for `range` of an image of `image_size` bytes. The result covers
+/// whole RADOS objects of `object_size` bytes, at most [`MAX_OBJECTS`], and ends at the end of the
+/// image.
 pub fn query_range(range: &Range<u64>, object_size: u64, image_size: u64) -> Range<u64> {
     let object = object_size.max(1);
     let start = range.start - range.start % object;
@@ -16,8 +18,9 @@ pub fn query_range(range: &Range<u64>, object_size: u64, image_size: u64) -> Ran
     start..end.next_multiple_of(object).min(image_size).max(start)
 }
 
-/// Reports `range` as rows of whole blocks, in order and without gaps: data if allocated, holes
-/// otherwise. Returns the number of bytes described.
+/// Passes `range` to `row` as extents of whole blocks, in order and without gaps: data where
+/// `allocated` overlaps the block, holes elsewhere. Stops if `row` returns false. Returns the
+/// number of bytes passed.
 pub fn rows(
     mut allocated: Vec<Range<u64>>,
     range: Range<u64>,

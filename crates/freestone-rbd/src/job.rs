@@ -1,35 +1,35 @@
-//! A request in progress: the library calls made for it, and its completion.
+//! A request in progress: the librbd calls made for the request, and its completion.
 //!
-//! A large request is split into pieces, one after the other, with its one buffer. A FUA request
-//! ends with a flush.
+//! A large request is split into pieces, which are submitted one after the other and share the
+//! buffer of the request. A FUA request ends with a flush.
 
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
 
-/// Maximum data of a piece in bytes; a multiple of every block size.
+/// Maximum data of a read or write piece in bytes; a multiple of every block size.
 const MAX_DATA_BYTES: u64 = 16 << 20;
-/// Largest range of a piece without data in bytes, which bounds the time of one call. A multiple of
-/// every block size.
+/// Maximum range in bytes of a discard or write zeroes piece, which bounds the time of one librbd
+/// call. A multiple of every block size.
 const MAX_EFFECT_BYTES: u64 = 1 << 30;
 
-/// One library call of a request.
+/// One librbd call of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
     pub op: Op,
-    /// For write zeroes: the range may become a hole.
+    /// For write zeroes: librbd may free the range instead of writing zeroes.
     pub may_free: bool,
     pub offset: u64,
     pub len: u64,
-    /// Offset of the data in the buffer, for reads and writes.
+    /// For reads and writes: offset of the data in the buffer.
     pub at: usize,
 }
 
-/// A request that is not complete yet. The library has its buffer.
+/// A request that is not complete yet. librbd holds the buffer of the request.
 pub struct Job {
     pub request: Request,
     done: Completion,
-    /// Bytes finished.
+    /// Number of bytes of the request that are finished.
     at: u64,
-    /// The flush at the end was issued.
+    /// True if the flush at the end of the request was issued.
     flush_issued: bool,
 }
 
@@ -38,10 +38,11 @@ impl Job {
         Self { request, done, at: 0, flush_issued: false }
     }
 
-    /// Returns the next piece for an image of `size` bytes, or `None` if the request is finished.
+    /// Returns the next piece for an image of `size` bytes, or `None` if all pieces are finished.
     pub fn next_piece(&mut self, size: u64, buffer: &mut IoBuf) -> Option<Piece> {
         let Request { op, flags, offset, len } = self.request;
-        // The device's size is rounded up to a whole block and may exceed the image.
+        // The size of the device is rounded up to a whole block, so a request may end beyond the
+        // image.
         let end = (offset + len).min(size);
         let from = offset + self.at;
         let may_free = flags.contains(Flags::MAY_FREE);
@@ -67,10 +68,11 @@ impl Job {
         Some(Piece { op: Op::Flush, may_free: false, offset: 0, len: 0, at: 0 })
     }
 
-    /// Records that a piece succeeded.
+    /// Records that `piece` succeeded with `bytes` bytes transferred.
     ///
     /// # Errors
-    /// A read returned less than requested: the image has shrunk.
+    /// [`Error::Media`] if a read returned fewer bytes than requested, which means that the image
+    /// has shrunk.
     pub fn advance(&mut self, piece: &Piece, bytes: u64) -> Result<()> {
         if piece.op == Op::Read && bytes < piece.len {
             return Err(Error::Media);

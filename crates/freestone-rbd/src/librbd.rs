@@ -1,6 +1,6 @@
-//! Safe bindings to Ceph's libraries, which are loaded on first use.
+//! Safe bindings to librbd and librados, Ceph's client libraries, which are loaded on first use.
 //!
-//! Negative results are converted to positive error numbers.
+//! Negative results of C functions are converted to positive error numbers.
 #![expect(unsafe_code)]
 // UNSAFETY: calls functions of C libraries that are loaded at run time, with handles and memory
 // that they use until they call back.
@@ -21,13 +21,16 @@ use crate::job::Piece;
 
 const RADOS: &str = "librados.so.2";
 const RBD: &str = "librbd.so.1";
-/// Allocates space for zeroes (`RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`).
+/// Flag of `rbd_aio_write_zeroes` that allocates space instead of freeing the range
+/// (`RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`).
 const THICK: c_int = 1;
-/// Longest option value, in bytes.
+/// Buffer size in bytes for the value of a configuration option, including the NUL. Longer values
+/// are treated as missing.
 const OPTION_BYTES: usize = 64;
-/// Maximum number of image options.
+/// Maximum number of image options accepted from librbd; Ceph has about a hundred.
 const MAX_OPTIONS: usize = 1 << 12;
-/// Maximum number of allocated ranges per query.
+/// Maximum number of allocated ranges per query, which bounds the memory of the result. Queries
+/// with more ranges fail with `ENOBUFS`.
 const MAX_RANGES: usize = 1 << 16;
 
 type Handle = *mut c_void;
@@ -35,7 +38,7 @@ type AioCallback = unsafe extern "C" fn(Handle, *mut c_void);
 type UpdateCallback = unsafe extern "C" fn(*mut c_void);
 type DiffCallback = unsafe extern "C" fn(u64, usize, c_int, *mut c_void) -> c_int;
 
-/// `rbd_image_info_t`.
+/// C structure `rbd_image_info_t` of librbd, filled in by `rbd_stat`.
 #[repr(C)]
 struct ImageInfo {
     size: u64,
@@ -49,7 +52,7 @@ struct ImageInfo {
 
 const _: () = assert!(size_of::<ImageInfo>() == 160);
 
-/// `rbd_config_option_t`.
+/// C structure `rbd_config_option_t` of librbd, filled in by `rbd_config_image_list`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ImageOption {
@@ -62,7 +65,7 @@ const _: () = assert!(size_of::<ImageOption>() == 24);
 
 macro_rules! functions {
     ($($library:ident: $name:ident($($argument:ty),*) -> $result:ty;)*) => {
-        /// Functions of the libraries, under their C names.
+        /// Functions of librados and librbd, under their C names.
         struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> $result,)* }
 
         impl Functions {
@@ -137,17 +140,17 @@ impl LoadedLibrary {
 
 pub struct Librbd(Functions);
 
-/// Loaded libraries, by directory. They are never unloaded, as their threads run until the process
-/// ends.
+/// Loaded libraries, by the directory they were loaded from. The libraries are never unloaded,
+/// because their threads run until the process ends.
 ///
-/// Lock order: innermost. Held while a library is loaded, which waits only for files.
+/// Lock order: innermost. The lock is held while a library is loaded, which waits only for files.
 static LOADED: Mutex<Vec<(Option<PathBuf>, &'static Librbd)>> = Mutex::new(Vec::new());
 
 impl Librbd {
-    /// Loads the libraries, or returns them if they are loaded already.
+    /// Loads librados and librbd from `directory`, or returns them if they are loaded already.
     ///
     /// # Errors
-    /// A library is missing or too old.
+    /// librados or librbd is missing or too old.
     pub fn load(directory: Option<&Path>) -> Result<&'static Self, SetupError> {
         let mut loaded = LOADED.lock();
         if let Some((_, library)) = loaded.iter().find(|(known, _)| known.as_deref() == directory) {
@@ -155,7 +158,7 @@ impl Librbd {
         }
         let (rados, rbd) = (LoadedLibrary::open(directory, RADOS)?, LoadedLibrary::open(directory, RBD)?);
         let library = Self(Functions::find(&rados, &rbd)?);
-        // Keeps the libraries loaded for the life of the process.
+        // Dropping the handles would unload the libraries.
         std::mem::forget((rados.library, rbd.library));
         let library: &'static Self = Box::leak(Box::new(library));
         loaded.push((directory.map(Path::to_path_buf), library));
@@ -167,7 +170,7 @@ fn check(result: c_int) -> Result<(), Errno> {
     if result < 0 { Err(-result) } else { Ok(()) }
 }
 
-/// Converts a name to a C string. Fails if it contains a NUL.
+/// Converts `text` to a C string. Fails with `EINVAL` if it contains a NUL.
 fn text(text: &str) -> Result<CString, Errno> {
     CString::new(text).map_err(|_| libc::EINVAL)
 }
@@ -178,7 +181,7 @@ fn or_null(text: Option<&CStr>) -> *const c_char {
 
 // ---- the cluster --------------------------------------------------------------------------------
 
-/// A client of a cluster. Dropping it shuts it down, which may block on the cluster.
+/// A client of a Ceph cluster. Dropping the client disconnects it, which may block on the cluster.
 pub struct Cluster {
     library: &'static Librbd,
     handle: Handle,
@@ -186,11 +189,11 @@ pub struct Cluster {
 
 // SAFETY: librados handles may be used from any thread concurrently.
 unsafe impl Send for Cluster {}
-// SAFETY: as above.
+// SAFETY: librados handles may be used from any thread concurrently.
 unsafe impl Sync for Cluster {}
 
 impl Cluster {
-    /// Creates a client that is not connected yet.
+    /// Creates a client for `user`, or for Ceph's default user. The client is not connected yet.
     pub fn new(library: &'static Librbd, user: Option<&str>) -> Result<Self, Errno> {
         let user = user.map(text).transpose()?;
         let mut handle = ptr::null_mut();
@@ -199,7 +202,7 @@ impl Cluster {
         Ok(Self { library, handle })
     }
 
-    /// Reads a configuration file, or the one on Ceph's search path.
+    /// Reads the configuration file `path`, or the one on Ceph's search path if `path` is `None`.
     pub fn read_conf(&self, path: Option<&Path>) -> Result<(), Errno> {
         let path = path.map(|path| CString::new(path.as_os_str().as_bytes())).transpose();
         let path = path.map_err(|_| libc::EINVAL)?;
@@ -213,7 +216,8 @@ impl Cluster {
         check(unsafe { (self.library.0.rados_conf_set)(self.handle, name.as_ptr(), value.as_ptr()) })
     }
 
-    /// Returns the value of an option, or `None` if it does not exist.
+    /// Returns the value of a configuration option, or `None` if the option does not exist or its
+    /// value is too long.
     pub fn option(&self, name: &CStr) -> Option<String> {
         let mut value = [0_u8; OPTION_BYTES];
         // SAFETY: the handle is from rados_create; at most `value.len()` bytes are written.
@@ -229,7 +233,7 @@ impl Cluster {
         CStr::from_bytes_until_nul(&value).ok()?.to_str().ok().map(str::to_owned)
     }
 
-    /// Connects. Blocks.
+    /// Connects to the cluster. Blocks until the cluster replies or Ceph's timeout has passed.
     pub fn connect(&self) -> Result<(), Errno> {
         // SAFETY: the handle is from rados_create.
         check(unsafe { (self.library.0.rados_connect)(self.handle) })
@@ -248,13 +252,13 @@ pub struct Pool {
     cluster: Cluster,
 }
 
-// SAFETY: as for the cluster.
+// SAFETY: librados handles may be used from any thread concurrently.
 unsafe impl Send for Pool {}
-// SAFETY: as above.
+// SAFETY: librados handles may be used from any thread concurrently.
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    /// Opens a pool. Blocks.
+    /// Opens a pool with a namespace (empty for the default one). Blocks on the cluster.
     pub fn new(cluster: Cluster, pool: &str, namespace: &str) -> Result<Self, Errno> {
         let (pool, namespace) = (text(pool)?, text(namespace)?);
         let mut handle = ptr::null_mut();
@@ -285,25 +289,27 @@ pub struct Info {
 
 type Notify = Box<dyn Fn() + Send + Sync>;
 
-/// Callback for a request: the number of bytes or 0, or an error; and the buffer.
+/// Callback for a finished librbd call. The arguments are the result (bytes read, 0 for other
+/// operations, or the error number) and the buffer of the request.
 pub type DoneCallback = Box<dyn FnOnce(Result<u64, Errno>, IoBuf) + Send>;
 
-/// An open image. Dropping the last reference closes it, which may block on the cluster and must
-/// not happen on a library thread. Each request holds a reference until just before its callback;
-/// the owner must therefore keep one until all requests have completed.
+/// An open image. Dropping the last reference closes the image, which may block on the cluster and
+/// must not happen on a librbd thread. Each request holds a reference until just before its
+/// callback. The owner must therefore keep a reference until all requests have completed.
 pub struct Image {
     handle: Handle,
-    /// Id of the watch, and its callback, which is freed after the image is closed.
+    /// Id and callback of the watch for size changes. The callback is freed after the image is
+    /// closed.
     watch: Option<(u64, *mut Notify)>,
     pool: Pool,
 }
 
 // SAFETY: librbd handles may be used from any thread concurrently.
 unsafe impl Send for Image {}
-// SAFETY: as above; the watch callback is Sync.
+// SAFETY: librbd handles may be used from any thread concurrently; the watch callback is Sync.
 unsafe impl Sync for Image {}
 
-/// A request that the library has.
+/// A request submitted to librbd, which passes it to [`on_complete`].
 struct Pending {
     image: Arc<Image>,
     buffer: IoBuf,
@@ -311,7 +317,7 @@ struct Pending {
 }
 
 impl Image {
-    /// Opens an image or a snapshot of it. Blocks.
+    /// Opens the image `name`, or its snapshot `snap`. Blocks on the cluster.
     pub fn open(pool: Pool, name: &str, snap: Option<&str>, read_only: bool) -> Result<Self, Errno> {
         let (name, snap) = (text(name)?, snap.map(text).transpose()?);
         let functions = &pool.cluster.library.0;
@@ -331,7 +337,8 @@ impl Image {
         &self.pool.cluster
     }
 
-    /// Returns the current properties. Blocks.
+    /// Returns the current size of the image and the size of its RADOS objects, in bytes. Blocks on
+    /// the cluster.
     pub fn info(&self) -> Result<Info, Errno> {
         let mut info = ImageInfo {
             size: 0,
@@ -347,12 +354,13 @@ impl Image {
         Ok(Info { size: info.size, object_size: info.object_size })
     }
 
-    /// Returns the effective value of an option for this image: its own, its pool's, or the
-    /// client's. Returns `None` if the option does not exist. Blocks.
+    /// Returns the effective value of an option for this image. A value of the image overrides that
+    /// of its pool, which overrides that of the client. Returns `None` if the option does not
+    /// exist. Blocks on the cluster.
     pub fn option(&self, name: &CStr) -> Result<Option<String>, Errno> {
         let unset = ImageOption { name: ptr::null(), value: ptr::null(), source: 0 };
-        // There are about a hundred options; the library reports the count if the array is too
-        // small.
+        // Ceph has about a hundred options. If the array is too small, librbd fails with `ERANGE`
+        // and reports the number of options.
         let mut options = vec![unset; 256];
         let count = loop {
             let mut count = options.len() as c_int;
@@ -373,7 +381,7 @@ impl Image {
             // SAFETY: the library has filled in `count` options with NUL-terminated strings.
             unsafe { CStr::from_ptr(option.name) == name }
         });
-        // SAFETY: as above.
+        // SAFETY: the library has filled in `count` options with NUL-terminated strings.
         let value =
             found.map(|option| unsafe { CStr::from_ptr(option.value) }.to_string_lossy().into_owned());
         // SAFETY: the library allocated the strings of these options, and they are not used any
@@ -382,8 +390,8 @@ impl Image {
         Ok(value)
     }
 
-    /// Registers `notify`, which is called on a library thread whenever the image's size may have
-    /// changed. Blocks.
+    /// Registers `notify`, which is called on a librbd thread whenever the image's size may have
+    /// changed. Fails with `EBUSY` if a callback is registered already. Blocks on the cluster.
     pub fn watch(&mut self, notify: Notify) -> Result<(), Errno> {
         if self.watch.is_some() {
             return Err(libc::EBUSY);
@@ -395,7 +403,8 @@ impl Image {
             (self.functions().rbd_update_watch)(self.handle, &raw mut number, on_update, notify.cast())
         };
         if let Err(errno) = check(result) {
-            // SAFETY: created above, and not shared.
+            // SAFETY: the box was created above, and librbd does not use it, as the registration
+            // failed.
             drop(unsafe { Box::from_raw(notify) });
             return Err(errno);
         }
@@ -403,8 +412,8 @@ impl Image {
         Ok(())
     }
 
-    /// Returns the allocated ranges within `range`, in any order, including those of a clone's
-    /// parent. Blocks.
+    /// Returns the allocated byte ranges within `range`, in any order. Ranges that a clone reads
+    /// from its parent image count as allocated. Blocks on the cluster.
     pub fn allocated(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, Errno> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         let (offset, len) = (range.start, range.end - range.start);
@@ -424,7 +433,8 @@ impl Image {
         check(result).map(|()| ranges)
     }
 
-    /// Submits a piece. `done` is called once, on a library thread or on this one.
+    /// Submits a piece to librbd. `done` is called once, on a librbd thread or on the calling
+    /// thread.
     pub fn submit(self: &Arc<Self>, piece: Piece, mut buffer: IoBuf, done: DoneCallback) {
         let Piece { op, may_free, offset, len, at } = piece;
         let data = match op {
@@ -461,7 +471,8 @@ impl Image {
                 }
             };
             check(result).inspect_err(|_| {
-                // SAFETY: created above; a request that was not submitted does not use it.
+                // SAFETY: the completion was created above; a request that was not submitted does
+                // not use it.
                 unsafe { (functions.rbd_aio_release)(completion) };
             })
         });
@@ -489,14 +500,14 @@ impl Drop for Image {
             tracing::warn!("closing an RBD image failed: {why}");
         }
         if let Some((_, notify)) = self.watch.take() {
-            // SAFETY: created in `watch`; the image is closed, so the library does not call it any
-            // more.
+            // SAFETY: the box was created in `watch`; the image is closed, so the library does not
+            // call it any more.
             drop(unsafe { Box::from_raw(notify) });
         }
     }
 }
 
-/// Called by the library when a request has finished.
+/// Called by librbd, on one of its threads, when a request has finished.
 unsafe extern "C" fn on_complete(completion: Handle, pending: *mut c_void) {
     // SAFETY: `pending` is the box passed with this completion, whose callback runs once.
     let Pending { image, buffer, done } = *unsafe { Box::from_raw(pending.cast::<Pending>()) };
@@ -504,21 +515,22 @@ unsafe extern "C" fn on_complete(completion: Handle, pending: *mut c_void) {
     // SAFETY: the completion belongs to this request, and is released once, after its result is
     // read.
     let result = unsafe { (functions.rbd_aio_get_return_value)(completion) };
-    // SAFETY: as above.
+    // SAFETY: the completion belongs to this request, and is not used after this.
     unsafe { (functions.rbd_aio_release)(completion) };
     drop(image);
     let result = u64::try_from(result).map_err(|_| Errno::try_from(-result).unwrap_or(libc::EIO));
     done(result, buffer);
 }
 
-/// Called by the library when the image's size may have changed.
+/// Called by librbd, on one of its threads, when the image's size may have changed.
 unsafe extern "C" fn on_update(notify: *mut c_void) {
     // SAFETY: `notify` is the watch's box, which lives until the image is closed.
     let notify = unsafe { &*notify.cast::<Notify>() };
     notify();
 }
 
-/// Called by the library for each range that differs from an empty image.
+/// Called by librbd for each range in which the image differs from an empty one. `exists` is 0 if
+/// the range was freed.
 unsafe extern "C" fn on_diff(offset: u64, len: usize, exists: c_int, ranges: *mut c_void) -> c_int {
     // SAFETY: `ranges` is the vector of the enclosing call; the library calls from one thread at a
     // time.

@@ -1,11 +1,11 @@
-//! Requests in the library: deadlines, completion and memory accounting.
+//! Requests submitted to librbd: deadlines, completion and memory accounting.
 //!
-//! If the library does not call back in time, the request fails, and the library keeps the buffer
-//! until it calls back. A hanging cluster therefore blocks no user of the device, and no memory is
-//! freed that the library may still write to.
+//! If librbd does not call back in time, the request fails, and librbd keeps the buffer until it
+//! calls back. A hanging cluster therefore blocks no user of the device, and no memory is freed
+//! that librbd may still write to.
 //!
-//! Lock order: `state` is the only lock. It is held for a few instructions, never across a library
-//! call, a completion or a log line.
+//! Lock order: `state` is the only lock. The lock is held for a few instructions, never across a
+//! librbd call, a completion or a log line.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -23,30 +23,31 @@ use crate::error::{Errno, reason, request_error};
 use crate::job::{Job, Piece};
 use crate::librbd::Image;
 
-/// Limit on the memory of timed-out requests that the library still holds, in bytes. Beyond it, new
-/// requests fail at once.
+/// Limit in bytes on the memory of timed-out pieces for which librbd has not called back. At this
+/// limit, new requests fail at once with [`Error::Media`].
 const MAX_ABANDONED_BYTES: u64 = 256 << 20;
-/// Memory counted for a request beside its data, in bytes.
+/// Memory in bytes that a piece counts for in addition to its data.
 const REQUEST_BYTES: u64 = 4096;
 
 thread_local! {
-    /// True on threads that run completions: the library's callback threads and the timer.
+    /// True while this thread runs completions: a callback thread of librbd, or the timer thread.
     static IS_COMPLETION_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns true if this thread runs completions. Such a thread must not wait for the library.
+/// Returns true if this thread is running completions. Such a thread must not wait for librbd.
 pub fn is_completion_thread() -> bool {
     IS_COMPLETION_THREAD.get()
 }
 
-/// Runs code that completes requests. A panicking completion ends its request, not the device.
+/// Runs code that completes requests. A panic in a completion is caught, so that the device
+/// continues to work.
 fn run_completion(run: impl FnOnce()) {
     let outer = IS_COMPLETION_THREAD.replace(true);
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
     IS_COMPLETION_THREAD.set(outer);
 }
 
-/// Returns the memory that a timed-out piece counts for.
+/// Returns the memory in bytes that a timed-out piece counts for, see [`MAX_ABANDONED_BYTES`].
 fn cost(piece: &Piece) -> u64 {
     let data = matches!(piece.op, Op::Read | Op::Write);
     REQUEST_BYTES + if data { piece.len } else { 0 }
@@ -64,24 +65,25 @@ fn describe(piece: &Piece) -> String {
     }
 }
 
-/// An image with its requests in flight.
+/// The state of a device that callers, librbd's callbacks and the timer share: the image and its
+/// requests in flight.
 pub struct Shared {
     /// Name of the device in log lines.
     name: String,
     timeout: Duration,
-    /// Fixed geometry; only the size may grow.
+    /// Geometry at the time of opening; later only the size changes, see `size`.
     geometry: Geometry,
     /// Size of the device in bytes; never shrinks.
     size: AtomicU64,
     /// Size of the image in bytes at the last check.
     image_size: AtomicU64,
     state: Mutex<State>,
-    /// Signalled when the library has called back for every piece.
+    /// Signalled when `in_library` drops to 0: librbd has called back for every piece.
     idle: Condvar,
     log: LogLimit<Errno>,
 }
 
-/// A request with the piece that the library has, and the deadline of the piece.
+/// A request in flight: its piece submitted to librbd, and the deadline of the piece.
 struct InFlight {
     job: Job,
     piece: Piece,
@@ -89,17 +91,17 @@ struct InFlight {
 }
 
 struct State {
-    /// `None` after the device was dropped.
+    /// `None` after [`Shared::stop`], when no more requests are submitted.
     image: Option<Arc<Image>>,
-    /// Requests in flight by serial number, so in order of their deadlines.
+    /// Requests in flight by number of submission, and therefore in order of their deadlines.
     jobs: BTreeMap<u64, InFlight>,
     /// Number of pieces submitted so far.
     submitted: u64,
-    /// Pieces that the library has not called back for, including timed-out ones.
+    /// Number of pieces for which librbd has not called back, including timed-out ones.
     in_library: u64,
-    /// Memory of timed-out pieces in bytes.
+    /// Memory in bytes of the timed-out pieces for which librbd has not called back.
     abandoned_bytes: u64,
-    /// A timer is armed for the oldest request.
+    /// True if a timer is armed for the earliest deadline.
     timer: bool,
     last_error: Option<String>,
 }
@@ -142,8 +144,8 @@ impl Shared {
         self.image_size.load(Ordering::SeqCst)
     }
 
-    /// Updates the size of the image. The device grows with it if both sizes are multiples of the
-    /// block size.
+    /// Sets the size of the image, in bytes. The device grows with the image if the old and the new
+    /// size are multiples of the block size; otherwise the size of the device stays.
     pub fn update_size(&self, size: u64) {
         let before = self.image_size.swap(size, Ordering::SeqCst);
         let block = u64::from(self.geometry.logical_block);
@@ -161,20 +163,20 @@ impl Shared {
         self.state.lock().last_error.clone()
     }
 
-    /// Records an error, and logs it rate-limited.
+    /// Records an error as the last error, and logs it rate-limited.
     pub fn record_error(&self, what: &str, errno: Errno) {
         let why = reason(errno);
-        if let Some(suppressed) = self.log.line(errno) {
+        if let Some(suppressed) = self.log.admit(errno) {
             tracing::warn!("{}: {what}: {why}{suppressed}", self.name);
         }
         self.state.lock().last_error = Some(format!("{what}: {why}"));
     }
 
-    /// Submits the next piece of a request to the library, or completes the request.
+    /// Submits the next piece of a request to librbd, or completes the request if no piece is left.
     pub fn submit_next(self: &Arc<Self>, mut job: Job, mut buffer: IoBuf) {
         let (size, block) = (self.image_size(), u64::from(self.geometry.logical_block));
         if job.request.offset + job.request.len > size.next_multiple_of(block) {
-            // The image has shrunk.
+            // The image has shrunk, and the request exceeds its new size.
             return job.finish(Err(Error::Media), buffer);
         }
         let Some(piece) = job.next_piece(size, &mut buffer) else {
@@ -209,7 +211,7 @@ impl Shared {
         }
     }
 
-    /// Called by the library when it has finished a piece.
+    /// Called on a librbd thread when librbd has finished a piece.
     fn complete_piece(
         self: &Arc<Self>,
         number: u64,
@@ -226,7 +228,7 @@ impl Shared {
                 }
                 entry
             };
-            // `None` if the request has timed out.
+            // The entry is gone if the request has timed out and was completed then.
             let Some(InFlight { mut job, .. }) = entry else { return };
             match result.map_err(|errno| (request_error(errno), errno)) {
                 Ok(bytes) => match job.advance(piece, bytes) {
@@ -246,7 +248,7 @@ impl Shared {
         }
     }
 
-    /// Arms the timer for the oldest request.
+    /// Arms the timer for `when`, the deadline of the oldest request.
     fn arm_timer(self: &Arc<Self>, when: Instant) {
         let shared = Arc::downgrade(self);
         let check = move || {
@@ -254,8 +256,8 @@ impl Shared {
                 shared.expire(Instant::now());
             }
         };
-        if let Err(error) = timer::at(when, check) {
-            // Cannot fail normally: the timer thread was started with the device.
+        if let Err(error) = timer::schedule(when, check) {
+            // Not expected: the timer thread was started before the device was created.
             client_log!(
                 warn,
                 "{}: cannot set a timer: requests may exceed their timeout: {error}",
@@ -264,7 +266,7 @@ impl Shared {
         }
     }
 
-    /// Fails requests whose deadline has passed.
+    /// Fails the requests whose deadline is `now` or earlier, with [`Error::Media`].
     fn expire(self: &Arc<Self>, now: Instant) {
         let mut expired = Vec::new();
         let next = {
@@ -288,7 +290,7 @@ impl Shared {
         }
     }
 
-    /// Stops submission and fails all requests in flight with `Gone`.
+    /// Stops submission and fails all requests in flight with [`Error::Gone`].
     pub fn stop(&self) {
         let jobs = {
             let mut state = self.state.lock();
@@ -302,7 +304,7 @@ impl Shared {
         }
     }
 
-    /// Waits, after [`stop`](Self::stop), until the library has called back for every piece.
+    /// Waits, after [`stop`](Self::stop), until librbd has called back for every piece.
     pub fn wait_until_idle(&self) {
         let mut state = self.state.lock();
         while state.in_library > 0 {

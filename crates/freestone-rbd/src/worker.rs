@@ -1,8 +1,9 @@
-//! The thread of an image. It opens and closes the image, and makes the library calls that block on
-//! the cluster. Callers wait for this thread with a deadline; the thread itself has none, and ends
-//! when the library lets it.
+//! The worker thread of an image. The thread opens and closes the image, and makes the librbd calls
+//! that block on the cluster. Callers wait for the thread with a deadline. The thread itself has no
+//! deadline: it ends when its librbd calls have returned.
 //!
-//! Lock order: the queue's lock is innermost; nothing is called under it.
+//! Lock order: the lock of [`TaskQueue`] is innermost; nothing else is called while the lock is
+//! held.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,22 +19,23 @@ use crate::error::{Errno, SetupError};
 use crate::librbd::{Cluster, Image, Info, Librbd, Pool};
 use crate::shared::Shared;
 
-/// Maximum number of waiting queries.
+/// Maximum number of queued queries for allocated ranges.
 const MAX_QUERIES: usize = 64;
-/// Logical block of a device in bytes; the library accepts any byte range.
+/// Logical block size of a device in bytes. librbd accepts any byte range.
 const BLOCK_BYTES: u32 = 512;
-/// Smallest write of an OSD in bytes.
+/// Physical block size of a device in bytes: the smallest write of an OSD.
 const PHYSICAL_BLOCK_BYTES: u32 = 4096;
-/// Largest preferred request size in bytes: an object, unless objects are larger.
+/// Largest preferred request size in bytes, for images with larger RADOS objects; otherwise the
+/// object size is preferred.
 const MAX_PREFERRED_BYTES: u64 = 4 << 20;
-/// Smallest range that a discard frees in bytes, if the configuration does not set it: Ceph's
-/// default.
+/// Default discard granularity in bytes, if Ceph does not report `rbd_discard_granularity_bytes`;
+/// also Ceph's own default.
 const DEFAULT_DISCARD_BYTES: u32 = 64 << 10;
-/// Largest image in bytes: the largest signed offset less one block, so that the size can be
-/// rounded up.
+/// Image sizes from this number of bytes on are rejected: the largest signed offset less one block,
+/// so that the size can be rounded up to a block.
 const MAX_SIZE_BYTES: u64 = i64::MAX as u64 - BLOCK_BYTES as u64;
 
-/// A query for allocated ranges, and the channel for its result.
+/// A query for the allocated ranges within `range`, and the channel for the result.
 pub struct ExtentQuery {
     pub range: Range<u64>,
     pub sender: SyncSender<Result<Vec<Range<u64>>, Errno>>,
@@ -48,11 +50,11 @@ pub struct TaskQueue {
 #[derive(Default)]
 struct QueueState {
     queries: VecDeque<ExtentQuery>,
-    /// The size of the image may have changed.
+    /// The size of the image may have changed and must be read again.
     resized: bool,
-    /// The thread must close the image and end.
+    /// The worker thread must close the image and end.
     stop: bool,
-    /// The thread has ended.
+    /// The worker thread has ended.
     ended: bool,
 }
 
@@ -63,7 +65,7 @@ enum Task {
 }
 
 impl TaskQueue {
-    /// Queues a query. Returns false if the queue is full.
+    /// Queues a query for allocated ranges. Returns false if [`MAX_QUERIES`] are queued already.
     pub fn push_query(&self, query: ExtentQuery) -> bool {
         let mut queue = self.state.lock();
         if queue.queries.len() >= MAX_QUERIES {
@@ -79,7 +81,7 @@ impl TaskQueue {
         self.changed.notify_all();
     }
 
-    /// Tells the thread to close the image and end.
+    /// Asks the worker thread to close the image and end.
     pub fn stop(&self) {
         self.state.lock().stop = true;
         self.changed.notify_all();
@@ -90,8 +92,8 @@ impl TaskQueue {
         self.changed.notify_all();
     }
 
-    /// Waits until the thread has ended. Returns false if it has not ended within `most`.
-    pub fn wait_for_end(&self, most: Duration) -> bool {
+    /// Waits until the worker thread has ended. Returns false if it has not ended within `most`.
+    pub fn wait_for_exit(&self, most: Duration) -> bool {
         let end = Instant::now() + most;
         let mut queue = self.state.lock();
         while !queue.ended {
@@ -126,8 +128,8 @@ pub struct OpenedImage {
     pub object_size: u64,
 }
 
-/// Runs the thread. Sends the opened image to `sender`, and closes it again if nobody is waiting for
-/// it.
+/// Runs the worker thread. Sends the opened image to `sender`, and closes the image again if the
+/// receiver is gone.
 pub fn run(config: &Config, queue: &Arc<TaskQueue>, sender: &SyncSender<Result<OpenedImage, SetupError>>) {
     match open(config, queue) {
         Ok((image, info)) => {
@@ -135,17 +137,18 @@ pub fn run(config: &Config, queue: &Arc<TaskQueue>, sender: &SyncSender<Result<O
             let (name, timeout) = (config.name.clone(), config.timeout);
             let shared = Arc::new(Shared::new(name, Arc::clone(&image), info.size, geometry, timeout));
             let ready = OpenedImage { shared: Arc::clone(&shared), object_size: info.object_size };
-            // After this, the device exists. If the receiver is gone, `ready` is dropped.
+            // After this, the device exists. If the receiver is gone, `send` drops `ready` with its
+            // error.
             if sender.send(Ok(ready)).is_ok() {
                 work(&image, &shared, queue);
             }
             shared.stop();
             shared.wait_until_idle();
-            // The last reference closes the image.
+            // The last reference to the image closes it on this thread.
             drop(image);
         }
         Err(error) => {
-            // The receiver may have timed out.
+            // The receiver is gone if it has timed out.
             let _ = sender.send(Err(error));
         }
     }
@@ -161,7 +164,7 @@ fn work(image: &Arc<Image>, shared: &Shared, queue: &TaskQueue) {
                 Err(errno) => shared.record_error("a query of the image's size", errno),
             },
             Task::Query(ExtentQuery { range, sender }) => {
-                // The receiver may have timed out.
+                // The receiver is gone if it has timed out.
                 let _ = sender.send(image.allocated(range));
             }
         }
@@ -174,17 +177,16 @@ fn open(config: &Config, queue: &Arc<TaskQueue>) -> Result<(Arc<Image>, Info), S
     let cluster = Cluster::new(library, config.user.as_deref()).map_err(setting("id"))?;
     let path = config.conf.clone();
     cluster.read_conf(config.conf.as_deref()).map_err(|errno| SetupError::Conf { path, errno })?;
-    // Rounded up to whole seconds.
+    // Ceph's timeouts are whole seconds, so the timeout is rounded up.
     let seconds = (config.timeout.as_secs() + u64::from(config.timeout.subsec_nanos() > 0)).to_string();
     for name in [c"client_mount_timeout", c"rados_mon_op_timeout", c"rados_osd_op_timeout"] {
         cluster.set(name, &seconds).map_err(setting("timeout"))?;
     }
-    // With its cache, the library completes writes before they reach the cluster. If such a write
-    // fails in the background before the next flush, that flush still succeeds, so the error is
-    // lost.
+    // With its cache on, librbd completes writes before they reach the cluster. If such a write
+    // fails in the background, the next flush may still succeed, and the error is lost.
     cluster.set(c"rbd_cache", "false").map_err(setting("rbd_cache"))?;
-    // Requests start on the library's threads, so that submitters do not block. This is the
-    // default, also in versions without the option.
+    // Requests start on librbd's threads, so that submitters do not block. Versions of Ceph without
+    // this option behave like this by default, so an error is ignored.
     let _ = cluster.set(c"rbd_non_blocking_aio", "true");
     cluster.connect().map_err(|errno| SetupError::Connect { errno })?;
     let of_pool = |errno| SetupError::Pool { pool: config.image.pool.clone(), errno };
@@ -205,7 +207,7 @@ fn open(config: &Config, queue: &Arc<TaskQueue>) -> Result<(Arc<Image>, Info), S
     };
     opened.watch(Box::new(notify)).map_err(of_image)?;
     let info = opened.info().map_err(of_image)?;
-    let unfit = |why| Err(SetupError::Unfit { image: image.clone(), why });
+    let unfit = |why| Err(SetupError::Unsupported { image: image.clone(), why });
     if !read_only && opened.option(c"rbd_cache").map_err(of_image)?.is_some_and(|value| value != "false") {
         return unfit(
             "the configuration of the image or of its pool turns rbd_cache on, with which writes that failed could be lost (rbd config image set POOL/NAME rbd_cache false)",
@@ -233,7 +235,7 @@ fn geometry(image: &Image, info: Info, config: &Config) -> Geometry {
         max_request: 0,
         discard_granularity: discard.max(BLOCK_BYTES),
         fast_zeroes: true,
-        // The library may write to a local persistent cache (rbd_persistent_cache_mode).
+        // librbd may write to a local persistent cache (`rbd_persistent_cache_mode`).
         volatile_cache: true,
         volatile_media: false,
         rotational: false,

@@ -3,40 +3,41 @@
 
 use toml::de::DeValue;
 
-/// Permissions and owner of a socket. Values that are not set keep the system's default.
+/// Permissions and owner of a Unix socket. A value of `None` keeps the system's default.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct AccessWords {
-    /// Permission bits of the socket's file.
+    /// Permission bits of the socket file, such as `0o660`.
     pub mode: Option<u32>,
-    /// User name or number.
+    /// Name or number of the user that owns the socket file.
     pub user: Option<String>,
-    /// Group name or number.
+    /// Name or number of the group of the socket file.
     pub group: Option<String>,
 }
 
-/// Largest permission bits accepted: no set-user-ID, set-group-ID or sticky bit.
+/// Largest value of the permission bits: set-user-ID, set-group-ID and sticky bits are not
+/// accepted.
 const MAX_MODE: u32 = 0o777;
 const MUST: &str = "must be an octal number of up to 0777, for example 0660";
 
-/// Parses permission bits.
+/// Parses permission bits, an octal number up to 0777.
 ///
 /// # Errors
 /// Returns the reason, which the caller puts after `KEY=TEXT: `.
-pub fn mode(text: &str) -> Result<u32, String> {
-    // `from_str_radix` also accepts a sign.
+pub fn parse_mode(text: &str) -> Result<u32, String> {
+    // `from_str_radix` alone would also accept a sign.
     let digits = text.bytes().all(|byte| byte.is_ascii_digit());
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= MAX_MODE);
     mode.ok_or_else(|| MUST.to_owned())
 }
 
-/// Formats permission bits as [`mode`] parses them.
-pub fn mode_text(mode: u32) -> String {
+/// Formats permission bits in the form that [`parse_mode`] accepts.
+pub fn format_mode(mode: u32) -> String {
     format!("{mode:04o}")
 }
 
 impl AccessWords {
-    /// Sets a key of the configuration file. The end of the key (`_mode`, `_user`, `_group`) selects
-    /// the value.
+    /// Sets the value of a configuration key. The suffix of the key (`_mode`, `_user` or `_group`)
+    /// selects which one.
     ///
     /// # Errors
     /// Returns a message that names the key.
@@ -45,7 +46,7 @@ impl AccessWords {
             let DeValue::String(text) = value else {
                 return Err(format!("{key}: must be an octal number as a text, for example '0660'"));
             };
-            self.mode = Some(mode(text).map_err(|why| format!("{key}={text}: {why}"))?);
+            self.mode = Some(parse_mode(text).map_err(|why| format!("{key}={text}: {why}"))?);
             return Ok(());
         }
         let owner = match value {
@@ -58,7 +59,7 @@ impl AccessWords {
         Ok(())
     }
 
-    /// Returns these values, and those of `others` for the values that are not set.
+    /// Returns these values. Values that are not set are taken from `others`.
     #[must_use]
     pub fn or(self, others: Self) -> Self {
         Self {
@@ -68,10 +69,14 @@ impl AccessWords {
         }
     }
 
-    /// Returns the keys and values that are set. Keys start with `prefix_`.
+    /// Returns the values that are set as configuration keys and texts. Each key starts with
+    /// `prefix_`.
     pub fn keys(&self, prefix: &str) -> Vec<(String, String)> {
-        let parts =
-            [("mode", self.mode.map(mode_text)), ("user", self.user.clone()), ("group", self.group.clone())];
+        let parts = [
+            ("mode", self.mode.map(format_mode)),
+            ("user", self.user.clone()),
+            ("group", self.group.clone()),
+        ];
         let set = parts.into_iter().filter_map(|(part, value)| Some((format!("{prefix}_{part}"), value?)));
         set.collect()
     }
@@ -83,9 +88,12 @@ mod tests {
 
     #[test]
     fn mode_is_octal_and_at_most_0777() {
-        assert_eq!((mode("0660"), mode("600"), mode("777")), (Ok(0o660), Ok(0o600), Ok(0o777)));
+        assert_eq!(
+            (parse_mode("0660"), parse_mode("600"), parse_mode("777")),
+            (Ok(0o660), Ok(0o600), Ok(0o777))
+        );
         for text in ["", "0800", "1777", "+660", "rw", "0x1", "-1", "99999999999999"] {
-            assert_eq!(mode(text), Err(MUST.to_owned()), "{text}");
+            assert_eq!(parse_mode(text), Err(MUST.to_owned()), "{text}");
         }
     }
 }

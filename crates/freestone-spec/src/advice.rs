@@ -1,5 +1,5 @@
-//! Warnings about device configurations that work, but are probably a mistake. Callers log them when
-//! a device is created.
+//! Warnings about device configurations that work, but are probably mistakes. Callers log the
+//! warnings when a device is created.
 
 use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
@@ -9,20 +9,21 @@ use freestone::ram;
 
 use crate::size::human;
 
-/// Ratio of the disk size to the size of its full slot table: 8 bytes for each page of 4 KiB.
+/// Ratio of the size of a RAM disk to the size of its full slot table: 8 bytes per page of 4 KiB.
 const DISK_TO_TABLE: u64 = 512;
-/// A slot table is reported if it can exceed this fraction of the memory.
+/// A slot table causes a warning if it can exceed the machine's memory divided by this number.
 const MEMORY_TO_TABLE: u64 = 8;
-/// A backing device is reported if it is smaller than this fraction of `mem_limit`.
+/// A backing device causes a warning if it is smaller than `mem_limit` divided by this number.
 const MEMORY_TO_BACKING: u64 = 8;
 
-/// File systems in memory, by their magic numbers in `statfs`.
+/// Magic numbers in `statfs` of the file systems that store files in memory.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const RAMFS_MAGIC: u64 = 0x8584_58f6;
 
-/// Returns warnings if a new RAM disk raises the sum of all memory limits above the memory, or if
-/// its slot table can grow large. `others` are the limits of the existing disks. A limit of 0 means
-/// unlimited. An unlimited disk was requested explicitly and is not counted.
+/// Returns warnings if a new RAM disk raises the sum of all memory limits above the machine's
+/// `memory`, or if its slot table can grow large. `others` are the memory limits of the existing
+/// disks in bytes. A limit of 0 means unlimited and is not counted, because the user requested it
+/// explicitly.
 pub fn memory_warnings(
     name: &str,
     new: &ram::Config,
@@ -32,7 +33,7 @@ pub fn memory_warnings(
     let mut warnings = Vec::new();
     let before = others.fold(0, u64::saturating_add);
     let sum = before.saturating_add(new.mem_limit);
-    // Warn once: for the next disk, `before` exceeds the memory.
+    // The warning appears only once: for later disks, `before` already exceeds the memory.
     if before <= memory && sum > memory {
         let (sum, memory) = (human(sum), human(memory));
         warnings.push(format!(
@@ -50,22 +51,24 @@ pub fn memory_warnings(
     warnings
 }
 
-/// Location of a backing device.
+/// Location of the backing device of RAM disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BackingLocation {
-    /// The backing device is in memory: a file on tmpfs or ramfs, or a device in memory.
+    /// True if the backing device is in memory: a file on tmpfs or ramfs, or a device with data in
+    /// memory.
     pub in_memory: bool,
-    /// Free bytes of the file system, for a file that does not exist yet.
+    /// Number of free bytes of the file system if the file does not exist yet, else `None`.
     pub free: Option<u64>,
 }
 
 impl BackingLocation {
-    /// Examines a path before the device is opened. Errors are ignored here; opening the device
-    /// reports them.
+    /// Examines the path of a backing device before it is opened. Errors are ignored, because
+    /// opening the device reports them.
     pub fn of(path: &Path) -> Self {
         let found = fs::metadata(path).ok();
         let examined = match (&found, path.parent()) {
-            // Device nodes are on a tmpfs as well, but their content is not.
+            // Device nodes are on a tmpfs, too, but the content of the block device is not in
+            // memory.
             (Some(meta), _) if meta.file_type().is_block_device() => return Self::default(),
             (None, Some(dir)) if !dir.as_os_str().is_empty() => dir,
             (None, _) => Path::new("."),
@@ -78,7 +81,8 @@ impl BackingLocation {
     }
 }
 
-/// Returns warnings if a backing device will not save memory. `size` is its size in bytes.
+/// Returns warnings if a backing device is unlikely to save memory, or does not fit its file
+/// system. `size` is the size of the backing device in bytes.
 pub fn backing_warnings(
     name: &str,
     path: &Path,
@@ -109,7 +113,7 @@ pub fn backing_warnings(
     warnings
 }
 
-/// Returns the warning for `record=` without `power_cut=yes`.
+/// Returns the warning for a device with `record=` but without `power_cut=yes`.
 pub fn record_warning(name: &str, log: &Path) -> String {
     let log = log.display();
     format!(
@@ -140,9 +144,9 @@ mod tests {
             (GIB, 4 * GIB, &[4 * GIB][..], vec![]),
             (GIB, 4 * GIB, &[4 * GIB, 1], vec![sum("8G")]),
             (GIB, 5 * GIB, &[4 * GIB, GIB], vec![sum("10G")]),
-            // The sum exceeded the memory before.
+            // The sum already exceeded the memory before, so the warning is not repeated.
             (GIB, 4 * GIB, &[4 * GIB, 5 * GIB], vec![]),
-            // Unlimited disks are not counted.
+            // Disks without a limit are not counted.
             (GIB, 0, &[0, 4 * GIB, 4 * GIB], vec![]),
             (GIB, u64::MAX, &[GIB], vec![sum("16777215.9T")]),
             (512 * GIB, GIB, &[], vec![]),
@@ -186,7 +190,7 @@ mod tests {
         assert!(BackingLocation::of(&new).free.is_some());
         assert_eq!(BackingLocation::of(&old).free, None);
         assert_eq!(BackingLocation::of(&dir.path().join("no/such/directory")), BackingLocation::default());
-        // /dev/shm is a tmpfs on usual systems.
+        // If /dev/shm exists, it is usually a tmpfs.
         if Path::new("/dev/shm").is_dir() {
             assert!(BackingLocation::of(Path::new("/dev/shm/new")).in_memory);
         }

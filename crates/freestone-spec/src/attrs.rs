@@ -1,23 +1,25 @@
-//! Attributes of devices, under the kernel's names: lists, gets, checks and sets them.
+//! Attributes of devices: lists, reads, checks and sets them. Attributes have the names of the
+//! kernel's drivers.
 
 use std::sync::Arc;
 
 use freestone::codec::Algorithm;
 use serde_json::{Map, Value};
 
-use crate::entries::{a_kind, nearest};
+use crate::entries::{nearest, with_article};
 use crate::kinds::registry::Registry;
 use crate::kinds::{Change, Entry};
 use crate::layers;
 use crate::limits::{self, LimitWords};
 use crate::refusal::Refusal;
 
-/// Returns the names of a device's attributes.
+/// Returns the names of all attributes of a device.
 pub fn names(entry: &Entry) -> Vec<&'static str> {
     [entry.kind.attrs(), &entry.layers.names(), &limits::KEYS, entry.restart_keys()].concat()
 }
 
-/// Returns the value of an attribute. Sizes are numbers of bytes.
+/// Returns the value of an attribute of a device. Sizes are in bytes. Fails if the device has no
+/// attribute with this name.
 pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
     let layer_values = |entry: &Entry| {
         let top = entry.device()?;
@@ -33,30 +35,31 @@ pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
     value.ok_or_else(|| unknown(entry, attr))
 }
 
-/// Formats a value as sysfs shows it: statistics are a row of numbers; an algorithm is a line with
-/// all algorithms, the selected one in brackets.
-pub fn plain(attr: &str, value: &Value) -> String {
+/// Formats an attribute's value like sysfs. Statistics are a row of numbers. An algorithm is a list
+/// of all algorithms, with the selected one in brackets.
+pub fn format_plain(attr: &str, value: &Value) -> String {
     match value {
         Value::Object(chosen) if attr == "recomp_algorithm" => {
             let line = |(priority, chosen)| format!("#{priority}: {}", among_all(chosen));
             chosen.iter().map(line).collect::<Vec<_>>().join("\n")
         }
-        // A word that is not an algorithm is printed as it is.
+        // A value that is not an algorithm is printed unchanged.
         Value::String(chosen) if attr == "comp_algorithm" && chosen.parse::<Algorithm>().is_ok() => {
             among_all(value)
         }
-        // As in the kernel, the first line is the version of the format of the second one.
+        // As in the kernel, the first line is the version of the format, and the second line the
+        // values.
         Value::Object(columns) if attr == "debug_stat" => {
             let of = |key: &str| columns.get(key).map(ToString::to_string).unwrap_or_default();
             format!("version: {}\n{} {}", of("version"), of("writestall"), of("miss_free"))
         }
         Value::String(text) => text.clone(),
-        Value::Object(columns) => columns.values().map(|v| plain("", v)).collect::<Vec<_>>().join(" "),
+        Value::Object(columns) => columns.values().map(|v| format_plain("", v)).collect::<Vec<_>>().join(" "),
         other => other.to_string(),
     }
 }
 
-/// Lists all algorithms, with the selected one in brackets.
+/// Returns the names of all algorithms, with the selected one in brackets.
 fn among_all(chosen: &Value) -> String {
     let all = Algorithm::ALL.map(|algorithm| match algorithm.name() {
         name if chosen == name => format!("[{name}]"),
@@ -65,7 +68,9 @@ fn among_all(chosen: &Value) -> String {
     all.join(" ")
 }
 
-/// Checks all attributes, then sets them. If a check fails, nothing has changed.
+/// Checks the new values of all attributes in `wanted`, then sets them. If a value is refused,
+/// nothing is changed. Only an I/O error while the condition of a zone is changed leaves earlier
+/// changes in place.
 pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Refusal> {
     let mut changes = Vec::new();
     let mut layer_changes = layers::Changes::default();
@@ -96,32 +101,40 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
     if policy.keep != entry.is_kept() {
         entry.check_keep(registry, policy.keep)?;
     }
-    layer_changes.apply(&entry.layers, entry.name())?;
-    if !limits.is_empty() {
-        entry.set_limits(limits.over(entry.limits()))?;
-    }
+    layer_changes.check(&entry.layers, entry.name(), entry.is_read_only())?;
     changes.sort_unstable_by_key(|(change, ..)| *change);
-    let set = entry.kind.set(entry, registry, &changes);
-    if set.is_ok() {
-        entry.set_restart_policy(policy);
-        wanted.keys().for_each(|attr| update_words(entry, attr, wanted));
+    let before = entry.limits();
+    if !limits.is_empty() {
+        entry.set_limits(limits.apply_to(before))?;
     }
-    set
+    // The layers are changed last, because their changes cannot be undone, and the kind may still
+    // refuse its own.
+    let set = entry.kind.set(entry, registry, &changes);
+    let set = set.and_then(|()| layer_changes.apply(&entry.layers, entry.name()));
+    if set.is_err() && !limits.is_empty() {
+        // Restoring the old limits cannot fail, because their timer thread already runs.
+        let _ = entry.set_limits(before);
+    }
+    set?;
+    entry.set_restart_policy(policy);
+    wanted.keys().for_each(|attr| update_words(entry, attr, wanted));
+    Ok(())
 }
 
-/// Records a new value in the device's words, from which the device can be created again.
+/// Stores the new value of an attribute in the device's words (specification text), from which the
+/// device can be created again.
 fn update_words(entry: &Entry, attr: &str, wanted: &Map<String, Value>) {
     match attr {
         "disksize" if entry.spec.kind.fork().is_some() => {
-            entry.words.put(&entry.spec, "size", &plain(attr, &wanted[attr]));
+            entry.words.put(&entry.spec, "size", &format_plain(attr, &wanted[attr]));
         }
-        // The new value was merged into these lists, so store the resulting list.
+        // A new value changes only a part of these lists, so the resulting list is stored.
         "badblocks" | "zone_readonly" | "zone_offline" => match get(entry, attr) {
             Ok(now) if now == "none" => entry.words.forget(&entry.spec, attr),
-            Ok(now) => entry.words.put(&entry.spec, attr, &plain(attr, &now)),
+            Ok(now) => entry.words.put(&entry.spec, attr, &format_plain(attr, &now)),
             Err(_) => {}
         },
-        _ => entry.words.put(&entry.spec, attr, &plain(attr, &wanted[attr])),
+        _ => entry.words.put(&entry.spec, attr, &format_plain(attr, &wanted[attr])),
     }
 }
 
@@ -135,7 +148,7 @@ fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Refusal> {
 
 fn unknown(entry: &Entry, attr: &str) -> Refusal {
     let (name, names) = (entry.name(), names(entry));
-    // The kernel has these as writable attributes.
+    // In the kernel these are writable attributes, but Freestone has commands instead.
     let words = match attr {
         "compact" | "reset" | "rewind" => Some(""),
         "idle" => Some(" all"),
@@ -147,7 +160,7 @@ fn unknown(entry: &Entry, attr: &str) -> Refusal {
         return Refusal::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
     }
     let hint = nearest(attr, &names).map(|h| format!("; {h}?")).unwrap_or_default();
-    let (kind, all) = (a_kind(entry.kind.name()), names.join(", "));
+    let (kind, all) = (with_article(entry.kind.name()), names.join(", "));
     Refusal::invalid(format!(
         "{name}: unknown attribute {attr:?}{hint}; the attributes of {kind} device are {all}"
     ))
@@ -283,5 +296,34 @@ mod tests {
              discard, cache_size, fua, mbps, completion_nsec, badblocks, badblocks_once, badblocks_partial_io, \
              max_sectors, rotational, readonly, iops, bps, iops_burst, bps_burst, max_clients"
         );
+    }
+
+    #[test]
+    fn attribute_refused_by_kind_or_layer_changes_nothing() {
+        let registry = Registry::default();
+        add(&registry, "r=ram,disksize=1M");
+        add(&registry, "s=snapshot,origin=r");
+        let fork = add(&registry, "f=fork,base=s,faults=none,seed=1,iops=3");
+        let null = add(&registry, "n=null,size=1M,faults=none,seed=1,iops=3,badblocks=+1-2");
+        let words = "z=null,size=1M,zoned=1,zone_size=64K,readonly=yes,faults=none,seed=1,iops=3";
+        let zoned = add(&registry, words);
+        let fault = ("faults", "read error=EIO");
+        for (entry, refused, why) in [
+            (&fork, &[("mem_limit", "1M"), ("mem_min", "2M")][..], "mem_min=2M is above mem_limit=1M"),
+            (&null, &[("badblocks", "+4-4095")][..], "is beyond the device"),
+            (&zoned, &[("badblocks", "+4-5"), ("zone_offline", "64K")][..], "z: zone_offline=64K: "),
+        ] {
+            let names = names(entry);
+            let values = || names.iter().map(|attr| get(entry, attr).unwrap()).collect::<Vec<_>>();
+            let (before, words) = (values(), entry.words.current(&entry.spec));
+            let all = [&[fault, ("iops", "7"), ("bps", "1M"), ("seed", "9")], refused].concat();
+            let refusal = super::set(&registry, entry, &wanted(&all)).unwrap_err();
+            assert!(refusal.sentence.contains(why), "{}", refusal.sentence);
+            assert_eq!(values(), before);
+            assert!(entry.words.current(&entry.spec) == words);
+            super::set(&registry, entry, &wanted(&all[..4])).unwrap();
+            assert_eq!(get(entry, "iops"), Ok(json!(7)));
+            assert_ne!(values(), before);
+        }
     }
 }

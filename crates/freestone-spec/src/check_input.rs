@@ -1,5 +1,5 @@
-//! Parsing and checking of device words and configuration files, without opening anything. For the
-//! fuzz checks; not part of the crate's interface.
+//! Parses and checks device specifications and configuration files without opening anything. Only
+//! for fuzz tests; not part of the crate's interface.
 
 use std::path::Path;
 
@@ -7,9 +7,9 @@ use crate::config;
 use crate::entries::Entries;
 use crate::kinds::Spec;
 
-/// A parsed device: name, kind, keys and values.
+/// Parsed device specification: name, kind, and pairs of key and value.
 pub type ParsedDevice = (String, String, Vec<(String, String)>);
-/// A parsed device, and the error message of its check.
+/// Parsed device specification, and the result of checking it: `Ok`, or the error message.
 pub type CheckedDevice = (ParsedDevice, Result<(), String>);
 
 fn checked(entries: Entries) -> CheckedDevice {
@@ -18,7 +18,7 @@ fn checked(entries: Entries) -> CheckedDevice {
     (parsed, spec.map(|_| ()).map_err(|error| error.to_string()))
 }
 
-/// Parses a device of a command line, and checks its kind, keys and values.
+/// Parses a device specification of a command line, and checks the kind, keys and values.
 ///
 /// # Errors
 /// Returns the error message if parsing fails.
@@ -26,7 +26,7 @@ pub fn device_words(text: &str) -> Result<CheckedDevice, String> {
     Entries::parse(text).map(checked).map_err(|error| error.to_string())
 }
 
-/// Parses a configuration file of `serve --config`, and checks each of its devices.
+/// Parses the text of a configuration file of `serve --config`, and checks each of its devices.
 ///
 /// # Errors
 /// Returns the error message if parsing fails.

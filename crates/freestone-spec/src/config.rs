@@ -1,5 +1,6 @@
-//! Configuration file of `serve --config`, `apply` and `dump`: everything the command line accepts,
-//! as TOML. The parser checks names and types; the callers check device keys, addresses and paths.
+//! Configuration file, in TOML, of the commands `serve --config`, `apply` and `dump`. It supports
+//! everything that the command line does. The parser checks names and types; callers check device
+//! keys, addresses and paths.
 //!
 //! ```toml
 //! nbd = ["unix:/run/freestone/nbd.sock"]
@@ -31,6 +32,7 @@ use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
 use crate::access::AccessWords;
+use crate::aliases;
 use crate::entries::{Entries, SpecError, nearest};
 use crate::handshake::HandshakeWords;
 use crate::http::HttpWords;
@@ -40,19 +42,20 @@ use crate::layers::NUMBER;
 use crate::limits::{self, LimitWords};
 use crate::metrics::MetricsWords;
 use crate::numbers::{integer, parse_in_range};
-use crate::renamed;
 use crate::size;
 use crate::times;
 use crate::tls::TlsWords;
 
-/// Largest configuration file accepted, in bytes. Limits what is read if the path is mistyped.
+/// Size of the largest configuration file accepted, in bytes. Limits the memory used if the path of
+/// another file is given by mistake.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Smallest `save_every`. With a shorter interval, saves would run all the time.
+/// Smallest value of `save_every`, the interval between saves. With a shorter one, saves would run
+/// continuously.
 const SAVE_EVERY_MIN: Duration = Duration::from_secs(1);
 const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 
-/// Allowed values of `max_connections`.
+/// Allowed values of `max_connections`, the maximum number of NBD connections.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
 const TOP_KEYS: [&str; 38] = [
@@ -98,94 +101,96 @@ const TOP_KEYS: [&str; 38] = [
 const EXPORT_KEYS: [&str; 11] =
     joined(&["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"], &limits::KEYS, &[]);
 
-/// Content of the file. Relative paths are relative to the directory of the file.
+/// Content of a configuration file. Relative paths start at the directory of the file, `base`.
 #[derive(Debug, Default, PartialEq)]
 pub struct FileConfig {
-    /// Devices in the order of the file. Their keys and values are unchecked.
+    /// Devices in the order of the file. The keys and values of the devices are not checked yet.
     pub devices: Vec<DeviceWords>,
-    /// NBD addresses, unchecked.
+    /// NBD addresses on which the server listens, not checked yet.
     pub nbd: Vec<String>,
-    /// Allow list of these addresses, unchecked.
+    /// Clients that may connect to the addresses in `nbd`, not checked yet. `None` allows all.
     pub allow: Option<Vec<String>>,
-    /// Also provide every published device as a ublk block device.
+    /// True to also provide every published device as a ublk block device.
     pub ublk: bool,
-    /// Path of the control socket.
+    /// Path of the control socket, or `None` without one.
     pub control: Option<PathBuf>,
-    /// Path of the read-only control socket.
+    /// Path of the read-only control socket, or `None` without one.
     pub control_read_only: Option<PathBuf>,
-    /// State directory: devices and exports that the next start restores.
+    /// Path of the state directory, from which the next start of the server restores devices and
+    /// exports.
     pub state: Option<PathBuf>,
-    /// Interval between saves of devices with `keep=yes`.
+    /// Interval between saves of the content of devices with `keep=yes`.
     pub save_every: Option<Duration>,
-    /// Number of changed bytes that starts a save.
+    /// Number of changed bytes after which a save starts before the interval ends.
     pub save_after: Option<u64>,
-    /// How long the shutdown of the server waits for the last save.
+    /// Maximum time that the shutdown of the server waits for the last save.
     pub save_timeout: Option<Duration>,
-    /// Permissions and owner of the sockets of exports.
+    /// Permissions and owner of the Unix sockets of exports.
     pub sockets: AccessWords,
     /// Permissions and owner of the control socket.
     pub control_socket: AccessWords,
     /// Permissions and owner of the read-only control socket.
     pub control_read_only_socket: AccessWords,
-    /// TLS settings of NBD.
+    /// TLS settings of the NBD server.
     pub tls: TlsWords,
-    /// Maximum number of NBD connections.
+    /// Maximum number of NBD connections to the server, or `None` for the default.
     pub max_connections: Option<u32>,
-    /// Maximum memory of requests in flight, in bytes.
+    /// Maximum memory for the data of requests in flight, in bytes.
     pub max_memory_in_flight: Option<u64>,
-    /// Limits of clients during the handshake.
+    /// Limits of NBD clients during the handshake.
     pub handshake: HandshakeWords,
-    /// Metrics endpoint.
+    /// Settings of the metrics endpoint.
     pub metrics: MetricsWords,
-    /// Status page: `http` and `http_open`.
+    /// Settings of the HTTP status page: `http` and `http_open`.
     pub http: HttpWords,
-    /// Directory of the file.
+    /// Directory of the configuration file, at which relative paths start.
     pub base: PathBuf,
 }
 
-/// A `[[device]]` of the file, which stands for `count` devices.
+/// A `[[device]]` table of the file, which specifies `count` devices.
 #[derive(Debug, PartialEq)]
 pub struct DeviceWords {
-    /// Name, kind and keys.
+    /// Name, kind and keys of the device.
     pub entries: Entries,
-    /// Exports of the device, in addition to the addresses of the server.
+    /// Exports of the device, in addition to those on the addresses of the server.
     pub exports: Vec<ExportWords>,
-    /// Number of devices; `%n` stands for the number of each device. None: one device, without a number.
+    /// Number of devices. `%n` in a text is replaced by the number of each device. `None` specifies
+    /// one device, without a number.
     count: Option<usize>,
-    /// Line of `[[device]]`.
+    /// Line number in the file of `[[device]]`.
     line: usize,
-    /// Line of each key.
+    /// Line number of each key.
     key_lines: Vec<(String, usize)>,
 }
 
-/// An export of a device, unchecked. Exactly one of `nbd`, `vhost_user` and `ublk` is set.
+/// Export of a device, not checked yet. Exactly one of `nbd`, `vhost_user` and `ublk` is set.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExportWords {
-    /// NBD address.
+    /// NBD address of the export.
     pub nbd: Option<String>,
     /// Address of a vhost-user socket, `unix:PATH`.
     pub vhost_user: Option<String>,
-    /// A ublk block device of this machine.
+    /// True if the export is a ublk block device of this machine.
     pub ublk: bool,
-    /// Number of queues of the block device.
+    /// Number of queues of the ublk block device, or `None` for the default.
     pub queues: Option<u16>,
-    /// The export is read-only.
+    /// True if the export is read-only.
     pub read_only: bool,
-    /// Allow list; None allows every client that can connect.
+    /// Clients that may connect to the export. `None` allows every client.
     pub allow: Option<Vec<String>>,
     /// I/O and connection limits of the export.
     pub limits: LimitWords,
-    /// Line of the export in the file.
+    /// Line number of the export in the file.
     pub line: usize,
 }
 
-/// Errors from reading the file.
+/// Errors from reading a configuration file.
 #[derive(Debug, Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("{}: cannot read the file", .0.display())]
     Read(PathBuf, #[source] io::Error),
-    /// The directory of the file cannot be determined.
+    /// The absolute path of the file's directory cannot be determined.
     #[error("{}: cannot find its directory", .0.display())]
     Directory(PathBuf, #[source] io::Error),
     /// The content is invalid. The message names the file and the line.
@@ -194,19 +199,21 @@ pub enum ConfigError {
 }
 
 impl DeviceWords {
-    /// Returns the line of `[[device]]`.
+    /// Returns the line number of `[[device]]` in the file.
     pub fn line(&self) -> usize {
         self.line
     }
 
-    /// Returns the line of the key that an error is about, or the line of `[[device]]`.
+    /// Returns the line number of the key that `error` names, or that of `[[device]]` if it names
+    /// none.
     pub fn line_of(&self, error: &SpecError) -> usize {
         let line_of_key = |key| self.key_lines.iter().find(|(known, _)| known == key);
         error.key().and_then(line_of_key).map_or(self.line, |(_, line)| *line)
     }
 
-    /// Returns the devices that `count` stands for, with `%n` replaced by the number of each.
-    pub fn each(&self) -> Vec<(Entries, Vec<ExportWords>)> {
+    /// Returns all `count` devices and their exports, with `%n` replaced by the number of each
+    /// device.
+    pub fn expand(&self) -> Vec<(Entries, Vec<ExportWords>)> {
         let Some(count) = self.count else { return vec![(self.entries.clone(), self.exports.clone())] };
         let numbered = |number: usize| {
             let at = |text: &str| text.replace(NUMBER, &number.to_string());
@@ -225,7 +232,7 @@ impl DeviceWords {
     }
 }
 
-/// Reads a configuration file.
+/// Reads and parses a configuration file.
 pub fn read(path: &Path) -> Result<FileConfig, ConfigError> {
     let (at, mut text) = (path.display(), String::new());
     fs::File::open(path)
@@ -240,10 +247,10 @@ pub fn read(path: &Path) -> Result<FileConfig, ConfigError> {
     Ok(config)
 }
 
-/// Parses the content of a configuration file. `base` stays empty.
+/// Parses the content of a configuration file. The field `base` stays empty.
 ///
 /// # Errors
-/// Returns `line N: ` and the reason.
+/// Returns a message of the form `line N: REASON`.
 pub fn parse(text: &str) -> Result<FileConfig, String> {
     let lines = Lines(text);
     let table = DeTable::parse(text).map_err(|error| {
@@ -254,13 +261,13 @@ pub fn parse(text: &str) -> Result<FileConfig, String> {
     for (key, value) in table.into_inner() {
         let span = key.span();
         config
-            .take(&lines, renamed::key(key.get_ref()), value)
+            .take(&lines, aliases::canonical_key(key.get_ref()), value)
             .map_err(|(span_of_error, why)| lines.message(&span_of_error.unwrap_or(span), &why))?;
     }
     Ok(config)
 }
 
-/// The text of the file, for line numbers.
+/// Text of the file, from which line numbers are computed.
 struct Lines<'a>(&'a str);
 
 impl Lines<'_> {
@@ -273,7 +280,8 @@ impl Lines<'_> {
     }
 }
 
-/// An error of a key: the place in the text, if it is not the place of the key, and the reason.
+/// Error about a key: the byte range in the text, or `None` for the range of the key itself, and
+/// the reason.
 type KeyError = (Option<Range<usize>>, String);
 
 fn error_at_key<T>(why: impl Into<String>) -> Result<T, KeyError> {
@@ -298,11 +306,11 @@ impl FileConfig {
             ("state", _) => return error_at_key("state: must be a path as a text"),
             ("save_every", DeValue::String(text)) => {
                 self.save_every =
-                    Some(save_every(&text).map_err(|why| value_error("save_every", &text, &why))?);
+                    Some(parse_save_every(&text).map_err(|why| value_error("save_every", &text, &why))?);
             }
             ("save_after", DeValue::String(text)) => {
                 self.save_after =
-                    Some(save_after(&text).map_err(|why| value_error("save_after", &text, &why))?);
+                    Some(parse_save_after(&text).map_err(|why| value_error("save_after", &text, &why))?);
             }
             ("save_timeout", DeValue::String(text)) => {
                 let time = times::parse(&text).map_err(|why| value_error("save_timeout", &text, &why))?;
@@ -349,7 +357,7 @@ impl FileConfig {
                 self.http.take(key, &value).map_err(|why| (None, why))?;
             }
             ("max_memory_in_flight", DeValue::String(text)) => {
-                let bytes = memory_in_flight(&text);
+                let bytes = parse_memory_in_flight(&text);
                 let bytes = bytes.map_err(|why| (None, format!("max_memory_in_flight={text}: {why}")))?;
                 self.max_memory_in_flight = Some(bytes);
             }
@@ -378,7 +386,7 @@ impl FileConfig {
     }
 }
 
-/// Parses a string or a list of strings. The error names the key.
+/// Parses a TOML string or list of strings. The error message names the key.
 fn string_list(key: &str, value: &DeValue<'_>) -> Result<Vec<String>, String> {
     let text = |value: &DeValue<'_>| match value {
         DeValue::String(text) => Ok(text.clone().into_owned()),
@@ -394,29 +402,29 @@ fn value_error(key: &str, text: &str, why: &str) -> KeyError {
     (None, format!("{key}={text}: {why}"))
 }
 
-/// Parses `save_every`, the interval between saves.
+/// Parses the value of `save_every`, the interval between saves.
 ///
 /// # Errors
 /// Returns the reason, which the caller puts after `KEY=TEXT: `.
-pub fn save_every(text: &str) -> Result<Duration, String> {
+pub fn parse_save_every(text: &str) -> Result<Duration, String> {
     let time = times::parse(text)?;
     if time < SAVE_EVERY_MIN { Err("at least 1s".into()) } else { Ok(time) }
 }
 
-/// Parses `save_after`, the number of changed bytes that starts a save.
+/// Parses the value of `save_after`, the number of changed bytes after which a save starts.
 ///
 /// # Errors
 /// Returns the reason, which the caller puts after `KEY=TEXT: `.
-pub fn save_after(text: &str) -> Result<u64, String> {
+pub fn parse_save_after(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|error| error.to_string())?;
     if bytes < SAVE_AFTER_MIN_BYTES { Err("at least 1M".into()) } else { Ok(bytes) }
 }
 
-/// Parses `max_memory_in_flight`.
+/// Parses the value of `max_memory_in_flight`, and returns it in bytes.
 ///
 /// # Errors
 /// Returns the reason, which the caller puts after `KEY=TEXT: `.
-pub fn memory_in_flight(text: &str) -> Result<u64, String> {
+pub fn parse_memory_in_flight(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|error| error.to_string())?;
     if bytes < budget::MIN_BYTES {
         return Err(format!(
@@ -433,7 +441,9 @@ fn device(
     mut table: DeTable<'_>,
     span: &Range<usize>,
 ) -> Result<DeviceWords, KeyError> {
-    let at = |(key, _): (&Spanned<DeString<'_>>, _)| (key.get_ref().to_string(), lines.number(&key.span()));
+    let at = |(key, _): (&Spanned<DeString<'_>>, _)| {
+        (aliases::canonical_device_key(key.get_ref()).to_owned(), lines.number(&key.span()))
+    };
     let key_lines = table.iter().map(at).collect();
     let mut text = |key: &str| match table.remove(key).map(|value| (value.span(), value.into_inner())) {
         Some((_, DeValue::String(text))) => Ok(text.into_owned()),
@@ -481,8 +491,8 @@ impl DeviceWords {
             ("export", _) => return error_at_key(format!("{name}: {EXPORT_FORM}")),
             (_, DeValue::String(text)) => text.into_owned(),
             (_, DeValue::Boolean(yes)) => if yes { "yes" } else { "no" }.into(),
-            // A number that should be a size is refused later, with the same message as on the
-            // command line.
+            // If the key needs a size with a unit, the number is refused later, with the same
+            // message as on the command line.
             (key, value @ DeValue::Integer(_)) => match integer(&value) {
                 Some(number) => number.to_string(),
                 None => return error_at_key(format!("{name}: {key}: the number is too large")),
@@ -494,7 +504,7 @@ impl DeviceWords {
                 ));
             }
         };
-        self.entries.add(key, &value).map_err(|e| (None, e.to_string()))
+        self.entries.add_with_warning(key, &value).map_err(|e| (None, e.to_string()))
     }
 
     fn export(

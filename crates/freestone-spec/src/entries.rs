@@ -1,111 +1,114 @@
-//! Syntax of a device specification: `NAME=KIND[,key=value]...`. A comma inside a value is doubled.
-//! [`kinds`](crate::kinds) checks the keys and their values.
+//! Syntax of a device specification: `NAME=KIND[,key=value]...`. A comma in a value is written
+//! twice. The module [`kinds`](crate::kinds) checks the keys and their values.
 
 use std::fmt;
 use std::path::Path;
 
-use freestone_nbd_client::{Place, Uri};
+use freestone_nbd_client::{ServerAddress, Uri};
 use thiserror::Error;
 
+use crate::aliases;
 use crate::path_text;
 
-/// Longest name of a device, in bytes. All NBD clients accept export names of this length.
+/// Maximum length of a device name in bytes. All NBD clients accept export names of this length.
 const MAX_NAME_BYTES: usize = 255;
 
-/// Prefix of a device name in keys whose value is otherwise a file.
+/// Prefix of a device name in the value of a key that otherwise contains the path of a file.
 pub(crate) const DEVICE: &str = "device:";
 
-/// Errors of a device specification. Each message is one sentence that names the device and the key.
+/// Errors in a device specification. Each message is one sentence that names the device and the
+/// key.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SpecError {
     /// The text does not have the form `NAME=KIND[,key=value]...`.
     #[error("{0:?}: a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G")]
     Form(String),
-    /// The device name is invalid.
+    /// The name of the device is invalid: see [`check_name`].
     #[error(
         "{0:?}: a device name is 1 to {MAX_NAME_BYTES} bytes of printable characters without '=', ',' or blanks, and '/' only between others"
     )]
     Name(String),
-    /// The kind is unknown.
+    /// The kind of the device is unknown.
     #[error("{name}: unknown kind {kind:?}{}; the kinds are {}", suggestion(*.hint), .kinds.join(", "))]
     Kind {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// The kind, as it was typed.
+        /// Unknown kind, as it was typed.
         kind: String,
-        /// The most similar kind.
+        /// Most similar known kind, if one is similar enough.
         hint: Option<&'static str>,
-        /// All kinds.
+        /// Names of all kinds.
         kinds: &'static [&'static str],
     },
-    /// The kind has no such key.
+    /// Devices of this kind have no such key.
     #[error("{name}: unknown key {key:?}{}; the keys of {} are {}{}", suggestion(*.hint), key_owner(.kind), .allowed.join(", "), common_keys(.of_all))]
     Key {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// The kind of the device.
+        /// Kind of the device.
         kind: String,
-        /// The key, as it was typed.
+        /// Unknown key, as it was typed.
         key: String,
-        /// The most similar key.
+        /// Most similar known key, if one is similar enough.
         hint: Option<&'static str>,
-        /// The keys of this kind.
+        /// Keys of devices of this kind.
         allowed: &'static [&'static str],
-        /// The keys of every device.
+        /// Keys that devices of every kind have.
         of_all: &'static [&'static str],
     },
-    /// A key has no `=`.
+    /// A key is not followed by `=` and a value.
     #[error("{name}: {key}: a value is missing; write {key}=VALUE")]
     NoValue {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// The key.
+        /// Key without a value.
         key: String,
     },
     /// A key is given twice.
     #[error("{name}: {key}: given twice")]
     Twice {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// The key.
+        /// Key that is given twice.
         key: String,
     },
     /// A required key is missing.
-    #[error("{name}: {key} is missing; {} device needs it, for example {example}", a_kind(.kind))]
+    #[error("{name}: {key} is missing; {} device needs it, for example {example}", with_article(.kind))]
     Missing {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// The kind of the device.
+        /// Kind of the device.
         kind: &'static str,
-        /// The key.
+        /// Missing key.
         key: &'static str,
-        /// The key with an example value.
+        /// Missing key with an example value.
         example: &'static str,
     },
     /// A word of `algorithm_params` is invalid.
     #[error("{name}: algorithm_params: {why}")]
     Params {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// The word, the reason, and the allowed values.
+        /// Invalid word, the reason, and the allowed values.
         why: String,
     },
     /// The value of a key is invalid.
     #[error("{name}: {key}={value}: {why}")]
     Value {
-        /// The device.
+        /// Name of the device.
         name: String,
-        /// The key.
+        /// Key with the invalid value.
         key: String,
-        /// The value, as it was typed.
+        /// Invalid value, as it was typed.
         value: String,
-        /// The reason, and the allowed values.
+        /// Reason why the value is invalid, and the allowed values.
         why: String,
     },
 }
 
 impl SpecError {
-    /// Returns the key that the error is about.
+    /// Returns the key that the error is about, or `None` if the error is not about the value of
+    /// one key.
     pub fn key(&self) -> Option<&str> {
         match self {
             Self::Key { key, .. }
@@ -123,46 +126,66 @@ fn suggestion(hint: Option<&'static str>) -> String {
     hint.map(|h| format!("; {h}?")).unwrap_or_default()
 }
 
-/// A parsed device specification: name, kind, keys and values as they were typed. Keys are unique.
+/// Parsed device specification: name, kind, keys and values as they were typed. Keys are unique and
+/// have their present names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entries {
-    /// The device's name; always valid.
+    /// Name of the device. Always valid.
     pub name: String,
-    /// The kind, unchecked.
+    /// Kind of the device, not checked yet.
     pub kind: String,
-    /// Keys and values, unchecked.
+    /// Pairs of key and value, not checked yet.
     pub pairs: Vec<(String, String)>,
 }
 
 impl Entries {
-    /// Parses `NAME=KIND[,key=value]...`.
+    /// Parses a specification of the form `NAME=KIND[,key=value]...`.
     pub fn parse(text: &str) -> Result<Self, SpecError> {
+        Self::parse_with(text, Self::add)
+    }
+
+    /// Parses a specification that a user wrote. Logs a warning for each key with a former name.
+    pub fn parse_with_warnings(text: &str) -> Result<Self, SpecError> {
+        Self::parse_with(text, Self::add_with_warning)
+    }
+
+    fn parse_with(
+        text: &str,
+        add: fn(&mut Self, &str, &str) -> Result<(), SpecError>,
+    ) -> Result<Self, SpecError> {
         let mut parts = split_commas(text).into_iter();
         let first = parts.next().unwrap_or_default();
         let (name, kind) = first.split_once('=').ok_or_else(|| SpecError::Form(text.into()))?;
         let mut entries = Self::new(name, kind)?;
         for part in parts {
             match part.split_once('=') {
-                Some((key, value)) => entries.add(key, value)?,
+                Some((key, value)) => add(&mut entries, key, value)?,
                 None => return Err(SpecError::NoValue { name: name.into(), key: part }),
             }
         }
         Ok(entries)
     }
 
-    /// Creates a specification without keys.
+    /// Creates a specification without keys. Fails if the name is invalid.
     pub fn new(name: &str, kind: &str) -> Result<Self, SpecError> {
         check_name(name)?;
         Ok(Self { name: name.into(), kind: kind.into(), pairs: Vec::new() })
     }
 
-    /// Adds a key. Fails if the key exists.
+    /// Adds a key with its value. A former name of a key is replaced by the present one. Fails if
+    /// the key already exists.
     pub fn add(&mut self, key: &str, value: &str) -> Result<(), SpecError> {
+        let key = aliases::canonical_device_key(key);
         if self.pairs.iter().any(|(k, _)| k == key) {
             return Err(SpecError::Twice { name: self.name.clone(), key: key.into() });
         }
         self.pairs.push((key.into(), value.into()));
         Ok(())
+    }
+
+    /// Adds a key that a user wrote. Logs a warning if it has a former name.
+    pub fn add_with_warning(&mut self, key: &str, value: &str) -> Result<(), SpecError> {
+        self.add(aliases::canonical_user_key(key), value)
     }
 
     /// Sets the value of a key, and adds the key if it does not exist.
@@ -173,15 +196,15 @@ impl Entries {
         }
     }
 
-    /// Makes relative paths among the values absolute: they start at `base`.
+    /// Replaces relative paths in the values by absolute ones that start at the directory `base`.
     #[must_use]
     pub fn with_base(mut self, base: &Path) -> Self {
         for (key, value) in &mut self.pairs {
             match key.as_str() {
-                // Names of devices.
+                // Values that are names of devices, not paths.
                 "cow" if !value.contains('/') => {}
                 "backing_dev" if value.starts_with(DEVICE) => {}
-                // A keyword, not a directory.
+                // `none` is a keyword, not a directory.
                 "cache" if value == "none" => {}
                 "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache" | "conf"
                 | "credentials" | "tls_ca" | "tls_cert" | "tls_key"
@@ -189,10 +212,10 @@ impl Entries {
                 {
                     *value = path_text::text(&base.join(path_text::path(value)));
                 }
-                // An invalid URI stays as it was typed; it is refused later.
+                // An invalid URI stays as it was typed, and is refused later.
                 "uri" => {
                     if let Ok(uri) = value.parse::<Uri>()
-                        && matches!(&uri.place, Place::Unix(path) if path.is_relative())
+                        && matches!(&uri.address, ServerAddress::Unix(path) if path.is_relative())
                     {
                         *value = uri.absolute(base).to_string();
                     }
@@ -204,7 +227,7 @@ impl Entries {
                         }
                         _ => word.to_owned(),
                     };
-                    // One group of words for each algorithm.
+                    // The value contains one group of words per algorithm, separated by semicolons.
                     let group = |group: &str| {
                         group.split(char::is_whitespace).map(based).collect::<Vec<_>>().join(" ")
                     };
@@ -226,7 +249,7 @@ impl fmt::Display for Entries {
     }
 }
 
-/// Splits at single commas. A double comma stands for one comma of the value.
+/// Splits a text at single commas. A double comma becomes one comma of the part.
 fn split_commas(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = text.chars().peekable();
@@ -240,11 +263,11 @@ fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// Checks the name of a device. A name with slashes must be a relative path in normal form: no slash
-/// at either end, no double slash, and no part `.` or `..`.
+/// Checks the name of a device. A name with slashes must be a relative path in normal form: without
+/// a slash at either end, double slashes, or parts `.` or `..`.
 pub fn check_name(name: &str) -> Result<(), SpecError> {
-    // escape_debug escapes unprintable characters (controls, invisible and directional marks) as
-    // \u{...} or \n.
+    // `escape_debug` returns one character for a printable one. It escapes control characters and
+    // invisible or directional marks as `\u{...}` or `\n`.
     let printable =
         |c: char| !c.is_whitespace() && (c == '\'' || c == '"' || c == '\\' || c.escape_debug().len() == 1);
     let bad = |c: char| !printable(c) || matches!(c, '=' | ',');
@@ -255,7 +278,8 @@ pub fn check_name(name: &str) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Returns the candidate that is most similar to a mistyped word, if one is similar enough.
+/// Returns the candidate that is most similar to the word `typed`, or `None` if none is similar
+/// enough.
 pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     let typed = typed.to_lowercase();
     let (distance, best) =
@@ -263,28 +287,31 @@ pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     if distance <= best.len().div_ceil(3) && distance < best.len() {
         return Some(best);
     }
-    // A part of a name: `size` for disksize, `algorithm` for comp_algorithm.
+    // Otherwise `typed` may be a part of a name: `size` for `disksize`, `algorithm` for
+    // `comp_algorithm`.
     candidates.iter().copied().find(|c| typed.len() > 2 && c.contains(&typed))
 }
 
-/// Returns true if the keys belong to a verb, not to a kind of device.
+/// Returns true if `kind` is the name of a command (verb) whose arguments have the syntax of device
+/// keys.
 pub(crate) fn is_verb(kind: &str) -> bool {
     ["push", "images", "prune"].contains(&kind)
 }
 
-/// Names the owner of the keys: a device of that kind, or a verb.
+/// Returns the text that names the owner of keys in a message: a device of this kind, or a command.
 fn key_owner(kind: &str) -> String {
-    if is_verb(kind) { kind.to_owned() } else { format!("{} device", a_kind(kind)) }
+    if is_verb(kind) { kind.to_owned() } else { format!("{} device", with_article(kind)) }
 }
 
-/// Lists the keys that every device has.
+/// Returns the text that lists the keys of every device in a message, or an empty text without such
+/// keys.
 fn common_keys(keys: &[&str]) -> String {
     if keys.is_empty() { String::new() } else { format!("; those of every device are {}", keys.join(", ")) }
 }
 
-/// Returns a kind of device with its indefinite article.
-pub fn a_kind(kind: &str) -> String {
-    // The initial sound decides, not the letter.
+/// Returns the name of a kind of device with its indefinite article, such as "an nbd".
+pub fn with_article(kind: &str) -> String {
+    // The article depends on the initial sound: "en" of nbd, "ar" of rbd.
     let article = if matches!(kind, "image" | "nbd" | "rbd") { "an" } else { "a" };
     format!("{article} {kind}")
 }
@@ -304,6 +331,16 @@ mod tests {
     }
 
     #[test]
+    fn former_key_gets_its_present_name() {
+        for parse in [Entries::parse, Entries::parse_with_warnings] {
+            let entries = parse("r=ram,disksize=1M,on_lost=empty").unwrap();
+            assert_eq!(entries.to_string(), "r=ram,disksize=1M,on_data_loss=empty");
+            let both = parse("r=ram,on_lost=empty,on_data_loss=empty").unwrap_err();
+            assert_eq!(both.to_string(), "r: on_data_loss: given twice");
+        }
+    }
+
+    #[test]
     fn with_base_makes_paths_absolute() {
         let with_base = |text: &str| Entries::parse(text).unwrap().with_base(Path::new("/base")).to_string();
         assert_eq!(with_base("f=file,path=x.img"), "f=file,path=/base/x.img");
@@ -319,7 +356,7 @@ mod tests {
         );
         assert_eq!(with_base("r=ram,backing_dev=device:n"), "r=ram,backing_dev=device:n");
         assert_eq!(with_base("r=ram,backing_dev=./device:n"), "r=ram,backing_dev=/base/./device:n");
-        // A byte that is not valid UTF-8.
+        // U+EFFF represents a byte that is not valid UTF-8.
         assert_eq!(
             with_base("r=ram,algorithm_params=dict=d\u{efff}"),
             "r=ram,algorithm_params=dict=/base/d\u{efff}"

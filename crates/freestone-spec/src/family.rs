@@ -1,6 +1,6 @@
-//! Families of RAM disks sharing one pool: their keys, setup and attributes. A RAM disk begins a
-//! family of its own, which its snapshots and their forks join. The forks of any other base form a
-//! family with one another.
+//! Families of RAM disks: the disks of a family share one memory pool. This module handles the
+//! keys, setup and attributes of families. Each RAM disk starts a family, which its snapshots and
+//! their forks join. The forks of any other base form a family of their own.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use freestone::PAGE_BYTES;
 use freestone::codec::{Algorithm, Params, ParamsError};
 use freestone::device::Device;
 use freestone::file::File;
-use freestone::ram::{self, Backing, Family, FamilyStat, Ram, Secondary, WhenFull};
+use freestone::ram::{self, Backing, Family, FamilyStat, FullPolicy, Ram, Secondary};
 use serde_json::{Value, json};
 use tracing::warn;
 
@@ -24,7 +24,7 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
-/// Keys of a family.
+/// Keys of a device specification that configure a family.
 pub const KEYS: [&str; 14] = [
     "comp_algorithm",
     "algorithm_params",
@@ -41,10 +41,10 @@ pub const KEYS: [&str; 14] = [
     full::KEYS[1],
     full::KEYS[2],
 ];
-/// Attributes of the family of a base's forks, which the base shows.
+/// Attributes of a base that show the family of its forks.
 pub(crate) const NAMES: [&str; 6] =
     ["comp_algorithm", "mem_limit", full::KEYS[0], full::KEYS[1], full::KEYS[2], "family"];
-/// Keys that need `backing_dev`.
+/// Keys that are allowed only together with `backing_dev`.
 const BACKING_KEYS: [&str; 5] = [
     "backing_size",
     "compressed_writeback",
@@ -53,68 +53,73 @@ const BACKING_KEYS: [&str; 5] = [
     "writeback_batch_size",
 ];
 
-/// Maximum number of secondary algorithms. Their priorities are 1 to SECONDARIES.
+/// Maximum number of secondary algorithms, which recompress idle pages. Their priorities are 1 to
+/// `SECONDARIES`.
 pub const SECONDARIES: usize = 3;
-/// Largest `auto_recompress`, in seconds: a day.
+/// Largest value of `auto_recompress` in seconds: a day.
 const IDLE_SECONDS_MAX: u64 = 86_400;
-/// Unit of `writeback_limit`, as in the kernel.
+/// Unit of `writeback_limit` in bytes, as in the kernel's zram.
 const LIMIT_UNIT_BYTES: u64 = 4096;
 
-/// Specification of a family.
+/// Specification of a family of RAM disks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FamilySpec {
     /// Algorithm that compresses new pages.
     pub comp_algorithm: Algorithm,
-    /// Checked parameters of the algorithm. Its dictionary is read later.
+    /// Parameters of `comp_algorithm`, already checked. A dictionary file in them is read later.
     pub algorithm_params: String,
-    /// Memory limit in bytes. 0 is unlimited; None is half of the machine's memory.
+    /// Memory limit of the family in bytes. 0 means unlimited; `None` means half of the machine's
+    /// memory.
     pub mem_limit: Option<u64>,
-    /// Algorithms of recompression, by priority from 1 on.
+    /// Secondary algorithms, which recompress pages. Index 0 has priority 1.
     pub recomp_algorithms: [Option<SecondarySpec>; SECONDARIES],
-    /// The keeper recompresses pages that were idle for this time.
+    /// Time after which the keeper thread recompresses idle pages, or `None` to recompress only on
+    /// command.
     pub auto_recompress: Option<Duration>,
-    /// Backing device of writeback.
+    /// Backing device to which pages are written back from memory, or `None`.
     pub backing: Option<BackingSpec>,
-    /// Behaviour of writes when the memory limit is reached.
-    pub when_full: WhenFull,
+    /// Behavior of writes when the memory limit is reached.
+    pub when_full: FullPolicy,
 }
 
-/// A secondary algorithm.
+/// Secondary algorithm, which recompresses pages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SecondarySpec {
-    /// Algorithm.
+    /// Compression algorithm.
     pub algorithm: Algorithm,
-    /// Checked parameters of the algorithm.
+    /// Parameters of the algorithm, already checked.
     pub params: String,
 }
 
-/// Specification of a backing device and its use.
+/// Specification of a backing device and of writeback to it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BackingSpec {
-    /// File, block device, or device of the server.
+    /// Location of the backing device: a file, a block device, or a device of the server.
     pub place: BackingPlace,
-    /// Size of a file in bytes. A file that does not exist is created with this size.
+    /// Size in bytes of a backing file, or `None` for the size of the existing file. A file that
+    /// does not exist is created with this size.
     pub size: Option<u64>,
-    /// Pages are written compressed and packed, as the pool stores them.
+    /// True if pages are written compressed and packed, as the pool stores them.
     pub compressed: bool,
-    /// Units of 4 KiB that may be written. The default is 0, as in the kernel.
+    /// Number of 4 KiB units that writeback may write if the limit is enabled. The default is 0, as
+    /// in the kernel.
     pub limit: u64,
-    /// The limit is enabled.
+    /// True if `limit` is enabled.
     pub limit_enable: bool,
-    /// Pages of a batch; None for the default.
+    /// Number of pages that writeback keeps in flight as a batch, or `None` for the default.
     pub batch_size: Option<u32>,
 }
 
-/// A backing device.
+/// Location of a backing device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackingPlace {
     /// A file or a block device.
     Path(PathBuf),
-    /// A device of the server.
+    /// A device of this server.
     Device {
-        /// The name with its prefix `device:`.
+        /// Name of the device with the prefix `device:`, as it was typed.
         typed: String,
-        /// The name.
+        /// Name of the device.
         name: String,
     },
 }
@@ -130,7 +135,7 @@ impl BackingPlace {
         }
     }
 
-    /// Returns the value as it can be typed.
+    /// Returns the location in the form of the key's value.
     fn path(&self) -> PathBuf {
         match self {
             Self::Path(path) => path.clone(),
@@ -187,7 +192,8 @@ fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
 
 // ---- words --------------------------------------------------------------------------------------
 
-/// Parses `algo=NAME [priority=1..3]`, several of these separated by `;`. A bare NAME is accepted.
+/// Parses the value of `recomp_algorithm`: one or more groups `algo=NAME [priority=1..3]`,
+/// separated by `;`. `NAME` without `algo=` is accepted, too.
 fn parse_secondaries(text: &str) -> Result<[Option<SecondarySpec>; SECONDARIES], String> {
     let mut all = <[Option<SecondarySpec>; SECONDARIES]>::default();
     for group in text.split(';') {
@@ -218,9 +224,10 @@ fn parse_secondaries(text: &str) -> Result<[Option<SecondarySpec>; SECONDARIES],
     Ok(all)
 }
 
-/// Parses `algorithm_params`: groups of the kernel's words, separated by `;`. Each group is for the
-/// algorithm that `priority=` (0 is the primary) or `algo=` selects, or for the primary one without
-/// both. Returns the parameters of the primary algorithm, and sets those of the secondary ones.
+/// Parses the value of `algorithm_params`: groups of words as in the kernel, separated by `;`.
+/// `priority=` (0 is the primary algorithm) or `algo=` selects the algorithm of a group; without
+/// both, it is the primary one. Returns the parameters of the primary algorithm, and sets those in
+/// `secondaries`.
 fn parse_params(
     keys: &Keys,
     primary: Algorithm,
@@ -238,7 +245,8 @@ fn parse_params(
         let words = group.split_whitespace().filter(|word| !word.starts_with("priority="));
         let words = words.collect::<Vec<_>>().join(" ");
         Params::check_words(&words, algorithm).map_err(|e| match e {
-            // These two errors do not name the word, so the error quotes the whole value.
+            // These two errors do not name the invalid word, so the message quotes the whole value
+            // of the key.
             ParamsError::NotFor(..) | ParamsError::Twice(_) => keys.refuse("algorithm_params", e.to_string()),
             ParamsError::OtherAlgorithm(algo, is) if priority > 0 => keys.params_error(format!(
                 "algo={algo} does not match recomp_algorithm, {is} at priority {priority}"
@@ -259,7 +267,8 @@ fn parse_params(
     Ok(of_primary.unwrap_or_default())
 }
 
-/// Returns the priority of the algorithm that a group of parameters is for.
+/// Returns the priority of the algorithm to which a group of parameters belongs; 0 is the primary
+/// one.
 fn group_priority(
     group: &str,
     primary: Algorithm,
@@ -277,8 +286,8 @@ fn group_priority(
             Err(format!("priority={priority}: recomp_algorithm has no algorithm there"))
         }
         Group { priority: Some(priority), .. } => Ok(priority),
-        // Without secondary algorithms, an unknown one is refused when the words are checked against the
-        // primary one.
+        // Without secondary algorithms, an unknown name is refused later, when the words are
+        // checked for the primary algorithm.
         Group { algo: Some(algo), .. } => {
             let named = |priority: &usize| has(*priority).is_some_and(|a| a.name() == algo);
             let found = (0..=SECONDARIES).find(named);
@@ -294,11 +303,11 @@ fn group_priority(
     }
 }
 
-/// A group of parameters: the words between two `;`.
+/// Group of words between two `;` in the value of a key.
 struct Group<'a> {
     priority: Option<usize>,
     algo: Option<&'a str>,
-    /// Words other than `priority=` and `algo=`.
+    /// Words of the group other than `priority=` and `algo=`.
     rest: Vec<&'a str>,
 }
 
@@ -328,7 +337,7 @@ impl<'a> Group<'a> {
 
 // ---- numbers ------------------------------------------------------------------------------------
 
-/// Parses `auto_recompress`: seconds of idleness, or `no`.
+/// Parses the value of `auto_recompress`: the idle time in seconds, or `no` (returns `None`).
 fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
     match text.parse() {
         Ok(0) => Ok(None),
@@ -338,7 +347,7 @@ fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
     }
 }
 
-/// Parses `writeback_limit`: a count of 4 KiB units as in the kernel, not a size.
+/// Parses the value of `writeback_limit`: a number of 4 KiB units as in the kernel, not a size.
 pub(crate) fn parse_units(text: &str) -> Result<u64, String> {
     match (text.parse(), size::parse(text)) {
         (Ok(units), _) => Ok(units),
@@ -349,7 +358,7 @@ pub(crate) fn parse_units(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses `writeback_batch_size`.
+/// Parses the value of `writeback_batch_size`: a number of pages, at least 1.
 pub(crate) fn parse_batch(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(pages) if pages > 0 => Ok(pages),
@@ -359,20 +368,20 @@ pub(crate) fn parse_batch(text: &str) -> Result<u32, String> {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-/// A device of the server that is the backing device of a family.
+/// Device of the server that is the backing device of a family.
 pub(crate) struct BackingDevice<'a> {
-    /// The device with its layers.
+    /// The backing device, including its layers.
     pub device: &'a Arc<dyn Device>,
-    /// The device can lose completed, unflushed writes while this process lives, so each write is
-    /// flushed.
+    /// True if each write must be flushed, because the device can lose completed writes while this
+    /// process runs.
     pub write_through: bool,
-    /// The device holds its data in memory.
+    /// True if the device stores its data in memory.
     pub in_memory: bool,
 }
 
-/// Creates a family; `size` is the size of its disks. `backing_device` is set if `spec` names a
-/// device of the server. `others` are the memory limits of the existing families. Logs warnings
-/// about probable mistakes.
+/// Creates a family. `size` is the size of its disks in bytes. `backing_device` must be set if
+/// `spec` names a device of the server as backing device. `others` returns the memory limits of the
+/// existing families. Logs warnings about probable mistakes.
 pub(crate) fn new(
     name: &str,
     spec: &FamilySpec,
@@ -380,7 +389,8 @@ pub(crate) fn new(
     backing_device: Option<&BackingDevice<'_>>,
     others: impl FnOnce() -> Vec<u64>,
 ) -> Result<Family, Refusal> {
-    // Examined before the family is created, because that may create the file.
+    // The location is examined before the family is created, because creating the family may create
+    // the file.
     let location = match spec.backing.as_ref().map(|backing| &backing.place) {
         Some(BackingPlace::Path(path)) => BackingLocation::of(path),
         _ => BackingLocation {
@@ -392,7 +402,8 @@ pub(crate) fn new(
     let family = Family::new(config.clone()).map_err(setup_refusal)?;
     family.set_name(name);
     if let Some(backing) = &spec.backing {
-        // The settings of a family are set through one of its disks.
+        // Settings of a family are changed through one of its disks, so a temporary disk is
+        // created.
         let disk = family.ram(PAGE_BYTES as u64).map_err(setup_refusal)?;
         disk.set_writeback_limit(backing.limit);
         disk.set_writeback_limit_enable(backing.limit_enable);
@@ -401,7 +412,7 @@ pub(crate) fn new(
         }
         warn_of_backing(name, &config, &disk, location);
     }
-    // Without /proc the memory is unknown.
+    // Without /proc the memory of the machine is unknown, and the warning is omitted.
     if let Ok(memory) = machine::memory() {
         let config = ram::Config { disksize: size, ..config };
         for warning in advice::memory_warnings(name, &config, others().into_iter(), memory) {
@@ -439,7 +450,7 @@ fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Resu
         algorithm_params: params(&spec.algorithm_params)?,
         mem_limit,
         auto_recompress: spec.auto_recompress,
-        when_full: spec.when_full,
+        full_policy: spec.when_full,
         ..ram::Config::default()
     };
     for (secondary, secondary_spec) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
@@ -465,7 +476,7 @@ fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Resu
 }
 
 fn spill_file(path: &Path, size: Option<u64>) -> Result<Arc<dyn Device>, Refusal> {
-    match File::open_for_spilling(path, size) {
+    match File::open_for_writeback(path, size) {
         Ok(file) => Ok(Arc::new(file)),
         Err(error) => {
             let why = format!("backing_dev: {}", error_text("backing_size", &error));
@@ -474,7 +485,7 @@ fn spill_file(path: &Path, size: Option<u64>) -> Result<Arc<dyn Device>, Refusal
     }
 }
 
-/// Converts a setup error of a family or of a disk.
+/// Converts an error from creating a family or a RAM disk to a refusal with an errno.
 pub(crate) fn setup_refusal(error: ram::SetupError) -> Refusal {
     match error {
         ram::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
@@ -484,8 +495,9 @@ pub(crate) fn setup_refusal(error: ram::SetupError) -> Refusal {
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// Returns an attribute of the family of a base's forks. Before the first fork, `family` is None and
-/// the values are those of the specification.
+/// Returns the value of an attribute that a base shows for the family of its forks, or `None` if it
+/// is not such an attribute. Before the first fork, `family` is `None` and the value is that of the
+/// specification.
 pub(crate) fn value(spec: &FamilySpec, family: Option<Family>, attr: &str) -> Option<Value> {
     Some(match (attr, family) {
         ("comp_algorithm", _) => json!(spec.comp_algorithm.to_string()),
@@ -494,7 +506,7 @@ pub(crate) fn value(spec: &FamilySpec, family: Option<Family>, attr: &str) -> Op
             json!(spec.mem_limit.or_else(|| machine::half_of_memory().ok()).unwrap_or(0))
         }
         (attr, family) if full::KEYS.contains(&attr) => {
-            return full::value(family.map_or(spec.when_full, |family| family.when_full()), attr);
+            return full::value(family.map_or(spec.when_full, |family| family.full_policy()), attr);
         }
         ("family", Some(family)) => family_stat(&family),
         ("family", None) => stat_json(&FamilyStat::default()),
@@ -502,7 +514,7 @@ pub(crate) fn value(spec: &FamilySpec, family: Option<Family>, attr: &str) -> Op
     })
 }
 
-/// Returns the statistics of a family.
+/// Returns the memory statistics of a family as a JSON object.
 pub fn family_stat(family: &Family) -> Value {
     stat_json(&family.stat())
 }

@@ -1,34 +1,35 @@
-//! Behaviour of a family of RAM disks when its memory limit is reached: the keys `full`,
-//! `full_timeout` and `full_warn`, which are also settable attributes.
+//! Behavior of a family of RAM disks (disks that share a memory pool) when its memory limit is
+//! reached: the keys `full`, `full_timeout` and `full_warn`, which are also settable attributes.
 
 use std::time::Duration;
 
-use freestone::ram::WhenFull;
+use freestone::ram::FullPolicy;
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
 use crate::keys::Keys;
 
-/// Keys of this behaviour.
+/// Keys that select the behavior when the memory limit is reached.
 pub(crate) const KEYS: [&str; 3] = ["full", "full_timeout", "full_warn"];
-/// Largest `full_timeout`, in seconds: a day.
+/// Largest value of `full_timeout` in seconds: a day.
 const TIMEOUT_SECONDS_MAX: u64 = 86_400;
 
-/// Value of `full` of a fork that behaves as its family.
+/// Value of the key `full` of a fork that uses the behavior of its family.
 const FAMILY: &str = "family";
 
-/// Parses the keys.
-pub(crate) fn take(keys: &Keys) -> Result<WhenFull, SpecError> {
-    let default = WhenFull::default();
-    Ok(WhenFull {
+/// Parses the values of [`KEYS`] in a device specification. Keys that are not set have the default
+/// value.
+pub(crate) fn take(keys: &Keys) -> Result<FullPolicy, SpecError> {
+    let default = FullPolicy::default();
+    Ok(FullPolicy {
         wait: keys.take("full", parse_wait)?.unwrap_or(default.wait),
         timeout: keys.take("full_timeout", parse_timeout)?.unwrap_or(default.timeout),
         warn_percent: keys.take("full_warn", parse_warn)?.unwrap_or(default.warn_percent),
     })
 }
 
-/// Returns the value of an attribute.
-pub(crate) fn value(when: WhenFull, attr: &str) -> Option<Value> {
+/// Returns the value of one of the attributes [`KEYS`], or `None` for another attribute.
+pub(crate) fn value(when: FullPolicy, attr: &str) -> Option<Value> {
     Some(match attr {
         "full" => json!(if when.wait { "wait" } else { "error" }),
         "full_timeout" => json!(when.timeout.as_secs()),
@@ -37,19 +38,20 @@ pub(crate) fn value(when: WhenFull, attr: &str) -> Option<Value> {
     })
 }
 
-/// A change of one of the attributes.
+/// Change of `full`, `full_timeout` or `full_warn`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum FullChange {
-    /// `full`: writes wait for space.
+pub enum WhenFullChange {
+    /// New value of `full`: true if writes wait for memory, false if they fail.
     Wait(bool),
-    /// `full_timeout`.
+    /// New value of `full_timeout`, the maximum time that a write waits for memory.
     Timeout(Duration),
-    /// `full_warn`, in percent; 0 is off.
+    /// New value of `full_warn`: the share of the limit at which a warning is logged, in percent; 0
+    /// is off.
     Warn(u8),
 }
 
-impl FullChange {
-    /// Parses a value. Returns None if this module has no such attribute.
+impl WhenFullChange {
+    /// Parses the new value of an attribute. Returns `None` if `attr` is not in [`KEYS`].
     pub(crate) fn check(attr: &str, text: &str) -> Option<Result<Self, String>> {
         Some(match attr {
             "full" => parse_wait(text).map(Self::Wait),
@@ -59,17 +61,18 @@ impl FullChange {
         })
     }
 
-    /// Returns `when` with this change.
-    pub(crate) fn applied_to(self, when: WhenFull) -> WhenFull {
+    /// Returns the policy `when` with this change applied.
+    pub(crate) fn applied_to(self, when: FullPolicy) -> FullPolicy {
         match self {
-            Self::Wait(wait) => WhenFull { wait, ..when },
-            Self::Timeout(timeout) => WhenFull { timeout, ..when },
-            Self::Warn(warn_percent) => WhenFull { warn_percent, ..when },
+            Self::Wait(wait) => FullPolicy { wait, ..when },
+            Self::Timeout(timeout) => FullPolicy { timeout, ..when },
+            Self::Warn(warn_percent) => FullPolicy { warn_percent, ..when },
         }
     }
 }
 
-/// Parses `full` of a fork: a value of its own, or `family` (None).
+/// Parses the value of `full` of a fork: `wait` or `error`, or `family` (returns `None`) to use the
+/// behavior of the family.
 pub(crate) fn parse_own(text: &str) -> Result<Option<bool>, String> {
     match text {
         FAMILY => Ok(None),
@@ -77,7 +80,7 @@ pub(crate) fn parse_own(text: &str) -> Result<Option<bool>, String> {
     }
 }
 
-/// Formats `full` of a fork as it is typed.
+/// Returns the value of `full` of a fork in the form that [`parse_own`] accepts.
 pub(crate) fn own_value(wait: Option<bool>) -> Value {
     json!(wait.map_or(FAMILY, |wait| if wait { "wait" } else { "error" }))
 }
@@ -121,23 +124,26 @@ mod tests {
             ),
         ] {
             for text in good {
-                let change = FullChange::check(attr, text).unwrap().unwrap();
-                let shown = match value(change.applied_to(WhenFull::default()), attr).unwrap() {
+                let change = WhenFullChange::check(attr, text).unwrap().unwrap();
+                let shown = match value(change.applied_to(FullPolicy::default()), attr).unwrap() {
                     Value::String(word) => word,
                     number => number.to_string(),
                 };
-                assert_eq!(FullChange::check(attr, &shown), Some(Ok(change)), "{attr}={text}");
+                assert_eq!(WhenFullChange::check(attr, &shown), Some(Ok(change)), "{attr}={text}");
             }
             for text in bad {
-                let sentence = FullChange::check(attr, text).unwrap().unwrap_err();
+                let sentence = WhenFullChange::check(attr, text).unwrap().unwrap_err();
                 assert!(sentence.starts_with("must be "), "{attr}={text}: {sentence}");
             }
         }
-        assert!(KEYS.iter().all(|key| value(WhenFull::default(), key).is_some()));
+        assert!(KEYS.iter().all(|key| value(FullPolicy::default(), key).is_some()));
         for (text, own_wait) in [("wait", Some(true)), ("error", Some(false)), ("family", None)] {
             assert_eq!((parse_own(text), own_value(own_wait)), (Ok(own_wait), json!(text)));
         }
         assert_eq!(parse_own("yes"), Err("must be error, wait or family".into()));
-        assert_eq!((FullChange::check("fill", "wait"), value(WhenFull::default(), "fill")), (None, None));
+        assert_eq!(
+            (WhenFullChange::check("fill", "wait"), value(FullPolicy::default(), "fill")),
+            (None, None)
+        );
     }
 }

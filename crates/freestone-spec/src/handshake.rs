@@ -10,45 +10,45 @@ use toml::de::DeValue;
 use crate::numbers::parse_in_range;
 use crate::{size, times};
 
-/// Allowed values of `max_pending_handshakes`.
+/// Allowed values of `max_pending_handshakes`, a number of connections.
 pub const MAX_PENDING_HANDSHAKES_RANGE: RangeInclusive<i64> = 1..=65_536;
-/// Allowed values of `max_connect_rate`.
+/// Allowed values of `max_connect_rate`, a number of connections per second.
 pub const CONNECTS_RANGE: RangeInclusive<i64> = 1..=1_000_000;
 /// Smallest and largest value of `handshake_grace`, `handshake_idle_timeout` and `handshake_timeout`.
 pub const TIMES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60 * 60));
-/// Smallest and largest value of `handshake_bytes`.
+/// Smallest and largest value of `handshake_bytes`, in bytes.
 pub const BYTES: (u64, u64) = (4 << 10, 64 << 10);
 
-/// Values that are set; the others have the server's defaults.
+/// Handshake limits from a configuration. Values that are `None` use the server's defaults.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct HandshakeWords {
-    /// Maximum number of connections that have not selected an export.
+    /// Maximum number of connections that have not yet selected an export.
     pub max_pending_handshakes: Option<u32>,
-    /// A pending connection is not closed in favour of a new one during this time.
+    /// Time during which a pending connection is not closed in favour of a new one.
     pub handshake_grace: Option<Duration>,
-    /// Maximum number of connections accepted per second.
+    /// Maximum number of connections that the server accepts per second.
     pub max_connect_rate: Option<u32>,
-    /// A client that sends nothing for this time during the handshake is disconnected.
+    /// Time after which a client that sends nothing during the handshake is disconnected.
     pub handshake_idle_timeout: Option<Duration>,
-    /// A client that has not selected an export within this time is disconnected.
+    /// Time after which a client that has not selected an export is disconnected.
     pub handshake_timeout: Option<Duration>,
-    /// Bytes accepted from a client before TLS, if TLS is required.
+    /// Maximum number of bytes accepted from a client before TLS starts, if TLS is required.
     pub handshake_bytes: Option<u64>,
 }
 
-/// Parses one of the times.
+/// Parses the value of `handshake_grace`, `handshake_idle_timeout` or `handshake_timeout`.
 ///
 /// # Errors
 /// Returns the reason, which the caller puts after `KEY=TEXT: `.
-pub fn time(text: &str) -> Result<Duration, String> {
+pub fn parse_time(text: &str) -> Result<Duration, String> {
     times::parse_in_range(text, TIMES)
 }
 
-/// Parses `handshake_bytes`.
+/// Parses the value of `handshake_bytes`.
 ///
 /// # Errors
 /// Returns the reason, which the caller puts after `KEY=TEXT: `.
-pub fn bytes(text: &str) -> Result<u64, String> {
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|error| error.to_string())?;
     let (least, most) = BYTES;
     if (least..=most).contains(&bytes) {
@@ -59,7 +59,7 @@ pub fn bytes(text: &str) -> Result<u64, String> {
 }
 
 impl HandshakeWords {
-    /// Sets a key of the configuration file.
+    /// Sets the value of a key of the configuration file.
     ///
     /// # Errors
     /// Returns a message that names the key.
@@ -83,18 +83,18 @@ impl HandshakeWords {
         let value_error = |why: String| format!("{key}={text}: {why}");
         let field = match key {
             "handshake_bytes" => {
-                self.handshake_bytes = Some(bytes(text).map_err(value_error)?);
+                self.handshake_bytes = Some(parse_bytes(text).map_err(value_error)?);
                 return Ok(());
             }
             "handshake_grace" => &mut self.handshake_grace,
             "handshake_idle_timeout" => &mut self.handshake_idle_timeout,
             _ => &mut self.handshake_timeout,
         };
-        *field = Some(time(text).map_err(value_error)?);
+        *field = Some(parse_time(text).map_err(value_error)?);
         Ok(())
     }
 
-    /// Returns these values, and those of `others` for the values that are not set.
+    /// Returns these values. Values that are not set are taken from `others`.
     #[must_use]
     pub fn or(&self, others: &Self) -> Self {
         Self {

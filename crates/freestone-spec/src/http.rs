@@ -1,21 +1,21 @@
-//! Address of an HTTP endpoint in a configuration file.
+//! Parses the address of an HTTP endpoint in a configuration file.
 
 use toml::de::DeValue;
 
 use crate::numbers::integer;
 
-/// Address of an HTTP endpoint, unchecked.
+/// Address of an HTTP endpoint, not checked yet.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct HttpWords {
-    /// Address to listen on.
+    /// Address or port to listen on, or `None` without an endpoint.
     pub address: Option<String>,
-    /// The address may be reachable from other machines.
+    /// True if the address may be reachable from other machines.
     pub open: bool,
 }
 
 impl HttpWords {
-    /// Sets a key of the configuration file: the key that ends in `_open`, or the address. The error
-    /// names the key.
+    /// Sets the value of a configuration key. A key that ends in `_open` sets `open`, another key
+    /// sets `address`. The error message names the key.
     pub fn take(&mut self, key: &str, value: &DeValue<'_>) -> Result<(), String> {
         match (key.ends_with("_open"), value) {
             (true, DeValue::Boolean(yes)) => self.open = *yes,

@@ -1,4 +1,5 @@
-//! Access to the keys of a device specification, and parsers of values that several kinds use.
+//! Access to the keys of a device specification, and parsers for values that several kinds of
+//! devices use.
 
 use std::path::PathBuf;
 
@@ -11,11 +12,11 @@ use crate::limits;
 use crate::path_text;
 use crate::size::{self, SizeError};
 
-/// Sector size in bytes, the unit of counts in the kernel's interfaces.
+/// Size of a sector in bytes, the unit of counts in the kernel's interfaces.
 pub const SECTOR_BYTES: u64 = 512;
 const _: () = assert!(MAX_SIZE_BYTES == i64::MAX as u64, "what a file has at most too, says parse_length");
 
-/// Concatenates three lists.
+/// Concatenates three lists of names. `N` must be the sum of their lengths.
 pub(crate) const fn joined<const N: usize>(
     first: &[&'static str],
     then: &[&'static str],
@@ -35,11 +36,11 @@ pub(crate) const fn joined<const N: usize>(
     all
 }
 
-/// Keys of a device specification. Kinds and layers take the keys that they know.
+/// Keys of a device specification, from which kinds and layers read the values that they need.
 pub(crate) struct Keys(pub Entries);
 
 impl Keys {
-    /// Checks that all keys are in `allowed`.
+    /// Checks that all keys of the specification are in `allowed`.
     pub(crate) fn allow(&self, allowed: &'static [&'static str]) -> Result<(), SpecError> {
         let Entries { name, kind, pairs } = &self.0;
         let of_all: &[&str] = if is_verb(kind) { &[] } else { &limits::KEYS };
@@ -56,7 +57,7 @@ impl Keys {
         }
     }
 
-    /// Parses the value of a key. Returns None if the key is not set.
+    /// Parses the value of a key with `parse`. Returns `None` if the key is not set.
     pub(crate) fn take<T>(
         &self,
         key: &str,
@@ -66,7 +67,8 @@ impl Keys {
         parse(value).map(Some).map_err(|why| self.value_error(key, value, why))
     }
 
-    /// Parses the value of a required key. `example` shows the key in the error message.
+    /// Parses the value of a required key. If the key is missing, the error message contains
+    /// `example`.
     pub(crate) fn need<T>(
         &self,
         kind: &'static str,
@@ -78,7 +80,7 @@ impl Keys {
         self.take(key, parse)?.ok_or_else(missing)
     }
 
-    /// Returns the value of a key as it was typed.
+    /// Returns the value of a key as it was typed, or `None` if the key is not set.
     pub(crate) fn typed(&self, key: &str) -> Option<&str> {
         self.0.pairs.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
@@ -87,7 +89,7 @@ impl Keys {
         SpecError::Value { name: self.0.name.clone(), key: key.into(), value: value.into(), why }
     }
 
-    /// Returns an error for the value of a key that is set.
+    /// Returns an error that refuses the value of a key for the reason `why`.
     pub(crate) fn refuse(&self, key: &str, why: impl Into<String>) -> SpecError {
         self.value_error(key, self.typed(key).unwrap_or_default(), why.into())
     }
@@ -97,13 +99,14 @@ impl Keys {
     }
 }
 
-/// Parses the size of a RAM disk, with a unit.
+/// Parses the size of a RAM disk, such as `4G`, and returns it in bytes.
 pub(crate) fn parse_disksize(text: &str) -> Result<u64, String> {
     let max = size::exact(DISKSIZE_BYTES_MAX);
     parse_size(text, DISKSIZE_BYTES_MAX, &format!("a ram device has at most {max}"))
 }
 
-/// Parses the size of a null device or a file, with a unit. Signed 64-bit offsets limit it.
+/// Parses the size of a null device or a file, such as `4G`, and returns it in bytes. The size is
+/// limited by signed 64-bit offsets.
 pub(crate) fn parse_length(text: &str) -> Result<u64, String> {
     parse_size(text, MAX_SIZE_BYTES, "the size must be less than 8388608T (2^63 bytes)")
 }
@@ -116,7 +119,7 @@ fn parse_size(text: &str, max: u64, allowed: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a limit: a size with a unit; `0` and `none` are unlimited.
+/// Parses a memory limit: a size with a unit, or `0` or `none` for unlimited (returns 0).
 pub(crate) fn parse_limit(text: &str) -> Result<u64, String> {
     match text {
         "0" | "none" => Ok(0),
@@ -124,7 +127,7 @@ pub(crate) fn parse_limit(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses the name of an algorithm.
+/// Parses the name of a compression algorithm.
 pub fn parse_algorithm(text: &str) -> Result<Algorithm, String> {
     text.parse().map_err(|e| {
         if let ParamsError::LzoRle = e {
@@ -141,7 +144,7 @@ pub(crate) fn parse_path(text: &str) -> Result<PathBuf, String> {
     if text.is_empty() { Err("a path is missing".into()) } else { Ok(path_text::path(text)) }
 }
 
-/// Parses a boolean in its usual spellings.
+/// Parses a boolean: `yes`, `on`, `true` or `1`, or their opposites.
 pub(crate) fn parse_bool(text: &str) -> Result<bool, String> {
     match text.to_ascii_lowercase().as_str() {
         "yes" | "on" | "true" | "1" => Ok(true),
@@ -150,7 +153,7 @@ pub(crate) fn parse_bool(text: &str) -> Result<bool, String> {
     }
 }
 
-/// Parses a count of sectors, not a size.
+/// Parses a number of sectors. A size with a unit is refused.
 pub(crate) fn parse_sectors(text: &str) -> Result<u64, String> {
     match (text.parse::<u32>(), size::parse(text)) {
         (Ok(sectors), _) => Ok(u64::from(sectors)),

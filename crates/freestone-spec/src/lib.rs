@@ -1,14 +1,16 @@
-//! Device specifications: parsing, checking and building devices.
+//! Parses and checks device specifications, and builds devices from them.
 //!
 //! The command line, the configuration file (`serve --config`) and the control socket share one
-//! schema. [`entries`] parses `NAME=KIND,key=value`, [`kinds`] has a module for each kind of device,
-//! [`layers`] one for each layer over a device's data, and [`attrs`] gets and sets the attributes of
-//! a device. [`open_device`] does all of this for a program that uses a device in its own process.
+//! schema. [`entries`] parses `NAME=KIND,key=value`. [`kinds`] contains a module for each kind of
+//! device, and [`layers`] one for each layer over a device's data. [`attrs`] reads and sets the
+//! attributes of a device. [`open_device`] parses, checks and builds devices for a program that
+//! uses a device in its own process.
 //!
-//! The crate depends on neither the command line, nor the NBD server, nor the control socket.
+//! The crate does not depend on the command line, the NBD server or the control socket.
 
 pub mod access;
 mod advice;
+pub mod aliases;
 pub mod attrs;
 #[doc(hidden)]
 pub mod check_input;
@@ -30,10 +32,9 @@ mod numbers;
 mod open;
 pub mod path_text;
 pub mod refusal;
-pub mod renamed;
 pub mod size;
 pub mod stores;
 pub mod times;
 pub mod tls;
 
-pub use open::{Devices, OpenError, Opened, open_device};
+pub use open::{Devices, OpenError, OpenedDevice, open_device};

@@ -1,4 +1,5 @@
-//! Limits of devices and exports: operations and bytes per second, and connections.
+//! I/O and connection limits of devices and exports: operations and bytes per second, and number of
+//! connections.
 
 use std::io;
 
@@ -12,21 +13,21 @@ use crate::entries::{Entries, SpecError};
 use crate::numbers::integer;
 use crate::size;
 
-/// Limit keys, which every device and export has.
+/// Keys of the limits, which every device and export supports.
 pub const KEYS: [&str; 5] = ["iops", "bps", "iops_burst", "bps_burst", "max_clients"];
-/// Largest `max_clients`.
+/// Largest value of `max_clients`, the maximum number of connections.
 pub const MAX_CLIENTS: u32 = 65_536;
 
-/// Limits of a device or an export. 0 is unlimited; a burst of 0 is the default burst.
+/// Limits of a device or an export. 0 means unlimited; a burst of 0 means the default burst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LimitSpec {
-    /// Operations and bytes per second.
+    /// Limits of operations and bytes per second.
     pub rates: Limits,
-    /// Maximum number of connections, at most [`MAX_CLIENTS`].
+    /// Maximum number of connections, up to [`MAX_CLIENTS`].
     pub max_clients: u32,
 }
 
-/// Limits that were set, in the order of [`KEYS`]. None keeps the present limit.
+/// New values of limits, in the order of [`KEYS`]. `None` keeps the present limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LimitWords([Option<u64>; KEYS.len()]);
 
@@ -41,19 +42,19 @@ impl LimitWords {
         Ok(true)
     }
 
-    /// Returns true if no limit was set.
+    /// Returns true if no limit has a new value.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(Option::is_none)
     }
 
-    /// Returns the value of `max_clients`, if it was set.
+    /// Returns the new value of `max_clients`, or `None` if it was not set.
     pub fn max_clients(&self) -> Option<u64> {
         self.0[4]
     }
 
-    /// Returns `limits` with these values in place of its own.
+    /// Returns `limits` with the new values applied.
     #[must_use]
-    pub fn over(&self, limits: LimitSpec) -> LimitSpec {
+    pub fn apply_to(&self, limits: LimitSpec) -> LimitSpec {
         let [iops, bps, iops_burst, bps_burst, max_clients] = self.0;
         let LimitSpec { rates, max_clients: clients } = limits;
         LimitSpec {
@@ -63,14 +64,14 @@ impl LimitWords {
                 iops_burst: iops_burst.unwrap_or(rates.iops_burst),
                 bps_burst: bps_burst.unwrap_or(rates.bps_burst),
             },
-            // The parser checked its range.
+            // The parser checked the range of `max_clients`, so the conversion cannot fail.
             max_clients: max_clients.and_then(|most| u32::try_from(most).ok()).unwrap_or(clients),
         }
     }
 }
 
 impl LimitSpec {
-    /// Parses the limits of a device, and removes their keys from `entries`.
+    /// Parses the limits in a device specification, and removes their keys from `entries`.
     pub(crate) fn take(entries: &mut Entries) -> Result<Self, SpecError> {
         let (name, mut words) = (entries.name.clone(), LimitWords::default());
         for (key, value) in &entries.pairs {
@@ -82,54 +83,55 @@ impl LimitSpec {
             })?;
         }
         entries.pairs.retain(|(key, _)| !KEYS.contains(&key.as_str()));
-        Ok(words.over(Self::default()))
+        Ok(words.apply_to(Self::default()))
     }
 
-    /// Returns true if nothing is limited.
-    pub fn is_none(&self) -> bool {
+    /// Returns true if no limit is set.
+    pub fn is_unlimited(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Returns the limit of a key, as a number of bytes or a count. 0 is unlimited; a burst of 0 is the
-    /// default burst.
+    /// Returns the limit of a key in bytes or as a count, or `None` if the key is not a limit. 0
+    /// means unlimited; a burst of 0 means the default burst.
     pub fn value(&self, key: &str) -> Option<u64> {
         let Self { rates: Limits { iops, bps, iops_burst, bps_burst }, max_clients } = *self;
         let all = [iops, bps, iops_burst, bps_burst, max_clients.into()];
         KEYS.iter().position(|known| *known == key).map(|index| all[index])
     }
 
-    /// Returns the limits that are not 0, with their keys.
-    pub fn said(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    /// Returns the key and value of each limit that is not 0.
+    pub fn nonzero(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let this = *self;
         KEYS.into_iter().filter_map(move |key| Some((key, this.value(key)?))).filter(|(_, value)| *value > 0)
     }
 
-    /// Returns the same limits as they are typed.
+    /// Returns the key and text of each limit that is not 0. Texts have the form of a
+    /// specification.
     pub fn words(&self) -> impl Iterator<Item = (&'static str, String)> {
-        self.said().map(|(key, value)| {
+        self.nonzero().map(|(key, value)| {
             let text = if key.starts_with("bps") { size::exact(value) } else { value.to_string() };
             (key, text)
         })
     }
 
-    /// Returns the limits as `stat` reports them, with effective bursts; None if nothing is limited.
+    /// Returns the limits for `stat`, with the effective bursts, or `None` if no limit is set.
     pub fn stat(&self) -> Option<Value> {
-        if self.is_none() {
+        if self.is_unlimited() {
             return None;
         }
         let mut stat: Map<String, Value> =
             KEYS.into_iter().map(|key| (key.to_owned(), json!(self.value(key)))).collect();
         if self.rates.iops > 0 {
-            stat.insert("iops_burst".into(), json!(self.rates.operations_at_once()));
+            stat.insert("iops_burst".into(), json!(self.rates.burst_operations()));
         }
         if self.rates.bps > 0 {
-            stat.insert("bps_burst".into(), json!(self.rates.bytes_at_once()));
+            stat.insert("bps_burst".into(), json!(self.rates.burst_bytes()));
         }
         Some(Value::Object(stat))
     }
 }
 
-/// Sets a limit of an export in a configuration file.
+/// Parses a limit of an export in a configuration file. The error message names the key.
 pub(crate) fn take_toml(words: &mut LimitWords, key: &str, value: &DeValue<'_>) -> Result<(), String> {
     let text = match (value, integer(value)) {
         (DeValue::String(text), _) => text.to_string(),
@@ -139,12 +141,12 @@ pub(crate) fn take_toml(words: &mut LimitWords, key: &str, value: &DeValue<'_>) 
     words.take(key, &text).map(drop).map_err(|why| format!("{key}={text}: {why}"))
 }
 
-/// Returns the error message for limits whose thread could not be started.
+/// Returns the error message if the thread that enforces limits could not be started.
 pub(crate) fn thread_error(error: &io::Error) -> String {
     format!("limits need a thread, which cannot be started: {error}")
 }
 
-/// Parses the value of a key.
+/// Parses the value of a limit key. `0` and `none` return 0.
 fn parse(key: &str, text: &str) -> Result<u64, String> {
     let (zero_meaning, is_size, least, most) = match key {
         "iops" => ("no limit", false, 1, OPERATIONS_MAX),
@@ -207,7 +209,7 @@ mod tests {
         assert_eq!(entries.pairs, [("disksize".to_owned(), "1M".to_owned())]);
         assert_eq!(words.take("iops", "0"), Ok(true));
         assert_eq!(words.take("iops_burst", "9"), Ok(true));
-        let changed = words.over(limits);
+        let changed = words.apply_to(limits);
         let words: Vec<_> = changed.words().collect();
         let expected = [("bps", "1M"), ("iops_burst", "9"), ("max_clients", "3")];
         assert_eq!(words, expected.map(|(key, value)| (key, value.to_owned())));

@@ -1,4 +1,4 @@
-//! Memory of the machine and of its control groups, and control of the allocator's free memory.
+//! Memory size of the machine and its control groups, and settings of the memory allocator.
 
 use std::fs;
 use std::io;
@@ -7,19 +7,19 @@ use std::path::{Path, PathBuf};
 use freestone::PAGE_BYTES;
 use thiserror::Error;
 
-/// Errors from determining the memory size.
+/// Errors from determining the memory size of the machine.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// The file cannot be read.
+    /// The file at this path cannot be read.
     #[error("cannot read {0}: {1}")]
     Read(&'static str, io::Error),
-    /// The file does not contain the line.
+    /// The file at this path does not contain a line with this key.
     #[error("{0} has no {1}")]
     Missing(&'static str, &'static str),
 }
 
-/// Returns the default `mem_limit` of a RAM disk in bytes: half of the memory, rounded down to whole
-/// pages, so that two defaults do not exceed the memory.
+/// Returns the default `mem_limit` of a RAM disk in bytes: half of the memory, rounded down to
+/// whole pages. So two disks with default limits do not exceed the memory.
 pub fn half_of_memory() -> Result<u64, MachineError> {
     let page = PAGE_BYTES as u64;
     Ok((memory()? / 2 / page).max(1) * page)
@@ -39,14 +39,15 @@ mod heap {
     #![expect(unsafe_code)]
     // UNSAFETY: a libc call without a safe wrapper.
 
-    /// Allocations of at least this size get a mapping of their own.
+    /// Size in bytes from which the allocator uses a separate mapping for an allocation.
     #[cfg(target_env = "gnu")]
     const APART_BYTES: libc::c_int = 64 << 10;
 
-    /// Makes the allocator return large blocks to the system when they are freed. By default it keeps
-    /// them in an arena per CPU, so buffers of past requests would occupy several times the memory
-    /// that was ever in use. Must be called before other threads exist.
-    pub fn keep_large_blocks_apart() {
+    /// Makes the allocator return large blocks to the system when they are freed. By default the
+    /// allocator keeps freed blocks in an arena per CPU. Buffers of past requests would then use
+    /// several times as much memory as was ever in use at one time. Must be called before other
+    /// threads exist.
+    pub fn mmap_large_allocations() {
         #[cfg(target_env = "gnu")]
         // SAFETY: mallopt only changes a setting of the allocator.
         unsafe {
@@ -54,9 +55,9 @@ mod heap {
         }
     }
 
-    /// Returns unused memory of the allocator to the system. Takes time in proportion to that memory,
-    /// while other threads' allocations wait.
-    pub fn give_back_heap() {
+    /// Returns unused memory of the allocator to the system. Takes time in proportion to this
+    /// memory, during which allocations of other threads wait.
+    pub fn trim_heap() {
         #[cfg(target_env = "gnu")]
         // SAFETY: malloc_trim may be called at any time.
         unsafe {
@@ -64,10 +65,11 @@ mod heap {
         }
     }
 }
-pub use heap::{give_back_heap, keep_large_blocks_apart};
+pub use heap::{mmap_large_allocations, trim_heap};
 
-/// Returns the lowest memory limit of the process's control group and of its ancestors, for versions
-/// 1 and 2. `groups` is the text of /proc/self/cgroup.
+/// Returns the lowest memory limit in bytes of the process's control group and the ancestors of
+/// this group, or `None` without a limit. Supports cgroup versions 1 and 2. `groups` is the text of
+/// /proc/self/cgroup.
 fn group_limit(groups: &str, root: &Path) -> Option<u64> {
     let mut lowest = None;
     for line in groups.lines() {
@@ -79,8 +81,8 @@ fn group_limit(groups: &str, root: &Path) -> Option<u64> {
             _ => continue,
         };
         let group = top.join(path.trim_start_matches('/'));
-        // "max" (unlimited) does not parse and is skipped. In a container the path may be outside of the
-        // visible tree, which leaves only the root.
+        // The text "max" (unlimited) is not a number and is skipped. In a container the path may be
+        // outside of the visible tree. Then only the limit of the root applies.
         let limits = group.ancestors().take_while(|dir| dir.starts_with(&top)).map(|dir| dir.join(file));
         lowest = limits.filter_map(|f| read_number(&f)).chain(lowest).min();
     }

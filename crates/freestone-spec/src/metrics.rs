@@ -1,4 +1,4 @@
-//! Metrics keys of a configuration file: `metrics`, `metrics_open` and `metrics_forks`.
+//! Parses the metrics keys of a configuration file: `metrics`, `metrics_open` and `metrics_forks`.
 
 use std::ops::RangeInclusive;
 
@@ -7,20 +7,20 @@ use toml::de::DeValue;
 use crate::http::HttpWords;
 use crate::numbers::parse_in_range;
 
-/// Allowed values of `metrics_forks`.
+/// Allowed values of `metrics_forks`, the maximum number of forks with separate metrics.
 pub const FORKS_RANGE: RangeInclusive<i64> = 0..=1000;
 
-/// Metrics settings. The address is unchecked.
+/// Metrics settings of a configuration file. The address is not checked yet.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct MetricsWords {
-    /// Metrics endpoint: `metrics` and `metrics_open`.
+    /// Address of the metrics endpoint: `metrics` and `metrics_open`.
     pub http: HttpWords,
-    /// Maximum number of forks with metrics of their own: `metrics_forks`.
+    /// Maximum number of forks with separate metrics: `metrics_forks`.
     pub forks: Option<u32>,
 }
 
 impl MetricsWords {
-    /// Sets a key of the configuration file. The error names the key.
+    /// Sets the value of a key of the configuration file. The error message names the key.
     pub fn take(&mut self, key: &str, value: &DeValue<'_>) -> Result<(), String> {
         match key {
             "metrics_forks" => self.forks = Some(parse_in_range(key, value, FORKS_RANGE)?),

@@ -1,43 +1,45 @@
-//! Notes of snapshot origins: the merge in progress and its store, and the content with which the
-//! origin and its stores were closed. The notes of a file are extended attributes of the file; those
-//! of a device in memory end with the device. `freestone::cow` reads and writes them.
+//! Notes of the origins of snapshots: the merge in progress, and the content version with which the
+//! origin and its COW stores were closed. The notes of a file are extended attributes of the file;
+//! those of a device in memory end with the device. `freestone::cow` reads and writes the notes.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use freestone::cow::{Left, Notes, Stamp};
+use freestone::cow::{LastSession, Notes, Stamp};
 use freestone::file::File;
 use tracing::warn;
 
-/// Attribute `user.freestone.merge`: `NUMBER STORE`, the number in hexadecimal digits.
+/// Name of the extended attribute `user.freestone.merge` for an unfinished merge. Its text is
+/// `NUMBER STORE`: the number of the merge in hexadecimal, and the path of the COW store.
 const NOTE: &str = "merge";
-/// Attribute `user.freestone.snapshots`: `closed CONTENT MTIME SIZE`, the time in nanoseconds; or
-/// `in use`.
+/// Name of the extended attribute `user.freestone.snapshots` for the content version. Its text is
+/// `closed CONTENT MTIME SIZE`, with the time in nanoseconds, or `in use`.
 const CONTENT: &str = "snapshots";
 const IN_USE: &str = "in use";
 
-/// Notes of a file.
+/// Notes of an origin that is a file.
 #[derive(Clone)]
 pub struct FileNotes {
     file: Arc<File>,
-    /// Merge in progress. Read once, when the file is opened, and changed with the attribute, so that
-    /// a later read error cannot make a half-merged origin look whole.
+    /// Merge in progress, or `None`. Read from the attribute only when the file is opened, so that
+    /// a later read error cannot hide that the origin is half merged.
     merge: Arc<Mutex<Option<Merge>>>,
 }
 
-/// A merge into a file.
+/// Unfinished merge of a snapshot into a file.
 #[derive(Debug, Clone)]
 struct Merge {
     id: u64,
-    /// Path of the store that is merged.
+    /// Path of the COW store that is merged.
     store: String,
 }
 
 impl FileNotes {
-    /// Reads the notes of a file.
+    /// Reads the notes of an open file.
     ///
     /// # Errors
-    /// Returns a message if the note of a merge cannot be read. The file may be half merged then.
+    /// Returns a message if the note about a merge cannot be read, because the file may be half
+    /// merged.
     pub fn read(file: Arc<File>) -> Result<Self, String> {
         let merge = read_merge(&file).map_err(|error| {
             format!(
@@ -50,12 +52,12 @@ impl FileNotes {
     }
 
     fn lock_merge(&self) -> MutexGuard<'_, Option<Merge>> {
-        // A panic cannot leave an assignment half done, so poisoning is ignored.
+        // A panic cannot leave the value half changed, so poisoning is ignored.
         self.merge.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the error message if a merge into the file was not finished, so that it cannot be served
-    /// alone as the device `name`.
+    /// Returns the error message if a merge into the file was not finished, so that the file cannot
+    /// be served without the snapshot. `name` is the device of the file. Returns `None` otherwise.
     pub fn half_merged_message(&self, name: &str) -> Option<String> {
         let Merge { store, .. } = self.lock_merge().clone()?;
         Some(format!(
@@ -67,13 +69,13 @@ impl FileNotes {
 }
 
 impl Notes for FileNotes {
-    fn merge(&self) -> Option<u64> {
+    fn merge_id(&self) -> Option<u64> {
         self.lock_merge().as_ref().map(|merge| merge.id)
     }
 
-    fn merge_begins(&self, id: u64, store: &str) {
+    fn record_merge(&self, id: u64, store: &str) {
         *self.lock_merge() = Some(Merge { id, store: store.to_owned() });
-        if let Err(error) = self.file.set_note(NOTE, &format!("{id:016x} {store}")) {
+        if let Err(error) = self.file.set_xattr(NOTE, &format!("{id:016x} {store}")) {
             let path = self.file.path().display();
             warn!(
                 "{path}: cannot set its attribute user.freestone.merge, which records the merge into it: {error}"
@@ -81,9 +83,9 @@ impl Notes for FileNotes {
         }
     }
 
-    fn merge_ended(&self) -> bool {
+    fn remove_merge(&self) -> bool {
         *self.lock_merge() = None;
-        let removed = self.file.remove_note(NOTE);
+        let removed = self.file.remove_xattr(NOTE);
         if let Err(error) = &removed {
             let path = self.file.path().display();
             warn!("{path}: cannot remove its attribute user.freestone.merge: {error}");
@@ -91,22 +93,25 @@ impl Notes for FileNotes {
         removed.is_ok()
     }
 
-    fn left(&self) -> Option<Left> {
-        match self.file.note(CONTENT) {
-            Ok(text) => Some(parse_closed(&text?, self.file.found()).unwrap_or(Left::InUse)),
-            // A note that cannot be read is treated as after a crash.
-            Err(_) => Some(Left::InUse),
+    fn last_session(&self) -> Option<LastSession> {
+        match self.file.xattr(CONTENT) {
+            Ok(text) => {
+                Some(parse_closed(&text?, self.file.modified_at_open()).unwrap_or(LastSession::InUse))
+            }
+            // If the note cannot be read, the file is treated as after a crash.
+            Err(_) => Some(LastSession::InUse),
         }
     }
 
-    fn in_use(&self) -> bool {
-        self.file.set_note(CONTENT, IN_USE).is_ok()
+    fn record_in_use(&self) -> bool {
+        self.file.set_xattr(CONTENT, IN_USE).is_ok()
     }
 
-    fn closed(&self, content: Stamp) {
-        // Without a time the note stays "in use", so that the next open assumes changes.
+    fn record_close(&self, content: Stamp) {
+        // Without the modification time, the note stays "in use", so that the next open assumes
+        // that the file was changed.
         let Some((time, size)) = self.file.modified() else { return };
-        if let Err(error) = self.file.set_note(CONTENT, &format!("closed {content} {time} {size}")) {
+        if let Err(error) = self.file.set_xattr(CONTENT, &format!("closed {content} {time} {size}")) {
             let path = self.file.path().display();
             warn!(
                 "{path}: cannot set its attribute user.freestone.snapshots, which records its orderly close: {error}"
@@ -115,48 +120,49 @@ impl Notes for FileNotes {
     }
 }
 
-/// Parses the note of a file that was closed in order, and checks whether the file was modified
-/// since.
-fn parse_closed(text: &str, found: Option<(i128, u64)>) -> Option<Left> {
+/// Parses the note of a file that was closed in a clean shutdown, and checks whether the file was
+/// modified since. `found` is its present modification time and size.
+fn parse_closed(text: &str, found: Option<(i128, u64)>) -> Option<LastSession> {
     let [content, time, size] =
         text.strip_prefix("closed ")?.split(' ').collect::<Vec<_>>().try_into().ok()?;
     let then = (time.parse().ok()?, size.parse().ok()?);
-    Some(Left::Closed { content: content.parse().ok()?, changed: found? != then })
+    Some(LastSession::Closed { content: content.parse().ok()?, changed: found? != then })
 }
 
-/// Notes of a device in memory.
+/// Notes of an origin in memory: the number of the merge in progress.
 #[derive(Default)]
 pub struct MemoryNotes(Mutex<Option<u64>>);
 
 impl MemoryNotes {
     fn merge_id(&self) -> MutexGuard<'_, Option<u64>> {
-        // A panic cannot leave an assignment half done, so poisoning is ignored.
+        // A panic cannot leave the value half changed, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Notes for MemoryNotes {
-    fn merge(&self) -> Option<u64> {
+    fn merge_id(&self) -> Option<u64> {
         *self.merge_id()
     }
 
-    fn merge_begins(&self, id: u64, _: &str) {
+    fn record_merge(&self, id: u64, _: &str) {
         *self.merge_id() = Some(id);
     }
 
-    fn merge_ended(&self) -> bool {
+    fn remove_merge(&self) -> bool {
         *self.merge_id() = None;
         true
     }
 
-    fn in_use(&self) -> bool {
+    fn record_in_use(&self) -> bool {
         true
     }
 }
 
-/// Reads the note of a merge into a file. An unknown format is an error.
+/// Reads the note about an unfinished merge into a file, or returns `None` without one. An unknown
+/// format is an error.
 fn read_merge(file: &File) -> io::Result<Option<Merge>> {
-    let Some(text) = file.note(NOTE)? else { return Ok(None) };
+    let Some(text) = file.xattr(NOTE)? else { return Ok(None) };
     let merge = text.split_once(' ').and_then(|(id, store)| {
         Some(Merge { id: u64::from_str_radix(id, 16).ok()?, store: store.to_owned() })
     });

@@ -1,4 +1,4 @@
-//! Opens devices in this process from the words that `freestone serve` takes.
+//! Opens devices in this process from the same specifications as `freestone serve`.
 
 use std::env;
 use std::fmt;
@@ -12,42 +12,46 @@ use crate::kinds::registry::Registry;
 use crate::kinds::{Spec, build};
 use crate::refusal::{Errno, Refusal, one_line};
 
-/// Error from opening a device: one sentence for the user, as `freestone serve` prints it.
+/// Error from opening a device: one sentence for the user, the same as `freestone serve` prints.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{sentence}")]
 pub struct OpenError {
-    /// Linux errno; `EINVAL` for invalid words.
+    /// Linux errno. `EINVAL` if the specification is invalid.
     pub errno: i32,
     /// Message that names the device, the key and the allowed values.
     pub sentence: String,
 }
 
-/// Devices of this process. Dropping them completes requests that a layer holds. Their files (zone
-/// state, recorded log) are complete once the last clone of a device is dropped too.
+/// Devices opened in this process. Dropping this completes requests that a fault layer holds. Files
+/// of the devices (zone state, recorded log) are complete when the last clone of each device is
+/// dropped, too.
 #[derive(Default)]
 pub struct Devices {
     registry: Registry,
 }
 
-/// A device with the devices it depends on. They end as [`Devices`] do.
-pub struct Opened {
+/// Device, together with the devices on which it depends. Dropping it has the same effects as
+/// dropping [`Devices`].
+pub struct OpenedDevice {
     device: Arc<dyn Device>,
     name: String,
     devices: Devices,
 }
 
 impl Devices {
-    /// Opens devices in their order, as `freestone serve DEVICE...` does, without serving them. Each
-    /// of `words` is `NAME=KIND[,key=value]...`; relative paths start at the working directory.
+    /// Opens devices in order, like `freestone serve DEVICE...`, but without serving them. Each of
+    /// `words` is a specification `NAME=KIND[,key=value]...`. Relative paths start at the working
+    /// directory.
     ///
     /// # Errors
-    /// Fails if words are invalid or a device cannot be opened. The other devices are closed then.
+    /// Fails if a specification is invalid or a device cannot be opened. The other devices are
+    /// closed then.
     pub fn open(words: &[String]) -> Result<Self, OpenError> {
         let here = env::current_dir()
             .map_err(|e| usage_error(format!("the working directory cannot be found: {e}")))?;
         let mut specs = Vec::new();
         for word in words {
-            let entries = Entries::parse(word).map_err(|e| usage_error(e.to_string()))?;
+            let entries = Entries::parse_with_warnings(word).map_err(|e| usage_error(e.to_string()))?;
             specs.push(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage_error(e.to_string()))?);
         }
         let devices = Self::default();
@@ -55,20 +59,21 @@ impl Devices {
         Ok(devices)
     }
 
-    /// Returns the devices by their names.
+    /// Returns the registry, which contains the devices by name.
     pub fn registry(&self) -> &Registry {
         &self.registry
     }
 }
 
-/// Opens devices as `freestone serve DEVICE...` does, without serving them, and returns the last one.
-/// `words` is one or more `NAME=KIND[,key=value]...`, separated by blanks and quoted as in a shell.
-/// The first ones are devices that the last one depends on. Relative paths start at the working
-/// directory.
+/// Opens devices like `freestone serve DEVICE...`, but without serving them, and returns the last
+/// one. `words` is one or more specifications `NAME=KIND[,key=value]...`, separated by blanks and
+/// quoted as in a shell. The last device may depend on the others. Relative paths start at the
+/// working directory.
 ///
 /// # Errors
-/// Fails if words are invalid or a device cannot be opened. The other devices are closed then.
-pub fn open_device(words: &str) -> Result<Opened, OpenError> {
+/// Fails if a specification is invalid or a device cannot be opened. The other devices are closed
+/// then.
+pub fn open_device(words: &str) -> Result<OpenedDevice, OpenError> {
     let Some(words) = shlex::split(words) else {
         return Err(usage_error(format!("{words}: a quote is not closed")));
     };
@@ -80,7 +85,7 @@ pub fn open_device(words: &str) -> Result<Opened, OpenError> {
     })?;
     let name = last.name().to_owned();
     match last.device() {
-        Some(device) => Ok(Opened { device: Arc::clone(device), name, devices }),
+        Some(device) => Ok(OpenedDevice { device: Arc::clone(device), name, devices }),
         None => {
             Err(usage_error(format!("{name}: a template is a fork for each connection; open a fork instead")))
         }
@@ -91,7 +96,7 @@ fn usage_error(sentence: String) -> OpenError {
     OpenError { errno: libc::EINVAL, sentence }
 }
 
-/// Builds devices in their order, and begins the merges they ask for.
+/// Builds devices in order, and starts the merges that their specifications request.
 fn build_all(specs: Vec<Spec>, registry: &Registry) -> Result<(), Refusal> {
     for spec in specs {
         registry.check_free(&spec.name).map_err(|why| why.of(&spec.name))?;
@@ -100,7 +105,7 @@ fn build_all(specs: Vec<Spec>, registry: &Registry) -> Result<(), Refusal> {
     }
     for entry in registry.all() {
         entry.kind.begin_merge(&entry, registry)?;
-        entry.check_whole()?;
+        entry.check_no_unfinished_merge()?;
     }
     Ok(())
 }
@@ -131,8 +136,8 @@ const fn errno_number(errno: Errno) -> i32 {
     }
 }
 
-impl Opened {
-    /// Returns the last device, with its layers.
+impl OpenedDevice {
+    /// Returns the opened device, with its layers.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
@@ -142,7 +147,8 @@ impl Opened {
         &self.name
     }
 
-    /// Returns messages with the seeds that were chosen at random, with which a run can be repeated.
+    /// Returns a message for each device whose seed of fault rules was chosen at random. With the
+    /// seed a run can be repeated.
     pub fn seeds(&self) -> Vec<String> {
         self.devices.registry.seeds()
     }
@@ -151,7 +157,8 @@ impl Opened {
 impl Drop for Devices {
     fn drop(&mut self) {
         for entry in self.registry.all() {
-            // Held requests keep devices alive, and devices flush when they are dropped.
+            // Requests held by a fault layer keep devices alive, and devices flush only when they
+            // are dropped.
             if let Some(faults) = &entry.layers.faults {
                 faults.close();
             }
@@ -159,9 +166,9 @@ impl Drop for Devices {
     }
 }
 
-impl fmt::Debug for Opened {
+impl fmt::Debug for OpenedDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Opened").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("OpenedDevice").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
@@ -223,7 +230,7 @@ mod tests {
         let misplaced = opened.device().write_at(1 << 20, &[3; 4096], Flags::empty());
         assert_eq!(misplaced, Err(Error::ZoneWritePointer));
         drop(opened);
-        // The write pointer was saved.
+        // The write pointer was saved, so the next write starts at the end of the first one.
         let opened = open_device(&words).unwrap();
         opened.device().write_at((1 << 20) + 8192, &[4; 4096], Flags::empty()).unwrap();
     }

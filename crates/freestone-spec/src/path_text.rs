@@ -1,7 +1,8 @@
-//! Paths as UTF-8 text. A Linux path is any sequence of bytes, but device words, TOML and JSON are
-//! UTF-8. A byte that is not part of a character is written as one of the private-use characters
-//! U+EF80 to U+EFFF. These characters in a path are written in the same way, byte by byte, so that
-//! each path has exactly one text, and the text gives the path back.
+//! Converts paths to UTF-8 text and back. A Linux path is any sequence of bytes, but device
+//! specifications, TOML and JSON are UTF-8. A byte that is not part of a UTF-8 character becomes
+//! one of the private-use characters U+EF80 to U+EFFF. If a path contains such a character, each of
+//! its bytes is converted in the same way. So each path has exactly one text, from which the path
+//! can be restored.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
@@ -9,20 +10,20 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize as _, Deserializer, Serializer};
 
-/// Character that would stand for byte 0.
+/// Code point of the character for byte 0. Only the characters for bytes from 0x80 on are used.
 const FIRST: u32 = 0xEF00;
 
-/// Returns the character that stands for a byte.
+/// Returns the private-use character that represents a byte.
 fn char_of(byte: u8) -> char {
     char::from_u32(FIRST + u32::from(byte)).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// Returns the byte that a character stands for.
+/// Returns the byte that a private-use character represents, or `None` for other characters.
 fn byte_of(c: char) -> Option<u8> {
     u32::from(c).checked_sub(FIRST).and_then(|byte| u8::try_from(byte).ok()).filter(|byte| *byte >= 0x80)
 }
 
-/// Returns the text of a path, or of another argument of a command line.
+/// Converts a path, or another argument of a command line, to text.
 pub fn text(path: &Path) -> String {
     let mut text = String::with_capacity(path.as_os_str().len());
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {
@@ -37,7 +38,7 @@ pub fn text(path: &Path) -> String {
     text
 }
 
-/// Returns the path of a text.
+/// Converts a text from [`text()`] back to the path.
 pub fn path(text: &str) -> PathBuf {
     if !text.contains(|c| byte_of(c).is_some()) {
         return text.into();
@@ -52,28 +53,28 @@ pub fn path(text: &str) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// Serializes a path, for `#[serde(with = "path_text")]`.
+/// Serializes a path as text, for `#[serde(with = "path_text")]`.
 pub fn serialize<S: Serializer>(path: &Path, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(&text(path))
 }
 
-/// Deserializes a path, for `#[serde(with = "path_text")]`.
+/// Deserializes a path from text, for `#[serde(with = "path_text")]`.
 pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<PathBuf, D::Error> {
     String::deserialize(from).map(|text| path(&text))
 }
 
-/// The same for a list of paths: `#[serde(with = "path_text::several")]`.
+/// Serialization of a list of paths as texts, for `#[serde(with = "path_text::several")]`.
 pub mod several {
     use std::path::PathBuf;
 
     use serde::{Deserialize as _, Deserializer, Serializer};
 
-    /// Serializes paths.
+    /// Serializes paths as texts.
     pub fn serialize<S: Serializer>(paths: &[PathBuf], to: S) -> Result<S::Ok, S::Error> {
         to.collect_seq(paths.iter().map(|path| super::text(path)))
     }
 
-    /// Deserializes paths.
+    /// Deserializes paths from texts.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<PathBuf>, D::Error> {
         Vec::<String>::deserialize(from).map(|texts| texts.iter().map(|text| super::path(text)).collect())
     }
@@ -93,7 +94,7 @@ mod tests {
             (&b"/a/disk.img"[..], "/a/disk.img"),
             ("/ü/\u{ef00}".as_bytes(), "/ü/\u{ef00}"),
             (b"/\xff\x80x", "/\u{efff}\u{ef80}x"),
-            // A path with a character that stands for a byte.
+            // A path with a private-use character that represents a byte in texts.
             ("\u{efff}".as_bytes(), "\u{efee}\u{efbf}\u{efbf}"),
             (b"\\xff", "\\xff"),
         ] {

@@ -1,4 +1,4 @@
-//! Errors of operations on devices: an errno for programs, a sentence for people.
+//! Errors of operations on devices: an errno for programs and a sentence for people.
 
 use std::fmt::Display;
 use std::io;
@@ -8,17 +8,17 @@ use thiserror::Error;
 
 macro_rules! errnos {
     ($($name:ident = $meaning:literal;)*) => {
-        /// Names of the errors that a verb returns in `data.errno`.
+        /// Names of the errors that a command on the control socket returns in `data.errno`.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
         pub enum Errno {
             $(#[doc = $meaning] $name,)*
         }
 
         impl Errno {
-            /// All errors.
+            /// All error names.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// Returns the meaning of the error, in a sentence.
+            /// Returns the meaning of the error as a sentence.
             pub const fn meaning(self) -> &'static str {
                 match self {
                     $(Self::$name => $meaning,)*
@@ -49,8 +49,8 @@ errnos! {
 }
 
 impl Errno {
-    /// Returns the errno for a failed call on a file: ENOSPC if the disk is full or a quota or
-    /// `RLIMIT_FSIZE` is reached, else EIO.
+    /// Returns the errno for a failed operation on a file: `ENOSPC` if the disk is full, or a quota
+    /// or `RLIMIT_FSIZE` is reached, else `EIO`.
     pub fn of_file(error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
@@ -61,38 +61,39 @@ impl Errno {
     }
 }
 
-/// An error of an operation on a device: one sentence that names the device and the key.
+/// Error of an operation on a device: one sentence that names the device and the key.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{sentence}")]
 pub struct Refusal {
-    /// Error number for programs.
+    /// Error name for programs.
     pub errno: Errno,
-    /// Message for people.
+    /// Message for people: one sentence.
     pub sentence: String,
-    /// The request itself is invalid. Otherwise the state of the machine or of devices prevents it.
+    /// True if the request itself is invalid. False if the state of the machine or of devices
+    /// prevents it.
     pub usage: bool,
 }
 
 impl Refusal {
-    /// Creates an error of a valid request that failed.
+    /// Creates the error of a valid request that failed.
     pub fn failed(errno: Errno, why: impl Display) -> Self {
         Self { errno, sentence: why.to_string(), usage: false }
     }
 
-    /// Creates an error of an invalid request.
+    /// Creates the error of an invalid request.
     pub fn invalid(why: impl Display) -> Self {
         Self { errno: Errno::EINVAL, sentence: why.to_string(), usage: true }
     }
 
-    /// Puts the name of the device before the sentence.
+    /// Inserts the name of the device before the sentence.
     #[must_use]
     pub fn of(self, name: &str) -> Self {
         Self { sentence: format!("{name}: {}", self.sentence), ..self }
     }
 }
 
-/// Escapes control characters of a message. A message can quote user input, which must not add lines
-/// or control a terminal.
+/// Escapes the control characters of a message, since quoted user input must not add lines or
+/// control a terminal.
 pub fn one_line(text: String) -> String {
     if !text.contains(char::is_control) {
         return text;

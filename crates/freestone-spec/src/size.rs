@@ -1,29 +1,31 @@
-//! Sizes as users type and read them: a whole number with K, M, G or T, 1024-based.
+//! Parses and formats sizes: whole numbers with K, M, G or T, 1024-based.
 
-use freestone::quantity::{self, SIZES, Wrong};
+use freestone::quantity::{self, ParseError, SIZES};
 use thiserror::Error;
 
-/// Suggestions interpret a bare number from this value on as bytes, and a smaller one as MiB.
+/// Smallest number without a unit that a suggestion interprets as bytes. Smaller ones are
+/// interpreted as MiB.
 const LOOKS_LIKE_BYTES: u64 = 1 << 20;
 
-/// Errors from parsing a size. Each message follows `key=value: `.
+/// Errors from parsing a size. Messages are printed after `key=value: `.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SizeError {
     /// The text is empty.
     #[error("a size is missing; give a whole number with K, M, G or T (1024-based), for example 512M")]
     Empty,
-    /// A number without a unit. It is ambiguous: kernel interfaces variously use bytes, MiB and sectors.
+    /// The number has no unit, so it is ambiguous: kernel interfaces use bytes, MiB or sectors.
+    /// Contains a suggestion.
     #[error("give a unit; {0}? (K, M, G and T are known, 1024-based)")]
     Bare(String),
-    /// A number with a fraction.
+    /// The number has a fraction. Contains a suggestion, if there is one.
     #[error("a size is a whole number{}", suggestion(.0.as_deref()))]
     Fraction(Option<String>),
     /// The unit is unknown.
     #[error("unknown unit {unit:?}{}; K, M, G and T are known (1024-based)", suggestion(.hint.as_deref()))]
     Unit {
-        /// Text after the number.
+        /// Text after the number, which is not a known unit.
         unit: String,
-        /// Suggested size.
+        /// Suggested size, if there is one.
         hint: Option<String>,
     },
     /// The text does not start with a number.
@@ -32,7 +34,7 @@ pub enum SizeError {
     /// The size is zero.
     #[error("must be more than 0")]
     Zero,
-    /// The size does not fit in 64 bits.
+    /// The size in bytes does not fit in 64 bits.
     #[error("too large; the largest size that can be written is 16777215T")]
     Overflow,
 }
@@ -41,44 +43,47 @@ fn suggestion(text: Option<&str>) -> String {
     text.map(|t| format!("; {t}?")).unwrap_or_default()
 }
 
-/// Parses a size greater than zero. Returns bytes.
+/// Parses a size greater than zero, such as `4G`, and returns it in bytes.
 pub fn parse(text: &str) -> Result<u64, SizeError> {
     match quantity::parse(text, &SIZES) {
-        Ok(0) | Err(Wrong::Bare(0)) => Err(SizeError::Zero),
+        Ok(0) | Err(ParseError::NoUnit(0)) => Err(SizeError::Zero),
         Ok(bytes) => Ok(bytes),
-        Err(Wrong::NoNumber) if text.is_empty() => Err(SizeError::Empty),
-        Err(Wrong::NoNumber) => Err(SizeError::NotANumber),
-        Err(Wrong::Bare(number)) => Err(suggested_size(number).map_or(SizeError::Overflow, SizeError::Bare)),
-        Err(Wrong::Unit { digits, number, unit }) => Err(match unit.strip_prefix(['.', ',']) {
+        Err(ParseError::NoNumber) if text.is_empty() => Err(SizeError::Empty),
+        Err(ParseError::NoNumber) => Err(SizeError::NotANumber),
+        Err(ParseError::NoUnit(number)) => {
+            Err(suggested_size(number).map_or(SizeError::Overflow, SizeError::Bare))
+        }
+        Err(ParseError::Unit { digits, number, unit }) => Err(match unit.strip_prefix(['.', ',']) {
             Some(fraction) => SizeError::Fraction(as_whole_number(digits, fraction)),
             None if number.is_none() => SizeError::Overflow,
             None => SizeError::Unit { unit: unit.into(), hint: suggested_unit(digits, unit) },
         }),
-        Err(Wrong::Long | Wrong::Overflow) => Err(SizeError::Overflow),
+        Err(ParseError::TooLong | ParseError::Overflow) => Err(SizeError::Overflow),
     }
 }
 
-/// Suggests a size for a number without a unit.
+/// Returns a suggested size for a number without a unit, or `None` if it is too large.
 fn suggested_size(number: u64) -> Option<String> {
     if number < LOOKS_LIKE_BYTES {
         return Some(format!("{number}M"));
     }
-    // Rounded up to whole KiB, as the kernel rounds up to pages.
+    // The number is rounded up to whole KiB, like sizes in the kernel to pages.
     number.div_ceil(1024).checked_mul(1024).map(exact)
 }
 
-/// Suggests 4G for `4GiB` and `4GB`.
+/// Returns a suggested size for a similar unit, such as 4G for `4GiB` and `4GB`, or `None`.
 fn suggested_unit(digits: &str, unit: &str) -> Option<String> {
     let upper = unit.to_ascii_uppercase();
     let letter = upper.strip_suffix("IB").or_else(|| upper.strip_suffix('B'))?;
     quantity::factor(letter, &SIZES).map(|_| format!("{digits}{letter}"))
 }
 
-/// Suggests the same size as a whole number of a smaller unit: 1536M for 1.5G.
+/// Returns the same size as a whole number of a smaller unit, such as 1536M for 1.5G, or `None` if
+/// there is none.
 fn as_whole_number(digits: &str, fraction: &str) -> Option<String> {
     let (tail, unit) = fraction.split_at(fraction.find(|c: char| !c.is_ascii_digit())?);
     let factor = u128::from(quantity::factor(unit, &SIZES)?);
-    // Longer numbers are not plausible sizes, and could overflow.
+    // Longer numbers are not plausible sizes, and the multiplication could overflow.
     if digits.len() > 6 || tail.is_empty() || tail.len() > 9 {
         return None;
     }
@@ -88,7 +93,7 @@ fn as_whole_number(digits: &str, fraction: &str) -> Option<String> {
     (bytes != 0 && bytes.is_multiple_of(1024)).then(|| exact(bytes))
 }
 
-/// Formats a size as it can be typed: in the largest unit that divides it, else in bytes with a `B`.
+/// Formats a size exactly: in the largest unit that divides it, else in bytes with a `B`.
 pub fn exact(bytes: u64) -> String {
     match quantity::largest(bytes, &SIZES) {
         Some((number, letter)) => format!("{number}{letter}"),
@@ -96,7 +101,8 @@ pub fn exact(bytes: u64) -> String {
     }
 }
 
-/// Formats a size for people, as zramctl does, with at most one decimal: `1.2G`, `512M`, `74B`.
+/// Formats a size for people, like zramctl, with at most one decimal, rounded down: `1.2G`, `512M`,
+/// `74B`.
 pub fn human(bytes: u64) -> String {
     let Some((letter, n)) = SIZES.iter().find(|(_, n)| bytes >= *n) else {
         return format!("{bytes}B");

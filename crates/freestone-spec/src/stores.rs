@@ -1,4 +1,5 @@
-//! Image stores: how a store is reached by its URL, and its local page cache.
+//! Image stores (object storage with images): access to a store by its URL, and the local page
+//! cache.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -7,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{env, io};
 
-use freestone::store::cache::{BYTES_MIN, BYTES_USUAL, Cache};
+use freestone::store::cache::{BYTES_DEFAULT, BYTES_MIN, Cache};
 use freestone::store::format::domain::{GRACE, GRACE_RANGE, Secret};
 use freestone::store::objects::{Directory, Objects};
 
@@ -18,64 +19,64 @@ use crate::refusal::{Errno, Refusal};
 use crate::size;
 use crate::times;
 
-/// Keys of access to a store.
+/// Keys that configure the access to an image store.
 const REACH_KEYS: [&str; 7] = ["key", "timeout", "endpoint", "region", "credentials", "anonymous", "hedge"];
-/// Keys that need a store over the network.
+/// Keys that are allowed only for a store over the network.
 const NETWORK_KEYS: [&str; 5] = ["endpoint", "region", "credentials", "anonymous", "hedge"];
-/// Keys of access to a store, and of its cache.
+/// Keys that configure the access to an image store and its page cache.
 pub const KEYS: [&str; 9] = joined(&REACH_KEYS, &["cache", "cache_size"], &[]);
-/// Prefix of the URL of a directory.
+/// Prefix of the URL of a store in a local directory.
 const FILE: &str = "file://";
-/// Largest key file, in bytes. The rest of a larger file is ignored.
+/// Maximum number of bytes read from a key file. The rest of a larger file is ignored.
 const KEY_FILE_BYTES_MAX: u64 = 4096;
-/// Smallest and largest `timeout` of a fetch.
+/// Smallest and largest value of `timeout`, the timeout of a fetch.
 const TIMEOUT_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3600));
 
-/// Access to a store, and its page cache.
+/// Access to an image store, and the page cache for it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StoreSpec {
-    /// File with the secret key of object names.
+    /// Path of the file with the secret key for object names, or `None` for a store without a key.
     pub key: Option<PathBuf>,
-    /// Location of the page cache; None for the default directory.
+    /// Location of the page cache, or `None` for the default directory.
     pub cache: Option<CachePlace>,
-    /// Maximum size of the page cache, in bytes.
+    /// Maximum size of the page cache in bytes, or `None` for the default.
     pub cache_size: Option<u64>,
-    /// Timeout of a fetch.
+    /// Timeout of a fetch from the store, or `None` for the default.
     pub timeout: Option<Duration>,
-    /// URL of the object storage server; None for the provider's.
+    /// URL of the object storage server, or `None` for the default.
     pub endpoint: Option<String>,
-    /// Region of the bucket.
+    /// Region of the bucket, or `None` for the default.
     pub region: Option<String>,
-    /// File with credentials.
+    /// Path of the file with credentials, or `None` for the default credentials.
     pub credentials: Option<PathBuf>,
-    /// Requests are not signed.
+    /// True if requests are not signed.
     pub anonymous: bool,
-    /// A read without a reply after this time is sent a second time.
+    /// Time after which a read without a reply is sent a second time, or `None` to never do so.
     pub hedge: Option<Duration>,
 }
 
-/// Location of a page cache.
+/// Location of the page cache of an image store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CachePlace {
-    /// No cache.
+    /// No page cache is used.
     None,
-    /// A directory.
+    /// The cache is in this directory.
     Dir(PathBuf),
 }
 
-/// Access to a store for a push, and the settings with which the push creates the store.
+/// Access to an image store for a push, and the settings of the store if the push creates it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PushSpec {
-    /// Access to the store.
+    /// Access to the image store.
     pub store: StoreSpec,
-    /// A store that the push creates is encrypted.
+    /// True if a store that the push creates is encrypted.
     pub encrypt: bool,
-    /// How long a store that the push creates retains unreferenced objects.
+    /// Time for which a store that the push creates retains unreferenced objects.
     pub grace: Duration,
 }
 
 impl PushSpec {
-    /// Parses the keys of a verb.
+    /// Parses the keys of a `push` command for the store at `url`.
     ///
     /// # Errors
     /// Fails if a key is unknown or a value is invalid.
@@ -93,7 +94,7 @@ impl PushSpec {
 }
 
 impl StoreSpec {
-    /// Parses the keys of a store at `url`.
+    /// Parses the keys of the store at `url`.
     pub(crate) fn take(keys: &Keys, url: &str) -> Result<Self, SpecError> {
         if url.starts_with(FILE)
             && let Some(key) = NETWORK_KEYS.iter().find(|key| keys.typed(key).is_some())
@@ -120,7 +121,7 @@ impl StoreSpec {
         Ok(spec)
     }
 
-    /// Parses the keys of a verb.
+    /// Parses the keys of a command that accesses the store at `url`.
     ///
     /// # Errors
     /// Fails if a key is unknown or a value is invalid.
@@ -130,12 +131,13 @@ impl StoreSpec {
         Self::take(&keys, url)
     }
 
-    /// Returns the timeout of a fetch.
+    /// Returns the timeout of a fetch from the store.
     pub fn timeout(&self) -> Duration {
         self.timeout.unwrap_or(freestone::store::image::TIMEOUT)
     }
 
-    /// Reads the secret key of object names, if a key file is set.
+    /// Reads the secret key for object names from the key file. Returns `None` if no key file is
+    /// set.
     pub fn secret(&self) -> Result<Option<Secret>, Refusal> {
         let Some(path) = &self.key else { return Ok(None) };
         let refused = |why: String| {
@@ -150,7 +152,7 @@ impl StoreSpec {
         secret.map(Some).ok_or_else(|| refused(hint.into()))
     }
 
-    /// Returns the store at a URL. No request is sent yet.
+    /// Returns the object storage at `url`. No request is sent yet.
     pub fn objects(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
         if let Some(path) = url.strip_prefix(FILE) {
             return Ok(Arc::new(Directory::new(path_text::path(path))));
@@ -178,14 +180,14 @@ impl StoreSpec {
         Err(Refusal::failed(Errno::EOPNOTSUPP, format!("{url}: {why}")))
     }
 
-    /// Opens the page cache. Returns None for `cache=none`.
+    /// Opens the page cache. Returns `None` for `cache=none`.
     pub fn open_cache(&self) -> Result<Option<Arc<Cache>>, Refusal> {
         let dir = match &self.cache {
             Some(CachePlace::None) => return Ok(None),
             Some(CachePlace::Dir(dir)) => dir.clone(),
             None => default_dir()?,
         };
-        let opened = Cache::open(&dir, self.cache_size.unwrap_or(BYTES_USUAL));
+        let opened = Cache::open(&dir, self.cache_size.unwrap_or(BYTES_DEFAULT));
         let refused = |e: io::Error| Refusal::failed(errno_of(&e), format!("cache={}: {e}", dir.display()));
         opened.map(Some).map_err(refused)
     }
@@ -198,8 +200,8 @@ fn errno_of(error: &io::Error) -> Errno {
     }
 }
 
-/// Returns the default directory of the page cache: `$FREESTONE_CACHE`, else the cache directory of the
-/// service or of the user.
+/// Returns the default directory of the page cache: `$FREESTONE_CACHE`, else the cache directory of
+/// the systemd service or of the user.
 fn default_dir() -> Result<PathBuf, Refusal> {
     let of = |variable| env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
     let refused = |why: &str| Refusal::failed(Errno::EINVAL, format!("cache: {why}"));
@@ -207,7 +209,7 @@ fn default_dir() -> Result<PathBuf, Refusal> {
         let why = "FREESTONE_CACHE must be an absolute path";
         return if dir.is_absolute() { Ok(dir) } else { Err(refused(why)) };
     }
-    // Set by systemd; the first of several directories.
+    // systemd sets `CACHE_DIRECTORY`. The first of several directories is used.
     let service_dirs = env::var("CACHE_DIRECTORY").ok();
     if let Some(dir) = service_dirs.as_deref().and_then(|dirs| dirs.split(':').next()).map(PathBuf::from)
         && dir.is_absolute()

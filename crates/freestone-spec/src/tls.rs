@@ -1,5 +1,5 @@
-//! TLS settings of NBD: the keys `tls`, `tls_cert`, `tls_key`, `tls_client_ca`, `tls_client_crl` and
-//! `allow_plaintext` of a server, and `tls_clients` of a device.
+//! TLS settings of the NBD server: the keys `tls`, `tls_cert`, `tls_key`, `tls_client_ca`,
+//! `tls_client_crl` and `allow_plaintext` of a server, and `tls_clients` of a device.
 
 use std::path::{Path, PathBuf};
 
@@ -7,24 +7,25 @@ use toml::de::DeValue;
 
 use crate::path_text;
 
-/// Maximum number of names in `tls_clients`.
+/// Maximum number of client names in the value of `tls_clients`.
 const MAX_NAMES: usize = 64;
-/// Longest name, in bytes. The longest name that is read from a certificate has the same length.
+/// Maximum length of a name in `tls_clients`, in bytes. The same as the limit for names read from
+/// certificates.
 const MAX_NAME_BYTES: usize = 1024;
-/// Value of `tls_clients` for all clients with TLS.
+/// Value of `tls_clients` that allows all clients with TLS.
 const ANY: &str = "any";
 
-/// NBD clients that may use a device.
+/// NBD clients that may use a device: the value of `tls_clients`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TlsClients {
-    /// Clients with TLS.
+    /// All clients with TLS.
     Any,
-    /// Clients whose certificate has one of these names.
+    /// Clients whose certificate contains one of these names.
     Named(Vec<String>),
 }
 
 impl TlsClients {
-    /// Parses `any`, or names separated by `+`.
+    /// Parses the value of `tls_clients`: `any`, or names separated by `+`.
     ///
     /// # Errors
     /// Returns the reason, which the caller puts after `KEY=TEXT: `.
@@ -45,19 +46,19 @@ impl TlsClients {
     }
 }
 
-/// TLS mode of a server.
+/// TLS mode of an NBD server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TlsWord {
-    /// TLS is not offered.
+pub enum ServerTlsMode {
+    /// The server does not offer TLS.
     Off,
-    /// TLS is offered. Devices with `tls_clients` require it.
+    /// The server offers TLS. Devices with `tls_clients` require it.
     On,
-    /// TLS is required.
+    /// The server requires TLS.
     Require,
 }
 
-impl TlsWord {
-    /// Parses a mode.
+impl ServerTlsMode {
+    /// Parses the value of `tls`: `off`, `on` or `require`.
     ///
     /// # Errors
     /// Returns the reason, which the caller puts after `KEY=TEXT: `.
@@ -70,7 +71,7 @@ impl TlsWord {
         }
     }
 
-    /// Returns the mode as it is typed.
+    /// Returns the mode as the value of `tls`.
     pub fn text(self) -> &'static str {
         match self {
             Self::Off => "off",
@@ -80,25 +81,25 @@ impl TlsWord {
     }
 }
 
-/// TLS settings of a server. Values that are not set have their defaults.
+/// TLS settings of an NBD server. Values that are `None` have their defaults.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct TlsWords {
-    /// TLS mode.
-    pub tls: Option<TlsWord>,
-    /// File with the server's certificate.
+    /// TLS mode of the server.
+    pub tls: Option<ServerTlsMode>,
+    /// Path of the file with the server's certificate.
     pub cert: Option<PathBuf>,
-    /// File with the private key of the certificate.
+    /// Path of the file with the private key of the certificate.
     pub key: Option<PathBuf>,
-    /// File with the certificate authorities of client certificates.
+    /// Path of the file with the certificate authorities of client certificates.
     pub client_ca: Option<PathBuf>,
-    /// File with the revoked client certificates.
+    /// Path of the file with the list of revoked client certificates.
     pub client_crl: Option<PathBuf>,
-    /// Clients of other machines may connect without TLS.
+    /// True if clients on other machines may connect without TLS.
     pub allow_plaintext: Option<bool>,
 }
 
 impl TlsWords {
-    /// Sets a key of the configuration file.
+    /// Sets the value of a key of the configuration file.
     ///
     /// # Errors
     /// Returns a message that names the key.
@@ -115,7 +116,9 @@ impl TlsWords {
             });
         };
         match key {
-            "tls" => self.tls = Some(TlsWord::parse(text).map_err(|why| format!("{key}={text}: {why}"))?),
+            "tls" => {
+                self.tls = Some(ServerTlsMode::parse(text).map_err(|why| format!("{key}={text}: {why}"))?);
+            }
             "tls_cert" => self.cert = Some(PathBuf::from(&**text)),
             "tls_key" => self.key = Some(PathBuf::from(&**text)),
             "tls_client_ca" => self.client_ca = Some(PathBuf::from(&**text)),
@@ -124,7 +127,7 @@ impl TlsWords {
         Ok(())
     }
 
-    /// Returns these values, and those of `others` for the values that are not set.
+    /// Returns these values. Values that are not set are taken from `others`.
     #[must_use]
     pub fn or(self, others: Self) -> Self {
         Self {
@@ -137,7 +140,7 @@ impl TlsWords {
         }
     }
 
-    /// Returns the keys with their values as text.
+    /// Returns each key with its value as text, or `None` if the value is not set.
     pub fn texts(&self) -> [(&'static str, Option<String>); 6] {
         let path = |path: &Option<PathBuf>| path.as_deref().map(path_text::text);
         let yes = |yes| if yes { "yes" } else { "no" }.to_owned();
@@ -151,7 +154,7 @@ impl TlsWords {
         ]
     }
 
-    /// Makes relative paths absolute: they start at `base`.
+    /// Replaces relative paths by absolute ones that start at the directory `base`.
     #[must_use]
     pub fn with_base(self, base: &Path) -> Self {
         let at = |path: Option<PathBuf>| path.map(|path| base.join(path));

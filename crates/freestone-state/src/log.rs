@@ -1,11 +1,12 @@
-//! The topology file and its devices.
+//! The topology file and the devices recorded in it.
 //!
-//! A [`Log`] appends lines. It replaces the whole file if most of it is obsolete, or after a failed write.
-//! The directory is opened once, so that only the sync of an open descriptor can fail after a rename.
-//! [`State`](crate::State) owns the log and holds a lock during every call.
+//! A [`Log`] appends lines to the file. The log replaces the whole file if most of the content is
+//! obsolete, or after a failed write. The directory is opened once, so that after a rename only the
+//! sync of an open descriptor can fail. [`State`](crate::State) owns the log and holds a lock
+//! during every call.
 //!
-//! After a failed sync, or a rename with unknown effect, the content of the file is *unknown*: nothing is
-//! appended until the file has been replaced durably.
+//! After a failed sync, or a rename with unknown effect, the content of the file is *unknown*. No
+//! line is appended until the file has been replaced durably.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -19,38 +20,38 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
 use crate::error::StateError;
-use crate::lines::{self, Line, Read};
+use crate::lines::{self, Line, ReadResult};
 use crate::topology::Topology;
 
-pub const TOPOLOGY: &str = "topology";
-/// Temporary file name used while the topology is rewritten.
-const NEW: &str = "topology.new";
-/// Largest topology file accepted, in bytes. A larger file belongs to another program.
+pub const TOPOLOGY_FILE: &str = "topology";
+/// Name of the temporary file used while the topology is rewritten.
+const NEW_FILE: &str = "topology.new";
+/// Size of the largest topology file accepted, in bytes. A larger file belongs to another program.
 const MAX_BYTES: u64 = 1 << 30;
-/// Smallest file that is rewritten to shrink it, in bytes.
+/// Size of the smallest topology file that is rewritten to shrink it, in bytes.
 pub const REWRITE_BYTES: u64 = 4 << 20;
-/// Rewrite the file only if that shrinks it to `1/REWRITE_PART` of its size.
+/// The file is rewritten only if that shrinks it to about `1/REWRITE_PART` of its size.
 const REWRITE_PART: u64 = 4;
-/// Bytes reserved on the disk before a change takes effect, in addition to [`DEVICE_BYTES`] for each of its
-/// devices and to a copy of all devices, which the next start may have to write.
+/// Bytes reserved on the disk before a change takes effect. Added to them are [`DEVICE_BYTES`] for
+/// each device of the change, and a copy of all devices, which the next start may have to write.
 const RESERVE_BYTES: u64 = 128 << 10;
 const DEVICE_BYTES: u64 = 1 << 10;
 
-/// A verb that was in progress when the server ended, and was rolled back.
+/// A verb that was in progress when the server ended, and whose change was rolled back.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unfinished {
-    /// Name of the verb.
+pub struct InterruptedVerb {
+    /// Name of the interrupted verb.
     pub verb: String,
-    /// Names of the devices.
+    /// Names of the devices that the verb was changing.
     pub names: Vec<String>,
 }
 
-/// A change that is not durable yet.
+/// A change that has begun and is not durably committed yet.
 #[derive(Debug)]
 struct Pending {
     verb: String,
     names: Vec<String>,
-    /// Lines of a commit that is not durable yet.
+    /// Lines of the commit, once they have been appended; otherwise empty.
     lines: Vec<Line>,
 }
 
@@ -64,27 +65,27 @@ impl Pending {
 pub struct Log {
     path: PathBuf,
     dir: File,
-    /// The current file. Shared, so that one thread can sync while others append.
+    /// The current topology file. Shared, so that one thread can sync while others append.
     file: Arc<File>,
-    /// Length of the valid content. Later bytes belong to a failed write.
+    /// Length in bytes of the valid content. Later bytes are from a failed write.
     bytes: u64,
-    /// Durable bytes of the file.
+    /// Number of bytes from the file's start that are durable.
     synced: u64,
-    /// End of the bytes reserved on the disk.
+    /// Offset in bytes up to which disk space is reserved.
     reserved: u64,
-    /// Number of appends so far; `durable` counts those that are durable.
+    /// Number of appends since the start. `durable` is the number of appends that are durable.
     written: u64,
     durable: u64,
     is_unknown: bool,
-    /// The devices as of the last durable change.
+    /// The devices as of the last durable commit.
     topology: Topology,
     next: u64,
     pending: BTreeMap<u64, Pending>,
-    /// A thread is syncing the file.
+    /// True while a thread syncs the file.
     pub is_syncing: bool,
 }
 
-/// A sync of the file, executed without the lock.
+/// A sync of the topology file, executed without the lock of the log.
 pub struct Sync {
     file: Arc<File>,
     written: u64,
@@ -98,13 +99,14 @@ impl Sync {
 }
 
 impl Log {
-    /// Opens or creates the topology file of a directory. Returns the uncommitted changes.
+    /// Opens or creates the topology file of a directory. Also returns the uncommitted changes,
+    /// which are dropped.
     ///
     /// # Errors
-    /// See [`StateError`]. The file is unchanged.
-    pub fn open(dir_path: &Path) -> Result<(Self, Vec<Unfinished>), StateError> {
+    /// Fails with a [`StateError`]; the file is then unchanged.
+    pub fn open(dir_path: &Path) -> Result<(Self, Vec<InterruptedVerb>), StateError> {
         let directory_error = |error: io::Error| StateError::Directory(dir_path.to_owned(), error);
-        let path = dir_path.join(TOPOLOGY);
+        let path = dir_path.join(TOPOLOGY_FILE);
         let dir = File::open(dir_path).map_err(directory_error)?;
         let (mut file, is_read_only) = open_file(&path).map_err(directory_error)?;
         let mut content = Vec::new();
@@ -112,11 +114,11 @@ impl Log {
         if content.len() as u64 > MAX_BYTES {
             return Err(StateError::Foreign(path));
         }
-        let (topology, bytes, unfinished, next) = match lines::read(&content) {
-            Read::Whole { topology, bytes, unfinished, next } => (topology, bytes, unfinished, next),
-            Read::Foreign => return Err(StateError::Foreign(path)),
-            Read::Newer(version) => return Err(StateError::Newer(path, version)),
-            Read::Damaged(line) => return Err(StateError::Damaged(path, line)),
+        let (topology, bytes, interrupted, next) = match lines::read(&content) {
+            ReadResult::Whole { topology, bytes, interrupted, next } => (topology, bytes, interrupted, next),
+            ReadResult::Foreign => return Err(StateError::Foreign(path)),
+            ReadResult::Newer(version) => return Err(StateError::Newer(path, version)),
+            ReadResult::Damaged(line) => return Err(StateError::Damaged(path, line)),
         };
         let is_cut = bytes < content.len() as u64;
         if is_cut {
@@ -131,14 +133,15 @@ impl Log {
             reserved: 0,
             written: 0,
             durable: 0,
-            // Appending is impossible: the next change must replace the file or fails.
+            // A read-only file cannot be appended to: the next change must replace the file, or it
+            // fails.
             is_unknown: is_read_only,
             topology,
             next,
             pending: BTreeMap::new(),
             is_syncing: false,
         };
-        // Drops uncommitted changes and a torn line.
+        // The rewrite drops uncommitted changes and a torn line.
         if let Err(error) = log.rewrite() {
             if bytes == 0 {
                 return Err(directory_error(error));
@@ -150,13 +153,14 @@ impl Log {
                 tracing::warn!(%path, %error, "cannot rewrite the state; using the present file");
             }
             log.is_unknown |= is_cut && log.file.set_len(bytes).is_err();
-            // A killed server may not have synced its last line.
+            // A killed server may not have synced the last line that it wrote.
             log.is_unknown |= log.file.sync_data().and_then(|()| log.dir.sync_all()).is_err();
         }
-        // For the next start. On a full disk that start may fail, but this one continues.
+        // The next start needs the reserved space. On a full disk that start may fail, but this one
+        // continues.
         let _ = log.reserve(0);
-        let unfinished = unfinished.into_iter().map(|(verb, names)| Unfinished { verb, names });
-        Ok((log, unfinished.collect()))
+        let interrupted = interrupted.into_iter().map(|(verb, names)| InterruptedVerb { verb, names });
+        Ok((log, interrupted.collect()))
     }
 
     pub fn topology(&self) -> &Topology {
@@ -165,22 +169,22 @@ impl Log {
 
     // ---- changes --------------------------------------------------------------------------------
 
-    /// Reserves space for a change of `devices` devices, so that the change can be committed after it has
-    /// taken effect.
+    /// Reserves disk space for a change of `devices` devices, so that the change can be committed
+    /// after it has taken effect.
     pub fn reserve(&mut self, devices: usize) -> io::Result<()> {
         self.repair()?;
         let wanted = self.bytes + RESERVE_BYTES + devices as u64 * DEVICE_BYTES;
         if self.reserved >= self.bytes + wanted {
             return Ok(());
         }
-        // Reserves space for later changes, too, if available.
+        // Also reserve space for later changes, if available.
         for bytes in [wanted + RESERVE_BYTES, wanted] {
             match fallocate(&*self.file, FallocateFlags::KEEP_SIZE, self.bytes, bytes) {
                 Ok(()) => {
                     self.reserved = self.bytes + bytes;
                     return Ok(());
                 }
-                // Some file systems lack fallocate.
+                // Some file systems do not support fallocate; then no space is reserved.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(()),
                 Err(Errno::NOSPC | Errno::DQUOT) if bytes > wanted => {}
                 Err(error) => return Err(error.into()),
@@ -189,7 +193,7 @@ impl Log {
         unreachable!("the last attempt returns")
     }
 
-    /// Appends the begin of a change. Returns its number.
+    /// Appends the begin of a change. Returns the number of the change.
     pub fn begin(&mut self, verb: &str, names: Vec<String>) -> io::Result<u64> {
         let number = self.next;
         self.next += 1;
@@ -200,21 +204,22 @@ impl Log {
         Ok(number)
     }
 
-    /// Appends the lines of a commit. The caller calls [`apply`](Self::apply) when they are durable.
-    pub fn end(&mut self, number: u64, lines: &[Line]) -> io::Result<()> {
+    /// Appends the lines of a commit. The caller must call [`apply`](Self::apply) when they are
+    /// durable.
+    pub fn commit(&mut self, number: u64, lines: &[Line]) -> io::Result<()> {
         let Some(pending) = self.pending.get_mut(&number) else { return Ok(()) };
         pending.lines = lines.to_vec();
         self.append(lines).inspect_err(|_| {
             if !self.is_unknown
                 && let Some(pending) = self.pending.get_mut(&number)
             {
-                // The file contains none of the lines.
+                // The file does not contain any of the lines.
                 pending.lines.clear();
             }
         })
     }
 
-    /// Applies a committed, durable change to the devices.
+    /// Applies a change that is committed and durable to the recorded devices.
     pub fn apply(&mut self, number: u64) {
         for line in self.pending.remove(&number).into_iter().flat_map(|pending| pending.lines) {
             match line {
@@ -229,22 +234,24 @@ impl Log {
     pub fn drop_change(&mut self, number: u64) {
         let Some(pending) = self.pending.remove(&number) else { return };
         if pending.lines.is_empty() && !self.is_unknown {
-            // A commit without changes, which need not be durable.
+            // Commit the change without its devices. The end line need not be durable, as a begin
+            // alone has no effect.
             let _ = self.append(&[Line::End { end: number }]);
         } else {
-            // The file may contain the lines.
+            // The file may contain the lines of the commit, so it must be rewritten.
             self.is_unknown = true;
         }
     }
 
-    /// Appends all lines of a pending change or none. If that fails, rewrites the file including these lines.
+    /// Appends all lines or none. If that fails, rewrites the file with the lines of all pending
+    /// changes.
     fn append(&mut self, lines: &[Line]) -> io::Result<()> {
         if self.is_unknown {
             return self.rewrite();
         }
         let text = Line::text(lines);
         if let Err(error) = (&*self.file).write_all(text.as_bytes()) {
-            // Part of the text may be in the file.
+            // The file may contain a part of the text.
             self.is_unknown = self.file.set_len(self.bytes).is_err();
             self.reserved = 0;
             return self.rewrite().map_err(|_| error);
@@ -264,7 +271,8 @@ impl Log {
         self.durable >= written
     }
 
-    /// Rewrites an unknown file. Returns false if the file is known.
+    /// Rewrites the file if its content is unknown, and returns true. Returns false if the content
+    /// is known.
     pub fn repair(&mut self) -> io::Result<bool> {
         if self.is_unknown { self.rewrite().map(|()| true) } else { Ok(false) }
     }
@@ -282,13 +290,14 @@ impl Log {
             Ok(()) => (self.synced, self.durable) = (sync.bytes, sync.written),
             Err(error) => {
                 tracing::warn!(path = %self.path.display(), %error, "sync of the state failed; rewriting the file");
-                // After a failed sync the kernel drops dirty pages, so another sync would succeed wrongly.
+                // After a failed sync the kernel marks the dirty pages as clean, so another sync
+                // would wrongly succeed.
                 self.is_unknown = true;
             }
         }
     }
 
-    /// Rewrites the file if most of it is obsolete. After a failure the next change tries again.
+    /// Rewrites the file if most of it is obsolete. If that fails, the next change tries again.
     pub fn shrink(&mut self) {
         if self.bytes < REWRITE_BYTES {
             return;
@@ -303,17 +312,19 @@ impl Log {
         }
     }
 
-    /// Replaces the file by one with the devices and all pending changes. The new file is durable on return.
+    /// Replaces the file by one with the devices and all pending changes. The new file is durable
+    /// on return.
     ///
     /// # Errors
-    /// Before the rename the old file remains in use. After the rename the content is unknown.
+    /// If a step before the rename fails, the old file remains in use. If a later step fails, the
+    /// content is unknown.
     fn rewrite(&mut self) -> io::Result<()> {
         if self.is_unknown && mutants::on(Mutant::StateGivesUp) {
             return Err(io::Error::other("an earlier write has failed"));
         }
         let text = self.text();
-        let new = self.path.with_file_name(NEW);
-        // Otherwise a partial file would occupy the last free space.
+        let new = self.path.with_file_name(NEW_FILE);
+        // A partial file that is not removed would occupy the last free space.
         let remove = |_: &io::Error| _ = fs::remove_file(&new);
         let file = create(&new, text.as_bytes()).inspect_err(remove)?;
         if let Err(error) = fs::rename(&new, &self.path) {
@@ -357,21 +368,21 @@ impl Log {
     }
 }
 
-/// Opens a file for appending, creating it if necessary. Returns true with the file if its file system is
-/// read-only.
+/// Opens a file for appending, and creates it if necessary. Returns the file, and true if its file
+/// system is read-only.
 pub fn open_file(path: &Path) -> io::Result<(File, bool)> {
     match OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path) {
         Ok(file) => Ok((file, false)),
         Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => match File::open(path) {
             Ok(file) => Ok((file, true)),
-            // The file does not exist.
+            // The file system is read-only and the file does not exist.
             Err(_) => Err(error),
         },
         Err(error) => Err(error),
     }
 }
 
-/// Creates a file with this content, durably.
+/// Creates a file with this content, or overwrites an old one. The content is durable on return.
 fn create(path: &Path, content: &[u8]) -> io::Result<File> {
     let mut file = OpenOptions::new().append(true).create(true).truncate(false).mode(0o600).open(path)?;
     file.set_len(0)?;
@@ -380,7 +391,7 @@ fn create(path: &Path, content: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// Returns true if the path refers to this file.
+/// Returns true if the path refers to the open file `file`.
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let (file, at) = (file.metadata()?, fs::symlink_metadata(path)?);
     Ok((file.dev(), file.ino()) == (at.dev(), at.ino()))

@@ -11,15 +11,15 @@ use rustix::io::Errno;
 
 use crate::error::StateError;
 use crate::lines::Line;
-use crate::log::{Log, TOPOLOGY, Unfinished, open_file};
+use crate::log::{InterruptedVerb, Log, TOPOLOGY_FILE, open_file};
 use crate::topology::{Device, Topology};
 
-const LOCK: &str = "lock";
+const LOCK_FILE: &str = "lock";
 
-/// State of a server. The directory is locked while this value exists.
+/// State of a server. The state directory is locked while this value exists.
 ///
-/// Locking: `log` is locked while lines are written and while the file is replaced, but not during a sync.
-/// One thread syncs the lines of all threads; the others wait on `synced`.
+/// Locking: `log` is locked while lines are written and while the file is replaced, but not during
+/// a sync. One thread syncs the lines of all threads; the others wait on `synced`.
 #[derive(Debug)]
 pub struct State {
     dir: PathBuf,
@@ -28,7 +28,7 @@ pub struct State {
     _lock: File,
 }
 
-/// A pending change. Dropping it without [`commit`](Self::commit) rolls it back.
+/// A change that has begun. Dropping the change without [`commit`](Self::commit) rolls it back.
 #[derive(Debug)]
 pub struct Change<'a> {
     state: &'a State,
@@ -37,28 +37,28 @@ pub struct Change<'a> {
 }
 
 impl State {
-    /// Opens or creates the state in a directory. Returns the changes that were not committed.
+    /// Opens or creates the state in a directory. Also returns the changes that were not committed.
     ///
-    /// An intact file that cannot be replaced (full disk, read-only file system) remains in use. Changes fail
-    /// until it can be replaced.
+    /// An intact topology file that cannot be replaced (full disk, read-only file system) remains
+    /// in use. Changes fail until the file can be replaced.
     ///
     /// # Errors
-    /// See [`StateError`]. Nothing has changed.
-    pub fn open(dir: &Path) -> Result<(Self, Vec<Unfinished>), StateError> {
+    /// Fails with a [`StateError`]; the state is then unchanged.
+    pub fn open(dir: &Path) -> Result<(Self, Vec<InterruptedVerb>), StateError> {
         let directory_error = |error: io::Error| StateError::Directory(dir.to_owned(), error);
         create(dir).map_err(directory_error)?;
-        let (lock, _) = open_file(&dir.join(LOCK)).map_err(directory_error)?;
+        let (lock, _) = open_file(&dir.join(LOCK_FILE)).map_err(directory_error)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => return Err(StateError::InUse(dir.to_owned())),
             Err(error) => return Err(directory_error(error.into())),
         }
-        let (log, unfinished) = Log::open(dir)?;
+        let (log, interrupted) = Log::open(dir)?;
         let state = Self { dir: dir.to_owned(), log: Mutex::new(log), synced: Condvar::new(), _lock: lock };
-        Ok((state, unfinished))
+        Ok((state, interrupted))
     }
 
-    /// Returns the directory.
+    /// Returns the path of the state directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -68,20 +68,20 @@ impl State {
         self.log().topology().clone()
     }
 
-    /// Returns the device of that name.
+    /// Returns the device with the name `name`; `None` if there is none.
     pub fn find(&self, name: &str) -> Option<Device> {
         self.log().topology().find(name).cloned()
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {
-        // A panic cannot leave the log inconsistent, so poisoning is ignored.
+        // A panic cannot leave the log inconsistent, so a poisoned lock is used anyway.
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins a change of these devices by a verb. The begin is durable on return.
     ///
     /// # Errors
-    /// [`StateError::Write`]: the caller must not make the change.
+    /// [`StateError::Write`]: the begin may not be durable, so the caller must not make the change.
     pub fn begin(&self, verb: &str, names: &[&str]) -> Result<Change<'_>, StateError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut log = self.log();
@@ -94,10 +94,11 @@ impl State {
         Ok(change)
     }
 
-    /// Commits devices in one step. The disk space reserved is enough for one record of each device.
+    /// Commits devices in one step. The disk space already reserved is enough for one record of
+    /// each device.
     ///
     /// # Errors
-    /// As [`begin`](Self::begin).
+    /// [`StateError::Write`]: the devices may or may not be recorded at the next start.
     pub fn put(&self, verb: &str, devices: Vec<Device>) -> Result<(), StateError> {
         let mut log = self.log();
         let names = devices.iter().map(|device| device.name.clone()).collect();
@@ -108,13 +109,13 @@ impl State {
             change.put(device);
         }
         change.commit()?;
-        // For the next call. This change does not depend on it.
+        // Reserve space for the next call. If that fails, the present change has still succeeded.
         let _ = self.log().reserve(0);
         Ok(())
     }
 
     fn write_error(&self, error: io::Error) -> StateError {
-        StateError::Write(self.dir.join(TOPOLOGY), error)
+        StateError::Write(self.dir.join(TOPOLOGY_FILE), error)
     }
 
     /// Waits until all lines written so far are durable. If a sync fails, rewrites the file.
@@ -147,27 +148,27 @@ impl State {
 }
 
 impl Change<'_> {
-    /// Records a device that is created or modified.
+    /// Records a device that the change creates or modifies.
     pub fn put(&mut self, device: Device) {
         self.lines.push(Line::Put { put: self.number, device });
     }
 
-    /// Records the removal of a device.
-    pub fn gone(&mut self, name: &str) {
+    /// Records that the change removes a device.
+    pub fn remove(&mut self, name: &str) {
         self.lines.push(Line::Gone { gone: self.number, name: name.to_owned() });
     }
 
     /// Commits the change after it has taken effect. The commit is durable on return.
     ///
     /// # Errors
-    /// [`StateError::Write`]: the change may or may not be present at the next start. If a later change
-    /// succeeds, it is not.
+    /// [`StateError::Write`]: the next start may or may not find the change. If a later change
+    /// succeeds, the next start does not find this one.
     pub fn commit(mut self) -> Result<(), StateError> {
         let (state, number) = (self.state, self.number);
         let mut lines = std::mem::take(&mut self.lines);
         lines.push(Line::End { end: number });
         let mut log = state.log();
-        let (mut log, done) = match log.end(number, &lines) {
+        let (mut log, done) = match log.commit(number, &lines) {
             Ok(()) => state.wait_durable(log),
             Err(error) => (log, Err(state.write_error(error))),
         };
@@ -176,7 +177,8 @@ impl Change<'_> {
                 log.apply(number);
                 log.shrink();
             }
-            // Under the same lock as the failure: no file written from now on contains the change.
+            // Drop the change under the same lock as the failure: no file written from now on
+            // contains it.
             Err(_) => log.drop_change(number),
         }
         done
@@ -185,7 +187,7 @@ impl Change<'_> {
 
 impl Drop for Change<'_> {
     fn drop(&mut self) {
-        // No effect after a commit.
+        // After a commit the change is no longer pending, so this has no effect.
         self.state.log().drop_change(self.number);
     }
 }
@@ -198,7 +200,7 @@ fn create(dir: &Path) -> io::Result<()> {
     }
     let parent = dir.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     File::open(parent).and_then(|parent| parent.sync_all()).inspect_err(|_| {
-        // The next start tries again.
+        // Without a durable name the next start must create the directory again.
         let _ = remove_dir(dir);
     })
 }

@@ -4,8 +4,8 @@ use crate::rt::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::rt::sync::{Mutex, PoisonError};
 use std::thread;
 
-/// Calls `work` for each number below `count`, on up to `threads` threads, roughly in order. After the first
-/// error no further call starts.
+/// Calls `work` for each number below `count`, on up to `threads` threads, roughly in ascending order. After
+/// the first error, no further call starts.
 ///
 /// # Errors
 /// The first error of `work`.
@@ -28,7 +28,7 @@ pub fn for_each<E: Send>(
         }
     };
     thread::scope(|scope| {
-        // Scoped threads are not part of a simulation.
+        // A simulation cannot schedule scoped threads, so the loop then runs on the calling thread only.
         let threads = if cfg!(freestone_sim) { 1 } else { threads };
         // The calling thread works too, so the loop finishes even if no thread can be spawned.
         for _ in 1..threads.min(count) {

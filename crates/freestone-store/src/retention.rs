@@ -1,4 +1,4 @@
-//! Retention: the tags that a prune keeps, and the removal of the others.
+//! Retention rules: choose the tags of a store to keep and the tags to remove.
 //!
 //! Tags are ordered by the time of their last push, which the tag itself records. Each removal depends on the
 //! tag being unchanged since the rules were applied.
@@ -7,19 +7,20 @@ use crate::rt::sync::{Mutex, PoisonError};
 use crate::rt::time::{Duration, UNIX_EPOCH};
 use std::cmp::Reverse;
 
-use crate::objects::Until;
+use crate::objects::CallLimits;
 use crate::parallel;
 use crate::store::{Error, Result, Store, TagRead};
 
-/// Tags read at the same time.
+/// Maximum number of tags read at the same time.
 const AT_ONCE: usize = 32;
 
-/// Rules that choose tags to keep. A tag is kept if any rule keeps it.
+/// Retention rules. A tag is kept if at least one rule keeps the tag.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// Number of most recently pushed tags to keep.
+    /// Number of most recently pushed tags to keep; `None` if there is no such rule.
     pub keep_last: Option<u64>,
-    /// Age up to which a tag is kept, by the clock of the store.
+    /// Age of the last push up to which a tag is kept, by the clock of the store; `None` if there is no such
+    /// rule.
     pub keep_within: Option<Duration>,
 }
 
@@ -28,7 +29,7 @@ pub struct Retention {
 pub struct Candidate {
     /// Name of the tag.
     pub name: String,
-    /// The tag when the rules were applied.
+    /// Content and version of the tag when the rules were applied.
     pub read: TagRead,
 }
 
@@ -45,14 +46,20 @@ impl Retention {
     /// Applies the rules to the tags whose names `applies` accepts. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::KeepsNone`]; errors of the store if one of these tags cannot be read.
-    pub fn plan(&self, store: &Store, applies: impl Fn(&str) -> bool, until: Until<'_>) -> Result<Plan> {
-        let mut names = store.tag_names(until)?;
+    /// [`Error::KeepsNone`] if the rules would remove all these tags. Errors of requests to the object store
+    /// if one of these tags cannot be read.
+    pub fn plan(
+        &self,
+        store: &Store,
+        applies: impl Fn(&str) -> bool,
+        limits: CallLimits<'_>,
+    ) -> Result<Plan> {
+        let mut names = store.tag_names(limits)?;
         names.retain(|name| applies(name));
         let candidates = Mutex::new(Vec::with_capacity(names.len()));
         parallel::for_each(AT_ONCE, names.len(), |at| {
             // Another program may have removed the tag since the listing.
-            if let Some(read) = store.tag(&names[at], until)? {
+            if let Some(read) = store.tag(&names[at], limits)? {
                 let name = names[at].clone();
                 candidates.lock().unwrap_or_else(PoisonError::into_inner).push(Candidate { name, read });
             }
@@ -60,7 +67,7 @@ impl Retention {
         })?;
         let candidates = candidates.into_inner().unwrap_or_else(PoisonError::into_inner);
         let now = match self.keep_within {
-            Some(_) => store.now(until)?.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+            Some(_) => store.now(limits)?.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
             None => 0,
         };
         let plan = self.choose(candidates, now);
@@ -70,7 +77,7 @@ impl Retention {
         Ok(plan)
     }
 
-    /// `now` is in seconds since 1970.
+    /// Divides the tags into tags to keep and tags to remove. `now` is in seconds since 1970.
     fn choose(&self, mut candidates: Vec<Candidate>, now: u64) -> Plan {
         candidates.sort_unstable_by(|a, b| {
             let key = |candidate: &Candidate| Reverse(candidate.read.tag.pushed);

@@ -1,4 +1,4 @@
-//! Threads, locks, time and random numbers.
+//! Threads, locks, time and random numbers for this crate.
 //!
 //! In a simulation, freestone-sim provides all of these, so one seed always gives the same run. In loom
 //! models, loom provides threads and locks.
@@ -22,7 +22,7 @@ use uuid::Uuid;
 /// Returns a random UUID; in a simulation, a deterministic one.
 pub fn unique_id() -> Uuid {
     #[cfg(freestone_sim)]
-    return Uuid::from_u64_pair(unique::number(), unique::number());
+    return Uuid::from_u64_pair(unique::random_id(), unique::random_id());
     #[cfg(not(freestone_sim))]
     Uuid::new_v4()
 }
@@ -31,7 +31,7 @@ pub fn unique_id() -> Uuid {
 #[cfg(not(loom))]
 pub fn uptime() -> time::Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    // Neither part is negative.
+    // The boot-time clock starts at zero, so neither part is negative.
     time::Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
@@ -56,14 +56,14 @@ pub mod sync {
 
     use loom::sync::atomic::{AtomicBool, Ordering};
 
-    /// Condition variable for loom models. Waits time out only after [`Condvar::time_passes`].
+    /// Condition variable for loom models. Waits time out only after [`Condvar::expire_waits`].
     #[derive(Debug)]
     pub struct Condvar {
         inner: loom::sync::Condvar,
         is_late: AtomicBool,
     }
 
-    /// Result of [`Condvar::wait_timeout`].
+    /// Result of [`Condvar::wait_timeout`], which is true after a timeout.
     pub struct WaitTimeoutResult(bool);
 
     impl WaitTimeoutResult {
@@ -89,7 +89,7 @@ pub mod sync {
             self.inner.notify_all();
         }
 
-        /// Waits until a notification or [`Condvar::time_passes`].
+        /// Waits until a notification or [`Condvar::expire_waits`].
         pub fn wait_timeout<'a, T>(
             &self,
             guard: MutexGuard<'a, T>,
@@ -100,7 +100,7 @@ pub mod sync {
         }
 
         /// Makes all current and later waits time out.
-        pub fn time_passes(&self) {
+        pub fn expire_waits(&self) {
             self.is_late.store(true, Ordering::SeqCst);
             self.inner.notify_all();
         }

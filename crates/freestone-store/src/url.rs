@@ -6,18 +6,19 @@ use std::str::FromStr;
 use crate::format::name::Name;
 use crate::format::tag::{LATEST, is_name};
 
-/// Image URL: a store, a tag, and optionally the hash of one image.
+/// Parsed image URL: an image store, a tag, and optionally the hash of one image.
 #[derive(Debug, Clone, Eq)]
 pub struct ImageUrl {
-    /// The URL of the store.
+    /// The URL of the image store.
     pub store: String,
-    /// Tag; `latest` if the URL has none.
+    /// Name of the tag; `latest` if the URL has no tag.
     pub tag: String,
-    /// Hash of the image. If `None`, the URL refers to the current image of the tag.
+    /// Hash (name) of the image. If `None`, the URL refers to the current image of the tag.
     pub image: Option<Name>,
 }
 
-/// Two URLs are equal if only one of them has a hash, as both may refer to the same image.
+/// URLs with the same store and tag are equal unless they have different hashes. If only one URL has a hash,
+/// both may refer to the same image.
 impl PartialEq for ImageUrl {
     fn eq(&self, other: &Self) -> bool {
         let same_image = match (self.image, other.image) {
@@ -29,9 +30,9 @@ impl PartialEq for ImageUrl {
 }
 
 impl ImageUrl {
-    /// Returns this URL with the hash of an image.
+    /// Returns this URL with the hash of `image`, so that it refers to this image.
     #[must_use]
-    pub fn of(&self, image: Name) -> Self {
+    pub fn with_image(&self, image: Name) -> Self {
         Self { image: Some(image), ..self.clone() }
     }
 }
@@ -63,7 +64,8 @@ impl FromStr for ImageUrl {
             }
             _ => (rest, None),
         };
-        // Without a slash, the text after the colon is the port of an HTTP server. Buckets have no ports.
+        // In an HTTP URL without a path, the text after the colon is the port of the server. In other URLs it
+        // is a tag, as buckets have no ports.
         let has_port = |rest: &str| scheme.starts_with("http") && !rest.contains('/');
         let (rest, tag) = match rest.rsplit_once(':') {
             Some((rest, tag)) if !has_port(rest) && !tag.contains('/') => (rest, tag),
@@ -113,8 +115,8 @@ mod tests {
             assert_eq!(url.to_string().parse(), Ok(url));
         }
         let url: ImageUrl = "s3://b/a:v1".parse().unwrap();
-        assert_eq!(url, url.of(Name([1; 32])));
-        assert_ne!(url.of(Name([2; 32])), url.of(Name([1; 32])));
+        assert_eq!(url, url.with_image(Name([1; 32])));
+        assert_ne!(url.with_image(Name([2; 32])), url.with_image(Name([1; 32])));
     }
 
     #[test]

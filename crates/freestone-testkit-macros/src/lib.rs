@@ -13,7 +13,7 @@ pub fn test(_: TokenStream, function: TokenStream) -> TokenStream {
     // The body is the last token of a function.
     if let Some(TokenTree::Group(body)) = tokens.last_mut().filter(is_block) {
         let body_tokens = TokenStream::from(TokenTree::Group(body.clone()));
-        let mut wrapped = parsed("::freestone_testkit::tools::leave_out_if_missing");
+        let mut wrapped = parsed("::freestone_testkit::tools::skip_if_tool_missing");
         let closure = [parsed("||"), body_tokens].into_iter().collect();
         wrapped.extend([TokenTree::Group(Group::new(Delimiter::Parenthesis, closure))]);
         *body = Group::new(Delimiter::Brace, wrapped);

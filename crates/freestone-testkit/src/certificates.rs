@@ -1,4 +1,4 @@
-//! TLS certificates, generated on demand.
+//! TLS certificates for tests, generated on demand.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,18 +8,18 @@ use rcgen::{
     IsCa, Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SerialNumber, date_time_ymd,
 };
 
-/// Purpose of a certificate.
+/// Purpose of a certificate, which sets its extended key usage and validity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Usage {
-    /// Server.
+    /// A server authenticates itself.
     Server,
-    /// Client.
+    /// A client authenticates itself.
     Client,
-    /// Client with an expired certificate.
-    ClientOnce,
+    /// A client authenticates itself, but the certificate has expired.
+    ExpiredClient,
 }
 
-/// A certificate authority with a directory for its files, which have the names that qemu and
+/// A certificate authority and the directory of its files, which have the names that qemu and
 /// nbdkit expect.
 #[derive(Debug)]
 pub struct Authority {
@@ -28,7 +28,8 @@ pub struct Authority {
 }
 
 impl Authority {
-    /// Creates the directory and an authority with `ca-cert.pem` in it.
+    /// Creates the directory, and an authority whose certificate is `ca-cert.pem` in that
+    /// directory.
     pub fn new(dir: PathBuf) -> Self {
         fs::create_dir(&dir).unwrap();
         let mut params = CertificateParams::default();
@@ -40,17 +41,18 @@ impl Authority {
         Self { dir, issuer: Issuer::new(params, key) }
     }
 
-    /// Writes `FILE-cert.pem` and `FILE-key.pem`, for the common name `FILE` and this host.
+    /// Signs a certificate for the common name `file` and the host `host`. Writes `FILE-cert.pem`
+    /// and `FILE-key.pem`, where FILE is `file`.
     pub fn sign(&self, file: &str, host: &str, usage: Usage) {
         let mut params = CertificateParams::new(vec![host.to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, file);
         params.extended_key_usages = vec![match usage {
             Usage::Server => ExtendedKeyUsagePurpose::ServerAuth,
-            Usage::Client | Usage::ClientOnce => ExtendedKeyUsagePurpose::ClientAuth,
+            Usage::Client | Usage::ExpiredClient => ExtendedKeyUsagePurpose::ClientAuth,
         }];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.serial_number = Some(serial(file));
-        if usage == Usage::ClientOnce {
+        if usage == Usage::ExpiredClient {
             params.not_before = date_time_ymd(2001, 1, 1);
             params.not_after = date_time_ymd(2002, 1, 1);
         }
@@ -60,8 +62,8 @@ impl Authority {
         fs::write(self.file(&format!("{file}-key.pem")), key.serialize_pem()).unwrap();
     }
 
-    /// Writes the revocation list `NAME` with the certificates of `files`. The list is valid until
-    /// January 1 of the year `until`.
+    /// Writes a revocation list to the file `name`. The list revokes the certificates of `files`.
+    /// The list is valid until January 1 of the year `until`.
     pub fn revoke(&self, name: &str, files: &[&str], until: i32) {
         let revoked = |file: &&str| RevokedCertParams {
             serial_number: serial(file),
@@ -80,12 +82,12 @@ impl Authority {
         fs::write(self.file(name), list.signed_by(&self.issuer).unwrap().pem().unwrap()).unwrap();
     }
 
-    /// Returns the directory.
+    /// Returns the directory of the authority's files.
     pub fn dir(&self) -> &std::path::Path {
         &self.dir
     }
 
-    /// Returns the path of a file.
+    /// Returns the path of the file `name` in the authority's directory.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }

@@ -1,7 +1,8 @@
-//! Comparison of contents.
+//! Comparison of byte contents.
 
-/// Returns the index of the first difference, which may be the end of the shorter content. Equal
-/// contents are compared as slices first, since a byte loop is slow in test builds.
+/// Returns the index of the first byte that differs, or the end of the shorter content. `None` if
+/// both are equal. Equal contents are compared as slices first, since a byte loop is slow in test
+/// builds.
 pub fn first_difference(left: &[u8], right: &[u8]) -> Option<usize> {
     if left == right {
         return None;

@@ -1,4 +1,4 @@
-//! A wrapper that forces callers to submit requests.
+//! A wrapper device that makes callers submit requests instead of completing their tries.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -7,30 +7,31 @@ use std::time::Duration;
 
 use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult,
 };
 
 use crate::Rng;
 
-/// Time that the executor waits for a second request, so that there is an order to shuffle.
+/// Time that the executor waits for a second request, so that there are several to shuffle.
 const GATHER: Duration = Duration::from_micros(100);
 
-/// Result of `try_io`.
+/// Policy for the result of the wrapper's `try_io`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Policy {
-    /// Always "would block".
+pub enum DeferPolicy {
+    /// The wrapper always returns "would block".
     Always,
-    /// "Would block" with this probability in percent. With the same probability, only a first part
-    /// of the request is tried. Otherwise the inner device's result.
+    /// The wrapper returns "would block" with this probability in percent. With the same probability, it
+    /// passes only the beginning of a request to the inner device. Otherwise it returns the inner device's
+    /// result.
     Sometimes(u8),
 }
 
-/// Returns "would block" according to the [`Policy`]. Submitted requests complete on a separate
-/// thread, in an order that depends on the seed and on arrival times. Requests to one zone keep
-/// their order.
-pub struct Deferred {
+/// A wrapper that returns "would block" from tries according to the [`DeferPolicy`]. Submitted requests
+/// complete on a separate thread, in an order that depends on the seed and on arrival times. Requests to the
+/// same zone keep their order.
+pub struct DeferringDevice {
     shared: Arc<DeferredShared>,
-    policy: Policy,
+    policy: DeferPolicy,
     executor: Option<JoinHandle<()>>,
 }
 
@@ -48,14 +49,14 @@ struct DeferredShared {
 struct DeferredState {
     rng: Rng,
     jobs: Vec<Job>,
-    /// Zones with requests in flight in the inner device.
+    /// Indexes of the zones with requests in flight in the inner device.
     running: Vec<u64>,
     stop: bool,
 }
 
-impl Deferred {
-    /// Wraps `inner`.
-    pub fn new(inner: Arc<dyn Device>, policy: Policy, seed: u64) -> Self {
+impl DeferringDevice {
+    /// Wraps the device `inner`. The seed decides which tries are deferred, and the order of completions.
+    pub fn new(inner: Arc<dyn Device>, policy: DeferPolicy, seed: u64) -> Self {
         let state = DeferredState { rng: Rng::new(seed), jobs: Vec::new(), running: Vec::new(), stop: false };
         let shared = Arc::new(DeferredShared { inner, state: Mutex::new(state), changed: Condvar::new() });
         let executor = thread::spawn({
@@ -65,24 +66,24 @@ impl Deferred {
         Self { shared, policy, executor: Some(executor) }
     }
 
-    /// Returns true if the try must return "would block".
+    /// Returns true if the try at `offset` must return "would block".
     fn defers(&self, offset: u64) -> bool {
         let mut state = self.shared.lock();
         // A try must not overtake requests submitted earlier to the same zone.
         self.shared.is_busy(&state, offset)
             || match self.policy {
-                Policy::Always => true,
-                Policy::Sometimes(percent) => state.rng.chance(percent),
+                DeferPolicy::Always => true,
+                DeferPolicy::Sometimes(percent) => state.rng.chance(percent),
             }
     }
 
-    /// Returns the number of bytes of a try that are passed on.
+    /// Returns how many bytes of a try are passed on to the inner device.
     fn portion(&self, request: &Request) -> u64 {
         let geometry = self.shared.inner.geometry();
         let blocks = request.len / u64::from(geometry.logical_block);
         match self.policy {
-            // Zone writes are not split.
-            Policy::Sometimes(percent) if blocks > 1 && geometry.zones.is_none() => {
+            // Writes to zones are passed on whole.
+            DeferPolicy::Sometimes(percent) if blocks > 1 && geometry.zones.is_none() => {
                 let mut state = self.shared.lock();
                 if state.rng.chance(percent) {
                     return (1 + state.rng.below(blocks - 1)) * u64::from(geometry.logical_block);
@@ -104,7 +105,7 @@ impl DeferredShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the index of the zone that contains `offset`, if the device has zones.
+    /// Returns the index of the zone that contains `offset`, or `None` if the device has no zones.
     fn zone(&self, offset: u64) -> Option<u64> {
         self.inner.geometry().zones.map(|zones| offset / zones.zone_size)
     }
@@ -135,7 +136,7 @@ impl DeferredShared {
             let count = state.jobs.len() as u64;
             let candidate = state.rng.below(count) as usize;
             let zone = self.zone(state.jobs[candidate].offset());
-            // Takes the oldest request of the picked zone; `remove` keeps the order of the others.
+            // Take the oldest request of the chosen zone. `remove` keeps the order of the others.
             let first = match zone {
                 Some(_) => {
                     state.jobs.iter().position(|job| self.zone(job.offset()) == zone).unwrap_or(candidate)
@@ -188,15 +189,15 @@ impl Job {
     }
 }
 
-impl Device for Deferred {
+impl Device for DeferringDevice {
     fn geometry(&self) -> Geometry {
         self.shared.inner.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         if self.defers(request.offset) {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         let portion = self.portion(request);
         if portion == request.len {
@@ -209,7 +210,7 @@ impl Device for Deferred {
             Buffer::Write(data) => Buffer::Write(&data[..portion as usize]),
         };
         Ok(match self.shared.inner.try_io(&part, buffer)? {
-            Tried::Done => Tried::Partly(portion),
+            TryResult::Done => TryResult::Partly(portion),
             other => other,
         })
     }
@@ -231,7 +232,7 @@ impl Device for Deferred {
     }
 }
 
-impl Zoned for Deferred {
+impl Zoned for DeferringDevice {
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         self.shared.inner.zoned().ok_or(Error::Unsupported)?.report(offset, row)
     }
@@ -254,22 +255,22 @@ impl Zoned for Deferred {
     }
 }
 
-impl Drop for Deferred {
-    /// Completes all submitted requests first.
+impl Drop for DeferringDevice {
+    /// Completes all submitted requests, and ends the thread.
     fn drop(&mut self) {
         self.shared.lock().stop = true;
         self.shared.changed.notify_all();
         if let Some(executor) = self.executor.take()
             && executor.thread().id() != thread::current().id()
         {
-            // The panic hook has reported a panic of the thread.
+            // The panic hook has already reported a panic of the thread.
             let _ = executor.join();
         }
     }
 }
 
-impl fmt::Debug for Deferred {
+impl fmt::Debug for DeferringDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Deferred({:?})", self.policy)
+        write!(f, "DeferringDevice({:?})", self.policy)
     }
 }

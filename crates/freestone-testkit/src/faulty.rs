@@ -1,4 +1,4 @@
-//! A memory disk with fault injection.
+//! A simulated disk in memory with fault injection.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,75 +7,75 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 
 use crate::Rng;
 
-/// Time that the executor waits for a second request, so that there is an order to shuffle.
+/// Time that the executor waits for a second operation, so that there are several to shuffle.
 const GATHER: Duration = Duration::from_micros(100);
-/// Timeout of [`Faulty::await_held`].
+/// Time after which [`FaultyDisk::wait_held`] panics.
 const HELD_MAX: Duration = Duration::from_secs(20);
-/// Maximum number of stored complaints; one is enough to fail a test.
-const COMPLAINTS_MAX: usize = 16;
+/// Maximum number of stored violations; one is enough to fail a test.
+const MAX_VIOLATIONS: usize = 16;
 
-/// Operations that a fault applies to. Operations are numbered from 0 in order of arrival since the
-/// device was created; a fault for one kind counts only that kind.
+/// Selects the operations to which a fault applies. Operations are numbered from 0 in order of arrival since
+/// the disk was created. A fault for one kind of operation counts only that kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum When {
-    /// All operations.
+pub enum FaultSchedule {
+    /// The fault applies to all operations.
     Always,
-    /// The operation with this number.
+    /// The fault applies to the operation with this number.
     At(u64),
-    /// The operation with this number and all later ones.
+    /// The fault applies to the operation with this number and all later ones.
     From(u64),
 }
 
-/// Effect of a fault.
+/// Effect of a fault on an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum What {
-    /// Fails with this error, without effect.
+pub enum FaultEffect {
+    /// The operation fails with this error, without effect.
     Fail(Error),
-    /// Takes effect, but fails with this error.
+    /// The operation takes effect, but fails with this error.
     FailDone(Error),
     /// A write stores its first half (rounded down to blocks) and fails with [`Error::Media`].
     /// Other operations fail without effect.
     Tear,
-    /// Is held until [`Faulty::heal`], and then takes effect.
+    /// The operation is held until [`FaultyDisk::heal`] or [`FaultyDisk::release`], and then takes effect.
     Hang,
-    /// Starts after this time; later operations may overtake it.
+    /// The operation starts after this time; later operations may overtake it.
     Delay(Duration),
-    /// A read succeeds with one damaged byte per block. Other operations are not affected.
+    /// A read succeeds, but one byte per block is damaged. Other operations are not affected.
     Corrupt,
 }
 
-/// Counts of operations so far. Requests refused as invalid are not counted.
+/// Counts of operations since the disk was created. Requests refused as invalid are not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Counts {
-    /// Reads.
+pub struct OpCounts {
+    /// Number of reads.
     pub reads: u64,
-    /// Writes.
+    /// Number of writes.
     pub writes: u64,
-    /// Flushes.
+    /// Number of flushes.
     pub flushes: u64,
-    /// Discards and write zeroes.
+    /// Number of discards and of writes of zeroes.
     pub frees: u64,
-    /// Longest read or write in bytes.
+    /// Length in bytes of the longest operation.
     pub largest: u64,
-    /// Bytes stored by writes.
+    /// Number of bytes stored by writes.
     pub bytes_written: u64,
-    /// Bytes returned by reads.
+    /// Number of bytes returned by reads.
     pub bytes_read: u64,
-    /// Operations currently held until [`Faulty::heal`].
+    /// Number of operations that are held now.
     pub held: u64,
-    /// Operations in flight, including held ones.
+    /// Number of operations in flight now, including held ones.
     pub in_flight: u64,
-    /// Largest number of operations in flight.
+    /// Largest number of operations that were in flight at the same time.
     pub in_flight_max: u64,
 }
 
-impl Counts {
-    /// Returns the number of operations of all kinds, which is the number of the next one.
+impl OpCounts {
+    /// Returns the number of operations of all kinds, which is also the number of the next one.
     pub fn total(&self) -> u64 {
         self.reads + self.writes + self.flushes + self.frees
     }
@@ -90,26 +90,26 @@ impl Counts {
     }
 }
 
-/// A memory disk to be placed below another device. Tries return "would block"; submitted requests
-/// complete on a separate thread. The disk works correctly until [`fault`](Self::fault) and similar
-/// calls change that; they may be called at any time.
+/// A simulated disk in memory, to be placed below another device. Tries return "would block"; submitted
+/// requests complete on a separate thread. The disk works correctly until [`fault`](Self::fault) and similar
+/// calls inject faults; these may be called at any time.
 ///
-/// The disk also checks its user: [`complaints`](Self::complaints) lists concurrent writes to one
+/// The disk also checks its user: [`violations`](Self::violations) lists concurrent writes to one
 /// block, invalid requests and, if enabled, reads of blocks that were never written.
 ///
 /// Operations that are still held when the device is dropped fail with [`Error::Gone`].
 ///
 /// ```
 /// use freestone_core::device::{Blocking, Error, Flags, Op};
-/// use freestone_testkit::{Faulty, What, When};
+/// use freestone_testkit::{FaultyDisk, FaultEffect, FaultSchedule};
 ///
-/// let disk = Faulty::new(1 << 20, 4096);
-/// disk.fault(Some(Op::Write), When::At(1), What::Fail(Error::Media));
+/// let disk = FaultyDisk::new(1 << 20, 4096);
+/// disk.fault(Some(Op::Write), FaultSchedule::At(1), FaultEffect::Fail(Error::Media));
 /// assert_eq!(disk.write_at(0, &[1; 4096], Flags::empty()), Ok(()));
 /// assert_eq!(disk.write_at(0, &[2; 4096], Flags::empty()), Err(Error::Media));
 /// assert_eq!(disk.counts().writes, 2);
 /// ```
-pub struct Faulty {
+pub struct FaultyDisk {
     shared: Arc<FaultyShared>,
     inline: bool,
     executor: Option<JoinHandle<()>>,
@@ -123,7 +123,7 @@ struct FaultyShared {
 
 struct FaultyState {
     bytes: Vec<u8>,
-    /// Per block: true if it was written.
+    /// For each block, true if it was ever written.
     written: Vec<bool>,
     faults: Vec<Fault>,
     no_space_from: Option<u64>,
@@ -132,12 +132,12 @@ struct FaultyState {
     strict_reads: bool,
     queue: Vec<Job>,
     held: Vec<Job>,
-    /// Ranges of writes in flight.
+    /// Byte ranges of the writes in flight.
     writing: Vec<Range<u64>>,
-    counts: Counts,
-    complaints: Vec<String>,
+    counts: OpCounts,
+    violations: Vec<String>,
     shuffle: Option<Rng>,
-    /// Time per operation.
+    /// Time that each operation takes.
     service_time: Duration,
     stop: bool,
 }
@@ -145,23 +145,25 @@ struct FaultyState {
 #[derive(Clone, Copy)]
 struct Fault {
     op: Option<Op>,
-    when: When,
-    what: What,
+    schedule: FaultSchedule,
+    effect: FaultEffect,
 }
 
 struct Job {
     request: Request,
     buffer: IoBuf,
     done: Completion,
-    fault: Option<What>,
+    fault: Option<FaultEffect>,
     due: Instant,
 }
 
 // ---- construction and faults --------------------------------------------------------------------
 
-impl Faulty {
-    /// Returns a disk of `size` zero bytes. `size` must be a multiple of `logical_block`, which
-    /// must be a power of two from 512 to 4096.
+impl FaultyDisk {
+    /// Returns a disk of `size` zero bytes.
+    ///
+    /// # Panics
+    /// Panics unless `size` is a multiple of `logical_block`, which must be a power of two from 512 to 4096.
     pub fn new(size: usize, logical_block: u32) -> Self {
         assert!(logical_block.is_power_of_two() && (512..=4096).contains(&logical_block));
         assert!(size > 0 && size.is_multiple_of(logical_block as usize));
@@ -176,8 +178,8 @@ impl Faulty {
             queue: Vec::new(),
             held: Vec::new(),
             writing: Vec::new(),
-            counts: Counts::default(),
-            complaints: Vec::new(),
+            counts: OpCounts::default(),
+            violations: Vec::new(),
             shuffle: None,
             service_time: Duration::ZERO,
             stop: false,
@@ -206,42 +208,42 @@ impl Faulty {
         Self { shared, inline: false, executor: Some(executor) }
     }
 
-    /// Completes operations in an order that depends on the seed and on arrival times.
+    /// Completes operations in a random order, which depends on the seed and on arrival times.
     #[must_use]
     pub fn shuffled(self, seed: u64) -> Self {
         self.shared.lock().shuffle = Some(Rng::new(seed));
         self
     }
 
-    /// Runs one operation at a time, in order of arrival, and takes `each` for it.
+    /// Performs one operation at a time, in order of arrival. Each takes the time `each`.
     #[must_use]
     pub fn one_by_one(self, each: Duration) -> Self {
         self.shared.lock().service_time = each;
         self
     }
 
-    /// Completes tries inline, unless they are held or delayed. Submitted requests still run on the
-    /// device's thread.
+    /// Completes tries on the caller's thread, unless they are held or delayed. Submitted requests still run
+    /// on the disk's thread.
     #[must_use]
     pub fn inline(mut self) -> Self {
         self.inline = true;
         self
     }
 
-    /// Reports reads of blocks that were never written as complaints.
+    /// Reports reads of blocks that were never written as violations.
     #[must_use]
     pub fn strict_reads(self) -> Self {
         self.shared.lock().strict_reads = true;
         self
     }
 
-    /// Adds a fault for operations of kind `op` (`None`: all kinds) that `when` selects. If several
-    /// faults match, the first one applies.
-    pub fn fault(&self, op: Option<Op>, when: When, what: What) {
-        self.shared.lock().faults.push(Fault { op, when, what });
+    /// Adds a fault for the operations of kind `op` (`None`: of all kinds) that `schedule` selects. If
+    /// several faults match, the one added first applies.
+    pub fn fault(&self, op: Option<Op>, schedule: FaultSchedule, effect: FaultEffect) {
+        self.shared.lock().faults.push(Fault { op, schedule, effect });
     }
 
-    /// Makes writes beyond this byte fail with [`Error::NoSpace`], without effect.
+    /// Makes writes that reach beyond this byte offset fail with [`Error::NoSpace`], without effect.
     pub fn no_space_from(&self, byte: u64) {
         self.shared.lock().no_space_from = Some(byte);
     }
@@ -252,13 +254,13 @@ impl Faulty {
         self.shared.lock().no_space_after = Some(bytes);
     }
 
-    /// Truncates the disk: operations beyond this byte fail with [`Error::Media`]. The geometry
-    /// does not change.
+    /// Truncates the disk: operations that reach beyond this byte offset fail with [`Error::Media`]. The
+    /// geometry does not change.
     pub fn truncate_at(&self, byte: u64) {
         self.shared.lock().truncated_at = Some(byte);
     }
 
-    /// Removes all faults; held operations take effect and complete.
+    /// Removes all faults. Held operations take effect and complete.
     pub fn heal(&self) {
         let mut state = self.shared.lock();
         state.faults.clear();
@@ -272,7 +274,7 @@ impl Faulty {
         self.shared.changed.notify_all();
     }
 
-    /// Completes held operations of one kind; the faults stay.
+    /// Completes the held operations of one kind, which take effect. The faults stay.
     pub fn release(&self, op: Op) {
         let mut state = self.shared.lock();
         let held = std::mem::take(&mut state.held);
@@ -288,20 +290,23 @@ impl Faulty {
 
     // ---- observation ----------------------------------------------------------------------------
 
-    /// Returns the counts.
-    pub fn counts(&self) -> Counts {
+    /// Returns the counts of operations.
+    pub fn counts(&self) -> OpCounts {
         let state = self.shared.lock();
         let held = state.held.len() as u64;
-        Counts { held, ..state.counts }
+        OpCounts { held, ..state.counts }
     }
 
-    /// Returns descriptions of the first misuses by the disk's user.
-    pub fn complaints(&self) -> Vec<String> {
-        self.shared.lock().complaints.clone()
+    /// Returns descriptions of contract violations by the user of the disk: at most the first 16.
+    pub fn violations(&self) -> Vec<String> {
+        self.shared.lock().violations.clone()
     }
 
-    /// Waits until at least `count` operations are held. Panics after a timeout.
-    pub fn await_held(&self, count: u64) {
+    /// Waits until at least `count` operations are held.
+    ///
+    /// # Panics
+    /// Panics after 20 seconds.
+    pub fn wait_held(&self, count: u64) {
         let start = Instant::now();
         let mut state = self.shared.lock();
         while (state.held.len() as u64) < count {
@@ -330,7 +335,7 @@ impl FaultyShared {
         }
     }
 
-    /// Runs submitted operations until the device is dropped.
+    /// Performs submitted operations until the disk is dropped.
     fn execute(&self) {
         let mut state = self.lock();
         loop {
@@ -371,10 +376,10 @@ impl FaultyShared {
 }
 
 impl FaultyState {
-    /// Numbers an operation and finds its fault.
-    fn arrive(&mut self, request: &Request, geometry: &Geometry) -> Result<Option<What>> {
+    /// Numbers an operation that arrives, and returns the fault that applies to it, if any.
+    fn arrive(&mut self, request: &Request, geometry: &Geometry) -> Result<Option<FaultEffect>> {
         if let Err(error) = request.check(geometry) {
-            self.complain(format!("{request:?} is refused: {error}"));
+            self.record_violation(format!("{request:?} is refused: {error}"));
             return Err(error);
         }
         let all = self.counts.total();
@@ -388,13 +393,13 @@ impl FaultyState {
         if request.op == Op::Write {
             let other = self.writing.iter().find(|other| other.start < range.end && range.start < other.end);
             if let Some(other) = other.cloned() {
-                self.complain(format!("{request:?} while {other:?} is being written"));
+                self.record_violation(format!("{request:?} while {other:?} is being written"));
             }
             self.writing.push(range);
         } else if request.op == Op::Read && self.strict_reads {
             let blocks = blocks(&range, geometry);
             if let Some(block) = blocks.clone().find(|&block| !self.written[block]) {
-                self.complain(format!("{request:?} reads block {block}, which was never written"));
+                self.record_violation(format!("{request:?} reads block {block}, which was never written"));
             }
         }
         let matches_fault = |fault: &&Fault| {
@@ -403,21 +408,21 @@ impl FaultyState {
                 Some(_) => return false,
                 None => all,
             };
-            match fault.when {
-                When::Always => true,
-                When::At(n) => n == number,
-                When::From(n) => n <= number,
+            match fault.schedule {
+                FaultSchedule::Always => true,
+                FaultSchedule::At(n) => n == number,
+                FaultSchedule::From(n) => n <= number,
             }
         };
-        Ok(self.faults.iter().find(matches_fault).map(|fault| fault.what))
+        Ok(self.faults.iter().find(matches_fault).map(|fault| fault.effect))
     }
 
-    /// Performs an operation and counts it as complete. `data` is the buffer of a read or write.
+    /// Performs an operation and counts it as completed. `data` is the buffer of a read or write.
     fn perform(
         &mut self,
         request: &Request,
         data: &mut Option<&mut [u8]>,
-        fault: Option<What>,
+        fault: Option<FaultEffect>,
         geometry: &Geometry,
     ) -> Result<()> {
         self.counts.in_flight -= 1;
@@ -428,8 +433,8 @@ impl FaultyState {
             self.writing.swap_remove(at);
         }
         match fault {
-            Some(What::Fail(error)) => return Err(error),
-            Some(What::Tear) if request.op != Op::Write => return Err(Error::Media),
+            Some(FaultEffect::Fail(error)) => return Err(error),
+            Some(FaultEffect::Tear) if request.op != Op::Write => return Err(Error::Media),
             _ => {}
         }
         if self.truncated_at.is_some_and(|at| range.end > at) {
@@ -445,7 +450,7 @@ impl FaultyState {
                     return Err(Error::NoSpace);
                 }
                 let block = geometry.logical_block as usize;
-                let torn = fault == Some(What::Tear);
+                let torn = fault == Some(FaultEffect::Tear);
                 let len = if torn { data.len() / 2 / block * block } else { data.len() };
                 self.bytes[at.start..at.start + len].copy_from_slice(&data[..len]);
                 self.counts.bytes_written += len as u64;
@@ -457,9 +462,9 @@ impl FaultyState {
             (Op::Read, Some(data)) => {
                 data.copy_from_slice(&self.bytes[at]);
                 self.counts.bytes_read += request.len;
-                if fault == Some(What::Corrupt) {
+                if fault == Some(FaultEffect::Corrupt) {
                     for block in data.chunks_mut(geometry.logical_block as usize) {
-                        // In the middle, not in a header whose check would detect it.
+                        // Damage the middle of the block: in a header, a checksum might detect the damage.
                         let middle = block.len() / 2;
                         block[middle] ^= 0x55;
                     }
@@ -472,12 +477,12 @@ impl FaultyState {
             (Op::Flush, _) => {}
             (Op::Read | Op::Write, None) => return Err(Error::Misaligned),
         }
-        if let Some(What::FailDone(error)) = fault { Err(error) } else { Ok(()) }
+        if let Some(FaultEffect::FailDone(error)) = fault { Err(error) } else { Ok(()) }
     }
 
-    fn complain(&mut self, complaint: String) {
-        if self.complaints.len() < COMPLAINTS_MAX {
-            self.complaints.push(complaint);
+    fn record_violation(&mut self, violation: String) {
+        if self.violations.len() < MAX_VIOLATIONS {
+            self.violations.push(violation);
         }
     }
 }
@@ -487,33 +492,33 @@ fn blocks(range: &Range<u64>, geometry: &Geometry) -> Range<usize> {
     (range.start / block) as usize..(range.end / block) as usize
 }
 
-impl Device for Faulty {
+impl Device for FaultyDisk {
     fn geometry(&self) -> Geometry {
         self.shared.geometry
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let geometry = &self.shared.geometry;
         if !self.inline {
-            return request.check(geometry).map(|()| Tried::WouldBlock);
+            return request.check(geometry).map(|()| TryResult::WouldBlock);
         }
         let mut state = self.shared.lock();
         let fault = state.arrive(request, geometry)?;
-        if matches!(fault, Some(What::Hang | What::Delay(_))) {
-            // Undoes the arrival: the operation arrives again when it is submitted.
+        if matches!(fault, Some(FaultEffect::Hang | FaultEffect::Delay(_))) {
+            // Undo the arrival: the operation arrives again when it is submitted.
             *state.counts.of(request.op) -= 1;
             state.counts.in_flight -= 1;
             if request.op == Op::Write {
                 state.writing.pop();
             }
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         let outcome = match buffer {
             Buffer::Read(out) => state.perform(request, &mut Some(out), fault, geometry),
             Buffer::Write(data) => state.perform(request, &mut Some(&mut data.to_vec()), fault, geometry),
             Buffer::None => state.perform(request, &mut None, fault, geometry),
         };
-        outcome.map(|()| Tried::Done)
+        outcome.map(|()| TryResult::Done)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -525,9 +530,9 @@ impl Device for Faulty {
                 return done.complete(Err(error), buffer);
             }
         };
-        let delay = if let Some(What::Delay(delay)) = fault { delay } else { Duration::ZERO };
+        let delay = if let Some(FaultEffect::Delay(delay)) = fault { delay } else { Duration::ZERO };
         let job = Job { request, buffer, done, fault, due: Instant::now() + delay };
-        if fault == Some(What::Hang) {
+        if fault == Some(FaultEffect::Hang) {
             state.held.push(job);
         } else {
             state.queue.push(job);
@@ -547,8 +552,8 @@ impl Device for Faulty {
     }
 }
 
-impl Drop for Faulty {
-    /// Queued operations complete; held ones fail with [`Error::Gone`].
+impl Drop for FaultyDisk {
+    /// Completes queued operations; held ones fail with [`Error::Gone`].
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         state.stop = true;
@@ -559,14 +564,14 @@ impl Drop for Faulty {
         if let Some(executor) = self.executor.take()
             && executor.thread().id() != thread::current().id()
         {
-            // The panic hook has reported a panic of the thread.
+            // The panic hook has already reported a panic of the thread.
             let _ = executor.join();
         }
     }
 }
 
-impl fmt::Debug for Faulty {
+impl fmt::Debug for FaultyDisk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Faulty({:?})", self.counts())
+        write!(f, "FaultyDisk({:?})", self.counts())
     }
 }

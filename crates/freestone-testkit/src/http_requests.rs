@@ -1,9 +1,9 @@
-//! Parser that finds HTTP requests in a stream that passes by.
+//! Finds the HTTP requests in a byte stream that a proxy forwards.
 
-/// Longest header line in bytes.
+/// Longest header line that is parsed, in bytes.
 const LINE_BYTES_MAX: usize = 64 << 10;
 
-/// Finds the requests of one connection, in pieces of any length.
+/// Finds the HTTP requests of one connection. The bytes may arrive in pieces of any length.
 #[derive(Debug, Default)]
 pub struct RequestFinder {
     line: Vec<u8>,
@@ -12,19 +12,21 @@ pub struct RequestFinder {
 
 #[derive(Debug, Default)]
 enum State {
-    /// At the request line.
+    /// The next line is a request line.
     #[default]
     RequestLine,
-    /// In the header; the content length found so far.
+    /// The next line is a header line. The number is the content length from the lines before, or
+    /// 0.
     Header(u64),
-    /// In the body; remaining bytes.
+    /// Inside of a body, with this number of bytes remaining.
     Body(u64),
-    /// Parsing has stopped: the stream is not HTTP, or has a body of unknown length.
+    /// Parsing has stopped: the stream is not HTTP, or a body has an unknown length.
     Lost,
 }
 
 impl RequestFinder {
-    /// Parses the next bytes; calls `each` with the method and target of each request.
+    /// Parses the next bytes of the stream. Calls `each` with the method and the target of each
+    /// request.
     pub fn feed(&mut self, mut bytes: &[u8], each: &mut dyn FnMut(&str, &str)) {
         while !bytes.is_empty() {
             match &mut self.state {
@@ -53,7 +55,7 @@ impl RequestFinder {
         }
     }
 
-    /// Returns the state after a complete line, or `None` to stop parsing.
+    /// Returns the state after the complete line in `self.line`, or `None` to stop parsing.
     fn next_state(&self, each: &mut dyn FnMut(&str, &str)) -> Option<State> {
         let line = std::str::from_utf8(&self.line).ok()?.trim_end_matches(['\r', '\n']);
         let State::Header(body) = self.state else {

@@ -1,21 +1,20 @@
-//! Test support for all Freestone crates (development only).
+//! Test support for all Freestone crates. For development only.
 //!
-//! * [`conformance`]: checks a device against the contract of [`freestone_core::device`], for both
-//!   callers and completions.
-//! * [`Model`]: the simplest device, a byte vector under a mutex; the reference for other devices.
-//! * [`Deferred`]: a wrapper that returns "would block" and completes requests in shuffled order.
-//! * [`Faulty`]: a memory disk with fault injection: errors, hangs, torn writes, corruption, lack
+//! * [`conformance`]: checks a device against the contract of [`freestone_core::device`].
+//! * [`Model`]: the simplest device, a byte vector under a mutex. Serves as the reference for other devices.
+//! * [`DeferringDevice`]: a wrapper that returns "would block" and completes requests in shuffled order.
+//! * [`FaultyDisk`]: a memory disk with fault injection: errors, hangs, torn writes, corruption, lack
 //!   of space.
 //! * [`ModelZoned`]: the simplest zoned device.
-//! * [`Through`]: a device that is accessed through an export.
-//! * [`s3`]: an S3 server in this process, with fault injection.
-//! * [`Latency`]: a proxy with a given round-trip time and bandwidth, which counts traffic.
-//! * [`certificates`]: TLS certificates.
-//! * [`effort`]: the number of cases of a randomised test.
+//! * [`ExportedDevice`]: a device that is accessed through an export.
+//! * [`s3`]: an S3 server in the test's process, with fault injection.
+//! * [`LatencyProxy`]: a proxy with a given round-trip time and bandwidth, which counts traffic.
+//! * [`certificates`]: TLS certificates, generated on demand.
+//! * [`effort`]: selects the number of cases of a randomised test.
 //! * [`librbd`]: a fake of Ceph's libraries, over files.
 //! * [`objects`]: an in-memory object store with fault injection.
 //! * [`tools`]: external programs that tests need, and [`test`] for tests that need one.
-//! * [`vhost_user`]: a vhost-user-blk frontend.
+//! * [`vhost_user`]: a vhost-user-blk frontend with a virtio driver.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -30,26 +29,26 @@ mod compare;
 pub mod conformance;
 mod deferred;
 mod effort;
+mod exported_device;
 mod faulty;
 mod http_requests;
-mod latency;
+mod latency_proxy;
 pub mod librbd;
 mod model;
 mod model_zoned;
 pub mod objects;
 mod rng;
 pub mod s3;
-mod through;
 pub mod tools;
 pub mod vhost_user;
 
 pub use compare::first_difference;
-pub use deferred::{Deferred, Policy};
+pub use deferred::{DeferPolicy, DeferringDevice};
 pub use effort::{effort, scaled};
-pub use faulty::{Counts, Faulty, What, When};
+pub use exported_device::{ExportClient, ExportedDevice};
+pub use faulty::{FaultEffect, FaultSchedule, FaultyDisk, OpCounts};
 pub use freestone_testkit_macros::test;
-pub use latency::Latency;
+pub use latency_proxy::LatencyProxy;
 pub use model::Model;
 pub use model_zoned::{ModelZoned, ZonedConfig};
 pub use rng::Rng;
-pub use through::{Carrier, Through};

@@ -1,12 +1,12 @@
-//! The simplest device: a byte vector under a mutex, with all requests inline.
+//! The simplest device: a byte vector under a mutex. All requests complete on the caller's thread.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 
-/// A byte vector as a device. Completes every request inline.
+/// A byte vector as a device. Every request completes on the caller's thread.
 #[derive(Debug)]
 pub struct Model {
     bytes: Mutex<Vec<u8>>,
@@ -15,13 +15,17 @@ pub struct Model {
 }
 
 impl Model {
-    /// Returns a writable device of `size` zero bytes. `size` must be a multiple of
-    /// `logical_block`, which must be a power of two from 512 to 4096.
+    /// Returns a writable device of `size` zero bytes.
+    ///
+    /// # Panics
+    /// Panics unless `size` is a multiple of `logical_block`, which must be a power of two from 512
+    /// to 4096.
     pub fn new(size: usize, logical_block: u32) -> Self {
         Self::with(vec![0; size], logical_block, false)
     }
 
-    /// Returns a read-only device with this content.
+    /// Returns a read-only device with this content, whose length must be a multiple of
+    /// `logical_block`.
     pub fn read_only(content: Vec<u8>, logical_block: u32) -> Self {
         Self::with(content, logical_block, true)
     }
@@ -32,7 +36,8 @@ impl Model {
         Self { bytes: Mutex::new(bytes), logical_block, read_only }
     }
 
-    /// Grows the device to `size` bytes with zeroes. Smaller sizes have no effect.
+    /// Grows the device to `size` bytes; the new bytes are zeroes. A size below the current one has
+    /// no effect.
     pub fn grow(&self, size: usize) {
         assert!(size.is_multiple_of(self.logical_block as usize));
         let mut bytes = self.lock();
@@ -66,7 +71,7 @@ impl Device for Model {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         let mut bytes = self.lock();
         let range = request.offset as usize..(request.offset + request.len) as usize;
@@ -77,7 +82,7 @@ impl Device for Model {
             (Op::Flush, _) => {}
             (op, buffer) => panic!("{op:?} came with {buffer:?}"),
         }
-        Ok(Tried::Done)
+        Ok(TryResult::Done)
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -96,7 +101,7 @@ impl Device for Model {
         let block = u64::from(self.logical_block);
         let mut at = offset;
         while at < end {
-            // One row per block: simple, and tests that callers merge adjacent rows.
+            // Report one row per block, which is simple and tests that callers merge adjacent rows.
             let next = (at / block + 1).saturating_mul(block).min(end);
             let zero = bytes[at as usize..next as usize].iter().all(|&b| b == 0);
             let kind = if zero { ExtentKind::Hole } else { ExtentKind::Data };

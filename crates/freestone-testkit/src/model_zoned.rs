@@ -1,4 +1,5 @@
-//! The simplest zoned device: bytes and zones under one mutex, with all requests inline.
+//! The simplest zoned device: bytes and zones under one mutex. All requests complete on the
+//! caller's thread.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -6,29 +7,30 @@ use freestone_core::device::zoned::{
     AppendCompletion, Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned,
 };
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 
 const LOGICAL_BLOCK: u32 = 4096;
 
-/// Configuration of a [`ModelZoned`]; sizes in bytes, multiples of 4096.
+/// Configuration of a [`ModelZoned`]. Sizes are in bytes and multiples of 4096.
 #[derive(Debug, Clone, Copy)]
 pub struct ZonedConfig {
-    /// Length of a zone.
+    /// Size of each zone in bytes.
     pub zone_size: u64,
-    /// Writable bytes of a sequential zone.
+    /// Number of bytes that can be written in a sequential zone.
     pub zone_capacity: u64,
-    /// Number of zones.
+    /// Number of zones, conventional and sequential.
     pub nr_zones: u32,
-    /// Number of conventional zones, from the first zone on.
+    /// Number of conventional zones, which come first.
     pub conventional: u32,
-    /// Limit as in [`ZoneGeometry`].
+    /// Maximum number of open zones, as in [`ZoneGeometry`].
     pub max_open: u32,
-    /// Limit as in [`ZoneGeometry`].
+    /// Maximum number of active zones, as in [`ZoneGeometry`].
     pub max_active: u32,
 }
 
-/// The simplest zoned device.
+/// A zoned device in memory, the reference for other zoned devices.
 #[derive(Debug)]
 pub struct ModelZoned {
     config: ZonedConfig,
@@ -42,8 +44,10 @@ struct ZonesState {
 }
 
 impl ModelZoned {
-    /// Returns an empty device. The configuration must be valid: whole blocks, and a capacity up to
-    /// the zone size.
+    /// Returns a device whose zones are all empty.
+    ///
+    /// # Panics
+    /// Panics if the configuration is invalid, for example if the capacity exceeds the zone size.
     pub fn new(config: ZonedConfig) -> Self {
         let block = u64::from(LOGICAL_BLOCK);
         assert!(config.zone_size.is_multiple_of(block) && config.zone_capacity.is_multiple_of(block));
@@ -80,7 +84,8 @@ impl ModelZoned {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the index of the zone that starts at `offset`.
+    /// Returns the index of the zone that starts at `offset`, or [`Error::Misaligned`] if no zone
+    /// starts there.
     fn zone_at(&self, offset: u64) -> Result<usize> {
         let index = offset / self.config.zone_size;
         if !offset.is_multiple_of(self.config.zone_size) || index >= u64::from(self.config.nr_zones) {
@@ -127,7 +132,8 @@ impl ZonesState {
         self.zones.iter().filter(|zone| conditions.contains(&zone.condition)).count() as u32
     }
 
-    /// Ensures that a zone can become open; may close an implicitly open one.
+    /// Ensures that the zone `index` can become open. If the limit of open zones is reached, closes
+    /// an implicitly open one.
     fn reserve_open(&mut self, config: &ZonedConfig, index: usize) -> Result<()> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
         let condition = self.zones[index].condition;
@@ -183,7 +189,7 @@ impl Device for ModelZoned {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(out)) => {
@@ -192,11 +198,11 @@ impl Device for ModelZoned {
             }
             (Op::Write, Buffer::Write(data)) => self.write(request.offset, request.len, Some(data))?,
             (Op::WriteZeroes, _) => self.write(request.offset, request.len, None)?,
-            // Discard is a hint that zoned devices ignore; resets free space.
+            // A discard is a hint, which this device ignores: a reset frees space.
             (Op::Discard | Op::Flush, _) => {}
             (op, buffer) => panic!("{op:?} came with {buffer:?}"),
         }
-        Ok(Tried::Done)
+        Ok(TryResult::Done)
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -289,7 +295,7 @@ impl Zoned for ModelZoned {
                 return Err(Error::ZoneWritePointer);
             }
             match self.write(at, data.len() as u64, Some(data)) {
-                // A concurrent append has moved the write pointer.
+                // A concurrent append has moved the write pointer meanwhile: try again.
                 Err(Error::ZoneWritePointer) => {}
                 outcome => return outcome.map(|()| Some(at)),
             }

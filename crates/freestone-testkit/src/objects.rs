@@ -6,52 +6,54 @@ use std::ops::Range;
 use freestone_sim::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use freestone_sim::thread;
 use freestone_sim::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use freestone_store::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
+use freestone_store::objects::{
+    CallLimits, Fault, Head, ListEntry, Objects, Read, Result, Version, WriteCondition,
+};
 
-/// Operation of an object store.
+/// Operation of an object store request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// Read an object.
+    /// Reads an object.
     Get,
-    /// Write an object.
+    /// Writes an object.
     Put,
-    /// Query an object's metadata.
+    /// Queries the metadata of an object.
     Head,
-    /// List objects.
+    /// Lists objects.
     List,
-    /// Delete an object.
+    /// Deletes an object.
     Delete,
 }
 
-/// A request, as passed to the fault rule.
+/// A request to the object store, as passed to the fault rule.
 #[derive(Debug, Clone, Copy)]
 pub struct Call<'a> {
-    /// Operation.
+    /// Operation of the request.
     pub method: Method,
-    /// Key of the object, or prefix of a list.
+    /// Key of the object, or prefix of the keys to list.
     pub key: &'a str,
-    /// Number of requests before this one.
+    /// Number of requests of this client before this one.
     pub number: u64,
 }
 
-/// Effect of a fault rule on a request.
+/// Effect of the fault rule on a request.
 #[derive(Debug, Clone)]
 pub enum Effect {
-    /// No fault.
+    /// The request is not affected.
     Pass,
-    /// Fails without an effect.
+    /// The request fails without effect.
     Fail(Fault),
-    /// Takes effect, but fails.
+    /// The request takes effect, but fails.
     FailAfter(Fault),
-    /// Takes effect after this time.
-    Late(Duration),
-    /// Neither completes nor takes effect.
+    /// The request takes effect after this time.
+    Delay(Duration),
+    /// The request neither takes effect nor completes before its deadline.
     Hang,
-    /// Flips a bit of this byte of the data read.
+    /// A read returns data in which one bit of this byte is flipped.
     Flip(usize),
-    /// Truncates the data read to this length, or a list to this number of keys.
-    Cut(usize),
-    /// Omits this key from a list.
+    /// A read returns data truncated to this length in bytes; a list returns at most this number of keys.
+    Truncate(usize),
+    /// A list omits this key.
     Omit(&'static str),
 }
 
@@ -63,7 +65,7 @@ struct Object {
     version: u64,
 }
 
-/// Time of the store's clock at its creation, since the Unix epoch.
+/// Time of the store's clock when the store is created, since the Unix epoch.
 const BEGIN: Duration = Duration::from_secs(1_700_000_000);
 
 struct State {
@@ -71,48 +73,48 @@ struct State {
     counts: HashMap<Method, u64>,
     gets: HashMap<String, u64>,
     versions: u64,
-    begun: Instant,
-    /// Offset of the clock to the real time passed.
-    ahead: Duration,
+    created: Instant,
+    /// Time by which the clock is ahead of the real time passed since the creation.
+    clock_offset: Duration,
 }
 
-/// Settings and counters of one client of a store.
+/// Settings and counters of one client of an object store.
 #[derive(Default)]
 struct ClientState {
     calls: u64,
     rule: Option<Rule>,
-    /// Conditional deletes are not supported.
-    deletes_always: bool,
+    /// Conditional deletes fail as unsupported.
+    no_conditional_delete: bool,
 }
 
-/// An in-memory object store, as seen by one client.
-pub struct Memory {
+/// An in-memory object store, accessed as one client. Several clients can share the objects.
+pub struct MemoryStore {
     state: Arc<Mutex<State>>,
     client: Mutex<ClientState>,
 }
 
-impl Default for Memory {
+impl Default for MemoryStore {
     fn default() -> Self {
         let state = State {
             objects: BTreeMap::new(),
             counts: HashMap::new(),
             gets: HashMap::new(),
             versions: 0,
-            begun: Instant::now(),
-            ahead: Duration::ZERO,
+            created: Instant::now(),
+            clock_offset: Duration::ZERO,
         };
         Self::of(Arc::new(Mutex::new(state)))
     }
 }
 
-impl Memory {
+impl MemoryStore {
     fn of(state: Arc<Mutex<State>>) -> Self {
         Self { state, client: Mutex::new(ClientState::default()) }
     }
 
-    /// Returns another client of the same objects, without fault rules.
+    /// Returns another client of the same object store, without a fault rule.
     #[must_use]
-    pub fn beside(&self) -> Self {
+    pub fn new_client(&self) -> Self {
         Self::of(Arc::clone(&self.state))
     }
 
@@ -126,51 +128,53 @@ impl Memory {
 
     /// Sets the fault rule for all further requests.
     ///
-    /// A rule that uses the store needs its own client ([`beside`](Self::beside)): one that holds this client would
-    /// keep it alive forever.
-    pub fn rule(&self, rule: impl Fn(Call<'_>) -> Effect + Send + Sync + 'static) {
+    /// A rule that uses the object store must use another client ([`new_client`](Self::new_client)): a rule that holds
+    /// this client would keep it alive forever.
+    pub fn set_fault_rule(&self, rule: impl Fn(Call<'_>) -> Effect + Send + Sync + 'static) {
         self.client().rule = Some(Arc::new(rule));
     }
 
-    /// Disables conditional deletes, as in S3.
-    pub fn delete_always(&self) {
-        self.client().deletes_always = true;
+    /// Makes conditional deletes unsupported, as in S3.
+    pub fn disable_conditional_delete(&self) {
+        self.client().no_conditional_delete = true;
     }
 
-    /// Removes the fault rule.
+    /// Removes the fault rule of this client.
     pub fn heal(&self) {
         self.client().rule = None;
     }
 
-    /// Advances the clock of the store for all clients.
-    pub fn pass(&self, time: Duration) {
-        self.lock().ahead += time;
+    /// Advances the clock of the object store, for all clients.
+    pub fn advance_clock(&self, time: Duration) {
+        self.lock().clock_offset += time;
     }
 
-    /// Returns the number of requests of an operation.
+    /// Returns the number of requests of this operation, by all clients.
     pub fn count(&self, method: Method) -> u64 {
         self.lock().counts.get(&method).copied().unwrap_or(0)
     }
 
-    /// Returns the number of reads per object.
+    /// Returns the number of read requests per key, by all clients.
     pub fn gets(&self) -> HashMap<String, u64> {
         self.lock().gets.clone()
     }
 
-    /// Returns the number of requests of this client.
+    /// Returns the number of requests of this client, of any operation.
     pub fn calls(&self) -> u64 {
         self.client().calls
     }
 
-    /// Returns the keys with a prefix, and the sizes of their objects in bytes.
-    pub fn under(&self, prefix: &str) -> BTreeMap<String, u64> {
+    /// Returns the keys that start with `prefix`, and the sizes of their objects in bytes.
+    pub fn object_sizes(&self, prefix: &str) -> BTreeMap<String, u64> {
         let state = self.lock();
         let under = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
         under.map(|(key, object)| (key.clone(), object.bytes.len() as u64)).collect()
     }
 
-    /// Changes the content of an object without a request. The object is removed if `change`
-    /// returns false.
+    /// Changes the content of an object directly, without a request. If `change` returns false, the object is removed.
+    ///
+    /// # Panics
+    /// Panics if the object does not exist.
     pub fn tamper(&self, key: &str, change: impl FnOnce(&mut Vec<u8>) -> bool) {
         let mut state = self.lock();
         let Some(object) = state.objects.get_mut(key) else { panic!("{key} is not there") };
@@ -182,13 +186,14 @@ impl Memory {
         }
     }
 
-    /// Removes all objects.
-    pub fn empty(&self) {
+    /// Removes all objects directly, without a request.
+    pub fn remove_all(&self) {
         self.lock().objects.clear();
     }
 
-    /// Counts a request and applies the fault rule before it takes effect.
-    fn begin(&self, method: Method, key: &str, until: Until<'_>) -> Result<Effect> {
+    /// Counts a request and applies the effects of the fault rule that precede the operation. Returns the effect for
+    /// the rest.
+    fn begin(&self, method: Method, key: &str, until: CallLimits<'_>) -> Result<Effect> {
         until.check()?;
         let (rule, call) = {
             let mut state = self.lock();
@@ -205,8 +210,8 @@ impl Memory {
         let effect = rule.map_or(Effect::Pass, |rule| rule(call));
         match &effect {
             Effect::Fail(fault) => return Err(fault.clone()),
-            Effect::Late(time) => wait(until.at_most(*time)).or_else(|fault| match fault {
-                Fault::Late => until.check(),
+            Effect::Delay(time) => wait(until.at_most(*time)).or_else(|fault| match fault {
+                Fault::TimedOut => until.check(),
                 fault => Err(fault),
             })?,
             Effect::Hang => wait(until)?,
@@ -216,15 +221,15 @@ impl Memory {
     }
 }
 
-/// Waits until the call's deadline or cancellation.
-fn wait(until: Until<'_>) -> Result<()> {
+/// Waits until the deadline of the call or its cancellation, and returns that as the error.
+fn wait(until: CallLimits<'_>) -> Result<()> {
     loop {
         until.check()?;
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-fn ended<T>(effect: &Effect, done: T) -> Result<T> {
+fn apply_outcome<T>(effect: &Effect, done: T) -> Result<T> {
     match effect {
         Effect::FailAfter(fault) => Err(fault.clone()),
         _ => Ok(done),
@@ -232,13 +237,13 @@ fn ended<T>(effect: &Effect, done: T) -> Result<T> {
 }
 
 impl State {
-    fn passed(&self) -> Duration {
-        self.begun.elapsed() + self.ahead
+    fn elapsed(&self) -> Duration {
+        self.created.elapsed() + self.clock_offset
     }
 
     fn now(&self) -> SystemTime {
-        // Whole seconds, as in HTTP.
-        UNIX_EPOCH + Duration::from_secs((BEGIN + self.passed()).as_secs())
+        // The clock has whole seconds, as the times in HTTP.
+        UNIX_EPOCH + Duration::from_secs((BEGIN + self.elapsed()).as_secs())
     }
 }
 
@@ -246,12 +251,12 @@ fn version(object: &Object) -> Version {
     Version(object.version.to_string())
 }
 
-impl Objects for Memory {
+impl Objects for MemoryStore {
     fn url(&self) -> &'static str {
         "memory:"
     }
 
-    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: CallLimits<'_>) -> Result<Read> {
         let effect = self.begin(Method::Get, key, until)?;
         let (bytes, version) = {
             let state = self.lock();
@@ -269,20 +274,26 @@ impl Objects for Memory {
                 let at = at % read.len();
                 read[at] ^= 0x10;
             }
-            Effect::Cut(at) => read.truncate(at),
+            Effect::Truncate(at) => read.truncate(at),
             _ => {}
         }
-        ended(&effect, Read { bytes: read, version: Some(version) })
+        apply_outcome(&effect, Read { bytes: read, version: Some(version) })
     }
 
-    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+    fn put(
+        &self,
+        key: &str,
+        bytes: &[u8],
+        when: WriteCondition<'_>,
+        until: CallLimits<'_>,
+    ) -> Result<Option<Version>> {
         let effect = self.begin(Method::Put, key, until)?;
         let mut state = self.lock();
         let before = state.objects.get(key).map(version);
         let holds = match when {
-            When::Always => true,
-            When::Absent => before.is_none(),
-            When::Unchanged(read) => before.as_ref() == Some(read),
+            WriteCondition::Always => true,
+            WriteCondition::Absent => before.is_none(),
+            WriteCondition::Unchanged(read) => before.as_ref() == Some(read),
         };
         if !holds {
             return Err(Fault::Condition);
@@ -292,10 +303,10 @@ impl Objects for Memory {
             Object { bytes: Arc::new(bytes.to_vec()), modified: state.now(), version: state.versions };
         let version = version(&object);
         state.objects.insert(key.to_owned(), object);
-        ended(&effect, Some(version))
+        apply_outcome(&effect, Some(version))
     }
 
-    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+    fn head(&self, key: &str, until: CallLimits<'_>) -> Result<Head> {
         let effect = self.begin(Method::Head, key, until)?;
         let state = self.lock();
         let object = state.objects.get(key).ok_or(Fault::NotFound)?;
@@ -304,22 +315,27 @@ impl Objects for Memory {
             modified: object.modified,
             version: Some(version(object)),
         };
-        ended(&effect, head)
+        apply_outcome(&effect, head)
     }
 
-    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+    fn list(
+        &self,
+        prefix: &str,
+        each: &mut dyn FnMut(ListEntry) -> bool,
+        until: CallLimits<'_>,
+    ) -> Result<()> {
         let effect = self.begin(Method::List, prefix, until)?;
-        let listed: Vec<Listed> = {
+        let listed: Vec<ListEntry> = {
             let state = self.lock();
             let under = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
-            let listed = |(key, object): (&String, &Object)| Listed {
+            let listed = |(key, object): (&String, &Object)| ListEntry {
                 key: key.clone(),
                 bytes: object.bytes.len() as u64,
                 modified: object.modified,
             };
             under.map(listed).collect()
         };
-        let most = if let Effect::Cut(at) = effect { at } else { usize::MAX };
+        let most = if let Effect::Truncate(at) = effect { at } else { usize::MAX };
         for listed in listed.into_iter().take(most) {
             if matches!(effect, Effect::Omit(key) if key == listed.key) {
                 continue;
@@ -331,18 +347,18 @@ impl Objects for Memory {
         if most < usize::MAX {
             Err(Fault::Transient("the list was cut off".into()))
         } else {
-            ended(&effect, ())
+            apply_outcome(&effect, ())
         }
     }
 
-    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+    fn delete(&self, key: &str, until: CallLimits<'_>) -> Result<()> {
         let effect = self.begin(Method::Delete, key, until)?;
         self.lock().objects.remove(key);
-        ended(&effect, ())
+        apply_outcome(&effect, ())
     }
 
-    fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
-        if self.client().deletes_always {
+    fn delete_unchanged(&self, key: &str, read: &Version, until: CallLimits<'_>) -> Result<()> {
+        if self.client().no_conditional_delete {
             return Err(Fault::Unsupported("no conditions".to_owned()));
         }
         let effect = self.begin(Method::Delete, key, until)?;
@@ -351,10 +367,10 @@ impl Objects for Memory {
             return Err(Fault::Condition);
         }
         state.objects.remove(key);
-        ended(&effect, ())
+        apply_outcome(&effect, ())
     }
 
     fn uptime(&self) -> Duration {
-        self.lock().passed()
+        self.lock().elapsed()
     }
 }

@@ -1,8 +1,8 @@
-//! Mode exact: one run per process; the seed decides every step.
-//! The parent process ([`run_seeds`]) draws seeds and runs each in a child process ([`run_case`]), since
-//! static data of the library outlives a run. One run in sixteen is repeated: the same seed must
-//! give the same run to the last step. A failing run is shortened, with a child process per
-//! attempt, and printed as a test.
+//! Mode exact: one run per process; the seed decides every step. The parent process ([`run_seeds`]) draws
+//! seeds and runs each in a child process ([`run_case`]). In one process, static variables of the library
+//! would keep their values in the next run. One run in sixteen is repeated: the same seed must give the same
+//! run to the last step. A failing run is shortened, in one child process per attempt, and printed as the
+//! source of a test.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,42 +18,41 @@ use freestone_testkit::Rng;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::{self, Op};
-use crate::run::{Judge, run};
+use crate::run::{RunSettings, run};
 use crate::shrink::shrink;
 use crate::zoned::{self, Step};
 
-/// Path of this program, which also works if the file was replaced by a newer build meanwhile.
+/// Path from which child processes are started: this program, even if a newer build has replaced its file.
 const PROGRAM: &str = "/proc/self/exe";
-/// Environment variable with the name of the fault that is put back (`freestone::mutants`).
+/// Environment variable with the name of the fault to inject into the library (`freestone::mutants`).
 const MUTANT: &str = "FREESTONE_MUTANT";
-/// Maximum number of virtual steps per run.
+/// Maximum number of scheduling points per run.
 const POINTS_MAX: u64 = 2_000_000_000;
-/// Maximum real time of a run. This catches a loop without a point at which another thread could
-/// run.
+/// Maximum real time of a run, which catches a loop without a scheduling point.
 const CASE_MAX: Duration = Duration::from_secs(120);
-/// One run in this many is repeated.
+/// Interval of seeds that are run twice, to check that equal seeds give equal runs.
 const TWICE_ONE_IN: u64 = 16;
-/// Maximum number of attempts to shorten a run, and their total time.
+/// Maximum number of attempts to shorten a failing run, and maximum time for all attempts.
 const SHRINKS_MAX: usize = 400;
 const SHRINK_MAX: Duration = Duration::from_secs(240);
 
-/// A run: the JSON input of a `case` process.
+/// The seeds and operations of one run: the JSON input of a `case` process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Case {
     /// Seed of the thread schedule.
     pub schedule: u64,
-    /// The scheduler switches threads at one in this many points.
+    /// The scheduler switches threads at one in this many scheduling points.
     pub switch_one_in: u64,
-    /// The operations.
+    /// The operations to run.
     pub work: Work,
 }
 
-/// The operations of a run.
+/// The operations of a run, by the kind of device under test.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Work {
-    /// Ops on a stack.
+    /// Ops on a stack of devices.
     Stack(Vec<Op>),
-    /// Steps on zones, after the seed of their disks.
+    /// Seed of the two simulated disks, and the steps on the zoned device over them.
     Zones(u64, Vec<Step>),
 }
 
@@ -65,14 +64,14 @@ struct CaseReport {
     tally: BTreeMap<String, u64>,
 }
 
-/// The outcome of a `case` process.
+/// The outcome of a run in a `case` process.
 enum CaseOutcome {
     Passed(CaseReport),
     /// The output of the process.
     Failed(String),
 }
 
-/// Draws the run of a seed.
+/// Draws the case of a seed.
 pub fn case_of(seed: u64) -> Case {
     let mut rng = Rng::new(seed);
     let count = 40 + rng.below(400) as usize;
@@ -86,16 +85,16 @@ pub fn case_of(seed: u64) -> Case {
     Case { schedule: rng.word(), switch_one_in: [8, 40, 200, 1000][rng.below(4) as usize], work }
 }
 
-/// Statistics of all runs.
+/// Statistics of all runs of one [`run_seeds`] call.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// Number of runs.
+    /// Number of runs, without repetitions.
     pub cases: u64,
-    /// Number of runs that were repeated.
+    /// Number of runs that were repeated to compare the two.
     pub twice: u64,
-    /// Number of points at which another thread could run.
+    /// Number of scheduling points passed in all runs.
     pub points: u64,
-    /// Number of occurrences of each kind of event.
+    /// Number of occurrences of each kind of event, summed over all runs.
     pub tally: BTreeMap<String, u64>,
 }
 
@@ -106,11 +105,12 @@ impl fmt::Display for Report {
     }
 }
 
-/// Runs cases from this seed on, as many at a time as there are CPUs, until the time is over or
-/// `runs` cases have run. Returns false if a case failed, after printing it.
+/// Runs the cases of consecutive seeds from `first` on, one child process per CPU at a time. Ends when `time`
+/// is over or, if `runs` is given, after at least that many cases. Returns the statistics, and false if a
+/// case failed and was printed.
 ///
 /// # Errors
-/// Fails if the program cannot be started again.
+/// Fails if a child process cannot be started or its output cannot be read.
 pub fn run_seeds(first: u64, time: Duration, runs: Option<u64>) -> Result<(Report, bool)> {
     let began = Instant::now();
     let at_once = std::thread::available_parallelism().map_or(1, usize::from);
@@ -131,7 +131,8 @@ pub fn run_seeds(first: u64, time: Duration, runs: Option<u64>) -> Result<(Repor
                     for (what, count) in case_report.tally {
                         *report.tally.entry(what).or_default() += count;
                     }
-                    // A run that differs does not show that a fault was found.
+                    // Skip this check with an injected fault: two runs that differ do not show that the tests
+                    // find the fault.
                     if seed.is_multiple_of(TWICE_ONE_IN) && mutant().is_none() {
                         report.twice += 1;
                         if !repeats_equally(case, case_report.digest)? {
@@ -142,7 +143,7 @@ pub fn run_seeds(first: u64, time: Duration, runs: Option<u64>) -> Result<(Repor
                 }
                 CaseOutcome::Failed(printed) => {
                     if let Some(fault) = mutant() {
-                        // The fault is the cause only if the run passes without it.
+                        // The injected fault is the cause only if the run passes without it.
                         if matches!(end(spawn(case, false)?)?, CaseOutcome::Failed(_)) {
                             println!("seed {seed} fails without {fault}, too");
                             continue;
@@ -164,7 +165,7 @@ fn repeats_equally(case: &Case, digest: u64) -> Result<bool> {
     Ok(matches!(end(start(case)?)?, CaseOutcome::Passed(case_report) if case_report.digest == digest))
 }
 
-/// Removes the steps that the failure does not need, and prints the rest.
+/// Removes the steps that a failing run does not need, and prints the remaining steps as a test.
 fn shorten(seed: u64, case: &Case) -> Result<()> {
     let (began, mut attempts) = (Instant::now(), 0);
     let mut fails = |work: Work| {
@@ -190,7 +191,7 @@ fn shorten(seed: u64, case: &Case) -> Result<()> {
     Ok(())
 }
 
-/// Formats the run as a test for `tests/found.rs`, with a line of JSON per step.
+/// Formats a failing run as a test for `tests/found.rs`, with one line of JSON per step.
 fn as_test(seed: u64, case: &Case) -> Result<String> {
     let (how, lines) = match &case.work {
         Work::Stack(ops) => ("Work::stack(".to_owned(), lines(ops)?),
@@ -213,18 +214,18 @@ fn parse<T: for<'a> Deserialize<'a>>(lines: &str) -> Vec<T> {
 }
 
 impl Work {
-    /// Parses ops on a stack, a line of JSON each.
+    /// Parses ops on a stack, one JSON value per line.
     ///
     /// # Panics
-    /// Panics if a line is not an op.
+    /// Panics if a line is not a valid op.
     pub fn stack(ops: &str) -> Self {
         Self::Stack(parse(ops))
     }
 
-    /// Parses steps on zones, a line of JSON each.
+    /// Parses steps on a zoned device, one JSON value per line. `disks` is the seed of its disks.
     ///
     /// # Panics
-    /// Panics if a line is not a step.
+    /// Panics if a line is not a valid step.
     pub fn zones(disks: u64, steps: &str) -> Self {
         Self::Zones(disks, parse(steps))
     }
@@ -237,7 +238,7 @@ impl Work {
     }
 }
 
-/// Returns the name of the fault that was put back (`freestone::mutants`).
+/// Returns the name of the fault injected into the library, or `None` if the variable is unset or empty.
 fn mutant() -> Option<String> {
     std::env::var(MUTANT).ok().filter(|name| !name.is_empty())
 }
@@ -246,7 +247,7 @@ fn start(case: &Case) -> Result<Child> {
     spawn(case, true)
 }
 
-/// Starts a run in a child process, with or without the fault that was put back.
+/// Starts a run in a child process. If `with_mutant` is false, the child injects no fault.
 fn spawn(case: &Case, with_mutant: bool) -> Result<Child> {
     let mut command = Command::new(PROGRAM);
     if !with_mutant {
@@ -260,8 +261,8 @@ fn spawn(case: &Case, with_mutant: bool) -> Result<Child> {
         .spawn()
         .context("cannot start a run")?;
     let mut stdin = child.stdin.take().context("a run has no stdin")?;
-    // The child reads all of it before it writes. If the child died at once, its exit status shows
-    // that.
+    // The child reads all of stdin before it writes, so neither side blocks. If the child has died, its exit
+    // status shows that, so the error is ignored.
     let _ = stdin.write_all(&serde_json::to_vec(case)?);
     Ok(child)
 }
@@ -301,7 +302,7 @@ fn end(mut child: Child) -> Result<CaseOutcome> {
     }
 }
 
-/// Runs the case read from stdin; the body of a `case` process.
+/// Runs the case read from stdin: the body of a `case` process. `trace` prints each op.
 ///
 /// # Errors
 /// Fails if the input cannot be read or parsed.
@@ -322,8 +323,8 @@ pub fn run_case(trace: bool) -> Result<ExitCode> {
         sim::Config { seed: case.schedule, switch_one_in: case.switch_one_in, points_max: POINTS_MAX };
     let (outcome, summary) = sim::run(config, || match &case.work {
         Work::Stack(ops) => {
-            let report =
-                run(None, ops, Judge { trace, ..Judge::default() }).map_err(|failure| failure.to_string())?;
+            let report = run(None, ops, RunSettings { trace, ..RunSettings::default() })
+                .map_err(|failure| failure.to_string())?;
             Ok(report.tally.into_iter().map(|(what, count)| (what.to_owned(), count)).collect())
         }
         Work::Zones(disks, steps) => match zoned::run(*disks, steps) {
@@ -339,8 +340,8 @@ pub fn run_case(trace: bool) -> Result<ExitCode> {
         Ok(tally) => {
             let case_report = CaseReport { digest: summary.digest, points: summary.points, tally };
             println!("{}", serde_json::to_string(&case_report)?);
-            // The threads of the simulation that remain never run again, so nothing of it is
-            // dropped.
+            // The remaining threads of the simulation never run again, so dropping their objects could wait
+            // forever.
             Ok(ExitCode::SUCCESS)
         }
         Err(failure) => {

@@ -1,16 +1,18 @@
-//! Random stacks of devices under random requests, verbs, faults and crashes, judged by one oracle
-//! (development only).
+//! Random stacks of devices under random requests, verbs, faults and crashes, judged by one oracle.
+//! For development only.
 //!
-//! * [`disk`]: a disk in memory that fails, tears writes, delays, hangs, loses power and shrinks.
+//! * [`disk`]: a simulated disk in memory that fails, tears writes, delays, hangs, loses power and
+//!   shrinks.
 //! * [`oracle`]: the versions that each sector of a device may hold now, and after a crash.
 //! * [`ops`]: the operations of a run, drawn from a seed.
-//! * [`stack`]: the devices, the content that each may hold, and the effects of each op on them.
+//! * [`stack`]: the devices, the content that each may hold, and the effects of each operation (op)
+//!   on them.
 //! * [`run`]: executes and judges one run. [`shrink`] shortens a failing run.
-//! * [`zoned`]: runs on zoned devices, which have their own judge.
-//! * [`exact`]: one process per run; the seed decides every step.
-//! * [`threads`]: runs with real threads.
-//! * [`program`]: drives the built program over its sockets. `program::calls` makes its system
-//!   calls fail.
+//! * [`zoned`]: runs on zoned devices, which have a judge of their own instead of the oracle.
+//! * [`exact`]: mode exact: one process per run; the seed decides every step.
+//! * [`threads`]: mode threads: runs with real threads.
+//! * [`program`]: drives the built `freestone` program over its sockets. `program::calls` makes
+//!   system calls of the program fail.
 
 pub mod disk;
 pub mod exact;

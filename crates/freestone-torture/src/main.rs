@@ -113,7 +113,7 @@ enum Mode {
     },
 }
 
-/// Exits with 1 if the torture found something, and with 2 if the torture itself failed.
+/// Exits with 1 if the torture found a defect, and with 2 if the torture itself failed.
 fn main() -> ExitCode {
     run().unwrap_or_else(|error| {
         eprintln!("freestone-torture: {error:#}");
@@ -150,7 +150,7 @@ fn run() -> Result<ExitCode> {
         #[cfg(target_arch = "x86_64")]
         Mode::Calls { run_options, all, cases, scene, call, first, only, bin } => {
             let time = (!all).then(|| duration(&run_options));
-            let choice = calls::Choice { scenes: scene, calls: call, cases, time, is_first: first };
+            let choice = calls::CaseFilter { scenes: scene, calls: call, cases, time, is_first: first };
             let bin = program_path(bin)?;
             let report = match only {
                 Some(case) => calls::repeat(&case, &bin),
@@ -172,7 +172,8 @@ fn duration(run_options: &RunOptions) -> Duration {
     Duration::from_secs_f64(run_options.minutes * 60.0)
 }
 
-/// Returns the absolute path of the program under test, which is started in directories of its own.
+/// Returns the absolute path of the program under test: it is started with other working
+/// directories.
 fn program_path(bin: Option<PathBuf>) -> Result<PathBuf> {
     let bin = bin.map_or_else(default_program, Ok)?;
     ensure!(

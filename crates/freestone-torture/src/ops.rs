@@ -1,5 +1,6 @@
-//! The operations (ops) of a run: plain values. Ops name nodes, families and disks by numbers taken
-//! modulo the number that exist, so any subset of a run is also a valid run.
+//! The operations (ops) of a run, as plain values. Ops refer to nodes (devices of the stack),
+//! families (RAM disks that share a pool) and disks by a number. The number is taken modulo the
+//! count of those that exist, so any subset of a run is also a valid run.
 
 mod draw;
 
@@ -8,292 +9,296 @@ use serde::{Deserialize, Serialize};
 use crate::disk::Plan;
 pub use draw::{draw, stack, warm_up};
 
-/// A step of a run.
+/// An operation of a run on a stack of devices.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
-    /// A request.
+    /// Issues a request.
     Io(Io),
-    /// Reads all of a node and checks the content.
+    /// Reads all of a node and checks the content read.
     Check(u16),
-    /// Waits for all requests in flight.
+    /// Waits until no request is in flight.
     Await,
-    /// Sets the minimum number of threads that issue requests from now on.
+    /// Sets the minimum number of threads that issue requests from this op on.
     #[serde(rename = "Askers")]
     RequestThreads(u8),
     /// Sets the devices that the following ops choose from.
     Focus(Focus),
     /// Creates a family of RAM disks that share one pool.
     Family {
-        /// Memory limit of the pool; 0 means no limit.
+        /// Memory limit of the pool in KiB; 0 means no limit.
         limit_kib: u32,
-        /// Compression algorithm, modulo their number.
+        /// Compression algorithm: an index, modulo the number of algorithms.
         algorithm: u8,
-        /// Backing device for spilled pages.
+        /// Backing device for spilled pages; `None` if the pool does not spill.
         backing: Option<Backing>,
-        /// Recompresses automatically.
+        /// Recompresses pages automatically.
         auto: bool,
     },
     /// Creates a RAM disk in a family.
     Ram {
-        /// Family of the disk.
+        /// Number of the family of the disk.
         family: u16,
-        /// Size.
+        /// Size in KiB.
         kib: u32,
     },
     /// Creates a simulated disk.
     Disk(DiskOp),
-    /// Creates a null device with memory.
+    /// Creates a null device that stores its content in memory.
     Memory {
-        /// Size.
+        /// Size in KiB.
         kib: u32,
     },
     /// Creates a file and opens it as a device.
     File {
-        /// Size.
+        /// Size in KiB.
         kib: u32,
     },
-    /// Creates a read-only file.
+    /// Creates a read-only file with content, the base of forks.
     Base {
-        /// Size.
+        /// Size in KiB.
         kib: u32,
-        /// Seed of the content.
+        /// Seed of the initial content.
         seed: u64,
-        /// A layer above the file can make its reads fail.
+        /// Adds a layer above the file that can make reads fail.
         faults: bool,
     },
-    /// Creates an image with content in a store.
+    /// Creates an image with content in the image store.
     Image {
-        /// Size.
+        /// Size in KiB.
         kib: u32,
-        /// Seed of the content.
+        /// Seed of the initial content.
         seed: u64,
-        /// Caches what is read of the image on a disk.
+        /// Caches the parts of the image that were read on a disk.
         cached: bool,
     },
-    /// Sets the faults of the store from now on.
+    /// Draws the fault rules of the image store from this seed. The rules apply from this op on.
     StoreRules(u64),
-    /// Pushes snapshots, files and images to one tag of the store at the same time.
+    /// Pushes snapshots, files and images to one tag of the image store at the same time.
     Push {
-        /// Nodes to push.
+        /// Numbers of the nodes to push.
         nodes: Vec<u16>,
-        /// Tag, modulo their number.
+        /// Tag: an index, modulo the number of tags.
         tag: u8,
-        /// Seed of the options of the push, and of concurrent events.
+        /// Seed of the options of the pushes, and of concurrent events.
         seed: u64,
     },
-    /// Advances the clock of the store and prunes what no tag refers to.
+    /// Advances the clock of the image store and deletes the objects to which no tag refers.
     Prune {
-        /// Time to advance, in eighths of the grace period.
+        /// Time by which the clock advances, in eighths of the grace period, modulo 20.
         eighths: u8,
-        /// Seed of the prune.
+        /// Seed of the choice of connection and of a dry run.
         seed: u64,
     },
-    /// Saves the changes of a snapshot of a fork of a file as an image, which can be forked itself.
+    /// Saves the changes of a snapshot of a fork of a file as a qcow2 overlay, which can be forked
+    /// itself.
     Delta {
-        /// Snapshot.
+        /// Number of the snapshot.
         node: u16,
-        /// Also applies the image to a new fork.
+        /// Also applies the overlay to a new fork of the file.
         applies: bool,
     },
     /// Takes snapshots of RAM disks and forks at one moment.
     Snapshot(Vec<u16>),
     /// Takes snapshots of RAM disks and of origins at one moment.
     Moment {
-        /// RAM disks and forks.
+        /// Numbers of the RAM disks and forks.
         rams: Vec<u16>,
-        /// Origins, with the settings of each snapshot.
+        /// Numbers of the origins, with the settings of each snapshot.
         cows: Vec<(u16, CowOp)>,
     },
     /// Forks a snapshot, a file or an image.
     Fork {
-        /// Node to fork.
+        /// Number of the snapshot, file or image to fork.
         snapshot: u16,
-        /// Sectors by which the fork is larger than that node.
+        /// Number of sectors by which the fork is larger than that node.
         more_sectors: u32,
-        /// Memory cap of the fork; 0 means none.
+        /// Memory limit of the fork in KiB; 0 means no limit.
         cap_kib: u32,
-        /// Family of the fork; by default that of the snapshot, or the first family for a base.
+        /// Family of the fork. `None` selects the family of the snapshot, or the first family for a
+        /// file or image.
         family: Option<u16>,
     },
-    /// Gives clients of a template a fork each, which exists as long as the client is connected.
+    /// Connects clients to a template. Each client has a fork of its own, which exists until the
+    /// client disconnects.
     Template {
-        /// Snapshot, file or image to fork.
+        /// Number of the snapshot, file or image to fork.
         of: u16,
-        /// Number of clients: this modulo three, plus one.
+        /// Number of clients: this value modulo three, plus one.
         clients: u8,
         /// Seed of the requests of the clients.
         seed: u64,
         /// Family of the forks, as in [`Op::Fork`].
         family: Option<u16>,
     },
-    /// Rewinds a disk or fork to its initial content.
+    /// Rewinds a RAM disk or fork to its initial content.
     Rewind {
-        /// Disk or fork.
+        /// Number of the RAM disk or fork.
         node: u16,
-        /// Also resets its statistics.
+        /// Also resets the statistics of the RAM disk or fork.
         reset: bool,
     },
     /// Grows a RAM disk or fork.
     Grow {
-        /// Disk or fork.
+        /// Number of the RAM disk or fork.
         node: u16,
-        /// Growth.
+        /// Growth in KiB.
         kib: u32,
     },
-    /// Writes pages back to the backing device on request.
+    /// Writes pages of a RAM disk, fork or snapshot back to the backing device.
     Writeback {
-        /// Disk or fork.
+        /// Number of the RAM disk, fork or snapshot.
         node: u16,
-        /// Selection of pages.
+        /// Selection of the pages, modulo the number of selections.
         which: u8,
     },
-    /// Recompresses the pages of a device.
+    /// Recompresses the pages of a RAM disk, fork or snapshot.
     Recompress(u16),
-    /// Compacts the pool of a family.
+    /// Compacts the pool of the family of a RAM disk, fork or snapshot.
     Compact(u16),
-    /// Sets the limit of a family.
+    /// Sets the memory limit of a family.
     Limit {
-        /// Family.
+        /// Number of the family.
         family: u16,
-        /// New limit.
+        /// New limit in KiB; 0 means no limit.
         kib: u32,
     },
-    /// Sets the limits of one device.
+    /// Sets the memory limits of one RAM disk or fork.
     OwnLimits {
-        /// Disk or fork.
+        /// Number of the RAM disk or fork.
         node: u16,
-        /// Memory cap.
+        /// Memory limit in KiB; 0 means no limit.
         cap_kib: u32,
-        /// Guaranteed memory.
+        /// Guaranteed memory in KiB.
         least_kib: u32,
     },
     /// Puts an origin over a device.
     Origin(u16),
     /// Takes a snapshot of an origin.
     CowSnapshot {
-        /// Origin.
+        /// Number of the origin.
         origin: u16,
-        /// Kind of exception store, modulo their number.
+        /// Kind of exception store: an index, modulo the number of kinds.
         store: u8,
-        /// Chunk size: 4 KiB shifted by this.
+        /// Chunk size: 4 KiB shifted left by this.
         chunk: u8,
-        /// The COW device has room for all chunks.
+        /// The COW device has room for copies of all chunks.
         ample: bool,
-        /// Node that serves as COW device; a new disk if `None`.
+        /// Node that serves as COW device; `None` creates a new disk.
         on: Option<u16>,
     },
-    /// Starts or resumes a merge.
+    /// Starts or resumes the merge of a snapshot into its origin.
     Merge(u16),
-    /// Stops a merge.
+    /// Stops the merge of a snapshot.
     StopMerge(u16),
-    /// Waits for the end of a merge.
+    /// Waits until the merge of a snapshot ends.
     WaitMerge(u16),
-    /// Puts a layer over a device that can lose power.
+    /// Puts a power layer over a device: a layer that loses unflushed writes when its power is cut.
     Power(u16),
-    /// Cuts the power of such a layer.
+    /// Cuts the power of a power layer.
     PowerCut {
-        /// Layer.
+        /// Number of the layer.
         node: u16,
-        /// Seed of what survives.
+        /// Seed that selects the unflushed writes that survive.
         seed: u64,
     },
-    /// Puts a layer over a device that passes everything through.
+    /// Puts a layer over a device that passes all requests through unchanged.
     Wrap {
-        /// Device to cover.
+        /// Number of the device to cover.
         node: u16,
-        /// Layer, modulo their number.
+        /// Kind of layer: an index, modulo the number of kinds.
         layer: u8,
     },
-    /// Puts a layer over a device that fails by rule.
+    /// Puts a fault layer over a device: a layer that fails requests by rule.
     Faults {
-        /// Device to cover.
+        /// Number of the device to cover.
         node: u16,
-        /// Seed of the layer's decisions.
+        /// Seed of the random decisions of the layer.
         seed: u64,
     },
-    /// Replaces the rules of such a layer.
+    /// Replaces the rules of a fault layer.
     Rules {
-        /// Layer.
+        /// Number of the layer.
         layer: u16,
-        /// Rules in the syntax of the library.
+        /// Rules in the syntax of the library's fault layer.
         rules: String,
     },
     /// Puts a layer with bad blocks over a device.
     BadBlocks {
-        /// Device to cover.
+        /// Number of the device to cover.
         node: u16,
-        /// Behaviour of the bad blocks.
+        /// Behaviour of the bad blocks: selects the options of the layer.
         how: u8,
     },
-    /// Makes blocks of such a layer bad.
+    /// Makes blocks of a layer with bad blocks bad, or good again.
     Bad {
-        /// Layer.
+        /// Number of the layer.
         layer: u16,
-        /// First sector.
+        /// First bad sector, modulo the size.
         at: u32,
         /// Number of sectors, minus one.
         sectors: u16,
-        /// Makes these blocks good instead.
+        /// Makes these blocks good instead of bad.
         good: bool,
     },
-    /// Truncates the file of a device.
+    /// Truncates the file under a file device.
     Cut {
-        /// File.
+        /// Number of the file device.
         file: u16,
-        /// New size, in 1/1024 of the old one.
+        /// New size of the file, in 1/1024 of its full size.
         parts: u16,
     },
-    /// Checks the changes of a device relative to its parent.
+    /// Checks the list of changes of a device relative to its parent against the content of both.
     Changes(u16),
-    /// Checks the extents of a device.
+    /// Checks the extents that a device reports against its content.
     Extents(u16),
     /// Saves RAM disks, forks and snapshots to a file, and restores them from it.
     Save {
-        /// Nodes to save.
+        /// Numbers of the nodes to save.
         nodes: Vec<u16>,
-        /// Family to restore into.
+        /// Number of the family to restore into.
         family: u16,
-        /// Identifies bases by a hash of their whole content.
+        /// Identifies the base of a fork by a hash of its whole content.
         whole: bool,
     },
     /// Removes a node.
     Remove(u16),
-    /// Kills everything that uses a disk, with or without a power loss, and opens it again.
+    /// Kills everything that uses a disk, with or without a power loss, and opens the disk again.
     Crash {
-        /// Disk, of those that can be opened again.
+        /// Number of the disk, among those that can be opened again.
         tree: u16,
-        /// The power fails, too: unflushed writes may be lost.
+        /// Also cuts the power: unflushed writes may be lost.
         power: bool,
-        /// Seed of what survives.
+        /// Seed that selects the unflushed writes that survive.
         seed: u64,
     },
-    /// Sets the faults of a disk from now on.
+    /// Sets the fault probabilities of a simulated disk from this op on.
     Plan {
-        /// Disk.
+        /// Number of the disk.
         disk: u16,
-        /// Faults.
+        /// Fault probabilities.
         plan: Plan,
     },
-    /// Sets the free space of a disk.
+    /// Sets the free space of a simulated disk.
     Room {
-        /// Disk.
+        /// Number of the disk.
         disk: u16,
-        /// Free space.
+        /// Free space in KiB.
         kib: u32,
     },
-    /// Shrinks a disk.
+    /// Shrinks a simulated disk.
     Shrink {
-        /// Disk.
+        /// Number of the disk.
         disk: u16,
-        /// New size, in 1/1024 of the old one.
+        /// New size, in 1/1024 of the size in its geometry.
         parts: u16,
     },
-    /// Ends the faults of one disk or failing layer, or of all.
+    /// Ends the faults of the disk or injector with this number, or of all for `None`.
     Heal(Option<u16>),
 }
 
 impl Op {
-    /// Returns true if the op can run while a verb is running.
+    /// Returns true if the op can run while a verb (an op on devices other than a request) is
+    /// running.
     pub fn is_concurrent(&self) -> bool {
         matches!(
             self,
@@ -314,8 +319,8 @@ impl Op {
         )
     }
 
-    /// Returns true if the op frees memory or changes a limit. The cause of an error of a
-    /// concurrent request may be gone when the error is judged.
+    /// Returns true if the op frees memory or changes a memory limit. A full pool, as the cause of
+    /// an error of a concurrent request, may then be gone when the error is judged.
     pub fn frees(&self) -> bool {
         matches!(
             self,
@@ -329,29 +334,29 @@ impl Op {
     }
 }
 
-/// The devices that ops choose from, if the focus contains any that fit.
+/// The devices that ops choose from. If none of these suits an op, it chooses from all devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Focus {
-    /// All devices.
+    /// All devices of the stack.
     All,
-    /// Devices that lie on one of the disks, and their COW devices.
+    /// Devices that lie on the disk with this number, and the COW devices of their snapshots.
     Disk(u16),
-    /// Devices of a family.
+    /// Devices of the family with this number.
     Family(u16),
 }
 
 /// A backing device for spilled pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Backing {
-    /// Size.
+    /// Size in KiB.
     pub kib: u32,
-    /// Objects are packed; otherwise each has a block of its own.
+    /// Packs several compressed pages into a block; otherwise each has a block of its own.
     pub packed: bool,
-    /// As in [`DiskOp::inline`].
+    /// Tries per thousand that the backing device completes at once, as in [`DiskOp::inline`].
     pub inline: u16,
 }
 
-/// Settings of a snapshot of an origin: as in [`Op::CowSnapshot`].
+/// Settings of a snapshot of an origin. The fields are those of [`Op::CowSnapshot`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "documented there")]
 pub struct CowOp {
@@ -361,20 +366,21 @@ pub struct CowOp {
     pub on: Option<u16>,
 }
 
-/// A simulated disk.
+/// Settings of a simulated disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskOp {
-    /// Size.
+    /// Size in KiB.
     pub kib: u32,
-    /// Logical block size: 512 bytes shifted by this modulo 4.
+    /// Logical block size: 512 bytes shifted left by this value modulo 4.
     pub block: u8,
-    /// The disk has a volatile cache.
+    /// The disk has a volatile write cache.
     pub volatile: bool,
-    /// Tries per thousand that the disk completes at once.
+    /// Tries (calls that may complete without waiting) per thousand that the disk completes at
+    /// once.
     pub inline: u16,
 }
 
-/// Operation of a request.
+/// Operation of a request to a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the operations of a device")]
 pub enum IoKind {
@@ -385,27 +391,27 @@ pub enum IoKind {
     Flush,
 }
 
-/// A request.
+/// A request to a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::struct_excessive_bools, reason = "independent choices")]
 pub struct Io {
-    /// Node.
+    /// Number of the node.
     pub node: u16,
-    /// Operation.
+    /// Operation of the request.
     pub what: IoKind,
-    /// First block, modulo the size of the node.
+    /// First block, modulo the number of blocks of the node.
     pub at: u32,
-    /// Length in blocks, truncated at the end of the node.
+    /// Length in blocks, truncated to the end of the node.
     pub len: u16,
-    /// Aligns begin and end to pages.
+    /// Aligns the start and the end of the request to pages.
     pub pages: bool,
-    /// Sets FUA.
+    /// Sets the FUA flag.
     pub fua: bool,
-    /// Fill pattern, modulo their number.
+    /// Fill pattern of a write: an index, modulo the number of patterns.
     pub fill: u8,
-    /// Submits the request without a try.
+    /// Submits the request without a preceding try.
     pub submit: bool,
-    /// Waits for the completion.
+    /// Waits for the completion before the next op.
     pub wait: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Threads, locks and time: this crate uses these instead of `std`'s, so that it can run inside a
+//! Threads, locks and time, used instead of those of `std` so that this crate can run inside a
 //! simulation.
 
 pub use freestone_sim::{sync, thread, time};

@@ -1,13 +1,13 @@
-//! Shortens a failing run.
+//! Shortens a failing run by removing ops.
 
-/// Drops ops as long as the run still fails: first long pieces, then shorter ones, then single ops,
-/// until every op left is needed.
+/// Removes ops as long as the run still fails, and returns the ops left. Tries long pieces first,
+/// then shorter pieces, then single ops, until every op left is needed.
 pub fn shrink<T: Clone>(ops: &[T], mut fails: impl FnMut(&[T]) -> bool) -> Vec<T> {
     let mut left = ops.to_vec();
     let mut piece = left.len().div_ceil(2).max(1);
     loop {
         let before = left.len();
-        // Start at the end: ops after the failure go first.
+        // Start at the end: ops after the failure are removed first.
         let mut end = left.len();
         while end > 0 {
             let start = end.saturating_sub(piece);

@@ -1,5 +1,5 @@
-//! Mode threads: the same stacks and judge with real threads, for races that a simulation cannot
-//! show.
+//! Mode threads: the same stacks and the same judge as mode exact, but with real threads, for races
+//! that a simulation cannot show.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,44 +9,48 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::ops;
-use crate::run::{Judge, run};
+use crate::run::{RunSettings, run};
 
-/// Ops per run.
+/// Number of ops per run.
 const OPS: usize = 400;
-/// Longest duration of a request or a verb; exceeding it fails the run.
+/// Maximum duration of a request or a verb; a longer one fails the run.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
-/// Longest duration of a run. After this time all stacks are printed.
+/// Maximum duration of a run. After this time the process prints all thread stacks and ends.
 const STUCK: Duration = Duration::from_secs(240);
-/// Repetitions of a failed run.
+/// Number of times that a failed run is repeated.
 const REPEATS: u32 = 20;
 
-/// Runs seeds from `first` on until the time is over. Returns the number of runs, and false if one
-/// failed. Prints the failure.
+/// Runs the seeds from `first` on until `time` is over or a run fails, and prints a failure.
+/// Returns the number of runs, and false if a run failed.
 pub fn run_seeds(first: u64, time: Duration) -> (u64, bool) {
     let began = Instant::now();
     let runs_ended = Arc::new(AtomicU64::new(0));
     watch(Arc::clone(&runs_ended));
-    // Start the threads that the process keeps before counting threads.
-    let _ = run(None, &ops::warm_up(), Judge { bound: TIME_LIMIT, ..Judge::default() });
+    // Start the threads that the library keeps for the life of the process before counting threads.
+    let _ = run(None, &ops::warm_up(), RunSettings { max_duration: TIME_LIMIT, ..RunSettings::default() });
     for seed in 1..4 {
-        let _ = run(Some(seed), &ops::draw(seed, 200), Judge { bound: TIME_LIMIT, ..Judge::default() });
+        let _ = run(
+            Some(seed),
+            &ops::draw(seed, 200),
+            RunSettings { max_duration: TIME_LIMIT, ..RunSettings::default() },
+        );
     }
     thread::sleep(Duration::from_secs(1));
-    let judge = Judge { bound: TIME_LIMIT, process: true, ..Judge::default() };
+    let settings = RunSettings { max_duration: TIME_LIMIT, process: true, ..RunSettings::default() };
     let mut runs = 0;
     for seed in first.. {
         if began.elapsed() >= time {
             break;
         }
         let ops = ops::draw(seed, OPS);
-        let outcome = run(Some(seed), &ops, judge);
+        let outcome = run(Some(seed), &ops, settings);
         runs_ended.fetch_add(1, Ordering::SeqCst);
         runs += 1;
         if let Err(failure) = outcome {
-            // Threads and descriptors of the failed run still exist.
-            let repeat_judge = Judge { process: false, ..judge };
+            // Do not check for leaks: threads and descriptors of the failed run still exist.
+            let repeat_settings = RunSettings { process: false, ..settings };
             let fails = (0..REPEATS).filter(|_| {
-                let fails = run(Some(seed), &ops, repeat_judge).is_err();
+                let fails = run(Some(seed), &ops, repeat_settings).is_err();
                 runs_ended.fetch_add(1, Ordering::SeqCst);
                 fails
             });
@@ -58,17 +62,18 @@ pub fn run_seeds(first: u64, time: Duration) -> (u64, bool) {
     (runs, true)
 }
 
-/// Repeats this seed until it fails or the time is over, and prints each op on standard error.
+/// Repeats the run of `seed` until it fails or `time` is over, and prints each op on standard
+/// error. Returns the number of runs, and false if a run failed.
 pub fn repeat_seed(seed: u64, time: Duration) -> (u64, bool) {
     let began = Instant::now();
     let runs_ended = Arc::new(AtomicU64::new(0));
     watch(Arc::clone(&runs_ended));
     let ops = ops::draw(seed, OPS);
-    let judge = Judge { bound: TIME_LIMIT, trace: true, ..Judge::default() };
+    let settings = RunSettings { max_duration: TIME_LIMIT, trace: true, ..RunSettings::default() };
     while began.elapsed() < time {
         let run_number = runs_ended.fetch_add(1, Ordering::SeqCst) + 1;
         eprintln!("run {run_number}");
-        if let Err(failure) = run(Some(seed), &ops, judge) {
+        if let Err(failure) = run(Some(seed), &ops, settings) {
             println!("seed {seed} failed: {failure}");
             return (run_number, false);
         }
@@ -76,7 +81,8 @@ pub fn repeat_seed(seed: u64, time: Duration) -> (u64, bool) {
     (runs_ended.load(Ordering::SeqCst), true)
 }
 
-/// Prints all stacks and ends the process if no run ends within `STUCK`.
+/// Starts a thread that prints all thread stacks and ends the process if no run ends within
+/// `STUCK`.
 fn watch(runs_ended: Arc<AtomicU64>) {
     thread::spawn(move || {
         let (mut seen, mut since) = (0, Instant::now());
@@ -101,7 +107,7 @@ fn show_stacks() {
     if gdb.is_ok_and(|status| status.success()) {
         return;
     }
-    // Without a debugger, print the kernel function in which each thread waits.
+    // If no debugger is installed, print the kernel function in which each thread waits.
     for task in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
         let read =
             |name: &str| std::fs::read_to_string(Path::new(&task.path()).join(name)).unwrap_or_default();

@@ -1,39 +1,39 @@
-//! Runs on zoned devices: random operations on zones, with the zones' state on a disk of its own,
-//! and faults and crashes of both disks.
+//! Runs on zoned devices: random operations on zones, with faults and crashes. The state of the
+//! zones is on a disk of its own, beside the data disk.
 //!
 //! # Judgement
 //! The content of a zone is a generation, which increases with each reset, and the number of blocks
-//! written. Each block names its generation and position, so a report and a read together show the
-//! state. For each zone the run records the states possible now, and those possible after a crash:
-//! the durable state, and any state since. A failed operation leaves several possible states; the
-//! next report shows which one holds. A write pointer must never lie above blocks of different
-//! generations.
+//! written. Each block names its generation and position, so a zone report and a read together show
+//! the state of the zone. For each zone the run records the states possible now, and those possible
+//! after a crash: the durable state, and any state since. A failed operation leaves several
+//! possible states; the next report shows which one holds. A write pointer must never lie above
+//! blocks of different generations.
 
 use std::fmt;
 
 use freestone::device::zoned::{ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{Blocking, Error, Flags};
-use freestone::zone::{Config, State, Zones};
+use freestone::zone::{Config, StateLocation, Zones};
 use freestone_testkit::Rng;
 use serde::{Deserialize, Serialize};
 
-use crate::disk::{Chances, DiskConfig, DiskControl, Plan, SimDisk};
+use crate::disk::{DiskConfig, DiskControl, FaultRates, Plan, SimDisk};
 use crate::rt::sync::Arc;
 
 const BLOCK: u64 = 512;
 const BLOCKS: u32 = 32;
 const ZONE: u64 = BLOCK * BLOCKS as u64;
 const ZONES: u32 = 6;
-/// Blocks that can be written in a zone.
+/// Number of blocks that can be written in a zone.
 const CAPACITY: u32 = 24;
-/// Size of the persistent state for fewer than 511 zones.
+/// Size in bytes of the persistent state of fewer than 511 zones.
 const STATE_BYTES: u64 = 3 * 4096;
 
-/// A step of a run. Zone numbers are taken modulo the number of zones.
+/// A step of a run on a zoned device. Zone numbers are taken modulo the number of zones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the operations of a zoned device")]
 pub enum Step {
-    /// Writes at the write pointer.
+    /// Writes to a zone at its write pointer.
     Write {
         zone: u8,
         blocks: u8,
@@ -57,24 +57,25 @@ pub enum Step {
         zone: u8,
     },
     Flush,
-    /// Reads all of a zone.
+    /// Reads all of a zone and checks the content.
     Check {
         zone: u8,
     },
-    /// Sets the faults of the state disk, or of the data disk.
+    /// Sets the fault probabilities of the state disk if `state` is set, otherwise of the data
+    /// disk.
     Plan {
         state: bool,
         plan: Plan,
     },
     Heal,
-    /// Both disks lose their user, or their power.
+    /// Kills the user of both disks; with `power`, also cuts the power of both.
     Crash {
         power: bool,
         seed: u64,
     },
 }
 
-/// Draws the steps of a run.
+/// Draws `count` steps of a run. The same seed gives the same steps.
 pub fn draw(seed: u64, count: usize) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     (0..count)
@@ -101,13 +102,14 @@ pub fn draw(seed: u64, count: usize) -> Vec<Step> {
 
 fn plan(rng: &mut Rng) -> Plan {
     let mut draw = || if rng.chance(50) { rng.below(300) as u16 } else { 0 };
-    let chances = Chances { fail: draw(), fail_done: draw(), fail_partly: draw(), ..Chances::default() };
-    let flush = Chances { fail: draw(), fail_done: draw(), ..Chances::default() };
+    let chances =
+        FaultRates { fail: draw(), fail_done: draw(), fail_partly: draw(), ..FaultRates::default() };
+    let flush = FaultRates { fail: draw(), fail_done: draw(), ..FaultRates::default() };
     Plan { write: chances, flush, clear: chances, ..Plan::default() }
 }
 
-/// A possible content of a zone: blocks below `written` are of the generation, and so may be a
-/// prefix of those from `written` to `written_max`.
+/// A possible content of a zone: the blocks below `written` are of this generation. A prefix of the
+/// blocks from `written` to `written_max` may be of this generation as well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ZoneContent {
     generation: u64,
@@ -120,11 +122,11 @@ struct ZoneContent {
 struct ZoneState {
     generation: u64,
     now: Vec<ZoneContent>,
-    /// Contents possible after a crash, in addition to `now`.
+    /// Contents that a crash may restore, in addition to those in `now`.
     before: Vec<ZoneContent>,
 }
 
-/// The failure of a run on zones.
+/// The failure of a run on zones: the number of the step and the violation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     step: usize,
@@ -153,7 +155,7 @@ fn content(zone: u32, generation: u64, block: u32) -> [u8; BLOCK as usize] {
     bytes
 }
 
-/// Runs these steps on new zones. Returns the number of steps.
+/// Runs these steps on a new zoned device. Returns the number of steps executed.
 ///
 /// # Errors
 /// Returns the first violation.
@@ -183,7 +185,7 @@ impl Run {
         (self.data, self.state) = (data.control(), state.control());
         let config =
             Config { zone_size: ZONE, zone_capacity: BLOCK * u64::from(CAPACITY), ..Config::default() };
-        let zones = Zones::new(Arc::new(data), config, State::Device(Arc::new(state)), None);
+        let zones = Zones::new(Arc::new(data), config, StateLocation::Device(Arc::new(state)), None);
         self.zones = Some(zones.map_err(|error| format!("opening: {error}"))?);
         Ok(())
     }
@@ -193,7 +195,7 @@ impl Run {
     }
 
     fn faults(&self) -> u64 {
-        self.data.injected().errors() + self.state.injected().errors()
+        self.data.fault_counts().errors() + self.state.fault_counts().errors()
     }
 
     fn heal(&self) {
@@ -242,8 +244,8 @@ impl Run {
         Ok((pointer, condition))
     }
 
-    /// Returns the content of the zone. After a failed operation the report shows which content
-    /// holds.
+    /// Returns the content of the zone. After a failed operation the zone report shows which of the
+    /// possible contents holds.
     fn settle(&mut self, zone: u32) -> Result<ZoneContent, String> {
         let (pointer, condition) = self.report(zone)?;
         let full = condition == ZoneCondition::Full;
@@ -255,19 +257,20 @@ impl Run {
                 expected.now
             ));
         };
-        // Contents that look alike differ only in the blocks written before the zone became full.
+        // If several contents match the report, they differ only in the blocks written before the
+        // zone became full.
         expected.now.retain(|possible| fits(&possible));
         Ok(possible)
     }
 
-    /// Records the completion of an operation that changes the zone to `next`. `durable`: the new
-    /// content survives a crash.
+    /// Records the completion of an operation that changes the content of a zone from `now` to
+    /// `next`. `done`: the operation succeeded. `durable`: a crash does not restore older content.
     fn record_outcome(&mut self, zone: u32, now: ZoneContent, next: ZoneContent, done: bool, durable: bool) {
         let expected = &mut self.expected[zone as usize];
         if durable {
             expected.before.clear();
         } else {
-            // After a crash, any part of the write may have survived.
+            // After a crash, any prefix of the write may have survived.
             expected.before.push(now);
             if next.generation == now.generation {
                 expected.before.push(ZoneContent { written: now.written, ..next });
@@ -282,13 +285,14 @@ impl Run {
         if done {
             expected.now = vec![next];
         } else {
-            // The report may show no change although the disk has it.
+            // The report may show the old state although the state disk holds the new one.
             expected.before.push(next);
             expected.now.push(next);
         }
     }
 
-    /// Checks that an error has a cause.
+    /// Checks that an error is a media error and that a disk has injected a fault since the count
+    /// was `faults`.
     fn check_error(&self, what: &str, error: Error, faults: u64) -> Result<(), String> {
         if error == Error::Media && self.faults() > faults { Ok(()) } else { Err(format!("{what}: {error}")) }
     }
@@ -349,7 +353,7 @@ impl Run {
         expected.generation += 1;
         let next = ZoneContent { generation: expected.generation, written: 0, written_max: 0, full: false };
         if now.written == 0 && !now.full {
-            // The zone was empty before and still is.
+            // The zone was empty before and still is, whether the reset failed or not.
             expected.now = vec![next];
             expected.before.push(now);
             return Ok(());
@@ -369,7 +373,7 @@ impl Run {
         Ok(())
     }
 
-    /// Executes an operation that changes the condition but not the content.
+    /// Executes a zone operation that changes the condition of a zone but not the content.
     fn change_condition(&mut self, zone: u32, op: ZoneOp) -> Result<(), String> {
         let now = self.settle(zone)?;
         let faults = self.faults();
@@ -394,7 +398,7 @@ impl Run {
         }
     }
 
-    /// Ends all faults and checks that all content survives a crash.
+    /// Ends all faults, flushes, and checks the content of all zones before and after a crash.
     fn end(&mut self, seed: u64) -> Result<(), String> {
         self.heal();
         self.flush()?;
@@ -415,8 +419,8 @@ impl Run {
         Ok(())
     }
 
-    /// Returns the possible content that the zone's blocks match, or `None` if a fault prevented
-    /// reading.
+    /// Returns the content among `allowed` that the zone's blocks match, or `None` if a fault
+    /// prevented the read.
     fn match_content(&self, zone: u32, allowed: &[ZoneContent]) -> Result<Option<ZoneContent>, String> {
         let mut bytes = vec![0; ZONE as usize];
         let faults = self.faults();
@@ -427,8 +431,8 @@ impl Run {
         for possible in allowed {
             let is_of = |block: u32| blocks[block as usize] == content(zone, possible.generation, block);
             let written = (0..CAPACITY).take_while(|&block| is_of(block)).count() as u32;
-            // Blocks behind the write pointer read as ones; unwritten blocks of a finished zone
-            // read as zeroes.
+            // Blocks above the write pointer read as ones; unwritten blocks of a finished zone read
+            // as zeroes.
             let filled = |(block, bytes): (u32, &&[u8])| {
                 let is = |byte| bytes.iter().all(|&b| b == byte);
                 if block >= CAPACITY { is(0) || is(0xff) } else { is(if possible.full { 0 } else { 0xff }) }
@@ -454,9 +458,9 @@ impl Run {
         for zone in 0..ZONES {
             self.settle(zone)?;
         }
-        DiskControl::all_die(&[self.data.clone(), self.state.clone()], seed, power);
+        DiskControl::kill_all(&[self.data.clone(), self.state.clone()], seed, power);
         self.zones = None;
-        let (data, state) = (self.data.reopened(seed ^ 2), self.state.reopened(seed ^ 3));
+        let (data, state) = (self.data.reopen(seed ^ 2), self.state.reopen(seed ^ 3));
         self.open(data, state)?;
         for zone in 0..ZONES {
             let (pointer, condition) = self.report(zone)?;
@@ -468,7 +472,7 @@ impl Run {
             };
             let allowed: Vec<ZoneContent> =
                 expected.now.iter().chain(&expected.before).filter(fits).copied().collect();
-            // Below the pointer all blocks are of one generation, whichever content survived.
+            // Below the write pointer all blocks are of one generation, whichever content survived.
             let exact = allowed.iter().map(|possible| {
                 if full {
                     *possible

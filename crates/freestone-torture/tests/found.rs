@@ -2,14 +2,14 @@
 //! Each defect also has a test of its own next to the code that was fixed.
 
 use freestone_torture::exact::Work;
-use freestone_torture::run::{Judge, run};
+use freestone_torture::run::{RunSettings, run};
 
 /// Runs a case. The exact mode also uses the seed of its schedule and the rate of thread switches,
 /// which real threads ignore.
 fn passes(_schedule: u64, _switch_one_in: u64, work: Work) {
     match work {
         Work::Stack(ops) => {
-            run(None, &ops, Judge::default()).unwrap_or_else(|failure| panic!("{failure}"));
+            run(None, &ops, RunSettings::default()).unwrap_or_else(|failure| panic!("{failure}"));
         }
         Work::Zones(disks, steps) => {
             freestone_torture::zoned::run(disks, &steps).unwrap_or_else(|failure| panic!("{failure}"));

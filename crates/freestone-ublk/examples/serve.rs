@@ -14,9 +14,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use freestone_core::budget::{Budget, DEFAULT_BYTES};
-use freestone_core::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
+use freestone_core::device::{
+    Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
+};
 use freestone_ram::ram::{Config, Ram};
-use freestone_ublk::{Export, Options, remove_left_behind};
+use freestone_ublk::{Export, Options, remove_stale_devices};
 use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
@@ -30,15 +32,15 @@ impl Device for Disk {
     fn geometry(&self) -> Geometry {
         self.ram.geometry()
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         if self.is_silent.load(Ordering::SeqCst) {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         self.ram.try_io(request, buffer)
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         if self.is_silent.load(Ordering::SeqCst) {
-            // Behaves like a disk that hangs forever.
+            // Behaves like a disk that hangs forever: the request never completes.
             std::mem::forget((buffer, done));
             return;
         }
@@ -54,7 +56,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let [size, queues @ ..] = &args[..] else { return Err("usage: serve MIB [QUEUES] | serve clean".into()) };
     if size == "clean" {
-        for id in remove_left_behind()? {
+        for id in remove_stale_devices()? {
             println!("{id}");
         }
         return Ok(());
@@ -82,7 +84,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             _ => break,
         }
     }
-    let ended = export.end(Duration::from_secs_f64(grace));
+    let ended = export.shutdown(Duration::from_secs_f64(grace));
     println!("{}", if ended { "ended" } else { "let go" });
     Ok(())
 }

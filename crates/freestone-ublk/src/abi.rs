@@ -7,11 +7,12 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub const SECTOR_BYTES: u64 = 512;
 /// Exclusive upper limit of device ids.
 pub const MAX_ID: u32 = 1 << 20;
-/// Maximum queue depth of the driver. In the mapping, the descriptor arrays of two queues are this
-/// many descriptors apart.
+/// Maximum queue depth of the driver. In the mapping of the character device, the descriptor arrays
+/// of two queues are this many descriptors apart.
 pub const MAX_QUEUE_DEPTH: u16 = 4096;
 
-/// Returns the offset of a tag's data in the character device, for servers that use user copy.
+/// Returns the offset of a tag's data in the character device, in bytes, for servers that use user
+/// copy.
 pub const fn data_offset(queue: u16, tag: u16) -> u64 {
     0x8000_0000 + ((queue as u64) << 41) + ((tag as u64) << 25)
 }
@@ -64,17 +65,17 @@ const _: () = assert!(io::FETCH_REQ == 0xc010_7520 && io::COMMIT_AND_FETCH_REQ =
 
 /// Feature bits (`UBLK_F_*`).
 pub mod feature {
-    /// An unprivileged user owns the device.
+    /// The device belongs to an unprivileged user.
     pub const UNPRIVILEGED_DEV: u64 = 1 << 5;
     /// Commands are encoded like ioctl numbers.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
     /// The server copies data itself, by reads and writes of the character device.
     pub const USER_COPY: u64 = 1 << 7;
-    /// Zoned block device.
+    /// The block device is zoned.
     pub const ZONED: u64 = 1 << 8;
     /// The size of a live device can change (`UPDATE_SIZE`).
     pub const UPDATE_SIZE: u64 = 1 << 10;
-    /// `TRY_STOP_DEV` stops the device only if no process has it open.
+    /// The command `TRY_STOP_DEV` exists, which stops the device only if no process has it open.
     pub const SAFE_STOP_DEV: u64 = 1 << 17;
 }
 
@@ -101,11 +102,11 @@ pub mod op {
     pub const REPORT_ZONES: u8 = 18;
 }
 
-/// Flags of a request. The driver's other flags are hints.
+/// Flags of a request that the server obeys. The driver's other flags are hints.
 pub mod op_flag {
     /// The write must be durable before it completes.
     pub const FUA: u32 = 1 << 13;
-    /// Write zeroes must not deallocate.
+    /// Write zeroes must not deallocate the range.
     pub const NOUNMAP: u32 = 1 << 15;
 }
 
@@ -134,7 +135,7 @@ pub struct CtrlCmd {
     pub len: u16,
     /// Address of the command's buffer.
     pub addr: u64,
-    /// Inline argument of the command.
+    /// Inline argument of the command, for example a process id or a size.
     pub data: u64,
     /// Length of the character device's path at the start of the buffer, including the terminating
     /// NUL. Used only for unprivileged devices and `GET_DEV_INFO2`; the command's own data follows.
@@ -151,7 +152,7 @@ impl CtrlCmd {
     }
 }
 
-/// Device information (`ublksrv_ctrl_dev_info`): the request of `ADD_DEV`, and the driver's reply.
+/// Device information (`ublksrv_ctrl_dev_info`): the argument of `ADD_DEV`, and the driver's reply.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DevInfo {
@@ -159,18 +160,18 @@ pub struct DevInfo {
     pub nr_hw_queues: u16,
     /// Queue depth.
     pub queue_depth: u16,
-    /// One of [`state`].
+    /// State of the device, one of [`state`].
     pub state: u16,
     pub pad0: u16,
     /// Largest request in bytes.
     pub max_io_buf_bytes: u32,
     pub dev_id: u32,
-    /// Process id of the server, or -1 if none serves the device.
+    /// Process id of the server, or -1 if no process serves the device.
     pub ublksrv_pid: i32,
     pub pad1: u32,
-    /// Bits of [`feature`].
+    /// Features of the device: bits of [`feature`].
     pub flags: u64,
-    /// Bits for the server's own use. The driver stores but does not interpret them.
+    /// Bits for the server's own use. The driver stores them but does not interpret them.
     pub ublksrv_flags: u64,
     /// User id of the creator.
     pub owner_uid: u32,
@@ -184,7 +185,7 @@ const _: () = assert!(size_of::<DevInfo>() == 64);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ParamBasic {
-    /// Bits of [`attr`].
+    /// Attributes of the device: bits of [`attr`].
     pub attrs: u32,
     /// log2 of the logical block size in bytes.
     pub logical_bs_shift: u8,
@@ -194,13 +195,13 @@ pub struct ParamBasic {
     pub io_opt_shift: u8,
     /// log2 of the minimum I/O size in bytes.
     pub io_min_shift: u8,
-    /// Maximum request size.
+    /// Maximum request size in sectors.
     pub max_sectors: u32,
-    /// Requests do not cross multiples of this size; for zoned devices, the zone size.
+    /// Requests do not cross multiples of this number of sectors; for zoned devices, the zone size.
     pub chunk_sectors: u32,
-    /// Device size.
+    /// Device size in sectors.
     pub dev_sectors: u64,
-    /// Alignment mask of memory segments.
+    /// Alignment mask of memory segments; 0 means no requirement.
     pub virt_boundary_mask: u64,
 }
 const _: () = assert!(size_of::<ParamBasic>() == 32);
@@ -213,9 +214,9 @@ pub struct ParamDiscard {
     pub discard_alignment: u32,
     /// Discard unit in bytes; must not be zero.
     pub discard_granularity: u32,
-    /// Maximum size of a discard.
+    /// Maximum size of a discard in sectors; 0 if discard is not supported.
     pub max_discard_sectors: u32,
-    /// Maximum size of a write zeroes request.
+    /// Maximum size of a write zeroes request in sectors; 0 if write zeroes is not supported.
     pub max_write_zeroes_sectors: u32,
     /// Maximum number of ranges in a discard.
     pub max_discard_segments: u16,
@@ -227,32 +228,32 @@ const _: () = assert!(size_of::<ParamDiscard>() == 20);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ParamZoned {
-    /// Maximum open zones; 0 means no limit.
+    /// Maximum number of open zones; 0 means no limit.
     pub max_open_zones: u32,
-    /// Maximum active zones; 0 means no limit.
+    /// Maximum number of active zones; 0 means no limit.
     pub max_active_zones: u32,
-    /// Maximum size of an append; must not be zero.
+    /// Maximum size of an append in sectors; must not be zero.
     pub max_zone_append_sectors: u32,
     pub reserved: [u32; 5],
 }
 const _: () = assert!(size_of::<ParamZoned>() == 32);
 
-/// Parameters of a device (`ublk_params`), up to the last one used here. The driver reads `len`
-/// bytes.
+/// Parameters of a device (`ublk_params`), up to the last group that Freestone uses. The driver
+/// reads `len` bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Params {
     /// Size of this structure in bytes.
     pub len: u32,
-    /// Bits of [`param`]: the groups that are present.
+    /// Bits of [`param`]: the parameter groups that are present.
     pub types: u32,
     pub basic: ParamBasic,
-    /// Omitted for read-only and zoned devices.
+    /// Present unless the device is read-only or zoned.
     pub discard: ParamDiscard,
-    /// Device numbers, written by the driver only.
+    /// Major and minor numbers of the device nodes, written by the driver only.
     pub numbers: [u32; 4],
     pub zoned: ParamZoned,
-    /// First field after the used ones.
+    /// First field of the next group, which Freestone does not use.
     pub unused: u32,
 }
 const _: () = assert!(size_of::<Params>() == 112);
@@ -261,17 +262,17 @@ const _: () = assert!(size_of::<Params>() == 112);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct IoDesc {
-    /// [`op`] in the low byte, [`op_flag`] bits above.
+    /// The operation, one of [`op`], in the low byte, and [`op_flag`] bits above.
     pub op_flags: u32,
-    /// Length in sectors; for a report, the number of zones.
+    /// Length in sectors; for a zone report, the number of zones.
     pub nr_sectors: u32,
     pub start_sector: u64,
-    /// Address of the tag's buffer, as passed by the last fetch.
+    /// Address of the tag's buffer, as passed by the last fetch or commit.
     pub addr: u64,
 }
 const _: () = assert!(size_of::<IoDesc>() == IO_DESC_BYTES);
 
-/// Size of a descriptor in bytes.
+/// Size of a request descriptor in bytes.
 pub const IO_DESC_BYTES: usize = 24;
 
 impl IoDesc {
@@ -288,10 +289,10 @@ pub struct IoCmd {
     /// Queue id.
     pub q_id: u16,
     pub tag: u16,
-    /// Result of the tag's previous request: bytes, or a negative errno.
+    /// Result of the tag's previous request: a number of bytes, or a negative errno.
     pub result: i32,
     /// Address of the buffer that holds read data and receives the next request's data. With user
-    /// copy, the sector that an append wrote to, or 0.
+    /// copy, the sector to which an append wrote, or 0.
     pub addr: u64,
 }
 const _: () = assert!(size_of::<IoCmd>() == 16);
@@ -301,14 +302,14 @@ const _: () = assert!(size_of::<IoCmd>() == 16);
 #[repr(C)]
 pub struct ZoneRow {
     pub start: u64,
-    /// Length; 0 in unused rows after the last zone.
+    /// Length of the zone; 0 in unused rows after the last zone.
     pub len: u64,
     pub write_pointer: u64,
     /// Zone type (`blk_zone_type`).
     pub kind: u8,
     /// Zone condition (`blk_zone_cond`).
     pub condition: u8,
-    /// Flags of host-aware drives, and padding.
+    /// Flags of host-aware drives, and padding; always zero.
     pub unused: [u8; 6],
     /// Writable size of the zone.
     pub capacity: u64,

@@ -6,12 +6,12 @@ use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Error, Flags, IoBuf, Op, Request, Result};
 use freestone_drive::null::{Config, Memory};
 use freestone_ram::ram::{self, Ram};
-use freestone_testkit::{Carrier, Deferred, Policy, Through, conformance};
+use freestone_testkit::{DeferPolicy, DeferringDevice, ExportClient, ExportedDevice, conformance};
 
 use crate::abi::{attr, op, op_flag};
+use crate::device_thread::START_DEADLINE;
 use crate::export::{Export, Options};
 use crate::fake::Driver;
-use crate::keeper::START_DEADLINE;
 
 const SIZE: u64 = 16 << 20;
 const QUEUES: u16 = 2;
@@ -20,7 +20,7 @@ const CLIENTS: usize = 2;
 const SECTOR_BYTES: u64 = 512;
 const NOT_SUPPORTED: i32 = -95;
 
-/// A client that submits requests to a queue like the block layer.
+/// A client that submits requests to a queue of the fake driver, as the block layer does.
 struct Client {
     driver: Driver,
     lane: usize,
@@ -44,8 +44,8 @@ impl Client {
     }
 }
 
-impl Carrier for Client {
-    fn carry(&mut self, request: &Request, data: &mut IoBuf) -> Result<()> {
+impl ExportClient for Client {
+    fn run_request(&mut self, request: &Request, data: &mut IoBuf) -> Result<()> {
         let (at, len) = (request.offset, request.len);
         let has_fua = self.driver.state().params.is_some_and(|told| told.basic.attrs & attr::FUA != 0);
         // The block layer drops FUA for a device without a volatile cache.
@@ -81,9 +81,9 @@ fn through(inner: Arc<dyn Device>) -> Arc<dyn Device> {
         Export::with(Arc::new(driver.clone()), START_DEADLINE, "disk", Arc::clone(&inner), options).unwrap();
     let clients = (0..usize::from(QUEUES) * CLIENTS).map(|n| {
         let client = Client { driver: driver.clone(), lane: n % usize::from(QUEUES) };
-        Box::new(client) as Box<dyn Carrier>
+        Box::new(client) as Box<dyn ExportClient>
     });
-    Arc::new(Through::new(inner, clients.collect(), Box::new(export)))
+    Arc::new(ExportedDevice::new(inner, clients.collect(), Box::new(export)))
 }
 
 fn check(name: &str, make: &dyn Fn() -> Arc<dyn Device>) {
@@ -91,8 +91,8 @@ fn check(name: &str, make: &dyn Fn() -> Arc<dyn Device>) {
         max_io: 256 << 10,
         rounds: 100,
         thread_rounds: 100,
-        // Sectors are smaller than the pages of these devices.
-        whole: SECTOR_BYTES,
+        // The kernel writes single sectors, which are smaller than the pages of these devices.
+        atomic_bytes: SECTOR_BYTES,
         ..conformance::Options::default()
     };
     conformance::check(name, &|| through(make()), options);
@@ -114,5 +114,5 @@ fn null_memory() {
 
 #[test]
 fn out_of_order_device() {
-    check("deferred", &|| Arc::new(Deferred::new(memory(), Policy::Sometimes(50), 7)));
+    check("deferred", &|| Arc::new(DeferringDevice::new(memory(), DeferPolicy::Sometimes(50), 7)));
 }

@@ -9,8 +9,9 @@ use zerocopy::IntoBytes;
 use crate::abi::{CtrlCmd, DevInfo, MAX_ID, Params, control, feature};
 use crate::kernel::Kernel;
 
-/// Marks a device as Freestone's, in the upper half of `ublksrv_flags`. The lower half holds the
-/// process id, because the driver forgets the pid when the server exits.
+/// Marks a device as created by Freestone, in the upper half of `ublksrv_flags`. The lower half
+/// holds the process id of the server, because the driver forgets `ublksrv_pid` when the server
+/// exits.
 const MARK: u64 = 0x4672_6565 << 32;
 const MARK_MASK: u64 = 0xffff_ffff << 32;
 
@@ -18,17 +19,17 @@ const MARK_MASK: u64 = 0xffff_ffff << 32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{command}: {errno}")]
 pub struct ControlError {
-    /// Name of the command in the kernel's header.
+    /// Name of the command in the kernel's header `linux/ublk_cmd.h`.
     pub command: &'static str,
-    /// Error of the driver.
+    /// Error that the driver returned.
     pub errno: Errno,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target {
     pub id: u32,
-    /// Commands must carry the path of the character device, because the kernel checks the caller's
-    /// permissions on it. True for unprivileged devices.
+    /// True for unprivileged devices. Commands must then carry the path of the character device,
+    /// because the kernel checks the caller's permissions on that node.
     pub by_path: bool,
 }
 
@@ -77,7 +78,8 @@ impl Control<'_> {
         Ok(features)
     }
 
-    /// Creates a device with a free id. The result contains what the driver granted of `requested`.
+    /// Creates a device with a free id. Returns its information: the values of `requested` that the
+    /// driver granted.
     pub fn add(&self, requested: DevInfo) -> Result<DevInfo, ControlError> {
         let mut info = DevInfo { dev_id: u32::MAX, ..requested };
         self.command("ADD_DEV", control::ADD_DEV, Target::NONE, 0, info.as_mut_bytes())?;
@@ -89,13 +91,14 @@ impl Control<'_> {
         self.command("SET_PARAMS", control::SET_PARAMS, target, 0, params.as_mut_bytes())
     }
 
-    /// Starts the block device. The command waits until every tag is fetched. It scans for
+    /// Starts the block device. The command waits until every tag has been fetched. It scans for
     /// partitions before it returns, except on unprivileged devices.
     pub fn start(&self, target: Target, pid: u32) -> Result<(), ControlError> {
         self.command("START_DEV", control::START_DEV, target, pid.into(), &mut [])
     }
 
-    /// Stops the block device when its requests are done, and returns all tags.
+    /// Stops the block device when its requests are done. The driver then ends the fetches of all
+    /// tags.
     pub fn stop(&self, target: Target) -> Result<(), ControlError> {
         self.command("STOP_DEV", control::STOP_DEV, target, 0, &mut [])
     }
@@ -124,12 +127,12 @@ impl Control<'_> {
     /// Returns information about a device of any owner.
     pub fn info(&self, id: u32) -> Result<DevInfo, ControlError> {
         let mut info = DevInfo::default();
-        // GET_DEV_INFO2 takes a path for every device: the caller does not know yet whether it is
-        // unprivileged.
+        // GET_DEV_INFO2 accepts a path for every device: the caller does not know yet whether the
+        // device is unprivileged.
         let target = Target { id, by_path: true };
         let known = self.command("GET_DEV_INFO2", control::GET_DEV_INFO2, target, 0, info.as_mut_bytes());
         if let Err(ControlError { errno: Errno::NOENT, .. }) = known {
-            // Without a node the device is root's, or the caller may not query it.
+            // Without a node the device belongs to root, or the caller may not query it.
             let target = Target { id, by_path: false };
             self.command("GET_DEV_INFO", control::GET_DEV_INFO, target, 0, info.as_mut_bytes())?;
             return Ok(info);
@@ -138,14 +141,14 @@ impl Control<'_> {
     }
 }
 
-/// Optional features, requested if the driver has them.
+/// Optional features, requested if the driver supports them.
 ///
 /// The driver does not grant `UNPRIVILEGED_DEV` to a process with `CAP_SYS_ADMIN`. A process
 /// without that capability can create no other devices.
 pub const WANTED_FEATURES: u64 = feature::UNPRIVILEGED_DEV | feature::UPDATE_SIZE | feature::SAFE_STOP_DEV;
 
-/// Removes a device. An open `hold` keeps the id from being reused, so it is dropped as late as
-/// possible.
+/// Removes a device. `hold` is an open file of the device that keeps its id from being reused, so
+/// it is dropped as late as possible.
 pub fn delete<T>(control: &Control<'_>, target: Target, hold: T) -> Result<(), ControlError> {
     let deleted = match control.delete(target) {
         Err(ControlError { errno: Errno::OPNOTSUPP | Errno::INVAL, .. }) => {
@@ -160,7 +163,7 @@ pub fn delete<T>(control: &Control<'_>, target: Target, hold: T) -> Result<(), C
     }
 }
 
-/// Returns the `ublksrv_flags` of a Freestone device of process `pid`.
+/// Returns the `ublksrv_flags` of a device created by the Freestone process `pid`.
 pub fn mark(pid: u32) -> u64 {
     MARK | u64::from(pid)
 }

@@ -15,43 +15,43 @@ use thiserror::Error;
 use crate::abi::feature;
 use crate::control::{Control, ControlError, Target};
 use crate::deadline::run_with_deadline;
-use crate::keeper::{self, KeeperConfig, START_DEADLINE, StartError};
-use crate::kernel::{Claimed, Kernel};
+use crate::device_thread::{self, DeviceThreadConfig, START_DEADLINE, StartError};
+use crate::kernel::{Kernel, NodeClaim};
 use crate::params;
 use crate::shared::Shared;
 use crate::system::System;
 use crate::zones;
 
-/// How long dropping an export waits for requests in flight.
-pub const END_GRACE: Duration = Duration::from_secs(5);
-/// How long [`Export::end`] may continue after its grace period. Requests still in flight then fail
-/// with errors.
+/// Longest time for which dropping an export waits for requests in flight.
+pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+/// Longest time for which [`Export::shutdown`] continues after its grace period. Requests still in flight
+/// then fail with errors.
 pub const REMOVE_GRACE: Duration = Duration::from_secs(1);
 /// Maximum queue depth.
 pub const MAX_DEPTH: u16 = 128;
 /// Maximum number of queues of an export. Each queue has a thread.
 pub const MAX_QUEUES: u16 = 16;
-/// Default maximum number of queues; by default there is one per CPU.
+/// Largest default number of queues; the default is one queue per CPU.
 const DEFAULT_QUEUES: usize = 4;
 /// Largest data of one request in bytes, a multiple of any page size. The block layer splits larger
 /// requests.
 pub const MAX_REQUEST_BYTES: u32 = 512 << 10;
-/// Deadline for queries and small changes.
-const ASK_DEADLINE: Duration = Duration::from_secs(5);
+/// Longest time for queries and small changes, such as a claim or a resize.
+const QUERY_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Options of an export.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Refuses writes even if the device accepts them.
+    /// True if writes are refused even if the device accepts them.
     pub read_only: bool,
     /// Counters of failed requests.
     pub failures: Arc<Failures>,
-    /// Limit of bytes in flight. A request that exceeds the limit waits.
+    /// Memory budget for bytes in flight. A request that exceeds the budget waits.
     pub budget: Arc<Budget>,
     /// Threads that run expensive requests.
     pub workers: Workers,
-    /// Number of queues, at most [`MAX_QUEUES`]; the kernel reduces it to the number of CPUs. 0
-    /// means one per CPU, at most 4.
+    /// Number of queues, at most [`MAX_QUEUES`]; the kernel reduces it to the number of CPUs. 0 means one per
+    /// CPU, at most 4.
     pub queues: u16,
     /// Queue depth, 1 to [`MAX_DEPTH`].
     pub depth: u16,
@@ -65,7 +65,7 @@ impl Options {
     }
 }
 
-/// The block device is in use, and ending the export would break its user.
+/// The block device is in use, so ending the export would break its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("the block device is in use")]
 pub struct InUse;
@@ -78,7 +78,7 @@ pub enum ClaimError {
     InUse {
         /// Path of the block device.
         path: PathBuf,
-        /// Mount point, if it can be found.
+        /// Mount point, if it is known.
         mount_point: Option<PathBuf>,
     },
     /// The device cannot be opened, or its cached writes cannot be written back.
@@ -89,8 +89,8 @@ pub enum ClaimError {
         /// Error of the system call.
         source: std::io::Error,
     },
-    /// The device does not answer requests, or only slowly.
-    #[error("{}: cached writes were not written back within {} s", .0.display(), ASK_DEADLINE.as_secs())]
+    /// The device does not complete requests, or too slowly.
+    #[error("{}: cached writes were not written back within {} s", .0.display(), QUERY_DEADLINE.as_secs())]
     Deadline(PathBuf),
 }
 
@@ -104,24 +104,25 @@ fn in_use(mount_point: Option<&Path>) -> String {
 /// An error from resizing a block device.
 #[derive(Debug, Error)]
 pub enum ResizeError {
-    /// The kernel is older than Linux 6.16.
+    /// The driver cannot change the size; it is older than Linux 6.16.
     #[error("the kernel's ublk driver cannot change a size: Linux 6.16 or later is needed")]
     Unsupported,
     /// The export is ending.
     #[error("the block device is gone")]
     Gone,
-    /// The driver rejected the command.
+    /// The driver rejected the resize command.
     #[error("ublk: {0}")]
     Control(#[from] ControlError),
-    /// The helper thread cannot be created.
+    /// The thread that sends the command cannot be created.
     #[error("ublk: {0}")]
     Thread(#[from] std::io::Error),
-    /// The driver did not answer in time. The size may still change.
+    /// The driver did not finish in time. The size may still change.
     #[error("ublk: the size was not changed in time")]
     Deadline,
 }
 
-/// A device exported at `/dev/ublkbN`. Dropping it calls [`end`](Self::end) with [`END_GRACE`].
+/// A device exported at `/dev/ublkbN`. Dropping the export calls [`shutdown`](Self::shutdown) with
+/// [`SHUTDOWN_GRACE`].
 pub struct Export {
     path: PathBuf,
     id: u32,
@@ -140,7 +141,7 @@ impl Export {
         Self::with(Arc::new(System::default()), START_DEADLINE, name, device, options)
     }
 
-    /// Exports a device through the given kernel, within the given deadline.
+    /// Exports a device through `kernel`, which tests replace. Fails after `deadline`.
     pub(crate) fn with(
         kernel: Arc<dyn Kernel>,
         deadline: Duration,
@@ -155,7 +156,7 @@ impl Export {
         let shared = Arc::new(Shared::new(disk));
         let cpus = || std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(DEFAULT_QUEUES));
         let queues = if queues == 0 { cpus() as u16 } else { queues.min(MAX_QUEUES) };
-        let config = KeeperConfig {
+        let config = DeviceThreadConfig {
             kernel: Arc::clone(&kernel),
             shared: Arc::clone(&shared),
             deadline,
@@ -167,18 +168,18 @@ impl Export {
         };
         let (sender, started) = channel();
         let thread = std::thread::Builder::new().name("ublk".to_owned());
-        let disk = shared.lock().disk.clone().expect("the keeper removes the disk at the end");
-        thread.spawn(move || keeper::run(&config, disk, &sender)).map_err(StartError::Queue)?;
+        let disk = shared.lock().disk.clone().expect("the device thread removes the disk at the end");
+        thread.spawn(move || device_thread::run(&config, disk, &sender)).map_err(StartError::Queue)?;
         match started.recv_timeout(deadline) {
             Ok(started) => started?,
             Err(RecvTimeoutError::Timeout) => {
-                // Most likely the driver waits for a request. The keeper removes the device when it
-                // can.
-                shared.update_and_wake(|state| (state.ending, state.dead) = (true, true));
+                // Most likely the driver waits for a request that the device does not complete. The device
+                // thread removes the device when it can.
+                shared.update_and_wake(|state| (state.shutting_down, state.dead) = (true, true));
                 return Err(StartError::Deadline);
             }
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(StartError::Queue(std::io::Error::other("the keeper has ended")));
+                return Err(StartError::Queue(std::io::Error::other("the device thread has ended")));
             }
         }
         let (path, id) = {
@@ -194,12 +195,12 @@ impl Export {
         &self.path
     }
 
-    /// Returns the number of requested queues. The kernel creates no more queues than CPUs.
+    /// Returns the number of queues requested from the kernel, which creates no more queues than CPUs.
     pub fn queues(&self) -> u16 {
         self.queues
     }
 
-    /// Returns the device id, the `N` of `/dev/ublkbN`.
+    /// Returns the device id, the number `N` in `/dev/ublkbN`.
     pub fn id(&self) -> u32 {
         self.id
     }
@@ -214,24 +215,24 @@ impl Export {
         self.read_only
     }
 
-    /// Returns true if the block device or a partition is opened exclusively, for example by a
-    /// mount, swap or a stacked device. Also true if that cannot be determined. The check claims
-    /// the device for a moment; another exclusive open at that moment fails.
+    /// Returns true if the block device or a partition is opened exclusively, for example by a mount, swap or
+    /// a stacked device. Also returns true if that cannot be determined. The check claims the device for a
+    /// moment; another exclusive open at that moment fails.
     pub fn is_connected(&self) -> bool {
         let Some(block) = self.shared.lock().block.clone() else { return false };
-        let claimed = run_with_deadline(ASK_DEADLINE, "ublk-ask", move || block.claim().map(drop));
+        let claimed = run_with_deadline(QUERY_DEADLINE, "ublk-ask", move || block.claim().map(drop));
         !matches!(claimed, Ok(Some(Ok(()))))
     }
 
-    /// Claims the block device exclusively, like a mount, and writes back its cache. The device
-    /// must answer requests meanwhile.
+    /// Claims the block device exclusively, like a mount, and writes back its cache. The device must complete
+    /// requests meanwhile. If the block device is gone, the claim is empty.
     ///
     /// # Errors
     /// See [`ClaimError`].
-    pub fn claim(&self) -> Result<Exclusive, ClaimError> {
-        let Some(block) = self.shared.lock().block.clone() else { return Ok(Exclusive(None)) };
+    pub fn claim(&self) -> Result<DeviceClaim, ClaimError> {
+        let Some(block) = self.shared.lock().block.clone() else { return Ok(DeviceClaim(None)) };
         let (path, node) = (self.path.clone(), Arc::clone(&block));
-        let claimed = run_with_deadline(ASK_DEADLINE, "ublk-claim", move || {
+        let claimed = run_with_deadline(QUERY_DEADLINE, "ublk-claim", move || {
             let claimed = node.claim()?;
             if let Some(claimed) = &claimed {
                 claimed.sync()?;
@@ -239,7 +240,7 @@ impl Export {
             Ok(claimed)
         });
         match claimed.and_then(Option::transpose) {
-            Ok(Some(claimed)) => Ok(Exclusive(claimed)),
+            Ok(Some(claimed)) => Ok(DeviceClaim(claimed)),
             Ok(None) => Err(ClaimError::Deadline(path)),
             Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => {
                 Err(ClaimError::InUse { path, mount_point: block.mount_point() })
@@ -249,56 +250,56 @@ impl Export {
     }
 
     /// Holds new requests until the returned guard is dropped. Requests in flight continue.
-    pub fn hold(&self) -> Held<'_> {
+    pub fn hold(&self) -> RequestHold<'_> {
         self.shared.update_and_wake(|state| state.holds += 1);
-        Held(self)
+        RequestHold(self)
     }
 
-    /// Replaces the device for all requests that have not begun. The new device must have the same size.
-    /// The kernel keeps the content it has cached from the old device.
+    /// Replaces the device for all requests that have not begun. The new device must have the same size. The
+    /// kernel still caches content of the old device.
     pub fn replace(&self, device: Arc<dyn Device>, failures: Arc<Failures>) {
         let disk = Arc::new(Disk::new(self.name(), self.read_only, device, failures));
         let old = self.shared.update_and_wake(|state| match &mut state.disk {
             Some(now) => std::mem::replace(now, disk),
             None => disk,
         });
-        // Dropping may wait for a disk, so not under the lock.
+        // Dropping the old disk may wait for I/O, so the lock is not held.
         drop(old);
     }
 
-    /// Resizes the block device to the current size of its device.
+    /// Resizes the block device to the current size of the exported device.
     ///
     /// # Errors
     /// See [`ResizeError`].
     pub fn resize(&self) -> Result<(), ResizeError> {
         let (disk, features) = {
             let state = self.shared.lock();
-            let disk = state.disk.clone().filter(|_| !state.ending);
+            let disk = state.disk.clone().filter(|_| !state.shutting_down);
             (disk.ok_or(ResizeError::Gone)?, state.features)
         };
         if features & feature::UPDATE_SIZE == 0 {
             return Err(ResizeError::Unsupported);
         }
         let (kernel, target) = (Arc::clone(&self.kernel), Target::new(self.id, features));
-        let resized = run_with_deadline(ASK_DEADLINE, "ublk-resize", move || {
+        let resized = run_with_deadline(QUERY_DEADLINE, "ublk-resize", move || {
             Control(&*kernel).set_size(target, params::sectors(&disk))
         });
         Ok(resized?.ok_or(ResizeError::Deadline)??)
     }
 
     /// Starts to end the export. The block device is removed when the requests in flight are done.
-    pub fn begin_to_end(&self) {
-        self.shared.update(|state| state.ending = true);
+    pub fn begin_shutdown(&self) {
+        self.shared.update(|state| state.shutting_down = true);
     }
 
     /// Ends the export and waits until it has ended. After `grace`, requests still in flight fail with
     /// errors, and the removal may take another [`REMOVE_GRACE`].
     ///
-    /// Returns false if the device still has not answered, or if a process still has a node open.
-    /// The keeper then finishes the removal in the background. Further calls only wait.
-    pub fn end(&self, grace: Duration) -> bool {
+    /// Returns false if the device has still not completed its requests, or if a process still has a node
+    /// open. The device thread then finishes the removal in the background. Further calls only wait.
+    pub fn shutdown(&self, grace: Duration) -> bool {
         let end = Instant::now() + grace;
-        self.begin_to_end();
+        self.begin_shutdown();
         if self.shared.wait_until(end, |state| state.ended) {
             return true;
         }
@@ -307,21 +308,21 @@ impl Export {
         self.shared.lock().ended
     }
 
-    /// Ends the export like [`end`](Self::end), unless the block device is in use. From Linux 7.0
-    /// on, any open file counts as use; before, only an exclusive open does.
+    /// Ends the export like [`shutdown`](Self::shutdown), unless the block device is in use. From Linux 7.0
+    /// on, any open file of the block device counts as use; before, only an exclusive open does.
     ///
     /// # Errors
     /// Returns [`InUse`] and leaves the export unchanged.
-    pub fn try_end(&self, grace: Duration) -> Result<bool, InUse> {
+    pub fn try_shutdown(&self, grace: Duration) -> Result<bool, InUse> {
         let (is_ending, features) = {
             let state = self.shared.lock();
-            (state.ending, state.features)
+            (state.shutting_down, state.features)
         };
         if is_ending {
-            return Ok(self.end(grace));
+            return Ok(self.shutdown(grace));
         }
         if features & feature::SAFE_STOP_DEV == 0 {
-            return if self.is_connected() { Err(InUse) } else { Ok(self.end(grace)) };
+            return if self.is_connected() { Err(InUse) } else { Ok(self.shutdown(grace)) };
         }
         let end = Instant::now() + grace;
         let (kernel, target) = (Arc::clone(&self.kernel), Target::new(self.id, features));
@@ -329,63 +330,62 @@ impl Export {
         if let Ok(Some(Err(ControlError { errno: Errno::BUSY, .. }))) = stopped {
             return Err(InUse);
         }
-        Ok(self.end(end.saturating_duration_since(Instant::now())))
+        Ok(self.shutdown(end.saturating_duration_since(Instant::now())))
     }
 }
 
-/// An exclusive claim on a block device. Empty if the block device is gone.
-pub struct Exclusive(Option<Box<dyn Claimed>>);
+/// An exclusive claim on a block device. The claim is empty if the block device is gone.
+pub struct DeviceClaim(Option<Box<dyn NodeClaim>>);
 
-impl Exclusive {
-    /// Drops the kernel's cache of the block device, and releases the claim. The device must answer
-    /// requests meanwhile.
+impl DeviceClaim {
+    /// Drops the kernel's cache of the block device, and releases the claim. The device must complete
+    /// requests meanwhile. An empty claim does nothing.
     ///
     /// # Errors
-    /// Returns errors of the kernel, and `TimedOut` after the deadline.
+    /// Returns errors of the kernel, and `TimedOut` if the kernel did not finish in time.
     pub fn drop_cache(mut self) -> std::io::Result<()> {
         let Some(claimed) = self.0.take() else { return Ok(()) };
-        let dropped = run_with_deadline(ASK_DEADLINE, "ublk-drop", move || claimed.drop_cache())?;
+        let dropped = run_with_deadline(QUERY_DEADLINE, "ublk-drop", move || claimed.drop_cache())?;
         dropped.unwrap_or_else(|| Err(std::io::ErrorKind::TimedOut.into()))
     }
 }
 
-impl Drop for Exclusive {
+impl Drop for DeviceClaim {
     fn drop(&mut self) {
-        // The last close writes back dirty pages and waits for the device, so it needs a deadline.
+        // The last close writes back dirty pages and waits for the device, so the drop has a deadline.
         if let Some(claimed) = self.0.take() {
-            let _ = run_with_deadline(ASK_DEADLINE, "ublk-drop", move || drop(claimed));
+            let _ = run_with_deadline(QUERY_DEADLINE, "ublk-drop", move || drop(claimed));
         }
     }
 }
 
-/// A guard that holds new requests of an export while it lives.
-pub struct Held<'a>(&'a Export);
+/// A guard that holds new requests of an export until it is dropped.
+pub struct RequestHold<'a>(&'a Export);
 
-impl Held<'_> {
+impl RequestHold<'_> {
     /// Returns true if the block device is opened exclusively.
     pub fn is_connected(&self) -> bool {
         self.0.is_connected()
     }
 
-    /// Fails all requests that have arrived, whatever the device does with them, like a loss of
-    /// power. Returns false if the export is ending.
-    pub fn cut(&self) -> bool {
+    /// Fails all requests that have arrived, even those that the device is executing, like a loss of power.
+    /// Returns false if the export is ending.
+    pub fn fail_requests(&self) -> bool {
         self.0.shared.update_and_wake(|state| {
             state.cuts += 1;
-            !state.ending
+            !state.shutting_down
         })
     }
 
-    /// Waits until the device has no requests in flight. Returns false if it still has some at
-    /// `end`.
-    pub fn wait_gone(&self, end: Instant) -> bool {
+    /// Waits until the device has no requests in flight. Returns false if some are still in flight at `end`.
+    pub fn wait_idle(&self, end: Instant) -> bool {
         let shared = &self.0.shared;
         let version = shared.version();
         shared.wait_until(end, |state| state.is_idle(version))
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for RequestHold<'_> {
     fn drop(&mut self) {
         self.0.shared.update_and_wake(|state| state.holds -= 1);
     }
@@ -393,7 +393,7 @@ impl Drop for Held<'_> {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        if !self.end(END_GRACE) {
+        if !self.shutdown(SHUTDOWN_GRACE) {
             tracing::warn!("{}: ublk: requests are still in flight", self.name());
         }
     }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::abi::{CtrlCmd, IoDesc};
 
-/// The ublk driver as a process sees it. Any thread may call any method.
+/// The ublk driver and its device nodes, as a process uses them. Any thread may call any method.
 pub trait Kernel: Send + Sync {
     /// Checks that the driver is loaded and accessible.
     fn check(&self) -> Result<(), Errno>;
@@ -19,15 +19,15 @@ pub trait Kernel: Send + Sync {
     fn is_admin(&self) -> bool;
 
     /// Runs a control command with `payload` as its buffer. Blocks until the command is done, which
-    /// may include waiting for requests.
+    /// may include a wait for requests.
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno>;
 
     fn char_path(&self, id: u32) -> PathBuf;
 
-    /// Opens the character device, and waits for its node until `until`.
+    /// Opens the character device. Waits for its node until `until`.
     fn open(&self, id: u32, until: Instant) -> io::Result<Arc<dyn CharDevice>>;
 
-    /// Returns the block device, and waits for its node until `until`.
+    /// Returns the block device. Waits for its node until `until`.
     fn block(&self, id: u32, until: Instant) -> io::Result<Arc<dyn BlockDevice>>;
 
     fn devices(&self) -> io::Result<Vec<u32>>;
@@ -36,7 +36,8 @@ pub trait Kernel: Send + Sync {
 /// `/dev/ublkcN`. The file stays open while this object or one of its rings lives.
 pub trait CharDevice: Send + Sync {
     /// Creates the ring of a queue with `depth` tags. The thread that will use the ring must make
-    /// the call. With `user_copy` the ring moves the data. A write to `wake` ends a wait.
+    /// the call. With `user_copy` the ring copies the data of requests. A write to `wake` ends a
+    /// wait.
     fn ring(&self, queue: u16, depth: u16, user_copy: bool, wake: &OwnedFd) -> io::Result<Box<dyn Ring>>;
 }
 
@@ -46,15 +47,16 @@ pub trait BlockDevice: Send + Sync {
 
     /// Opens the block device exclusively. Returns `None` if the device is gone, and `EBUSY` if
     /// another user, for example a mount, has claimed the device or a partition.
-    fn claim(&self) -> io::Result<Option<Box<dyn Claimed>>>;
+    fn claim(&self) -> io::Result<Option<Box<dyn NodeClaim>>>;
 
-    /// Returns the mount point if it is visible in this process's mount namespace.
+    /// Returns the mount point, or None if the device is not mounted in this process's mount
+    /// namespace.
     fn mount_point(&self) -> Option<PathBuf>;
 }
 
 /// An exclusive claim on a block device, released on drop. Every method and the drop may wait for
 /// requests.
-pub trait Claimed: Send {
+pub trait NodeClaim: Send {
     /// Writes back the dirty pages of the block device's cache.
     fn sync(&self) -> io::Result<()>;
 
@@ -67,31 +69,31 @@ pub enum Wait {
     No,
     /// Wait for an event, at most this long.
     AtMost(Duration),
-    /// Wait for an event.
+    /// Wait for an event without a time limit.
     Forever,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Event {
+pub enum RingEventKind {
     /// The tag's command completed. Result 0 means that a request arrived. A negative errno means
-    /// that the tag will get no more requests, except [`NOT_DONE`] after a failed
+    /// that the tag receives no more requests, except [`COMMIT_CANCELLED`] after a failed
     /// [`Ring::send_data`].
     Command,
-    /// A fetch of data completed, with the number of bytes or a negative errno.
+    /// A [`Ring::fetch_data`] completed, with the number of bytes or a negative errno.
     Fetched,
-    /// A send of data completed, with the number of bytes or a negative errno.
+    /// A [`Ring::send_data`] completed, with the number of bytes or a negative errno.
     Sent,
 }
 
 /// Result (`-ECANCELED`) of a commit whose preceding [`Ring::send_data`] was incomplete. The
-/// request is still open.
-pub const NOT_DONE: i32 = -125;
+/// request is not completed yet.
+pub const COMMIT_CANCELLED: i32 = -125;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Arrived {
+pub struct RingEvent {
     pub tag: u16,
-    pub event: Event,
-    /// Result, as [`Event`] describes.
+    pub kind: RingEventKind,
+    /// Result of the command or copy, as [`RingEventKind`] describes.
     pub result: i32,
 }
 
@@ -102,27 +104,28 @@ pub trait Ring {
     /// [`enter`](Self::enter).
     fn fetch(&mut self, tag: u16, buffer: u64);
 
-    /// Queues the completion of a request and a fetch of the next one. `buffer` holds read data.
-    /// With user copy it is the sector that an append wrote to, or 0.
+    /// Queues the completion of a request and a fetch of the next one. `buffer` is the address of
+    /// the buffer with read data. With user copy it is the sector to which an append wrote, or 0.
     fn commit(&mut self, tag: u16, result: i32, buffer: u64);
 
-    /// Queues a copy of the request's data to `to`. Copies begin in the order of the calls.
+    /// Queues a copy of the request's data to the address `to`. Copies begin in the order of the
+    /// calls.
     fn fetch_data(&mut self, tag: u16, to: u64, len: usize);
 
-    /// Queues a copy into the tag's request. The commit must follow; the kernel runs it only if all
-    /// bytes were copied.
+    /// Queues a copy from the address `from` to the tag's request. The commit must follow; the
+    /// kernel runs the commit only if all bytes were copied.
     fn send_data(&mut self, tag: u16, from: u64, len: usize);
 
     /// Returns true if entries wait for the next [`enter`](Self::enter).
     fn has_queued(&mut self) -> bool;
 
-    /// Submits the queued entries and waits for events. May return early.
+    /// Submits the queued entries and waits for events. May return before an event arrives.
     fn enter(&mut self, wait: Wait) -> io::Result<()>;
 
     /// Appends the events that have arrived.
-    fn arrived(&mut self, into: &mut Vec<Arrived>);
+    fn take_events(&mut self, into: &mut Vec<RingEvent>);
 
-    /// Returns a copy of the descriptor of a tag with a request.
+    /// Returns a copy of the descriptor of a tag whose request has arrived.
     fn descriptor(&self, tag: u16) -> IoDesc;
 
     /// Returns true if the kernel writes to buffers only during [`enter`](Self::enter).

@@ -15,7 +15,7 @@ pub enum OwnerError {
     Name(String),
     /// The control device cannot be opened.
     #[error("/dev/ublk-control: {0}")]
-    NoControl(Errno),
+    ControlDevice(Errno),
     /// The driver rejected the query.
     #[error("{name}: {source}")]
     Control {
@@ -26,17 +26,18 @@ pub enum OwnerError {
     },
 }
 
-/// Returns the user and group that created the device with the node `name`, or `None` if root did.
-pub fn owner(kernel: &dyn Kernel, name: &str) -> Result<Option<(u32, u32)>, OwnerError> {
+/// Returns the user id and group id that created the device with the node `name`, or `None` if root
+/// created it.
+pub fn device_owner(kernel: &dyn Kernel, name: &str) -> Result<Option<(u32, u32)>, OwnerError> {
     let id = id_of(name).ok_or_else(|| OwnerError::Name(name.to_owned()))?;
-    kernel.check().map_err(OwnerError::NoControl)?;
+    kernel.check().map_err(OwnerError::ControlDevice)?;
     let info = Control(kernel).info(id);
     let info = info.map_err(|source| OwnerError::Control { name: name.to_owned(), source })?;
     let is_users = info.flags & feature::UNPRIVILEGED_DEV != 0;
     Ok(is_users.then_some((info.owner_uid, info.owner_gid)))
 }
 
-/// Parses the id from a node name, which may be a partition's.
+/// Returns the id in a node name, which may be that of a partition, or None for other names.
 fn id_of(name: &str) -> Option<u32> {
     let whole = match name.strip_prefix("ublkb") {
         Some(block) => block.split_once('p').map_or(block, |(whole, _)| whole),

@@ -6,12 +6,12 @@ use freestone_core::device::{Disk, Geometry};
 use crate::abi::{ParamBasic, ParamDiscard, Params, SECTOR_BYTES, attr, param};
 use crate::zones;
 
-/// The block layer's limit for discard and write zeroes: less than 4 GiB.
+/// The block layer's limit for discard and write zeroes in sectors, so that a range is less than 4 GiB.
 const MAX_RANGE_SECTORS: u32 = u32::MAX >> 9;
 
-/// Returns the current size in sectors, without a partial sector at the end.
+/// Returns the current size of the device in sectors, without a partial sector at the end.
 pub fn sectors(disk: &Disk) -> u64 {
-    Bytes::told(disk.device.geometry()).size / SECTOR_BYTES
+    Bytes::user_geometry(disk.device.geometry()).size / SECTOR_BYTES
 }
 
 /// Returns true if the device has zones. Zoned devices use user copy.
@@ -19,16 +19,16 @@ pub fn is_zoned(disk: &Disk) -> bool {
     disk.device.geometry().zones.is_some()
 }
 
-/// Returns the parameters for a disk whose request buffers have `max_bytes`.
+/// Returns the ublk parameters for a disk whose request buffers have `max_bytes`.
 pub fn for_disk(disk: &Disk, max_bytes: u32) -> Params {
     params(&disk.device.geometry(), disk.read_only, max_bytes)
 }
 
 fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
     let page = rustix::param::page_size() as u32;
-    // The logical block is a sector even if the device's blocks are larger, because the device
-    // serves smaller requests too. Partition tables in 512-byte sectors then fit, as over the other
-    // exports. Zones must be written in the device's own blocks.
+    // The logical block is a sector even if the device's blocks are larger, because the device serves smaller
+    // requests too. Partition tables in 512-byte sectors then match, as over the other exports. Zones must be
+    // written in the device's own blocks.
     let logical = if geometry.zones.is_some() { geometry.logical_block } else { SECTOR_BYTES as u32 };
     let physical = geometry.physical_block.clamp(logical, page);
     let shift = |bytes: u32| bytes.max(1).ilog2() as u8;
@@ -46,7 +46,7 @@ fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
     let wanted = if geometry.max_request == 0 { max_bytes } else { geometry.max_request };
     // The block layer rejects limits below a page. A device with a smaller limit splits requests itself.
     let max_request = wanted.min(max_bytes).max(page);
-    let visible = Bytes::told(*geometry);
+    let visible = Bytes::user_geometry(*geometry);
     let basic = ParamBasic {
         attrs,
         logical_bs_shift: shift(logical),
@@ -60,8 +60,8 @@ fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
     };
     let len = size_of::<Params>() as u32;
     if let Some(zones) = &geometry.zones {
-        // Zoned devices have no write zeroes: the block layer would not split these at zone
-        // boundaries. It does split the writes that it issues instead.
+        // Zoned devices have no write zeroes: the block layer would not split write zeroes at zone
+        // boundaries. Instead it issues writes of zeroes, which it does split.
         let zoned = zones::params(zones, max_request);
         return Params { len, types: param::BASIC | param::ZONED, basic, zoned, ..Params::default() };
     }
@@ -88,7 +88,7 @@ mod tests {
 
     use super::*;
     use crate::abi::ParamZoned;
-    use crate::zones::UnfitZones;
+    use crate::zones::UnsupportedZones;
 
     const MAX: u32 = 512 << 10;
 
@@ -175,9 +175,9 @@ mod tests {
         assert_eq!(result.basic.attrs, attr::READ_ONLY);
         assert_eq!(crate::zones::check(&with(zones, 4096)), Ok(()));
         let unfit = |zones: ZoneGeometry| crate::zones::check(&with(zones, 4096));
-        assert_eq!(unfit(ZoneGeometry { zone_size: 3 << 20, ..zones }), Err(UnfitZones::Size(3 << 20)));
-        assert_eq!(unfit(ZoneGeometry { zone_size: 1 << 42, ..zones }), Err(UnfitZones::Size(1 << 42)));
-        assert_eq!(unfit(ZoneGeometry { zone_size: 128 << 20, ..zones }), Err(UnfitZones::ShortLast));
-        assert_eq!(unfit(ZoneGeometry { max_append: 0, ..zones }), Err(UnfitZones::NoAppend));
+        assert_eq!(unfit(ZoneGeometry { zone_size: 3 << 20, ..zones }), Err(UnsupportedZones::Size(3 << 20)));
+        assert_eq!(unfit(ZoneGeometry { zone_size: 1 << 42, ..zones }), Err(UnsupportedZones::Size(1 << 42)));
+        assert_eq!(unfit(ZoneGeometry { zone_size: 128 << 20, ..zones }), Err(UnsupportedZones::ShortLast));
+        assert_eq!(unfit(ZoneGeometry { max_append: 0, ..zones }), Err(UnsupportedZones::NoAppend));
     }
 }

@@ -1,45 +1,46 @@
-//! State shared by an export's owner, its keeper and its queues.
+//! State shared by an export's owner, its device thread and its queues.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use freestone_core::answers::Answers;
+use freestone_core::completion_queue::CompletionQueue;
 use freestone_core::device::Disk;
 
 use crate::kernel::BlockDevice;
-use crate::task::Finished;
+use crate::task::CompletedRequest;
 
-/// The shared state of an export. Lock order: `state` is the innermost lock.
+/// The shared state of an export. Lock order: the lock of `state` is the innermost lock.
 pub struct Shared {
     name: String,
-    /// Version of the state that queues apply; written under `state`.
+    /// Version of the state that queues apply, increased by each change; written under the lock of
+    /// `state`.
     version: AtomicU64,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// The state itself, protected by the lock.
+/// The state of an export, protected by the lock.
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each with a name")]
 pub struct State {
-    /// The exported device. The keeper removes it at the end.
+    /// The exported device. The device thread removes it at the end.
     pub disk: Option<Arc<Disk>>,
     /// Number of holds. While it is not zero, queues begin no requests.
     pub holds: usize,
-    /// Number of times that all requests were failed.
+    /// Number of times that all requests were failed, as in a loss of power.
     pub cuts: u64,
-    /// All requests fail, because the grace period is over.
+    /// True once the grace period is over: all requests fail.
     pub dead: bool,
-    /// The block device must be removed.
-    pub ending: bool,
-    /// The kernel has removed the device.
+    /// True once the block device must be removed.
+    pub shutting_down: bool,
+    /// True once the kernel has removed the device.
     pub removed: bool,
-    /// All threads have released the device.
+    /// True once all threads have released the device.
     pub ended: bool,
     pub id: Option<u32>,
-    /// Features that the driver granted.
+    /// [`feature`](crate::abi::feature) bits that the driver granted.
     pub features: u64,
     pub block: Option<Arc<dyn BlockDevice>>,
     pub queues: Vec<QueueState>,
@@ -48,16 +49,16 @@ pub struct State {
 /// State of a queue, as visible to other threads.
 pub struct QueueState {
     /// Wakes the queue's thread.
-    pub answers: Arc<Answers<Finished>>,
-    /// Last version that the queue applied.
+    pub answers: Arc<CompletionQueue<CompletedRequest>>,
+    /// Last version of the shared state that the queue applied.
     pub applied_version: u64,
-    /// Requests in flight in the device at that time.
+    /// Number of requests in flight in the device when the version was applied or last reported.
     pub in_flight: usize,
-    /// The kernel has no more requests of the queue, and its ring is closed.
+    /// True if the kernel has no more requests of the queue, and its ring is closed.
     pub closed: bool,
 }
 
-/// A snapshot of the state that queues apply.
+/// A snapshot of the part of the state that queues apply.
 pub struct StateSnapshot {
     pub version: u64,
     pub disk: Option<Arc<Disk>>,
@@ -67,7 +68,7 @@ pub struct StateSnapshot {
 }
 
 impl State {
-    /// Wakes all queues, which then read the state.
+    /// Wakes all queues, which then apply the state.
     fn wake_queues(&self) {
         for queue in &self.queues {
             queue.answers.wake();
@@ -78,7 +79,8 @@ impl State {
         self.block.as_ref().map(|block| block.path())
     }
 
-    /// Returns true if no queue has requests in flight, as of `version` or later.
+    /// Returns true if every queue has applied `version` or later and has no requests in flight.
+    /// Closed queues count as idle.
     pub fn is_idle(&self, version: u64) -> bool {
         self.queues
             .iter()
@@ -102,14 +104,15 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes state that queues do not read, and wakes waiting threads.
+    /// Changes state that queues do not apply, and wakes the threads that wait for a change.
     pub fn update<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut self.lock());
         self.changed.notify_all();
         changed
     }
 
-    /// Changes state that queues apply, and wakes the queues.
+    /// Changes state that queues apply, and wakes the queues and the threads that wait for a
+    /// change.
     pub fn update_and_wake<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.lock();
         let changed = change(&mut state);
@@ -124,7 +127,7 @@ impl Shared {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a condition until `end`. Returns false on timeout.
+    /// Waits until the state meets a condition, at most until `end`. Returns false on timeout.
     pub fn wait_until(&self, end: Instant, condition: impl Fn(&State) -> bool) -> bool {
         let mut state = self.lock();
         while !condition(&state) {

@@ -1,5 +1,5 @@
 //! The tags of a queue and their buffers. The kernel owns a buffer while it owns the tag. The
-//! device owns it while it has the request; the slot then has none.
+//! device owns the buffer while it executes the request; the slot then has no buffer.
 #![expect(unsafe_code)]
 // UNSAFETY: madvise takes an address.
 
@@ -7,14 +7,14 @@ use freestone_core::device::{Error, IoBuf};
 use rustix::mm::{Advice, madvise};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum TagState {
     /// The kernel owns the tag, and may write to its buffer.
     Kernel,
     Waiting,
-    /// The request's data is being fetched.
+    /// The data of the tag's request is being fetched.
     Fetching,
     Device,
-    /// The completion waits for memory for a buffer.
+    /// The completion of the request waits for memory for a buffer.
     Starved,
     /// The tag will get no more requests.
     Gone,
@@ -22,12 +22,12 @@ pub enum Place {
 
 #[derive(Debug)]
 pub struct Slot {
-    pub place: Place,
-    /// Number of requests that the tag has had. A late completion of an earlier request has a
+    pub state: TagState,
+    /// Number of requests that arrived for the tag. A late completion of an earlier request has a
     /// smaller number.
     pub serial: u64,
     buffer: IoBuf,
-    /// Bytes from the start of the buffer that may have memory.
+    /// Number of bytes from the start of the buffer for which memory may be allocated.
     touched: usize,
 }
 
@@ -39,12 +39,12 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Creates `depth` tags with buffers of `bytes`, a multiple of the page size. The buffers have
-    /// no memory yet.
+    /// Creates `depth` tags with buffers of `bytes`, a multiple of the page size. No memory is
+    /// allocated for the pages of the buffers yet.
     pub fn new(depth: u16, bytes: usize) -> Result<Self, Error> {
         let slots = (0..depth).map(|_| {
-            let buffer = fresh(bytes)?;
-            Ok(Slot { place: Place::Kernel, serial: 0, buffer, touched: 0 })
+            let buffer = allocate_buffer(bytes)?;
+            Ok(Slot { state: TagState::Kernel, serial: 0, buffer, touched: 0 })
         });
         Ok(Self { all: slots.collect::<Result<_, _>>()?, bytes, is_touched: false })
     }
@@ -53,7 +53,7 @@ impl Slots {
         self.bytes
     }
 
-    /// Returns a tag's slot. Panics if the tag is not less than the queue depth.
+    /// Returns the slot of a tag. Panics if the tag is not less than the queue depth.
     pub fn get(&mut self, tag: u16) -> &mut Slot {
         &mut self.all[usize::from(tag)]
     }
@@ -62,30 +62,30 @@ impl Slots {
         0..self.all.len() as u16
     }
 
-    /// Returns the address of a tag's unused buffer. Allocates a new one if the device did not
-    /// return it.
+    /// Returns the address of a tag's unused buffer. Allocates a new buffer if the device did not
+    /// return the last one.
     pub fn address(&mut self, tag: u16) -> Result<u64, Error> {
         let bytes = self.bytes;
         let slot = self.get(tag);
         if slot.buffer.capacity() < bytes {
-            slot.buffer = fresh(bytes)?;
+            slot.buffer = allocate_buffer(bytes)?;
             slot.touched = 0;
         }
-        slot.buffer.show(bytes);
+        slot.buffer.set_len(bytes);
         Ok(slot.buffer.as_mut_ptr().expose_provenance() as u64)
     }
 
-    /// Takes a tag's buffer with a length of `len`.
+    /// Takes a tag's buffer out of its slot, and sets its length to `len`.
     pub fn take(&mut self, tag: u16, len: usize) -> IoBuf {
         self.is_touched |= len > 0;
         let slot = self.get(tag);
         slot.touched = slot.touched.max(len);
         let mut buffer = std::mem::replace(&mut slot.buffer, IoBuf::empty());
-        buffer.show(len);
+        buffer.set_len(len);
         buffer
     }
 
-    /// Stores a tag's buffer. A buffer that is too small is dropped.
+    /// Stores the buffer of a tag in its slot. A buffer that is too small is dropped.
     pub fn put(&mut self, tag: u16, buffer: IoBuf) {
         let bytes = self.bytes;
         let slot = self.get(tag);
@@ -94,18 +94,18 @@ impl Slots {
         }
     }
 
-    /// Returns true if [`give_back`](Self::give_back) would free memory.
+    /// Returns true if [`free_memory`](Self::free_memory) would free memory.
     pub fn are_touched(&self) -> bool {
         self.is_touched
     }
 
-    /// Frees the memory of all buffers, and loses their content. The kernel must own every tag, no
-    /// tag may have a request, and the kernel must not write meanwhile.
-    pub fn give_back(&mut self) {
+    /// Frees the memory of all buffers, whose content is lost. The kernel must own every tag, no
+    /// tag may have a request, and the kernel must not write to the buffers meanwhile.
+    pub fn free_memory(&mut self) {
         self.is_touched = false;
         for slot in &mut self.all {
             let touched = std::mem::take(&mut slot.touched);
-            forget_pages(&mut slot.buffer, touched);
+            discard_pages(&mut slot.buffer, touched);
         }
     }
 
@@ -115,22 +115,22 @@ impl Slots {
     }
 }
 
-/// Allocates a buffer. Unless it is small, it has no memory before first use.
-fn fresh(bytes: usize) -> Result<IoBuf, Error> {
+/// Allocates a buffer of `bytes`. Pages of a large buffer have no memory before first use.
+fn allocate_buffer(bytes: usize) -> Result<IoBuf, Error> {
     let mut buffer = IoBuf::zeroed(bytes)?;
     // With huge pages, a small request would allocate memory for neighboring buffers as well.
     advise(&mut buffer, bytes, Advice::LinuxNoHugepage);
     Ok(buffer)
 }
 
-fn forget_pages(buffer: &mut IoBuf, touched: usize) {
+fn discard_pages(buffer: &mut IoBuf, touched: usize) {
     advise(buffer, touched, Advice::LinuxDontNeed);
 }
 
-/// Applies `madvise` to the first `bytes`, rounded up to whole pages.
+/// Applies `madvise` to the first `bytes` of the buffer, rounded up to whole pages.
 fn advise(buffer: &mut IoBuf, bytes: usize, advice: Advice) {
     let page = rustix::param::page_size();
-    // Stay inside the buffer. With 4 KiB pages it consists of whole pages.
+    // Stays inside the buffer, which consists of whole pages if pages have 4 KiB.
     let end = bytes.next_multiple_of(page).min(buffer.capacity() / page * page);
     let at = buffer.as_mut_ptr();
     if end == 0 || !at.addr().is_multiple_of(page) {
@@ -176,7 +176,7 @@ mod tests {
         let mut buffer = slots.take(0, BYTES);
         buffer.fill(1);
         slots.put(0, buffer);
-        slots.give_back();
+        slots.free_memory();
         assert!(!slots.are_touched());
         assert!(slots.take(0, BYTES).iter().all(|byte| *byte == 0));
     }

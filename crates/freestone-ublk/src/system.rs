@@ -1,4 +1,4 @@
-//! The real kernel: the control device, device nodes and sysfs.
+//! The implementation of [`Kernel`] with the real control device, device nodes and sysfs.
 
 use std::fs;
 use std::io;
@@ -13,16 +13,16 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::abi::CtrlCmd;
 use crate::control::is_id;
-use crate::exclusive;
-use crate::kernel::{BlockDevice, CharDevice, Claimed, Kernel, Ring};
+use crate::device_claim;
+use crate::kernel::{BlockDevice, CharDevice, Kernel, NodeClaim, Ring};
 use crate::uring::{self, QueueRing};
 
 /// Poll interval while waiting for a node.
-const LOOK_PAUSE: Duration = Duration::from_millis(10);
-/// If neither devtmpfs nor udev creates a node within this time, it is created here.
-const MAKE_AFTER: Duration = Duration::from_secs(2);
+const NODE_POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Time after which this process creates a node that neither devtmpfs nor udev has created.
+const CREATE_NODE_AFTER: Duration = Duration::from_secs(2);
 
-/// The paths of `/dev` and `/sys`; tests replace them.
+/// Paths of `/dev` and `/sys`, which tests replace.
 #[derive(Debug, Clone)]
 pub struct System {
     dev: PathBuf,
@@ -40,12 +40,13 @@ impl System {
         open(self.dev.join("ublk-control"), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
     }
 
-    /// Opens the node `name` of a device in the sysfs class `class`. Waits until both exist.
+    /// Opens the node `name` of a device in the sysfs class `class`. Waits until the device and the
+    /// node exist.
     fn node(&self, class: &str, name: &str, kind: FileType, until: Instant) -> io::Result<(OwnedFd, Node)> {
         let path = self.dev.join(name);
         let numbers = self.sys.join("class").join(class).join(name).join("dev");
         let flags = if kind == FileType::CharacterDevice { OFlags::RDWR } else { OFlags::RDONLY };
-        let make_at = Instant::now() + MAKE_AFTER;
+        let make_at = Instant::now() + CREATE_NODE_AFTER;
         let mut created = false;
         loop {
             let wanted = fs::read_to_string(&numbers).ok().and_then(|text| device_number(&text));
@@ -76,7 +77,7 @@ impl System {
             if Instant::now() >= until {
                 return Err(last.into());
             }
-            std::thread::sleep(LOOK_PAUSE);
+            std::thread::sleep(NODE_POLL_INTERVAL);
         }
     }
 }
@@ -86,7 +87,7 @@ fn device_number(text: &str) -> Option<(u32, u32)> {
     Some((high.parse().ok()?, low.parse().ok()?))
 }
 
-/// A device node, removed on drop if it was created here.
+/// A device node, removed on drop if this process created it.
 struct Node {
     path: PathBuf,
     created: bool,
@@ -120,12 +121,12 @@ impl BlockDevice for Block {
         self.node.path.clone()
     }
 
-    fn claim(&self) -> io::Result<Option<Box<dyn Claimed>>> {
-        exclusive::claim(&self.node.path)
+    fn claim(&self) -> io::Result<Option<Box<dyn NodeClaim>>> {
+        device_claim::claim(&self.node.path)
     }
 
     fn mount_point(&self) -> Option<PathBuf> {
-        exclusive::mount_point(&self.node.path)
+        device_claim::mount_point(&self.node.path)
     }
 }
 
@@ -135,7 +136,7 @@ impl Kernel for System {
     }
 
     fn is_admin(&self) -> bool {
-        // If the capabilities are unknown, the driver will reject what is not permitted.
+        // If the capabilities are unknown, the driver rejects commands that are not permitted.
         capabilities(None).map_or(true, |sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
     }
 
@@ -166,7 +167,7 @@ impl Kernel for System {
                 ids.sort_unstable();
                 Ok(ids)
             }
-            // The driver is not loaded.
+            // The directory does not exist if the driver is not loaded.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
             Err(error) => Err(error),
         }

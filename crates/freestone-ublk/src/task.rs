@@ -1,15 +1,15 @@
 //! Parses request descriptors.
 
 use freestone_core::device::zoned::{ZoneOp, ZoneRequest};
-use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
+use freestone_core::device::{Error, FailureKind, Flags, IoBuf, Op, Request};
 
 use crate::abi::{IoDesc, SECTOR_BYTES, op, op_flag};
 use crate::zones::ROW_BYTES;
 
 #[derive(Debug)]
-pub struct Finished {
+pub struct CompletedRequest {
     pub task: Task,
-    /// Result of the device; for an append, the byte offset of the data.
+    /// Result of the device; for an append, the byte offset at which the data was written.
     pub outcome: Result<u64, Error>,
     pub buffer: IoBuf,
 }
@@ -18,7 +18,7 @@ pub struct Finished {
 pub enum Kind {
     /// A read, write, flush, discard or write zeroes.
     Io(Request),
-    /// An append to the zone that starts at the request's offset.
+    /// An append to the zone that starts at the offset of the request.
     Append(Request),
     /// A zone operation or report.
     Zone(ZoneRequest),
@@ -27,19 +27,19 @@ pub enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Task {
     pub tag: u16,
-    /// Number of the request among the tag's requests; see [`Slot::serial`](crate::slots::Slot).
+    /// Number of the request among the requests of its tag; see [`Slot::serial`](crate::slots::Slot).
     pub serial: u64,
     pub kind: Kind,
     /// Length of the data in bytes; 0 for requests without data.
     pub len: usize,
-    /// Bytes done before the request was submitted.
+    /// Number of bytes that the device completed inline before the rest was submitted.
     pub done: usize,
-    /// Bytes charged while the request is in flight.
+    /// Bytes charged to the memory budget while the request is in flight.
     pub charge: usize,
 }
 
 impl Task {
-    /// Parses a descriptor. `max_bytes` limits the data; `zoned` permits zone operations.
+    /// Parses a descriptor. `max_bytes` is the largest length of data; `zoned` permits zone operations.
     ///
     /// # Errors
     /// Fails if the operation is not supported or the range is invalid.
@@ -60,7 +60,7 @@ impl Task {
             op::ZONE_RESET if zoned => return zone(ZoneOp::Reset),
             op::ZONE_RESET_ALL if zoned => return Ok(Self::new(Kind::Zone(ZoneRequest::ResetAll), 0)),
             op::REPORT_ZONES if zoned => {
-                // The report has as many zones as fit; the kernel requests the rest.
+                // The report contains as many zones as fit; the kernel requests the rest with another report.
                 let rows = (descriptor.nr_sectors as usize).min(max_bytes / ROW_BYTES);
                 let kind = Kind::Zone(ZoneRequest::Report(offset?));
                 return if rows == 0 {
@@ -93,7 +93,7 @@ impl Task {
         Self { tag: 0, serial: 0, kind, len, done: 0, charge: 0 }
     }
 
-    /// Returns true for requests whose data goes to the device.
+    /// Returns true for requests whose data is written to the device.
     pub fn is_write(&self) -> bool {
         matches!(self.kind, Kind::Io(Request { op: Op::Write, .. }) | Kind::Append(_))
     }
@@ -104,37 +104,37 @@ impl Task {
         is_report || matches!(self.kind, Kind::Io(Request { op: Op::Read, .. }))
     }
 
-    /// Returns the result of a success: the length of the data in bytes.
+    /// Returns the result of a successful request: the length of the data in bytes.
     pub fn result(&self) -> i32 {
         match self.kind {
-            // At the end of a device the kernel's buffer has room for more zones than requested, and the
-            // kernel treats a smaller result as a partial report. The kernel zeroes the buffer first.
+            // At the end of a device the kernel's buffer has room for more zones than requested. The kernel
+            // would treat a smaller result as a partial report. It zeroes the buffer first.
             Kind::Zone(ZoneRequest::Report(_)) => i32::MAX,
             _ => self.len as i32,
         }
     }
 
-    /// Returns the class of the request for failure counters.
-    pub fn failed(&self) -> Failed {
+    /// Returns the kind under which failures of the request are counted.
+    pub fn failed(&self) -> FailureKind {
         match self.kind {
             Kind::Io(request) => failed(request.op),
-            Kind::Zone(ZoneRequest::Report(_)) => Failed::Read,
-            Kind::Append(_) | Kind::Zone(_) => Failed::Write,
+            Kind::Zone(ZoneRequest::Report(_)) => FailureKind::Read,
+            Kind::Append(_) | Kind::Zone(_) => FailureKind::Write,
         }
     }
 }
 
-fn failed(op: Op) -> Failed {
+fn failed(op: Op) -> FailureKind {
     match op {
-        Op::Read => Failed::Read,
-        Op::Write | Op::WriteZeroes => Failed::Write,
-        Op::Discard => Failed::Trim,
-        Op::Flush => Failed::Flush,
+        Op::Read => FailureKind::Read,
+        Op::Write | Op::WriteZeroes => FailureKind::Write,
+        Op::Discard => FailureKind::Trim,
+        Op::Flush => FailureKind::Flush,
     }
 }
 
-/// Returns the result of a failure. The block layer maps errors without a status of their own to an
-/// I/O error.
+/// Returns the result of a failed request, a negative errno. The block layer maps errors without a status of
+/// their own to an I/O error.
 pub fn result_of(error: Error) -> i32 {
     -error.errno()
 }
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(parse(op::WRITE, 0, u64::MAX / 256, 1), Err(Error::OutOfRange));
         // The sum of offset and length may overflow; the device checks that.
         let end = parse(op::WRITE, 0, u64::MAX / 512, 8).unwrap();
-        assert_eq!(end.check_place(u64::MAX, 1), Err(Error::OutOfRange));
+        assert_eq!(end.check_range(u64::MAX, 1), Err(Error::OutOfRange));
     }
 
     #[test]
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(zone(op::ZONE_APPEND, 8, 16), Ok((append, 8192)));
         let report = Kind::Zone(ZoneRequest::Report(4096));
         assert_eq!(zone(op::REPORT_ZONES, 8, 3), Ok((report, 3 * 64)));
-        // Descriptors that a correct kernel never sends.
+        // A correct kernel never sends these descriptors.
         assert_eq!(zone(op::REPORT_ZONES, 8, u32::MAX), Ok((report, MAX)));
         assert_eq!(zone(op::REPORT_ZONES, 8, 0), Err(Error::Misaligned));
         assert_eq!(zone(op::REPORT_ZONES, u64::MAX / 256, 1), Err(Error::OutOfRange));

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Failures, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, Failures, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone_core::plug::Plug;
 use freestone_core::workers::Workers;
@@ -17,10 +17,10 @@ use rustix::io::Errno;
 
 use crate::abi::{attr, control, feature, op, op_flag, param, state};
 use crate::control::mark;
+use crate::device_thread::{START_DEADLINE, StartError};
 use crate::export::{Export, InUse, MAX_REQUEST_BYTES, Options, ResizeError};
 use crate::fake::{Driver, ID, PATIENCE};
-use crate::keeper::{START_DEADLINE, StartError};
-use crate::leftover;
+use crate::stale_devices;
 
 const READ: u32 = op::READ as u32;
 const WRITE: u32 = op::WRITE as u32;
@@ -45,7 +45,7 @@ fn export(device: Arc<dyn Device>) -> (Driver, Export) {
     (driver, export)
 }
 
-/// What a test device does with a submitted request.
+/// The function that a test device calls for each submitted request.
 type SubmitFn = Box<dyn Fn(&Arc<Ram>, Request, IoBuf, Completion) + Send + Sync>;
 
 /// A device that tries `inline_bytes` bytes inline and passes the rest to `submit`.
@@ -63,7 +63,7 @@ impl PartialDevice {
         Arc::new(Self { ram: ram(), inline_bytes, submit: Box::new(submit) })
     }
 
-    /// Completes requests on another thread after a delay.
+    /// Returns a device that completes submitted requests on another thread after a delay.
     fn delayed(inline_bytes: u64) -> Arc<Self> {
         Self::new(inline_bytes, |ram, request, buffer, done| {
             let ram = Arc::clone(ram);
@@ -79,11 +79,11 @@ impl Device for PartialDevice {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.ram.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         let n = self.inline_bytes;
         if n == 0 || request.len <= n || !request.offset.is_multiple_of(2 * n) {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         let (part, bytes) = (Request { len: n, ..*request }, n as usize);
         let tried = match buffer {
@@ -91,8 +91,8 @@ impl Device for PartialDevice {
             Buffer::Write(data) => self.ram.try_io(&part, Buffer::Write(&data[..bytes]))?,
             Buffer::None => self.ram.try_io(&part, Buffer::None)?,
         };
-        assert_eq!(tried, Tried::Done);
-        Ok(Tried::Partly(n))
+        assert_eq!(tried, TryResult::Done);
+        Ok(TryResult::Partly(n))
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         (self.submit)(&self.ram, request, buffer, done);
@@ -102,10 +102,10 @@ impl Device for PartialDevice {
     }
 }
 
-/// Requests that a device was given.
+/// Requests that a device has received and not completed.
 type HeldRequests = Arc<Mutex<Vec<(IoBuf, Completion)>>>;
 
-/// Returns a device that never completes requests, and its requests.
+/// Returns a device that never completes requests, and the requests it has received.
 fn silent() -> (Arc<PartialDevice>, HeldRequests) {
     let held_requests = HeldRequests::default();
     let keep = Arc::clone(&held_requests);
@@ -155,7 +155,7 @@ fn disk_serves_requests_until_end() {
         assert_eq!((info.queue_depth, info.max_io_buf_bytes), (128, MAX_REQUEST_BYTES));
     }
     round_trip(&driver);
-    assert!(export.end(PATIENCE) && export.end(Duration::ZERO));
+    assert!(export.shutdown(PATIENCE) && export.shutdown(Duration::ZERO));
     assert!(driver.state().info.is_none() && !export.is_connected());
     let log = driver.state().log.clone();
     assert!(log.ends_with(&[control::STOP_DEV, control::DEL_DEV_ASYNC]));
@@ -167,7 +167,7 @@ fn delayed_completions_reach_the_client() {
     let attrs = driver.state().params.unwrap().basic.attrs;
     assert_eq!(attrs, attr::VOLATILE_CACHE | attr::FUA);
     round_trip(&driver);
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn two_queues_serve_many_tags() {
     for (number, (_, _, data)) in wanted.into_iter().enumerate() {
         assert_eq!(driver.io(READ, number as u64 * 8, 8, &[]), (4096, data));
     }
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -231,7 +231,8 @@ fn read_only_export_refuses_writes() {
 
 #[test]
 fn wrong_buffer_from_device_fails_read() {
-    // Half the length, the full length with too little capacity for the next request, and none.
+    // Capacities of the returned buffer: half the length, the full length but too little for the
+    // next request, and none.
     for capacity in [2048, 4096, 0] {
         let device = PartialDevice::new(0, move |_, _, _, done| {
             done.complete(Ok(()), IoBuf::zeroed(capacity).unwrap());
@@ -242,7 +243,7 @@ fn wrong_buffer_from_device_fails_read() {
         // The tag must have a buffer for the largest request again.
         let largest = vec![7; MAX_REQUEST_BYTES as usize];
         assert_eq!(driver.io(WRITE, 0, MAX_REQUEST_BYTES / 512, &largest).0, largest.len() as i32);
-        assert!(export.end(PATIENCE));
+        assert!(export.shutdown(PATIENCE));
     }
 }
 
@@ -314,18 +315,18 @@ fn end_fails_requests_of_hung_device() {
     let tickets: Vec<_> = (0..3).map(|at| driver.submit(0, READ, at * 8, 8, &[])).collect();
     wait_until(|| held_requests.lock().unwrap().len() == 3);
     let began = Instant::now();
-    assert!(!export.end(Duration::from_millis(50)));
+    assert!(!export.shutdown(Duration::from_millis(50)));
     assert!(began.elapsed() < PATIENCE / 2);
     for ticket in tickets {
         assert_eq!(driver.wait(0, ticket).0, EIO);
     }
-    // The kernel has removed the device; the keeper ends when the device completes.
+    // The kernel has removed the device; the device thread ends when the device completes.
     driver.wait_for(|state| state.info.is_none().then_some(()));
-    assert!(!export.end(Duration::ZERO));
+    assert!(!export.shutdown(Duration::ZERO));
     for (buffer, done) in std::mem::take(&mut *held_requests.lock().unwrap()) {
         done.complete(Ok(()), buffer);
     }
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -333,7 +334,7 @@ fn start_with_hung_device_times_out() {
     let (device, held_requests) = silent();
     let driver = Driver::default();
     driver.state().scans = true;
-    // The queue itself starts much faster.
+    // The deadline is long enough for the queue to start.
     let (deadline, options) = (Duration::from_secs(2), Options { depth: 1, ..options() });
     let started = Export::with(Arc::new(driver.clone()), deadline, "disk", device, options);
     assert!(matches!(started, Err(StartError::Deadline)));
@@ -370,12 +371,12 @@ fn failed_start_removes_device() {
             driver.state().refused.insert(command, errno);
         })
     };
-    assert!(matches!(refuse(control::GET_FEATURES, Errno::OPNOTSUPP), StartError::TooOld));
-    assert!(matches!(refuse(control::GET_FEATURES, Errno::PERM), StartError::Denied));
+    assert!(matches!(refuse(control::GET_FEATURES, Errno::OPNOTSUPP), StartError::DriverTooOld));
+    assert!(matches!(refuse(control::GET_FEATURES, Errno::PERM), StartError::PermissionDenied));
     assert!(matches!(with(&|driver| driver.state().no_node = true), StartError::Node { .. }));
     assert!(matches!(with(&|driver| driver.state().no_fetch = true), StartError::Queue(_)));
     let old = with(&|driver| driver.state().lacks = feature::CMD_IOCTL_ENCODE);
-    assert!(matches!(old, StartError::TooOld));
+    assert!(matches!(old, StartError::DriverTooOld));
 }
 
 #[test]
@@ -390,9 +391,9 @@ fn older_driver_works_without_new_features() {
     assert!(matches!(export.resize(), Err(ResizeError::Unsupported)));
     driver.state().claimed = true;
     assert!(export.is_connected());
-    assert_eq!(export.try_end(PATIENCE), Err(InUse));
+    assert_eq!(export.try_shutdown(PATIENCE), Err(InUse));
     driver.state().claimed = false;
-    assert_eq!(export.try_end(PATIENCE), Ok(true));
+    assert_eq!(export.try_shutdown(PATIENCE), Ok(true));
     assert!(driver.has_received(control::DEL_DEV) && !driver.has_received(control::TRY_STOP_DEV));
 }
 
@@ -400,18 +401,18 @@ fn older_driver_works_without_new_features() {
 fn try_end_fails_while_device_is_in_use() {
     let (driver, export) = export(ram());
     driver.state().claimed = true;
-    assert_eq!(export.try_end(PATIENCE), Err(InUse));
+    assert_eq!(export.try_shutdown(PATIENCE), Err(InUse));
     round_trip(&driver);
     driver.state().claimed = false;
-    assert_eq!(export.try_end(PATIENCE), Ok(true));
-    assert_eq!(export.try_end(PATIENCE), Ok(true));
+    assert_eq!(export.try_shutdown(PATIENCE), Ok(true));
+    assert_eq!(export.try_shutdown(PATIENCE), Ok(true));
 }
 
 #[test]
 fn claim_keeps_others_out_until_it_ends() {
     let (driver, export) = export(ram());
     let claim = export.claim().unwrap();
-    // The driver needs its lock to answer the export.
+    // Copied first, because the driver locks its state to complete requests of the export.
     let is_claimed = driver.state().claimed;
     assert!(is_claimed && export.is_connected());
     round_trip(&driver);
@@ -442,7 +443,7 @@ impl Device for GrowingDevice {
     fn geometry(&self) -> Geometry {
         Geometry { size: self.1.load(Ordering::SeqCst) as u64, ..self.0.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         self.0.try_io(request, buffer)
     }
@@ -464,7 +465,7 @@ fn resize_updates_block_device_size() {
     export.resize().unwrap();
     assert_eq!(driver.state().sectors, 4096);
     assert_eq!(driver.io(READ, 2048, 8, &[]).0, 4096);
-    export.begin_to_end();
+    export.begin_shutdown();
     assert!(matches!(export.resize(), Err(ResizeError::Gone)));
 }
 
@@ -475,20 +476,20 @@ fn cut_fails_requests_and_hold_delays_new_ones() {
     let cut = driver.submit(0, WRITE, 0, 8, &[1; 4096]);
     wait_until(|| held_requests.lock().unwrap().len() == 1);
     let held = export.hold();
-    assert!(!held.wait_gone(Instant::now() + Duration::from_millis(30)), "the device has it");
-    assert!(held.cut());
+    assert!(!held.wait_idle(Instant::now() + Duration::from_millis(30)), "the device has it");
+    assert!(held.fail_requests());
     assert_eq!(driver.wait(0, cut).0, EIO);
     let later = driver.submit(0, READ, 0, 8, &[]);
     // The device's late completion must be ignored.
     let (buffer, done) = held_requests.lock().unwrap().pop().unwrap();
     done.complete(Ok(()), buffer);
-    assert!(held.wait_gone(Instant::now() + PATIENCE));
+    assert!(held.wait_idle(Instant::now() + PATIENCE));
     export.replace(ram(), Arc::default());
     assert!(!driver.is_done(0, later));
     drop(held);
     assert_eq!(driver.wait(0, later), (4096, vec![0; 4096]));
     round_trip(&driver);
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -496,15 +497,15 @@ fn end_during_hold_fails_held_requests() {
     let (driver, export) = export(ram());
     let held = export.hold();
     let waits = driver.submit(0, READ, 0, 8, &[]);
-    assert!(export.end(Duration::from_millis(20)) || driver.state().info.is_none());
+    assert!(export.shutdown(Duration::from_millis(20)) || driver.state().info.is_none());
     assert_eq!(driver.wait(0, waits).0, EIO);
     drop(held);
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
 fn requests_above_budget_wait() {
-    // Large requests have 56 MiB; a queue may have 32 MiB in flight.
+    // The smallest budget has 56 MiB for large requests; each queue may have 32 MiB in flight.
     let budget = Budget::new(0);
     let (device, held_requests) = silent();
     let driver = Driver::default();
@@ -531,7 +532,7 @@ fn requests_above_budget_wait() {
         assert_eq!(driver.wait(lane, ticket).0, MAX_REQUEST_BYTES as i32);
     }
     assert!(most > 0 && most <= 64 << 20, "{most}");
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
     assert_eq!(budget.bytes().1, 0);
 }
 
@@ -572,24 +573,24 @@ fn external_stop_ends_export() {
     let header = crate::abi::CtrlCmd::new(ID, 0);
     crate::kernel::Kernel::command(&driver, control::STOP_DEV, header, &mut []).unwrap();
     driver.wait_for(|state| state.info.is_none().then_some(()));
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
 fn abandoned_device_is_removed() {
     let driver = Driver::default();
     let export = start(&driver, ram(), options());
-    assert_eq!(leftover::remove(driver.clone()).unwrap(), [0; 0], "it is served");
-    assert!(export.end(PATIENCE));
+    assert_eq!(stale_devices::remove(driver.clone()).unwrap(), [0; 0], "it is served");
+    assert!(export.shutdown(PATIENCE));
     let mut info = crate::abi::DevInfo { dev_id: ID, state: state::DEAD, ..Default::default() };
     driver.state().info = Some(info);
-    assert_eq!(leftover::remove(driver.clone()).unwrap(), [0; 0], "it is not ours");
-    // Greater than any process id.
+    assert_eq!(stale_devices::remove(driver.clone()).unwrap(), [0; 0], "it is not ours");
+    // A process id that no process can have.
     info.ublksrv_flags = mark(0x7fff_fffe);
     driver.state().info = Some(info);
-    assert_eq!(leftover::remove(driver.clone()).unwrap(), [ID]);
+    assert_eq!(stale_devices::remove(driver.clone()).unwrap(), [ID]);
     assert!(driver.state().info.is_none());
     driver.state().refused.insert(control::GET_DEV_INFO2, Errno::IO);
     driver.state().info = Some(info);
-    assert!(leftover::remove(driver).is_err());
+    assert!(stale_devices::remove(driver).is_err());
 }

@@ -1,4 +1,4 @@
-//! `io_uring`: one ring for each queue, and a temporary ring for each control command.
+//! `io_uring`: a ring for each queue, and a temporary ring for each control command.
 #![expect(unsafe_code)]
 // UNSAFETY: io_uring gets addresses that must stay valid until the kernel completes the entry. The
 // driver's descriptors are mapped memory.
@@ -15,19 +15,19 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::IntoBytes;
 
 use crate::abi::{CtrlCmd, IO_DESC_BYTES, IoCmd, IoDesc, MAX_QUEUE_DEPTH, data_offset, io as io_command};
-use crate::kernel::{Arrived, Event, Ring, Wait};
+use crate::kernel::{Ring, RingEvent, RingEventKind, Wait};
 
 /// `POLLIN` of poll(2).
 const POLLIN: u32 = 1;
 
-/// User data of the wakeup poll; those of tags are smaller.
+/// User data of the wakeup poll. The user data of tags is smaller.
 const WAKE: u64 = u64::MAX;
-/// Flags in the user data of data copies, above the tag.
+/// Flags in the user data of data copies, above the bits of the tag.
 const FETCHED: u64 = 1 << 16;
 const SENT: u64 = 2 << 16;
-const BREATH: Duration = Duration::from_millis(1);
-/// Consecutive failures before a ring is given up, about one second.
-const TRIES: u32 = if cfg!(test) { 20 } else { 1000 };
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
+/// Consecutive failures of `enter` before a ring is given up, after about one second.
+const MAX_FAILURES: u32 = if cfg!(test) { 20 } else { 1000 };
 
 /// Runs a command on the control device, and waits for its completion.
 pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
@@ -48,10 +48,11 @@ pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u
         if let Err(error) = ring.submit_and_wait(1) {
             let errno = errno_of(&error);
             failures += 1;
-            // An entry that the kernel has taken must be waited for, whatever fails.
-            if ring.submission().is_empty() || failures < TRIES {
+            // If the kernel has taken the entry, its completion must be waited for, even after
+            // errors.
+            if ring.submission().is_empty() || failures < MAX_FAILURES {
                 if errno != Errno::INTR {
-                    std::thread::sleep(BREATH);
+                    std::thread::sleep(RETRY_PAUSE);
                 }
             } else {
                 return Err(errno);
@@ -110,7 +111,7 @@ pub struct QueueRing {
     device: Arc<OwnedFd>,
     wake: OwnedFd,
     queue: u16,
-    /// The poll of `wake` is active in the kernel.
+    /// True if the poll of `wake` is active in the kernel.
     is_armed: bool,
     is_deferred: bool,
     failures: u32,
@@ -126,7 +127,7 @@ impl QueueRing {
         wake: &OwnedFd,
     ) -> io::Result<Self> {
         let descriptors = Descriptors::map(&device, queue, depth)?;
-        // Each tag has one entry, or a copy followed by a commit. The poll has one.
+        // Each tag has one entry, or two with user copy: a copy and the commit. The poll has one.
         let each = 1 + u32::from(user_copy);
         let entries = (u32::from(depth) * each + 1).next_power_of_two();
         let (ring, is_deferred) = build(entries)?;
@@ -152,14 +153,14 @@ impl QueueRing {
     }
 }
 
-/// Creates a ring with the best setup flags that the kernel supports. Returns true if the kernel
-/// does the ring's work only inside `enter` (deferred task work).
+/// Creates a ring with the best setup flags that the kernel supports. Also returns true if the
+/// kernel does the ring's work only inside `enter` (deferred task work).
 fn build(entries: u32) -> io::Result<(IoUring, bool)> {
     let mut builder = IoUring::builder();
     builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
     let mut deferred = builder.clone();
     deferred.setup_single_issuer().setup_defer_taskrun();
-    // From Linux 6.1, from 5.19, and older kernels.
+    // Deferred task work needs Linux 6.1, and the other flags need 5.19. Older kernels get none.
     match deferred.build(entries) {
         Ok(ring) => return Ok((ring, true)),
         Err(error) if errno_of(&error) == Errno::INVAL => {}
@@ -214,7 +215,7 @@ impl Ring for QueueRing {
             // An idle queue must not count as I/O wait.
             flags |= EnterFlags::NO_IOWAIT;
         }
-        // Waiting for several events for a short time was tried. It saves system calls if a client
+        // Waiting a short time for several events was tried. That saves system calls if a client
         // submits requests one by one, but halves the throughput of that client.
         let least = u32::from(wait != Wait::No);
         let most = match wait {
@@ -227,30 +228,31 @@ impl Ring for QueueRing {
         let entered = unsafe { self.ring.submitter().enter(queued, least, flags.bits(), Some(&args)) };
         match entered {
             Err(error) if !matches!(errno_of(&error), Errno::INTR | Errno::TIME) => {
-                // The entries stay queued. The queue's thread enters again before it waits.
+                // The entries stay queued, and the queue's thread enters the ring again before it
+                // waits.
                 self.failures += 1;
-                if self.failures >= TRIES {
+                if self.failures >= MAX_FAILURES {
                     return Err(error);
                 }
-                std::thread::sleep(BREATH);
+                std::thread::sleep(RETRY_PAUSE);
             }
             _ => self.failures = 0,
         }
         Ok(())
     }
 
-    fn arrived(&mut self, into: &mut Vec<Arrived>) {
+    fn take_events(&mut self, into: &mut Vec<RingEvent>) {
         for answer in self.ring.completion() {
             if answer.user_data() == WAKE {
                 self.is_armed &= cqueue::more(answer.flags());
                 continue;
             }
             let event = match answer.user_data() & (FETCHED | SENT) {
-                FETCHED => Event::Fetched,
-                SENT => Event::Sent,
-                _ => Event::Command,
+                FETCHED => RingEventKind::Fetched,
+                SENT => RingEventKind::Sent,
+                _ => RingEventKind::Command,
             };
-            into.push(Arrived { tag: answer.user_data() as u16, event, result: answer.result() });
+            into.push(RingEvent { tag: answer.user_data() as u16, kind: event, result: answer.result() });
         }
     }
 
@@ -272,9 +274,9 @@ mod tests {
     use rustix::io::{pwrite, write};
 
     use super::*;
-    use crate::kernel::NOT_DONE;
+    use crate::kernel::COMMIT_CANCELLED;
 
-    /// Uses a file as the device: it has descriptors and rejects commands.
+    /// The device is a file, which has descriptors and rejects commands.
     #[test]
     fn ring_delivers_completions_and_wakeups() {
         let file = memfd_create("ublkc", MemfdFlags::CLOEXEC).unwrap();
@@ -283,7 +285,7 @@ mod tests {
         let wanted = IoDesc { op_flags: 1, nr_sectors: 8, start_sector: 16, addr: 4096 };
         pwrite(&file, wanted.as_bytes(), apart + 3 * IO_DESC_BYTES as u64).unwrap();
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        // The machine may forbid io_uring.
+        // The machine running the test may forbid io_uring.
         let Ok(mut ring) = QueueRing::new(Arc::new(file), 1, 4, false, &wake) else { return };
         assert_eq!((ring.descriptor(3), ring.descriptor(0)), (wanted, IoDesc::default()));
 
@@ -294,22 +296,22 @@ mod tests {
         assert!(!ring.has_queued());
         while arrived.is_empty() {
             ring.enter(Wait::AtMost(Duration::from_secs(1))).unwrap();
-            ring.arrived(&mut arrived);
+            ring.take_events(&mut arrived);
         }
-        assert_eq!(arrived, [Arrived { tag: 2, event: Event::Command, result: -95 }]);
+        assert_eq!(arrived, [RingEvent { tag: 2, kind: RingEventKind::Command, result: -95 }]);
 
         // Each write ends one wait, although nothing reads the eventfd.
         for _ in 0..3 {
             write(&wake, &1_u64.to_ne_bytes()).unwrap();
             ring.enter(Wait::Forever).unwrap();
-            ring.arrived(&mut arrived);
+            ring.take_events(&mut arrived);
         }
         let (began, time) = (Instant::now(), Duration::from_millis(30));
         ring.enter(Wait::AtMost(time)).unwrap();
         assert!(began.elapsed() >= time && arrived.len() == 1);
     }
 
-    /// Uses a ring that is not enabled yet, which rejects `enter`.
+    /// The ring is not enabled yet, so it rejects `enter`.
     #[test]
     fn refused_enter_is_repeated_until_it_is_given_up() {
         let file = memfd_create("ublkc", MemfdFlags::CLOEXEC).unwrap();
@@ -321,21 +323,21 @@ mod tests {
         (0..2).for_each(|_| ring.enter(Wait::Forever).unwrap());
         assert!(ring.has_queued());
         ring.ring.submitter().register_enable_rings().unwrap();
-        // The wakeup poll was queued too.
+        // The failed calls have queued the wakeup poll too.
         write(&wake, &1_u64.to_ne_bytes()).unwrap();
         let mut arrived = Vec::new();
         while ring.is_armed && arrived.is_empty() {
             ring.enter(Wait::Forever).unwrap();
-            ring.arrived(&mut arrived);
+            ring.take_events(&mut arrived);
         }
-        assert_eq!(arrived, [Arrived { tag: 2, event: Event::Command, result: -95 }]);
+        assert_eq!(arrived, [RingEvent { tag: 2, kind: RingEventKind::Command, result: -95 }]);
 
         ring.ring = IoUring::builder().setup_r_disabled().build(8).unwrap();
-        (1..TRIES).for_each(|_| ring.enter(Wait::Forever).unwrap());
+        (1..MAX_FAILURES).for_each(|_| ring.enter(Wait::Forever).unwrap());
         ring.enter(Wait::Forever).unwrap_err();
     }
 
-    /// Uses a file as the device: the file contains the data of requests.
+    /// The device is a file that contains the data of requests.
     #[test]
     fn incomplete_send_cancels_commit() {
         let file = memfd_create("ublkc", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -348,25 +350,31 @@ mod tests {
             let mut arrived = Vec::new();
             while arrived.len() < count {
                 ring.enter(Wait::AtMost(Duration::from_secs(1))).unwrap();
-                ring.arrived(&mut arrived);
+                ring.take_events(&mut arrived);
             }
-            arrived.into_iter().map(|Arrived { tag, event, result }| (tag, event, result)).collect::<Vec<_>>()
+            arrived
+                .into_iter()
+                .map(|RingEvent { tag, kind: event, result }| (tag, event, result))
+                .collect::<Vec<_>>()
         };
         let mut buffer = vec![0_u8; 1024];
         let at = buffer.as_mut_ptr().expose_provenance() as u64;
         ring.fetch_data(3, at, 512);
-        assert_eq!(arrived(&mut ring, 1), [(3, Event::Fetched, 512)]);
+        assert_eq!(arrived(&mut ring, 1), [(3, RingEventKind::Fetched, 512)]);
         assert_eq!(&buffer[..9], b"a request");
         ring.fetch_data(3, at, 1024);
-        assert_eq!(arrived(&mut ring, 1), [(3, Event::Fetched, 700)]);
+        assert_eq!(arrived(&mut ring, 1), [(3, RingEventKind::Fetched, 700)]);
         ring.send_data(2, at, 512);
         ring.commit(2, 512, 0);
         // The file rejects commands, so the result shows that the commit ran.
-        assert_eq!(arrived(&mut ring, 2), [(2, Event::Sent, 512), (2, Event::Command, -95)]);
+        assert_eq!(arrived(&mut ring, 2), [(2, RingEventKind::Sent, 512), (2, RingEventKind::Command, -95)]);
         rustix::fs::fcntl_add_seals(&*file, rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
         ring.send_data(2, at, 512);
         ring.commit(2, 512, 0);
-        assert_eq!(arrived(&mut ring, 2), [(2, Event::Sent, -1), (2, Event::Command, NOT_DONE)]);
+        assert_eq!(
+            arrived(&mut ring, 2),
+            [(2, RingEventKind::Sent, -1), (2, RingEventKind::Command, COMMIT_CANCELLED)]
+        );
     }
 
     #[test]

@@ -1,11 +1,13 @@
-//! A thread for zone operations, which may block. The thread lives as long as its owner.
+//! A thread for zone operations, which may block. Each queue has its own, which ends with the
+//! queue.
 
 use std::io;
 use std::sync::Arc;
 
 use freestone_core::work_queue::WorkQueue;
 
-/// A lazily started work queue. Dropping it stops the thread after the queued work is done.
+/// A work queue whose thread starts on first use. Dropping this stops the thread after the queued
+/// work is done.
 pub struct ZoneThread(Arc<WorkQueue>);
 
 impl ZoneThread {

@@ -1,4 +1,4 @@
-//! Zones in ublk's format.
+//! Converts zones to ublk's format, and runs zone operations.
 
 use freestone_core::device::zoned::ZoneRequest;
 use freestone_core::device::{Device, Error, Geometry, Result, Zone, ZoneGeometry};
@@ -7,13 +7,14 @@ use zerocopy::IntoBytes;
 
 use crate::abi::{ParamZoned, SECTOR_BYTES, ZoneRow, feature};
 
-/// Features required for zones. Without user copy an append cannot return its sector.
+/// Features required for zones. Without user copy an append cannot return the sector to which it
+/// wrote.
 pub const FEATURES: u64 = feature::ZONED | feature::USER_COPY;
 pub const ROW_BYTES: usize = size_of::<ZoneRow>();
 
-/// Zones that the kernel does not support.
+/// Reasons why the kernel does not support the zones of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-pub enum UnfitZones {
+pub enum UnsupportedZones {
     /// The zone size is not a power of two, or out of range.
     #[error("zones of {0} bytes: the kernel takes powers of two, from a page up to 2 TiB")]
     Size(u64),
@@ -26,16 +27,16 @@ pub enum UnfitZones {
 }
 
 /// Checks that the kernel supports a device's zones.
-pub fn check(geometry: &Geometry) -> std::result::Result<(), UnfitZones> {
+pub fn check(geometry: &Geometry) -> std::result::Result<(), UnsupportedZones> {
     let Some(zones) = geometry.zones else { return Ok(()) };
     let sizes = rustix::param::page_size() as u64..=u64::from(u32::MAX) * SECTOR_BYTES;
     if !zones.zone_size.is_power_of_two() || !sizes.contains(&zones.zone_size) {
-        return Err(UnfitZones::Size(zones.zone_size));
+        return Err(UnsupportedZones::Size(zones.zone_size));
     }
     if !geometry.size.is_multiple_of(zones.zone_size) {
-        return Err(UnfitZones::ShortLast);
+        return Err(UnsupportedZones::ShortLast);
     }
-    if zones.max_append == 0 { Err(UnfitZones::NoAppend) } else { Ok(()) }
+    if zones.max_append == 0 { Err(UnsupportedZones::NoAppend) } else { Ok(()) }
 }
 
 /// Returns the zone parameters for a device with requests of at most `max_request` bytes.
@@ -49,7 +50,8 @@ pub fn params(zones: &ZoneGeometry, max_request: u32) -> ParamZoned {
     }
 }
 
-/// Runs a zone request. A report fills `rows`, and sets the rows after the last zone to zeroes.
+/// Runs a zone request. A report writes zones to `rows`, and sets the rows after the last zone to
+/// zeroes.
 pub fn execute(device: &dyn Device, request: ZoneRequest, rows: &mut [u8]) -> Result<()> {
     let zones = device.zoned().ok_or(Error::Unsupported)?;
     match request {

@@ -6,17 +6,17 @@ use std::time::Duration;
 use freestone_core::budget::{Budget, DEFAULT_BYTES};
 use freestone_core::device::zoned::{AppendCompletion, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried, Zone,
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult, Zone,
 };
-use freestone_drive::zone::{Config, State, Zones};
+use freestone_drive::zone::{Config, StateLocation, Zones};
 use freestone_ram::ram::{Config as RamConfig, Ram};
 use rustix::io::Errno;
 
 use crate::abi::{control, feature, op, param};
+use crate::device_thread::{START_DEADLINE, StartError};
 use crate::export::{Export, MAX_REQUEST_BYTES, Options};
 use crate::fake::{Driver, PATIENCE};
-use crate::keeper::{START_DEADLINE, StartError};
-use crate::zones::UnfitZones;
+use crate::zones::UnsupportedZones;
 
 /// Zone types and conditions, as numbered by the kernel.
 mod zone_type {
@@ -58,7 +58,7 @@ fn config() -> Config {
 
 fn zones(config: Config) -> Zones {
     let ram = Ram::new(RamConfig { disksize: ZONES * ZONE * 512, ..RamConfig::default() }).unwrap();
-    Zones::new(Arc::new(ram), config, State::Volatile, None).unwrap()
+    Zones::new(Arc::new(ram), config, StateLocation::Volatile, None).unwrap()
 }
 
 fn options() -> Options {
@@ -79,7 +79,7 @@ fn export() -> (Driver, Export, Arc<Zones>) {
     (driver, export, device)
 }
 
-/// Zones that block every operation until the test opens them.
+/// Zones whose operations block until the test sets `is_open`.
 struct Slow {
     zones: Arc<Zones>,
     is_open: Mutex<bool>,
@@ -115,8 +115,8 @@ impl Device for SlowDevice {
     fn geometry(&self) -> Geometry {
         self.0.zones.geometry()
     }
-    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<Tried> {
-        Ok(Tried::WouldBlock)
+    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<TryResult> {
+        Ok(TryResult::WouldBlock)
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         let slow = Arc::clone(&self.0);
@@ -221,7 +221,7 @@ fn start_reports_zones() {
     assert_eq!(driver.io(READ, 5 * ZONE, 8, &[]).0, EIO);
     assert_eq!(append(&driver, 4, &data(0, 8)), Err(EIO));
     assert_eq!(code(&driver, op::ZONE_RESET, 5 * ZONE), EIO);
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -261,7 +261,7 @@ fn zone_operations_change_conditions() {
     for number in 2..ZONES {
         assert_eq!(zone(&driver, number), (condition::EMPTY, 0));
     }
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn small_requests_take_few_system_calls() {
         }
         (driver.state().lanes[0].enters - before) as f64 / REQUESTS as f64
     };
-    // Writes in zone order cannot fail.
+    // The writes are in zone order, so they cannot fail.
     let (writes, reads) = (each(WRITE), each(READ));
     assert!(writes <= 0.1 && reads <= 0.1, "{writes} calls a write, {reads} a read");
 }
@@ -346,7 +346,7 @@ fn failed_data_copy_fails_request() {
         }
     }
     assert_eq!(driver.io(READ, start, 8, &[]), (4096, data(1, 8)));
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -369,11 +369,11 @@ fn invalid_zone_requests_fail() {
     assert_eq!(io(op::ZONE_APPEND, 2 * ZONE, 0), -22);
     assert_eq!(io(op::ZONE_APPEND, 2 * ZONE, MAX_REQUEST_BYTES / 512 + 1), -22);
     assert_eq!(io(op::WRITE, beyond, 8), -22);
-    // A report that starts inside a zone and asks for more zones than there are.
+    // A report that starts inside a zone and requests more zones than exist.
     let (_, rows) = driver.io(op::REPORT_ZONES.into(), 14 * ZONE + 9, 4, &[]);
     assert!(rows[..2 * 64].chunks(64).all(|row| row[..16] != [0; 16]) && rows[2 * 64..] == [0; 2 * 64]);
     assert_eq!(append(&driver, 2, &data(0, 8)), Ok(2 * ZONE));
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -383,8 +383,8 @@ fn cut_during_data_fetch_writes_nothing() {
     let cut: Vec<_> = (0..3).map(|at| driver.submit(0, WRITE, 2 * ZONE + at * 8, 8, &data(1, 8))).collect();
     wait_until(|| driver.state().lanes[0].fetched.len() == 3);
     let held = export.hold();
-    assert!(held.cut());
-    assert!(held.wait_gone(std::time::Instant::now() + PATIENCE), "the device has nothing");
+    assert!(held.fail_requests());
+    assert!(held.wait_idle(std::time::Instant::now() + PATIENCE), "the device has nothing");
     driver.deliver_fetched(0, 20);
     for ticket in cut {
         assert_eq!(driver.wait(0, ticket).0, EIO);
@@ -399,7 +399,7 @@ fn cut_during_data_fetch_writes_nothing() {
     assert_eq!(first.unwrap().write_pointer, 2 * ZONE * 512);
     drop(held);
     assert_eq!(driver.wait(0, waits).0, 4096);
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -441,13 +441,13 @@ fn reset_runs_alongside_appends() {
         }
     }
     assert!(places.contains(&(2 * ZONE)) && places.iter().all(|place| (2 * ZONE..3 * ZONE).contains(place)));
-    // The appends gave their buffers away; each tag must have one again.
+    // The device kept the buffers of the appends; each tag must have a buffer again.
     for at in 0..200 {
         assert_eq!(append(&driver, 6, &data(at, 8)), Ok(6 * ZONE + u64::from(at) * 8));
         assert_eq!(driver.io(READ, 6 * ZONE + u64::from(at) * 8, 8, &[]), (4096, data(at, 8)));
     }
     assert_eq!(append(&driver, 15, &data(1, 8)), Err(-108), "the device forgets it");
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -457,13 +457,13 @@ fn end_fails_requests_of_hung_zones() {
     let append = driver.submit(0, APPEND, 3 * ZONE, 8, &data(1, 8));
     let finish = driver.submit(0, op::ZONE_FINISH.into(), 4 * ZONE, ZONE as u32, &[]);
     std::thread::sleep(Duration::from_millis(20));
-    assert!(!export.end(Duration::from_millis(50)));
+    assert!(!export.shutdown(Duration::from_millis(50)));
     for ticket in [reset, append, finish] {
         assert_eq!(driver.wait(0, ticket).0, EIO);
     }
     driver.wait_for(|state| state.info.is_none().then_some(()));
     slow.open();
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -500,7 +500,7 @@ fn many_large_requests_keep_data() {
             assert_eq!(driver.wait(0, ticket).1, data(round ^ at as u8, sectors));
         }
     }
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
@@ -510,7 +510,7 @@ fn data_fetches_are_charged_to_budget() {
     let options = Options { queues: 1, ..Options::new(Arc::clone(&budget)) };
     let export = try_start(&driver, Arc::new(zones(config())), options).unwrap();
     let sectors = MAX_REQUEST_BYTES / 512;
-    // More than a queue may have in flight, to conventional zones.
+    // Writes to conventional zones, with more data than a queue may have in flight.
     let requests = (0..100).map(|at| (WRITE, at % 16 * u64::from(sectors), sectors));
     let tickets = driver.submit_all(0, requests);
     wait_until(|| driver.state().lanes[0].fetched.len() == 64);
@@ -523,7 +523,7 @@ fn data_fetches_are_charged_to_budget() {
         });
         assert_eq!(driver.wait(0, ticket).0, MAX_REQUEST_BYTES as i32);
     }
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
     assert_eq!(budget.bytes().1, 0);
 }
 
@@ -545,8 +545,11 @@ fn start_without_zone_support_fails() {
     let (_, error) = with(&|driver| driver.state().no_zones = true);
     assert!(error.to_string().contains("CONFIG_BLK_DEV_ZONED"), "{error}");
     let (driver, error) = with(&|driver| driver.state().is_user = true);
-    assert!(matches!(error, StartError::ZonesOfUser) && !driver.has_received(control::ADD_DEV), "{error}");
-    // The report at the start fails.
+    assert!(
+        matches!(error, StartError::UnprivilegedZones) && !driver.has_received(control::ADD_DEV),
+        "{error}"
+    );
+    // The zone report at the start fails.
     let (_, error) = with(&|driver| driver.state().copies.push_back(-14));
     assert!(matches!(error, StartError::Control(error) if error.errno == Errno::IO), "{error}");
 
@@ -554,13 +557,13 @@ fn start_without_zone_support_fails() {
         let driver = Driver::default();
         let error = try_start(&driver, Arc::new(zones(config)), options()).unwrap_err();
         assert!(driver.state().log.is_empty());
-        let StartError::Unfit(unfit) = error else { panic!("{error}") };
+        let StartError::UnsupportedZones(unfit) = error else { panic!("{error}") };
         unfit
     };
-    assert_eq!(unfit(Config { zone_append_max: 0, ..config() }), UnfitZones::NoAppend);
+    assert_eq!(unfit(Config { zone_append_max: 0, ..config() }), UnsupportedZones::NoAppend);
     let short = Config { zone_size: 64 << 20, zone_capacity: 0, ..config() };
     let ram = Ram::new(RamConfig { disksize: 72 << 20, ..RamConfig::default() }).unwrap();
-    let device = Zones::new(Arc::new(ram), short, State::Volatile, None).unwrap();
+    let device = Zones::new(Arc::new(ram), short, StateLocation::Volatile, None).unwrap();
     let error = try_start(&Driver::default(), Arc::new(device), options()).unwrap_err();
     assert!(error.to_string().contains("whole zones"), "{error}");
     let error = Error::ZoneTooManyOpen;

@@ -24,7 +24,7 @@ pub struct Message {
     pub fds: Vec<OwnedFd>,
 }
 
-/// The reason why no message was received.
+/// The reason why a message was not received or sent.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ConnectionError {
     /// The frontend or the server closed the connection.
@@ -33,7 +33,7 @@ pub enum ConnectionError {
     Invalid(&'static str),
 }
 
-/// Waits for a message.
+/// Waits for a message, and receives it with its file descriptors.
 pub fn receive(socket: BorrowedFd<'_>) -> Result<Message, ConnectionError> {
     let mut fds = Vec::new();
     let mut header = [0; size_of::<Header>()];
@@ -78,7 +78,7 @@ fn fill(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> Resul
     Ok(())
 }
 
-/// Sends the reply to a message, with an optional file.
+/// Sends the reply to message `request`, with an optional file.
 pub fn reply(
     socket: BorrowedFd<'_>,
     request: u32,
@@ -106,7 +106,7 @@ pub fn reply(
 }
 
 /// Notifies the frontend that the configuration space has changed. Does not wait for a frontend
-/// that does not read: it sees the change when it next reads the configuration.
+/// that does not read; such a frontend sees the change when it next reads the configuration.
 pub fn notify_config_change(socket: BorrowedFd<'_>) {
     let header = Header { request: backend_message::CONFIG_CHANGE, flags: VERSION, size: 0 };
     let _ = send(socket, header.as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);

@@ -1,4 +1,4 @@
-//! The features and the configuration space that a frontend sees of a device.
+//! The virtio features and the configuration space that a device offers to a frontend.
 
 use freestone_core::bytes::Bytes;
 use freestone_core::device::{Disk, Geometry};
@@ -7,16 +7,17 @@ use zerocopy::byteorder::little_endian::U32;
 
 use crate::wire::{BlkConfig, MODEL_HOST_MANAGED, SECTOR_BYTES, feature};
 
-/// Maximum number of queues of a device. A queue that is not enabled has no cost.
+/// Maximum number of queues of a device. A queue that is not enabled has no thread.
 pub const MAX_QUEUES: usize = 64;
 /// Largest data of one request in bytes. A larger request fails.
 pub const MAX_REQUEST_BYTES: usize = 32 << 20;
-/// Maximum data segments per request. With header and status they fit into a queue of 128 entries,
-/// QEMU's default.
+/// Maximum number of data segments of a request. With header and status they fit into a queue of
+/// 128 entries, QEMU's default.
 pub const SEG_MAX: u32 = 126;
-/// Maximum sectors of one discard or write zeroes (512 GiB). Some clients do not split larger ones.
+/// Maximum number of sectors of a discard or write zeroes (512 GiB). Some clients do not split
+/// larger requests.
 pub const MAX_RANGE_SECTORS: u32 = 1 << 30;
-/// Size of the configuration space in bytes. The unused rest is zeroes.
+/// Size of the configuration space in bytes. Bytes after the known fields are zeroes.
 pub const CONFIG_BYTES: usize = 256;
 
 /// Returns the virtio features offered for a disk.
@@ -45,6 +46,7 @@ pub fn features(disk: &Disk) -> u64 {
 }
 
 /// Returns the current configuration space. The capacity may change because devices can grow.
+/// `writeback` is true if the driver uses a write-back cache.
 pub fn config(disk: &Disk, writeback: bool) -> [u8; CONFIG_BYTES] {
     let geometry = disk.device.geometry();
     let block = logical_block_bytes(&geometry);
@@ -52,7 +54,7 @@ pub fn config(disk: &Disk, writeback: bool) -> [u8; CONFIG_BYTES] {
     let zones = geometry.zones;
     let sectors = |bytes: u64| U32::new(u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX));
     let config = BlkConfig {
-        capacity: (Bytes::told(geometry).size / SECTOR_BYTES).into(),
+        capacity: (Bytes::user_geometry(geometry).size / SECTOR_BYTES).into(),
         seg_max: SEG_MAX.into(),
         blk_size: block.into(),
         physical_block_exp: (geometry.physical_block / block).max(1).ilog2() as u8,

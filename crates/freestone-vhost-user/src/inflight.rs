@@ -2,9 +2,10 @@
 //! across connections. After a crash the next server repeats the requests that were begun but not
 //! completed, in the order in which they were begun.
 //!
-//! A server may be killed between any two stores. The log therefore records a request before it
-//! begins. Before a publication the log links the completed requests into a batch. If the ring's
-//! used index differs from the recorded one, recovery treats the linked requests as completed.
+//! A server may be killed between any two stores. The log therefore records a request before the
+//! request begins. Before completions are published, the log links the completed requests into a
+//! batch. If the ring's used index differs from the one in the log, recovery treats the linked
+//! requests as completed.
 
 use std::os::fd::OwnedFd;
 
@@ -16,19 +17,19 @@ use crate::memory::{MapError, Memory, RingPart};
 use crate::ring::MAX_QUEUE_SIZE;
 use crate::wire::{InflightArea, MemRegion};
 
-/// Alignment of each queue's part in bytes.
+/// Alignment in bytes of each queue's part of the log.
 const ALIGN: usize = 64;
-/// Size of a queue's header in bytes: features, version, number of entries, last batch head and
-/// used index.
+/// Size in bytes of the header of a queue's log: features, version, number of entries, last batch
+/// head and used index.
 const HEAD_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
-/// Offsets of fields in the header.
+/// Offsets in bytes of fields in the header.
 const VERSION_AT: usize = 8;
 const ENTRIES_AT: usize = 10;
 const LAST_BATCH_AT: usize = 12;
 const USED_AT: usize = 14;
-/// Offsets of fields in an entry: the in-flight flag, the next entry of the batch, and the counter
-/// of begun requests.
+/// Offsets in bytes of fields in an entry: the in-flight flag, the next entry of the batch, and the
+/// counter of begun requests.
 const IN_FLIGHT_AT: usize = 0;
 const NEXT_AT: usize = 6;
 const COUNTER_AT: usize = 8;
@@ -41,13 +42,13 @@ pub struct InflightLog {
     size: u16,
 }
 
-/// The log of one queue, used by its thread.
+/// The in-flight log of one queue, used by the queue's thread.
 #[derive(Debug)]
 pub struct QueueLog {
     part: RingPart,
     size: u16,
     counter: u64,
-    /// Chains completed but not published.
+    /// Heads of the chains that are completed but not published.
     completed: Vec<u16>,
 }
 
@@ -59,16 +60,16 @@ fn entry(head: u16) -> usize {
     HEAD_BYTES + usize::from(head) * ENTRY_BYTES
 }
 
-/// Returns true if the server supports this number and size of queues.
+/// Returns true if the server supports a log for `queues` queues of `size` entries.
 fn is_possible(queues: u16, size: u16) -> bool {
     (1..=MAX_QUEUES).contains(&usize::from(queues)) && (1..=MAX_QUEUE_SIZE).contains(&size)
 }
 
-/// Creates a log file for the requested queues. Returns the file and its description for the
-/// frontend.
+/// Creates a log file for the requested queues. Returns the description of the log for the
+/// frontend, and the file.
 ///
 /// # Errors
-/// Fails if the number or size of queues is not supported, or if there is no memory.
+/// Fails if the number or size of queues is not supported, or if the file cannot be created.
 pub fn create(asked: InflightArea) -> std::io::Result<(InflightArea, OwnedFd)> {
     let InflightArea { queues, size, .. } = asked;
     if !is_possible(queues, size) {
@@ -82,7 +83,7 @@ pub fn create(asked: InflightArea) -> std::io::Result<(InflightArea, OwnedFd)> {
 }
 
 impl InflightLog {
-    /// Maps the log that the frontend has kept.
+    /// Maps the in-flight log that the frontend has kept.
     pub fn new(area: InflightArea, file: &OwnedFd) -> Result<Self, MapError> {
         let InflightArea { bytes, offset, queues, size, .. } = area;
         let needed = (usize::from(queues) * queue_bytes(size)) as u64;
@@ -90,11 +91,11 @@ impl InflightLog {
             return Err(MapError::Range { guest: 0, size: bytes });
         }
         let region = MemRegion { guest: 0, size: needed, user: 0, offset };
-        Ok(Self { memory: Memory::default().with(region, file)?, queues: queues.into(), size })
+        Ok(Self { memory: Memory::default().with_region(region, file)?, queues: queues.into(), size })
     }
 
-    /// Returns the log of a queue with `size` entries, or `None` if the log does not cover the
-    /// queue.
+    /// Returns the log of the queue `index` with `size` entries, or `None` if the log does not
+    /// cover the queue.
     pub fn queue_log(&self, index: usize, size: u16) -> Option<QueueLog> {
         if index >= self.queues || size > self.size {
             return None;
@@ -114,17 +115,18 @@ impl QueueLog {
         self.part.load(entry(head) + IN_FLIGHT_AT) & 0xff != 0
     }
 
-    /// Returns true if the file was truncated and lost pages.
+    /// Returns true if the log's file was truncated and a lost page was accessed.
     pub fn is_dead(&self) -> bool {
         self.part.is_dead()
     }
 
-    /// Returns the chains begun but not completed, in the order in which they were begun. Returns
-    /// `None` if the log is new. `used` is the used index of the ring.
+    /// Returns the heads of the chains begun but not completed, in the order in which they were
+    /// begun. Returns `None` if the log is new. `used` is the used index of the ring.
     pub fn recover(&mut self, used: u16) -> Option<Vec<u16>> {
         let known = self.part.load(VERSION_AT) == VERSION;
         if known {
-            // The last batch was published, but the server ended before it cleared the entries.
+            // A larger used index means that the last batch was published, but the server ended
+            // before it cleared the entries.
             let mut completed = self.part.load(LAST_BATCH_AT);
             let count = used.wrapping_sub(self.part.load(USED_AT)).min(self.size);
             for _ in 0..count {
@@ -155,7 +157,7 @@ impl QueueLog {
         Some(begun.into_iter().map(|(_, head)| head).collect())
     }
 
-    /// Records a request that is about to begin.
+    /// Records that the request of chain `head` is about to begin.
     #[inline]
     pub fn begin(&mut self, head: u16) {
         let at = entry(head);
@@ -164,13 +166,13 @@ impl QueueLog {
         self.part.store(at + IN_FLIGHT_AT, 1);
     }
 
-    /// Records a completion that is not published yet.
+    /// Records the completion of chain `head`, which is not published yet.
     #[inline]
     pub fn complete(&mut self, head: u16) {
         self.completed.push(head);
     }
 
-    /// Links all completions into a batch that is about to be published.
+    /// Links all unpublished completions into a batch that is about to be published.
     pub fn before_publish(&self) {
         for head in &self.completed {
             self.part.store(entry(*head) + NEXT_AT, self.part.load(LAST_BATCH_AT));
@@ -178,7 +180,7 @@ impl QueueLog {
         }
     }
 
-    /// Clears the published completions. `used` is the new used index.
+    /// Clears the entries of the published completions. `used` is the new used index of the ring.
     pub fn after_publish(&mut self, used: u16) {
         for head in self.completed.drain(..) {
             let keeps_flag = mutants::on(Mutant::AnsweredInFlight);
@@ -209,7 +211,7 @@ mod tests {
             first.begin(head);
         }
         assert_eq!(queue_log(area, &file).recover(7), Some(vec![5, 2, 7, 0]));
-        // A completion without a publication does not count.
+        // A completion that is not published does not count.
         first.complete(2);
         first.complete(5);
         assert_eq!(queue_log(area, &file).recover(7), Some(vec![5, 2, 7, 0]));

@@ -1,6 +1,6 @@
-//! The frontend's memory. Other processes may change it at any moment, so this module hands out no
-//! references into it. Bytes are copied, and ring indices are accessed atomically. The caller must
-//! validate the copies.
+//! The memory that a frontend shares. Other processes may change this memory at any moment, so this
+//! module returns no references into it. Bytes are copied, and ring indices are accessed
+//! atomically. The caller must validate the copies.
 #![expect(unsafe_code)]
 // UNSAFETY: maps files of the frontend, and copies from and to the mappings.
 
@@ -15,10 +15,10 @@ use rustix::fs::{FileType, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use thiserror::Error;
 
-use crate::sigbus::Guarded;
+use crate::sigbus::MappingGuard;
 use crate::wire::MemRegion;
 
-/// Maximum number of regions of a frontend.
+/// Maximum number of memory regions of a frontend.
 pub const MAX_REGIONS: usize = 128;
 /// Largest supported page size of memory files, in bytes.
 const MAX_PAGE_BYTES: u64 = 1 << 30;
@@ -54,18 +54,18 @@ pub enum MapError {
     Map(rustix::io::Errno),
 }
 
-/// The address is not in the memory.
+/// The address is not in the memory that the frontend shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Unmapped;
+pub struct UnmappedAddress;
 
 pub struct Region {
     layout: MemRegion,
     map: NonNull<u8>,
     map_len: usize,
-    /// Offset of the region in the mapping, in bytes.
+    /// Offset of the region's first byte in the mapping, in bytes.
     lead: usize,
     /// SIGBUS protection, dropped before the mapping is unmapped.
-    guard: Option<Guarded>,
+    guard: Option<MappingGuard>,
 }
 
 // SAFETY: a Region is a mapping and plain numbers; its bytes are only copied or accessed
@@ -106,19 +106,20 @@ impl Region {
         let map = unsafe { mmap(std::ptr::null_mut(), map_len, protection, flags, file, offset) };
         let map = NonNull::new(map.map_err(MapError::Map)?.cast::<u8>()).ok_or(range)?;
         let mut region = Self { layout, map, map_len, lead, guard: None };
-        region.guard = Guarded::new(map.as_ptr().addr(), map_len);
+        region.guard = MappingGuard::new(map.as_ptr().addr(), map_len);
         if region.guard.is_none() { Err(MapError::TooMany) } else { Ok(region) }
     }
 
-    /// Returns true if the file was truncated and a lost page was accessed.
+    /// Returns true if the region's file was truncated and a lost page was accessed.
     #[inline]
     pub fn is_dead(&self) -> bool {
-        self.guard.as_ref().is_some_and(Guarded::is_dead)
+        self.guard.as_ref().is_some_and(MappingGuard::is_dead)
     }
 
-    /// Returns the address of byte `at` of the region. All `len` bytes must be in the region.
+    /// Returns the address of byte `at` of the region. The `len` bytes from there must be in the
+    /// region.
     #[inline]
-    fn place(&self, at: u64, len: usize) -> *mut u8 {
+    fn pointer(&self, at: u64, len: usize) -> *mut u8 {
         debug_assert!(at + len as u64 <= self.layout.size, "the caller has checked the range");
         // SAFETY: the mapping contains `lead` and then `layout.size` bytes.
         unsafe { self.map.as_ptr().add(self.lead + at as usize) }
@@ -146,7 +147,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    pub fn with(&self, layout: MemRegion, file: &OwnedFd) -> Result<Self, MapError> {
+    pub fn with_region(&self, layout: MemRegion, file: &OwnedFd) -> Result<Self, MapError> {
         if self.regions.len() == MAX_REGIONS {
             return Err(MapError::TooMany);
         }
@@ -163,7 +164,7 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    pub fn without(&self, layout: &MemRegion) -> Result<Self, MapError> {
+    pub fn without_region(&self, layout: &MemRegion) -> Result<Self, MapError> {
         let is_same = |region: &Arc<Region>| {
             let has = region.layout;
             (has.guest, has.user, has.size) == (layout.guest, layout.user, layout.size)
@@ -180,36 +181,38 @@ impl Memory {
         self.regions.iter().any(|region| region.is_dead())
     }
 
-    /// Returns a part of a ring. `user` is an address of the frontend's process.
+    /// Returns the `len` bytes of a ring at `user`, an address of the frontend's process. Returns
+    /// None if they are not in one region, or not aligned to `align`.
     pub fn ring_part(&self, user: u64, len: usize, align: u64) -> Option<RingPart> {
         let region = self.regions.iter().find(|region| {
             let has = region.layout;
             user.checked_sub(has.user).is_some_and(|at| at < has.size && len as u64 <= has.size - at)
         })?;
         let at = user - region.layout.user;
-        let aligned = region.place(at, len).addr().is_multiple_of(align as usize);
-        aligned.then(|| RingPart { place: region.place(at, len), region: Arc::clone(region), len })
+        let aligned = region.pointer(at, len).addr().is_multiple_of(align as usize);
+        aligned.then(|| RingPart { pointer: region.pointer(at, len), region: Arc::clone(region), len })
     }
 
-    /// Copies bytes out of the memory. [Lost pages](Self::is_dead) read as zeroes.
+    /// Copies the bytes at guest address `guest` into `into`. [Lost pages](Self::is_dead) read as
+    /// zeroes.
     #[inline]
-    pub fn read(&self, guest: u64, into: &mut [u8]) -> Result<(), Unmapped> {
-        self.pieces(guest, into.len(), |place, at, len| {
+    pub fn read(&self, guest: u64, into: &mut [u8]) -> Result<(), UnmappedAddress> {
+        self.pieces(guest, into.len(), |pointer, at, len| {
             let to = into[at..at + len].as_mut_ptr();
-            // SAFETY: `len` bytes are mapped at `place` while `self` holds the region. `into` is
+            // SAFETY: `len` bytes are mapped at `pointer` while `self` holds the region. `into` is
             // private memory, never part of a region. Concurrent writes may produce any bytes.
-            unsafe { std::ptr::copy_nonoverlapping(place.cast_const(), to, len) };
+            unsafe { std::ptr::copy_nonoverlapping(pointer.cast_const(), to, len) };
         })
     }
 
-    /// Copies `N` bytes out of the memory.
+    /// Returns a copy of the `N` bytes at guest address `guest`.
     #[inline]
-    pub fn array<const N: usize>(&self, guest: u64) -> Result<[u8; N], Unmapped> {
+    pub fn array<const N: usize>(&self, guest: u64) -> Result<[u8; N], UnmappedAddress> {
         let mut bytes = [0; N];
-        let (place, len) = self.find(guest, N)?;
+        let (pointer, len) = self.find(guest, N)?;
         if len == N {
             // SAFETY: as in `read`.
-            unsafe { std::ptr::copy_nonoverlapping(place.cast_const(), bytes.as_mut_ptr(), N) };
+            unsafe { std::ptr::copy_nonoverlapping(pointer.cast_const(), bytes.as_mut_ptr(), N) };
         } else {
             self.read(guest, &mut bytes)?;
         }
@@ -217,55 +220,57 @@ impl Memory {
     }
 
     #[inline]
-    pub fn set(&self, guest: u64, byte: u8) -> Result<(), Unmapped> {
-        let (place, _) = self.find(guest, 1)?;
+    pub fn set(&self, guest: u64, byte: u8) -> Result<(), UnmappedAddress> {
+        let (pointer, _) = self.find(guest, 1)?;
         // SAFETY: one byte is mapped there, as in `read`.
-        unsafe { place.write(byte) };
+        unsafe { pointer.write(byte) };
         Ok(())
     }
 
     #[inline]
-    pub fn write(&self, guest: u64, from: &[u8]) -> Result<(), Unmapped> {
-        self.pieces(guest, from.len(), |place, at, len| {
+    pub fn write(&self, guest: u64, from: &[u8]) -> Result<(), UnmappedAddress> {
+        self.pieces(guest, from.len(), |pointer, at, len| {
             // SAFETY: as in `read`, in the other direction.
-            unsafe { std::ptr::copy_nonoverlapping(from[at..at + len].as_ptr(), place, len) };
+            unsafe { std::ptr::copy_nonoverlapping(from[at..at + len].as_ptr(), pointer, len) };
         })
     }
 
-    /// Calls `copy` for each region that the range touches; usually one.
+    /// Calls `copy` with address, position and length of the bytes in each region that the range
+    /// touches; usually one.
     #[inline]
     fn pieces(
         &self,
         guest: u64,
         len: usize,
         mut copy: impl FnMut(*mut u8, usize, usize),
-    ) -> Result<(), Unmapped> {
+    ) -> Result<(), UnmappedAddress> {
         if len == 0 {
             return Ok(());
         }
-        let (place, mut done) = self.find(guest, len)?;
-        copy(place, 0, done);
+        let (pointer, mut done) = self.find(guest, len)?;
+        copy(pointer, 0, done);
         while done < len {
-            let at = guest.checked_add(done as u64).ok_or(Unmapped)?;
-            let (place, more) = self.find(at, len - done)?;
-            copy(place, done, more);
+            let at = guest.checked_add(done as u64).ok_or(UnmappedAddress)?;
+            let (pointer, more) = self.find(at, len - done)?;
+            copy(pointer, done, more);
             done += more;
         }
         Ok(())
     }
 
-    /// Returns the mapped address of `guest`, and how many of the `len` bytes its region contains.
+    /// Returns the mapped address of `guest`, and the number of the `len` bytes that its region
+    /// contains.
     #[inline]
-    fn find(&self, guest: u64, len: usize) -> Result<(*mut u8, usize), Unmapped> {
+    fn find(&self, guest: u64, len: usize) -> Result<(*mut u8, usize), UnmappedAddress> {
         for region in &self.regions {
             if let Some(at) = guest.checked_sub(region.layout.guest)
                 && at < region.layout.size
             {
                 let len = len.min((region.layout.size - at) as usize);
-                return Ok((region.place(at, len), len));
+                return Ok((region.pointer(at, len), len));
             }
         }
-        Err(Unmapped)
+        Err(UnmappedAddress)
     }
 }
 
@@ -273,7 +278,7 @@ impl Memory {
 #[derive(Debug)]
 pub struct RingPart {
     region: Arc<Region>,
-    place: *mut u8,
+    pointer: *mut u8,
     len: usize,
 }
 
@@ -281,7 +286,7 @@ pub struct RingPart {
 unsafe impl Send for RingPart {}
 
 impl RingPart {
-    /// Returns true if the file was truncated and a lost page was accessed.
+    /// Returns true if the memory file was truncated and a lost page was accessed.
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.region.is_dead()
@@ -292,33 +297,33 @@ impl RingPart {
         assert!(at.is_multiple_of(2) && at + 2 <= self.len, "ring index is out of range");
         // SAFETY: the held region keeps the bytes mapped, the range is checked above, and the
         // number is as aligned as the part. Other processes access it as a 16-bit number too.
-        unsafe { AtomicU16::from_ptr(self.place.add(at).cast::<u16>()) }
+        unsafe { AtomicU16::from_ptr(self.pointer.add(at).cast::<u16>()) }
     }
 
-    /// Loads an index that the driver publishes. Data that the driver wrote before the index is
-    /// visible afterwards.
+    /// Loads the 16-bit index at offset `at`, which the driver publishes. Data that the driver
+    /// wrote before the index is visible afterwards.
     #[inline]
     pub fn load(&self, at: usize) -> u16 {
         // Acquire: pairs with the driver's release store of the same index.
         u16::from_le(self.number(at).load(Ordering::Acquire))
     }
 
-    /// Stores an index that the driver reads. Data written before is visible to a driver that sees
-    /// the index.
+    /// Stores a 16-bit index at offset `at`, which the driver reads. Data written before is visible
+    /// to a driver that sees the index.
     #[inline]
     pub fn store(&self, at: usize, value: u16) {
         // Release: pairs with the driver's acquire load of the same index.
         self.number(at).store(value.to_le(), Ordering::Release);
     }
 
-    /// Copies `N` bytes from offset `at`.
+    /// Returns a copy of the `N` bytes at offset `at`.
     #[inline]
     pub fn array<const N: usize>(&self, at: usize) -> [u8; N] {
         assert!(at + N <= self.len, "ring entry is out of range");
         let mut bytes = [0; N];
         // SAFETY: the held region keeps the bytes mapped, and the range is checked above; see
         // `Memory::read`.
-        unsafe { std::ptr::copy_nonoverlapping(self.place.add(at).cast_const(), bytes.as_mut_ptr(), N) };
+        unsafe { std::ptr::copy_nonoverlapping(self.pointer.add(at).cast_const(), bytes.as_mut_ptr(), N) };
         bytes
     }
 
@@ -326,6 +331,6 @@ impl RingPart {
     pub fn set<const N: usize>(&self, at: usize, bytes: [u8; N]) {
         assert!(at + N <= self.len, "ring entry is out of range");
         // SAFETY: as in `array`.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.place.add(at), N) };
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.pointer.add(at), N) };
     }
 }

@@ -1,24 +1,24 @@
-//! A split virtqueue: reads available chains and returns used ones.
+//! A split virtqueue: reads available chains and adds completed ones to the used ring.
 
 use std::sync::atomic::{Ordering, fence};
 
 use thiserror::Error;
 use zerocopy::transmute;
 
-use crate::memory::{Memory, RingPart, Unmapped};
+use crate::memory::{Memory, RingPart, UnmappedAddress};
 use crate::wire::{DESCRIPTOR_BYTES, Descriptor, descriptor};
 
 /// Maximum size of a queue in entries.
 pub const MAX_QUEUE_SIZE: u16 = 1024;
-/// Maximum descriptors of a chain, in the ring's table or an indirect one. The limit also ends
-/// cyclic chains.
+/// Maximum number of descriptors of a chain, in the ring's table or an indirect one. The limit also
+/// ends cyclic chains.
 pub const MAX_CHAIN: usize = 1024;
 
-/// Flag of the available ring: the driver wants no notification.
+/// Flag of the available ring: the driver requests no notifications.
 const NO_INTERRUPT: u16 = 1;
-/// Flag of the used ring: the device wants no notification.
+/// Flag of the used ring: the device requests no notifications.
 const NO_NOTIFY: u16 = 1;
-/// Size of flags and index before the entries of both rings, in bytes.
+/// Size in bytes of the flags and the index, which precede the entries of both rings.
 const HEAD_BYTES: usize = 4;
 const AVAIL_ENTRY_BYTES: usize = 2;
 const USED_ENTRY_BYTES: usize = 8;
@@ -26,7 +26,7 @@ const USED_ENTRY_BYTES: usize = 8;
 /// A protocol violation of the driver, which ends the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum RingError {
-    /// A ring is not in the memory, or is not aligned.
+    /// A ring is not in the frontend's memory, or is not aligned.
     #[error("a ring is not in the frontend's memory, or not aligned")]
     Ring,
     /// More chains are available than the queue has entries.
@@ -37,28 +37,28 @@ pub enum RingError {
     Index,
     /// A chain is too long or cyclic.
     #[error("a chain has too many descriptors")]
-    Long,
+    ChainTooLong,
     /// An indirect table is malformed or not allowed.
     #[error("an indirect table is malformed or not allowed")]
     Indirect,
     /// A readable segment follows a writable one.
     #[error("a chain has readable segments after writable ones")]
-    Order,
+    SegmentOrder,
     /// A request has no complete header or no status byte.
     #[error("a request has no header or no room for its status")]
-    Short,
-    /// A header, table or status is outside the memory.
+    RequestTooShort,
+    /// A header, table or status is outside the frontend's memory.
     #[error("an address is not in the frontend's memory")]
     Memory,
 }
 
-impl From<Unmapped> for RingError {
-    fn from(_: Unmapped) -> Self {
+impl From<UnmappedAddress> for RingError {
+    fn from(_: UnmappedAddress) -> Self {
         Self::Memory
     }
 }
 
-/// Addresses of a queue's rings in the frontend's process.
+/// Addresses of a queue's descriptor table and rings in the frontend's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
     pub desc: u64,
@@ -92,9 +92,9 @@ pub struct Ring {
     desc: RingPart,
     avail: RingPart,
     used: RingPart,
-    /// Index of the next available entry to take.
+    /// Index of the next entry to take from the available ring.
     pub next_avail: u16,
-    /// Index of the next used entry to write.
+    /// Index of the next entry to write to the used ring.
     next_used: u16,
     published: u16,
 }
@@ -112,7 +112,7 @@ impl Ring {
         let entries = usize::from(size);
         let part = |addr, bytes, align| memory.ring_part(addr, bytes, align).ok_or(RingError::Ring);
         let desc = part(addresses.desc, entries * DESCRIPTOR_BYTES, 16)?;
-        // Both rings have an event index after their entries.
+        // Both rings have an event index of two bytes after their entries.
         let avail = part(addresses.avail, HEAD_BYTES + entries * AVAIL_ENTRY_BYTES + 2, 2)?;
         let used = part(addresses.used, HEAD_BYTES + entries * USED_ENTRY_BYTES + 2, 4)?;
         let next_used = used.load(2);
@@ -131,7 +131,7 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Maps the ring again in changed memory, and keeps its indices.
+    /// Maps the ring again after the frontend's memory changed. The indices do not change.
     pub fn remap(&self, memory: &Memory, addresses: &Addresses) -> Result<Self, RingError> {
         let mut ring =
             Self::new(memory, addresses, self.size, (self.event_idx, self.indirect), self.next_avail)?;
@@ -139,7 +139,7 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Returns the number of available chains not taken yet.
+    /// Returns the number of available chains not taken yet. Fails if it exceeds the queue size.
     #[inline]
     pub fn available(&self) -> Result<u16, RingError> {
         let ready = self.avail.load(2).wrapping_sub(self.next_avail);
@@ -150,13 +150,14 @@ impl Ring {
         usize::from(index & (self.size - 1))
     }
 
-    /// Returns the head of the next available chain, without [taking](Self::take) it.
+    /// Returns the head descriptor of the next available chain, without [taking](Self::take) the
+    /// chain.
     #[inline]
     pub fn next_head(&self) -> u16 {
         self.avail.load(HEAD_BYTES + self.slot(self.next_avail) * AVAIL_ENTRY_BYTES)
     }
 
-    /// Reads the chain that starts at descriptor `head`.
+    /// Reads the chain that starts at descriptor `head` into `chain`.
     pub fn chain(&self, head: u16, memory: &Memory, chain: &mut Chain) -> Result<(), RingError> {
         chain.segments.clear();
         chain.readable = 0;
@@ -166,7 +167,7 @@ impl Ring {
             if index >= count {
                 return Err(RingError::Index);
             }
-            left = left.checked_sub(1).ok_or(RingError::Long)?;
+            left = left.checked_sub(1).ok_or(RingError::ChainTooLong)?;
             let at = usize::from(index) * DESCRIPTOR_BYTES;
             let entry: Descriptor = transmute!(match table {
                 None => self.desc.array::<DESCRIPTOR_BYTES>(at),
@@ -186,7 +187,7 @@ impl Ring {
             let segment = Segment { addr: entry.addr.get(), len };
             let is_read = flags & descriptor::WRITE == 0;
             if is_read && chain.readable != chain.segments.len() {
-                return Err(RingError::Order);
+                return Err(RingError::SegmentOrder);
             }
             if len > 0 {
                 chain.segments.push(segment);
@@ -204,8 +205,8 @@ impl Ring {
         self.next_avail = self.next_avail.wrapping_add(1);
     }
 
-    /// Returns a chain to the used ring; the device wrote `written` bytes to it. The driver sees it
-    /// after [`publish`](Self::publish).
+    /// Adds a chain to the used ring; `written` is the number of bytes that the device wrote to the
+    /// chain. The driver sees the entry after [`publish`](Self::publish).
     pub fn push_used(&mut self, head: u16, written: u32) {
         let at = HEAD_BYTES + self.slot(self.next_used) * USED_ENTRY_BYTES;
         let entry: [u8; USED_ENTRY_BYTES] = transmute!([u32::from(head).to_le(), written.to_le()]);
@@ -224,7 +225,7 @@ impl Ring {
         self.next_used.wrapping_sub(self.published)
     }
 
-    /// Publishes the used entries. Returns true if the driver wants a notification.
+    /// Publishes the used entries. Returns true if the driver must be notified.
     pub fn publish(&mut self) -> bool {
         if self.unpublished() == 0 {
             return false;
@@ -243,16 +244,16 @@ impl Ring {
         }
     }
 
-    /// Disables notifications, because the queue polls the ring.
+    /// Disables notifications by the driver, because the queue polls the ring.
     pub fn disable_notifications(&self) {
-        // With event indices the old value stays, since the driver does not reach it again.
+        // With event indices the old index stays. The driver has passed it, so it does not notify.
         if !self.event_idx {
             self.used.store(0, NO_NOTIFY);
         }
     }
 
-    /// Enables notifications before the queue sleeps. The caller must check for available chains
-    /// again afterwards.
+    /// Enables notifications by the driver before the queue sleeps. The caller must check for
+    /// available chains again afterwards.
     pub fn enable_notifications(&self) {
         if self.event_idx {
             self.used.store(HEAD_BYTES + usize::from(self.size) * USED_ENTRY_BYTES, self.next_avail);

@@ -1,4 +1,4 @@
-//! A session with one frontend: handles its messages in order.
+//! A session with one frontend: handles the frontend's messages in order.
 
 use freestone_core::client_log;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,13 +12,13 @@ use crate::disk::{self, CONFIG_BYTES, MAX_QUEUES};
 use crate::inflight::{self, InflightLog};
 use crate::memory::{MAX_REGIONS, Memory};
 use crate::ring::{Addresses, MAX_QUEUE_SIZE};
-use crate::vring::{ConnectionConfig, Vring, event};
+use crate::vring::{ConnectionConfig, Vring, check_eventfd};
 use crate::wire::{
     ConfigPart, InflightArea, MAX_FDS, MemRegion, MemTable, NEED_REPLY, SingleRegion, VringAddr, VringState,
     WRITEBACK_OFFSET, feature, message, protocol,
 };
 
-/// Protocol features offered.
+/// The vhost-user protocol features that the backend offers.
 const PROTOCOL_FEATURES: u64 = protocol::MQ
     | protocol::REPLY_ACK
     | protocol::BACKEND_REQ
@@ -42,9 +42,10 @@ enum Reply {
 
 pub struct Session {
     config: ConnectionConfig,
-    /// Features offered at the start of the session.
+    /// Virtio features offered at the start of the session.
     offered: u64,
-    /// Features the driver has accepted; `None` before the first `SET_FEATURES` and after a reset.
+    /// Virtio features that the driver has accepted; `None` before the first `SET_FEATURES` and after a
+    /// reset.
     features: Option<u64>,
     protocol: u64,
     vrings: Vec<Vring>,
@@ -62,8 +63,8 @@ impl Session {
     /// Handles messages until the frontend leaves or violates the protocol. No requests are in
     /// flight when this returns.
     pub fn run(mut self) {
-        let guest = Arc::clone(&self.config.guest);
-        let socket = guest.socket.as_fd();
+        let frontend = Arc::clone(&self.config.frontend);
+        let socket = frontend.socket.as_fd();
         loop {
             let message = match receive(socket) {
                 Ok(message) => message,
@@ -114,22 +115,22 @@ impl Session {
             message::GET_MAX_MEM_SLOTS => return Ok(number(MAX_REGIONS as u64)),
             message::GET_CONFIG => return self.get_config(&body),
             message::SET_CONFIG => self.set_config(&body)?,
-            // The connection itself is the owner.
+            // Nothing to do: the connection itself is the owner.
             message::SET_OWNER => {}
             message::SET_BACKEND_REQ_FD => {
                 let socket = fds.pop().ok_or("the socket is missing")?;
-                self.config.guest.set_backend_socket(socket);
+                self.config.frontend.set_backend_socket(socket);
             }
             message::GET_INFLIGHT_FD => {
                 let (area, file) = inflight::create(parse_area(&body)?).map_err(|error| error.to_string())?;
-                // The reply has the length of the request.
+                // The reply has the length of the request, which may omit the padding.
                 return Ok(Reply::File(area.as_bytes()[..body.len()].to_vec(), file));
             }
             message::SET_INFLIGHT_FD => {
                 let file = fds.first().ok_or("the file is missing")?;
                 let inflight =
                     InflightLog::new(parse_area(&body)?, file).map_err(|error| error.to_string())?;
-                // The log must be set before the queues start.
+                // Queues use the log from their start, so all queues are restarted.
                 self.stop_all();
                 self.config.inflight = Some(inflight);
                 self.apply_all()?;
@@ -139,12 +140,12 @@ impl Session {
             message::ADD_MEM_REG => {
                 let region = parse::<SingleRegion>(&body)?.region;
                 let file = fds.first().ok_or("the file of the region is missing")?;
-                let memory = self.config.guest.memory().with(region, file);
+                let memory = self.config.frontend.memory().with_region(region, file);
                 self.set_memory(memory.map_err(|error| error.to_string())?);
             }
             message::REM_MEM_REG => {
                 let region = parse::<SingleRegion>(&body)?.region;
-                let memory = self.config.guest.memory().without(&region);
+                let memory = self.config.frontend.memory().without_region(&region);
                 self.set_memory(memory.map_err(|error| error.to_string())?);
             }
             message::SET_VRING_NUM => {
@@ -175,7 +176,8 @@ impl Session {
             message::SET_VRING_KICK => {
                 let (index, kick) = take_event(&body, &mut fds)?;
                 let kick = kick.ok_or("queues without a kick eventfd are not supported")?;
-                // Without protocol features, queues are enabled from the start.
+                // A frontend without protocol features cannot enable queues, so they are enabled from the
+                // start.
                 let always = !self.has(feature::PROTOCOL_FEATURES);
                 self.reconfigure(index, |vring| {
                     vring.kick = Some(Arc::new(kick));
@@ -205,7 +207,7 @@ impl Session {
             return Err(format!("features {features:#x} were not all offered"));
         }
         if self.features != Some(features) {
-            // Running queues use the previously accepted features.
+            // Running queues use the previously accepted features, so they are restarted.
             for vring in &mut self.vrings {
                 vring.stop();
             }
@@ -216,7 +218,7 @@ impl Session {
         Ok(())
     }
 
-    /// Returns true if the driver has accepted a feature.
+    /// Returns true if the driver has accepted `feature`.
     fn has(&self, feature: u64) -> bool {
         self.features.is_some_and(|features| features & feature != 0)
     }
@@ -225,14 +227,15 @@ impl Session {
     /// such a driver cannot make its writes durable.
     fn set_writeback(&self, writeback: bool) {
         let can_flush = self.offered & feature::FLUSH == 0 || self.has(feature::FLUSH);
-        self.config.guest.writeback.store(writeback && can_flush, Ordering::SeqCst);
+        self.config.frontend.writeback.store(writeback && can_flush, Ordering::SeqCst);
     }
 
     fn get_config(&self, body: &[u8]) -> Result<Reply, Refusal> {
         let (part, _) = ConfigPart::read_from_prefix(body).map_err(|_| "the body is too short")?;
-        // Frontends read the configuration before the driver chooses: FLUSH gives it write-back.
+        // Before the driver accepts features, write-back is reported: a driver that accepts FLUSH will use
+        // it.
         let writeback = self.offered & feature::CONFIG_WCE != 0
-            && (self.features.is_none() || self.config.guest.writeback.load(Ordering::SeqCst));
+            && (self.features.is_none() || self.config.frontend.writeback.load(Ordering::SeqCst));
         let config = disk::config(&self.config.disk, writeback);
         let from = part.offset as usize;
         let wanted = from.checked_add(part.size as usize).and_then(|end| config.get(from..end));
@@ -248,7 +251,7 @@ impl Session {
         if end.is_none() || bytes.len() != part.size as usize {
             return Err("the range is outside the configuration space".to_owned());
         }
-        // The driver can write no other fields.
+        // The driver can write only the write-back field. Other bytes are ignored.
         let at = WRITEBACK_OFFSET.checked_sub(part.offset);
         if self.has(feature::CONFIG_WCE)
             && let Some(writeback) = at.and_then(|at| bytes.get(at as usize))
@@ -266,14 +269,14 @@ impl Session {
         }
         let mut memory = Memory::default();
         for (raw, file) in behind.chunks_exact(size_of::<MemRegion>()).zip(fds) {
-            memory = memory.with(parse(raw)?, file).map_err(|error| error.to_string())?;
+            memory = memory.with_region(parse(raw)?, file).map_err(|error| error.to_string())?;
         }
         self.set_memory(memory);
         Ok(())
     }
 
     fn set_memory(&self, memory: Memory) {
-        self.config.guest.set_memory(memory);
+        self.config.frontend.set_memory(memory);
         for vring in &self.vrings {
             vring.wake();
         }
@@ -320,7 +323,7 @@ impl Session {
         }
     }
 
-    /// Resets the device to its state before the driver started. The memory stays.
+    /// Resets the device to its state before the driver started. The frontend's memory stays mapped.
     fn reset(&mut self) {
         self.stop_all();
         for vring in &mut self.vrings {
@@ -328,7 +331,7 @@ impl Session {
         }
         self.features = None;
         self.set_writeback(true);
-        self.config.guest.driven.store(false, Ordering::SeqCst);
+        self.config.frontend.has_driver.store(false, Ordering::SeqCst);
     }
 }
 
@@ -365,5 +368,5 @@ fn take_event(body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(u32, Option<OwnedF
         return Ok((index, None));
     }
     let fd = fds.pop().ok_or("the eventfd is missing")?;
-    Ok((index, Some(event(fd).map_err(|error| error.to_string())?)))
+    Ok((index, Some(check_eventfd(fd).map_err(|error| error.to_string())?)))
 }

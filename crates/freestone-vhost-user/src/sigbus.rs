@@ -1,7 +1,7 @@
 //! Handles SIGBUS from truncated memory files. If a frontend truncates its memory file, access to
 //! the lost pages raises SIGBUS. The handler replaces the whole mapping by zeroed anonymous memory
-//! and marks it dead, so that its connection ends and the process continues. Other SIGBUS signals
-//! go to the previous handler.
+//! and marks the mapping dead, so that its connection ends and the process continues. Other SIGBUS
+//! signals are passed to the previous handler.
 #![expect(unsafe_code)]
 // UNSAFETY: installs a signal handler, which maps memory and calls the previous handler.
 
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
-/// Maximum number of mappings in the process.
+/// Maximum number of guarded mappings in the process.
 const MAX_MAPPINGS: usize = 2048;
 
 /// The entry of a guarded mapping. All accesses are `SeqCst`, because the handler may run between
@@ -34,7 +34,7 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
     }
 }; MAX_MAPPINGS];
 
-/// The previous SIGBUS handler.
+/// The SIGBUS handler that was installed before.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static INSTALLED: OnceLock<()> = OnceLock::new();
 
@@ -57,10 +57,11 @@ impl Slot {
 }
 
 /// A guarded mapping. The guard must be dropped before the mapping is unmapped.
-pub struct Guarded(&'static Slot);
+pub struct MappingGuard(&'static Slot);
 
-impl Guarded {
-    /// Guards a mapping. Returns `None` if there are too many.
+impl MappingGuard {
+    /// Guards the mapping of `len` bytes at `start`. Returns `None` if [`MAX_MAPPINGS`] are
+    /// guarded.
     pub fn new(start: usize, len: usize) -> Option<Self> {
         INSTALLED.get_or_init(install);
         let slot = SLOTS.iter().find(|slot| !slot.taken.swap(true, Ordering::SeqCst))?;
@@ -69,14 +70,14 @@ impl Guarded {
         Some(Self(slot))
     }
 
-    /// Returns true if the file was truncated and a lost page was accessed.
+    /// Returns true if the mapping's file was truncated and a lost page was accessed.
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.0.dead.load(Ordering::SeqCst)
     }
 }
 
-impl Drop for Guarded {
+impl Drop for MappingGuard {
     fn drop(&mut self) {
         self.0.set(0, 0);
         self.0.taken.store(false, Ordering::SeqCst);

@@ -1,11 +1,11 @@
 //! Parses requests from descriptor chains, and copies their data.
 
 use freestone_core::device::zoned::{ZoneOp, ZoneRequest};
-use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
+use freestone_core::device::{Error, FailureKind, Flags, IoBuf, Op, Request};
 use zerocopy::{FromBytes as _, transmute};
 
 use crate::disk::{MAX_RANGE_SECTORS, MAX_REQUEST_BYTES};
-use crate::memory::{Memory, Unmapped};
+use crate::memory::{Memory, UnmappedAddress};
 use crate::ring::{Chain, RingError, Segment};
 use crate::wire::{BlkHeader, BlkRange, SECTOR_BYTES, request, status};
 
@@ -14,23 +14,23 @@ pub const SECTOR_NUMBER_BYTES: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A request of the device.
+    /// A read, write, flush, discard or write zeroes.
     Io(Request),
     /// An append to the zone that starts at this byte offset.
     Append(u64),
     Zone(ZoneRequest),
-    /// A query of the device's name.
+    /// A query of the device's name (`GET_ID`).
     Id,
-    /// An invalid request, to be completed with this status.
+    /// An invalid request, which completes with this status.
     Refused(u8),
 }
 
 #[derive(Debug)]
-pub struct Finished {
+pub struct CompletedRequest {
     pub task: Task,
     /// Segments of the request's chain.
     pub segments: Vec<Segment>,
-    /// Result of the device; for an append, the byte offset of the data.
+    /// Result of the device; for an append, the byte offset at which the data was written.
     pub outcome: Result<u64, Error>,
     pub buffer: IoBuf,
 }
@@ -40,26 +40,27 @@ pub struct Task {
     /// Head descriptor of the chain.
     pub head: u16,
     pub kind: Kind,
-    /// Indices into the chain's segments: start of the driver's data, start of the room for the
-    /// reply, and end of that room.
+    /// Indices into the chain's segments: start of the driver's data, start of the space for the
+    /// reply, and end of that space.
     parts: [u16; 3],
     /// Length of the data in bytes.
     pub len: usize,
-    /// Bytes already done; for a read, also copied to the driver.
+    /// Number of bytes that the device completed before the rest was submitted. For a read, these
+    /// are already copied to the driver.
     pub done: usize,
     /// Guest address of the status byte.
     pub status: u64,
-    /// Bytes charged while the request is in flight.
+    /// Bytes charged to the memory budget while the request is in flight.
     pub charge: usize,
 }
 
 impl Task {
-    /// Parses the request of a chain. Removes header and status from the segments.
+    /// Parses the request of a chain. Removes the header and the status byte from the segments.
     #[inline]
     pub fn parse(head: u16, chain: &mut Chain, memory: &Memory) -> Result<Self, RingError> {
         let (readable, writable) = chain.segments.split_at_mut(chain.readable);
         let (header, from) = header(memory, readable)?;
-        let last = writable.last_mut().ok_or(RingError::Short)?;
+        let last = writable.last_mut().ok_or(RingError::RequestTooShort)?;
         last.len -= 1;
         let status = last.addr.wrapping_add(last.len.into());
         let is_whole = last.len == 0;
@@ -74,7 +75,7 @@ impl Task {
             request::GET_ID => (Kind::Id, total(writable)),
             request::DISCARD => (range(Op::Discard, readable, memory)?, 0),
             request::WRITE_ZEROES => (range(Op::WriteZeroes, readable, memory)?, 0),
-            // The room before the status must hold a sector number.
+            // The space before the status must have the size of a sector number.
             request::ZONE_APPEND if total(writable) == SECTOR_NUMBER_BYTES as u64 => {
                 append(offset, total(readable))
             }
@@ -88,29 +89,30 @@ impl Task {
             _ => (Kind::Refused(status::UNSUPP), 0),
         };
         let (kind, len) = if len > MAX_REQUEST_BYTES as u64 { (refused, 0) } else { (kind, len as usize) };
-        // MAX_CHAIN limits these numbers to 16 bits.
+        // MAX_CHAIN limits these indices to 16 bits.
         let parts = [from as u16, chain.readable as u16, (chain.readable + left) as u16];
         Ok(Self { head, kind, parts, len, done: 0, status, charge: 0 })
     }
 
     /// Returns the segments of the driver's data, after the header.
     #[inline]
-    pub fn sent<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
+    pub fn data_segments<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
         &segments[usize::from(self.parts[0])..usize::from(self.parts[1])]
     }
 
     /// Returns the segments for the reply, before the status.
     #[inline]
-    pub fn room<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
+    pub fn reply_segments<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
         &segments[usize::from(self.parts[1])..usize::from(self.parts[2])]
     }
 
-    /// Copies the reply of a successful request to the driver: read data in `buffer` from offset
-    /// [`done`](Self::done), or the sector of an append at byte `at`. Returns the status and the
-    /// number of bytes.
+    /// Copies the reply of a successful request to the driver. The reply is the data in `buffer`
+    /// for a read, whose first [`done`](Self::done) bytes are already copied, or the sector of byte
+    /// `at` for an append. Returns the status and the number of bytes of the reply.
     ///
     /// # Errors
-    /// Fails if the device returned a buffer of another size, which has no data for the driver.
+    /// Fails if the device returned a buffer of another size, which has no valid data for the
+    /// driver.
     #[inline]
     pub fn finish(
         &self,
@@ -124,18 +126,18 @@ impl Task {
                 return Err(Error::Media);
             }
             Kind::Io(Request { op: Op::Read, .. }) => {
-                (scatter(memory, self.room(segments), self.done, buffer), self.len)
+                (scatter(memory, self.reply_segments(segments), self.done, buffer), self.len)
             }
             Kind::Append(_) => {
                 let sector = (at / SECTOR_BYTES).to_le_bytes();
-                (scatter(memory, self.room(segments), 0, &sector), sector.len())
+                (scatter(memory, self.reply_segments(segments), 0, &sector), sector.len())
             }
             _ => (Ok(()), 0),
         };
         Ok(if copied.is_ok() { (status::OK, len) } else { (status::IOERR, 0) })
     }
 
-    pub fn changes(&self) -> bool {
+    pub fn is_modifying(&self) -> bool {
         match self.kind {
             Kind::Io(request) => matches!(request.op, Op::Write | Op::WriteZeroes | Op::Discard),
             Kind::Append(_) | Kind::Zone(ZoneRequest::Op(..) | ZoneRequest::ResetAll) => true,
@@ -147,17 +149,17 @@ impl Task {
         matches!(self.kind, Kind::Io(Request { op: Op::Read, .. }))
     }
 
-    /// Returns the class of the request for failure counters.
-    pub fn failed(&self) -> Failed {
+    /// Returns the kind under which failures of the request are counted.
+    pub fn failed(&self) -> FailureKind {
         match self.kind {
             Kind::Io(request) => match request.op {
-                Op::Read => Failed::Read,
-                Op::Write | Op::WriteZeroes => Failed::Write,
-                Op::Discard => Failed::Trim,
-                Op::Flush => Failed::Flush,
+                Op::Read => FailureKind::Read,
+                Op::Write | Op::WriteZeroes => FailureKind::Write,
+                Op::Discard => FailureKind::Trim,
+                Op::Flush => FailureKind::Flush,
             },
-            Kind::Append(_) | Kind::Zone(ZoneRequest::Op(..) | ZoneRequest::ResetAll) => Failed::Write,
-            Kind::Zone(ZoneRequest::Report(_)) | Kind::Id | Kind::Refused(_) => Failed::Read,
+            Kind::Append(_) | Kind::Zone(ZoneRequest::Op(..) | ZoneRequest::ResetAll) => FailureKind::Write,
+            Kind::Zone(ZoneRequest::Report(_)) | Kind::Id | Kind::Refused(_) => FailureKind::Read,
         }
     }
 }
@@ -186,7 +188,7 @@ fn zone_op(op: ZoneOp, offset: Option<u64>) -> Kind {
     zone(offset.map(|offset| ZoneRequest::Op(op, offset)))
 }
 
-/// Builds a request for the range that the driver sent.
+/// Returns a request for the range in the driver's data, or a refusal if the range is not valid.
 fn range(op: Op, segments: &[Segment], memory: &Memory) -> Result<Kind, RingError> {
     let mut raw = [0; size_of::<BlkRange>()];
     if total(segments) != raw.len() as u64 {
@@ -194,7 +196,7 @@ fn range(op: Op, segments: &[Segment], memory: &Memory) -> Result<Kind, RingErro
         return Ok(Kind::Refused(status::IOERR));
     }
     gather(memory, segments, &mut raw)?;
-    let range = BlkRange::read_from_bytes(&raw).map_err(|_| RingError::Short)?;
+    let range = BlkRange::read_from_bytes(&raw).map_err(|_| RingError::RequestTooShort)?;
     let flags = match (op, range.flags.get()) {
         (_, 0) => Flags::empty(),
         (Op::WriteZeroes, 1) => Flags::MAY_FREE,
@@ -220,7 +222,7 @@ pub fn status_of(error: Error) -> u8 {
     }
 }
 
-/// Converts an error of a zone operation or append to a virtio status.
+/// Converts a device error of a zone operation or append to a virtio status.
 pub fn zone_status_of(error: Error) -> u8 {
     match error {
         Error::Misaligned | Error::OutOfRange => status::ZONE_INVALID_CMD,
@@ -258,31 +260,38 @@ fn header(memory: &Memory, segments: &mut [Segment]) -> Result<(BlkHeader, usize
             return Ok((transmute!(raw), place + usize::from(segment.len == 0)));
         }
     }
-    Err(RingError::Short)
+    Err(RingError::RequestTooShort)
 }
 
-/// Copies the segments into `into`. Fails if they have fewer bytes.
+/// Copies data from the segments into `into`. Fails if the segments have fewer bytes or are outside
+/// the memory.
 #[inline]
-pub fn gather(memory: &Memory, segments: &[Segment], into: &mut [u8]) -> Result<(), Unmapped> {
+pub fn gather(memory: &Memory, segments: &[Segment], into: &mut [u8]) -> Result<(), UnmappedAddress> {
     match segments {
         [segment] if segment.len as usize >= into.len() => memory.read(segment.addr, into),
         _ => gather_pieces(memory, segments, into),
     }
 }
 
-fn gather_pieces(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> Result<(), Unmapped> {
+fn gather_pieces(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> Result<(), UnmappedAddress> {
     for segment in segments {
         let n = into.len().min(segment.len as usize);
         let (part, rest) = into.split_at_mut(n);
         memory.read(segment.addr, part)?;
         into = rest;
     }
-    if into.is_empty() { Ok(()) } else { Err(Unmapped) }
+    if into.is_empty() { Ok(()) } else { Err(UnmappedAddress) }
 }
 
-/// Copies `from` into the segments, after their first `skip` bytes.
+/// Copies `from` into the segments, after their first `skip` bytes. Fails if the segments have
+/// fewer bytes or are outside the memory.
 #[inline]
-pub fn scatter(memory: &Memory, segments: &[Segment], skip: usize, from: &[u8]) -> Result<(), Unmapped> {
+pub fn scatter(
+    memory: &Memory,
+    segments: &[Segment],
+    skip: usize,
+    from: &[u8],
+) -> Result<(), UnmappedAddress> {
     match segments {
         [segment] if skip == 0 && segment.len as usize >= from.len() => memory.write(segment.addr, from),
         _ => scatter_pieces(memory, segments, skip, from),
@@ -294,17 +303,17 @@ fn scatter_pieces(
     segments: &[Segment],
     mut skip: usize,
     mut from: &[u8],
-) -> Result<(), Unmapped> {
+) -> Result<(), UnmappedAddress> {
     for segment in segments {
         let n = skip.min(segment.len as usize);
         skip -= n;
         let (part, rest) = from.split_at(from.len().min(segment.len as usize - n));
         if !part.is_empty() {
-            memory.write(segment.addr.checked_add(n as u64).ok_or(Unmapped)?, part)?;
+            memory.write(segment.addr.checked_add(n as u64).ok_or(UnmappedAddress)?, part)?;
         }
         from = rest;
     }
-    if from.is_empty() { Ok(()) } else { Err(Unmapped) }
+    if from.is_empty() { Ok(()) } else { Err(UnmappedAddress) }
 }
 
 #[cfg(test)]
@@ -324,7 +333,7 @@ mod tests {
         ftruncate(&file, 4096).unwrap();
         pwrite(&file, header.as_bytes(), 0).unwrap();
         let region = MemRegion { guest: BASE, size: 4096, user: 0, offset: 0 };
-        Memory::default().with(region, &file).unwrap()
+        Memory::default().with_region(region, &file).unwrap()
     }
 
     #[test]
@@ -343,16 +352,19 @@ mod tests {
             (task.kind, task.len, task.status),
             (Kind::Io(Request::write(1536, 512)), 512, BASE + 100)
         );
-        assert_eq!((task.sent(&all), task.room(&all)), (&[segment(512, 512)][..], &[][..]));
+        assert_eq!(
+            (task.data_segments(&all), task.reply_segments(&all)),
+            (&[segment(512, 512)][..], &[][..])
+        );
         let (task, all) = parse(&[segment(0, 16 + 512)], &[segment(90, 8), segment(100, 2)]).unwrap();
-        assert_eq!((task.sent(&all), task.status), (&[segment(16, 512)][..], BASE + 101));
-        assert_eq!(task.room(&all), [segment(90, 8), segment(100, 1)]);
+        assert_eq!((task.data_segments(&all), task.status), (&[segment(16, 512)][..], BASE + 101));
+        assert_eq!(task.reply_segments(&all), [segment(90, 8), segment(100, 1)]);
         for (readable, writable) in [
             (&[segment(0, 15)][..], &[segment(100, 1)][..]),
             (&[], &[segment(100, 1)]),
             (&[segment(0, 16)], &[]),
         ] {
-            assert_eq!(parse(readable, writable).unwrap_err(), RingError::Short);
+            assert_eq!(parse(readable, writable).unwrap_err(), RingError::RequestTooShort);
         }
         assert_eq!(parse(&[segment(8192, 16)], &[segment(0, 1)]).unwrap_err(), RingError::Memory);
     }

@@ -6,41 +6,41 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use freestone_core::answers::Answers;
 use freestone_core::budget::Budget;
+use freestone_core::completion_queue::CompletionQueue;
 use freestone_core::device::Disk;
 use freestone_core::workers::Workers;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use crate::guest::Guest;
+use crate::frontend::FrontendState;
 use crate::inflight::InflightLog;
-use crate::queue::{self, Parts, Sleep};
+use crate::queue::{self, KickWaiter, QueueResources};
 use crate::ring::{Addresses, Ring, RingError};
-use crate::task::Finished;
+use crate::task::CompletedRequest;
 use crate::wire::feature;
 
 /// Configuration that all queues of a connection share.
 #[derive(Debug)]
 pub struct ConnectionConfig {
     pub disk: Arc<Disk>,
-    /// State shared by the queues.
-    pub guest: Arc<Guest>,
-    /// In-flight limit of the process.
+    /// State shared by the queues of the frontend.
+    pub frontend: Arc<FrontendState>,
+    /// Memory budget of the process for bytes in flight.
     pub budget: Arc<Budget>,
     /// Threads that run expensive requests.
     pub workers: Workers,
-    /// See [`Options`](crate::Options).
-    pub look_out: bool,
+    /// See [`Options::busy_poll`](crate::Options::busy_poll).
+    pub busy_poll: bool,
     /// The in-flight log, if the frontend uses one.
     pub inflight: Option<InflightLog>,
 }
 
 #[derive(Debug, Default)]
 pub struct Vring {
-    /// Number of entries; 0 if not set.
+    /// Number of entries of the rings; 0 if not set.
     pub size: u16,
     pub addresses: Option<Addresses>,
-    /// Index of the next available entry after a start.
+    /// Index of the available entry at which the queue starts.
     pub base: u16,
     /// Eventfd that the driver writes to.
     pub kick: Option<Arc<OwnedFd>>,
@@ -49,18 +49,18 @@ pub struct Vring {
     /// Eventfd that signals an error to the frontend.
     pub err: Option<Arc<OwnedFd>>,
     pub enabled: bool,
-    running: Option<Running>,
+    running: Option<RunningQueue>,
 }
 
 #[derive(Debug)]
-struct Running {
-    answers: Arc<Answers<Finished>>,
+struct RunningQueue {
+    answers: Arc<CompletionQueue<CompletedRequest>>,
     thread: JoinHandle<u16>,
 }
 
 /// Checks that `fd` is an eventfd, and makes it nonblocking. Other files are refused, because a
 /// write to a full pipe, for example, would block forever.
-pub fn event(fd: OwnedFd) -> io::Result<OwnedFd> {
+pub fn check_eventfd(fd: OwnedFd) -> io::Result<OwnedFd> {
     let kind = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     if kind.as_os_str() != "anon_inode:[eventfd]" {
         return Err(io::Error::other("the file descriptor is not an eventfd"));
@@ -88,7 +88,7 @@ impl Vring {
             return Ok(());
         }
         let has = |bit| features & bit != 0;
-        let memory = config.guest.memory();
+        let memory = config.frontend.memory();
         let kinds = (has(feature::EVENT_IDX), has(feature::INDIRECT_DESC));
         let mut ring = Ring::new(&memory, &addresses, self.size, kinds, self.base)?;
         let mut queue_log =
@@ -96,54 +96,55 @@ impl Vring {
         let used = ring.used_index();
         let mut resubmit = Vec::new();
         if let Some(begun) = queue_log.as_mut().and_then(|queue_log| queue_log.recover(used)) {
-            // Every chain that was taken is either used or still in flight.
+            // Every chain that the previous server took is either used or still in flight. This
+            // gives the next available index.
             ring.next_avail = used.wrapping_add(begun.len() as u16);
             resubmit = begun;
             resubmit.reverse();
         }
-        let answers = Arc::new(Answers::new()?);
-        let parts = Parts {
+        let answers = Arc::new(CompletionQueue::new()?);
+        let resources = QueueResources {
             index,
             disk: Arc::clone(&config.disk),
-            guest: Arc::clone(&config.guest),
+            frontend: Arc::clone(&config.frontend),
             share: config.budget.share(&config.disk.failures, queue::grant_callback(&answers)),
             answers: Arc::clone(&answers),
             workers: config.workers.clone(),
-            look_out: config.look_out,
+            busy_poll: config.busy_poll,
             ring,
             addresses,
             queue_log,
             resubmit,
-            sleep: Sleep::new(&*kick, answers.wake_fd())?,
+            kick_waiter: KickWaiter::new(&*kick, answers.wake_fd())?,
             call: Arc::clone(&self.call),
             err: self.err.clone(),
         };
-        // Set this before the queue's thread can complete a read.
-        config.guest.driven.store(true, Ordering::SeqCst);
+        // Set before the queue's thread can complete a read, whose data the driver may cache.
+        config.frontend.has_driver.store(true, Ordering::SeqCst);
         let name = format!("vhost-q{index}");
-        let thread = std::thread::Builder::new().name(name).spawn(move || queue::run(parts))?;
-        self.running = Some(Running { answers, thread });
+        let thread = std::thread::Builder::new().name(name).spawn(move || queue::run(resources))?;
+        self.running = Some(RunningQueue { answers, thread });
         Ok(())
     }
 
-    /// Stops the queue, and waits for requests in flight.
+    /// Stops the queue, and waits for its requests in flight.
     pub fn stop(&mut self) {
         self.begin_stop();
-        if let Some(Running { thread, .. }) = self.running.take()
+        if let Some(RunningQueue { thread, .. }) = self.running.take()
             && let Ok(base) = thread.join()
         {
             self.base = base;
         }
     }
 
-    /// Starts to stop the queue, without waiting.
+    /// Requests the stop of the queue's thread, without waiting for it.
     pub fn begin_stop(&self) {
         if let Some(running) = &self.running {
-            running.answers.end();
+            running.answers.shut_down();
         }
     }
 
-    /// Makes the queue check for changed memory.
+    /// Wakes the queue's thread, which then checks for changed memory.
     pub fn wake(&self) {
         if let Some(running) = &self.running {
             running.answers.wake();

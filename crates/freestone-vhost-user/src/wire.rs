@@ -4,18 +4,18 @@
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Protocol version, in the flags of a header.
+/// Protocol version, in the flags of a message header.
 pub const VERSION: u32 = 1;
-/// Mask of the protocol version.
+/// Mask of the protocol version in the flags of a message header.
 pub const VERSION_MASK: u32 = 3;
-/// Flag: the message is a reply.
+/// Flag of a message header: the message is a reply.
 pub const REPLY: u32 = 4;
-/// Flag: the frontend wants an acknowledgement.
+/// Flag of a message header: the frontend requests an acknowledgement.
 pub const NEED_REPLY: u32 = 8;
-/// Largest body of a message in bytes. The largest valid one carries the configuration space of 256
-/// bytes.
+/// Largest message body accepted, in bytes. Well above the largest valid body: 256 bytes of
+/// configuration space and their header.
 pub const MAX_BODY_BYTES: usize = 1024;
-/// Maximum file descriptors of a message.
+/// Maximum number of file descriptors in a message.
 pub const MAX_FDS: usize = 8;
 
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -88,7 +88,7 @@ pub mod feature {
     pub const VERSION_1: u64 = 1 << 32;
 }
 
-/// Payload of messages with a queue index and a number.
+/// Body of messages with a queue index and a number.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct VringState {
@@ -103,12 +103,12 @@ const _: () = assert!(size_of::<VringState>() == 8);
 #[repr(C)]
 pub struct VringAddr {
     pub index: u32,
-    /// Logging flags; logging is not supported.
+    /// Flags for dirty-page logging, which is not supported.
     pub flags: u32,
     pub desc: u64,
     pub used: u64,
     pub avail: u64,
-    /// Logging address; not supported.
+    /// Address for dirty-page logging, which is not supported.
     pub log: u64,
 }
 const _: () = assert!(size_of::<VringAddr>() == 40);
@@ -127,16 +127,16 @@ pub struct MemTable {
 pub struct MemRegion {
     /// Guest address, as used in descriptors.
     pub guest: u64,
-    /// Length in bytes.
+    /// Length of the region in bytes.
     pub size: u64,
     /// Address in the frontend's process, as used for rings.
     pub user: u64,
-    /// Offset in the region's file.
+    /// Offset of the region in its file, in bytes.
     pub offset: u64,
 }
 const _: () = assert!(size_of::<MemRegion>() == 32);
 
-/// Payload of messages that add or remove a region.
+/// Body of messages that add or remove a memory region.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct SingleRegion {
@@ -149,13 +149,13 @@ const _: () = assert!(size_of::<SingleRegion>() == 40);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct InflightArea {
-    /// Length in bytes.
+    /// Length of the log in bytes.
     pub bytes: u64,
-    /// Offset in the log's file.
+    /// Offset of the log in its file, in bytes.
     pub offset: u64,
     /// Number of queues.
     pub queues: u16,
-    /// Entries per queue.
+    /// Number of entries per queue.
     pub size: u16,
     pub padding: [u8; 4],
 }
@@ -165,28 +165,28 @@ const _: () = assert!(size_of::<InflightArea>() == 24);
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ConfigPart {
-    /// Offset in the configuration space.
+    /// Offset of the part in the configuration space, in bytes.
     pub offset: u32,
-    /// Length in bytes.
+    /// Length of the part in bytes.
     pub size: u32,
     /// Flags; not used.
     pub flags: u32,
 }
 const _: () = assert!(size_of::<ConfigPart>() == 12);
 
-/// The configuration space of a block device, up to the last field used here.
+/// The configuration space of a block device, up to the last field that Freestone uses.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct BlkConfig {
     /// Capacity in sectors of 512 bytes.
     pub capacity: U64,
     pub size_max: U32,
-    /// Maximum data segments per request.
+    /// Maximum number of data segments of a request.
     pub seg_max: U32,
     pub geometry: U32,
     /// Logical block size in bytes.
     pub blk_size: U32,
-    /// log2 of the logical blocks per physical block.
+    /// log2 of the number of logical blocks per physical block.
     pub physical_block_exp: u8,
     /// Offset of the first physical block in logical blocks.
     pub alignment_offset: u8,
@@ -199,31 +199,31 @@ pub struct BlkConfig {
     pub unused0: u8,
     /// Maximum number of queues.
     pub num_queues: U16,
-    /// Maximum sectors of a discard.
+    /// Maximum number of sectors of a discard.
     pub max_discard_sectors: U32,
-    /// Maximum ranges of a discard.
+    /// Maximum number of ranges of a discard.
     pub max_discard_seg: U32,
     /// Discard alignment in sectors.
     pub discard_sector_alignment: U32,
-    /// Maximum sectors of a write zeroes request.
+    /// Maximum number of sectors of a write zeroes request.
     pub max_write_zeroes_sectors: U32,
-    /// Maximum ranges of a write zeroes request.
+    /// Maximum number of ranges of a write zeroes request.
     pub max_write_zeroes_seg: U32,
-    /// 1 if write zeroes may deallocate.
+    /// 1 if write zeroes may deallocate the range.
     pub write_zeroes_may_unmap: u8,
     pub unused1: [u8; 3],
     pub secure_erase: [U32; 3],
     /// Zone size in sectors.
     pub zone_sectors: U32,
-    /// Maximum open zones; 0 means no limit.
+    /// Maximum number of open zones; 0 means no limit.
     pub max_open_zones: U32,
-    /// Maximum active zones; 0 means no limit.
+    /// Maximum number of active zones; 0 means no limit.
     pub max_active_zones: U32,
-    /// Maximum sectors of a zone append.
+    /// Maximum number of sectors of a zone append.
     pub max_append_sectors: U32,
     /// Granularity of writes to zones in bytes.
     pub write_granularity: U32,
-    /// [`MODEL_HOST_MANAGED`], or 0.
+    /// Zone model: [`MODEL_HOST_MANAGED`], or 0 without zones.
     pub zone_model: u8,
     pub unused2: [u8; 3],
 }
@@ -232,7 +232,7 @@ const _: () = assert!(size_of::<BlkConfig>() == 96);
 /// The host-managed zone model.
 pub const MODEL_HOST_MANAGED: u8 = 1;
 
-/// Offset of [`BlkConfig::writeback`], which the driver may write.
+/// Offset in bytes of [`BlkConfig::writeback`], the only field that the driver may write.
 pub const WRITEBACK_OFFSET: u32 = 32;
 
 /// An entry of a descriptor table.
@@ -241,7 +241,7 @@ pub const WRITEBACK_OFFSET: u32 = 32;
 pub struct Descriptor {
     /// Guest address of a segment or an indirect table.
     pub addr: U64,
-    /// Length in bytes.
+    /// Length of the segment or table in bytes.
     pub len: U32,
     /// Bits of [`descriptor`].
     pub flags: U16,
@@ -253,7 +253,7 @@ const _: () = assert!(size_of::<Descriptor>() == DESCRIPTOR_BYTES);
 pub const DESCRIPTOR_BYTES: usize = 16;
 
 pub mod descriptor {
-    /// The chain continues.
+    /// The chain continues at the descriptor in `next`.
     pub const NEXT: u16 = 1;
     /// The device writes to the segment.
     pub const WRITE: u16 = 2;
@@ -287,13 +287,13 @@ pub mod request {
     pub const ZONE_RESET_ALL: u32 = 26;
 }
 
-/// Payload of a discard or write zeroes request.
+/// Data of a discard or write zeroes request.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct BlkRange {
     pub sector: U64,
     pub sectors: U32,
-    /// Bit 0: write zeroes may deallocate.
+    /// Bit 0: write zeroes may deallocate the range. Other bits are reserved.
     pub flags: U32,
 }
 const _: () = assert!(size_of::<BlkRange>() == 16);
@@ -332,7 +332,7 @@ impl Default for ZoneReport {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ZoneDescriptor {
-    /// Writable size of the zone.
+    /// Writable size of the zone in sectors.
     pub capacity: U64,
     pub start: U64,
     pub write_pointer: U64,
@@ -358,5 +358,5 @@ impl Default for ZoneDescriptor {
 
 /// Sector size in bytes, independent of the logical block size.
 pub const SECTOR_BYTES: u64 = 512;
-/// Length of the device name that drivers see, in bytes.
+/// Length of the device name in the reply to `GET_ID`, in bytes.
 pub const ID_BYTES: usize = 20;

@@ -1,4 +1,4 @@
-//! Zones in VIRTIO's format, defined since version 1.3.
+//! Converts zones to VIRTIO's format, defined since version 1.3, and runs zone operations.
 
 use freestone_core::device::zoned::ZoneRequest;
 use freestone_core::device::{Device, Error, Result, Zone};
@@ -6,7 +6,8 @@ use zerocopy::IntoBytes;
 
 use crate::wire::{SECTOR_BYTES, ZoneDescriptor, ZoneReport};
 
-/// Runs a zone request, and returns the reply of at most `room` bytes.
+/// Runs a zone request. Returns the reply, at most `room` bytes; empty for operations without a
+/// report.
 pub fn execute(device: &dyn Device, request: ZoneRequest, room: usize) -> Result<Vec<u8>> {
     let zones = device.zoned().ok_or(Error::Unsupported)?;
     match request {

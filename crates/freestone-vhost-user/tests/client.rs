@@ -1,4 +1,4 @@
-//! Tests with an independent client, the virtio driver of libblkio.
+//! Tests with libblkio's virtio driver, an independent vhost-user client.
 #![expect(unsafe_code)]
 // UNSAFETY: accesses the client's buffers by their addresses.
 
@@ -21,7 +21,7 @@ fn export(path: &Path) -> Export {
     Export::new(path, "disk", Arc::new(ram), Options::new(Budget::new(budget::DEFAULT_BYTES))).unwrap()
 }
 
-/// Connects a client with `queues` queues and memory for buffers.
+/// Connects a client. Returns the client, its `queues` queues, and a memory region for buffers.
 fn connect(path: &Path, queues: i32) -> (Blkio, Vec<Blkioq>, MemoryRegion) {
     let mut client = Blkio::new("virtio-blk-vhost-user").unwrap();
     client.set_str("path", path.to_str().unwrap()).unwrap();
@@ -34,7 +34,7 @@ fn connect(path: &Path, queues: i32) -> (Blkio, Vec<Blkioq>, MemoryRegion) {
     (client, started.queues, region)
 }
 
-/// Waits for `count` requests, which must succeed.
+/// Waits for `count` requests, and checks that all of them succeeded.
 fn finish(queue: &mut Blkioq, count: usize) {
     let mut completions: [MaybeUninit<Completion>; DEPTH] = [const { MaybeUninit::uninit() }; DEPTH];
     let mut timeout = Duration::from_secs(20);
@@ -52,7 +52,7 @@ fn block_at(address: usize) -> &'static mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), BLOCK) }
 }
 
-/// Writes a separate part of the disk, reads it back, and zeroes half of it.
+/// Writes the part of the disk that starts at `from`, reads it back, and zeroes half of the part.
 fn use_disk(queue: &mut Blkioq, buffers: usize, from: u64) {
     let flags = ReqFlags::empty();
     let at = |i: usize| (from + (i * BLOCK) as u64, buffers + i * BLOCK);

@@ -1,8 +1,8 @@
-//! An origin and its snapshots for the kernel lab. Executes the lines of its standard input, and prints
-//! results in the format that `lab/snapshots.sh` uses for the kernel.
+//! Runs an origin and its snapshots for the kernel lab. The program executes the commands on its standard
+//! input, and prints results in the format that `lab/snapshots.sh` uses for the kernel.
 //!
 //! ```text
-//! cow_lab NOISE ORIGIN [COW KIND CHUNK]...      CHUNK in sectors of 512 bytes; 0 for that of the store
+//! cow_lab NOISE ORIGIN [COW KIND CHUNK]...      CHUNK in sectors of 512 bytes; 0 for the store's chunk
 //!
 //! write WHERE SECTOR COUNT SKIP    write COUNT sectors of NOISE from byte SKIP on; WHERE is `origin`, `snap1`, `snap2` ..
 //! read WHERE FILE [SECTOR COUNT]   read into FILE; without SECTOR COUNT, the whole device
@@ -12,7 +12,7 @@
 //! die N                            abort in the middle of the N-th write from now on, to any device
 //! ```
 //!
-//! Exit status: 0, 1 if a line fails or is invalid, 134 (`SIGABRT`) after `die`.
+//! Exit status: 0, 1 if a command fails or is invalid, 134 (`SIGABRT`) after `die`.
 
 use std::fs;
 use std::io;
@@ -24,7 +24,7 @@ use std::thread::yield_now;
 
 use freestone::cow::{Config, MergeStatus, Origin, Snapshot, Status};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone::file::{self, File};
 
@@ -32,10 +32,10 @@ const SECTOR_BYTES: u64 = 512;
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// A device on which a write can abort the process half-way.
+/// A device that can abort the process in the middle of a write, as a crash would.
 struct CrashingDevice {
     file: File,
-    /// Writes until the abort, to all devices together; never if not positive.
+    /// Remaining writes to all devices until the abort. No abort happens if the number is 0 or negative.
     writes_left: Arc<AtomicI64>,
 }
 
@@ -44,10 +44,10 @@ impl Device for CrashingDevice {
         self.file.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         match request.op {
             Op::Read | Op::Flush => self.file.try_io(request, buffer),
-            _ => Ok(Tried::WouldBlock),
+            _ => Ok(TryResult::WouldBlock),
         }
     }
 
@@ -57,7 +57,7 @@ impl Device for CrashingDevice {
         if !last {
             return self.file.submit(request, buffer, done);
         }
-        // A disk writes whole sectors.
+        // A disk writes whole sectors, so the partial write ends at a sector boundary.
         let half = request.len / SECTOR_BYTES / 2 * SECTOR_BYTES;
         if half == 0 {
             abort();
@@ -66,7 +66,7 @@ impl Device for CrashingDevice {
             Op::Write => IoBuf::copy_of(&buffer[..half as usize]).unwrap_or_else(|_| abort()),
             _ => IoBuf::empty(),
         };
-        // The caller's completion is kept until the abort, so that the caller does not continue.
+        // Keeping the caller's completion until the abort stops the caller from continuing.
         let end = Completion::new(move |_, _| {
             let _held = &done;
             abort()
@@ -79,7 +79,7 @@ impl Device for CrashingDevice {
     }
 }
 
-/// The devices of the lab.
+/// The origin, its snapshots and the noise file that the commands use.
 struct Lab {
     noise: Vec<u8>,
     origin: Origin,
@@ -117,7 +117,7 @@ impl Lab {
         if name == "origin" { Ok(&self.origin) } else { Ok(self.snapshot(name)?) }
     }
 
-    /// Executes a line. Returns its result.
+    /// Executes one command. Returns the text to print after the command.
     fn line(&self, line: &str) -> Outcome<String> {
         let words: Vec<_> = line.split_whitespace().collect();
         match *words.as_slice() {
@@ -184,7 +184,8 @@ fn read(device: &dyn Device, path: &str, offset: u64, len: u64) -> Outcome<Strin
     Ok(outcome_word(outcome).into())
 }
 
-/// Formats an outcome. The kernel side of the lab does not distinguish errors.
+/// Returns the printed word for an outcome. The kernel side of the lab does not distinguish errors, so each
+/// error is `failed`.
 fn outcome_word(outcome: Result<()>) -> &'static str {
     if outcome.is_ok() { "ok" } else { "failed" }
 }

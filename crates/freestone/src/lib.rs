@@ -9,7 +9,7 @@
 struct Readme;
 
 pub use freestone_core::{
-    PAGE_BYTES, budget, consistency_group, device, limits, mutants, places, plug, replace,
+    PAGE_BYTES, budget, concurrency_limit, consistency_group, device, limits, mutants, plug, replace,
 };
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quantity, quiesce, view, zone};

@@ -1,4 +1,5 @@
-//! A drive frees its memory. Alone in its process, because all pools are shared memory.
+//! A null device frees the memory of discarded data. The test is alone in its program, because all
+//! pools are shared memory, which is measured for the whole process.
 
 use freestone::device::{Blocking, Flags};
 use freestone::null::{Config, Memory};
@@ -10,7 +11,7 @@ fn fill(memory: &Memory, bytes: u64) {
     (0..bytes / MIB).for_each(|n| memory.write_at(n * MIB, &data, Flags::empty()).unwrap());
 }
 
-/// Returns the shared memory of the process in bytes, which includes memfds.
+/// Returns the resident shared memory of this process in bytes, which includes memfds.
 fn resident_shared() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
@@ -26,7 +27,8 @@ fn discard_and_reset_free_memory() {
     assert!((DATA..DATA + SLACK).contains(&memory.used_bytes()), "{}", memory.used_bytes());
     assert!(resident_shared() >= DATA);
 
-    // The pool keeps some free pages, so writing them again needs no new memory.
+    // The pool keeps some free pages, so writing the discarded range again uses no additional
+    // memory.
     memory.discard(0, 8 * MIB).unwrap();
     assert!((DATA..DATA + SLACK).contains(&memory.used_bytes()), "{}", memory.used_bytes());
     fill(&memory, 8 * MIB);
@@ -39,12 +41,12 @@ fn discard_and_reset_free_memory() {
     memory.read_at(100 * MIB, &mut out).unwrap();
     assert!(out.iter().all(|&byte| byte == 0));
 
-    // Write zeroes that may free the pages. Half of the data stays.
+    // Zeroes half of the data with MAY_FREE, which frees its pages.
     fill(&memory, DATA);
     memory.write_zeroes(DATA / 2, DATA / 2, Flags::MAY_FREE).unwrap();
     assert!(memory.used_bytes() < DATA / 2 + DATA / 16 + 16 * MIB + SLACK, "{}", memory.used_bytes());
 
-    // Write zeroes without the flag allocate pages.
+    // Write zeroes without MAY_FREE allocates pages for the zeroes.
     memory.write_zeroes(0, DATA / 2, Flags::empty()).unwrap();
     assert!(memory.used_bytes() >= DATA / 2);
     memory.read_at(100 * MIB, &mut out).unwrap();

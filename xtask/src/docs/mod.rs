@@ -21,12 +21,14 @@ use freestone_report::Document;
 use region::{BEGIN, Piece, Region};
 
 /// Directory of published runs.
-const RUNS_DIR: &str = "docs/runs";
+pub const RUNS_DIR: &str = "docs/runs";
 /// Directory of the charts of published runs.
 const CHARTS_DIR: &str = "docs/charts";
 const DOCS_DIR: &str = "docs";
-/// Page on which every figure must come from a run.
-const BENCHMARKS: &str = "docs/benchmarks.md";
+/// Directories of the book's pages, one for each part.
+pub const PARTS: [&str; 4] = ["docs/tutorials", "docs/how-to", "docs/reference", "docs/explanation"];
+/// Page on which every figure must be from a published run.
+const BENCHMARKS: &str = "docs/explanation/benchmarks.md";
 
 /// `cargo xtask bench docs`.
 #[derive(Debug, Parser)]
@@ -101,7 +103,7 @@ pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
 /// The pages and the published runs.
 struct Pages {
     texts: BTreeMap<PathBuf, String>,
-    /// Runs by name.
+    /// Published runs by name.
     runs: BTreeMap<String, Document>,
     /// Runs that cannot be read: file, line, problem.
     broken: Vec<(PathBuf, usize, String)>,
@@ -112,7 +114,9 @@ impl Pages {
         let mut pages = Self { texts: BTreeMap::new(), runs: BTreeMap::new(), broken: Vec::new() };
         let mut paths = files(Path::new(DOCS_DIR), "md")?;
         paths.push("README.md".into());
-        paths.extend(files(Path::new(RUNS_DIR), "md")?);
+        for dir in PARTS.into_iter().chain([RUNS_DIR]) {
+            paths.extend(files(Path::new(dir), "md")?);
+        }
         for path in paths {
             let text =
                 fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -135,11 +139,13 @@ impl Pages {
             Ok(pieces) => pieces,
             Err(problem) => return (text.to_owned(), vec![problem]),
         };
-        // Links in README.md are relative to the root.
-        let to_docs = if path.parent() == Some(Path::new(DOCS_DIR)) { "" } else { "docs/" };
+        // Links are relative to the directory of the page.
+        let to_docs = match path.parent() {
+            Some(dir) if dir == Path::new(DOCS_DIR) => "",
+            Some(dir) if dir.starts_with(DOCS_DIR) => "../",
+            _ => "docs/",
+        };
         let (mut new, mut problems) = (String::new(), Vec::new());
-        // Links in docs/runs/ lead through its parent directory.
-        let to_docs = if path.starts_with(RUNS_DIR) { "../" } else { to_docs };
         for piece in pieces {
             match piece {
                 Piece::Prose(prose) => new.push_str(prose),
@@ -159,18 +165,18 @@ impl Pages {
         (new, problems)
     }
 
-    /// Returns the content of a region.
+    /// Returns the generated content of a region, or the reason why it cannot be generated.
     fn figures(&self, region: &Region, to_docs: &str) -> Result<String, String> {
         let Some(run) = self.runs.get(&region.name) else {
             return Err(format!("there is no {}", run_path(&region.name).display()));
         };
         let figures = run.markdown(&region.choice)?;
         let link = format!("{to_docs}runs/{}.json", region.name);
-        Ok(format!("{}\n\n{figures}", run.came_from(&link)))
+        Ok(format!("{}\n\n{figures}", run.provenance(&link)))
     }
 }
 
-/// Returns the path of the run `name`.
+/// Returns the path of the published run `name`.
 fn run_path(name: &str) -> PathBuf {
     Path::new(RUNS_DIR).join(format!("{name}.json"))
 }
@@ -198,17 +204,34 @@ mod tests {
     use super::*;
 
     fn regenerate(text: &str) -> (String, Vec<(usize, String)>) {
+        regenerate_at("docs/a.md", text)
+    }
+
+    fn regenerate_at(path: &str, text: &str) -> (String, Vec<(usize, String)>) {
         let row = Row::new("reads", Unit::Ratio, Summary::one(1.5));
         let run = Document {
             command: "c".into(),
             date: Some("d".into()),
             machine: Machine { cpu: "c".into(), cpus: 2, memory_mib: 2048, ..Machine::here() },
             reports: vec![Report::new("x", "none", 0, "none").rows(vec![row])],
-            ..Document::begin("0.1.0", String::new())
+            ..Document::new("0.1.0", String::new())
         };
         let runs = [("zones".to_owned(), run)].into();
         let pages = Pages { texts: BTreeMap::new(), runs, broken: Vec::new() };
-        pages.regenerate(Path::new("docs/a.md"), text)
+        pages.regenerate(Path::new(path), text)
+    }
+
+    #[test]
+    fn links_are_relative_to_the_page() {
+        let region = "<!-- begin zones -->\n<!-- end zones -->\n";
+        for (page, link) in [
+            ("README.md", "(docs/runs/zones.json)"),
+            ("docs/explanation/a.md", "(../runs/zones.json)"),
+            ("docs/runs/a.md", "(../runs/zones.json)"),
+        ] {
+            let (text, problems) = regenerate_at(page, region);
+            assert!(problems.is_empty() && text.contains(link), "{page}: {text}");
+        }
     }
 
     #[test]

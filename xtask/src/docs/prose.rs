@@ -19,7 +19,7 @@ use super::region::{Piece, split};
 
 const BEGIN: &str = "<!-- figures";
 const END: &str = "-->";
-/// A number after one of these words is a version or a setting.
+/// Words before numbers that are versions or settings, not figures.
 const NO_FIGURE_AFTER: [&str; 8] = ["fio", "Linux", "nbdkit", "qemu-nbd", "QEMU", "libnbd", "Debian", "zipf"];
 
 /// Returns the problems of a page's figures: line, text. If `all` is true, a figure without a source is a problem.
@@ -41,13 +41,13 @@ pub fn problems(text: &str, runs: &BTreeMap<String, Document>, all: bool) -> Vec
     problems
 }
 
-/// Lines without a blank line between them, and the sources of their figures.
+/// Lines of a page without a blank line between them, and the sources of their figures.
 #[derive(Default)]
 struct Paragraph<'t> {
     /// Number of the first line in the prose, counted from 0.
     at: usize,
     lines: Vec<&'t str>,
-    /// Lines of figures, with their line numbers.
+    /// Lines that name the source of a figure, with their line numbers.
     figures: Vec<(usize, &'t str)>,
 }
 
@@ -112,7 +112,7 @@ impl Paragraph<'_> {
 fn numbers(line: &str) -> Vec<&str> {
     let mut numbers = Vec::new();
     let mut before = "";
-    // Every second part is code.
+    // Every second part is code between backticks.
     for text in line.split('`').step_by(2) {
         for word in text.split([' ', '(', ')', '[', ']', '-']) {
             let trimmed = word
@@ -137,7 +137,7 @@ fn as_precise(number: &str, value: f64) -> String {
     format!("{value:.decimals$}")
 }
 
-/// Returns the value in the runs to which a line of figures refers.
+/// Returns the value in the published runs to which a line with the source of a figure refers.
 fn value(line: &str, runs: &BTreeMap<String, Document>) -> Result<f64, String> {
     let mut fields = line.split(" | ").skip(1);
     let (Some(run), Some(report), Some(what)) = (fields.next(), fields.next(), fields.next()) else {
@@ -178,7 +178,7 @@ mod tests {
         let row = Row::new("reads", Unit::Ratio, Summary::one(1.2345)).part("blocks", 2.0);
         let reports = ["fio", "real"]
             .map(|data| Report::new("r", format!("{data}: x"), 0, "none").rows(vec![row.clone()]));
-        let run = Document { reports: reports.into(), ..Document::begin("0.1.0", String::new()) };
+        let run = Document { reports: reports.into(), ..Document::new("0.1.0", String::new()) };
         problems(text, &[("zones".to_owned(), run)].into(), true)
     }
 

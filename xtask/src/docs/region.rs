@@ -24,14 +24,14 @@ pub enum Piece<'t> {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Region<'t> {
     pub name: String,
-    /// Number of its first line, counted from 1.
+    /// Number of the region's first line, counted from 1.
     pub line: usize,
     /// Text of the region, including both markers.
     pub whole: &'t str,
     pub choice: Choice,
 }
 
-/// Splits a page. An error has a line number.
+/// Splits a page into prose and regions. An error has the line number and the problem.
 pub fn split(text: &str) -> Result<Vec<Piece<'_>>, (usize, String)> {
     let mut pieces = Vec::new();
     let mut open: Option<(Region<'_>, usize)> = None;

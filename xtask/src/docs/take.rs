@@ -11,19 +11,19 @@ use serde_json::Value;
 use super::{CHARTS_DIR, RUNS_DIR, files, run_path};
 use crate::cargo;
 
-/// Directory to which benchmarks write.
+/// Directory to which benchmarks write their runs.
 const OUT_DIR: &str = "benches/out";
-/// Name that stands for all experiments, and subdirectory to which they write.
+/// Name of all experiments together, and of the subdirectory to which they write.
 const REPRODUCE: &str = "reproduce";
 const EXPERIMENT: &str = "experiment-";
-/// Options whose values are paths; they are removed from the command.
+/// Options whose values are paths; the published command omits them.
 const PLACES: [&str; 7] =
     ["--json", "--baseline", "--data-dir", "--dir", "--out", "--freestone", "--peers-dir"];
 /// Maximum load average at the start of a run: above it, other programs may distort the results.
 const LOAD_MAX: f64 = 0.2;
 /// Benchmark that counts instructions, which the load does not affect.
 const COUNTS: &str = "gate";
-/// Top-level directories of every machine, whose paths are kept.
+/// Top-level directories that exist on every machine. Paths in them are kept.
 const SYSTEM_DIRS: [&str; 4] = ["usr", "dev", "proc", "sys"];
 
 /// Copies the run `name` to the published runs.
@@ -48,7 +48,7 @@ fn copy(from: &Path, name: &str) -> Result<()> {
     let text = fs::read_to_string(from).with_context(|| format!("cannot read {}", from.display()))?;
     let mut value: Value =
         serde_json::from_str(&text).with_context(|| format!("{} is not JSON", from.display()))?;
-    // Modification time, UTC.
+    // Date of the file's modification, UTC.
     let date = cargo::output(Command::new("date").args(["-u", "+%F", "-r"]).arg(from))?;
     publish(&mut value, &date).with_context(|| from.display().to_string())?;
     let text = serde_json::to_string_pretty(&value)? + "\n";
@@ -124,7 +124,7 @@ fn without_place(word: &str) -> String {
     let path = &word[at + 1..];
     let first = path.split('/').next().unwrap_or_default();
     let is_system = SYSTEM_DIRS.contains(&first.trim_end_matches(|c: char| !c.is_alphanumeric()));
-    // A slash between words, or a system directory.
+    // The slash is between words, or the path is in a system directory.
     if is_system || !path.contains('/') {
         return word.to_owned();
     }

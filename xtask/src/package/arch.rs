@@ -19,7 +19,7 @@ pub enum Arch {
     Arm64,
 }
 
-/// Tools for every architecture, besides cargo.
+/// Tools that packages of every architecture need, besides cargo.
 const TOOLS: [Tool; 4] =
     [("dpkg-deb", "dpkg"), ("dpkg-shlibdeps", "dpkg-dev"), ("gzip", "gzip"), ("objcopy", "binutils")];
 /// Additional tools for arm64: C compiler, linker, and libraries. `dpkg-shlibdeps` reads the same libraries.
@@ -29,7 +29,7 @@ const ARM64_TOOLS: [Tool; 4] = [
     ("/usr/aarch64-linux-gnu/include/stdio.h", "libc6-dev-arm64-cross"),
     ("/var/lib/dpkg/info/libc6:arm64.list", "libc6:arm64"),
 ];
-/// Debian's compiler, for use if cargo's compiler has no standard library for arm64.
+/// Debian's compiler, used if cargo's compiler has no standard library for arm64.
 const ARM64_COMPILER: [Tool; 2] = [
     (DEBIANS_COMPILER, "rustc-web"),
     ("/var/lib/dpkg/info/libstd-rust-web-dev:arm64.list", "libstd-rust-web-dev:arm64"),
@@ -65,7 +65,7 @@ impl Arch {
         }
     }
 
-    /// Installs missing tools.
+    /// Installs the missing tools for this architecture. Fails unless this machine is amd64.
     pub fn ensure(self) -> Result<()> {
         if env::consts::ARCH != "x86_64" {
             bail!("packages are built on amd64, and this is {}", env::consts::ARCH);
@@ -80,7 +80,7 @@ impl Arch {
         Ok(())
     }
 
-    /// Returns the environment variables of cargo builds for this architecture.
+    /// Returns the environment variables of cargo builds for this architecture; none for amd64.
     pub fn environment(self) -> Result<Vec<(&'static str, OsString)>> {
         let Self::Arm64 = self else { return Ok(Vec::new()) };
         let mut all = vec![

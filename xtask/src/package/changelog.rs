@@ -10,10 +10,11 @@ use crate::cargo::output;
 /// Path of the project's changelog.
 const CHANGELOG: &str = "CHANGELOG.md";
 
-/// Longest line of a change, in characters. Debian's changelog indents it, and allows 80 in total.
+/// Maximum length of a line of a change, in characters. Debian's changelog indents the line, and allows 80 characters
+/// in total.
 const LINE_MAX_CHARS: usize = 76;
 
-/// A version, newest first in the file.
+/// A version of the changelog. The newest version is the first in the file.
 #[derive(Debug, PartialEq, Eq)]
 struct Entry<'a> {
     version: &'a str,
@@ -23,7 +24,7 @@ struct Entry<'a> {
     changes: Vec<Vec<&'a str>>,
 }
 
-/// Returns the changelog in Debian's format. Fails unless its newest version is `version`.
+/// Returns the changelog in Debian's format. Fails unless the newest version of the changelog is `version`.
 pub fn debian(package: &str, version: &str, maintainer: &str) -> Result<String> {
     let text = fs::read_to_string(CHANGELOG).with_context(|| format!("cannot read {CHANGELOG}"))?;
     let entries = entries(&text)?;

@@ -33,7 +33,7 @@ const EXPERIMENTAL: &str = " .
 pub fn of_program(arch: Arch, root: &Path, maintainer: &str, libraries: &str) -> Result<String> {
     let mut text = head(arch, NAME, "admin", root, maintainer)?;
     writeln!(text, "Depends: adduser, {libraries}")?;
-    // For stores in object storage, and for nbds.
+    // Certificates are used for image stores in object storage, and for nbds (NBD over TLS).
     writeln!(text, "Recommends: ca-certificates")?;
     writeln!(text, "Suggests: e2fsprogs, libnbd-bin, librbd1, nbd-client, qemu-utils, udev")?;
     write!(text, "Description: {SUMMARY}\n{DESCRIPTION}")?;
@@ -62,7 +62,7 @@ fn head(arch: Arch, name: &str, section: &str, root: &Path, maintainer: &str) ->
     ))
 }
 
-/// Writes `DEBIAN/` into a complete tree. Only the program's package gets maintainer scripts.
+/// Writes `DEBIAN/` into a complete tree. Only the program's package contains maintainer scripts.
 pub fn write(root: &Path, control: &str) -> Result<()> {
     let sums = checksums(root)?;
     let configured: Vec<_> = files(root)?.into_iter().filter(|path| path.starts_with("etc")).collect();

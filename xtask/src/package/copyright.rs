@@ -40,7 +40,7 @@ struct Metadata {
     packages: Vec<Package>,
 }
 
-/// A stanza of the file: files, owners, licence.
+/// A stanza of the file `copyright`: files, owners, licence.
 struct Stanza {
     files: String,
     copyright: BTreeSet<String>,
@@ -157,19 +157,19 @@ fn of_package(package: &Package) -> Result<Vec<Stanza>> {
     Ok(stanzas)
 }
 
-/// Returns the copyright owners that a file names. Returns none if the file does not exist.
+/// Returns the copyright owners that a file names, or an empty set if the file does not exist.
 fn copyright_lines(path: &Path) -> BTreeSet<String> {
     let text = fs::read(path).unwrap_or_default();
     String::from_utf8_lossy(&text).lines().filter_map(owner).collect()
 }
 
-/// Returns the owner in a copyright line, with the years.
+/// Returns the owner in a copyright line, with the years, or None for any other line.
 fn owner(line: &str) -> Option<String> {
     let line = line.trim_start_matches([' ', '\t', '*', '/', '#']).trim_end();
     let rest = line.strip_prefix("Copyright ").or_else(|| line.strip_prefix("copyright "))?;
     let rest = rest.trim_start_matches("(c) ").trim_start_matches("(C) ").trim_start_matches("© ");
     let begins = rest.starts_with(|c: char| c.is_ascii_digit() || c.is_uppercase());
-    // Licence texts contain the word in other sentences, and placeholders for a name.
+    // Licence texts contain the word "copyright" in other sentences, and placeholders for a name.
     let is_text =
         ["License", "Notice", "OWNER", "HOLDER", "[yyyy]"].iter().any(|word| rest.starts_with(word));
     (begins && !is_text && line.len() < 200)

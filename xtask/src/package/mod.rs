@@ -24,7 +24,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// Builds the packages and prints their paths.
 pub fn run(arch: Arch) -> Result<bool> {
-    // Files in the package are readable by every user.
+    // Every user must be able to read the files of the package.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     arch.ensure()?;
     let out = cargo::target_dir().join("package");
@@ -68,7 +68,8 @@ fn empty_dir(dir: &Path) -> Result<PathBuf> {
     Ok(dir.to_owned())
 }
 
-/// Writes manual pages and completions with `freestone-manuals`, which has the program's command line.
+/// Writes manual pages and completions with the program `freestone-manuals`, which contains the definition of the
+/// command line.
 fn write_manuals(dir: &Path) -> Result<()> {
     empty_dir(dir)?;
     let mut run = cargo();
@@ -88,7 +89,8 @@ fn maintainer() -> Result<String> {
     output(Command::new("git").args(["log", "-1", "--format=%cn <%ce>"]))
 }
 
-/// Packs a tree. No file in the package is newer than `changed` (seconds since 1970), so builds are reproducible.
+/// Packs the tree `root` and returns the path of the package. No file in the package is newer than `changed` (seconds
+/// since 1970), so builds are reproducible.
 fn build(arch: Arch, root: &Path, out: &Path, name: &str, changed: &str) -> Result<PathBuf> {
     let package = out.join(format!("{name}_{VERSION}_{}.deb", arch.debian()));
     let mut command = Command::new("dpkg-deb");

@@ -42,7 +42,7 @@ pub fn build(arch: Arch) -> Result<PathBuf> {
     Ok(dir.join(PROFILE).join(NAME))
 }
 
-/// Splits the program `built` into files below `work`.
+/// Splits the program `built` into a stripped program and its symbols, both below `work`.
 pub fn parts(arch: Arch, built: &Path, work: &Path) -> Result<Parts> {
     let dir = empty_dir(&work.join("parts"))?;
     let (stripped, symbols) = (dir.join(NAME), dir.join("symbols"));

@@ -11,7 +11,7 @@ use super::NAME;
 use super::program::Parts;
 use crate::cargo::output;
 
-/// Files that are copied unchanged: source, destination, mode. For a directory, its Markdown files are copied.
+/// Files that are copied unchanged: source, destination, mode. For a directory, the [`PAGES`] below it are copied.
 const COPIES: [(&str, &str, u32); 11] = [
     ("packaging/systemd/freestone-mkfs", "usr/lib/freestone/freestone-mkfs", 0o755),
     ("packaging/udev/freestone-name", "usr/lib/freestone/freestone-name", 0o755),
@@ -30,6 +30,8 @@ const COPIES: [(&str, &str, u32); 11] = [
     ("CHANGELOG.md", "usr/share/doc/freestone/CHANGELOG.md", 0o644),
     ("docs", "usr/share/doc/freestone/docs", 0o644),
 ];
+/// Extensions of pages and of the pictures that pages show. Published runs in JSON stay out of the package.
+const PAGES: [&str; 3] = ["md", "png", "svg"];
 const UNITS: &str = "packaging/systemd";
 const UNITS_INSTALLED: &str = "usr/lib/systemd/system";
 /// Sections of the manual with pages.
@@ -41,7 +43,7 @@ const COMPLETIONS: [(&str, &str); 3] = [
     ("fish/freestone.fish", "usr/share/fish/vendor_completions.d/freestone.fish"),
 ];
 
-/// Built files of the program's package.
+/// Files of the program's package that a build produces.
 pub struct Program<'a> {
     pub parts: Parts,
     /// Directory of manual pages and completions.
@@ -54,7 +56,7 @@ pub fn fill(root: &Path, program: &Program<'_>, changelog: &str, copyright: &str
     for (from, to, mode) in COPIES {
         let from = Path::new(from);
         if from.is_dir() {
-            put_each(&files_of(from, "md")?, root, to, mode)?;
+            put_pages(from, root, to, mode)?;
         } else {
             put(from, root, to, mode)?;
         }
@@ -96,6 +98,16 @@ fn put_each(files: &[PathBuf], root: &Path, dir: &str, mode: u32) -> Result<Vec<
         copied.push(root.join(to));
     }
     Ok(copied)
+}
+
+/// Copies the pages below a directory, with their pictures.
+fn put_pages(from: &Path, root: &Path, to: &str, mode: u32) -> Result<()> {
+    for file in files(from)? {
+        if file.extension().is_some_and(|is| PAGES.iter().any(|page| is == *page)) {
+            put(&from.join(&file), root, &format!("{to}/{}", file.display()), mode)?;
+        }
+    }
+    Ok(())
 }
 
 fn put(from: &Path, root: &Path, to: &str, mode: u32) -> Result<()> {

@@ -18,7 +18,7 @@ use super::Problem;
 /// Maximum number of `use` declarations through which a path is resolved, as a guard against endless loops.
 const ALIASES_MAX: usize = 16;
 
-/// Returns a problem per cycle among the modules of a crate. `root` is its `lib.rs` or `main.rs`.
+/// Returns a problem per cycle among the modules of a crate. `root` is the crate's `lib.rs` or `main.rs`.
 pub fn of(root: &Path) -> Result<Vec<Problem>> {
     let mut modules = Modules { all: Vec::new() };
     let dir = root.parent().unwrap_or(Path::new("")).to_owned();
@@ -53,7 +53,7 @@ struct Modules {
 }
 
 impl Modules {
-    /// Collects the paths and children of `module`, whose children's files are in `dir`.
+    /// Collects the paths and the child modules of `module`. The files of its children are in `dir`.
     fn collect(&mut self, module: usize, dir: &Path, items: Vec<Item>) -> Result<()> {
         for item in items {
             match item {
@@ -127,7 +127,7 @@ impl Modules {
     }
 
     /// Returns the module that defines the item to which `path` in `module` resolves. Returns None for items of other
-    /// crates and local items of functions.
+    /// crates and local items of functions. `aliases` limits the number of `use` declarations.
     fn resolve(&self, mut module: usize, path: &[String], aliases: usize) -> Option<usize> {
         let (first, mut rest) = path.split_first()?;
         match first.as_str() {
@@ -173,7 +173,7 @@ impl Modules {
         false
     }
 
-    /// Returns the uses between different files.
+    /// Returns the names that each file uses from other files, except from files of its ancestors.
     fn uses(&self) -> Uses {
         let mut uses = Uses::new();
         for (number, module) in self.all.iter().enumerate() {
@@ -194,7 +194,7 @@ impl Modules {
     }
 }
 
-/// Names that a file uses, by using file and used file.
+/// Names that a file uses from another file, by using file and used file.
 type Uses = BTreeMap<PathBuf, BTreeMap<PathBuf, BTreeSet<String>>>;
 
 /// Returns a problem for each group of files that depend on each other.
@@ -236,7 +236,8 @@ fn reach<'a>(uses: &'a Uses, from: &PathBuf) -> BTreeSet<&'a PathBuf> {
     reached
 }
 
-/// Returns the file of the module `name` that `parent` declares. `dir` has the files of its children.
+/// Returns the file of the module `name` that `parent` declares. `dir` is the directory with the files of `parent`'s
+/// children.
 fn file_of(attributes: &[Attribute], parent: &Path, dir: &Path, name: &str) -> PathBuf {
     for attribute in attributes {
         if let Meta::NameValue(meta) = &attribute.meta
@@ -295,7 +296,7 @@ fn attributes(item: &Item) -> Option<&[Attribute]> {
 /// Collects paths of more than one segment, also in the arguments of macros.
 fn scan(tokens: TokenStream, paths: &mut BTreeSet<Vec<String>>) {
     let mut path: Vec<String> = Vec::new();
-    // Number of colons since the last name.
+    // Number of colons since the last identifier.
     let mut colons = 0;
     for token in tokens {
         match token {

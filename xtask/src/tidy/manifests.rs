@@ -20,7 +20,7 @@ pub fn package(path: &Path, text: &str) -> Vec<Problem> {
         Ok(manifest) => manifest,
         Err(error) => return vec![Problem::new(path, 0, format!("cannot be read: {error}"))],
     };
-    // The root and packages that are separate workspaces.
+    // The root and packages that are separate workspaces do not inherit from another workspace.
     if manifest.contains_key("workspace") {
         return Vec::new();
     }

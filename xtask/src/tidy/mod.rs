@@ -1,5 +1,6 @@
 //! `cargo xtask tidy`: checks the rules of CONTRIBUTING.md that clippy does not.
 
+mod book;
 mod cycles;
 mod links;
 mod manifests;
@@ -19,7 +20,7 @@ use crate::docs;
 #[derive(Debug, PartialEq, Eq)]
 pub struct Problem {
     path: PathBuf,
-    /// Counted from 1; 0 is the file as a whole.
+    /// Line number, counted from 1; 0 for the file as a whole.
     line: usize,
     what: String,
 }
@@ -49,6 +50,7 @@ pub fn run() -> Result<bool> {
             problems.extend(cycles::of(path)?);
         }
     }
+    problems.extend(book::problems(&texts));
     problems.extend(prose::record::problems(&hits(&texts))?);
     problems.extend(manifests::locked()?);
     problems.extend(manifests::research()?);
@@ -70,7 +72,8 @@ pub fn lower() -> Result<()> {
 fn texts() -> Result<Vec<(PathBuf, String)>> {
     let mut texts = Vec::new();
     for path in files()? {
-        // A deleted file that is still in git's index, or a link, whose target is checked under its own path.
+        // Skip deleted files that are still in git's index, and links, whose targets are checked under their
+        // own paths.
         if !path.is_file() || path.is_symlink() {
             continue;
         }
@@ -96,7 +99,7 @@ fn is_crate_root(path: &Path) -> bool {
 fn check(path: &Path, text: &str) -> Vec<Problem> {
     let name = path.file_name().unwrap_or_default();
     if name == "Cargo.lock" {
-        // Cargo writes the name of the registry, which is forbidden in other files.
+        // Cargo writes the name of the registry into lock files; the name is forbidden in other files.
         return manifests::sources(path, text);
     }
     let mut problems = source::any(path, text);

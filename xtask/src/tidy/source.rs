@@ -87,12 +87,12 @@ pub fn rust(path: &Path, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// Returns the line without a comment. A `//` in a string also ends the code.
+/// Returns the part of the line before a comment. A `//` in a string also ends the code.
 fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()
 }
 
-/// Returns true for an unsafe block or implementation. Clippy checks unsafe functions.
+/// Returns true if the code has an unsafe block or implementation. Clippy checks unsafe functions.
 fn is_unsafe(code: &str) -> bool {
     let opens = ["{", "impl ", "impl<"];
     let mut rest = code;
@@ -107,7 +107,7 @@ fn is_unsafe(code: &str) -> bool {
 }
 
 fn uses_ordering(code: &str, ordering: &str) -> bool {
-    // The qualified name, or an import of the variant, which would hide its uses from this check.
+    // Matches the qualified name, or an import of the variant, which would hide its uses from this check.
     let path = format!("Ordering::{ordering}");
     has_word(code, &path) || (code.contains("Ordering::{") && has_word(code, ordering))
 }
@@ -150,7 +150,7 @@ mod tests {
 
     use super::{LOCAL, RUST_LINES_MAX, SLOW_LANE, UNFINISHED, any, rust};
 
-    /// Result without problems.
+    /// Lines with problems in a text without any.
     const NONE: [usize; 0] = [];
 
     fn lines_of(text: &str) -> Vec<usize> {

@@ -1,7 +1,7 @@
 //! The client on whose behalf a thread runs a verb.
 //!
-//! The control server sets it for the thread of a connection; jobs ask it for the client's tag, and
-//! whether the client still waits for the response.
+//! The control server sets the caller for the thread of a connection. Jobs read the client's tag
+//! from the caller, and check whether the client still waits for the response.
 
 use std::cell::RefCell;
 use std::os::unix::net::UnixStream;
@@ -13,11 +13,11 @@ thread_local! {
     static CALLER: RefCell<Caller> = const { RefCell::new(Caller { stream: None, tag: None }) };
 }
 
-/// A client of the control socket, or none.
+/// The client of the control socket for which a thread runs a verb, or no client.
 #[derive(Debug, Clone)]
 pub struct Caller {
     stream: Option<Arc<UnixStream>>,
-    /// Tag that the client gave the verb.
+    /// Tag that the client has set for the job of the verb.
     tag: Option<String>,
 }
 
@@ -32,12 +32,12 @@ impl Caller {
         CALLER.set(Self { stream: None, tag: None });
     }
 
-    /// Sets the tag of the verb that this thread runs next.
+    /// Sets the tag for the job of the verb that this thread runs next.
     pub fn set_tag(tag: Option<String>) {
         CALLER.with_borrow_mut(|caller| caller.tag = tag);
     }
 
-    /// Returns the tag that the client gave the verb.
+    /// Returns the tag that the client has set for the job of the verb.
     pub fn tag(&self) -> Option<&str> {
         self.tag.as_deref()
     }
@@ -48,10 +48,11 @@ impl Caller {
     }
 
     /// Returns true if nobody reads the response any more: the client closed its socket or ended. A
-    /// client that only shut down its sending direction still counts as connected.
+    /// client that only shut down its sending direction counts as connected.
     pub fn has_disconnected(&self) -> bool {
         let Some(stream) = &self.stream else { return false };
-        // poll() always reports a hang-up, and only when both directions are shut down.
+        // poll() reports a hang-up even if no events are requested, and only when both directions
+        // are shut down.
         let mut fds = [PollFd::new(stream, PollFlags::empty())];
         let polled = poll(&mut fds, Some(&Timespec::default()));
         polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
@@ -76,7 +77,7 @@ mod tests {
         assert!(!caller.has_disconnected());
         client.shutdown(Shutdown::Write).unwrap();
         assert!(!caller.has_disconnected());
-        // The server shuts down this direction when it ends.
+        // The control server shuts down the reading direction of connections when it stops.
         server.shutdown(Shutdown::Read).unwrap();
         assert!(!caller.has_disconnected());
         drop(client);

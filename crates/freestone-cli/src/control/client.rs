@@ -14,22 +14,22 @@ use rustix::process::Pid;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use super::protocol::{Fault, MAX_LINE_BYTES, Response};
+use super::protocol::{MAX_LINE_BYTES, Response, RpcError};
 use super::socket;
 use crate::paths;
 
-/// Largest response read, in bytes.
+/// Largest response line accepted, in bytes. A longer line is truncated, and then fails to parse.
 const MAX_RESPONSE_BYTES: u64 = 1 << 30;
 
-/// A connection to a server.
+/// A connection to the control socket of a server.
 pub struct Client {
     stream: UnixStream,
     path: PathBuf,
 }
 
 impl Client {
-    /// Returns the path of the control socket (`path`, else that of the environment, else the default), and the
-    /// command that starts a server there.
+    /// Returns the path of the control socket, and the command that starts a server there. The path is `path`, else
+    /// that of the environment variable, else the default.
     pub fn locate(path: Option<&Path>) -> Result<(PathBuf, String)> {
         let path = path.map(Path::to_path_buf).or_else(paths::control_of_environment);
         Ok(match path {
@@ -41,7 +41,7 @@ impl Client {
         })
     }
 
-    /// Connects to the server at `path`, else at the path of the environment, else at the default path.
+    /// Connects to the server at `path`, else at the path of the environment variable, else at the default path.
     pub fn connect(path: Option<&Path>) -> Result<Self> {
         let (path, start) = Self::locate(path)?;
         socket::check_length(&path)?;
@@ -57,7 +57,7 @@ impl Client {
             Ok(stream) => Ok(Self { stream, path }),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
                 let why = format!("no server at {at}; start one with `{start}`");
-                Err(Fault::failed(Errno::ECONNREFUSED, why).into())
+                Err(RpcError::failed(Errno::ECONNREFUSED, why).into())
             }
             Err(e) => Err(e).with_context(|| format!("{at}: cannot connect to the control socket")),
         }
@@ -74,14 +74,14 @@ impl Client {
         Ok(peer.with_context(|| format!("{}: cannot tell whose it is", self.path.display()))?.pid)
     }
 
-    /// Sets the longest time that a later call waits for its response.
+    /// Sets the longest time that later calls wait for the server to read the request, and for data of its response.
     pub fn set_timeout(&self, time: Duration) -> Result<()> {
         let at = self.path.display();
         let set = self.stream.set_read_timeout(Some(time)).and(self.stream.set_write_timeout(Some(time)));
         set.with_context(|| format!("{at}: cannot limit the time of an answer"))
     }
 
-    /// Calls one method. An error of the server is returned as a [`Fault`].
+    /// Calls one method and returns its result as JSON. An error of the server is returned as an [`RpcError`].
     pub fn call(&mut self, method: &str, params: &Value) -> Result<Box<RawValue>> {
         let at = self.path.display();
         let mut request =

@@ -1,9 +1,9 @@
 //! The set of open control connections, with an upper limit.
 //!
-//! A client beyond the limit is not refused: it waits until a connection ends. While one waits, the
-//! connection that has been idle longest is closed. A connection is idle while no verb runs for it,
-//! also if the client does not read a response. The control server owns one set per socket. The lock
-//! of a set is held only for short accesses.
+//! A client beyond the limit is not refused: it waits until a connection ends. While a client waits, the
+//! connection that has been idle longest is closed. A connection is idle while no verb runs for it, also if
+//! the client does not read a response. The control server owns one set per socket. The lock of a set is held
+//! only for short accesses.
 
 use std::collections::HashMap;
 use std::net::Shutdown;
@@ -11,13 +11,13 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Shortest idle time after which a connection may be closed. A client that has just connected is
+/// Shortest idle time after which a connection may be closed, because a client that has just connected is
 /// about to send a request.
 const IDLE_MIN: Duration = Duration::from_secs(1);
 /// Interval at which a waiting client looks for idle connections to close.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The open connections.
+/// The set of open control connections.
 pub struct Connections {
     limit: usize,
     state: Mutex<ConnectionsState>,
@@ -28,7 +28,7 @@ pub struct Connections {
 #[derive(Default)]
 struct ConnectionsState {
     closing: bool,
-    /// Open connections by number.
+    /// Open connections, by the number of their slot.
     open: HashMap<u64, Connection>,
     next: u64,
 }
@@ -41,13 +41,13 @@ struct Connection {
     ending: bool,
 }
 
-/// A slot in the set, freed when dropped.
+/// Guard of the slot that a connection uses in the set. Dropping it frees the slot.
 pub struct Slot {
     connections: Arc<Connections>,
     number: u64,
 }
 
-/// Marks a connection as busy with a verb until dropped.
+/// Guard of a running verb. Until it is dropped, the connection does not count as idle.
 pub struct RunningVerb<'a>(&'a Slot);
 
 impl Connections {
@@ -61,12 +61,12 @@ impl Connections {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if the set was closed.
+    /// Returns true after [`close`](Self::close).
     pub fn is_closing(&self) -> bool {
         self.lock().closing
     }
 
-    /// Waits for a free slot for a new connection. Returns `None` if the set was closed.
+    /// Waits for a free slot for a new connection. Returns `None` if the set was closed meanwhile.
     pub fn add(self: &Arc<Self>, stream: &Arc<UnixStream>) -> Option<Slot> {
         let mut state = self.lock();
         while !state.closing && state.open.len() >= self.limit {
@@ -84,8 +84,8 @@ impl Connections {
         Some(Slot { connections: Arc::clone(self), number })
     }
 
-    /// Closes the most idle connection, if one has been idle for long enough. Called if another
-    /// resource than slots is short.
+    /// Closes the connection that has been idle longest, if for at least [`IDLE_MIN`]. Called if threads or
+    /// descriptors are short.
     pub fn close_idle(&self) {
         self.lock().close_most_idle();
     }
@@ -125,7 +125,8 @@ impl ConnectionsState {
         let Some(longest) = idle.min_by_key(|connection| connection.idle_since) else { return };
         if longest.idle_since.is_some_and(|since| since.elapsed() >= IDLE_MIN) {
             longest.ending = true;
-            // The connection's thread reads or writes there, and sees the shutdown at once.
+            // The thread of the connection reads from or writes to this stream, and sees the shutdown at
+            // once.
             let _ = longest.stream.shutdown(Shutdown::Both);
         }
     }

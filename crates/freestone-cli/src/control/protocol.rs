@@ -18,10 +18,10 @@ const INVALID_REQUEST: i32 = -32600;
 const METHOD_NOT_FOUND: i32 = -32601;
 const INVALID_PARAMS: i32 = -32602;
 const INTERNAL_ERROR: i32 = -32603;
-/// The verb was understood and failed; `data.errno` says how.
+/// The verb was understood and failed; `data.errno` names the error.
 const FAILED: i32 = -32000;
 
-/// Error codes, their meaning, and the exit status of the program.
+/// Error codes, each with its meaning and the exit status of the program.
 pub const CODES: [(i32, &str, &str); 6] = [
     (PARSE_ERROR, "the message is not JSON", "1"),
     (INVALID_REQUEST, "not a request, an empty or too large batch, or a line above the limit", "1"),
@@ -34,23 +34,23 @@ pub const CODES: [(i32, &str, &str); 6] = [
 /// A JSON-RPC error object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Error)]
 #[error("{message}")]
-pub struct Fault {
-    /// JSON-RPC error code, one of the constants above.
+pub struct RpcError {
+    /// JSON-RPC error code, one of [`CODES`].
     pub code: i32,
-    /// One sentence that names the device and the key.
+    /// Error message: one sentence that names the device and the key.
     pub message: String,
     /// Details, for example `{"errno": "EBUSY"}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<Value>,
 }
 
-impl Fault {
+impl RpcError {
     /// Returns the error of a verb that failed with `errno`.
     pub fn failed(errno: Errno, message: impl Into<String>) -> Self {
         Self { data: Some(json!({ "errno": errno })), ..Self::plain(FAILED, message.into()) }
     }
 
-    /// Adds a number to `data`: work that was done before the failure.
+    /// Adds a member to `data`, such as the amount of work that was done before the failure.
     #[must_use]
     pub fn with(mut self, key: &str, number: u64) -> Self {
         if let Some(Value::Object(data)) = &mut self.data {
@@ -89,60 +89,61 @@ impl Fault {
     }
 
     /// Returns true if the verb failed with `errno`.
-    pub fn is(&self, errno: Errno) -> bool {
+    pub fn has_errno(&self, errno: Errno) -> bool {
         self.data.as_ref().is_some_and(|data| data["errno"] == json!(errno))
     }
 
-    /// Returns true if the parameters are at fault, and not the state of the server.
+    /// Returns true if the parameters of the request are invalid, whatever the state of the server.
     pub fn is_usage(&self) -> bool {
         self.code == INVALID_PARAMS
     }
 }
 
-impl From<Refusal> for Fault {
+impl From<Refusal> for RpcError {
     fn from(refusal: Refusal) -> Self {
         let Refusal { errno, sentence, usage } = refusal;
         if usage { Self::invalid(sentence) } else { Self::failed(errno, sentence) }
     }
 }
 
-/// A parsed line.
+/// A parsed JSON request line.
 #[derive(Debug, PartialEq)]
 pub enum Message {
-    /// One request, or the error in it.
+    /// A single request, or the error in an invalid one.
     Single(Call),
-    /// Several requests.
+    /// A batch of requests.
     Batch(Vec<Call>),
 }
 
-/// A request, parsed as far as possible.
+/// A request of the client, or the error in an invalid request.
 #[derive(Debug, PartialEq)]
 pub struct Call {
-    /// ID that the response repeats. A request without an ID is a notification and gets no
+    /// ID that the response repeats. A request without an ID is a notification, which has no
     /// response.
     pub id: Option<Value>,
     /// Method and parameters, or the error to return.
-    pub request: Result<(String, Option<Value>), Fault>,
+    pub request: Result<(String, Option<Value>), RpcError>,
 }
 
 impl Call {
-    /// Returns a call that only carries an error.
-    pub fn broken(fault: Fault) -> Self {
+    /// Returns a call without a method, to which the response is the error `fault` with the ID
+    /// null.
+    pub fn broken(fault: RpcError) -> Self {
         Self { id: Some(Value::Null), request: Err(fault) }
     }
 
     fn parse(value: Value) -> Self {
         let Value::Object(mut object) = value else {
-            return Self::broken(Fault::invalid_request("a request is a JSON object"));
+            return Self::broken(RpcError::invalid_request("a request is a JSON object"));
         };
         let id = object.remove("id");
         if !matches!(id, None | Some(Value::Null | Value::String(_) | Value::Number(_))) {
-            return Self::broken(Fault::invalid_request("id: must be a string, a number or null"));
+            return Self::broken(RpcError::invalid_request("id: must be a string, a number or null"));
         }
         // An invalid request is not a notification: the error is returned even without an ID.
         let wrong = |id: Option<Value>, message: &str| Self {
             id: Some(id.unwrap_or_default()),
-            request: Err(Fault::invalid_request(message)),
+            request: Err(RpcError::invalid_request(message)),
         };
         if object.get("jsonrpc").and_then(Value::as_str) != Some("2.0") {
             return wrong(id, "jsonrpc: must be \"2.0\"");
@@ -158,16 +159,16 @@ impl Call {
     }
 }
 
-/// Parses a line.
+/// Parses a JSON request line. An invalid request is returned as a call with an error.
 pub fn parse(line: &[u8]) -> Message {
     match serde_json::from_slice(line) {
-        Err(e) => Message::Single(Call::broken(Fault::plain(PARSE_ERROR, format!("not JSON: {e}")))),
+        Err(e) => Message::Single(Call::broken(RpcError::plain(PARSE_ERROR, format!("not JSON: {e}")))),
         Ok(Value::Array(calls)) if calls.is_empty() => {
-            Message::Single(Call::broken(Fault::invalid_request("an empty batch")))
+            Message::Single(Call::broken(RpcError::invalid_request("an empty batch")))
         }
         Ok(Value::Array(calls)) if calls.len() > MAX_BATCH_REQUESTS => {
             let sentence = format!("a batch holds at most {MAX_BATCH_REQUESTS} requests");
-            Message::Single(Call::broken(Fault::invalid_request(sentence)))
+            Message::Single(Call::broken(RpcError::invalid_request(sentence)))
         }
         Ok(Value::Array(calls)) => Message::Batch(calls.into_iter().map(Call::parse).collect()),
         Ok(call) => Message::Single(Call::parse(call)),
@@ -178,19 +179,19 @@ pub fn parse(line: &[u8]) -> Message {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Response {
     jsonrpc: String,
-    /// The result if the verb succeeded.
+    /// Result of the verb, or `None` if it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<Box<RawValue>>,
-    /// The error if the verb failed.
+    /// Error of the verb, or `None` if it succeeded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<Fault>,
+    pub error: Option<RpcError>,
     /// ID of the request.
     pub id: Value,
 }
 
 impl Response {
     /// Returns the response to the request with this ID.
-    pub fn new(id: Value, outcome: Result<Box<RawValue>, Fault>) -> Self {
+    pub fn new(id: Value, outcome: Result<Box<RawValue>, RpcError>) -> Self {
         let (result, error) = match outcome {
             Ok(value) => (Some(value), None),
             Err(fault) => (None, Some(fault)),
@@ -203,7 +204,7 @@ impl Response {
 mod tests {
     use serde_json::{Value, json};
 
-    use super::{Call, Fault, MAX_BATCH_REQUESTS, Message, parse};
+    use super::{Call, MAX_BATCH_REQUESTS, Message, RpcError, parse};
     use freestone_spec::refusal::{Errno, Refusal};
 
     fn single(text: &str) -> Call {
@@ -218,9 +219,9 @@ mod tests {
         let name = "a\nb\u{1b}[2J'\u{e9}";
         let shown = r"a\nb\u{1b}[2J'é: no such device";
         for fault in [
-            Fault::failed(Errno::ENODEV, format!("{name}: no such device")),
-            Fault::invalid(format!("{name}: no such device")),
-            Fault::invalid_request(format!("{name}: no such device")),
+            RpcError::failed(Errno::ENODEV, format!("{name}: no such device")),
+            RpcError::invalid(format!("{name}: no such device")),
+            RpcError::invalid_request(format!("{name}: no such device")),
         ] {
             assert_eq!(fault.message, shown);
         }
@@ -229,7 +230,7 @@ mod tests {
     #[test]
     fn fault_code_tells_usage_from_failure() {
         let refused = |refusal: Refusal| {
-            let Fault { code, message, data } = refusal.into();
+            let RpcError { code, message, data } = refusal.into();
             (code, message, data.unwrap())
         };
         let invalid = (-32602, "r: no".to_owned(), json!({ "errno": "EINVAL" }));
@@ -245,7 +246,7 @@ mod tests {
         assert_eq!(call.request, Ok(("list".into(), Some(json!({"pattern": "r*"})))));
         let call = single(r#"{"jsonrpc":"2.0","method":"list"}"#);
         assert_eq!((call.id, call.request), (None, Ok(("list".into(), None))));
-        // Null is a valid ID.
+        // Null is a valid ID, so the request is not a notification.
         assert_eq!(single(r#"{"jsonrpc":"2.0","id":null,"method":"list"}"#).id, Some(Value::Null));
     }
 

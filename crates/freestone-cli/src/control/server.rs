@@ -4,7 +4,7 @@
 //! own client.
 
 use freestone_core::client_log;
-use freestone_core::descriptor_reserve::Reserve;
+use freestone_core::descriptor_reserve::DescriptorReserve;
 use rustix::io::Errno;
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
 use std::os::unix::net::UnixStream;
@@ -21,14 +21,15 @@ use tracing::debug;
 
 use super::caller::Caller;
 use super::connections::{Connections, Slot};
-use super::protocol::{self, Call, Fault, MAX_LINE_BYTES, Message, Response};
+use super::protocol::{self, Call, MAX_LINE_BYTES, Message, Response, RpcError};
 use super::socket::PrivateSocket;
 
-/// Maximum number of connections served at once. Further clients wait for one to end.
+/// Maximum number of connections served at once. Further clients wait until a connection ends.
 const MAX_CONNECTIONS: usize = 2048;
-/// The same for the read-only socket, smaller so that it leaves memory for verbs.
+/// Maximum number of connections served at once at the read-only socket. The limit is smaller, to
+/// leave memory for the verbs of the control socket.
 const MAX_READ_ONLY_CONNECTIONS: usize = 128;
-/// A client that does not read its response for this time is disconnected.
+/// Longest wait for a client to read its response. Then the client is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for running verbs when the server stops.
 const STOP_GRACE: Duration = Duration::from_secs(2);
@@ -36,13 +37,14 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 /// left), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Runs the methods of requests.
+/// Implementation of the methods that requests name.
 pub trait Handler: Send + Sync + 'static {
-    /// Runs one method. Returns serialized JSON: a tree of values would take many times the memory.
-    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault>;
+    /// Runs one method. Returns serialized JSON, because a tree of values would need many times the
+    /// memory.
+    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, RpcError>;
 }
 
-/// A running control server. Dropping it stops it and removes its socket.
+/// A running control server. Dropping it stops the server and removes the socket.
 pub struct ControlServer {
     socket: Arc<PrivateSocket>,
     connections: Arc<Connections>,
@@ -79,7 +81,7 @@ impl ControlServer {
     pub fn stop(&self) {
         self.stopped.call_once(|| {
             self.connections.close();
-            // Wakes accept(), which then fails.
+            // Wakes the thread that waits in accept(), which then fails.
             let _ = rustix::net::shutdown(self.socket.listener(), rustix::net::Shutdown::Both);
             self.connections.wait_empty(STOP_GRACE);
         });
@@ -108,7 +110,7 @@ fn accept_all(
 ) {
     loop {
         let accepted = match socket.listener().accept() {
-            Ok((stream, _)) if Reserve::OF_VERBS.includes(&stream) => Err(Errno::MFILE.into()),
+            Ok((stream, _)) if DescriptorReserve::CONTROL.includes(&stream) => Err(Errno::MFILE.into()),
             accepted => accepted,
         };
         match accepted {
@@ -123,11 +125,11 @@ fn accept_all(
     }
 }
 
-/// A connection and what its thread needs.
+/// A connection, with the slot and the handler for its thread.
 #[derive(Clone)]
 struct Client {
-    // Dropped before the slot: once all slots are free, no connection keeps the devices alive, and
-    // the server can drop them.
+    // The handler is dropped before the slot: once all slots are free, no connection keeps the
+    // devices alive, and the server can drop them.
     handler: Arc<dyn Handler>,
     stream: Arc<UnixStream>,
     slot: Arc<Slot>,
@@ -143,10 +145,10 @@ impl Client {
     }
 }
 
-/// Starts a spare thread that serves connections when the system starts no more threads, so that
-/// verbs such as `shutdown` still work.
+/// Starts a spare thread that serves connections when the system starts no more threads. So verbs
+/// such as `shutdown` still work.
 fn start_spare() -> io::Result<SyncSender<Client>> {
-    // Capacity 0: a connection is accepted only while the thread is idle.
+    // With capacity 0, a connection can be sent only while the thread is idle.
     let (sender, clients) = mpsc::sync_channel::<Client>(0);
     thread::Builder::new().name("control-spare".into()).spawn(move || {
         for client in clients {
@@ -194,7 +196,7 @@ fn serve(stream: &UnixStream, slot: &Slot, handler: &dyn Handler) -> io::Result<
         match read_line(&mut reader, &mut line)? {
             LineRead::End => return Ok(()),
             LineRead::TooLong => {
-                let fault = Fault::invalid_request(format!("a line holds at most {MAX_LINE_BYTES} bytes"));
+                let fault = RpcError::invalid_request(format!("a line holds at most {MAX_LINE_BYTES} bytes"));
                 answer(&mut writer, Call::broken(fault), run)?;
             }
             LineRead::Complete if line.trim_ascii().is_empty() => {}
@@ -210,7 +212,7 @@ enum LineRead {
     End,
 }
 
-/// Reads one line into `line`, up to the limit. The rest of a longer line is skipped.
+/// Reads one line into `line`, up to [`MAX_LINE_BYTES`]. The rest of a longer line is skipped.
 fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<LineRead> {
     line.clear();
     let limit = MAX_LINE_BYTES as u64 + 1;
@@ -224,7 +226,7 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<LineRe
     Ok(LineRead::TooLong)
 }
 
-/// Runs a call. Returns no response for a notification.
+/// Function that runs a call and returns the response, or `None` for a notification.
 type RunCall<'a> = &'a mut dyn FnMut(Call) -> io::Result<Option<Response>>;
 
 /// Runs the requests of one line and writes the responses.
@@ -235,10 +237,10 @@ fn answer_line(writer: &mut impl Write, line: &[u8], run: RunCall<'_>) -> io::Re
     }
 }
 
-/// Runs one method.
-type RunMethod<'a> = &'a dyn Fn(&str, Option<Value>) -> Result<Box<RawValue>, Fault>;
+/// Function that runs one method and returns its result as JSON.
+type RunMethod<'a> = &'a dyn Fn(&str, Option<Value>) -> Result<Box<RawValue>, RpcError>;
 
-/// Returns the response to a line, without a connection.
+/// Returns the response to a JSON request line that did not arrive on a connection, for fuzzing.
 pub fn answer_to(line: &[u8], handle: RunMethod<'_>) -> Vec<u8> {
     let mut response = Vec::new();
     let run = &mut |call| Ok(outcome(call, handle));
@@ -282,7 +284,7 @@ fn outcome(call: Call, handle: RunMethod<'_>) -> Option<Response> {
         debug!(method, "control request");
         // A panic in one verb must not end the server and its devices.
         catch_unwind(AssertUnwindSafe(|| handle(&method, params))).unwrap_or_else(|_| {
-            Err(Fault::internal(format!("{method}: failed inside the server; see its log")))
+            Err(RpcError::internal(format!("{method}: failed inside the server; see its log")))
         })
     });
     call.id.map(|id| Response::new(id, outcome))
@@ -299,11 +301,11 @@ mod tests {
     use serde_json::value::{RawValue, to_raw_value};
     use serde_json::{Value, json};
 
-    use super::{ControlServer, Fault, Handler, PrivateSocket};
+    use super::{ControlServer, Handler, PrivateSocket, RpcError};
 
     struct Echo;
     impl Handler for Echo {
-        fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
+        fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, RpcError> {
             assert_ne!(method, "panic");
             Ok(to_raw_value(&json!([method, params])).unwrap())
         }
@@ -347,14 +349,14 @@ mod tests {
         assert_eq!(ask(&stream, &text), json!([{"jsonrpc": "2.0", "result": ["y", null], "id": 3}]));
     }
 
-    /// A handler whose `wait` blocks until it is released.
+    /// A handler whose method `wait` blocks until a test sets the flag in `running`.
     #[derive(Default)]
     struct BlockingHandler {
         running: Mutex<(usize, bool)>,
         changed: Condvar,
     }
     impl Handler for BlockingHandler {
-        fn call(&self, method: &str, _: Option<Value>) -> Result<Box<RawValue>, Fault> {
+        fn call(&self, method: &str, _: Option<Value>) -> Result<Box<RawValue>, RpcError> {
             let mut running = self.running.lock().unwrap();
             running.0 += 1;
             self.changed.notify_all();

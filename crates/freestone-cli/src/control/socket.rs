@@ -1,7 +1,7 @@
 //! A Unix socket at a path, with access rights, that only one server can own.
 //!
-//! The socket is bound in a private directory, gets its owner and mode there, and is renamed to its path. A file
-//! lock on the directory serializes servers that start at the same time.
+//! The socket is bound in a private directory, where its owner and mode are set, and is then renamed to its path. A
+//! file lock on the directory of that path serializes servers that start at the same time.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -14,14 +14,15 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context as _, Result, bail};
 use freestone_nbd::Access;
 use rustix::fs::{FlockOperation, flock};
+use rustix::net::sockopt::socket_peercred;
 
 /// Longest path of a Unix socket, in bytes: `sun_path` without its terminating zero.
 const MAX_PATH_BYTES: usize = 107;
-/// Attempts to lock the directory, and the pause between them: 2 s in total.
+/// Number of attempts to lock the directory, with a pause of [`LOCK_PAUSE`] between them: 2 s in total.
 const LOCK_TRIES: usize = 100;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
-/// The private directory in which a socket is bound: the prefix of its name, the number of random letters after
-/// it, its mode, and the socket's name in it.
+/// Prefix of the name of the private directory in which a socket is bound. The next constants are the number of random
+/// letters after the prefix, the directory's mode, and the name of the socket in the directory.
 const PRIVATE_DIR_PREFIX: &str = ".freestone-";
 const PRIVATE_DIR_LETTERS: usize = 6;
 const PRIVATE_DIR_MODE: u32 = 0o700;
@@ -39,11 +40,11 @@ pub fn check_length(path: &Path) -> Result<()> {
 #[derive(Debug)]
 pub struct SocketPath {
     path: PathBuf,
-    /// Identity of the socket: another server's socket at the same path is not removed.
+    /// Identity of the socket, so that another server's socket at the same path is not removed.
     identity: Identity,
 }
 
-/// Device, inode, and birth time if the file system has one: inode numbers are reused.
+/// Identity of a file: device, inode, and birth time if the file system records it, because inode numbers are reused.
 pub type Identity = (u64, u64, Option<SystemTime>);
 
 /// Returns the identity of the file at `path`.
@@ -57,7 +58,7 @@ impl SocketPath {
         Ok(Self { path: path.into(), identity: identity(path)? })
     }
 
-    /// Removes the path if it is still this socket.
+    /// Removes the path if the file there is still this socket.
     pub fn remove(&self) {
         if identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = fs::remove_file(&self.path);
@@ -71,7 +72,7 @@ impl Drop for SocketPath {
     }
 }
 
-/// A listening socket. Dropping it closes it and removes its path.
+/// A listening socket. Dropping it closes the socket and removes its path.
 #[derive(Debug)]
 pub struct PrivateSocket {
     listener: UnixListener,
@@ -124,7 +125,7 @@ fn parent(path: &Path) -> Result<&Path> {
     }
 }
 
-/// Locks the directory of a socket.
+/// Locks the directory of a socket. Closing the returned file releases the lock.
 fn lock_for(path: &Path) -> Result<File> {
     check_length(path)?;
     lock_dir(parent(path)?).with_context(|| format!("{}: cannot create the control socket", path.display()))
@@ -141,7 +142,8 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::WouldBlock, "another program holds a lock on the directory"))
 }
 
-/// Fails if the path is in use. Returns true if a stale socket is there.
+/// Fails if a server listens at the path, or the path is not a socket. Returns true for a stale socket, and false if
+/// the path does not exist.
 fn check_not_in_use(path: &Path) -> Result<bool> {
     let at = path.display();
     match fs::symlink_metadata(path) {
@@ -151,9 +153,12 @@ fn check_not_in_use(path: &Path) -> Result<bool> {
         Ok(_) => {}
     }
     match UnixStream::connect(path) {
-        Ok(_) => bail!("{at}: a server is running there; stop it, or name another path with --control"),
+        Ok(socket) => {
+            let pid = socket_peercred(&socket).map(|peer| format!(" (pid {})", peer.pid)).unwrap_or_default();
+            bail!("{at}: is in use by another server{pid}; stop it, or name another path with --control")
+        }
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => Ok(true),
-        Err(e) => Err(e).with_context(|| format!("{at}: cannot find out whether a server is running there")),
+        Err(e) => Err(e).with_context(|| format!("{at}: cannot find out whether a server listens")),
     }
 }
 
@@ -173,27 +178,28 @@ fn remove_private_dirs(parent: &Path, _lock: &File) {
             if fs::symlink_metadata(&socket).is_ok_and(|meta| meta.file_type().is_socket()) {
                 drop(fs::remove_file(socket));
             }
-            // Fails if the directory has other files: it is left then.
+            // Fails if the directory contains other files: the directory remains then.
             drop(fs::remove_dir(entry.path()));
         }
     }
 }
 
-/// Binds the socket in a new directory of mode 0700 and renames it to its path, so that it never has other
-/// access rights than those of `access`.
+/// Binds the socket in a new directory of mode 0700 and renames it to its path. So the socket never has other access
+/// rights than those of `access`.
 fn bind_private(parent: &Path, path: &Path, access: &Access) -> io::Result<UnixListener> {
     let dir = tempfile::Builder::new()
         .prefix(PRIVATE_DIR_PREFIX)
         .rand_bytes(PRIVATE_DIR_LETTERS)
         .permissions(Permissions::from_mode(PRIVATE_DIR_MODE))
         .tempdir_in(parent)?;
-    // Through the descriptor: the directory's name does not count against the limit of a socket's path.
+    // Bound through a descriptor, so that the directory's name does not count against the length limit of a socket's
+    // path.
     let handle = File::open(dir.path())?;
     let short = PathBuf::from(format!("/proc/self/fd/{}/{SOCKET_NAME}", handle.as_fd().as_raw_fd()));
     let listener = UnixListener::bind(&short)?;
     fs::set_permissions(&short, Permissions::from_mode(0o600))?;
     let other = |error| io::Error::other(format!("cannot set {access}: {error}"));
-    access.give(&short).map_err(other)?;
+    access.apply(&short).map_err(other)?;
     fs::rename(&short, path)?;
     Ok(listener)
 }
@@ -221,10 +227,10 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 
         let error = PrivateSocket::bind(&path, &Access::default()).unwrap_err().to_string();
-        assert!(
-            error.ends_with("a server is running there; stop it, or name another path with --control"),
-            "{error}"
-        );
+        let pid = std::process::id();
+        let why =
+            format!("is in use by another server (pid {pid}); stop it, or name another path with --control");
+        assert_eq!(error, format!("{}: {why}", path.display()));
         drop(socket);
         assert!(!path.exists());
     }

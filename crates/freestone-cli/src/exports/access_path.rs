@@ -7,23 +7,23 @@ use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
 use tracing::warn;
 
-use crate::limited::Limited;
+use crate::export_limits::ExportLimits;
 
 /// Returns a new access path into a device for the export at an address, or None for a template.
 pub(super) fn access_path(
     entry: &Entry,
     at: &Address,
-    limited: Option<&Arc<Limited>>,
+    limited: Option<&Arc<ExportLimits>>,
 ) -> Option<Arc<dyn Device>> {
-    let way = entry.way()?;
-    way.tally().set_place(&at.absolute().to_string());
-    if let Some(Err(error)) = limited.map(|limited| limited.join(&way)) {
+    let counting = entry.new_access_path()?;
+    counting.tally().set_address(&at.absolute().to_string());
+    if let Some(Err(error)) = limited.map(|limited| limited.join(&counting)) {
         warn!(
             "{}: {at}: the limits of the export are not enforced: cannot start a thread: {error}",
             entry.name()
         );
     }
-    Some(way)
+    Some(counting)
 }
 
 /// Returns the description of an export for NBD clients.

@@ -4,40 +4,40 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::device::Counting;
-use freestone_spec::kinds::{Entry, NoWaiting};
+use freestone_spec::kinds::{Entry, WaitBypass};
 use freestone_spec::limits::LimitSpec;
 use freestone_spec::refusal::Errno;
 
 use super::Exports;
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
-use crate::limited::Limited;
-use crate::places::{Place, Wanted};
+use crate::control::protocol::RpcError;
+use crate::export_limits::ExportLimits;
+use crate::export_spec::{ExportAddress, ExportSpec};
 
 /// Limits of all exports, by device and address. The mutex is held only while the map is read or changed.
 #[derive(Default)]
-pub struct AllLimited(Mutex<ByDevice>);
+pub struct AllExportLimits(Mutex<ByDevice>);
 
-type ByDevice = HashMap<String, Vec<(String, Arc<Limited>)>>;
+type ByDevice = HashMap<String, Vec<(String, Arc<ExportLimits>)>>;
 
-impl AllLimited {
+impl AllExportLimits {
     fn lock(&self) -> MutexGuard<'_, ByDevice> {
         // A panic cannot leave the map inconsistent, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds the limits of a new export.
-    pub fn put(&self, name: &str, address: String, limited: Arc<Limited>) {
+    /// Adds the limits of a new export of the device `name`.
+    pub fn put(&self, name: &str, address: String, limited: Arc<ExportLimits>) {
         self.lock().entry(name.to_owned()).or_default().push((address, limited));
     }
 
-    /// Returns the limiter of an export.
-    pub fn of(&self, name: &str, address: &str) -> Option<Arc<Limited>> {
+    /// Returns the limits of an export as a shared object that can be changed, or `None` if the export is unknown.
+    pub fn of(&self, name: &str, address: &str) -> Option<Arc<ExportLimits>> {
         let all = self.lock();
         all.get(name)?.iter().find(|(at, _)| at == address).map(|(_, limited)| Arc::clone(limited))
     }
 
-    /// Returns the limits of an export; no limits if it is unknown.
+    /// Returns the values of an export's limits, which are unlimited if the export is unknown.
     pub fn limits(&self, name: &str, address: &str) -> LimitSpec {
         self.of(name, address).map(|limited| limited.limits()).unwrap_or_default()
     }
@@ -59,34 +59,34 @@ impl AllLimited {
     }
 
     /// Returns the access paths of all exports of a device.
-    pub fn ways(&self, name: &str) -> Vec<Arc<Counting>> {
+    pub fn access_paths(&self, name: &str) -> Vec<Arc<Counting>> {
         let all: Vec<_> =
             self.lock().get(name).into_iter().flatten().map(|(_, one)| Arc::clone(one)).collect();
-        all.iter().flat_map(|limited| limited.ways()).collect()
+        all.iter().flat_map(|limited| limited.access_paths()).collect()
     }
 }
 
 impl Exports {
-    /// Lets requests to a device, or to all forks of a template, no longer wait for memory or limits, until the
+    /// Makes requests to a device, or to all forks of a template, no longer wait for memory or limits, until the
     /// returned guards are dropped.
-    pub fn no_waiting(&self, entry: &Entry) -> Vec<NoWaiting> {
-        self.for_each_device(entry, Entry::no_waiting)
+    pub fn bypass_waiting(&self, entry: &Entry) -> Vec<WaitBypass> {
+        self.for_each_device(entry, Entry::bypass_waiting)
     }
 
-    /// Like [`no_waiting`](Self::no_waiting), for a device whose content is about to be removed: requests that
-    /// wait for a limit fail with "gone".
-    pub fn end_waiting(&self, entry: &Entry) -> Vec<NoWaiting> {
-        self.for_each_device(entry, Entry::end_waiting)
+    /// Like [`bypass_waiting`](Self::bypass_waiting), for a device whose content is about to be removed: requests that
+    /// wait for a limit fail with the error `Gone`.
+    pub fn fail_waiting(&self, entry: &Entry) -> Vec<WaitBypass> {
+        self.for_each_device(entry, Entry::fail_waiting)
     }
 
     fn for_each_device(
         &self,
         entry: &Entry,
-        end: fn(&Entry, &[Arc<Counting>]) -> NoWaiting,
-    ) -> Vec<NoWaiting> {
-        let ways = self.limited.ways(entry.name());
+        end: fn(&Entry, &[Arc<Counting>]) -> WaitBypass,
+    ) -> Vec<WaitBypass> {
+        let access_paths = self.limited.access_paths(entry.name());
         if entry.device().is_some() {
-            return vec![end(entry, &ways)];
+            return vec![end(entry, &access_paths)];
         }
         let of_template = |fork: &&Arc<Entry>| fork.template.as_deref() == Some(entry.name());
         let forks = self.registry.all();
@@ -94,29 +94,30 @@ impl Exports {
             .iter()
             .filter(of_template)
             .map(|fork| {
-                let own: Vec<_> = ways.iter().filter(|way| fork.is_way(way)).cloned().collect();
+                let own: Vec<_> =
+                    access_paths.iter().filter(|path| fork.is_access_path(path)).cloned().collect();
                 end(fork, &own)
             })
             .collect()
     }
 
-    /// Sets the limits of an export. Returns the previous limits.
+    /// Sets the limits of the export at the address of `wanted`. Returns the previous limits.
     pub fn limit_at(
         &self,
         _: &Claim<'_>,
         entry: &Entry,
-        wanted: &Wanted,
+        wanted: &ExportSpec,
         limits: LimitSpec,
-    ) -> Result<LimitSpec, Fault> {
+    ) -> Result<LimitSpec, RpcError> {
         let name = entry.name();
-        let failed = |errno, why: String| Fault::failed(errno, format!("{name}: {why}"));
+        let failed = |errno, why: String| RpcError::failed(errno, format!("{name}: {why}"));
         wanted
-            .place
+            .address
             .check_limits(&limits)
-            .map_err(|why| Fault::invalid(format!("{name}: publish: {why}")))?;
-        let address = self.address_of(name, &wanted.place);
+            .map_err(|why| RpcError::invalid(format!("{name}: publish: {why}")))?;
+        let address = self.address_of(name, &wanted.address);
         let Some(limited) = address.and_then(|address| self.limited.of(name, &address)) else {
-            return Err(failed(Errno::ENODEV, format!("is not published at {}", wanted.place)));
+            return Err(failed(Errno::ENODEV, format!("is not published at {}", wanted.address)));
         };
         let before = limited.limits();
         let set = limited.set(limits);
@@ -126,12 +127,13 @@ impl Exports {
         Ok(before)
     }
 
-    /// Returns the address of a device's export at a place, as text.
-    pub fn address_of(&self, name: &str, place: &Place) -> Option<String> {
-        if let Place::Nbd(at) = place {
+    /// Returns the address of a device's export as text. Returns `None` if `place` is local and the device is not
+    /// published there.
+    pub fn address_of(&self, name: &str, place: &ExportAddress) -> Option<String> {
+        if let ExportAddress::Nbd(at) = place {
             return Some(at.absolute().to_string());
         }
         let local = self.local_of(name);
-        local.iter().find(|export| export.wanted().place.is(place)).map(|export| export.address())
+        local.iter().find(|export| export.spec().address.is_same(place)).map(|export| export.address())
     }
 }

@@ -5,89 +5,95 @@ use freestone_spec::refusal::Errno;
 
 use super::Exports;
 use crate::allow;
-use crate::alone::Alone;
-use crate::control::protocol::Fault;
-use crate::places::Place;
+use crate::control::protocol::RpcError;
+use crate::export_spec::ExportAddress;
+use crate::standalone_export::StandaloneExport;
 
 impl Exports {
-    /// Sets the allow list of the server's own addresses at the start; `is_fixed` if it comes from the command
-    /// line.
-    pub fn begin_home_allow(&self, list: Option<AllowList>, is_fixed: bool) {
+    /// Sets the allow list of the server's own addresses at the start. `is_fixed` is true if the list comes from the
+    /// command line, so that a configuration file cannot change it.
+    pub fn init_server_allow_list(&self, list: Option<AllowList>, is_fixed: bool) {
         let mut addresses = self.addresses();
         addresses.allow = list;
         addresses.allow_is_fixed = is_fixed;
     }
 
-    /// Returns the allow list of the command line, which a configuration file does not change.
-    pub fn fixed_home_allow(&self) -> Option<AllowList> {
+    /// Returns the allow list of the command line, which a configuration file cannot change, or `None`.
+    pub fn fixed_server_allow_list(&self) -> Option<AllowList> {
         let addresses = self.addresses();
         addresses.allow.clone().filter(|_| addresses.allow_is_fixed)
     }
 
-    /// Returns the allow list of the server's own addresses; `None`: all clients.
-    pub fn home_allow(&self) -> Option<AllowList> {
+    /// Returns the allow list of the server's own addresses. `None` admits every client.
+    pub fn server_allow_list(&self) -> Option<AllowList> {
         self.addresses().allow.clone()
     }
 
     /// Replaces the allow list of the server's own addresses.
-    pub fn set_home_allow(&self, list: &AllowList) {
+    pub fn set_server_allow_list(&self, list: &AllowList) {
         let home = {
             let mut addresses = self.addresses();
             addresses.allow = Some(list.clone());
-            addresses.home.clone()
+            addresses.server.clone()
         };
         for address in home {
-            self.nbd.set_allow(&address, Some(list.clone()));
+            self.nbd.set_allow_list(&address, Some(list.clone()));
         }
     }
 
-    /// Replaces the allow list of a place of a device; `None`: all clients. Does nothing if the device is not
-    /// published there.
-    pub fn set_allow(&self, name: &str, place: &Place, list: Option<&AllowList>) {
-        if let Place::Nbd(address) = place {
-            self.nbd.set_allow(address, list.cloned());
+    /// Replaces the allow list of the address `place` of a device. `None` admits every client. Does nothing if the
+    /// device is not published there.
+    pub fn set_allow(&self, name: &str, place: &ExportAddress, list: Option<&AllowList>) {
+        if let ExportAddress::Nbd(address) = place {
+            self.nbd.set_allow_list(address, list.cloned());
         }
         for export in self.local_of(name) {
-            if let Alone::VhostUser(socket) = &*export
-                && export.wanted().place.is(place)
+            if let StandaloneExport::VhostUser(socket) = &*export
+                && export.spec().address.is_same(place)
             {
-                socket.set_allow(list.cloned());
+                socket.set_allow_list(list.cloned());
             }
         }
     }
 
-    /// Returns true if the allow list of a device's place differs from `list`. Returns false if the device is
-    /// not published there, or if the place is one of the server's own addresses.
-    pub fn differs(&self, name: &str, place: &Place, list: Option<&AllowList>) -> bool {
+    /// Returns true if the allow list of the address `place` of a device differs from `list`. Returns false if the
+    /// device is not published there, or if the address is one of the server's own.
+    pub fn differs(&self, name: &str, place: &ExportAddress, list: Option<&AllowList>) -> bool {
         match place {
-            Place::Nbd(address) => {
-                let is_open = self.nbd.listens_at(address) && !self.home().contains(address);
-                is_open && self.nbd.allow_at(address).as_ref() != list
+            ExportAddress::Nbd(address) => {
+                let is_open = self.nbd.is_listening_at(address) && !self.server_addresses().contains(address);
+                is_open && self.nbd.allow_list(address).as_ref() != list
             }
-            Place::VhostUser(_) | Place::Ublk(_) => {
+            ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => {
                 let local = self.local_of(name);
-                let found = local.iter().map(|export| export.wanted()).find(|known| known.place.is(place));
+                let found =
+                    local.iter().map(|export| export.spec()).find(|known| known.address.is_same(place));
                 found.is_some_and(|known| known.allow.as_ref() != list)
             }
         }
     }
 
-    /// Refuses a list that differs from the list of an open address. The list of an address applies to all its
-    /// exports.
-    pub fn check_same(&self, name: &str, address: &Address, list: Option<&AllowList>) -> Result<(), Fault> {
-        let current = self.nbd.allow_at(address);
+    /// Refuses an allow list that differs from the list of an open address, because that list applies to all exports of
+    /// the address.
+    pub fn check_same(
+        &self,
+        name: &str,
+        address: &Address,
+        list: Option<&AllowList>,
+    ) -> Result<(), RpcError> {
+        let current = self.nbd.allow_list(address);
         if list.is_none() || list == current.as_ref() {
             return Ok(());
         }
         let (current, wanted) = (allow::shown(current.as_ref()), allow::shown(list));
         let why =
             format!("{name}: {address}: {current} may connect there, for all its exports, and not {wanted}");
-        Err(Fault::failed(Errno::EBUSY, why))
+        Err(RpcError::failed(Errno::EBUSY, why))
     }
 }
 
-/// Refuses a list with which nobody could connect to the address of an inherited socket.
-pub(super) fn check(list: Option<&AllowList>, address: &Address) -> Result<(), Fault> {
+/// Refuses an allow list with which no client could connect to the address of an inherited socket.
+pub(super) fn check(list: Option<&AllowList>, address: &Address) -> Result<(), RpcError> {
     let checked = list.map_or(Ok(()), |list| allow::check(list, address));
-    checked.map_err(|why| Fault::invalid(format!("--allow: {why}")))
+    checked.map_err(|why| RpcError::invalid(format!("--allow: {why}")))
 }

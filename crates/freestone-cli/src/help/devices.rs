@@ -1,14 +1,15 @@
-//! Reference of device kinds and their keys: `freestone help KIND` and `freestone serve --help-devices`.
+//! Reference of the kinds of devices and their keys: `freestone help KIND` and `freestone serve
+//! --help-devices`.
 
 use clap::Command;
 
-/// Help text about a kind of device, or about keys that several kinds share.
+/// Help text about one kind of device, or about keys that several kinds have.
 struct Topic {
     name: &'static str,
     text: &'static str,
 }
 
-/// Keys of every device, also for the help of each command that creates devices.
+/// Help text about the keys of every device, also part of the help of each command that creates devices.
 macro_rules! common_keys {
     () => {
         "\
@@ -20,13 +21,13 @@ Keys of every device:
   publish=yes|no                            export at the server's own addresses; default yes in serve, no in create
 Keys of devices that hold content in memory, with serve --state DIR:
   keep=yes|no                               ram, fork, snapshot: save the content for the next start; default no
-  on_lost=withhold|empty                    also template and null: if the content is lost, the next start withholds
+  on_data_loss=withhold|empty               also template and null: if the content is lost, the next start withholds
                                             the exports of the device or publishes it empty; default withhold"
     };
 }
 pub(crate) use common_keys;
 
-/// Keys of a fork, also for the help of `fork`.
+/// Help text about the keys of a fork, also part of the help of the command `fork`.
 macro_rules! fork_keys {
     () => {
         "  size=SIZE                                 default the size of the base; reads as zeroes beyond the base
@@ -37,7 +38,7 @@ macro_rules! fork_keys {
 }
 pub(crate) use fork_keys;
 
-/// Keys of a snapshot, also for the help of `snapshot`.
+/// Help text about the keys of a snapshot, also part of the help of the command `snapshot`.
 macro_rules! snapshot_keys {
     () => {
         "  cow=PATH|DEVICE                           COW device for the copies of a file's chunks; default memory
@@ -184,7 +185,7 @@ Zoned devices: ram, null and file with zoned=yes
         name: "faults",
         text: "\
 Faults and power cuts: ram, null, file, nbd, rbd and fork
-  faults='RULES'|none                       for example 'write error=EIO chance=1%'; see docs/faults.md
+  faults='RULES'|none                       for example 'write error=EIO chance=1%'; see docs/reference/faults.md
   seed=N                                    seed of all that is random
   power_cut=yes|no                          hold unflushed writes back, so that `freestone power-cut` can lose them
   power_cut_unit=SIZE                       bytes that a power cut does not tear
@@ -195,20 +196,20 @@ Faults and power cuts: ram, null, file, nbd, rbd and fork
 const RULES: &str = "\
 Put a device after the devices that it uses. Write a comma inside a value twice.";
 
-/// Returns the help of a topic that is not a subcommand.
+/// Returns the help of a topic, or None if the topic is unknown or a subcommand has its name.
 pub fn topic(name: &str, parser: &Command) -> Option<String> {
     let topic = TOPICS.iter().find(|topic| topic.name == name)?;
     let is_verb = parser.get_subcommands().any(|verb| verb.get_name() == name);
     (!is_verb).then(|| format!("{}\n\n{}\n\n{RULES}\n", topic.text, common_keys!()))
 }
 
-/// Returns the help of all topics.
+/// Returns the help of all topics, as printed by `freestone serve --help-devices`.
 pub fn all() -> String {
     let topics: Vec<_> = TOPICS.iter().map(|topic| topic.text).collect();
     format!("{}\n\n{}\n\n{RULES}\n", topics.join("\n\n"), common_keys!())
 }
 
-/// Returns the topics and their texts.
+/// Returns the names and texts of all topics, including the keys of all kinds.
 pub fn topics() -> impl Iterator<Item = (&'static str, &'static str)> {
     let topics = TOPICS.iter().map(|topic| (topic.name, topic.text));
     [("all kinds", common_keys!())].into_iter().chain(topics)

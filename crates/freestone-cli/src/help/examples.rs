@@ -1,4 +1,4 @@
-//! Text below the options in the help of each subcommand: examples, columns, rules.
+//! Texts printed below the options in the help of subcommands: examples, columns, rules.
 
 use super::devices::{common_keys, fork_keys, snapshot_keys};
 
@@ -10,6 +10,8 @@ Examples:
   freestone serve --run 'qemu-img info \"$uri\"'          serve for one command
   freestone list
   freestone set ram0 mem_limit=2G disksize=8G
+  freestone mount job-7 /mnt/job                        the file system of a device
+  freestone umount job-7
 
 Sizes take K, M, G and T (1024-based).";
 

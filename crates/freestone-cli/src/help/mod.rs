@@ -1,4 +1,4 @@
-//! Texts of `--help`: groups of subcommands, device kinds, examples.
+//! Texts of `--help`: groups of subcommands, kinds of devices, examples.
 
 pub mod devices;
 pub mod examples;
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::Command;
 
-/// Subcommands by purpose. The first group has those that most users need first.
+/// Subcommands by purpose, as headings with names. The first group contains those that most users need first.
 pub const GROUPS: &[(&str, &[&str])] = &[
     (
         "Common commands",
@@ -23,7 +23,7 @@ pub const GROUPS: &[(&str, &[&str])] = &[
     ("Images in object storage", &["push", "pull", "images", "prune", "trace"]),
 ];
 
-/// Groups the subcommands in the help of the program.
+/// Replaces the list of subcommands in the help of the program by groups with headings ([`GROUPS`]).
 pub fn grouped(parser: Command) -> Command {
     let mut text = String::new();
     for (heading, verbs) in GROUPS {
@@ -42,9 +42,9 @@ pub fn grouped(parser: Command) -> Command {
     parser.help_template(template)
 }
 
-/// Prints a help text on standard output.
+/// Prints a help text on standard output. Returns success even if the reader has closed the pipe.
 pub fn print(text: &str) -> ExitCode {
-    // The reader may have closed the pipe.
+    // Fails if the reader has closed the pipe, which is not an error.
     let _ = io::stdout().write_all(text.as_bytes());
     ExitCode::SUCCESS
 }

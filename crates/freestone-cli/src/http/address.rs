@@ -1,4 +1,4 @@
-//! HTTP listening addresses, from the command line and the configuration file.
+//! HTTP listening addresses (`--metrics`, `--http`), from the command line and the configuration file.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs as _};
@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use crate::error::Usage;
 
-/// The settings of one HTTP address.
+/// The settings of one HTTP listening address, before they are checked.
 #[derive(Debug)]
 pub struct AddressWords<'a> {
     /// Name of the option without dashes; also the key in the configuration file.
@@ -17,14 +17,14 @@ pub struct AddressWords<'a> {
     pub line: Option<&'a str>,
     /// Address from the configuration file.
     pub file: Option<&'a str>,
-    /// Other machines may connect (`--KEY-open`).
+    /// True if other machines may connect (`--KEY-open`).
     pub open: bool,
-    /// Error text if `open` is set without an address: half a sentence.
+    /// Error message if `open` is set without an address: the part after `--KEY-open:`.
     pub useless: &'static str,
 }
 
 impl AddressWords<'_> {
-    /// Returns the address to listen at, or None if there is none.
+    /// Returns the address to listen at, or None if neither the command line nor the file contains one.
     ///
     /// # Errors
     /// The address is invalid, or other machines can reach it and `open` is not set.
@@ -42,12 +42,12 @@ impl AddressWords<'_> {
     }
 }
 
-/// An HTTP address as written: `PORT` (this machine only) or `HOST:PORT`.
+/// An HTTP address as the user writes it: `PORT` (this machine only) or `HOST:PORT`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpAddress {
-    /// `None`: 127.0.0.1.
+    /// Host name or IP address; `None` for 127.0.0.1.
     host: Option<String>,
-    /// 0: a free port.
+    /// TCP port; 0 for any free port.
     port: u16,
 }
 
@@ -56,7 +56,7 @@ const FORM: &str = "must be PORT or HOST:PORT, for example 9100 or 127.0.0.1:910
 impl FromStr for HttpAddress {
     type Err = String;
 
-    /// The error is half a sentence that follows the text.
+    /// Parses `PORT` or `HOST:PORT`. The error is the part of a message that follows the address.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.starts_with("unix:") || text.contains('/') {
             return Err(format!("{FORM}; HTTP needs TCP"));
@@ -79,7 +79,7 @@ impl FromStr for HttpAddress {
     }
 }
 
-/// Parses a port of digits only, without a sign.
+/// Parses a port that consists of digits only. Returns None if there is a sign, or if the port is too large.
 fn parse_port(text: &str) -> Option<u16> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
@@ -95,17 +95,17 @@ impl fmt::Display for HttpAddress {
 }
 
 impl HttpAddress {
-    /// Returns the socket address. Takes the first address of a host name.
+    /// Returns the socket address, which is the first address of a host name.
     ///
     /// # Errors
-    /// Half a sentence: the host is unknown; or other machines can reach the address, and `allowed` (the
-    /// option `--KEY-open`) is not set.
+    /// The part of a message that follows the address. Either the host is unknown; or other machines can
+    /// reach the address, and `allowed` (the option `--KEY-open`) is false.
     pub fn resolve(&self, key: &str, allowed: bool) -> Result<SocketAddr, String> {
         let Some(host) = &self.host else { return Ok((Ipv4Addr::LOCALHOST, self.port).into()) };
         let found = (host.as_str(), self.port).to_socket_addrs().map_err(|e| format!("no such host: {e}"))?;
         let found: Vec<_> = found.collect();
         let at = *found.first().ok_or("no such host")?;
-        // The next lookup may return the addresses in another order.
+        // All addresses of the host are checked, because the next lookup may return them in another order.
         if !allowed && !found.iter().all(|at| is_of_this_machine(at.ip())) {
             return Err(format!(
                 "other machines can reach this address and would see the names and activity of all devices; \
@@ -116,7 +116,7 @@ impl HttpAddress {
     }
 }
 
-/// Returns true if only this machine can reach the address.
+/// Returns true if only this machine can reach the address, which is then a loopback address.
 pub fn is_of_this_machine(ip: IpAddr) -> bool {
     ip.to_canonical().is_loopback()
 }

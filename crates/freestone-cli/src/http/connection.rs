@@ -1,4 +1,5 @@
-//! One HTTP connection: reads a request, sends the response, and closes. Bytes and time are limited.
+//! One HTTP connection: reads a request, sends the response, and closes the connection. Bytes and time are
+//! limited.
 
 use std::borrow::Cow;
 use std::io::{self, Read as _, Write as _};
@@ -11,16 +12,17 @@ use rustix::net::RecvFlags;
 
 use super::request::{HEAD_BYTES_MAX, Refusal, Request, head_end};
 
-/// Deadline for receiving the head of a request, and for sending an error response.
+/// Time limit for receiving the head of a request, and for sending an error response.
 const REQUEST_MAX: Duration = Duration::from_secs(5);
-/// Deadline for sending a response.
+/// Time limit for sending a response.
 const RESPONSE_MAX: Duration = Duration::from_secs(15);
-/// Bytes of one write. The deadline is checked between writes, so a slow reader cannot exceed it by much.
+/// Maximum number of bytes of one write. The deadline is checked between writes, so a slow reader cannot
+/// exceed it by much.
 const PIECE_BYTES: usize = 64 << 10;
-/// Longest time that received bytes are discarded after the response. Closing a socket with unread bytes
+/// Maximum time for which received bytes are discarded after the response. Closing a socket with unread bytes
 /// resets the connection, and the client could lose the response.
 const DRAIN_MAX: Duration = Duration::from_millis(500);
-/// Largest number of bytes discarded after the response.
+/// Maximum number of received bytes that are discarded after the response.
 const DRAIN_BYTES_MAX: usize = 64 << 10;
 
 /// An HTTP response.
@@ -40,15 +42,15 @@ impl Response {
     }
 }
 
-/// The client of a request, while its response is prepared.
+/// The client of a request, passed to the code that prepares the response.
 pub struct Client<'a> {
     stream: &'a TcpStream,
     ending: &'a AtomicBool,
 }
 
 impl Client<'_> {
-    /// Returns true if the client has disconnected or the server is ending.
-    pub fn is_gone(&self) -> bool {
+    /// Returns true if the client has disconnected or the server is shutting down.
+    pub fn has_disconnected(&self) -> bool {
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         match rustix::net::recv(self.stream, &mut [0; 1][..], flags) {
             Ok((_, 0)) => true,
@@ -58,8 +60,8 @@ impl Client<'_> {
     }
 }
 
-/// Reads a request and sends the response that `respond` returns. `headers` are the header lines of all
-/// responses, each with its line end.
+/// Reads a request and sends the response that `respond` returns. `check_host` enables the check of the
+/// `Host` header. `headers` are the header lines of all responses, each with its line end.
 ///
 /// # Errors
 /// The client disconnected, or did not read the response in time.
@@ -108,7 +110,8 @@ fn head(status: &str, content_type: &str, headers: &str, len: usize) -> String {
     )
 }
 
-/// Reads the head of a request. The inner error is the reason for an error response.
+/// Reads the head of a request. The inner error is the reason for an error response, the outer one a failed
+/// connection.
 fn read(mut stream: &TcpStream) -> io::Result<Result<Request, Refusal>> {
     let end = Instant::now() + REQUEST_MAX;
     let mut head = Vec::new();
@@ -136,7 +139,7 @@ fn read(mut stream: &TcpStream) -> io::Result<Result<Request, Refusal>> {
     }
 }
 
-/// Sends a response within `most`, and ends the connection.
+/// Sends a response within the time `most`, and ends the connection.
 fn write(mut stream: &TcpStream, head: &str, body: &[u8], most: Duration) -> io::Result<()> {
     let end = Instant::now() + most;
     for part in [head.as_bytes(), body] {

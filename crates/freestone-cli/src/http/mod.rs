@@ -1,5 +1,5 @@
-//! A small HTTP/1.1 server for metrics and the web page. It limits bytes, time and connections, and accepts
-//! only GET and HEAD.
+//! A small HTTP/1.1 server for the metrics and the web page. Bytes, time and connections are limited, and
+//! only GET and HEAD are accepted.
 
 mod address;
 mod connection;

@@ -1,51 +1,51 @@
-//! Strict parser of HTTP requests. Refuses everything that it does not understand, and uses only method,
-//! path, query and host.
+//! Strict parser of HTTP requests. Requests with unknown syntax are refused. Only method, path, query and
+//! host are used.
 
 use std::net::IpAddr;
 
-/// Largest head of a request with all its lines, in bytes.
+/// Maximum size in bytes of a request head: request line, header lines and the empty line.
 pub const HEAD_BYTES_MAX: usize = 8 << 10;
-/// Largest number of header lines, without the request line.
+/// Maximum number of header lines of a request, without the request line.
 const HEADERS_MAX: usize = 64;
 
-/// The used parts of an HTTP request.
+/// The parts of an HTTP request that the server uses.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The method is HEAD: the response has no body.
+    /// True if the method is HEAD, so that the response has no body.
     pub head_only: bool,
     /// The path without the query, not decoded.
     pub path: String,
-    /// The text after the question mark, not decoded.
+    /// The text after the question mark, not decoded; empty if there is none.
     pub query: String,
-    /// The `Host` header without the port. Optional in HTTP/1.0.
+    /// The `Host` header without the port. Only HTTP/1.0 requests may lack the header.
     pub host: Option<String>,
 }
 
-/// Reason for an error response.
+/// Reason why a request gets an error response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// Not a valid HTTP/1 request.
+    /// The request is not a valid HTTP/1 request.
     Bad,
-    /// The `Host` header has a name that is not this server's.
+    /// The `Host` header contains a name that is not a name of this server.
     Misdirected,
     /// The path does not exist.
     NotFound,
-    /// Neither GET nor HEAD.
+    /// The method is neither GET nor HEAD.
     Method,
-    /// The client was too slow.
+    /// The client did not send the request in time.
     Timeout,
-    /// More than [`HEAD_BYTES_MAX`] or [`HEADERS_MAX`].
+    /// The head exceeds [`HEAD_BYTES_MAX`] or [`HEADERS_MAX`].
     TooLarge,
-    /// A panic while the response was prepared.
+    /// The server panicked while it prepared the response.
     Broken,
-    /// Too many connections, or the server is ending.
+    /// There are too many connections, or the server is shutting down.
     Busy,
-    /// Not HTTP/1.0 or HTTP/1.1.
+    /// The HTTP version is neither 1.0 nor 1.1.
     Version,
 }
 
 impl Refusal {
-    /// Returns the status code and text.
+    /// Returns the HTTP status code and text of the error response.
     pub const fn status(self) -> &'static str {
         match self {
             Self::Bad => "400 Bad Request",
@@ -61,13 +61,13 @@ impl Refusal {
     }
 }
 
-/// Returns the length of the head, or None if it is incomplete.
+/// Returns the length of the request head at the start of `bytes`, or None if the head is incomplete.
 pub fn head_end(bytes: &[u8]) -> Option<usize> {
     bytes.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4)
 }
 
 impl Request {
-    /// Parses a head, including the empty line at its end.
+    /// Parses a request head, including the empty line at its end.
     pub fn parse(head: &[u8]) -> Result<Self, Refusal> {
         let text = std::str::from_utf8(head).map_err(|_| Refusal::Bad)?;
         let text = text.strip_suffix("\r\n\r\n").ok_or(Refusal::Bad)?;
@@ -117,8 +117,9 @@ impl Request {
         Ok(Self { head_only, path: path.to_owned(), query: query.to_owned(), host })
     }
 
-    /// Refuses a `Host` that is neither an IP address nor `localhost`. Prevents DNS rebinding: a web page can
-    /// make its own host name resolve to this address, and then read responses through the browser.
+    /// Refuses a `Host` header that is neither an IP address nor `localhost`. The check prevents DNS
+    /// rebinding: a web page can make its own host name resolve to this address, and then read responses
+    /// through the browser.
     pub fn check_host(&self) -> Result<(), Refusal> {
         let Some(host) = &self.host else { return Ok(()) };
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
@@ -129,12 +130,12 @@ impl Request {
     }
 }
 
-/// Returns true for a character that method and header names may contain.
+/// Returns true for a character that methods and header names may contain.
 fn is_token(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
-/// Returns the host of `HOST[:PORT]`.
+/// Returns the host of a `Host` header, `HOST[:PORT]`.
 fn host_of(value: &str) -> Result<String, Refusal> {
     let (host, port) = match value.rsplit_once(':') {
         Some((host, port)) if !port.contains(']') => (host, Some(port)),

@@ -1,7 +1,7 @@
-//! HTTP listener with one thread per connection and a limit of connections.
+//! HTTP listener with one thread per connection and a limit on the number of connections.
 
 use freestone_core::client_log;
-use freestone_core::descriptor_reserve::Reserve;
+use freestone_core::descriptor_reserve::DescriptorReserve;
 use std::io::{self, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,28 +17,28 @@ use super::address::is_of_this_machine;
 use super::connection::{self, Client, Response};
 use super::request::{Refusal, Request};
 
-/// Maximum number of connections. Further clients get status 503.
+/// Maximum number of open connections of a listener. Further clients get status 503.
 const CONNECTIONS_MAX: usize = 16;
-/// Pause after a failed accept, so that the loop does not spin.
+/// Pause after a failed accept, so that the loop does not spin on a persistent error.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The content served at one address.
 pub trait Site: Send + Sync + 'static {
-    /// Name of the option that enables the site, without dashes. Its threads have the same name.
+    /// Name of the option that enables the site, without dashes. The threads of the site have the same name.
     const NAME: &'static str;
-    /// Path of the first page.
+    /// Path of the first page, which is appended to the URL of the site.
     const PATH: &'static str;
-    /// Header lines of all responses, each with its line end.
+    /// Header lines of all responses of the site, each with its line end.
     const HEADERS: &'static str;
 
     /// Returns the response to a request.
     ///
     /// # Errors
-    /// The reason for an error response.
+    /// The reason why the request gets an error response.
     fn respond(&self, request: &Request, client: &Client<'_>) -> Result<Response, Refusal>;
 }
 
-/// A running HTTP listener. Dropping it stops listening.
+/// A running HTTP listener. Dropping the listener stops its thread.
 pub struct HttpServer {
     listener: Arc<TcpListener>,
     url: String,
@@ -53,7 +53,7 @@ struct Shared<S> {
     open: AtomicUsize,
 }
 
-/// A connection that counts towards [`CONNECTIONS_MAX`] until this is dropped.
+/// An open connection, which counts towards [`CONNECTIONS_MAX`] until this value is dropped.
 struct ConnectionSlot<S>(Arc<Shared<S>>);
 
 impl<S> Drop for ConnectionSlot<S> {
@@ -63,10 +63,10 @@ impl<S> Drop for ConnectionSlot<S> {
 }
 
 impl HttpServer {
-    /// Listens at an address and serves a site.
+    /// Listens at the address `at` and serves `site` there.
     ///
     /// # Errors
-    /// The address is not available, or the thread cannot be started.
+    /// The address is not available, or the listener's thread cannot be started.
     pub fn start<S: Site>(at: SocketAddr, site: S) -> Result<Self> {
         let listener = TcpListener::bind(at).with_context(|| format!("--{}: {at}", S::NAME))?;
         let listener = Arc::new(listener);
@@ -88,7 +88,7 @@ impl HttpServer {
         Ok(Self { listener, url, ending, acceptor: Some(acceptor) })
     }
 
-    /// Returns the URL of the site.
+    /// Returns the URL of the first page of the site.
     pub fn url(&self) -> &str {
         &self.url
     }
@@ -97,7 +97,7 @@ impl HttpServer {
 impl Drop for HttpServer {
     fn drop(&mut self) {
         self.ending.store(true, Ordering::SeqCst);
-        // Wakes accept(), which then fails.
+        // Wakes the thread in accept(), which fails after the shutdown.
         let _ = rustix::net::shutdown(&*self.listener, rustix::net::Shutdown::Both);
         if let Some(acceptor) = self.acceptor.take() {
             let _ = acceptor.join();
@@ -112,7 +112,7 @@ fn accept_all<S: Site>(listener: &TcpListener, shared: &Arc<Shared<S>>) {
             return;
         }
         match accepted {
-            Ok((stream, _)) if Reserve::OF_CLIENTS.includes(&stream) => reject::<S>(&stream),
+            Ok((stream, _)) if DescriptorReserve::CLIENTS.includes(&stream) => reject::<S>(&stream),
             Ok((stream, _)) => start(stream, shared),
             // The client disconnected before it was accepted.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
@@ -148,7 +148,7 @@ fn start<S: Site>(stream: TcpStream, shared: &Arc<Shared<S>>) {
     }
 }
 
-/// Sends status 503 without blocking.
+/// Sends an error response with status 503, without blocking.
 fn reject<S: Site>(mut stream: &TcpStream) {
     let status = Refusal::Busy.status();
     let response = format!(

@@ -9,16 +9,16 @@ use serde_json::value::RawValue;
 
 use super::queue::Outcome;
 use super::task::{JobFilter, JobInfo, Task, seconds};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 
 /// Maximum number of jobs in the history: about twice as many as can run and wait at once.
 const COUNT_MAX: usize = 2048;
 /// Limit of the history's size, in bytes of JSON.
 const BYTES_MAX: usize = 16 << 20;
-/// Longest result kept, in bytes.
+/// Longest result kept, in bytes of JSON. The history omits a longer result.
 const RESULT_BYTES_MAX: usize = 64 << 10;
 
-/// The jobs that ended last, oldest first.
+/// The background jobs that ended most recently, oldest first.
 #[derive(Default)]
 pub struct JobHistory {
     jobs: VecDeque<EndedJob>,
@@ -28,11 +28,11 @@ pub struct JobHistory {
 /// A background job that has ended.
 pub struct EndedJob {
     task: Arc<Task>,
-    /// Run time, or time in the queue if the job did not start.
+    /// Run time of the job, or its time in the queue if it did not start.
     duration: Duration,
     /// Outcome of the job, without a result that is too long.
-    outcome: Result<Option<Box<RawValue>>, Fault>,
-    /// Size of the job's information as JSON.
+    outcome: Result<Option<Box<RawValue>>, RpcError>,
+    /// Size of the job's information as JSON, in bytes.
     bytes: usize,
 }
 
@@ -47,7 +47,7 @@ impl EndedJob {
     pub fn info(&self) -> JobInfo {
         let (state, result, error) = match &self.outcome {
             Ok(result) => ("finished", result.clone(), None),
-            Err(fault) if fault.is(Errno::ECANCELED) => ("cancelled", None, Some(fault.clone())),
+            Err(fault) if fault.has_errno(Errno::ECANCELED) => ("cancelled", None, Some(fault.clone())),
             Err(fault) => ("failed", None, Some(fault.clone())),
         };
         JobInfo { result, error, seconds: seconds(self.duration), ..self.task.info(state) }
@@ -55,7 +55,7 @@ impl EndedJob {
 }
 
 impl JobHistory {
-    /// Adds a job, and drops the oldest ones beyond the limits.
+    /// Adds a job, and drops the oldest jobs beyond the limits.
     pub fn add(&mut self, ended: EndedJob) {
         self.bytes += ended.bytes;
         self.jobs.push_back(ended);

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::control::caller::Caller;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use history::{EndedJob, JobHistory};
 use queue::{JobQueue, QueuedJob, THREADS_MAX, WAITING_MAX};
 pub use queue::{JobRequest, Outcome};
@@ -37,9 +37,10 @@ thread_local! {
     static BACKGROUND: RefCell<Option<Background>> = const { RefCell::new(None) };
 }
 
-/// State after the cancellation of a job that waited in the queue, as the error reports it.
+/// State after the cancellation of a job that still waited in the queue, as the error message
+/// reports it.
 const NOT_STARTED: &str = "it had not started";
-/// Reasons of a cancellation, as the error reports them.
+/// Reasons for a cancellation, as the error message reports them.
 const CANCEL_REQUESTED: &str = "requested by a client";
 const SERVER_ENDING: &str = "the server is shutting down";
 
@@ -66,27 +67,28 @@ struct Table {
     history: JobHistory,
 }
 
-/// A running job. Dropping it ends a foreground job; a background job ends when its thread has its
-/// outcome.
+/// A running job. Dropping it ends a foreground job; a background job ends when its thread has
+/// recorded the outcome.
 pub struct Job {
     shared: Arc<Shared>,
     task: Arc<Task>,
     caller: Caller,
 }
 
-/// Receives the progress of some work, and can cancel it.
-pub trait Watched: Sync {
+/// Receiver of the progress of an operation, which can also cancel the operation.
+pub trait ProgressSink: Sync {
     /// Returns true if the work must stop. Once true, it stays true.
-    fn is_over(&self) -> bool;
+    fn should_stop(&self) -> bool;
     /// Records the progress in bytes. `total` is 0 while unknown.
-    fn note(&self, done: u64, total: u64);
+    fn report(&self, done: u64, total: u64);
 }
 
-/// The background job that a thread runs.
+/// State of the background job that the current thread runs.
 struct Background {
-    /// Receives the response of the client that started the job; `None` once it is sent.
+    /// Channel for the response to the client that started the job; `None` once the response is
+    /// sent.
     response: Option<mpsc::Sender<Outcome>>,
-    /// Number of the job; `None` until the verb begins, if the job did not wait in the queue.
+    /// Number of the job. `None` until the verb begins, unless the job waited in the queue.
     number: Option<u64>,
 }
 
@@ -95,7 +97,7 @@ struct Background {
 pub struct Progress {
     pub verb: String,
     pub done_bytes: u64,
-    /// 0 while unknown.
+    /// Size of the whole work, in bytes; 0 while unknown.
     pub total_bytes: u64,
     pub job: u64,
 }
@@ -110,15 +112,16 @@ impl Shared {
     fn run(&self, background: Background, tag: Option<String>, run: Box<dyn FnOnce() -> Outcome + Send>) {
         Caller::set_tag(tag);
         BACKGROUND.set(Some(background));
-        // A panic ends only this job, as on the thread of a connection.
+        // A panic ends only this job, not the thread, which runs further jobs.
         let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(panic_fault()));
         let Some(Background { response, number }) = BACKGROUND.take() else { return };
         let task = number.and_then(|number| self.lock().running.get(&number).cloned());
-        // The history has only jobs whose client got the response that they started or wait.
+        // The history contains only jobs whose client has received the response that the job
+        // started or waits.
         let (refused, ended) = match (&response, &task) {
             (None, Some(task)) => {
                 if let Err(fault) = &outcome
-                    && !fault.is(Errno::ECANCELED)
+                    && !fault.has_errno(Errno::ECANCELED)
                 {
                     tracing::warn!("{}", fault.message);
                 }
@@ -140,8 +143,8 @@ impl Shared {
         }
     }
 
-    /// Takes the next queued job and marks it as running. If it returns `None`, the calling thread
-    /// must end.
+    /// Takes the next queued job and marks it as running. If the queue is empty, returns `None`,
+    /// and the calling thread must end.
     fn next(&self) -> Option<QueuedJob> {
         let mut table = self.lock();
         let next = table.queue.next();
@@ -172,28 +175,34 @@ impl Table {
     }
 }
 
-fn panic_fault() -> Fault {
-    Fault::internal("a background job failed inside the server; see its log")
+fn panic_fault() -> RpcError {
+    RpcError::internal("a background job failed inside the server; see its log")
 }
 
 impl Jobs {
-    /// Begins a job on a device. For a background job, also sends the response that it started.
-    pub fn begin(&self, name: &str, verb: &'static str, kind: JobKind) -> Result<Job, Fault> {
+    /// Begins a job on a device. For a background job, also sends the client the response that the
+    /// job has started.
+    pub fn begin(&self, name: &str, verb: &'static str, kind: JobKind) -> Result<Job, RpcError> {
         let job = self.begin_on(&[name], verb, kind)?;
         job.respond_started(json!({}));
         Ok(job)
     }
 
-    /// Begins a job on the first device; the other devices are in use by it too. The client of a
-    /// background job waits until [`Job::respond_started`] or the end of the job.
-    pub fn begin_on(&self, names: &[&str], verb: &'static str, kind: JobKind) -> Result<Job, Fault> {
+    /// Begins a job on the first device in `names`; the job also uses the other devices. The client
+    /// of a background job waits until [`Job::respond_started`] or the end of the job.
+    pub fn begin_on(&self, names: &[&str], verb: &'static str, kind: JobKind) -> Result<Job, RpcError> {
         let caller = Caller::current();
         let background = BACKGROUND.with_borrow(|background| background.as_ref().map(|it| it.number));
         let queued_number = background.flatten();
         let mut table = self.0.lock();
         let conflict = |name: &&str| {
             let other = table.running.values().find(|task| task.kind.exclusive && task.is_on(name))?;
-            Some(Fault::failed(Errno::EBUSY, format!("{name}: {} is running there", other.verb)))
+            let advice = if other.kind.cancellable { ", or cancel it" } else { "" };
+            let why = format!(
+                "{name}: is in use by {} (job {}); wait for its end{advice}",
+                other.verb, other.number
+            );
+            Some(RpcError::failed(Errno::EBUSY, why))
         };
         if let Some(fault) = names.iter().filter(|_| kind.exclusive).find_map(conflict) {
             return Err(fault);
@@ -236,10 +245,10 @@ impl Jobs {
             }
         });
         if let Err(e) = spawned {
-            // Jobs queued meanwhile are run by the other threads.
+            // The other threads run the jobs that were queued meanwhile.
             self.0.lock().queue.release_thread();
             self.0.thread_ended.notify_all();
-            return Err(Fault::failed(Errno::ENOMEM, format!("{verb}: cannot start a thread: {e}")));
+            return Err(RpcError::failed(Errno::ENOMEM, format!("{verb}: cannot start a thread: {e}")));
         }
         started.recv().unwrap_or_else(|_| Err(panic_fault()))
     }
@@ -252,7 +261,7 @@ impl Jobs {
                 "{name}: {verb}: {THREADS_MAX} background jobs are running and the queue is full (limits: \
                  {WAITING_MAX} jobs, 16M of requests)"
             );
-            return Err(Fault::failed(Errno::EBUSY, why));
+            return Err(RpcError::failed(Errno::EBUSY, why));
         }
         let task = Arc::new(Task::new(table.next_number(), vec![name], verb, tag));
         // Checked under the lock: end_all() sets the flag, and then cancels the queued jobs under
@@ -265,7 +274,7 @@ impl Jobs {
         task.started_response(json!({ "state": WAITING }))
     }
 
-    /// Returns the progress of a job that runs on a device.
+    /// Returns the progress of a job that runs on a device, or `None` if no job does.
     pub fn progress_of(&self, name: &str) -> Option<Progress> {
         let table = self.0.lock();
         let task = table.running.values().find(|task| task.is_on(name))?;
@@ -284,9 +293,9 @@ impl Jobs {
         all
     }
 
-    /// Cancels the matching jobs that can be cancelled, and returns them. Waiting jobs end at once,
-    /// running ones at their next check.
-    pub fn cancel(&self, filter: &JobFilter) -> Result<Vec<JobInfo>, Fault> {
+    /// Cancels the matching jobs that can be cancelled, and returns information about them. Waiting
+    /// jobs end at once, running jobs at their next check.
+    pub fn cancel(&self, filter: &JobFilter) -> Result<Vec<JobInfo>, RpcError> {
         let mut table = self.0.lock();
         let mut uncancellable = None;
         let mut cancelled = Vec::new();
@@ -303,7 +312,7 @@ impl Jobs {
         match uncancellable {
             Some(task) if cancelled.is_empty() => {
                 let why = format!("{}: {} cannot be cancelled; it continues", task.names[0], task.verb);
-                Err(Fault::failed(Errno::EOPNOTSUPP, why))
+                Err(RpcError::failed(Errno::EOPNOTSUPP, why))
             }
             _ => Ok(cancelled),
         }
@@ -337,25 +346,26 @@ impl Job {
         }
     }
 
-    /// Records the progress in bytes. Returns false if the job must stop. Costs a system call.
+    /// Records the progress in bytes. Returns false if the job must stop. Each call costs a system
+    /// call, so call it between larger pieces of work.
     pub fn advance(&self, done: u64, total: u64) -> bool {
-        self.note(done, total);
-        !self.is_over()
+        self.report(done, total);
+        !self.should_stop()
     }
 
     /// Records the progress in bytes. `total` is 0 while unknown.
-    pub fn note(&self, done: u64, total: u64) {
+    pub fn report(&self, done: u64, total: u64) {
         self.task.done_bytes.store(done, SeqCst);
         self.task.total_bytes.store(total, SeqCst);
     }
 
     /// Returns true if the job must stop. Once true, it stays true.
-    pub fn is_over(&self) -> bool {
+    pub fn should_stop(&self) -> bool {
         self.task.kind.cancellable && self.cancel_reason().is_some()
     }
 
-    /// Returns true if a client cancelled the job; false if its client disconnected or the server
-    /// shuts down.
+    /// Returns true if a client has cancelled the job. Returns false if its client disconnected or
+    /// the server shuts down.
     pub fn is_cancelled(&self) -> bool {
         self.task.cancelled.load(SeqCst)
     }
@@ -370,21 +380,22 @@ impl Job {
         (!self.task.background && self.caller.has_disconnected()).then_some("the client disconnected")
     }
 
-    /// Returns the error of a cancelled job, and logs it. `after` describes the resulting state.
-    pub fn cancelled(&self, after: &str) -> Fault {
+    /// Logs the cancellation of the job, and returns the error for it. `after` describes the
+    /// resulting state for the message.
+    pub fn cancelled(&self, after: &str) -> RpcError {
         let why = self.cancel_reason().unwrap_or(CANCEL_REQUESTED);
         tracing::info!("{}: {}: cancelled: {why}", self.task.names[0], self.task.verb);
         self.task.cancelled(why, after)
     }
 }
 
-impl Watched for Job {
-    fn is_over(&self) -> bool {
-        self.is_over()
+impl ProgressSink for Job {
+    fn should_stop(&self) -> bool {
+        self.should_stop()
     }
 
-    fn note(&self, done: u64, total: u64) {
-        self.note(done, total);
+    fn report(&self, done: u64, total: u64) {
+        self.report(done, total);
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::value::RawValue;
 
 use super::task::{JobFilter, Task};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 
 /// Maximum number of background jobs that run at once, each on a thread.
 pub const THREADS_MAX: usize = 64;
@@ -16,16 +16,16 @@ pub const WAITING_MAX: usize = 1024;
 const WAITING_BYTES_MAX: usize = 16 << 20;
 
 /// Result of a verb, as JSON.
-pub type Outcome = Result<Box<RawValue>, Fault>;
+pub type Outcome = Result<Box<RawValue>, RpcError>;
 
 /// A request to run a verb in the background.
 pub struct JobRequest {
-    /// The device, or the file of a restore.
+    /// Name of the device, or path of the file of a restore.
     pub name: String,
     /// Name of the verb, as `jobs` reports it.
     pub verb: String,
     pub tag: Option<String>,
-    /// Size of the parameters that `run` holds.
+    /// Size of the parameters that `run` holds, in bytes.
     pub bytes: usize,
     pub run: Box<dyn FnOnce() -> Outcome + Send>,
 }
@@ -37,8 +37,8 @@ pub struct QueuedJob {
     pub run: Box<dyn FnOnce() -> Outcome + Send>,
 }
 
-/// The queue. While it is not empty, all threads run, and a thread ends only if it finds the queue
-/// empty.
+/// The queue of background jobs. While it is not empty, [`THREADS_MAX`] threads run. A thread ends
+/// only if it finds the queue empty.
 #[derive(Default)]
 pub struct JobQueue {
     threads: usize,
@@ -47,20 +47,20 @@ pub struct JobQueue {
 }
 
 impl JobQueue {
-    /// Counts one more thread. Returns false at the limit.
+    /// Counts one more thread. Returns false if [`THREADS_MAX`] threads are running.
     pub fn reserve_thread(&mut self) -> bool {
         let is_free = self.threads < THREADS_MAX;
         self.threads += usize::from(is_free);
         is_free
     }
 
-    /// Uncounts a thread that could not be started.
+    /// Decrements the count of threads for a thread that could not be started.
     pub fn release_thread(&mut self) {
         self.threads -= 1;
     }
 
-    /// Takes the oldest job for a running thread. If the queue is empty, uncounts the thread, which
-    /// must end.
+    /// Takes the oldest job for a running thread. If the queue is empty, decrements the count of
+    /// threads and returns `None`: the thread must end.
     pub fn next(&mut self) -> Option<QueuedJob> {
         let next = self.waiting.pop_front();
         match &next {
@@ -79,7 +79,7 @@ impl JobQueue {
         self.waiting.push_back(job);
     }
 
-    /// Removes the matching jobs and returns them.
+    /// Removes the matching jobs from the queue and returns their tasks.
     pub fn remove(&mut self, filter: &JobFilter) -> Vec<Arc<Task>> {
         let (removed, left): (VecDeque<_>, _) =
             self.waiting.drain(..).partition(|job| filter.matches(&job.task));

@@ -8,33 +8,34 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 
-/// How a job may run.
+/// Properties of a job: exclusive use of its device, and cancellation.
 #[derive(Debug, Clone, Copy)]
 pub struct JobKind {
-    /// No other exclusive job may run on the device.
+    /// True if no other exclusive job may run on the device at the same time.
     pub exclusive: bool,
-    /// The job stops early if cancelled.
+    /// True if the job stops early when it is cancelled.
     pub cancellable: bool,
 }
 
 impl JobKind {
     /// An exclusive job that can be cancelled.
     pub const EXCLUSIVE: Self = Self { exclusive: true, cancellable: true };
-    /// A job that runs beside others and can be cancelled.
+    /// A job that runs beside other jobs on the device, and can be cancelled.
     pub const CONCURRENT: Self = Self { exclusive: false, cancellable: true };
     /// An exclusive job that always runs to its end.
     pub const EXCLUSIVE_UNCANCELLABLE: Self = Self { exclusive: true, cancellable: false };
-    /// A job that runs beside others, and always to its end.
+    /// A job that runs beside other jobs on the device, and always to its end.
     pub const CONCURRENT_UNCANCELLABLE: Self = Self { exclusive: false, cancellable: false };
 }
 
-/// A job that runs or waits: what the table, the thread and the history share.
+/// A running or waiting job: the data that the job table, the job's thread and the history share.
 #[derive(Debug)]
 pub(super) struct Task {
     pub number: u64,
-    /// The device, or a restore's file, and then the other devices in use by the job.
+    /// Name of the device, or path of the file of a restore, followed by the other devices that the
+    /// job uses.
     pub names: Vec<String>,
     pub verb: String,
     pub kind: JobKind,
@@ -68,18 +69,19 @@ impl Task {
 
     /// Returns the response for a background job that started or waits: its number and the `extra`
     /// members.
-    pub fn started_response(&self, extra: Value) -> Result<Box<RawValue>, Fault> {
+    pub fn started_response(&self, extra: Value) -> Result<Box<RawValue>, RpcError> {
         let mut response = json!({ "job": self.number, "name": self.names[0], "verb": self.verb });
         if let (Value::Object(response), Value::Object(extra)) = (&mut response, extra) {
             response.extend(extra);
         }
-        to_raw_value(&response).map_err(|e| Fault::internal(format!("{}: {e}", self.verb)))
+        to_raw_value(&response).map_err(|e| RpcError::internal(format!("{}: {e}", self.verb)))
     }
 
-    /// Returns the error of a cancelled job. `after` describes the resulting state.
-    pub fn cancelled(&self, why: &str, after: &str) -> Fault {
+    /// Returns the error for a cancelled job. `after` describes the resulting state for the
+    /// message.
+    pub fn cancelled(&self, why: &str, after: &str) -> RpcError {
         let what = format!("{}: {}", self.names[0], self.verb);
-        Fault::failed(Errno::ECANCELED, format!("{what}: cancelled: {why}; {after}"))
+        RpcError::failed(Errno::ECANCELED, format!("{what}: cancelled: {why}; {after}"))
     }
 
     pub fn info(&self, state: &str) -> JobInfo {
@@ -104,9 +106,9 @@ pub(super) fn seconds(time: Duration) -> f64 {
     time.as_millis() as f64 / 1000.0
 }
 
-/// State of a running job.
+/// State of a running job, as `jobs` reports it.
 pub const RUNNING: &str = "running";
-/// State of a job that waits in the queue.
+/// State of a job that waits in the queue, as `jobs` reports it.
 pub const WAITING: &str = "waiting";
 
 /// A job as `jobs` reports it.
@@ -114,26 +116,26 @@ pub const WAITING: &str = "waiting";
 pub struct JobInfo {
     /// Number of the job.
     pub job: u64,
-    /// The device, or the file of a restore.
+    /// Name of the device, or path of the file of a restore.
     pub name: String,
     pub verb: String,
-    /// `waiting`, `running`, `finished`, `failed` or `cancelled`.
+    /// State: `waiting`, `running`, `finished`, `failed` or `cancelled`.
     pub state: String,
     pub background: bool,
-    /// Tag that the client gave the verb.
+    /// Tag that the client has set for the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tag: Option<String>,
     pub done_bytes: u64,
-    /// 0 while unknown.
+    /// Size of the whole work, in bytes; 0 while unknown.
     pub total_bytes: u64,
-    /// Time since the job started or was queued, up to its end.
+    /// Time since the job was started or queued, up to its end, in seconds.
     pub seconds: f64,
-    /// Result of a job that has finished.
+    /// Result of a job that has finished, unless it is too long.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<Box<RawValue>>,
     /// Error of a job that has failed or was cancelled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<Fault>,
+    pub error: Option<RpcError>,
 }
 
 impl JobInfo {
@@ -143,7 +145,7 @@ impl JobInfo {
     }
 }
 
-/// Selects jobs. A job matches if it has all given properties.
+/// Selection of jobs. A job matches if it has all given properties; `None` matches every job.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JobFilter {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::value::to_raw_value;
 
 use super::{
-    Errno, Fault, JobFilter, JobKind, JobRequest, Jobs, Outcome, Progress, THREADS_MAX, WAITING_MAX,
+    Errno, JobFilter, JobKind, JobRequest, Jobs, Outcome, Progress, RpcError, THREADS_MAX, WAITING_MAX,
 };
 
 fn on(name: &str) -> JobFilter {
@@ -20,7 +20,7 @@ fn exclusive_job_blocks_exclusive_jobs_on_its_devices() {
     let progress = Progress { verb: "delta save".into(), done_bytes: 1, total_bytes: 2, job: 1 };
     assert_eq!(jobs.progress_of("f"), Some(progress));
     let second = jobs.begin("f", "merge", JobKind::EXCLUSIVE).err().unwrap().message;
-    assert_eq!(second, "f: delta save is running there");
+    assert_eq!(second, "f: is in use by delta save (job 1); wait for its end, or cancel it");
     assert!(jobs.begin_on(&["h", "f"], "delta save", JobKind::EXCLUSIVE).is_err());
     assert!(jobs.begin("f", "compact", JobKind::CONCURRENT).is_ok());
     assert!(jobs.begin("g", "merge", JobKind::EXCLUSIVE).is_ok());
@@ -38,20 +38,20 @@ fn cancel_stops_only_matching_cancellable_jobs() {
     let remove = jobs.begin("b", "remove", JobKind::CONCURRENT_UNCANCELLABLE).unwrap();
     let only = JobFilter { verb: Some("save".to_owned()), ..on("a") };
     assert_eq!(jobs.cancel(&only).unwrap().len(), 1);
-    assert!(save.is_over() && !compact.is_over());
+    assert!(save.should_stop() && !compact.should_stop());
     let fault = save.cancelled("f is unchanged");
-    assert!(fault.is(Errno::ECANCELED));
+    assert!(fault.has_errno(Errno::ECANCELED));
     assert_eq!(fault.message, "a: save: cancelled: requested by a client; f is unchanged");
     assert_eq!(jobs.cancel(&on("b")).unwrap_err().message, "b: remove cannot be cancelled; it continues");
     assert!(jobs.cancel(&on("c")).unwrap().is_empty());
     jobs.end_all();
-    assert!(compact.is_over() && !remove.is_over());
+    assert!(compact.should_stop() && !remove.should_stop());
 }
 
 #[test]
 fn history_keeps_outcomes_of_background_jobs() {
     let jobs = Arc::new(Jobs::default());
-    let run = |outcome: Result<&str, Fault>, begins: bool| {
+    let run = |outcome: Result<&str, RpcError>, begins: bool| {
         let inside = Arc::clone(&jobs);
         let outcome = outcome.map(|text| to_raw_value(text).unwrap());
         let response = jobs.run(request("r", move || {
@@ -62,9 +62,9 @@ fn history_keeps_outcomes_of_background_jobs() {
         response.map(|response| response.get().to_owned())
     };
     assert_eq!(run(Ok("well"), true).unwrap(), r#"{"job":1,"name":"r","verb":"save"}"#);
-    run(Err(Fault::failed(Errno::EIO, "r: no")), true).unwrap();
-    run(Err(Fault::failed(Errno::ECANCELED, "r: ended")), true).unwrap();
-    assert_eq!(run(Err(Fault::failed(Errno::EIO, "r: no")), false).unwrap_err().message, "r: no");
+    run(Err(RpcError::failed(Errno::EIO, "r: no")), true).unwrap();
+    run(Err(RpcError::failed(Errno::ECANCELED, "r: ended")), true).unwrap();
+    assert_eq!(run(Err(RpcError::failed(Errno::EIO, "r: no")), false).unwrap_err().message, "r: no");
     let all = jobs.list(&on("r"));
     let states: Vec<_> = all.iter().map(|info| (info.job, info.state.as_str())).collect();
     assert_eq!(states, [(1, "finished"), (2, "failed"), (3, "cancelled")]);
@@ -111,7 +111,7 @@ fn job_beyond_the_limit_waits_for_a_thread() {
     let later = start_blocked(&jobs, "c", 1);
     assert_eq!((states(&jobs, "b"), states(&jobs, "c")), (vec!["waiting".into()], vec!["waiting".into()]));
     assert_eq!(jobs.progress_of("b"), None);
-    // The free thread runs both, as the first one ends at once.
+    // The thread that becomes free runs both jobs, because the job on "b" ends at once.
     drop(running.pop());
     wait_until(|| states(&jobs, "c") == ["running"]);
     let ended = jobs.list(&on("b")).pop().unwrap();
@@ -148,9 +148,9 @@ fn waiting_jobs_end_on_cancel_and_shutdown() {
 fn queue_limits_jobs_and_bytes() {
     let jobs = Arc::new(Jobs::default());
     let running = start_blocked(&jobs, "a", THREADS_MAX);
-    let big = || JobRequest { bytes: 9 << 20, ..request("b", || Err(Fault::failed(Errno::EIO, "b: no"))) };
+    let big = || JobRequest { bytes: 9 << 20, ..request("b", || Err(RpcError::failed(Errno::EIO, "b: no"))) };
     jobs.run(big()).unwrap();
-    assert!(jobs.run(big()).unwrap_err().is(Errno::EBUSY));
+    assert!(jobs.run(big()).unwrap_err().has_errno(Errno::EBUSY));
     // A cancelled job frees its bytes.
     jobs.cancel(&on("b")).unwrap();
     jobs.run(big()).unwrap();
@@ -158,10 +158,10 @@ fn queue_limits_jobs_and_bytes() {
     let fault = jobs.run(request("d", || panic!("there is no room"))).unwrap_err();
     let why = "d: save: 64 background jobs are running and the queue is full (limits: 1024 jobs, 16M of \
                requests)";
-    assert_eq!((fault.message.as_str(), fault.is(Errno::EBUSY)), (why, true));
+    assert_eq!((fault.message.as_str(), fault.has_errno(Errno::EBUSY)), (why, true));
     drop((running, rest));
     jobs.wait_ended(Duration::from_secs(60));
-    // The history has all of them.
+    // The history contains all jobs that have ended.
     assert_eq!(states(&jobs, "b"), ["cancelled", "failed"]);
     let finished = |name| states(&jobs, name).iter().filter(|state| *state == "finished").count();
     assert_eq!((finished("a"), finished("c")), (THREADS_MAX, WAITING_MAX - 1));

@@ -7,5 +7,5 @@ mod scrape;
 mod site;
 mod text;
 
-pub use args::{MetricsArgs, MetricsOf};
+pub use args::{MetricsArgs, MetricsConfig};
 pub use site::MetricsSite;

@@ -1,21 +1,21 @@
-//! Names, types and help texts of all metrics. Names are stable, because dashboards and alerts depend on
-//! them. The table in `docs/metrics.md` is generated from them.
+//! Names, types and help texts of all metrics. The names are stable, because dashboards and alerts depend on
+//! them. The table in `docs/reference/metrics.md` is generated from this module.
 
 /// Type of a metric in `OpenMetrics`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Type {
-    /// A value that only grows. Its samples have the suffix `_total`.
+    /// A value that only grows. The names of its samples end with `_total`.
     Counter,
     /// A value that goes up and down.
     Gauge,
-    /// Counts by duration.
+    /// Numbers of requests by latency.
     Histogram,
-    /// Texts in labels.
+    /// Constant texts, which are values of labels.
     Info,
 }
 
 impl Type {
-    /// Returns the name of the type.
+    /// Returns the name of the metric type as in `OpenMetrics`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Counter => "counter",
@@ -29,28 +29,28 @@ impl Type {
 /// Description of a metric.
 #[derive(Debug, Clone, Copy)]
 pub struct Metric {
-    /// Name without the suffix of its type.
+    /// Name without the suffix that `OpenMetrics` adds for the type.
     pub name: &'static str,
     /// Type of the metric.
     pub of: Type,
-    /// Names of the labels.
+    /// Names of the labels, in the order of their values.
     pub labels: &'static [&'static str],
-    /// Help text.
+    /// Help text, without a period.
     pub help: &'static str,
 }
 
-/// Metrics about requests. Devices, forks and exports have the same set under different prefixes.
+/// Metrics about requests. Devices, forks, bases and exports have the same metrics with different prefixes.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestMetrics {
-    /// Successful requests.
+    /// Number of successful requests.
     pub requests: Metric,
-    /// Bytes of successful requests.
+    /// Number of bytes of successful requests.
     pub bytes: Metric,
-    /// Failed requests.
+    /// Number of failed requests.
     pub errors: Metric,
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub in_flight: Metric,
-    /// Requests delayed by limits.
+    /// Number of requests delayed by limits of operations or bytes per second.
     pub limited: Metric,
     /// Latencies of successful requests.
     pub duration: Metric,
@@ -129,19 +129,19 @@ metrics! {
     EXPORT_CONNECTIONS = "freestone_export_connections", Gauge, ["device", "address"], "Open connections to an export";
 }
 
-/// Requests of a device that is not a fork.
+/// Metrics about requests of a device that is not a fork.
 pub const DEVICE: RequestMetrics =
     request_metrics!("freestone_device", ["device", "kind"], "a device that is not a fork");
-/// Requests of all forks of a base together.
+/// Metrics about requests of all forks of a base, summed.
 pub const FORKS_SUM: RequestMetrics =
     request_metrics!("freestone_forks", ["base"], "all forks of a base, including removed ones");
-/// Requests of each of the busiest forks.
+/// Metrics about requests of each of the busiest forks.
 pub const FORK: RequestMetrics =
     request_metrics!("freestone_fork", ["fork", "base"], "a fork (busiest forks only)");
-/// Requests of an export.
+/// Metrics about requests of an export.
 pub const EXPORT: RequestMetrics = request_metrics!("freestone_export", ["device", "address"], "an export");
 
-/// Returns all metrics.
+/// Returns the descriptions of all metrics.
 pub fn all() -> Vec<Metric> {
     let requests = [DEVICE, FORKS_SUM, FORK, EXPORT]
         .into_iter()

@@ -1,78 +1,78 @@
-//! Request rates of devices, from the difference of two samples of their counters.
+//! Request rates of devices: the difference between two samples of their counters.
 //!
-//! `freestone top`, the web page and the metrics share the samples. A sample ([`Look`]) reads the counters
-//! of all devices, and is taken only on request, so an unwatched server pays nothing. Requests within
-//! [`LOOK_EVERY`] of the last sample get that sample.
+//! `freestone top`, the web page and the metrics share the samples. A sample ([`Sample`]) reads the counters
+//! of all devices. Samples are taken only when a client asks for rates, so an unwatched server has no cost.
+//! Within [`SAMPLE_INTERVAL`] of the last sample, callers get that sample.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use freestone::device::{Counted, Latency};
+use freestone::device::{Latency, OpStats};
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::registry::Registry;
 use uuid::Uuid;
 
-/// Shortest interval between two samples.
-const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// Minimum interval between two samples. Until then, callers get the last sample.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The last sample. The mutex is held while a sample is taken.
+/// The last sample. The mutex is locked while a sample is taken.
 #[derive(Default)]
-pub struct Rates(Mutex<Option<Arc<Look>>>);
+pub struct Rates(Mutex<Option<Arc<Sample>>>);
 
-/// Sample of all devices at one time.
-pub struct Look {
+/// The counters of all devices at one time.
+pub struct Sample {
     at: Instant,
-    /// Time since the previous sample; zero for the first.
+    /// Time since the previous sample; zero for the first sample.
     pub since: Duration,
-    /// Devices without templates, in creation order.
+    /// All devices except templates, in creation order.
     pub devices: Vec<Device>,
-    /// Index of each device by UUID. A new device with an old name starts from zero.
+    /// Index in `devices` by UUID. The UUID is used because a new device may have the name of a removed one.
     known: HashMap<Uuid, usize>,
 }
 
-/// Counters of one device. Holds no reference to the device, so it can be removed meanwhile.
+/// Counters of one device. No reference to the device is kept, so that the device can be removed meanwhile.
 pub struct Device {
     /// Name of the device.
     pub name: String,
     /// Kind of the device.
     pub kind: &'static str,
-    /// Base of a fork.
+    /// Name of the base, if the device is a fork.
     pub fork_of: Option<String>,
     uuid: Uuid,
-    /// Counters since the device was created.
-    pub counted: Counted,
-    /// Latencies since the device was created.
+    /// Requests and bytes since the device was created.
+    pub counted: OpStats,
+    /// Latencies of all requests since the device was created.
     latency: Latency,
-    /// Difference to the previous sample.
-    pub lately: Lately,
+    /// Requests since the previous sample; zero if the device was not in that sample.
+    pub recent: IntervalStats,
 }
 
-/// Requests of a device between two samples.
+/// Requests of a device in the interval between two samples.
 #[derive(Debug, Clone, Default)]
-pub struct Lately {
-    /// Requests and bytes.
-    pub counted: Counted,
+pub struct IntervalStats {
+    /// Number of requests and bytes.
+    pub counted: OpStats,
     /// Latencies of the requests.
     pub latency: Latency,
 }
 
-/// Sort key of the busiest devices.
+/// Criterion by which the busiest devices are sorted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum By {
+pub enum SortKey {
     /// Requests per second.
     Requests,
     /// Bytes read and written per second.
     Bytes,
-    /// 99th percentile of the latency.
+    /// 99th percentile of the latency of the interval.
     Latency,
 }
 
 impl Device {
     fn new(entry: &Entry, before: Option<&Self>) -> Option<Self> {
         let account = entry.account()?;
-        let (counted, latency) = (account.counted, account.latency_of_all());
-        let lately = before.map(|before| Lately {
+        let (counted, latency) = (account.ops, account.latency_of_all());
+        let recent = before.map(|before| IntervalStats {
             counted: counted.since(&before.counted),
             latency: latency.since(&before.latency),
         });
@@ -83,31 +83,32 @@ impl Device {
             uuid: entry.identity.uuid,
             counted,
             latency,
-            lately: lately.unwrap_or_default(),
+            recent: recent.unwrap_or_default(),
         })
     }
 
-    /// Returns the sort value; larger means busier. All requests of the device break ties.
-    fn activity(&self, by: By) -> (u64, u64) {
-        let counted = &self.lately.counted;
-        let lately = match by {
-            By::Requests => counted.answered(),
-            By::Bytes => counted.read_bytes + counted.written_bytes,
-            By::Latency => self.lately.latency.within(990).map_or(0, |took| took.as_nanos() as u64),
+    /// Returns the sort value of the device; larger means busier. The second number, all requests since the
+    /// device was created, breaks ties.
+    fn activity(&self, by: SortKey) -> (u64, u64) {
+        let counted = &self.recent.counted;
+        let recent = match by {
+            SortKey::Requests => counted.completed_requests(),
+            SortKey::Bytes => counted.read_bytes + counted.written_bytes,
+            SortKey::Latency => self.recent.latency.quantile(990).map_or(0, |took| took.as_nanos() as u64),
         };
-        (lately, self.counted.answered())
+        (recent, self.counted.completed_requests())
     }
 }
 
 impl Rates {
-    /// Returns a sample of all devices that is at most [`LOOK_EVERY`] old. Blocks only other callers of this
-    /// function.
-    pub fn look(&self, registry: &Registry) -> Arc<Look> {
-        // Concurrent callers wait, and get this sample. A panic cannot leave the sample inconsistent, so
-        // poisoning is ignored.
+    /// Returns a sample of all devices that is at most [`SAMPLE_INTERVAL`] old. Taking a sample blocks only
+    /// other callers of this function.
+    pub fn sample(&self, registry: &Registry) -> Arc<Sample> {
+        // Concurrent callers wait here, and get the sample taken meanwhile. A panic cannot leave the sample
+        // inconsistent, so poisoning is ignored.
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(look) = last.as_ref().filter(|look| look.at.elapsed() < LOOK_EVERY) {
-            return Arc::clone(look);
+        if let Some(sample) = last.as_ref().filter(|sample| sample.at.elapsed() < SAMPLE_INTERVAL) {
+            return Arc::clone(sample);
         }
         let at = Instant::now();
         let before = last.take();
@@ -119,25 +120,25 @@ impl Rates {
         let devices: Vec<_> =
             registry.all().into_iter().filter_map(|entry| Device::new(&entry, known(&entry))).collect();
         let known = devices.iter().enumerate().map(|(index, device)| (device.uuid, index));
-        let look = Arc::new(Look { at, since, known: known.collect(), devices });
-        *last = Some(Arc::clone(&look));
-        look
+        let sample = Arc::new(Sample { at, since, known: known.collect(), devices });
+        *last = Some(Arc::clone(&sample));
+        sample
     }
 }
 
-/// Returns the base of a fork, or None for other devices.
+/// Returns the name of the base if the device is a fork, otherwise None.
 pub fn fork_of(entry: &Entry) -> Option<&str> {
-    entry.spec.kind.below().filter(|_| entry.kind.fork().is_some())
+    entry.spec.kind.parent_name().filter(|_| entry.kind.fork().is_some())
 }
 
-impl Look {
-    /// Returns the counters of a device.
+impl Sample {
+    /// Returns the counters of a device, or None if the device is not in the sample.
     pub fn of(&self, entry: &Entry) -> Option<&Device> {
         self.known.get(&entry.identity.uuid).map(|index| &self.devices[*index])
     }
 
-    /// Returns at most `most` of the devices that `filter` accepts, the busiest first.
-    pub fn busiest(&self, most: usize, by: By, filter: impl Fn(&Device) -> bool) -> Vec<&Device> {
+    /// Returns at most `most` of the devices that `filter` accepts, sorted by `by` with the busiest first.
+    pub fn busiest(&self, most: usize, by: SortKey, filter: impl Fn(&Device) -> bool) -> Vec<&Device> {
         let mut found: Vec<_> = self
             .devices
             .iter()

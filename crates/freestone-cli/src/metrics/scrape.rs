@@ -1,32 +1,34 @@
-//! Values of all metrics at one moment. The number of series is limited: forks are summed for each base, and
-//! only the busiest have series of their own.
+//! Collection of the values of all metrics at one moment. The number of time series is limited: forks are
+//! summed for each base, and only the busiest forks have series of their own.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use freestone::device::{Account, Told as _};
+use freestone::device::{IoStats, StatSource as _};
 use freestone::ram::BackingStat;
 use freestone_nbd::Stats;
 use freestone_spec::kinds::Entry;
 
-use super::rates::{By, fork_of};
+use super::rates::{SortKey, fork_of};
 use crate::process;
 use crate::service::Service;
 
-/// Maximum number of devices with metrics of their own, forks excluded; the oldest come first.
+/// Maximum number of devices with metrics of their own, forks excluded. If there are more, the oldest are
+/// listed.
 const DEVICES_MAX: usize = 512;
-/// Maximum number of bases with sums of their forks.
+/// Maximum number of bases with metrics that sum their forks.
 const BASES_MAX: usize = 512;
-/// Maximum number of exports with metrics. Only devices and forks with metrics of their own count.
+/// Maximum number of exports with metrics. Only exports of devices and forks with metrics of their own are
+/// listed.
 const EXPORTS_MAX: usize = 1024;
 
-/// Values of all metrics.
+/// Values of all metrics at one moment.
 #[derive(Debug)]
 pub struct Scrape {
     pub resident_bytes: u64,
-    /// Number of devices of each kind.
+    /// Number of devices by kind.
     pub kinds: BTreeMap<&'static str, u64>,
-    /// Devices beyond [`DEVICES_MAX`], forks excluded.
+    /// Number of devices omitted because of [`DEVICES_MAX`], forks excluded.
     pub left_out: u64,
     pub nbd: Stats,
     pub devices: Vec<DeviceValues>,
@@ -36,38 +38,39 @@ pub struct Scrape {
     pub exports: Vec<ExportValues>,
 }
 
-/// Values of a device that is not a fork.
+/// Metric values of a device that is not a fork.
 #[derive(Debug)]
 pub struct DeviceValues {
     pub name: String,
     pub kind: &'static str,
-    pub account: Account,
+    pub account: IoStats,
     pub size: u64,
-    /// Uncompressed bytes of the device's own pages, and memory charged for them.
+    /// For a RAM disk or a snapshot in memory: uncompressed bytes of the device's own pages, and bytes of
+    /// memory charged for these pages.
     pub stored: Option<(u64, u64)>,
 }
 
-/// Sums of all forks of a base.
+/// Metric values of a base: the sums of all its forks.
 #[derive(Debug)]
 pub struct BaseValues {
     pub base: String,
     pub forks: u64,
-    pub account: Account,
+    pub account: IoStats,
 }
 
-/// Values of a fork.
+/// Metric values of a fork.
 #[derive(Debug)]
 pub struct ForkValues {
     pub name: String,
     pub base: String,
-    pub account: Account,
+    pub account: IoStats,
     /// Memory charged to the fork, in bytes.
     pub memory: u64,
-    /// Limit of the fork's own memory, in bytes; 0: none.
+    /// Memory limit of the fork itself, in bytes; 0 for no limit.
     pub limit: u64,
 }
 
-/// Values of a family of RAM disks and forks that share one pool.
+/// Metric values of a family (RAM disks and forks that share one memory pool).
 #[derive(Debug)]
 pub struct FamilyValues {
     pub name: String,
@@ -76,16 +79,16 @@ pub struct FamilyValues {
     pub backing: Option<BackingStat>,
 }
 
-/// Values of an export.
+/// Metric values of an export.
 #[derive(Debug)]
 pub struct ExportValues {
     pub device: String,
     pub address: String,
-    pub account: Account,
+    pub account: IoStats,
     pub connections: usize,
 }
 
-/// Collects the values of all metrics, with at most `forks_max` single forks.
+/// Collects the values of all metrics. At most `forks_max` forks have values of their own.
 pub fn scrape(service: &Service, forks_max: usize) -> Scrape {
     let all = service.registry.all();
     let mut kinds = BTreeMap::new();
@@ -102,7 +105,7 @@ pub fn scrape(service: &Service, forks_max: usize) -> Scrape {
     let bases = devices.iter().filter_map(|entry| {
         let account = entry.forks_account();
         let forks = forks_of.get(entry.name()).copied().unwrap_or_default();
-        let had_forks = forks > 0 || account != Account::default();
+        let had_forks = forks > 0 || account != IoStats::default();
         had_forks.then(|| BaseValues { base: entry.name().to_owned(), forks, account })
     });
     let busiest = busiest(service, forks_max);
@@ -119,13 +122,13 @@ pub fn scrape(service: &Service, forks_max: usize) -> Scrape {
     }
 }
 
-/// Returns the forks with most requests between the last two samples.
+/// Returns at most `most` forks: those with the most requests between the last two samples.
 fn busiest(service: &Service, most: usize) -> Vec<Arc<Entry>> {
     if most == 0 {
         return Vec::new();
     }
-    let look = service.rates.look(&service.registry);
-    let names = look.busiest(most, By::Requests, |device| device.fork_of.is_some());
+    let sample = service.rates.sample(&service.registry);
+    let names = sample.busiest(most, SortKey::Requests, |device| device.fork_of.is_some());
     names.iter().filter_map(|device| service.registry.find(&device.name)).collect()
 }
 
@@ -152,7 +155,7 @@ fn fork(entry: &Arc<Entry>) -> Option<ForkValues> {
 
 fn family(entry: &Entry) -> Option<FamilyValues> {
     let has_own = entry.kind.own_family().is_some() || entry.is_outer_base();
-    let family = entry.family_made().filter(|_| has_own)?;
+    let family = entry.existing_family().filter(|_| has_own)?;
     let (stat, backing) = (family.stat(), family.backing());
     Some(FamilyValues {
         name: entry.name().to_owned(),
@@ -165,18 +168,18 @@ fn family(entry: &Entry) -> Option<FamilyValues> {
 fn exports<'a>(service: &Service, of: impl Iterator<Item = &'a Arc<Entry>>) -> Vec<ExportValues> {
     let mut known = HashSet::new();
     let exports = of.flat_map(|entry| {
-        let ways = entry.ways();
+        let tallies = entry.access_path_tallies();
         let all = service.exports.of(entry.name());
         all.into_iter().filter(|export| !export.template).map(move |export| {
-            let mut account = Account::default();
-            for way in ways.iter().filter(|way| way.place() == Some(&export.address)) {
-                account.add(&way.told());
+            let mut account = IoStats::default();
+            for tally in tallies.iter().filter(|tally| tally.address() == Some(&export.address)) {
+                account.add(&tally.stats());
             }
             let (device, connections) = (entry.name().to_owned(), export.connections);
             ExportValues { device, address: export.address, account, connections }
         })
     });
-    // A device may be listed twice at an address that is being changed.
+    // A device may have two exports with the same address while that address is being changed.
     exports
         .filter(|export| known.insert((export.device.clone(), export.address.clone())))
         .take(EXPORTS_MAX)

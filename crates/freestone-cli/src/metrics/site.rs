@@ -1,4 +1,4 @@
-//! The HTTP site of the metrics.
+//! The HTTP site that serves the metrics.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -8,17 +8,17 @@ use crate::service::Service;
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Serves the metrics as text for Prometheus.
+/// HTTP site that serves the metrics as text for Prometheus.
 pub struct MetricsSite {
-    /// Weak, so that an HTTP client does not keep devices alive.
+    /// Weak, so that an HTTP client does not keep the devices of the server alive.
     service: Weak<Service>,
     forks: usize,
-    /// Held while a response is prepared, so that only one is prepared at a time.
+    /// Locked while a response is prepared, so that only one is prepared at a time.
     writing: Mutex<()>,
 }
 
 impl MetricsSite {
-    /// Creates the site, with metrics of their own for at most `forks` of the busiest forks.
+    /// Creates the site. At most `forks` forks, the busiest, have metrics of their own.
     pub fn new(service: &Arc<Service>, forks: usize) -> Self {
         Self { service: Arc::downgrade(service), forks, writing: Mutex::default() }
     }

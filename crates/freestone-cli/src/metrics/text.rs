@@ -1,8 +1,8 @@
-//! Encoding of metrics as `OpenMetrics` text.
+//! Encoding of the metrics as `OpenMetrics` text.
 
 use std::fmt;
 
-use freestone::device::{Account, Counter, Latency};
+use freestone::device::{Counter, IoStats, Latency};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
@@ -16,7 +16,7 @@ use super::names::{
 };
 use super::scrape::Scrape;
 
-/// Returns the text of all metrics.
+/// Returns the metrics in `scrape` as `OpenMetrics` text.
 pub fn text(scrape: Scrape) -> String {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(scrape));
@@ -28,7 +28,7 @@ pub fn text(scrape: Scrape) -> String {
 type Labels<'a> = &'a [(&'static str, &'a str)];
 
 /// Labels of a device, fork, base or export, and its request statistics.
-type Row<'a> = (Vec<(&'static str, &'a str)>, &'a Account);
+type Row<'a> = (Vec<(&'static str, &'a str)>, &'a IoStats);
 
 impl Collector for Scrape {
     fn encode(&self, mut to: DescriptorEncoder<'_>) -> fmt::Result {
@@ -122,12 +122,12 @@ fn counter(to: &mut DescriptorEncoder<'_>, metric: Metric, value: u64) -> fmt::R
     begin(to, metric)?.encode_counter::<NoLabelSet, _, u64>(&value, None)
 }
 
-/// Encodes the request statistics of some rows, by operation.
+/// Encodes the request statistics of each row in `of`, by operation.
 fn encode_requests(to: &mut DescriptorEncoder<'_>, names: &RequestMetrics, of: &[Row<'_>]) -> fmt::Result {
-    let of_each = |value: fn(&Account, Counter) -> Option<u64>| {
+    let of_each = |value: fn(&IoStats, Counter) -> Option<u64>| {
         of.iter().flat_map(move |(labels, account)| {
             Counter::ALL.into_iter().filter_map(move |counter| {
-                let op = [("op", counter.word())];
+                let op = [("op", counter.name())];
                 Some(([labels, &op[..]].concat(), value(account, counter)?))
             })
         })
@@ -139,23 +139,23 @@ fn encode_requests(to: &mut DescriptorEncoder<'_>, names: &RequestMetrics, of: &
         }
         Ok::<_, fmt::Error>(())
     };
-    counters(to, names.requests, |account, counter| Some(account.counted.requests(counter)))?;
+    counters(to, names.requests, |account, counter| Some(account.ops.requests(counter)))?;
     counters(to, names.bytes, |account, counter| {
-        // A flush has no bytes; bytes of appends are counted as writes.
+        // A flush has no bytes, and bytes of appends are counted as writes.
         let has = !matches!(counter, Counter::Flush | Counter::Append);
-        has.then(|| account.counted.bytes(counter))
+        has.then(|| account.ops.bytes(counter))
     })?;
     counters(to, names.errors, |account, counter| Some(account.failed[counter]))?;
-    gauges(to, names.in_flight, of.iter().map(|(labels, account)| (&labels[..], account.counted.in_flight)))?;
+    gauges(to, names.in_flight, of.iter().map(|(labels, account)| (&labels[..], account.ops.in_flight)))?;
     let mut metric = begin(to, names.limited)?;
     for (labels, account) in of {
-        let value = account.counted.limited;
+        let value = account.ops.limited;
         metric.encode_family(labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)?;
     }
     let mut metric = begin(to, names.duration)?;
     for (labels, account) in of {
         for counter in Counter::ALL {
-            let op = [("op", counter.word())];
+            let op = [("op", counter.name())];
             let labels = [labels, &op[..]].concat();
             histogram(metric.encode_family(&&labels[..])?, &account.latency[counter])?;
         }
@@ -163,7 +163,7 @@ fn encode_requests(to: &mut DescriptorEncoder<'_>, names: &RequestMetrics, of: &
     Ok(())
 }
 
-/// Encodes a histogram. Omits an empty one.
+/// Encodes a histogram. A histogram without requests is omitted.
 fn histogram(mut to: MetricEncoder<'_>, latency: &Latency) -> fmt::Result {
     let count = latency.requests();
     if count == 0 {

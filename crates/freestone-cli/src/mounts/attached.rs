@@ -11,7 +11,7 @@ use super::helper::line_of;
 
 const BLOCK: &str = "/sys/block";
 
-/// Returns the loop devices, with their files.
+/// Returns the loop devices of this machine, each with its backing file.
 pub fn loop_devices() -> impl Iterator<Item = (PathBuf, PathBuf)> {
     let entries = fs::read_dir(BLOCK).into_iter().flatten().flatten();
     entries.filter_map(|entry| {
@@ -20,17 +20,17 @@ pub fn loop_devices() -> impl Iterator<Item = (PathBuf, PathBuf)> {
     })
 }
 
-/// Returns the loop devices of a file.
+/// Returns the loop devices whose backing file is `file`.
 pub fn loops_of(file: &Path) -> Vec<PathBuf> {
     loop_devices().filter(|(_, of)| of == file).map(|(device, _)| device).collect()
 }
 
-/// Returns the number of the process that connected an NBD device, or None if it is not connected.
+/// Returns the ID of the process that connected an NBD device, or `None` if the device is not connected.
 pub fn nbd_client(device: &Path) -> Option<String> {
     line_of(&Path::new(BLOCK).join(device.file_name()?).join("pid"))
 }
 
-/// Returns true unless a file system or another exclusive user has opened the block device. A missing device is
+/// Returns true unless a file system or another exclusive user has opened the block device. A missing device counts as
 /// unused.
 pub fn is_unused(device: &Path) -> bool {
     let opened = File::options().read(true).custom_flags(OFlags::EXCL.bits().cast_signed()).open(device);

@@ -1,4 +1,4 @@
-//! Programs that are run for a mount, each for a limited time.
+//! Runs programs for mounts, such as mount(8), each for a limited time.
 
 use std::env;
 use std::fs::File;
@@ -15,7 +15,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 const SYSTEM_DIRS: [&str; 4] = ["/usr/sbin", "/usr/bin", "/sbin", "/bin"];
 /// Timeout of a program whose step does not wait for a disk of the server.
 pub const STEP_MAX: Duration = Duration::from_secs(30);
-/// Longest wait for a killed program. A program that waits for a disk ends later.
+/// Longest wait for the end of a killed program, which can take longer if the program waits for a disk.
 const KILLED_MAX: Duration = Duration::from_millis(200);
 const PAUSE: Duration = Duration::from_millis(1);
 /// Longest part of a program's message that an error quotes, in bytes.
@@ -28,7 +28,7 @@ pub fn find(program: &str) -> Option<PathBuf> {
     dirs.map(|dir| dir.join(program)).find(|file| file.is_file())
 }
 
-/// Returns a command for a program, with messages in English.
+/// Returns a command for a program, with messages in English. Fails if the program is not installed.
 pub fn command(program: &str) -> Result<Command> {
     let Some(path) = find(program) else { bail!("{program} is not installed") };
     let mut command = Command::new(path);
@@ -36,12 +36,12 @@ pub fn command(program: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// How a program ended.
+/// Outcome of running a program.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// Exited with status 0.
     Done,
-    /// Failed, with its message in one line.
+    /// Failed, with the program's message in one line.
     Failed(String),
     /// Did not end in time.
     TimedOut,
@@ -58,7 +58,7 @@ impl Outcome {
     }
 }
 
-/// A running program.
+/// A running program, whose messages are collected in a temporary file.
 pub struct Running {
     child: Child,
     messages: File,
@@ -82,7 +82,7 @@ impl Running {
         Ok(Self { child: child?, messages })
     }
 
-    /// Waits for the end, for at most `max`.
+    /// Waits until the program has ended, for at most `max`.
     pub fn wait(&mut self, max: Duration) -> Result<Outcome> {
         let end = Instant::now() + max;
         loop {
@@ -102,7 +102,7 @@ impl Running {
         }
     }
 
-    /// Kills the program.
+    /// Kills the program, and waits for up to [`KILLED_MAX`] until it has ended.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.wait(KILLED_MAX);
@@ -148,7 +148,7 @@ pub fn wait_until(max: Duration, mut done: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Returns the content of a small file, without its last newline.
+/// Returns the content of a small file without its last newline, or `None` if it cannot be read.
 pub fn line_of(path: &Path) -> Option<String> {
     std::fs::read_to_string(path).ok().map(|text| text.trim_end_matches('\n').to_owned())
 }

@@ -12,8 +12,8 @@ use super::processes;
 /// Maximum number of holders that an error names.
 const NAMED_MAX: usize = 5;
 
-/// Returns a text that names some users of the file system at `dir`: processes with open files, directories and
-/// maps, mounts below it, and loop devices of its files.
+/// Returns a text that names some users of the file system at `dir`: processes with open or mapped files or
+/// directories, mounts below `dir`, and loop devices with backing files there.
 pub fn describe(dir: &Path) -> String {
     let mut holders: Vec<_> =
         processes::all().filter(|pid| *pid != getpid()).filter_map(|pid| process(pid, dir)).collect();
@@ -39,8 +39,8 @@ fn process(pid: Pid, dir: &Path) -> Option<String> {
     Some(format!("{} (pid {pid}, {how})", name.trim_end()))
 }
 
-/// Returns how a process uses the file system. Reads links without following them, as access to a file may wait for
-/// the disk.
+/// Returns how a process uses the file system, or `None` if it does not. Reads links without following them, because
+/// access to a file may wait for the disk.
 fn use_of(proc: &Path, dir: &Path) -> Option<String> {
     let target_in_dir = |link: PathBuf| fs::read_link(link).ok().filter(|target| target.starts_with(dir));
     let open = || {

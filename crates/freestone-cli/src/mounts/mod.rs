@@ -38,7 +38,7 @@ fn check_root(verb: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns the path of the server's control socket, which identifies the server in records.
+/// Returns the resolved path of the server's control socket, which identifies the server in records.
 fn control(common: &Common) -> Result<PathBuf> {
     let (path, _) = Client::locate(common.control.as_deref())?;
     // A missing socket is reported by the later connection attempt.

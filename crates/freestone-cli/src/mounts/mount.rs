@@ -3,7 +3,6 @@
 use std::fs;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
@@ -15,8 +14,9 @@ use super::record::{LockedRecord, Record, Records, Via};
 use super::server::{Server, ServerState};
 use super::show::{self, Row};
 use super::{check_root, control, umount, via};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Stdout;
+use crate::exports::DISCONNECT_MAX;
 use crate::verbs::Common;
 
 /// The help below the options.
@@ -34,9 +34,6 @@ with nbd-client), nbdfuse (with a loop device). Needs root. NAME must have a fil
 States of mounts: mounted; stale, what is left of a mount that was cut short or undone by hand; dead, the server does
 not answer. `freestone umount` ends all of them. Records of the mounts are in $FREESTONE_MOUNTS, else
 /run/freestone-mounts.";
-
-/// Longest wait for a client that is disconnecting.
-const LEFT_MAX: Duration = Duration::from_millis(200);
 
 /// The command line.
 #[derive(Debug, Args)]
@@ -57,7 +54,7 @@ pub struct Line {
     options: Option<String>,
 }
 
-/// Runs the verb.
+/// Runs the verb `mount`. Lists the mounts if the command line names no device.
 pub fn ask(line: &Line, common: &Common) -> Result<()> {
     let records = Records::locate();
     let (Some(name), Some(dir)) = (&line.name, &line.dir) else {
@@ -79,7 +76,7 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
         options: line.options.clone(),
     };
     // The server may still count a client that is disconnecting.
-    wait_until(LEFT_MAX, || {
+    wait_until(DISCONNECT_MAX, || {
         record.is_read_only() || server.connections() == 0 || server.refresh(name).is_err()
     });
     check_device(&record, &server)?;
@@ -108,10 +105,10 @@ fn directory(name: &str, dir: &Path) -> Result<PathBuf> {
     Ok(found)
 }
 
-/// Fails if the device does not exist, is a template, or is in use.
+/// Fails if the device does not exist, is a template, or is in use by clients.
 fn check_device(record: &Record, server: &Server) -> Result<()> {
     let name = &record.name;
-    let refuse = |errno, why: String| Err(Fault::failed(errno, format!("{name}: mount: {why}")).into());
+    let refuse = |errno, why: String| Err(RpcError::failed(errno, format!("{name}: mount: {why}")).into());
     let Some(device) = server.device() else {
         return refuse(Errno::ENODEV, "there is no such device".into());
     };
@@ -137,7 +134,7 @@ fn check_device(record: &Record, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// Attaches the device of a record and mounts it.
+/// Attaches the device of a record as a block device, and mounts its file system.
 pub fn attach_and_mount(locked: &mut LockedRecord, server: &mut Server) -> Result<()> {
     via::attach(locked, server)?;
     let (name, dir) = (locked.record.name.clone(), locked.record.dir.clone());
@@ -152,7 +149,7 @@ pub fn attach_and_mount(locked: &mut LockedRecord, server: &mut Server) -> Resul
     }
     let step = format!("{name}: mount {} at {}", device.display(), dir.display());
     run(mount.arg(&device).arg(&dir), Some(locked.lock()))?.require(&step)?;
-    // mount(8) chooses the number of a loop device.
+    // mount(8) chooses the number of a loop device, so the block device is recorded only now.
     if let Some(source) = via::sources(locked, &MountTable::read()?).into_iter().next() {
         locked.record.device = Some(source);
     }

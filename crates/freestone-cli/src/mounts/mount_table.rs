@@ -9,34 +9,35 @@ use anyhow::{Context as _, Result};
 
 const TABLE: &str = "/proc/self/mountinfo";
 
-/// A mount.
+/// An entry of the mount table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
     id: u32,
     parent: u32,
     /// Mount point.
     pub dir: PathBuf,
-    /// The device, as it was given to mount(2).
+    /// The mounted device, as it was passed to mount(2).
     pub source: PathBuf,
 }
 
-/// All mounts.
+/// All mounts of a mount namespace.
 pub struct MountTable(Vec<Mount>);
 
 impl MountTable {
-    /// Reads the table.
+    /// Reads the mounts of this process's mount namespace.
     pub fn read() -> Result<Self> {
         let text = fs::read(TABLE).with_context(|| format!("cannot read {TABLE}"))?;
         Ok(Self(text.split(|byte| *byte == b'\n').filter_map(parse).collect()))
     }
 
-    /// Returns the topmost mount at `dir`, which paths lead to.
+    /// Returns the topmost mount at `dir`, to which paths resolve, or `None` if `dir` is not a
+    /// mount point.
     pub fn top_at(&self, dir: &Path) -> Option<&Mount> {
         let here = || self.0.iter().filter(|mount| mount.dir == dir);
         here().find(|mount| !here().any(|other| other.parent == mount.id))
     }
 
-    /// Returns the mounts of one of these devices.
+    /// Returns the mounts whose source is one of these devices.
     pub fn of<'a>(&'a self, sources: &'a [PathBuf]) -> impl Iterator<Item = &'a Mount> {
         self.0.iter().filter(|mount| sources.contains(&mount.source))
     }
@@ -57,7 +58,7 @@ fn parse(line: &[u8]) -> Option<Mount> {
     Some(Mount { id, parent, dir, source })
 }
 
-/// Replaces `\NNN`, three octal digits, by the byte.
+/// Replaces each escape `\NNN` (three octal digits) by the byte.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;

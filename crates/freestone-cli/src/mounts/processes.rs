@@ -10,17 +10,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-/// A process. The time of its start distinguishes it from a later one with the same number.
+/// Identity of a process. The start time distinguishes it from a later process with the same process ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessId {
-    /// Process number.
+    /// Process ID.
     pub pid: i32,
-    /// Time of the start, in clock ticks since boot.
+    /// Start time, in clock ticks since boot.
     start: u64,
 }
 
 impl ProcessId {
-    /// Returns the process that has this number now.
+    /// Returns the identity of the process that has this process ID now, or `None` if no process has it.
     pub fn of(pid: Pid) -> Option<Self> {
         let pid = pid.as_raw_nonzero().get();
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -36,17 +36,17 @@ fn start_of(stat: &str) -> Option<u64> {
     after.split(' ').nth(FIELDS_FROM_NAME_TO_START)?.parse().ok()
 }
 
-/// Returns the numbers of all processes.
+/// Returns the process IDs of all processes.
 pub fn all() -> impl Iterator<Item = Pid> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?))
 }
 
-/// A process with a pidfd, so that its number cannot refer to another process.
+/// A process with a pidfd, which cannot refer to a later process with the same process ID.
 pub struct Process(OwnedFd);
 
 impl Process {
-    /// Returns the processes with this word in their command lines.
+    /// Returns the processes that have this word as an argument of their command line.
     pub fn with_word(word: &Path) -> Vec<Self> {
         let has_word = |pid: Pid| {
             let line = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).unwrap_or_default();
@@ -54,7 +54,7 @@ impl Process {
         };
         let open = |pid: Pid| {
             let process = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-            // Checked again: before the pidfd existed, the number could have been reused.
+            // Checked again: before the pidfd existed, the process ID could have been reused.
             has_word(pid).then_some(Self(process))
         };
         all().filter(|pid| has_word(*pid)).filter_map(open).collect()
@@ -67,9 +67,9 @@ impl Process {
         poll(&mut ended, Some(&max)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Kills the process.
+    /// Kills the process, without waiting for its end.
     pub fn kill(&self) {
-        // kill() fails if the process has ended.
+        // The signal cannot be sent if the process has ended.
         let _ = pidfd_send_signal(&self.0, Signal::KILL);
     }
 }

@@ -1,4 +1,4 @@
-//! The records of mounts: a file of JSON for each, beside a directory of the same name for its socket files and logs.
+//! The records of mounts: a JSON file for each mount, beside a directory of the same name for its pidfiles and logs.
 //!
 //! A record is replaced by a rename, so that it is always complete. A command that changes a record holds a lock on
 //! its directory.
@@ -20,18 +20,18 @@ use uuid::Uuid;
 
 use super::helper::wait_until;
 use super::processes::ProcessId;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 
 /// Environment variable with the directory of the records.
 pub const VARIABLE: &str = "FREESTONE_MOUNTS";
-/// Default directory. Not below /run/freestone, which systemd removes when the service ends.
+/// Default directory of the records. Not below /run/freestone, which systemd removes when the service ends.
 const DIR: &str = "/run/freestone-mounts";
 const PRIVATE: u32 = 0o700;
 const EXTENSION: &str = "json";
-/// Longest wait for the lock of another command.
+/// Longest wait for a lock that another command holds.
 const LOCK_MAX: Duration = Duration::from_secs(10);
 
-/// How a device becomes a block device.
+/// Way in which a device is attached as a block device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Via {
@@ -44,7 +44,7 @@ pub enum Via {
 }
 
 impl Via {
-    /// Returns the word on the command line.
+    /// Returns the value of `--via` for this way.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ublk => "ublk",
@@ -54,10 +54,10 @@ impl Via {
     }
 }
 
-/// A mount. Fields are filled in as the mount proceeds.
+/// Record of a mount. Fields are filled in as the mount proceeds.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
-    /// The device of the server.
+    /// Name of the device on the server.
     pub name: String,
     /// The mount point, an absolute path.
     #[serde(with = "path_text")]
@@ -65,18 +65,18 @@ pub struct Record {
     /// The control socket of the server, an absolute path.
     #[serde(with = "path_text")]
     pub control: PathBuf,
-    /// The process of the server.
+    /// Identity of the server's process.
     pub server: Option<ProcessId>,
-    /// Way of attaching; None before one is chosen.
+    /// Way to attach the device; `None` before a way is chosen.
     pub via: Option<Via>,
-    /// The block device; None before it is known.
+    /// Block device that is mounted; `None` before it is known.
     pub device: Option<PathBuf>,
-    /// The export that `mount` published, and `umount` unpublishes: an NBD address, or `/dev/ublkbN`, or `ublk` before
-    /// its number is known.
+    /// Address of the export that `mount` published and `umount` unpublishes: an NBD address, `/dev/ublkbN`, or `ublk`
+    /// before N is known.
     pub published: Option<String>,
-    /// File-system type of the command line.
+    /// File-system type from the command line.
     pub fs: Option<String>,
-    /// Options of mount(8) of the command line.
+    /// Options for mount(8) from the command line.
     pub options: Option<String>,
 }
 
@@ -101,7 +101,7 @@ pub struct LockedRecord {
 }
 
 impl Records {
-    /// Returns the directory, which may not exist yet.
+    /// Returns the directory of the records, which may not exist yet.
     pub fn locate() -> Self {
         let configured = env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
         Self(configured.unwrap_or_else(|| DIR.into()))
@@ -146,7 +146,7 @@ impl Records {
             .with_context(|| format!("{at}: is not the record of a mount; unmount by hand, then remove it"))
     }
 
-    /// Locks the first matching record, if any.
+    /// Locks the first record for which `matches` returns true, or returns `None`.
     pub fn lock(&self, mut matches: impl FnMut(&Record) -> bool) -> Result<Option<LockedRecord>> {
         for id in self.ids()? {
             if !self.read(&id)?.is_some_and(|record| matches(&record)) {
@@ -179,7 +179,7 @@ impl Records {
                 let why = format!("{name} has a mount at {dir} already (control socket {control})");
                 let hint = format!("`freestone umount {dir}` ends it");
                 return Err(
-                    Fault::failed(Errno::EBUSY, format!("{}: mount: {why}; {hint}", record.name)).into()
+                    RpcError::failed(Errno::EBUSY, format!("{}: mount: {why}; {hint}", record.name)).into()
                 );
             }
         }
@@ -201,7 +201,7 @@ impl Records {
         for entry in fs::read_dir(&self.0).into_iter().flatten().flatten() {
             let id = entry.file_name();
             if !id.to_str().is_some_and(|id| self.file(id).exists()) {
-                // Fails unless the directory is empty.
+                // Fails unless the directory is empty, which keeps directories with files.
                 let _ = fs::remove_dir(entry.path());
             }
         }
@@ -209,7 +209,7 @@ impl Records {
 }
 
 impl LockedRecord {
-    /// Writes the record.
+    /// Writes the record to its file.
     pub fn save(&self) -> Result<()> {
         let file = self.records.join(&self.id).with_extension(EXTENSION);
         let new = file.with_extension("new");
@@ -218,7 +218,7 @@ impl LockedRecord {
         written.with_context(|| format!("{}: cannot write the record of a mount", file.display()))
     }
 
-    /// Returns the path of a file that belongs to the mount.
+    /// Returns the path of the file `name` in the directory of the mount.
     pub fn path(&self, name: &str) -> PathBuf {
         self.records.join(&self.id).join(name)
     }
@@ -249,7 +249,7 @@ impl LockedRecord {
     }
 }
 
-/// Creates a directory with access only for root, or checks an existing one.
+/// Creates a directory with access only for root. Fails if it exists with another owner or mode.
 fn make_private(dir: &Path) -> Result<()> {
     let at = dir.display();
     match DirBuilder::new().mode(PRIVATE).create(dir) {

@@ -1,7 +1,8 @@
 //! `reset` and `rewind` of a device that is mounted: unmounts, changes the content, and mounts again.
 //!
 //! Between the two mounts the kernel caches no block of the device: loop device, NBD client and nbdfuse are gone, and
-//! the cache of a ublk device is dropped. So the server refuses the change only because of other clients.
+//! the server drops the cache of a ublk device with the change. So the server refuses the change only because of other
+//! clients.
 
 use std::path::Path;
 
@@ -10,14 +11,15 @@ use freestone_spec::refusal::Errno;
 use serde_json::value::RawValue;
 
 use super::mount::attach_and_mount;
-use super::record::{LockedRecord, Record, Records, Via};
+use super::record::{LockedRecord, Record, Records};
 use super::server::ServerState;
 use super::unmounting::{Liveness, is_mounted, unmount};
 use super::{control, via};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::verbs::Common;
 
-/// Changes the content of a device by `change`. If the device has a mount, it is unmounted before and mounted after.
+/// Runs `change`, which replaces the content of a device, and returns its result. A mount of the device is unmounted
+/// before, and mounted again afterwards.
 pub fn around(
     name: &str,
     common: &Common,
@@ -53,8 +55,8 @@ pub fn around(
     }
 }
 
-/// Runs `change` while the file system is unmounted and no block is cached. If unmounting fails, the content is
-/// unchanged.
+/// Runs `change` while the file system is unmounted. The server writes and drops cached blocks of a ublk device, which
+/// stays attached. If unmounting fails, the content is unchanged.
 fn while_unmounted(
     locked: &LockedRecord,
     liveness: Liveness,
@@ -62,17 +64,11 @@ fn while_unmounted(
 ) -> Result<Box<RawValue>> {
     unmount(locked, liveness, false)?;
     via::detach(locked, false)?;
-    let block = locked.record.device.as_deref().filter(|_| locked.record.via == Some(Via::Ublk));
-    let drop_cache = || block.map_or(Ok(()), via::drop_cache);
-    drop_cache()?;
-    let answer = change()?;
-    // Programs such as udev may have read the block device meanwhile.
-    drop_cache()?;
-    Ok(answer)
+    change()
 }
 
 fn failed(why: String) -> anyhow::Error {
-    Fault::failed(Errno::EIO, why).into()
+    RpcError::failed(Errno::EIO, why).into()
 }
 
 fn is_of(record: &Record, name: &str, control: &Path) -> bool {

@@ -12,19 +12,20 @@ use serde_json::{Value, json};
 use super::helper::wait_until;
 use super::processes::ProcessId;
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 
-/// A server that does not respond within this time counts as hanging.
+/// Longest wait for a response. A server that does not respond within this time counts as hanging.
 const RESPONSE_MAX: Duration = Duration::from_secs(5);
 /// Timeout of a verb, which may wait for another verb on the device.
 const VERB_MAX: Duration = Duration::from_secs(40);
-/// Longest wait for a disconnecting client, before its export counts as in use.
-const LEFT_MAX: Duration = Duration::from_secs(2);
+/// Longest time to repeat an unpublish while clients disconnect, before the export counts as in use. The kernel's NBD
+/// client or nbdfuse was just detached, and disconnects by itself.
+const UNPUBLISH_MAX: Duration = Duration::from_secs(2);
 
-/// A server that responds.
+/// A connection to a server that responds.
 pub struct Server {
     client: Client,
-    /// The process of the server.
+    /// Identity of the server's process.
     pub process: Option<ProcessId>,
     device: Option<Device>,
 }
@@ -33,7 +34,7 @@ pub struct Server {
 #[derive(Debug, Clone, Deserialize)]
 pub struct Device {
     name: String,
-    /// `ram`, `fork`, `template` and others.
+    /// Kind of the device: `ram`, `fork`, `template` and others.
     pub kind: String,
     /// The exports of the device.
     pub exports: Vec<Export>,
@@ -42,44 +43,44 @@ pub struct Device {
 /// An export of a device.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Export {
-    /// `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
+    /// Address: `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
     pub address: String,
-    /// NBD URI, if the address is an NBD address.
+    /// NBD URI, or `None` if the address is not an NBD address.
     pub uri: Option<String>,
     /// True if clients cannot write.
     pub read_only: bool,
     /// Number of open connections.
     pub connections: usize,
-    /// The list of allowed clients; empty if all may connect.
+    /// Entries of the allow list; empty if every client may connect.
     #[serde(default)]
     pub allow: Vec<String>,
 }
 
 impl Export {
-    /// Returns true for a block device.
+    /// Returns true if the export is a ublk block device.
     pub fn is_ublk(&self) -> bool {
         self.address.starts_with("/dev/")
     }
 }
 
-/// The part of a `list` result that is needed here.
+/// The part of the result of the verb `list` that mounts need.
 #[derive(Deserialize)]
 struct DeviceList {
     devices: Vec<Device>,
 }
 
-/// State of a server.
+/// State of the server at a control socket.
 pub enum ServerState {
     /// The server responds.
     Responds(Box<Server>),
-    /// No process listens at its control socket.
+    /// No server listens at the control socket.
     Dead(anyhow::Error),
     /// The server listens, but does not respond.
     Hangs(Option<ProcessId>),
 }
 
 impl ServerState {
-    /// Connects to the server at `control`, and looks up one of its devices.
+    /// Connects to the server at `control`, and looks up the device `name`.
     pub fn of(control: &Path, name: &str) -> Self {
         let client = match Client::connect(Some(control)) {
             Ok(client) => client,
@@ -89,13 +90,13 @@ impl ServerState {
         let mut server = Server { client, process, device: None };
         match server.list(name, RESPONSE_MAX) {
             Ok(()) => Self::Responds(Box::new(server)),
-            // The server ended just now, or this is not a server.
+            // The server ended just now, or the process at the socket is not a server.
             Err(error) if !is_timeout(&error) => Self::Dead(error),
             Err(_) => Self::Hangs(process),
         }
     }
 
-    /// Returns the server.
+    /// Returns the connection to the server.
     ///
     /// # Errors
     /// Fails if the server does not respond.
@@ -104,7 +105,7 @@ impl ServerState {
             Self::Responds(server) => Ok(*server),
             Self::Dead(error) => Err(error),
             Self::Hangs(process) => {
-                Err(Fault::failed(Errno::ETIMEDOUT, hang_message(control, process)).into())
+                Err(RpcError::failed(Errno::ETIMEDOUT, hang_message(control, process)).into())
             }
         }
     }
@@ -127,27 +128,27 @@ impl Server {
         let answer = self.client.call("list", &json!({ "pattern": name }))?;
         let DeviceList { devices } =
             serde_json::from_str(answer.get()).context("list: the server's answer is not understood")?;
-        // The server takes the name as a pattern, which may match other devices.
+        // `list` treats the name as a pattern, which may match other devices.
         self.device = devices.into_iter().find(|device| device.name == name);
         Ok(())
     }
 
-    /// Returns the device, as of the last look-up.
+    /// Returns the device as of the last look-up, or `None` if it did not exist.
     pub fn device(&self) -> Option<&Device> {
         self.device.as_ref()
     }
 
-    /// Looks up the device again.
+    /// Looks up the device `name` again.
     pub fn refresh(&mut self, name: &str) -> Result<()> {
         self.list(name, RESPONSE_MAX)
     }
 
-    /// Returns the number of clients that are connected to the device.
+    /// Returns the number of connections to all exports of the device, as of the last look-up.
     pub fn connections(&self) -> usize {
         self.device.iter().flat_map(|device| &device.exports).map(|export| export.connections).sum()
     }
 
-    /// Runs a verb.
+    /// Runs a verb on the server and returns its result as JSON.
     pub fn call(&mut self, verb: &str, params: &Value) -> Result<Box<RawValue>> {
         self.client.set_timeout(VERB_MAX)?;
         self.client.call(verb, params)
@@ -156,7 +157,7 @@ impl Server {
     /// Unpublishes the device at one address. Waits for a client that is disconnecting.
     pub fn unpublish(&mut self, name: &str, at: &str) -> Result<()> {
         let mut answer = Ok(());
-        wait_until(LEFT_MAX, || {
+        wait_until(UNPUBLISH_MAX, || {
             let params = json!({ "name": name, "at": at });
             answer = self.call("unpublish", &params).map(drop);
             !answer.as_ref().is_err_and(|error| has_errno(error, Errno::EBUSY))
@@ -165,7 +166,7 @@ impl Server {
     }
 }
 
-/// Returns true for an error of the server with this errno.
+/// Returns true if an error was returned by the server with this errno.
 pub fn has_errno(error: &anyhow::Error, errno: Errno) -> bool {
-    error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(errno))
+    error.downcast_ref::<RpcError>().is_some_and(|fault| fault.has_errno(errno))
 }

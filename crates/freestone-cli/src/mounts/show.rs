@@ -15,7 +15,7 @@ use crate::verbs::Common;
 use crate::verbs::table::write_table;
 
 const HEADER: [&str; 6] = ["NAME", "DIR", "STATE", "VIA", "DEVICE", "CONTROL"];
-/// A pattern that matches no device.
+/// Device name for server queries that need no device: it matches no device.
 const NO_DEVICE: &str = "-";
 
 /// State of a mount.
@@ -23,9 +23,9 @@ const NO_DEVICE: &str = "-";
 #[serde(rename_all = "lowercase")]
 enum State {
     Mounted,
-    /// The mount was cut short, or undone by hand.
+    /// The mount was interrupted, or undone by hand.
     Stale,
-    /// The server does not respond.
+    /// The server that made the mount does not respond, or was replaced.
     Dead,
 }
 
@@ -38,7 +38,7 @@ pub struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    /// Returns the row of a new mount.
+    /// Returns the row of a mount that was just made.
     pub fn mounted(record: &'a Record) -> Self {
         Self { record, state: State::Mounted }
     }
@@ -49,7 +49,7 @@ struct Rows<'a> {
     mounts: Vec<Row<'a>>,
 }
 
-/// Prints JSON.
+/// Prints a value as JSON on standard output.
 pub fn print_json(answer: &impl Serialize) -> Result<()> {
     let mut out = io::stdout().lock();
     let text = serde_json::to_string_pretty(answer).context("cannot write the answer")?;
@@ -57,7 +57,7 @@ pub fn print_json(answer: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// Prints all mounts.
+/// Prints all mounts with their states, as a table or as JSON.
 pub fn list(records: &Records, common: &Common) -> Result<()> {
     let all = records.all()?;
     let table = MountTable::read()?;
@@ -83,7 +83,7 @@ fn state(record: &Record, server: &ServerState, table: &MountTable) -> State {
         .as_ref()
         .is_some_and(|device| table.of(std::slice::from_ref(device)).any(|mount| mount.dir == record.dir));
     match server {
-        // Another server may have taken its place.
+        // Another server may now listen at the control socket.
         ServerState::Responds(server) if server.process == record.server => {
             if is_mounted {
                 State::Mounted

@@ -14,7 +14,7 @@ use super::server::{ServerState, has_errno};
 use super::show::print_json;
 use super::unmounting::{Liveness, finish, unmount};
 use super::{check_root, control, via};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error;
 use crate::verbs::Common;
 use crate::verbs::pattern::Pattern;
@@ -46,7 +46,7 @@ struct Unmounted {
     mounts: Vec<Record>,
 }
 
-/// Runs the verb. If one mount cannot be undone, continues with the others.
+/// Runs the verb `umount`. If one mount cannot be undone, continues with the others.
 pub fn ask(line: &Line, common: &Common) -> Result<ExitCode> {
     check_root("umount")?;
     let records = Records::locate();
@@ -59,7 +59,7 @@ pub fn ask(line: &Line, common: &Common) -> Result<ExitCode> {
             Ok(found) => targets.extend(found),
             Err(error) => {
                 failed = true;
-                error::tell(&error);
+                error::print_error(&error);
             }
         }
     }
@@ -70,13 +70,13 @@ pub fn ask(line: &Line, common: &Common) -> Result<ExitCode> {
         }
         dirs.push(&target.dir);
         let locked = records.lock(|record| record.dir == target.dir && record.name == target.name);
-        // None: another command has just undone it.
+        // `None`: another command has just undone the mount.
         let released = locked.and_then(|locked| locked.map_or(Ok(()), |locked| release(locked, line.force)));
         match released {
             Ok(()) => done.mounts.push(target.clone()),
             Err(error) => {
                 failed = true;
-                error::tell(&error);
+                error::print_error(&error);
             }
         }
     }
@@ -97,7 +97,7 @@ fn find<'a>(word: &str, all: &'a [Record]) -> Result<Vec<&'a Record>> {
     let found = match by_name.len() {
         0 if Pattern::is_pattern(word) => all.iter().filter(|record| pattern.matches(&record.name)).collect(),
         0 => {
-            // Compared unresolved first: the directory may be gone, or access to it may hang.
+            // The path is compared unresolved first: the directory may be gone, or access to it may hang.
             let dir = std::path::absolute(word).unwrap_or_else(|_| PathBuf::from(word));
             let is_dir = |record: &&Record| record.dir == dir;
             let exact: Vec<_> = all.iter().filter(is_dir).collect();
@@ -115,12 +115,12 @@ fn find<'a>(word: &str, all: &'a [Record]) -> Result<Vec<&'a Record>> {
                 "{word}: umount: mounts of several servers: say --control, or one of {}",
                 places.join(", ")
             );
-            return Err(Fault::failed(Errno::EINVAL, why).into());
+            return Err(RpcError::failed(Errno::EINVAL, why).into());
         }
     };
     if found.is_empty() {
         let why = format!("{word}: umount: no such mount; `freestone mount` lists those that there are");
-        return Err(Fault::failed(Errno::ENODEV, why).into());
+        return Err(RpcError::failed(Errno::ENODEV, why).into());
     }
     Ok(found)
 }

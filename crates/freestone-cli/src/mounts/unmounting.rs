@@ -13,20 +13,20 @@ use super::mount_table::MountTable;
 use super::record::{LockedRecord, Record};
 use super::server::{ServerState, hang_message};
 use super::via::{sources, wait_unused};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 
-/// Interval at which the server is checked while umount(8) runs.
+/// Interval at which the state of the server is checked while umount(8) runs.
 const SLICE: Duration = Duration::from_secs(5);
 /// Longest time for umount(8) to write dirty blocks.
 const WRITE_MAX: Duration = Duration::from_secs(300);
 /// Longest time to retry if the mount is busy: `pg_ctl stop` and others return before their last process has ended.
 const BUSY_MAX: Duration = Duration::from_millis(500);
-/// Interval of these retries.
+/// Pause between two retries if the mount is busy.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
-/// Longest wait of a lazy umount(8) for a hanging server, before the server's client program is ended.
+/// Longest wait of a lazy umount(8) for a hanging server, before nbd-client or nbdfuse is ended.
 const LAZY_MAX: Duration = Duration::from_secs(1);
 
-/// State of the server of a mount.
+/// State of the server that made a mount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Liveness {
     Responds,
@@ -36,7 +36,8 @@ pub enum Liveness {
 }
 
 impl Liveness {
-    /// Compares the state of a server with the server of a record.
+    /// Returns the state of the server that made the mount. `state` is the state of the server that now listens at the
+    /// control socket.
     pub fn of(record: &Record, state: &ServerState) -> Self {
         match state {
             ServerState::Responds(server) if server.process == record.server => Self::Responds,
@@ -48,15 +49,15 @@ impl Liveness {
 
 fn in_use(locked: &LockedRecord, why: &str) -> anyhow::Error {
     let (name, dir) = (&locked.record.name, locked.record.dir.display());
-    Fault::failed(Errno::EBUSY, format!("{name}: {dir} is in use by {why}")).into()
+    RpcError::failed(Errno::EBUSY, format!("{name}: {dir} is in use by {why}")).into()
 }
 
 fn timed_out(why: String) -> anyhow::Error {
-    Fault::failed(Errno::ETIMEDOUT, why).into()
+    RpcError::failed(Errno::ETIMEDOUT, why).into()
 }
 
-/// Unmounts the file system, and waits until its last block is written and its device is unused. Does nothing if it is
-/// not mounted. Returns a umount(8) that has not ended yet, which only happens with `force`.
+/// Unmounts the file system, and waits until its last block is written and its device is unused. Does nothing if the
+/// file system is not mounted. Returns the running umount(8) if it has not ended yet, which only happens with `force`.
 ///
 /// # Errors
 /// Fails if the file system is in use, and still mounted; or if umount(8) takes too long, and continues to run.
@@ -67,7 +68,7 @@ pub fn unmount(locked: &LockedRecord, liveness: Liveness, force: bool) -> Result
     let sources = sources(locked, &table);
     let elsewhere = table.of(&sources).find(|mount| mount.dir != record.dir);
     let is_here = table.of(&sources).any(|mount| mount.dir == record.dir);
-    // The device number of a dead server may have been reused.
+    // If the server is dead, the number of its block device may have been reused by another device.
     if let Some(other) = elsewhere.filter(|_| is_here || liveness == Liveness::Responds) {
         let what = format!("another mount of it at {}; unmount that first", other.dir.display());
         return Err(in_use(locked, &what));
@@ -144,7 +145,7 @@ pub fn is_mounted(locked: &LockedRecord) -> bool {
     })
 }
 
-/// Waits for the end of a lazy umount(8), after the client program that it waited for has ended.
+/// Waits for the end of a lazy umount(8), after nbd-client or nbdfuse, for which it waited, has ended.
 pub fn finish(locked: &LockedRecord, running: Option<Running>) -> Result<()> {
     let Some(mut running) = running else { return Ok(()) };
     let (name, dir) = (&locked.record.name, locked.record.dir.display());

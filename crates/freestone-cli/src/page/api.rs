@@ -1,4 +1,4 @@
-//! JSON API of the page: query parameters, responses and errors.
+//! JSON API of the web page: query parameters, responses and errors.
 
 use std::borrow::Cow;
 use std::str::FromStr;
@@ -7,31 +7,31 @@ use percent_encoding::percent_decode_str;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::http::Response;
 
 const JSON: &str = "application/json; charset=utf-8";
 
-/// Error of an API request, with a sentence for the user.
+/// Error of an API request, with a message for the user.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ApiError {
-    /// Invalid parameters.
+    /// A parameter or the device name in the path is invalid.
     Invalid(String),
     /// The device does not exist.
     NoDevice(String),
-    /// Too many requests, or the server is shutting down.
+    /// Another request must end first, the client has disconnected, or the server is shutting down.
     Busy(String),
-    /// The request failed in the server.
+    /// The request is valid, but failed in the server.
     Failed(String),
 }
 
-impl From<Fault> for ApiError {
-    fn from(fault: Fault) -> Self {
+impl From<RpcError> for ApiError {
+    fn from(fault: RpcError) -> Self {
         Self::Failed(fault.message)
     }
 }
 
-/// Returns the response with a result or an error as JSON.
+/// Returns the HTTP response that contains a result or an error as JSON.
 pub fn response<T: Serialize>(result: Result<T, ApiError>) -> Response {
     let refused = |status, sentence: String| (status, json!({ "error": sentence }).to_string());
     let (status, text) = match result.map(|value| serde_json::to_string(&value)) {
@@ -47,22 +47,23 @@ pub fn response<T: Serialize>(result: Result<T, ApiError>) -> Response {
     Response { status, content_type: JSON, body: text.into_bytes().into() }
 }
 
-/// Decodes the device name in a path.
+/// Decodes the percent-encoded device name in a path.
 pub fn name(path: &str) -> Result<Cow<'_, str>, ApiError> {
     let decoded = percent_decode_str(path).decode_utf8();
     decoded.map_err(|_| ApiError::Invalid(format!("{path}: is not a device name")))
 }
 
-/// Query parameters. Each can be taken once.
+/// Query parameters of a request. Reading a parameter removes it, so that unknown parameters are left.
 pub struct Parameters<'a>(Vec<(Cow<'a, str>, Cow<'a, str>)>);
 
 impl<'a> Parameters<'a> {
-    /// Parses a query.
+    /// Parses the query of a URL.
     pub fn of(query: &'a str) -> Self {
         Self(form_urlencoded::parse(query.as_bytes()).collect())
     }
 
-    /// Removes a parameter and returns its text. Of several with the same key, the last one counts.
+    /// Removes a parameter and returns its text, or None if it is absent. If the key occurs several times,
+    /// the last value is returned.
     pub fn take(&mut self, key: &str) -> Option<Cow<'a, str>> {
         let found = self.0.iter().rposition(|(known, _)| known == key)?;
         let value = self.0.swap_remove(found).1;
@@ -70,7 +71,8 @@ impl<'a> Parameters<'a> {
         Some(value)
     }
 
-    /// Removes a numeric parameter and returns its value, `least` to `most`, or `default` if it is absent.
+    /// Removes a numeric parameter and returns its value, or `default` if it is absent. The value must be
+    /// from `least` to `most`.
     pub fn number<N>(&mut self, key: &str, (least, most): (N, N), default: N) -> Result<N, ApiError>
     where
         N: FromStr + PartialOrd + std::fmt::Display,
@@ -82,7 +84,7 @@ impl<'a> Parameters<'a> {
         })
     }
 
-    /// Fails if parameters are left, which are unknown.
+    /// Fails if parameters are left, because they are unknown.
     pub fn end(self) -> Result<(), ApiError> {
         match self.0.first() {
             Some((key, _)) => Err(ApiError::Invalid(format!("{key}: unknown parameter"))),

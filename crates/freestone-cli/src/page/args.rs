@@ -1,4 +1,4 @@
-//! Options of the page, from the command line and the configuration file.
+//! Options for the web page, from the command line and the configuration file.
 
 use std::net::SocketAddr;
 
@@ -14,24 +14,25 @@ const HTTP_HELP: &str = "Serve a web page with devices, maps and latencies at ht
 const OPEN_HELP: &str = "Allow an address of --http that other machines reach; it is plain HTTP and shows the names of all \
     devices";
 
-/// Options of `serve`.
+/// Options of `serve` for the web page.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Observation")]
 pub struct PageArgs {
-    /// Address to listen at.
+    /// Address to listen at for HTTP.
     #[arg(long, value_name = "ADDR", help = HTTP_HELP)]
     http: Option<String>,
-    /// Other machines may connect.
+    /// Allow addresses that other machines can reach.
     #[arg(long, help = OPEN_HELP)]
     http_open: bool,
 }
 
 impl PageArgs {
-    /// Returns the address to listen at, or None if the page is off. The command line overrides the file.
+    /// Returns the address to listen at, or None if the page is off. The command line overrides the
+    /// configuration file.
     ///
     /// # Errors
     /// The address is invalid, or `--http-open` is given without an address.
-    pub fn asked(&self, file: Option<&FileConfig>) -> Result<Option<SocketAddr>> {
+    pub fn resolve(&self, file: Option<&FileConfig>) -> Result<Option<SocketAddr>> {
         let in_file = file.map(|file| &file.http);
         let words = AddressWords {
             key: "http",
@@ -53,7 +54,7 @@ mod tests {
         let asked = |line: Option<&str>, open, file: &str| {
             let args = PageArgs { http: line.map(str::to_owned), http_open: open };
             let file = freestone_spec::config::parse(file).unwrap();
-            let asked = args.asked(Some(&file)).map(|at| at.map(|at| at.to_string()));
+            let asked = args.resolve(Some(&file)).map(|at| at.map(|at| at.to_string()));
             asked.map_err(|error| error.to_string())
         };
         assert_eq!(asked(None, false, ""), Ok(None));

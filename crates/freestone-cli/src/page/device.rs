@@ -1,4 +1,4 @@
-//! Details of one device for the page: `stat`, `get`, rates and latencies.
+//! Details of one device for the web page: `stat`, `get`, rates and latencies.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,23 +17,24 @@ use crate::verbs::get::{self, Get};
 use crate::verbs::stat::{self, Stat};
 use crate::verbs::top::Row;
 
-/// Details of a device.
+/// Details of a device, as the API returns them.
 #[derive(Serialize)]
 pub struct Details {
     /// Reply of the verb `stat`.
     stat: Box<RawValue>,
     /// Reply of the verb `get`.
     attributes: Map<String, Value>,
-    /// Period of the rates, in seconds.
+    /// Length of the interval that the rates are averaged over, in seconds.
     seconds: f64,
-    /// Rates as in `top`; none for a template.
+    /// Request rates as in `top`; None for a template, which has no counters.
     #[serde(skip_serializing_if = "Option::is_none")]
     rates: Option<Row>,
-    /// Latency histogram by operation, since the device was created.
+    /// Latency histogram of each operation, since the device was created. Operations without requests are
+    /// omitted.
     latency: BTreeMap<&'static str, Vec<Bucket>>,
 }
 
-/// Upper bound of the latency in nanoseconds (null: unbounded), and number of requests.
+/// Bucket of a latency histogram: upper bound in nanoseconds (None if unbounded), and number of requests.
 type Bucket = (Option<u64>, u64);
 
 fn buckets(latency: &Latency) -> Vec<Bucket> {
@@ -41,26 +42,26 @@ fn buckets(latency: &Latency) -> Vec<Bucket> {
     latency.buckets().map(|(end, count)| (end.map(nanoseconds), count)).collect()
 }
 
-/// Returns the device of this name.
+/// Returns the device with this name, or [`ApiError::NoDevice`].
 pub fn find(service: &Service, name: &str) -> Result<Arc<Entry>, ApiError> {
     service.registry.find(name).ok_or_else(|| ApiError::NoDevice(format!("{name}: no such device")))
 }
 
-/// Returns the details of a device.
+/// Returns the details of the device with this name.
 ///
 /// # Errors
-/// The device does not exist, or was removed meanwhile.
+/// The device does not exist, or was removed while its details were collected.
 pub fn device(service: &Service, name: &str) -> Result<Details, ApiError> {
     let entry = find(service, name)?;
-    let look = service.rates.look(&service.registry);
-    let seconds = look.since.as_secs_f64();
+    let sample = service.rates.sample(&service.registry);
+    let seconds = sample.since.as_secs_f64();
     let account = entry.account().unwrap_or_default();
-    let of = |counter: Counter| (counter.word(), buckets(&account.latency[counter]));
+    let of = |counter: Counter| (counter.name(), buckets(&account.latency[counter]));
     Ok(Details {
         stat: Stat::run(service, stat::Params::of(name))?,
         attributes: Get::run(service, get::Params::all(name))?,
         seconds,
-        rates: look.of(&entry).map(|device| Row::of(device, seconds)),
+        rates: sample.of(&entry).map(|device| Row::of(device, seconds)),
         latency: Counter::ALL.into_iter().map(of).filter(|(_, buckets)| !buckets.is_empty()).collect(),
     })
 }

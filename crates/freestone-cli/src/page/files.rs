@@ -1,10 +1,10 @@
-//! Static files of the page, included in the program.
+//! Static files of the web page, included in the program.
 
 use crate::http::Response;
 
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// Path, content type and content of each file.
+/// URL path, content type and content of each file.
 const FILES: [(&str, &str, &str); 7] = [
     ("/", "text/html; charset=utf-8", include_str!("files/index.html")),
     ("/app.js", SCRIPT, include_str!("files/app.js")),
@@ -15,7 +15,7 @@ const FILES: [(&str, &str, &str); 7] = [
     ("/icon.svg", "image/svg+xml", include_str!("files/icon.svg")),
 ];
 
-/// Returns the file at a path.
+/// Returns the file at a URL path, or None if there is none.
 pub fn file(path: &str) -> Option<Response> {
     let found = FILES.iter().find(|(at, ..)| *at == path);
     found.map(|(_, content_type, content)| Response::ok(content_type, content.as_bytes()))

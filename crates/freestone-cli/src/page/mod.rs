@@ -1,5 +1,5 @@
-//! Read-only web page that shows devices, families, maps and latencies. All its files are part of the
-//! program.
+//! Read-only web page that shows devices, families (bases and their forks, which share memory), maps and
+//! latencies. The files of the page are included in the program.
 
 mod api;
 mod args;

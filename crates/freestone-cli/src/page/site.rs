@@ -1,4 +1,4 @@
-//! The HTTP site of the page: static files and the JSON API.
+//! The HTTP site of the web page: static files and the JSON API.
 
 use std::sync::{Arc, Weak};
 
@@ -8,15 +8,15 @@ use super::{device, files, overview};
 use crate::http::{Client, Refusal, Request, Response, Site};
 use crate::service::Service;
 
-/// Serves the page and its JSON API.
+/// HTTP site that serves the web page and its JSON API.
 pub struct PageSite {
-    /// Weak, so that an HTTP client does not keep devices alive.
+    /// Weak, so that an HTTP client does not keep the devices of the server alive.
     service: Weak<Service>,
     maps: Maps,
 }
 
 impl PageSite {
-    /// Creates the site of a server.
+    /// Creates the site for the devices of `service`.
     pub fn new(service: &Arc<Service>) -> Self {
         Self { service: Arc::downgrade(service), maps: Maps::new(service) }
     }
@@ -31,7 +31,8 @@ impl PageSite {
 impl Site for PageSite {
     const NAME: &'static str = "http";
     const PATH: &'static str = "/";
-    /// Browsers must not load anything from other hosts, run inline scripts, or show the page in a frame.
+    /// Security headers: browsers must not load anything from other hosts, run inline scripts, or show the
+    /// page in a frame.
     const HEADERS: &'static str = "Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; \
                                    img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; \
                                    frame-ancestors 'none'\r\n\

@@ -1,10 +1,10 @@
 //! Content that survives a restart of the server (`keep=yes`): saved in the state directory, and restored
 //! from there.
 //!
-//! Each family of RAM disks sharing one pool has a directory of its own, in which the UUID identifies a
-//! device. One thread saves changes when a save is due, and merges the files. For each restored directory
-//! another thread loads the content into memory while the devices are already in use. Server shutdown stops
-//! all these threads, and saves once more.
+//! Each family (RAM disks and forks that share one pool) has a directory of its own, in which devices are identified by
+//! UUID. One thread saves changes when a save is due, and merges the files. For each restored directory another thread
+//! loads the content into memory while the devices are already in use. Server shutdown stops all these threads, and
+//! saves once more.
 
 pub mod saver;
 pub mod start;
@@ -30,28 +30,28 @@ use uuid::Uuid;
 use crate::records::Records;
 use crate::standby::Standby;
 
-/// Name of the directory of all content, in the state directory.
+/// Name of the directory in the state directory that contains all saved content.
 const DIR: &str = "content";
 
-/// When content is saved, in addition to server shutdown.
+/// Schedule of saves, in addition to the save at server shutdown.
 #[derive(Debug, Clone, Copy)]
-pub struct Plan {
-    /// Interval of saves, if something changed.
+pub struct SaveSchedule {
+    /// Interval of saves, which are omitted if nothing changed. `None` disables saves by time.
     pub every: Option<Duration>,
-    /// Changed bytes, before compression, after which a save is due.
+    /// Number of changed bytes, before compression, after which a save is due. `None` disables saves by size.
     pub after: Option<u64>,
     /// Longest time that server shutdown waits for the last save.
     pub timeout: Duration,
 }
 
-impl Default for Plan {
+impl Default for SaveSchedule {
     fn default() -> Self {
         Self { every: None, after: None, timeout: Duration::from_secs(300) }
     }
 }
 
-impl Plan {
-    /// Returns the keys of a plan in a configuration file, with their values as text.
+impl SaveSchedule {
+    /// Returns the keys of the schedule that a configuration file contains, with their values as text.
     pub fn keys_of(file: &FileConfig) -> Vec<(&'static str, String)> {
         let every = file.save_every.map(|every| ("save_every", times::exact(every)));
         let after = file.save_after.map(|bytes| ("save_after", size::exact(bytes)));
@@ -66,29 +66,29 @@ impl Plan {
 /// of a group is held during a save, and is locked first: while no other lock is held.
 #[derive(Default)]
 pub struct Saves {
-    at: OnceLock<(PathBuf, Plan)>,
+    at: OnceLock<(PathBuf, SaveSchedule)>,
     groups: Mutex<Vec<Arc<Group>>>,
-    /// Threads that run until server shutdown.
+    /// Threads that run until server shutdown, which joins them.
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Thread for the last save, started in advance.
     last_save: Mutex<Option<Standby>>,
-    /// Set at server shutdown.
+    /// True once the server shuts down: all threads of the saves must end.
     stops: AtomicBool,
-    /// Wakes the saving thread when `stops` is set.
+    /// Condition variable that wakes the saving thread when `stops` is set.
     bell: (Mutex<()>, Condvar),
-    /// Devices that were restored with content older than they had when the previous server ended, and the
-    /// time of that content.
-    behind: Mutex<HashMap<String, SystemTime>>,
-    /// Devices whose base changed while no server ran, and the changed file.
+    /// Devices that were restored with content older than they had when the previous server ended, with the time of
+    /// that content.
+    stale: Mutex<HashMap<String, SystemTime>>,
+    /// Devices whose base changed while no server ran, with the path of the changed file.
     changed_bases: Mutex<HashMap<String, PathBuf>>,
-    /// Last error logged by `log_once`.
+    /// Last error that [`log_once`](Self::log_once) has logged.
     last_error: Mutex<String>,
 }
 
-/// The saved devices of one family.
+/// The saved devices of one family (RAM disks and forks that share one pool).
 struct Group {
     family: Family,
-    /// Directory of the group.
+    /// Directory with the save files of the group.
     dir: PathBuf,
     keep: Mutex<Keep>,
     status: Mutex<GroupStatus>,
@@ -100,26 +100,27 @@ type Member = (String, Arc<Entry>);
 /// Status of a group, which can be read without waiting for a running save.
 #[derive(Debug, Clone, Default)]
 struct GroupStatus {
-    /// Time of the last save.
+    /// Time of the last save, or `None` if the group was never saved.
     saved: Option<SystemTime>,
     /// UUIDs of the devices in the last save.
     members: HashSet<String>,
-    /// Bytes of the files.
+    /// Total size of the save files, in bytes.
     file_bytes: u64,
-    /// Number of increments.
+    /// Number of incremental save files, each with only the changes since the save before.
     increments: usize,
-    /// Bytes that a running save will make durable, by UUID.
+    /// Number of bytes that a running save will make durable, by UUID of the device.
     under_way: HashMap<String, u64>,
-    /// Why the last attempt failed.
+    /// Reason why the last attempt to save failed, or `None` if it succeeded.
     failed: Option<String>,
-    /// Time of the last attempt, or of the group's creation.
+    /// Time of the last attempt to save, or of the group's creation.
     tried: Option<Instant>,
-    /// Unreadable pages. Set by restoring; a save raises the number to its own count, and a save that writes
+    /// Number of unreadable pages. Set by restoring; a save raises the number to its own count, and a save that writes
     /// the whole content replaces it.
     lost_pages: u64,
-    /// Bytes that the next save needs, and free bytes.
+    /// Estimate of the bytes that the next save needs, and the free bytes. `None` before the first estimate.
     needs: Option<(u64, u64)>,
-    /// Progress of loading restored content: done and total.
+    /// Progress of loading restored content, in blocks of about 1 MiB: loaded and total. `None` if all content is in
+    /// memory.
     loading: Option<(u64, u64)>,
 }
 
@@ -158,24 +159,24 @@ impl Group {
         records.all_missing().into_iter().map(|(name, _)| name).find(is_in)
     }
 
-    /// Copies the contents of the directory into the status.
+    /// Copies time, size and devices of the last save into the status.
     fn record_contents(&self, keep: &Keep) {
         let mut status = self.status();
         if let Some(kept) = keep.contents() {
             (status.saved, status.file_bytes, status.increments) =
-                (Some(kept.when), kept.file_bytes, kept.increments);
+                (Some(kept.saved_at), kept.file_bytes, kept.increments);
             status.members = kept.contents.devices.iter().map(|device| device.name.clone()).collect();
         }
     }
 }
 
 impl Saves {
-    /// Sets the state directory and the plan. Called once, before devices exist.
-    pub fn begin(&self, state: &Path, plan: Plan) {
+    /// Sets the state directory and the schedule of saves. Called once, before devices exist.
+    pub fn begin(&self, state: &Path, plan: SaveSchedule) {
         let _ = self.at.set((state.join(DIR), plan));
     }
 
-    /// Returns the plan as keys of a configuration file; none without a state directory.
+    /// Returns the schedule as keys of a configuration file, or no keys without a state directory.
     pub fn keys(&self) -> Vec<(&'static str, String)> {
         let Some((_, plan)) = self.at.get() else { return Vec::new() };
         let file = FileConfig {
@@ -184,10 +185,10 @@ impl Saves {
             save_timeout: Some(plan.timeout),
             ..FileConfig::default()
         };
-        Plan::keys_of(&file)
+        SaveSchedule::keys_of(&file)
     }
 
-    /// Returns the longest time of the last save, or None without a state directory.
+    /// Returns the longest time for the last save, or `None` without a state directory.
     pub fn timeout(&self) -> Option<Duration> {
         self.at.get().map(|(_, plan)| plan.timeout)
     }
@@ -206,9 +207,9 @@ impl Saves {
         }
     }
 
-    fn behind(&self) -> MutexGuard<'_, HashMap<String, SystemTime>> {
+    fn stale(&self) -> MutexGuard<'_, HashMap<String, SystemTime>> {
         // A panic cannot leave the map inconsistent, so poisoning is ignored.
-        self.behind.lock().unwrap_or_else(PoisonError::into_inner)
+        self.stale.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn stops(&self) -> bool {
@@ -227,7 +228,7 @@ impl Saves {
         let Some((content, _)) = self.at.get() else { unreachable!("called only with a state directory") };
         let dir = content.join(Uuid::new_v4().simple().to_string());
         let mut keep = Keep::open(&dir)?;
-        // A crash could undo the directory's name, and with it all saves in the directory.
+        // Without this sync, a crash could undo the creation of the directory, and with it all saves in the directory.
         let parents = [Some(content.as_path()), content.parent()];
         for path in parents.into_iter().flatten() {
             let synced = File::open(path).and_then(|parent| parent.sync_all());
@@ -239,7 +240,7 @@ impl Saves {
         let group = Group::new(family, dir, keep);
         {
             let mut groups = self.groups();
-            if !groups.iter().any(|other| other.family.is(&group.family)) {
+            if !groups.iter().any(|other| other.family.is_same(&group.family)) {
                 groups.push(Arc::new(group));
                 return Ok(());
             }
@@ -252,28 +253,29 @@ impl Saves {
 
     fn group_of(&self, ram: &Ram) -> Option<Arc<Group>> {
         let family = ram.family();
-        self.groups().iter().find(|group| group.family.is(&family)).cloned()
+        self.groups().iter().find(|group| group.family.is_same(&family)).cloned()
     }
 
-    /// Returns the time of a kept device's last save, readable for people and programs.
+    /// Returns the time of a kept device's last save as text in UTC, or `None` if there is none.
     pub fn saved(&self, entry: &Entry) -> Option<String> {
         let ram = entry.kind.ram().filter(|_| entry.is_kept())?;
-        Some(times::shown(self.group_of(ram)?.status().saved?))
+        Some(times::format_utc(self.group_of(ram)?.status().saved?))
     }
 
-    /// Returns the time of a device's restored content, if the device had newer content before.
-    pub fn behind_of(&self, name: &str) -> Option<String> {
-        self.behind().get(name).copied().map(times::shown)
+    /// Returns the time of a device's restored content, if the device had newer content when the previous server ended.
+    pub fn stale_since(&self, name: &str) -> Option<String> {
+        self.stale().get(name).copied().map(times::format_utc)
     }
 
-    /// Notes that a device was restored with content of `when`, older than it had before.
-    pub fn put_behind(&self, name: &str, when: SystemTime) {
-        self.behind().insert(name.to_owned(), when);
+    /// Records that a device was restored with content of the time `when`, older than its last content.
+    pub fn set_stale(&self, name: &str, when: SystemTime) {
+        self.stale().insert(name.to_owned(), when);
     }
 
-    /// Removes the notes about a device whose content was replaced, or that was removed.
-    pub fn forget_behind(&self, name: &str) {
-        self.behind().remove(name);
+    /// Removes what [`set_stale`](Self::set_stale) and [`put_changed_base`](Self::put_changed_base) recorded, because
+    /// the content was replaced or the device removed.
+    pub fn clear_notes(&self, name: &str) {
+        self.stale().remove(name);
         self.changed_bases().remove(name);
     }
 
@@ -282,22 +284,22 @@ impl Saves {
         self.changed_bases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the file of the device's base that changed while no server ran.
+    /// Returns the file of the device's base that changed while no server ran, or `None`.
     pub fn changed_base_of(&self, name: &str) -> Option<PathBuf> {
         self.changed_bases().get(name).cloned()
     }
 
-    /// Notes that a file of the device's base changed while no server ran.
+    /// Records that a file of the device's base changed while no server ran.
     pub fn put_changed_base(&self, name: &str, file: PathBuf) {
         self.changed_bases().insert(name.to_owned(), file);
     }
 
-    /// Returns the statistics of a device's saves, for `stat`.
+    /// Returns the statistics of a device's saves, for `stat`, or `None` if its content is not kept.
     pub fn stat(&self, entry: &Entry) -> Option<Value> {
         let ram = entry.kind.ram().filter(|_| entry.is_kept())?;
         let status = self.group_of(ram).map(|group| group.status().clone()).unwrap_or_default();
         let mut stat = json!({
-            "saved": status.saved.map(times::shown),
+            "saved": status.saved.map(times::format_utc),
             "file_bytes": status.file_bytes,
             "increments": status.increments,
             "unsaved_bytes": unsaved_bytes(ram) + status.under_way_of(entry),
@@ -319,14 +321,14 @@ impl Saves {
     }
 }
 
-/// Returns the bytes of a device that are in no save, before compression. For a device that was never saved,
+/// Returns the number of bytes of a device that are in no save, before compression. For a device that was never saved,
 /// these are all its bytes.
 fn unsaved_bytes(ram: &Ram) -> u64 {
     ram.unsaved_bytes().unwrap_or_else(|| ram.mm_stat().orig_data_size)
 }
 
-/// Returns the RAM disk, fork or snapshot of a device if its content is kept. Forks of template connections
-/// are not kept.
+/// Returns the RAM disk, fork or snapshot of a device if its content is kept, or `None`. Forks of connections to a
+/// template are not kept.
 fn kept(entry: &Entry) -> Option<&Arc<Ram>> {
     entry.kind.ram().filter(|_| entry.is_kept() && entry.template.is_none())
 }
@@ -336,8 +338,7 @@ fn stamp(when: SystemTime) -> u64 {
     when.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
 }
 
-/// Removes a directory that no device needs any more, with its save files. A directory with other files
-/// stays.
+/// Removes a directory that no device needs any more, with its save files. A directory with other files remains.
 fn forget(keep: &mut Keep, path: &Path) {
     if let Err(why) = keep.forget() {
         return warn!("{}: cannot remove files of an unused directory: {why}", path.display());
@@ -357,7 +358,7 @@ mod tests {
     fn concurrent_makers_create_one_directory_per_family() {
         let dir = tempfile::tempdir().unwrap();
         let saves = Saves::default();
-        saves.begin(dir.path(), Plan::default());
+        saves.begin(dir.path(), SaveSchedule::default());
         let (one, other) = (Family::new(Config::default()), Family::new(Config::default()));
         let families = [one.unwrap(), other.unwrap()];
         for family in [0, 1, 0, 1] {

@@ -6,29 +6,29 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use freestone::keep::{Estimate, KeepError, Wrote};
+use freestone::keep::{KeepError, SaveEstimate, SaveKind};
 use freestone::ram::Ram;
 use freestone::save::SaveError;
 use freestone_spec::kinds::Entry;
 use freestone_spec::size::human;
 use tracing::{debug, error, info, warn};
 
-use super::{Group, Member, Plan, Saves, forget, kept, stamp, unsaved_bytes};
-use crate::control::protocol::Fault;
+use super::{Group, Member, SaveSchedule, Saves, forget, kept, stamp, unsaved_bytes};
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 use crate::standby::Standby;
 
 /// Interval of checks whether a save is due.
 const CHECK_EVERY: Duration = Duration::from_secs(1);
-/// Interval of checks whether the next save would fit.
+/// Interval of checks whether the next save would fit on the disk.
 const ESTIMATE_EVERY: Duration = Duration::from_secs(60);
-/// Pause after a failed save.
+/// Pause after a failed save before the next attempt.
 const RETRY_AFTER: Duration = Duration::from_secs(60);
 /// Additional wait for the last save, after its timeout, before the disk counts as hung.
 const END_GRACE: Duration = Duration::from_secs(5);
 
 impl Saves {
-    /// Adds a thread that ends soon after `stops` is set. Shutdown joins the thread.
+    /// Adds a thread that ends soon after `stops` is set, so that the shutdown can join it.
     pub(super) fn adopt(&self, thread: JoinHandle<()>) {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
     }
@@ -47,7 +47,7 @@ impl Saves {
         self.last_save.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sleeps for `time`, or until shutdown. Returns true at shutdown.
+    /// Sleeps for `time`, or until server shutdown. Returns true if the server shuts down.
     fn sleep(&self, time: Duration) -> bool {
         let (lock, bell) = &self.bell;
         let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -101,7 +101,7 @@ impl Saves {
                 continue;
             }
             if devices.is_empty() {
-                // All devices of the group were removed just before.
+                // All devices of the group were removed just before, so no device needs the directory.
                 forget(&mut group.keep(), &group.dir);
                 continue;
             }
@@ -116,18 +116,18 @@ impl Saves {
                 }
             }
         }
-        if let Err(Fault { message, .. }) = service.records.put_saved(&exact) {
+        if let Err(RpcError { message, .. }) = service.records.put_saved(&exact) {
             let names: Vec<_> = exact.iter().map(|(name, _)| name.as_str()).collect();
             let names = names.join(", ");
             error!("{names}: saved, but the next start will withhold the content as outdated: {message}");
             failed += exact.len();
         }
-        // Devices for which no directory could be created; the error is logged.
+        // Counts devices without a group, for which no directory could be created; the error is logged.
         let unsaved = |entry: &Arc<Entry>| kept(entry).is_some_and(|ram| saves.group_of(ram).is_none());
         failed + service.registry.all().iter().filter(|entry| unsaved(entry)).count()
     }
 
-    /// Returns all groups with their devices. Creates groups for new families.
+    /// Returns all groups with their devices. Creates groups for families without one.
     fn all(&self, service: &Service) -> Vec<(Arc<Group>, Vec<Member>)> {
         let mut known: HashSet<usize> = self.groups().iter().map(|group| group.family.key()).collect();
         for entry in service.registry.all() {
@@ -137,7 +137,7 @@ impl Saves {
             }
         }
         let groups = self.groups().clone();
-        // Read after the groups, so that the devices of a new group are found.
+        // The devices are read after the groups, so that all devices of a new group are found.
         let mut devices: HashMap<usize, Vec<Member>> = HashMap::new();
         for entry in service.registry.all() {
             if let Some(ram) = kept(&entry) {
@@ -152,15 +152,15 @@ impl Saves {
         groups.into_iter().map(with_members).collect()
     }
 
-    /// Returns a sentence for each group whose next save would not fit, for the user who ends the server.
-    pub fn unfit(service: &Service) -> Vec<String> {
+    /// Returns a warning for each group whose next save would not fit on the disk, for the user who ends the server.
+    pub fn space_warnings(service: &Service) -> Vec<String> {
         let all = service.saves.all(service);
-        all.iter().filter_map(|(group, devices)| group.unfit(devices)).collect()
+        all.iter().filter_map(|(group, devices)| group.space_warning(devices)).collect()
     }
 }
 
 /// Saves groups when a save is due, until server shutdown.
-fn watch(service: &Weak<Service>, plan: Plan) {
+fn watch(service: &Weak<Service>, plan: SaveSchedule) {
     let mut estimate_at = Instant::now();
     loop {
         {
@@ -200,7 +200,13 @@ fn overwrite_error(devices: &[Member], missing: &str) -> String {
     format!("{}: not saved: {why}; `freestone remove {missing}` removes that content", names(devices))
 }
 
-fn save_if_due(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, estimates: bool) {
+fn save_if_due(
+    service: &Service,
+    group: &Arc<Group>,
+    devices: &[Member],
+    plan: SaveSchedule,
+    estimates: bool,
+) {
     if let Some(missing) = group.missing(&service.records) {
         let why = overwrite_error(devices, &missing);
         if group.status().failed.replace(why.clone()).as_ref() != Some(&why) {
@@ -209,11 +215,11 @@ fn save_if_due(service: &Service, group: &Arc<Group>, devices: &[Member], plan: 
         return;
     }
     if devices.is_empty() {
-        // All devices were removed. A new device of the family gets a new group.
+        // All devices of the group were removed. A new device of the family gets a new group.
         service.saves.groups().retain(|other| !Arc::ptr_eq(other, group));
         return forget(&mut group.keep(), &group.dir);
     }
-    if estimates && let Some(why) = group.unfit(devices) {
+    if estimates && let Some(why) = group.space_warning(devices) {
         warn!("{why}");
     }
     let rams = rams(devices);
@@ -237,7 +243,7 @@ fn save_if_due(service: &Service, group: &Arc<Group>, devices: &[Member], plan: 
 }
 
 impl Group {
-    /// Saves the devices. Returns the time of the saved content.
+    /// Saves the content of the devices. Returns the time of the saved content.
     fn save(&self, devices: &[Member], cancelled: &dyn Fn() -> bool) -> Result<SystemTime, KeepError> {
         let mut keep = self.keep();
         {
@@ -258,21 +264,21 @@ impl Group {
         {
             let mut status = self.status();
             status.failed = None;
-            let known = if now.wrote == Wrote::Whole { 0 } else { status.lost_pages };
+            let known = if now.kind == SaveKind::Whole { 0 } else { status.lost_pages };
             status.lost_pages = known.max(now.lost);
         }
         if now.lost > 0 {
             error!("{}: {} pages could not be read and were saved as lost", names(devices), now.lost);
         }
-        let when = keep.contents().map_or(now.when, |kept| kept.when);
-        match now.wrote {
-            Wrote::Nothing => {}
+        let when = keep.contents().map_or(now.saved_at, |kept| kept.saved_at);
+        match now.kind {
+            SaveKind::Unchanged => {}
             wrote => info!("saved: {wrote:?}, {} pages, {}", now.pages, human(now.file_bytes)),
         }
         Ok(when)
     }
 
-    /// Merges the files if a merge is due.
+    /// Merges the save files of the group if a merge is due.
     fn merge(&self, cancelled: &dyn Fn() -> bool) {
         let mut keep = self.keep();
         match keep.merge_if_due(cancelled, &mut |_, _| {}) {
@@ -283,11 +289,11 @@ impl Group {
         self.record_contents(&keep);
     }
 
-    /// Estimates the next save. Returns a sentence if it would not fit.
-    fn unfit(&self, devices: &[Member]) -> Option<String> {
+    /// Estimates the size of the next save. Returns a warning if the save would not fit on the disk, or `None`.
+    fn space_warning(&self, devices: &[Member]) -> Option<String> {
         // A group that is being saved needs no estimate.
         let keep = self.keep.try_lock().ok()?;
-        let Estimate { bytes, free_bytes, .. } = keep.estimate(&rams(devices)).ok()?;
+        let SaveEstimate { bytes, free_bytes, .. } = keep.estimate(&rams(devices)).ok()?;
         self.status().needs = Some((bytes, free_bytes));
         let (needed, free) = (human(bytes), human(free_bytes));
         let why =

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::SystemTime;
 
-use freestone::keep::{Keep, KeepError, Loaded, Loading};
+use freestone::keep::{BackgroundLoad, Keep, KeepError, LoadOutcome};
 use freestone::ram::{Family, Ram};
 use freestone_spec::kinds::{KindSpec, Spec};
 use freestone_spec::refusal::{Errno, Refusal};
@@ -16,16 +16,16 @@ use freestone_state::{Device, Topology};
 use tracing::{error, info, warn};
 
 use super::{Group, Saves, forget, stamp, unused};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::restoring::{CREATE_BASE, as_base, find_base};
 use crate::service::Service;
 
-/// Directories with saved content, until all devices of the state exist.
-pub struct Restores {
+/// Directories with saved content, needed until all devices of the state are created.
+pub struct SavedContents {
     dirs: Vec<Dir>,
-    /// Index of a device's directory, by UUID.
+    /// Index in `dirs` of the directory with a device's content, by UUID of the device.
     by_uuid: HashMap<String, usize>,
-    /// Error of a directory that cannot be opened. A device in no other directory may be in this one.
+    /// Error of a directory that cannot be opened. A device that is in no other directory may be in the damaged one.
     damaged: Option<String>,
 }
 
@@ -35,27 +35,27 @@ struct Dir {
     state: Content,
     /// Time of the save.
     when: SystemTime,
-    /// UUIDs of the devices in it that are also in the state.
+    /// UUIDs of the devices in the directory that are also in the state.
     members: HashSet<String>,
 }
 
-/// The content of a directory.
+/// Restore state of a directory with saved content.
 enum Content {
-    /// Not restored yet.
+    /// The content is not restored yet.
     Closed(Box<Keep>),
-    /// Restored devices that were not taken yet, by UUID.
+    /// Restored devices that [`SavedContents::take`] has not returned yet, by UUID.
     Open(HashMap<String, Ram>),
-    /// Restoring failed.
-    Failed(Fault),
+    /// Restoring failed with this error.
+    Failed(RpcError),
 }
 
 impl Saves {
-    /// Finds the saved content of the devices of a state. Removes directories without a save, and expired
+    /// Finds the saved content of the devices in `topology`. Removes directories without a save, and expired
     /// directories of other devices.
-    pub fn find(&self, topology: &Topology) -> Result<Restores, Fault> {
-        let mut restores = Restores { dirs: Vec::new(), by_uuid: HashMap::new(), damaged: None };
+    pub fn find(&self, topology: &Topology) -> Result<SavedContents, RpcError> {
+        let mut restores = SavedContents { dirs: Vec::new(), by_uuid: HashMap::new(), damaged: None };
         let Some((content, _)) = self.at.get() else { return Ok(restores) };
-        let failed = |why: io::Error| Fault::failed(Errno::EIO, format!("{}: {why}", content.display()));
+        let failed = |why: io::Error| RpcError::failed(Errno::EIO, format!("{}: {why}", content.display()));
         let uuids: HashSet<&str> = topology.devices().map(|device| device.uuid.as_str()).collect();
         for path in unused::directories(content).map_err(failed)? {
             let mut keep = match Keep::open(&path) {
@@ -72,7 +72,7 @@ impl Saves {
                 forget(&mut keep, &path);
                 continue;
             };
-            let (names, when) = (kept.contents.devices.iter().map(|device| &device.name), kept.when);
+            let (names, when) = (kept.contents.devices.iter().map(|device| &device.name), kept.saved_at);
             let members: HashSet<String> =
                 names.filter(|uuid| uuids.contains(uuid.as_str())).cloned().collect();
             if !members.is_empty() {
@@ -83,7 +83,7 @@ impl Saves {
                 unused::unmark(&path);
                 forget(&mut keep, &path);
             } else {
-                let saved = times::shown(when);
+                let saved = times::format_utc(when);
                 warn!(
                     "{}: content saved at {saved} belongs to no device; it is kept for a week",
                     path.display()
@@ -95,18 +95,18 @@ impl Saves {
 }
 
 /// Restored content of a device.
-pub struct Restored {
-    /// The content.
+pub struct SavedContent {
+    /// The content, as a RAM disk, fork or snapshot.
     pub ram: Ram,
     /// Time of the save.
     pub when: SystemTime,
-    /// The content is what the device had when the previous server ended.
+    /// True if the content is what the device had when the previous server ended.
     pub is_exact: bool,
 }
 
-impl Restores {
-    /// Adds a directory. If two directories contain the same device, the newer one is used, and the other is
-    /// left unchanged.
+impl SavedContents {
+    /// Adds a directory. If two directories contain the same device, the newer directory is used, and the other is left
+    /// unchanged.
     fn add(&mut self, dir: Dir) {
         for uuid in &dir.members {
             let Some(other) = self.by_uuid.get(uuid).map(|number| &self.dirs[*number]) else {
@@ -124,20 +124,20 @@ impl Restores {
         self.dirs.push(dir);
     }
 
-    /// Returns the content of a device, or None if it was not saved. Restores all devices of its directory if
-    /// it is the first of them.
+    /// Returns the saved content of a device, or `None` if it was not saved. The first call for a directory restores
+    /// all devices in that directory.
     pub fn take(
         &mut self,
         service: &Service,
         topology: &Topology,
         device: &Device,
         spec: &Spec,
-    ) -> Result<Option<Restored>, Fault> {
+    ) -> Result<Option<SavedContent>, RpcError> {
         let Some(number) = self.by_uuid.get(&device.uuid).copied() else {
             return match &self.damaged {
                 // The content may be in the damaged directory. An empty device must not replace it.
                 Some(why) => {
-                    Err(Fault::failed(Errno::EIO, format!("{}: content is damaged: {why}", device.name)))
+                    Err(RpcError::failed(Errno::EIO, format!("{}: content is damaged: {why}", device.name)))
                 }
                 None => Ok(None),
             };
@@ -156,7 +156,7 @@ impl Restores {
             Content::Failed(fault) => Err(fault.clone()),
             Content::Open(devices) => Ok(devices.remove(&device.uuid).map(|ram| {
                 let is_exact = device.saved == Some(stamp(when));
-                Restored { ram, when, is_exact }
+                SavedContent { ram, when, is_exact }
             })),
             Content::Closed(_) => unreachable!("opened above"),
         }
@@ -170,21 +170,21 @@ fn restore(
     dir: &Dir,
     mut keep: Keep,
     first: &Spec,
-) -> Result<HashMap<String, Ram>, Fault> {
+) -> Result<HashMap<String, Ram>, RpcError> {
     let name = &first.name;
     let failed =
-        |why: &KeepError| Fault::failed(Errno::EIO, format!("{name}: cannot restore its content: {why}"));
+        |why: &KeepError| RpcError::failed(Errno::EIO, format!("{name}: cannot restore its content: {why}"));
     let Some(contents) = keep.contents().map(|kept| kept.contents.clone()) else {
-        return Err(Fault::internal(format!("{name}: its content is gone")));
+        return Err(RpcError::internal(format!("{name}: its content is gone")));
     };
     let find = || find_base(&service.registry, &contents, CREATE_BASE, &|| false);
     let base = match (contents.bases.is_empty(), base_name(topology, &dir.members)) {
-        // Several bases may have the same content; this one has the right name. restore() verifies it.
+        // Several bases may have the same content; this base has the recorded name. restore() verifies its content.
         (false, Some(base)) => Some(service.find(&base)?),
-        _ => find().map_err(|refusal| Fault::from(refusal.of(name)))?,
+        _ => find().map_err(|refusal| RpcError::from(refusal.of(name)))?,
     };
     let (family, bases) = match base {
-        Some(base) => (base.family_of(&service.registry)?, vec![as_base(&base)]),
+        Some(base) => (base.ensure_family(&service.registry)?, vec![as_base(&base)]),
         None => (own_family(service, topology, &dir.members, first)?, Vec::new()),
     };
     let restored = keep.restore(&family, &bases, &|| false).map_err(|why| failed(&why));
@@ -194,7 +194,7 @@ fn restore(
     Ok(devices.into_iter().collect())
 }
 
-/// Returns the base of the member forks, unless the base is a member itself.
+/// Returns the name of the base of the member forks, or `None` if the base is a member itself.
 fn base_name(topology: &Topology, members: &HashSet<String>) -> Option<String> {
     let own = topology.devices().filter(|device| members.contains(&device.uuid));
     let bases = own.filter_map(|device| match device.words.parse::<Spec>().ok()?.kind {
@@ -205,19 +205,19 @@ fn base_name(topology: &Topology, members: &HashSet<String>) -> Option<String> {
     bases.into_iter().find(is_other)
 }
 
-/// Returns a new family for a RAM disk and its snapshots and forks.
+/// Returns a new family for the RAM disk in `members`, with its snapshots and forks.
 fn own_family(
     service: &Service,
     topology: &Topology,
     members: &HashSet<String>,
     first: &Spec,
-) -> Result<Family, Fault> {
+) -> Result<Family, RpcError> {
     let own = topology.devices().filter(|device| members.contains(&device.uuid));
     let specs = own.filter_map(|device| device.words.parse::<Spec>().ok());
     let disk = specs.into_iter().find(|spec| matches!(spec.kind, KindSpec::Ram(_)));
     let spec = disk.as_ref().unwrap_or(first);
     let Some(family) = spec.kind.family() else {
-        return Err(Fault::failed(Errno::EINVAL, format!("{}: its base does not exist", first.name)));
+        return Err(RpcError::failed(Errno::EINVAL, format!("{}: its base does not exist", first.name)));
     };
     let of = |refusal: Refusal| refusal.of(&spec.name);
     let backing = service.registry.backing(family).map_err(of)?;
@@ -226,7 +226,7 @@ fn own_family(
 }
 
 /// Loads restored content into memory in the background. Pages that are not loaded yet are read from the files.
-fn load(service: &Service, group: &Arc<Group>, mut loading: Loading, name: &str) {
+fn load(service: &Service, group: &Arc<Group>, mut loading: BackgroundLoad, name: &str) {
     let (group, name) = (Arc::clone(group), name.to_owned());
     group.status().loading = Some(loading.progress());
     let weak = service.weak();
@@ -234,17 +234,17 @@ fn load(service: &Service, group: &Arc<Group>, mut loading: Loading, name: &str)
         let stops = || weak.upgrade().is_none_or(|service| service.saves.stops());
         let loaded = loading.run(&stops, &mut |done, all| group.status().loading = Some((done, all)));
         match loaded {
-            Loaded::All => {
+            LoadOutcome::Complete => {
                 group.status().loading = None;
                 info!("{name}: all saved content is in memory");
             }
-            Loaded::AllBut(pages) => {
+            LoadOutcome::Incomplete(pages) => {
                 error!(
                     "{name}: {pages} saved pages are unreadable; reads of them fail until they are overwritten"
                 );
                 group.status().lost_pages = pages;
             }
-            Loaded::Cancelled => {}
+            LoadOutcome::Cancelled => {}
         }
     };
     match thread::Builder::new().name("load".into()).spawn(work) {

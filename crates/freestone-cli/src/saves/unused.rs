@@ -1,7 +1,7 @@
 //! Directories in `content` that belong to no device.
 //!
-//! Their content may be needed again if another state is put in place, for example an older copy. So the first
-//! start that finds such a directory marks it with a file, and a start at least [`GRACE`] later removes it.
+//! The content may be needed again if another state is put in place, for example an older copy. So the first start that
+//! finds such a directory marks it with a file, and a start at least [`GRACE`] later removes it.
 
 use std::fs::{self, File};
 use std::io;
@@ -16,7 +16,7 @@ const GRACE: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 /// Name of the mark file. Its modification time is that of the first start that found the directory unused.
 const MARK: &str = "unused";
 
-/// Returns the directories with content. Logs a warning about anything else.
+/// Returns the paths of the directories with saved content, sorted. Logs a warning about every other entry.
 pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
     let rows = match fs::read_dir(content) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -26,7 +26,7 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
     for row in rows {
         let row = row?;
         let name = row.file_name();
-        // Only the spelling that the server writes.
+        // Accepts only the form of a UUID that the server writes: 32 lowercase hexadecimal digits.
         let is_ours = |text: &str| Uuid::parse_str(text).is_ok_and(|uuid| uuid.simple().to_string() == text);
         // Follows symbolic links, for example to a directory on another disk. An entry that cannot be examined
         // counts as a directory, so that opening it fails and its devices are refused.
@@ -44,9 +44,9 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// Returns true if a directory has belonged to no device for [`GRACE`]. Marks a directory without a mark.
-/// Returns false if the mark cannot be read or created. Replaces a mark older than `saved`, the time of the
-/// newest save in the directory: the clock was wrong when it was created.
+/// Returns true if a directory has belonged to no device for [`GRACE`]. Marks a directory without a mark. Returns false
+/// if the mark cannot be read or created. Replaces a mark older than `saved`, the time of the newest save in the
+/// directory: the clock was wrong when the mark was created.
 pub fn has_expired(dir: &Path, saved: SystemTime) -> bool {
     let mark = dir.join(MARK);
     let since = match fs::metadata(&mark).and_then(|meta| meta.modified()) {
@@ -68,7 +68,7 @@ fn make(mark: &Path) -> io::Result<SystemTime> {
     File::create(mark)?.set_modified(now).map(|()| now)
 }
 
-/// Removes the mark, if there is one.
+/// Removes the mark of a directory, if it has one.
 pub fn unmark(dir: &Path) {
     match fs::remove_file(dir.join(MARK)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -94,7 +94,7 @@ mod tests {
         assert!(!has_expired() && !has_expired());
         age(GRACE);
         assert!(has_expired());
-        // A mark older than the save: the clock was wrong.
+        // A mark older than the save means that the clock was wrong, so the mark is replaced.
         age(3 * GRACE);
         assert!(!has_expired() && !has_expired());
         age(GRACE);

@@ -16,47 +16,47 @@ use tempfile::TempDir;
 use super::{DEFAULT_DEVICE, ServeArgs};
 use crate::access::ServerAccess;
 use crate::allow;
-use crate::declared::{self, Declared};
+use crate::declared::{self, DeclaredDevice};
 use crate::error::Usage;
-use crate::metrics::MetricsOf;
+use crate::export_spec::ExportAddress;
+use crate::metrics::MetricsConfig;
 use crate::paths;
-use crate::places::Place;
-use crate::started_by;
 use crate::state_args::StateSettings;
+use crate::supervisor;
 use crate::tls::Tls;
 
 /// Settings of a server, checked as far as possible without opening devices and addresses.
 pub(super) struct Plan {
-    pub(super) devices: Vec<Declared>,
+    pub(super) devices: Vec<DeclaredDevice>,
     pub(super) addresses: Vec<Address>,
-    /// Listening sockets of the service manager.
+    /// Listening NBD sockets that the service manager has passed.
     pub(super) sockets: Vec<OwnedFd>,
-    /// Control socket, or `None` for none.
+    /// Path of the control socket, or `None` for a server without one.
     pub(super) control: Option<PathBuf>,
-    /// Read-only control socket.
+    /// Path of the read-only control socket, or `None` for a server without one.
     pub(super) control_read_only: Option<PathBuf>,
     pub(super) access: ServerAccess,
-    /// Allow list of the addresses. The boolean is true if it comes from the command line.
+    /// Allow list of the server's addresses. The boolean is true if the list comes from the command line.
     pub(super) allow: Option<(AllowList, bool)>,
     pub(super) tls: Tls,
     pub(super) limits: Limits,
-    /// Set by `--ublk`: every published device also gets a ublk export.
+    /// True with `--ublk`: every published device also gets a ublk export.
     pub(super) ublk: bool,
-    /// The state directory and its use.
+    /// State directory and its settings, or `None` without one.
     pub(super) state: Option<StateSettings>,
-    /// Metrics and their address.
-    pub(super) metrics: Option<MetricsOf>,
-    /// Address of the web page.
+    /// Address and settings of the metrics, or `None` without metrics.
+    pub(super) metrics: Option<MetricsConfig>,
+    /// Address of the web page, or `None` without one.
     pub(super) page: Option<SocketAddr>,
     /// Temporary directory of the sockets, removed at the end.
     pub(super) private: Option<TempDir>,
 }
 
 impl Plan {
-    /// Combines the command line and its file.
+    /// Combines the command line and the configuration file that it names.
     ///
     /// # Errors
-    /// A setting is invalid, or the directory of the sockets cannot be created.
+    /// Fails if a setting is invalid, or if the directory of the sockets cannot be created.
     pub(super) fn new(args: &ServeArgs) -> Result<Self> {
         let file = args.config.as_deref().map(declared::read).transpose()?;
         let mut devices = devices(args, file.as_ref())?;
@@ -64,8 +64,8 @@ impl Plan {
             declared::as_block_devices(&mut devices);
         }
         let state = args.state.settings(file.as_ref(), &devices)?;
-        let metrics = args.metrics.asked(file.as_ref())?;
-        let page = args.page.asked(file.as_ref())?;
+        let metrics = args.metrics.resolve(file.as_ref())?;
+        let page = args.page.resolve(file.as_ref())?;
         let source = file.as_ref().zip(args.config.as_deref());
         let access = ServerAccess::new(&args.access, source)?;
         let tls = Tls::new(&args.tls, source.map(|(file, path)| (&file.tls, path, &*file.base)))?;
@@ -90,7 +90,7 @@ impl Plan {
         let mut addresses = Vec::new();
         for text in texts {
             let address = paths::parse_address(text, base).map_err(|e| Usage(format!("{key}: {e}")))?;
-            // Port 0 can be given several times: each one gets a new port.
+            // Port 0 can be specified several times: each address with port 0 gets a new port.
             if addresses.contains(&address) && !matches!(address, Address::Tcp { port: 0, .. }) {
                 return Err(Usage(format!("{key}: {address}: given twice")).into());
             }
@@ -98,9 +98,9 @@ impl Plan {
         }
         if args.check {
             let declared = devices.iter().flat_map(|device| &device.exports);
-            let nbd = declared.filter_map(|export| match &export.place {
-                Place::Nbd(address) => Some(address),
-                Place::VhostUser(_) | Place::Ublk(_) => None,
+            let nbd = declared.filter_map(|export| match &export.address {
+                ExportAddress::Nbd(address) => Some(address),
+                ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
             });
             addresses.iter().chain(nbd).try_for_each(|address| tls.check_address(address)).map_err(Usage)?;
         }
@@ -112,13 +112,13 @@ impl Plan {
         }
         let mut control = match (&args.control, control) {
             (Some(path), _) => Some(path.clone()),
-            // A server for one command or client must not take the socket of the environment variable.
+            // A server for one command or client must not use the socket of the environment variable.
             (None, path) if args.run.is_some() || args.single => path.map(|path| file_dir.join(path)),
             (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
         };
         let mut private = None;
-        // With --single the socket of the service manager is the client.
-        let sockets = if args.single { Vec::new() } else { started_by::sockets()? };
+        // With --single, the socket of the service manager is the connection of the client.
+        let sockets = if args.single { Vec::new() } else { supervisor::take_listen_sockets()? };
         if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none())
         {
             let dir = if args.run.is_some() {
@@ -187,7 +187,7 @@ impl Plan {
     }
 }
 
-fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>> {
+fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<DeclaredDevice>> {
     let mut devices = match (file, &args.config) {
         (Some(file), Some(path)) => declared::devices(file, path)?,
         _ => Vec::new(),
@@ -195,17 +195,17 @@ fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>>
     let mut names: HashSet<_> = devices.iter().map(|device| device.spec.name.clone()).collect();
     let here = env::current_dir().context("the working directory cannot be found")?;
     for text in &args.devices {
-        let entries = Entries::parse(text).map_err(|e| Usage(e.to_string()))?;
+        let entries = Entries::parse_with_warnings(text).map_err(|e| Usage(e.to_string()))?;
         let spec = Spec::from_entries(entries.with_base(&here)).map_err(|e| Usage(e.to_string()))?;
         if !names.insert(spec.name.clone()) {
             return Err(Usage(format!("{}: two devices of that name", spec.name)).into());
         }
-        devices.push(Declared::word(spec));
+        devices.push(DeclaredDevice::word(spec));
     }
     // The default device is added only if there is neither a file nor a state directory: a file without devices
     // is valid, and a state has its own devices.
     if devices.is_empty() && file.is_none() && args.state.state.is_none() {
-        devices.push(Declared::word(DEFAULT_DEVICE.parse()?));
+        devices.push(DeclaredDevice::word(DEFAULT_DEVICE.parse()?));
     }
     declared::check_order(&devices)?;
     Ok(devices)

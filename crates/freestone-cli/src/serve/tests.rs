@@ -7,16 +7,16 @@ use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
 use super::plan::Plan;
 use super::{MAX_CONNECTIONS_HELP, Running};
 use crate::access::ServerAccess;
-use crate::declared::Declared;
+use crate::declared::DeclaredDevice;
+use crate::events::Events;
 use crate::tls::Tls;
-use crate::until::Events;
 
 #[test]
 fn panic_of_running_server_removes_sockets() {
     let dir = tempfile::tempdir().unwrap();
     let (nbd, control) = (dir.path().join("n"), dir.path().join("c"));
     let plan = Plan {
-        devices: vec![Declared::word("n=null,size=1M".parse().unwrap())],
+        devices: vec![DeclaredDevice::word("n=null,size=1M".parse().unwrap())],
         addresses: vec![Address::Unix(nbd.clone())],
         sockets: Vec::new(),
         control: Some(control.clone()),

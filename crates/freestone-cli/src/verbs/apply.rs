@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use super::delta::absolute;
-use crate::apply::{Extent, apply};
-use crate::control::protocol::Fault;
+use crate::apply::{ApplyOptions, apply};
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::service::Service;
 
 pub struct Apply;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `apply`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -37,14 +37,15 @@ pub struct Params {
 }
 
 impl Params {
-    /// Makes the path absolute.
+    /// Makes the path of the file absolute, because the server reads the file.
     pub fn checked(self) -> Result<Self, Usage> {
         let file = absolute("apply", &self.file)?;
         Ok(Self { file, ..self })
     }
 }
 
-/// Result: the changes in order; with `check`, the changes that would be made.
+/// Result of the verb `apply`: a description of each change, in order. With `check`, these are the changes
+/// that would be made.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     changes: Vec<String>,
@@ -56,9 +57,9 @@ impl Verb for Apply {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { file, check, prune, force } = params;
-        Ok(Reply { changes: apply(service, &file, Extent { prune, force, check, adds: false })? })
+        Ok(Reply { changes: apply(service, &file, ApplyOptions { prune, force, check, adds: false })? })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {

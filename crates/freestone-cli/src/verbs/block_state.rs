@@ -1,25 +1,25 @@
 //! `block-state NAME`: reports the state of each page of a ram device, in the format of zram's
 //! `block_state`.
 //!
-//! A long report is split into several responses, so that neither side holds all of it in memory.
+//! A long report is split into several responses, so that neither server nor client holds the whole report in memory.
 
 use std::io::{self, Write};
 
 use clap::Args;
 use freestone::PAGE_BYTES;
-use freestone_spec::layers::{parse_offset, place};
+use freestone_spec::layers::{format_offset, parse_offset};
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 
-/// Maximum number of pages in a response.
+/// Maximum number of pages in a response; longer reports are continued in the next one.
 const ROWS_MAX: usize = 8192;
 
 pub struct BlockState;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `block-state`, from a JSON request or the command line.
 #[derive(Debug, Clone, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -35,29 +35,29 @@ pub struct Params {
     length: Option<u64>,
 }
 
-/// Result: the states of pages.
+/// Result of the verb `block-state`: the states of pages.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     pages: Vec<Row>,
-    /// Offset of the next page in bytes, if the report is not complete.
+    /// Offset in bytes at which the next request must start, if the report is not complete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     next: Option<u64>,
 }
 
-/// A page with content.
+/// State of a page that has content. Other pages are not reported.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
     index: u64,
-    /// Time of the last access in milliseconds since the boot of the machine, if known.
+    /// Time of the last access, in milliseconds since the boot of the machine; None if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     accessed_ms: Option<u64>,
-    /// The flags `swhirn`, with a dot for each that is not set.
+    /// The flags `swhirn` of zram, with a dot for each flag that is not set.
     flags: String,
 }
 
 impl Params {
-    /// Returns the parameters for the part after a result, or `None` after the last part.
+    /// Returns the parameters for the part that follows `reply`, or `None` if that was the last part.
     pub fn next(&self, reply: &Reply) -> Option<Self> {
         let next = reply.next?;
         let length = self.length.map(|length| (self.offset.saturating_add(length)).saturating_sub(next));
@@ -71,18 +71,18 @@ impl Verb for BlockState {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing, and holds nothing while the response is written.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), and not referenced while the response is written.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { name, offset, length } = params;
         let ram = service.find_ram(&name, "has a block-state")?;
         let size = ram.config().disksize;
         if offset >= size {
-            let why = format!("offset={}: behind the end of the device", place(offset));
-            return Err(Fault::invalid(format!("{name}: block-state: {why}")));
+            let why = format!("offset={}: behind the end of the device", format_offset(offset));
+            return Err(RpcError::invalid(format!("{name}: block-state: {why}")));
         }
         let end = length.map_or(size, |length| offset.saturating_add(length).min(size));
         if end == offset {
-            return Err(Fault::invalid(format!("{name}: block-state: length=0: must be more than 0")));
+            return Err(RpcError::invalid(format!("{name}: block-state: length=0: must be more than 0")));
         }
         let page = PAGE_BYTES as u64;
         let mut pages = Vec::new();

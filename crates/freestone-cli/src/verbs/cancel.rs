@@ -1,4 +1,4 @@
-//! `cancel NAME [VERB]`: cancels jobs.
+//! `cancel NAME [VERB]`: cancels the jobs of a device, or only those of one verb.
 
 use std::io::{self, Write};
 
@@ -7,13 +7,13 @@ use freestone_spec::refusal::Errno;
 
 use super::Verb;
 use super::jobs::{Reply, unknown_job};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::job::JobFilter;
 use crate::service::Service;
 
 pub struct Cancel;
 
-/// The command line.
+/// Command line of the verb `cancel`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// The device; for a restore, the path of its file
@@ -39,17 +39,17 @@ impl Verb for Cancel {
     type Params = JobFilter;
     type Reply = Reply;
 
-    // Claims nothing, and does not wait for the end of the jobs.
-    fn run(service: &Service, filter: JobFilter) -> Result<Reply, Fault> {
+    // No device is claimed (locked against other verbs), and the verb does not wait until the jobs have ended.
+    fn run(service: &Service, filter: JobFilter) -> Result<Reply, RpcError> {
         if filter == JobFilter::default() {
-            return Err(Fault::invalid("cancel: name, job or tag: one must be given"));
+            return Err(RpcError::invalid("cancel: name, job or tag: one must be given"));
         }
         let jobs = service.jobs.cancel(&filter)?;
         match (jobs.as_slice(), filter.job, &filter.name) {
             ([], Some(job), _) => Err(unknown_job(job)),
             ([], None, Some(name)) => {
                 let verb = filter.verb.as_ref().map_or_else(String::new, |verb| format!("{verb}: "));
-                Err(Fault::failed(Errno::ENODEV, format!("{name}: {verb}no job is running")))
+                Err(RpcError::failed(Errno::ENODEV, format!("{name}: {verb}no job is running")))
             }
             _ => Ok(Reply { jobs }),
         }
@@ -57,7 +57,7 @@ impl Verb for Cancel {
 
     fn show(_: &JobFilter, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
         reply.jobs.iter().try_for_each(|job| {
-            // A job that has ended already waited in the queue.
+            // A cancelled job that has ended already was waiting in the queue.
             let done = if job.has_ended() { "cancelled before it started" } else { "is being cancelled" };
             writeln!(out, "job {}: {}: {}: {done}", job.job, job.name, job.verb)
         })

@@ -1,4 +1,4 @@
-//! `compact NAME`: moves the objects of a RAM disk together, and frees the pages that become empty.
+//! `compact NAME`: moves the compressed pages of a RAM disk together, and frees the memory pages that become empty.
 
 use std::io::{self, Write};
 
@@ -6,13 +6,13 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::job::JobKind;
 use crate::service::Service;
 
 pub struct Compact;
 
-/// Parameters of the request.
+/// Parameters of the verb `compact`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -20,11 +20,11 @@ pub struct Params {
     name: String,
 }
 
-/// Result of the verb.
+/// Result of the verb `compact`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of freed pages.
+    /// Number of memory pages that were freed.
     pages_freed: u64,
 }
 
@@ -35,13 +35,13 @@ impl Verb for Compact {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb runs under load and takes a while.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because it may be in use and the verb may take long.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let name = params.name;
         let ram = service.find_ram(&name, "can be compacted")?;
         let job = service.jobs.begin(&name, Self::METHOD, JobKind::CONCURRENT)?;
-        let pages_freed = ram.compact_watched(&mut |done, total| job.advance(done, total));
-        if job.is_over() {
+        let pages_freed = ram.compact_with_progress(&mut |done, total| job.advance(done, total));
+        if job.should_stop() {
             let after = format!("{pages_freed} pages were freed before");
             return Err(job.cancelled(&after).with("pages_freed", pages_freed));
         }

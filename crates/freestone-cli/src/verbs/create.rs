@@ -10,7 +10,7 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::exports::Export;
 use crate::recording::Recording;
@@ -18,7 +18,7 @@ use crate::service::Service;
 
 pub struct Create;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `create`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -32,10 +32,10 @@ pub struct Params {
 }
 
 impl Params {
-    /// Checks the parameters before the server is called, and makes paths absolute.
+    /// Checks the parameters before the server is called, and makes paths absolute, because the server opens the files.
     pub fn checked(self) -> Result<Self, Usage> {
         let if_absent = self.if_absent;
-        let entries = Entries::parse(&self.device).map_err(|e| Usage(e.to_string()))?;
+        let entries = Entries::parse_with_warnings(&self.device).map_err(|e| Usage(e.to_string()))?;
         let here =
             env::current_dir().map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
         let entries = entries.with_base(&here);
@@ -45,16 +45,16 @@ impl Params {
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `create`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     kind: String,
-    /// In bytes.
+    /// Size of the device in bytes.
     disksize: u64,
     /// False if the device existed already.
     created: bool,
-    /// Random seed of the faults, if the request had none.
+    /// Seed of the injected faults, if the request contained none and a random seed was chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
     /// Warnings about settings that are valid but may be unintended.
@@ -69,8 +69,8 @@ impl Verb for Create {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
-        let spec: Spec = params.device.parse().map_err(|e| Fault::invalid(format!("{e}")))?;
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
+        let spec: Spec = params.device.parse().map_err(|e| RpcError::invalid(format!("{e}")))?;
         let publish = spec.publish.unwrap_or(false);
         let claim = service.claim_new(Self::METHOD, [&spec])?;
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&spec.name])?;
@@ -80,8 +80,8 @@ impl Verb for Create {
             (service.create(&claim, spec, publish)?, true)
         };
         if created {
-            let done = entry.kind.begin_merge(&entry, &service.registry).map_err(Fault::from);
-            done.and_then(|()| recording.commit()).inspect_err(|_| service.undo(&claim, &entry))?;
+            let done = entry.kind.begin_merge(&entry, &service.registry).map_err(RpcError::from);
+            done.and_then(|()| recording.commit()).inspect_err(|_| service.undo_create(&claim, &entry))?;
         }
         drop(claim);
         Ok(Reply {

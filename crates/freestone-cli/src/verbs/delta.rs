@@ -9,9 +9,9 @@ use std::sync::atomic::Ordering;
 use clap::{Args, Subcommand};
 use freestone::device::Device;
 use freestone::qcow2::Format;
-use freestone::qcow2::delta::{self, Changed, DeltaError};
-use freestone::replace::Replace;
-use freestone_spec::entries::a_kind;
+use freestone::qcow2::delta::{self, ChangedRange, DeltaError};
+use freestone::replace::ReplacePolicy;
+use freestone_spec::entries::with_article;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::KindSpec;
 use freestone_spec::path_text;
@@ -22,16 +22,16 @@ use serde_json::json;
 
 use super::long::LongCall;
 use super::{Call, Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left_behind};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::exports::FORCE;
 use crate::job::{Job, JobKind};
 use crate::service::Service;
 
-/// Maximum number of extents that `show` lists.
+/// Maximum number of changed extents that `delta show` lists.
 const ROWS_MAX: usize = 4096;
 
-/// The subcommands.
+/// The subcommands of `delta`.
 #[derive(Debug, Subcommand)]
 pub enum Line {
     /// List the changes of a fork or snapshot
@@ -42,7 +42,7 @@ pub enum Line {
     Apply(LongCall<ApplyParams>),
 }
 
-/// The parameters of `delta.show`.
+/// Parameters of the verb `delta.show`.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Name {
@@ -50,7 +50,7 @@ pub struct Name {
     name: String,
 }
 
-/// The parameters of `delta.save`.
+/// Parameters of the verb `delta.save`.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NameAndFile {
@@ -65,7 +65,7 @@ pub struct NameAndFile {
     force: bool,
 }
 
-/// The parameters of `delta.apply`.
+/// Parameters of the verb `delta.apply`.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ApplyParams {
@@ -81,7 +81,7 @@ pub struct ApplyParams {
 }
 
 impl NameAndFile {
-    /// Makes the path absolute.
+    /// Makes the path of the overlay absolute, because the server writes the file.
     pub fn checked(mut self) -> Result<Self, Usage> {
         self.file = absolute(&self.name, &self.file)?;
         Ok(self)
@@ -89,14 +89,15 @@ impl NameAndFile {
 }
 
 impl ApplyParams {
-    /// Makes the path absolute.
+    /// Makes the path of the overlay absolute, because the server reads the file.
     pub fn checked(mut self) -> Result<Self, Usage> {
         self.file = absolute(&self.name, &self.file)?;
         Ok(self)
     }
 }
 
-/// Returns a path made absolute against the client's working directory, for the server.
+/// Makes a path absolute with the client's working directory, because the server has another one. `name` is
+/// the prefix of error messages.
 pub fn absolute(name: &str, path: &Path) -> Result<PathBuf, Usage> {
     if path.as_os_str().is_empty() {
         return Err(Usage(format!("{name}: a path is missing")));
@@ -108,27 +109,27 @@ pub fn absolute(name: &str, path: &Path) -> Result<PathBuf, Usage> {
 
 // ---- show ---------------------------------------------------------------------------------------
 
-/// `delta.show`.
+/// The verb `delta.show`, which lists the changes of a fork or snapshot.
 pub struct Show;
 
 /// Result of `delta.show`: the changes of a device.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ShowReply {
     name: String,
-    /// The base of the device.
+    /// Name of the device's base, or of a snapshot's origin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<String>,
-    /// Changed bytes.
+    /// Number of changed bytes.
     bytes: u64,
-    /// Changed bytes that are known to read as zeroes.
+    /// Number of changed bytes that are known to read as zeroes.
     zero_bytes: u64,
     /// Number of changed extents.
     extents: u64,
-    /// The first extents.
+    /// The first changed extents, at most [`ROWS_MAX`].
     rows: Vec<Row>,
 }
 
-/// A changed extent, in bytes.
+/// A changed extent; offset and length are in bytes.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
     offset: u64,
@@ -142,23 +143,23 @@ impl Verb for Show {
     type Params = Name;
     type Reply = ShowReply;
 
-    fn run(service: &Service, params: Name) -> Result<ShowReply, Fault> {
+    fn run(service: &Service, params: Name) -> Result<ShowReply, RpcError> {
         let name = params.name;
         let entry = service.find(&name)?;
         let view = open_changes(service, &entry, "delta show")?;
         let mut rows = Vec::new();
-        let summary = delta::show(&*view.device, &mut |Changed { offset, len, zero }| {
+        let summary = delta::for_each_change(&*view.device, &mut |ChangedRange { offset, len, zero }| {
             if rows.len() < ROWS_MAX {
                 rows.push(Row { offset, length: len, zero });
             }
-            !view.job.is_over()
+            !view.job.should_stop()
         });
         let summary = summary.map_err(|error| failed(&name, "show", &error))?;
-        if view.job.is_over() {
+        if view.job.should_stop() {
             return Err(view.job.cancelled("nothing was changed"));
         }
         Ok(ShowReply {
-            base: entry.spec.kind.below().map(str::to_owned),
+            base: entry.spec.kind.parent_name().map(str::to_owned),
             bytes: summary.bytes,
             zero_bytes: summary.zero_bytes,
             extents: summary.extents,
@@ -182,24 +183,24 @@ impl Verb for Show {
 
 // ---- save ---------------------------------------------------------------------------------------
 
-/// `delta.save`.
+/// The verb `delta.save`, which writes the changes to a qcow2 overlay.
 pub struct Save;
 
-/// Result of `delta.save`.
+/// Result of the verb `delta.save`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct SaveReply {
     name: String,
     #[serde(with = "path_text")]
     file: PathBuf,
-    /// Changed bytes.
+    /// Number of changed bytes.
     bytes: u64,
     zero_bytes: u64,
-    /// Number of clusters of 64 KiB with data.
+    /// Number of clusters of 64 KiB that contain data.
     data_clusters: u64,
     zero_clusters: u64,
-    /// Length of the file in bytes.
+    /// Size of the overlay file in bytes.
     file_bytes: u64,
-    /// Unfinished files beside it, left by a crash.
+    /// Unfinished files beside the overlay file, left by an interrupted save.
     #[serde(with = "path_text::several", default, skip_serializing_if = "Vec::is_empty")]
     left_behind: Vec<PathBuf>,
 }
@@ -211,22 +212,22 @@ impl Verb for Save {
     type Params = NameAndFile;
     type Reply = SaveReply;
 
-    // Claims nothing: the verb takes as long as the disk does.
-    fn run(service: &Service, params: NameAndFile) -> Result<SaveReply, Fault> {
+    // The device is not claimed (locked against other verbs), because a slow disk would block these verbs.
+    fn run(service: &Service, params: NameAndFile) -> Result<SaveReply, RpcError> {
         let NameAndFile { name, file, force } = params;
         let entry = service.find(&name)?;
         let (base, format) = base_file(&entry, "save")?;
         let view = open_changes(service, &entry, "delta save")?;
         let job = &view.job;
-        let mut progress = |done, total| job.note(done, total);
-        let replace = if force { Replace::Any } else { Replace::SameKind };
-        let options = delta::Options { replace, cancelled: &|| job.is_over() };
+        let mut progress = |done, total| job.report(done, total);
+        let replace = if force { ReplacePolicy::Any } else { ReplacePolicy::SameKind };
+        let options = delta::Options { replace, cancelled: &|| job.should_stop() };
         let left_behind = left_behind(&file);
         let saved = delta::save_with(&*view.device, &base, format, &file, &options, &mut progress);
         let saved = saved.map_err(|error| {
-            // Any error counts as cancelled, as a shutdown fails hanging requests. The error of a failed write
-            // already describes the state of the file.
-            if job.is_over() && !matches!(error, DeltaError::Write { .. }) {
+            // A shutdown fails requests that hang, so any error is reported as a cancellation if the job must
+            // stop. Only the error of a failed write is kept, because it describes the state of the file.
+            if job.should_stop() && !matches!(error, DeltaError::Write { .. }) {
                 return job.cancelled(&format!("{} is unchanged", file.display()));
             }
             failed(&name, "save", &error)
@@ -253,10 +254,10 @@ impl Verb for Save {
 
 // ---- apply --------------------------------------------------------------------------------------
 
-/// `delta.apply`.
+/// The verb `delta.apply`, which writes the changes in an overlay to a fork.
 pub struct Apply;
 
-/// Result of `delta.apply`.
+/// Result of the verb `delta.apply`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ApplyReply {
     name: String,
@@ -273,13 +274,14 @@ impl Verb for Apply {
     type Params = ApplyParams;
     type Reply = ApplyReply;
 
-    // Claims nothing: the verb takes as long as the disk does.
-    fn run(service: &Service, params: ApplyParams) -> Result<ApplyReply, Fault> {
+    // The device is not claimed (locked against other verbs), because a slow disk would block these verbs.
+    fn run(service: &Service, params: ApplyParams) -> Result<ApplyReply, RpcError> {
         let ApplyParams { name, file, force } = params;
         let entry = service.find(&name)?;
         let Some(fork) = entry.kind.fork() else {
-            let why = format!("{name}: delta apply: {} device is not a fork", a_kind(entry.kind.name()));
-            return Err(Fault::failed(Errno::EOPNOTSUPP, why));
+            let why =
+                format!("{name}: delta apply: {} device is not a fork", with_article(entry.kind.name()));
+            return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
         };
         let (base, _) = base_file(&entry, "apply")?;
         check_bare(&entry, "written behind its layers")?;
@@ -290,14 +292,14 @@ impl Verb for Apply {
                 let why = format!(
                     "{name}: delta apply: it has changes of its own; `freestone rewind {name}` first"
                 );
-                return Err(Fault::failed(Errno::EBUSY, format!("{why}, or --force writes over them")));
+                return Err(RpcError::failed(Errno::EBUSY, format!("{why}, or --force writes over them")));
             }
         }
         let blocks = service.exports.claim_blocks(&entry, force, FORCE)?;
         let job = service.jobs.begin(&name, "delta apply", JobKind::EXCLUSIVE)?;
-        let (cancelled, progress) = (&|| job.is_over(), &mut |done, total| job.note(done, total));
-        let applied = delta::apply_unless(&file, &**fork, Some(&base), cancelled, progress);
-        // Also after an error, as part of the changes may be applied.
+        let (cancelled, progress) = (&|| job.should_stop(), &mut |done, total| job.report(done, total));
+        let applied = delta::apply_cancellable(&file, &**fork, Some(&base), cancelled, progress);
+        // The clients' caches are dropped also after an error, because part of the changes may be applied.
         blocks.drop_caches();
         let applied = applied.map_err(|error| match error {
             DeltaError::Cancelled => {
@@ -305,7 +307,7 @@ impl Verb for Apply {
             }
             error => failed(&name, "apply", &error),
         })?;
-        let delta::Applied { data_bytes, zero_bytes } = applied;
+        let delta::ApplyReport { data_bytes, zero_bytes } = applied;
         Ok(ApplyReply { name, file, data_bytes, zero_bytes })
     }
 
@@ -318,35 +320,36 @@ impl Verb for Apply {
 
 // ---- common -------------------------------------------------------------------------------------
 
-/// A view of a device's changes, and the job that protects it.
+/// A view of the changes of a device, and the job that prevents other verbs from changing the device.
 struct ChangesView {
     device: Arc<dyn Device>,
-    /// For a snapshot of a fork, the job also covers the origin, so that the origin is not rewound.
+    /// Job on the device. For a snapshot of a fork, the job also covers the origin, so that the origin is not rewound.
     job: Job,
 }
 
-/// Opens the changes of a device and begins a job on it.
+/// Opens a view of the changes of a device, and begins a job on the device.
 ///
-/// For a fork, which may be in use, these are the changes in a temporary snapshot. For a snapshot of a fork, they are
-/// the changes that its origin had over the base; for other snapshots, the exceptions.
-fn open_changes(service: &Service, entry: &Entry, verb: &'static str) -> Result<ChangesView, Fault> {
+/// A fork may be in use, so the view shows the changes in a temporary snapshot of the fork. For a snapshot of
+/// a fork, the view shows the changes of the origin over its base at the time of the snapshot. For other
+/// snapshots, it shows the exceptions.
+fn open_changes(service: &Service, entry: &Entry, verb: &'static str) -> Result<ChangesView, RpcError> {
     let name = entry.name();
     check_bare(entry, "looked into")?;
     let begin = |names: &[&str]| {
         let job = service.jobs.begin_on(names, verb, JobKind::EXCLUSIVE)?;
         job.respond_started(json!({}));
-        Ok::<_, Fault>(job)
+        Ok::<_, RpcError>(job)
     };
-    let refuse = |errno, why: &str| Err(Fault::failed(errno, format!("{name}: {verb}: {why}")));
+    let refuse = |errno, why: &str| Err(RpcError::failed(errno, format!("{name}: {verb}: {why}")));
     let (fork, snapshot) = (entry.kind.fork(), entry.kind.memory_snapshot());
     match (fork, snapshot, entry.device()) {
         (Some(fork), _, _) => {
             let job = begin(&[name])?;
             let device = fork.snapshot().and_then(|snapshot| snapshot.over_base());
-            let device = device.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
+            let device = device.map_err(|e| RpcError::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
             Ok(ChangesView { device: Arc::new(device), job })
         }
-        (None, Some(snapshot), _) if !entry.needs().is_empty() => {
+        (None, Some(snapshot), _) if !entry.dependencies().is_empty() => {
             let origin = entry.origin.as_ref();
             let origin = origin.and_then(|(origin, rewinds)| Some((origin.upgrade()?, *rewinds)));
             let lost =
@@ -357,36 +360,37 @@ fn open_changes(service: &Service, entry: &Entry, verb: &'static str) -> Result<
                 return refuse(Errno::ENODEV, lost);
             }
             let device = snapshot.over_base();
-            let device = device.map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
+            let device = device.map_err(|e| RpcError::failed(Errno::EIO, format!("{name}: {e}")))?;
             Ok(ChangesView { device: Arc::new(device), job })
         }
         (None, in_memory, Some(device)) if in_memory.is_some() || entry.kind.cow().is_some() => {
             Ok(ChangesView { device: Arc::clone(device), job: begin(&[name])? })
         }
         _ => {
-            let kind = a_kind(entry.kind.name());
+            let kind = with_article(entry.kind.name());
             let why = format!("{kind} device has no changes over a base; forks and snapshots have");
             refuse(Errno::EOPNOTSUPP, &why)
         }
     }
 }
 
-/// Returns the file that is the base of a fork, or of the fork that a snapshot was taken of.
-fn base_file(entry: &Entry, verb: &str) -> Result<(PathBuf, Format), Fault> {
-    // A restored device is refused: its base may be a snapshot of the saved file.
+/// Returns the path and format of the file that is the base of a fork. For a snapshot of a fork, returns
+/// those of the fork's base.
+fn base_file(entry: &Entry, verb: &str) -> Result<(PathBuf, Format), RpcError> {
+    // A restored device is refused, because its base may be a snapshot in the saved file.
     let is_over_base = entry.kind.fork().or(entry.kind.memory_snapshot()).is_some();
-    let base = match entry.needs() {
+    let base = match entry.dependencies() {
         [base] if is_over_base && !matches!(entry.spec.kind, KindSpec::Restored(_)) => Some(base),
         _ => None,
     };
     let image = base.and_then(|base| base.spec.kind.image());
     image.map(|(path, format)| (path.to_owned(), format)).ok_or_else(|| {
         let why = "only a fork of a file or qcow2 image, or a snapshot of one, has a file for a base";
-        Fault::failed(Errno::EOPNOTSUPP, format!("{}: delta {verb}: {why}", entry.name()))
+        RpcError::failed(Errno::EOPNOTSUPP, format!("{}: delta {verb}: {why}", entry.name()))
     })
 }
 
-fn failed(name: &str, verb: &str, error: &DeltaError) -> Fault {
+fn failed(name: &str, verb: &str, error: &DeltaError) -> RpcError {
     let errno = match error {
         DeltaError::NoChanges | DeltaError::NotWritable(_) => Errno::EOPNOTSUPP,
         DeltaError::DeviceSize { .. } | DeltaError::Base { .. } | DeltaError::Foreign { .. } => Errno::EINVAL,
@@ -395,5 +399,5 @@ fn failed(name: &str, verb: &str, error: &DeltaError) -> Fault {
         _ => Errno::EIO,
     };
     let hint = if let DeltaError::Write { source, .. } = error { hint_of_write(source) } else { "" };
-    Fault::failed(errno, format!("{name}: delta {verb}: {error}{hint}"))
+    RpcError::failed(errno, format!("{name}: delta {verb}: {error}{hint}"))
 }

@@ -13,10 +13,10 @@ use toml::{Table, Value};
 
 use super::Verb;
 use crate::allow;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
+use crate::export_spec::{ExportAddress, ExportSpec};
 use crate::handshake;
 use crate::paths::address_text;
-use crate::places::{Place, Wanted};
 use crate::recording;
 use crate::service::Service;
 
@@ -27,7 +27,7 @@ pub struct Dump;
 #[serde(deny_unknown_fields)]
 pub struct Params {}
 
-/// Result: the configuration file.
+/// Result of the verb `dump`: the text of the configuration file.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     toml: String,
@@ -39,12 +39,12 @@ impl Verb for Dump {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, _: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, _: Params) -> Result<Reply, RpcError> {
         let mut file = server_table(service);
         let (mut devices, mut omitted) = (Vec::new(), Vec::new());
-        // Forks of templates are omitted: they are removed with their connections.
+        // Forks of templates are omitted, because they are removed when their connections end.
         for entry in service.registry.all().iter().filter(|entry| entry.template.is_none()) {
-            let words = entry.words.now(&entry.spec);
+            let words = entry.words.current(&entry.spec);
             match Spec::from_entries(words.clone()) {
                 Ok(_) => devices.push(Value::Table(device_table(service, entry, words))),
                 Err(_) => omitted.push(entry.name().to_owned()),
@@ -63,13 +63,13 @@ impl Verb for Dump {
     }
 }
 
-/// Returns the settings of the server, without limits that have their default.
+/// Returns the settings of the server. Limits with their default value are omitted.
 fn server_table(service: &Service) -> Table {
     let mut file = Table::new();
-    let mut home = service.exports.home();
+    let mut home = service.exports.server_addresses();
     home.retain(|address| *address != Address::Stdin);
     file.insert("nbd".into(), home.iter().map(address_text).collect::<Vec<_>>().into());
-    if let Some(list) = service.exports.home_allow() {
+    if let Some(list) = service.exports.server_allow_list() {
         file.insert("allow".into(), allow::words(&list).into());
     }
     for (key, control) in [("control", &service.control), ("control_read_only", &service.control_read_only)] {
@@ -106,7 +106,7 @@ fn server_table(service: &Service) -> Table {
     }
     for ((key, value), (_, default)) in handshake::keys(limits).into_iter().zip(handshake::keys(&defaults)) {
         if value != default {
-            // Numbers are not quoted.
+            // Numbers are written without quotes.
             file.insert(key.into(), value.parse::<i64>().map_or(Value::String(value), Value::Integer));
         }
     }
@@ -120,27 +120,27 @@ fn device_table(service: &Service, entry: &Entry, words: Entries) -> Table {
     for (key, value) in words.pairs.into_iter().filter(|(key, _)| key != "publish") {
         device.insert(key, value.into());
     }
-    let seen = recording::seen(service, entry.name());
-    if !seen.home {
+    let export_set = recording::current_exports(service, entry.name());
+    if !export_set.at_server_addresses {
         device.insert("publish".into(), false.into());
     }
-    let exports: Vec<_> = seen.exports.iter().map(|(wanted, _)| export_table(wanted)).collect();
+    let exports: Vec<_> = export_set.exports.iter().map(|(wanted, _)| export_table(wanted)).collect();
     if !exports.is_empty() {
         device.insert("export".into(), Value::Array(exports));
     }
     device
 }
 
-fn export_table(wanted: &Wanted) -> Value {
+fn export_table(wanted: &ExportSpec) -> Value {
     let mut export = Table::new();
-    match &wanted.place {
-        Place::Nbd(address) => {
+    match &wanted.address {
+        ExportAddress::Nbd(address) => {
             export.insert("nbd".into(), address_text(address).into());
         }
-        Place::VhostUser(path) => {
+        ExportAddress::VhostUser(path) => {
             export.insert("vhost_user".into(), format!("unix:{}", path_text::text(path)).into());
         }
-        Place::Ublk(queues) => {
+        ExportAddress::Ublk(queues) => {
             export.insert("ublk".into(), true.into());
             export.insert("queues".into(), i64::from(*queues).into());
         }

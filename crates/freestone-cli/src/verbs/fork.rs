@@ -1,4 +1,4 @@
-//! `fork BASE NAME`: creates forks of a base: one, several, or a template that creates one per connection.
+//! `fork BASE NAME`: creates one or several forks of a base, or a template that creates a fork for each connection.
 
 use std::io::{self, Write};
 
@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use super::{Verb, keys};
 use crate::allow;
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::exports::Export;
 use crate::paths::{address_text, parse_address};
@@ -25,7 +25,7 @@ use crate::service::Service;
 
 pub struct Fork;
 
-/// The command line.
+/// Command line of the verb `fork`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// A file with readonly=yes, a qcow2 image, or a snapshot
@@ -59,7 +59,7 @@ pub struct Line {
     if_absent: bool,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `fork` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Params {
     base: String,
@@ -70,14 +70,14 @@ pub struct Params {
     allow: Vec<String>,
     #[serde(default)]
     template: bool,
-    /// In seconds.
+    /// Maximum duration of a connection to the template, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ttl: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     count: Option<usize>,
     #[serde(default)]
     if_absent: bool,
-    /// All other members are keys of the device, which refuses unknown ones.
+    /// All other members of the request are keys of the fork. The fork's specification refuses unknown keys.
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
@@ -97,13 +97,13 @@ impl TryFrom<Line> for Params {
             let absolute = absolute.map_err(|e| Usage(format!("{}: --nbd: {e}", params.name)))?;
             params.nbd = Some(address_text(&absolute));
         }
-        // Fails on errors that do not depend on the server's state.
+        // Detects errors that do not depend on the state of the server before the server is called.
         params.plan().map_err(|fault| Usage(fault.message))?;
         Ok(params)
     }
 }
 
-/// A fork to create, and the address to publish it at.
+/// A fork to create, and the address and allow list of its export.
 struct PlannedFork {
     spec: Spec,
     address: Option<Address>,
@@ -111,10 +111,10 @@ struct PlannedFork {
 }
 
 impl Params {
-    /// Returns the forks to create.
-    fn plan(&self) -> Result<Vec<PlannedFork>, Fault> {
+    /// Returns the forks to create, or an error if the parameters are invalid.
+    fn plan(&self) -> Result<Vec<PlannedFork>, RpcError> {
         let name = &self.name;
-        let invalid = |why: String| Fault::invalid(format!("{name}: fork: {why}"));
+        let invalid = |why: String| RpcError::invalid(format!("{name}: fork: {why}"));
         if self.template && self.count.is_some() {
             return Err(invalid(
                 "a template creates one fork per connection, so count is not allowed".into(),
@@ -135,8 +135,8 @@ impl Params {
         (0..count).map(|number| self.plan_fork(Some(number), list.clone())).collect()
     }
 
-    /// Returns one fork to create, with %n replaced by the number.
-    fn plan_fork(&self, number: Option<usize>, allow: Option<AllowList>) -> Result<PlannedFork, Fault> {
+    /// Returns one fork to create. `%n` is replaced by `number`, or refused if `number` is None.
+    fn plan_fork(&self, number: Option<usize>, allow: Option<AllowList>) -> Result<PlannedFork, RpcError> {
         let numbered = |text: &str| match number {
             Some(number) => text.replace(NUMBER, &number.to_string()),
             None => text.to_owned(),
@@ -144,7 +144,7 @@ impl Params {
         let name = match number {
             Some(number) if !self.name.contains(NUMBER) => format!("{}-{number}", self.name),
             None if self.name.contains(NUMBER) => {
-                return Err(Fault::invalid(format!("{}: fork: {NUMBER} is only for --count", self.name)));
+                return Err(RpcError::invalid(format!("{}: fork: {NUMBER} is only for --count", self.name)));
             }
             _ => numbered(&self.name),
         };
@@ -155,36 +155,36 @@ impl Params {
                 *value = numbered(value);
             }
         }
-        let spec = Spec::from_entries(entries).map_err(|e| Fault::invalid(e.to_string()))?;
+        let spec = Spec::from_entries(entries).map_err(|e| RpcError::invalid(e.to_string()))?;
         let address = self.nbd.as_deref().map(|nbd| {
-            parse_address(&numbered(nbd), None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))
+            parse_address(&numbered(nbd), None).map_err(|e| RpcError::invalid(format!("{name}: nbd: {e}")))
         });
         let address = address.transpose()?;
         if let (Some(address), Some(list)) = (&address, &allow) {
             allow::check(list, address)
-                .map_err(|why| Fault::invalid(format!("{name}: fork: allow: {why}")))?;
+                .map_err(|why| RpcError::invalid(format!("{name}: fork: allow: {why}")))?;
         }
         Ok(PlannedFork { spec, address, allow })
     }
 }
 
-/// Result: the forks, in order.
+/// Result of the verb `fork`: the created forks, in the order of their numbers.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     forks: Vec<CreatedFork>,
 }
 
-/// A fork or template.
+/// A created fork or template.
 #[derive(Debug, Serialize, Deserialize)]
 struct CreatedFork {
     name: String,
     kind: String,
     base: String,
-    /// In bytes.
+    /// Size of the device in bytes.
     disksize: u64,
     /// False if the device existed already.
     created: bool,
-    /// Random seed of the faults, if the request had none.
+    /// Seed of the injected faults, if the request contained none and a random seed was chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
     /// Warnings about settings that are valid but may be unintended.
@@ -199,7 +199,7 @@ impl Verb for Fork {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let plan = params.plan()?;
         let claim = service.claim_new(Self::METHOD, plan.iter().map(|fork| &fork.spec))?;
         let names: Vec<_> = plan.iter().map(|fork| fork.spec.name.as_str()).collect();
@@ -212,9 +212,9 @@ impl Verb for Fork {
             Ok(())
         });
         done.and_then(|()| recording.commit()).inspect_err(|_| {
-            // All or none.
+            // If one fork fails, remove the others: either all are created or none.
             for (entry, _) in made.iter().rev().filter(|(_, created)| *created) {
-                service.undo(&claim, entry);
+                service.undo_create(&claim, entry);
             }
         })?;
         let created_fork = |(entry, created): &(std::sync::Arc<Entry>, bool)| CreatedFork {
@@ -249,14 +249,15 @@ impl Verb for Fork {
     }
 }
 
-/// Creates and publishes one fork. On failure, no fork is left. Returns true with the entry if it was created.
+/// Creates and publishes one fork. On failure, no fork is left. Returns the entry of the fork, and true if
+/// the fork did not exist before.
 fn create_and_publish(
     service: &Service,
     claim: &Claim<'_>,
     spec: Spec,
     at: Option<(&Address, Option<&AllowList>)>,
     if_absent: bool,
-) -> Result<(std::sync::Arc<Entry>, bool), Fault> {
+) -> Result<(std::sync::Arc<Entry>, bool), RpcError> {
     let (entry, created) = if if_absent {
         service.create_if_absent(claim, spec, false)?
     } else {
@@ -272,7 +273,7 @@ fn create_and_publish(
         };
         if let Err(fault) = published {
             if created {
-                service.undo(claim, &entry);
+                service.undo_create(claim, &entry);
             }
             return Err(fault);
         }

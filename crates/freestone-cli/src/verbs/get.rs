@@ -3,17 +3,17 @@
 use std::io::{self, Write};
 
 use clap::Args;
-use freestone_spec::attrs;
+use freestone_spec::{aliases, attrs};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 
 pub struct Get;
 
-/// Parameters of the request.
+/// Parameters of the verb `get`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -29,20 +29,26 @@ impl Params {
     pub fn all(name: &str) -> Self {
         Self { name: name.to_owned(), attr: None }
     }
+
+    /// Replaces a former name of the attribute on the command line, with a warning.
+    #[must_use]
+    pub fn with_present_name(self) -> Self {
+        Self { attr: self.attr.map(|attr| aliases::canonical_user_key(&attr).to_owned()), ..self }
+    }
 }
 
 impl Verb for Get {
     const METHOD: &'static str = "get";
     const READ_ONLY: bool = true;
     type Params = Params;
-    /// Attributes and their values; sizes in bytes.
+    /// Attributes and their values. Sizes are in bytes.
     type Reply = Map<String, Value>;
 
-    fn run(service: &Service, params: Params) -> Result<Self::Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Self::Reply, RpcError> {
         let entry = service.find(&params.name)?;
         let read = |attr: &str| Ok((attr.to_owned(), attrs::get(&entry, attr)?));
         match &params.attr {
-            Some(attr) => read(attr).map(|pair| Map::from_iter([pair])),
+            Some(attr) => read(aliases::canonical_device_key(attr)).map(|pair| Map::from_iter([pair])),
             None => attrs::names(&entry).iter().map(|attr| read(attr)).collect(),
         }
     }
@@ -50,8 +56,8 @@ impl Verb for Get {
     fn show(params: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
         let width = reply.keys().map(String::len).max().unwrap_or_default();
         for (attr, value) in reply {
-            let text = attrs::plain(attr, value);
-            // A single attribute is for scripts: only the value.
+            let text = attrs::format_plain(attr, value);
+            // A request for a single attribute comes from a script, so only the value is printed.
             if params.attr.is_some() {
                 writeln!(out, "{text}")
             } else {

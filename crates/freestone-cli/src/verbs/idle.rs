@@ -8,15 +8,15 @@ use freestone::ram;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 
-/// Longest age in seconds: a thousand years, which no page reaches.
+/// Maximum age in seconds. Larger ages are lowered to this value, a thousand years, which no page reaches.
 const AGE_SECONDS_MAX: u64 = 1000 * 366 * 86_400;
 
 pub struct Idle;
 
-/// Parameters of the request.
+/// Parameters of the verb `idle`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -28,11 +28,11 @@ pub struct Params {
     which: String,
 }
 
-/// Result of the verb.
+/// Result of the verb `idle`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of pages marked now.
+    /// Number of pages that were marked.
     pages_marked: u64,
 }
 
@@ -42,20 +42,20 @@ impl Verb for Idle {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb runs under load and takes a while.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because it may be in use and the verb may take long.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { name, which } = params;
         let which = match which.as_str() {
-            "all" => ram::Idle::All,
+            "all" => ram::IdleSelection::All,
             seconds => {
                 let wrong = "must be all, or an age in whole seconds";
                 let age = seconds.parse::<u64>();
-                let age = age.map_err(|_| Fault::invalid(format!("{name}: idle {seconds}: {wrong}")))?;
-                ram::Idle::OlderThan(Duration::from_secs(age.min(AGE_SECONDS_MAX)))
+                let age = age.map_err(|_| RpcError::invalid(format!("{name}: idle {seconds}: {wrong}")))?;
+                ram::IdleSelection::OlderThan(Duration::from_secs(age.min(AGE_SECONDS_MAX)))
             }
         };
         let ram = service.find_ram(&name, "has pages to mark")?;
-        Ok(Reply { pages_marked: ram.idle(which), name })
+        Ok(Reply { pages_marked: ram.mark_idle(which), name })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
@@ -63,7 +63,7 @@ impl Verb for Idle {
     }
 }
 
-/// Deserializes a text, or a number of seconds.
+/// Deserializes a text, or a number of seconds, which is converted to text.
 fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "which: must be \"all\" or a number of seconds")]

@@ -1,4 +1,5 @@
-//! `images URL`: lists the tags of a store, or removes one. The program accesses the store itself, without a server.
+//! `images URL`: lists the tags of an image store, or removes one. The program accesses the image store
+//! itself, without a server.
 
 use std::io::{self, Write as _};
 use std::sync::Arc;
@@ -6,7 +7,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::Result;
 use clap::Args;
-use freestone::store::objects::Until;
+use freestone::store::objects::CallLimits;
 use freestone::store::store::{Error, Store};
 use freestone::store::url::ImageUrl;
 use freestone_spec::kinds::of_store;
@@ -18,13 +19,13 @@ use serde::Serialize;
 
 use super::long::TIME_MAX;
 use super::{keys, print_json};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::{Stdout, Usage};
 
-/// End of the year 9999, in seconds since 1970: the latest time that can be shown.
+/// Last second of the year 9999, in seconds since 1970: the latest time that can be printed.
 const LAST_SECOND: u64 = 253_402_300_799;
 
-/// Arguments of commands on a store.
+/// Command-line arguments of verbs on an image store.
 #[derive(Debug, Args)]
 pub(super) struct StoreArgs {
     /// The store
@@ -38,7 +39,7 @@ pub(super) struct StoreArgs {
     pub(super) json: bool,
 }
 
-/// The command line of `images`.
+/// Command line of the verb `images`.
 #[derive(Debug, Args)]
 pub struct Images {
     #[command(flatten)]
@@ -48,28 +49,28 @@ pub struct Images {
     untag: Option<String>,
 }
 
-/// A tag and its image.
+/// A tag and the properties of its image.
 #[derive(Debug, Serialize)]
 struct Row {
     tag: String,
     image: String,
     generation: u64,
-    /// Seconds since 1970.
+    /// Time of the push, in seconds since 1970.
     pushed: u64,
     /// Size of the image in bytes.
     size: u64,
-    /// Bytes of non-zero pages in all maps; a page counts once for each push that wrote it.
+    /// Bytes of non-zero pages in all page maps of the image. A page is counted once for each push that wrote it.
     data_bytes: u64,
-    /// Stored size of these pages in bytes. Chunks that several images share count in each.
+    /// Stored size of these pages in bytes. Chunks that several images share are counted for each image.
     stored_bytes: u64,
-    /// Largest number of maps of a segment.
+    /// Maximum number of page maps for a segment of the image.
     depth: usize,
     source: String,
 }
 
 impl StoreArgs {
-    /// Opens the store.
-    pub(super) fn open(&self, verb: &str, until: Until<'_>) -> Result<(Arc<Store>, ImageUrl)> {
+    /// Opens the image store. `verb` is the prefix of error messages.
+    pub(super) fn open(&self, verb: &str, until: CallLimits<'_>) -> Result<(Arc<Store>, ImageUrl)> {
         let url: ImageUrl = self.url.parse().map_err(|why| Usage(format!("{verb}: the URL {why}")))?;
         let pairs = keys::parse_words(verb, verb, &self.words)?;
         let entries = keys::entries_of("store", verb, &pairs).map_err(|fault| Usage(fault.message))?;
@@ -78,35 +79,38 @@ impl StoreArgs {
             let (objects, secret) = (spec.objects(&url.store)?, spec.secret()?);
             Store::open(objects, secret.as_ref(), until.at_most(spec.timeout())).map_err(|e| of_store(&e))
         };
-        let store = open().map_err(|refusal| Fault::from(refusal.of(verb)))?;
+        let store = open().map_err(|refusal| RpcError::from(refusal.of(verb)))?;
         Ok((Arc::new(store), url))
     }
 }
 
-/// Converts an error of a store to an error of a verb.
-pub(super) fn failed(verb: &str, error: &Error) -> Fault {
-    Fault::from(of_store(error).of(verb))
+/// Converts an error of the image store to an error of `verb`.
+pub(super) fn failed(verb: &str, error: &Error) -> RpcError {
+    RpcError::from(of_store(error).of(verb))
 }
 
-/// Returns a time in seconds since 1970 as text.
+/// Formats a time in seconds since 1970. Times after [`LAST_SECOND`] are lowered to it.
 pub(super) fn shown_time(secs: u64) -> String {
-    times::shown(UNIX_EPOCH + Duration::from_secs(secs.min(LAST_SECOND)))
+    times::format_utc(UNIX_EPOCH + Duration::from_secs(secs.min(LAST_SECOND)))
 }
 
-/// Runs the verb.
+/// Runs the verb `images`.
 pub fn images(line: &Images) -> Result<()> {
-    let until = Until::within(TIME_MAX);
+    let until = CallLimits::within(TIME_MAX);
     let (store, url) = line.store.open("images", until)?;
     let failed = |error: Error| failed("images", &error);
     let mut out = io::stdout().lock();
     if let Some(tag) = &line.untag {
         store.remove_tag(tag, until).map_err(failed)?;
+        if line.store.json {
+            return print_json(&serde_json::json!({ "removed": tag }).to_string());
+        }
         writeln!(out, "{}: {tag} is not a tag any more", url.store).map_err(Stdout::from)?;
         return Ok(());
     }
     let mut rows = Vec::new();
     for tag in store.tag_names(until).map_err(failed)? {
-        // The tag may have been removed meanwhile.
+        // The tag may have been removed since the tags were listed.
         let Some(read) = store.tag(&tag, until).map_err(failed)? else { continue };
         let image = store.manifest(&read.tag.manifest, until).map_err(failed)?;
         let (pages, stored_bytes) = image.held();

@@ -1,9 +1,9 @@
-//! Indentation of JSON for the terminal.
+//! Indentation of JSON text for the terminal.
 
 use std::iter;
 
-/// Returns JSON indented as by `serde_json`, with one value per line. Works without a tree of
-/// values: a response may be tens of megabytes.
+/// Returns JSON indented as by `serde_json`, with one value per line. The text is converted without parsing
+/// it to a tree of values, because a response may be tens of megabytes.
 pub fn indented(json: &str) -> Vec<u8> {
     let mut out = Vec::with_capacity(json.len() * 2);
     let (mut depth, mut in_text, mut escaped) = (0, false, false);

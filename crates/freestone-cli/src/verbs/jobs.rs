@@ -1,4 +1,4 @@
-//! `jobs [NAME]`: lists running jobs, and background jobs that wait or have ended.
+//! `jobs [NAME]`: lists running jobs, and background jobs that are queued or have ended.
 
 use std::io::{self, Write};
 
@@ -8,13 +8,13 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::job::{JobFilter, JobInfo};
 use crate::service::Service;
 
 pub struct AllJobs;
 
-/// The command line.
+/// Command line of the verb `jobs`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Only jobs of this device; for a restore, the path of its file
@@ -27,7 +27,7 @@ impl From<Line> for JobFilter {
     }
 }
 
-/// Result: the jobs, in the order of their numbers.
+/// Result of the verb `jobs`: the jobs, in the order of their numbers.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     pub jobs: Vec<JobInfo>,
@@ -39,8 +39,8 @@ impl Verb for AllJobs {
     type Params = JobFilter;
     type Reply = Reply;
 
-    // Claims nothing.
-    fn run(service: &Service, filter: JobFilter) -> Result<Reply, Fault> {
+    // No device is claimed (locked against other verbs).
+    fn run(service: &Service, filter: JobFilter) -> Result<Reply, RpcError> {
         let jobs = service.jobs.list(&filter);
         match filter.job {
             Some(job) if jobs.is_empty() => Err(unknown_job(job)),
@@ -53,12 +53,12 @@ impl Verb for AllJobs {
     }
 }
 
-/// Returns the error for a job that is not known, or no longer.
-pub fn unknown_job(job: u64) -> Fault {
-    Fault::failed(Errno::ENODEV, format!("job {job}: no such job, or one that ended long ago"))
+/// Returns the error for the number of a job that does not exist, or that has ended and whose record was removed later.
+pub fn unknown_job(job: u64) -> RpcError {
+    RpcError::failed(Errno::ENODEV, format!("job {job}: no such job, or one that ended long ago"))
 }
 
-/// Returns a line such as `job 3: ram0: save: running, 1.2G of 4.0G, 30 %, 12.5 s`.
+/// Returns the line about a job, such as `job 3: ram0: save: running, 1.2G of 4.0G, 30 %, 12.5 s`.
 fn job_line(job: &JobInfo) -> String {
     let JobInfo { job: number, name, verb, state, done_bytes, total_bytes, seconds, .. } = job;
     let background = if job.background && !job.has_ended() { " in the background" } else { "" };

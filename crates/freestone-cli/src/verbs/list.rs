@@ -17,18 +17,18 @@ use serde::{Deserialize, Serialize};
 use super::Verb;
 use super::pattern::Pattern;
 use super::table::write_table;
-use crate::again;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
+use crate::export_retry;
 use crate::exports::Export;
 use crate::job::Progress;
 use crate::service::Service;
 
-/// Longest wait for a check of the bases' files. After it, the result of the last check is shown.
+/// Maximum wait for a check of the bases' files. If the check takes longer, the result of the last check is shown.
 pub const LOOK_MAX: Duration = Duration::from_millis(200);
 
 pub struct List;
 
-/// Parameters of the request.
+/// Parameters of the verb `list`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -37,66 +37,65 @@ pub struct Params {
     pattern: Option<String>,
 }
 
-/// The devices, in the order of their creation.
+/// Result of the verb `list`: the devices, in the order of their creation.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     devices: Vec<Row>,
-    /// Devices of the state that could not be created at the start of the server.
+    /// Devices of the server's state that could not be created when the server started.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     missing: Vec<Missing>,
 }
 
-/// A device of the state that does not exist now.
+/// A device that is recorded in the server's state, but does not exist now.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Missing {
     name: String,
     why: String,
 }
 
-/// One device. Sizes are in bytes; members about memory are omitted for other devices.
+/// One device. Sizes are in bytes; members about memory are omitted for devices that are not in memory.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
     name: String,
     kind: String,
     disksize: u64,
-    /// Base of a fork or template, or origin of a snapshot.
+    /// Name of the base of a fork or template, or of the origin of a snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<String>,
-    /// Template of a fork that was created for a connection.
+    /// Name of the template of a fork that was created for a connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     template: Option<String>,
     /// Status of a snapshot with a COW device, as in dm-snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     status: Option<String>,
-    /// The base's file if it was changed after it was opened.
+    /// Change of the base's file after the file was opened; None if the file is unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     changed: Option<Changed>,
-    /// State of the merge of a snapshot.
+    /// State of the merge of a snapshot into its origin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge: Option<String>,
     /// Progress of a running merge, in percent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merged_percent: Option<u64>,
-    /// Progress of a job on the device.
+    /// Progress of a running job on the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     progress: Option<Progress>,
-    /// True if the exports of the device are withheld, for example because its content was lost
-    /// with a server.
+    /// True if the device is withheld (not exported), for example because its content was not restored after a crash.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     withheld: bool,
-    /// Reason why the exports are withheld if no content was lost.
+    /// Reason why the device is withheld, if no content was lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     withheld_because: Option<String>,
-    /// Time of the last save, if the content is kept across restarts.
+    /// Time of the last save, if the content of the device is kept across restarts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     saved: Option<String>,
-    /// Time of the content, if a server that ended had newer content.
+    /// Time of the content, if the server that ended had newer content, which is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     content_of: Option<String>,
     /// True if the device is zoned.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
-    // Not a flattened struct, which takes serde twice as long to parse.
+    // These members are not a flattened struct, because serde would take twice as long to parse it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     orig_data_size: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -107,29 +106,30 @@ pub struct Row {
     mem_used_total: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mem_limit: Option<u64>,
-    /// Limit of a fork's own memory; `mem_limit` is the limit of its family.
+    /// Memory limit of a fork itself; `mem_limit` is the limit of its family (a base and its forks, which
+    /// share memory).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     own_mem_limit: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mem_used_max: Option<u64>,
-    /// Backing device of the family of RAM disks that share one pool.
+    /// Backing device of the family, which its RAM disks share.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     backing: Option<Backing>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     same_pages: Option<u64>,
     exports: Vec<Export>,
-    /// Exports of the state that could not be published.
+    /// Exports recorded in the server's state that could not be published.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     absent_exports: Vec<AbsentExport>,
 }
 
-/// An export of the state that is not published.
+/// An export that is recorded in the server's state, but not published now.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct AbsentExport {
     /// Address of the export.
     address: String,
     why: String,
-    /// The record cannot be understood, so the export is not retried.
+    /// True if the record of the export cannot be parsed, so that publishing is not retried.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     unread: bool,
 }
@@ -142,13 +142,13 @@ pub struct Backing {
 }
 
 impl Backing {
-    /// Returns the used part in percent, rounded up, so that only an empty device shows 0.
+    /// Returns the used part of the backing device in percent, rounded up, so that only an empty device shows 0.
     fn percent(&self) -> u64 {
         (self.used_bytes * 100).div_ceil(self.size.max(1))
     }
 }
 
-/// A change of a base's file, which must not change.
+/// A change of the file of a base, which must not change while forks use it.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Changed {
     #[serde(with = "path_text")]
@@ -158,8 +158,8 @@ pub struct Changed {
 }
 
 impl Changed {
-    /// Returns the change of a base's file at the last check, or of a device's base before the
-    /// server started.
+    /// Returns the change of the base's file that the last check found, or a change before the server
+    /// started. Returns None if the file is unchanged.
     pub fn of(service: &Service, entry: &Entry) -> Option<Self> {
         let changed = entry.kind.changed().map(|(file, how)| Self { file, how: how.to_string() });
         changed.or_else(|| {
@@ -175,8 +175,8 @@ impl Verb for List {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
-        file::look_now(LOOK_MAX);
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
+        file::check_now(LOOK_MAX);
         let pattern = Pattern::new(params.pattern.as_deref().unwrap_or("*"));
         let entries = service.registry.all();
         let devices = entries.iter().filter(|e| pattern.matches(e.name())).map(|e| row(e, service));
@@ -196,7 +196,7 @@ impl Verb for List {
                 let then = if *unread {
                     format!("`freestone unpublish {name}` gives it up")
                 } else {
-                    format!("it is tried again every {} s", again::PAUSE.as_secs())
+                    format!("it is tried again every {} s", export_retry::PAUSE.as_secs())
                 };
                 writeln!(out, "{name}: not published at {address}: {why}; {then}")?;
             }
@@ -223,17 +223,17 @@ const HEADER: [&str; 14] = [
     "CLIENTS",
     "EXPORTS",
 ];
-/// Columns aligned to the left; the others are numbers.
+/// Columns aligned to the left. The other columns are numbers, aligned to the right.
 const TEXT_COLUMNS: [&str; 5] = ["NAME", "KIND", "ALGORITHM", "BASE", "EXPORTS"];
 
-/// Returns the devices of the state that do not exist now.
+/// Returns the devices that are recorded in the server's state, but do not exist now.
 pub fn missing(service: &Service) -> impl Iterator<Item = Missing> {
     service.records.all_missing().into_iter().map(|(name, why)| Missing { name, why })
 }
 
-/// Returns the information about a device.
+/// Returns the row of a device in the result.
 pub fn row(entry: &Entry, service: &Service) -> Row {
-    let ram = entry.in_memory();
+    let ram = entry.ram_data();
     let stat = ram.map(Ram::mm_stat);
     let status = entry.kind.cow().map(|snapshot| snapshot.status().to_string());
     let merge = entry.kind.cow().and_then(|snapshot| kinds::merge(&snapshot.merge_status()));
@@ -241,7 +241,7 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         name: entry.name().to_owned(),
         kind: entry.kind.name().to_owned(),
         disksize: entry.size(),
-        base: entry.spec.kind.below().map(str::to_owned),
+        base: entry.spec.kind.parent_name().map(str::to_owned),
         template: entry.template.clone(),
         status,
         changed: Changed::of(service, entry),
@@ -249,9 +249,9 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
         progress: service.jobs.progress_of(entry.name()),
         withheld: service.withheld.has(entry.name()),
-        withheld_because: service.withheld.why_whole(entry.name()).map(str::to_owned),
+        withheld_because: service.withheld.other_reason(entry.name()).map(str::to_owned),
         saved: service.saves.saved(entry),
-        content_of: service.saves.behind_of(entry.name()),
+        content_of: service.saves.stale_since(entry.name()),
         zoned: entry.layers.zones.is_some(),
         orig_data_size: stat.map(|stat| stat.orig_data_size),
         compr_data_size: stat.map(|stat| stat.compr_data_size),
@@ -270,11 +270,12 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
 }
 
 fn absent_exports(entry: &Entry, service: &Service) -> Vec<AbsentExport> {
-    let absent = service.exports.absent.of(entry.name()).into_iter();
+    let absent = service.exports.unpublished.of(entry.name()).into_iter();
     let absent =
-        absent.map(|export| AbsentExport { address: export.place(), why: export.why, unread: false });
-    let unread = service.exports.absent.unread(entry.name()).into_iter();
-    let unread = unread.map(|export| AbsentExport { address: export.place(), why: export.why, unread: true });
+        absent.map(|export| AbsentExport { address: export.address(), why: export.why, unread: false });
+    let unread = service.exports.unpublished.unparsed(entry.name()).into_iter();
+    let unread =
+        unread.map(|export| AbsentExport { address: export.address(), why: export.why, unread: true });
     absent.chain(unread).collect()
 }
 
@@ -305,14 +306,14 @@ fn cells(row: &Row) -> [String; HEADER.len()] {
         row.backing.as_ref().map_or_else(|| "-".to_owned(), |backing| format!("{}%", backing.percent())),
         row.same_pages.map_or_else(|| "-".to_owned(), |pages| pages.to_string()),
         row.base.clone().unwrap_or_else(|| "-".to_owned()),
-        // A fork of a template has the one connection that it was created for.
+        // A fork of a template has exactly the one connection that it was created for.
         (row.exports.iter().map(|e| e.connections).sum::<usize>() + usize::from(row.template.is_some()))
             .to_string(),
         if exports.is_empty() { "-".into() } else { exports.join(" ") },
     ]
 }
 
-/// Returns the kind of a device, followed by its unusual states.
+/// Returns the kind of a device, followed by unusual states such as `withheld` or `changed`.
 fn kind(row: &Row) -> String {
     let mut text = row.kind.clone();
     if row.zoned {

@@ -1,7 +1,7 @@
-//! The client of long verbs: shows progress, cancels the verb on SIGINT, or starts it in the background.
+//! The client of long verbs: shows the progress, cancels the verb on SIGINT, or starts the verb in the background.
 //!
-//! A verb in the server is watched over a second connection ([`Watcher`]); a verb that the program runs itself
-//! reports to [`LocalProgress`].
+//! A verb in the server is watched over a second connection ([`Watcher`]). A verb that the program runs
+//! itself reports its progress to [`LocalProgress`].
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::{self, ExitCode};
@@ -23,17 +23,18 @@ use super::bar::Bar;
 use super::jobs::{AllJobs, Reply};
 use super::{Common, Verb, cancel, print_json, show};
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::{self, Stdout};
-use crate::job::{JobInfo, WAITING, Watched};
-use crate::until::{self, STATUS_OF_SIGNAL_0};
+use crate::events::{self, STATUS_OF_SIGNAL_0};
+use crate::job::{JobInfo, ProgressSink, WAITING};
 
-/// Timeout that is never reached: a verb ends with its work, a cancellation, or its own limit.
+/// Timeout that is never reached (a year): a verb ends when its work is done, it is cancelled, or its own
+/// limit is reached.
 pub const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
-/// Interval at which the progress of a verb is polled.
+/// Interval at which the client polls the progress of a verb.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Options of long verbs.
+/// Command-line options of long verbs.
 #[derive(Debug, Args)]
 pub struct Long {
     /// Run as a background job (64 at once, others queue); see `freestone jobs`, `wait --job` and `cancel`
@@ -51,20 +52,20 @@ enum Progress {
     None,
 }
 
-/// Command line of a long verb.
+/// Command line of a long verb: its arguments and options.
 #[derive(Debug, Args)]
 pub struct LongCall<A: Args> {
     #[command(flatten)]
     pub args: A,
-    /// `--background`, `--progress`.
+    /// The options `--background` and `--progress`.
     #[command(flatten)]
     pub long: Long,
-    /// `--json`, `--control`.
+    /// The options `--json` and `--control`.
     #[command(flatten)]
     pub common: Common,
 }
 
-/// Progress and cancellation of a verb that this program runs itself.
+/// Progress and cancellation of a verb that the program runs itself, without a server.
 pub struct LocalProgress {
     name: String,
     output: Mutex<ProgressOutput>,
@@ -78,7 +79,7 @@ enum ProgressOutput {
 }
 
 impl LocalProgress {
-    /// Starts showing progress. From now on the first SIGINT cancels the verb.
+    /// Starts to show the progress. From then on, the first SIGINT cancels the verb.
     pub fn new(long: &Long, name: &str, verb: &'static str) -> Result<Self> {
         let output = match long.progress() {
             Progress::Bar => ProgressOutput::Bar(Bar::of(name, verb)),
@@ -88,25 +89,25 @@ impl LocalProgress {
         Ok(Self { name: name.to_owned(), output: Mutex::new(output), interrupted: catch_interrupt()? })
     }
 
-    /// Ends the progress. Returns the result, or the exit status if SIGINT cancelled the verb.
+    /// Removes the progress bar. Returns the result of the verb, or the exit status if SIGINT cancelled the verb.
     ///
     /// # Errors
-    /// Returns the verb's own error.
+    /// The error of the verb, if it was not cancelled.
     pub fn end<T>(self, outcome: Result<T>) -> Result<Result<T, ExitCode>> {
-        let interrupted = self.is_over();
-        // Removes the bar before the error is printed.
+        let interrupted = self.should_stop();
+        // Removes the progress bar before the error is printed.
         drop(self);
         match outcome {
             Ok(done) => Ok(Ok(done)),
             Err(error) if interrupted && has_errno(&error, Errno::ECANCELED) => {
-                error::tell(&error);
+                error::print_error(&error);
                 Ok(Err(ExitCode::from(STATUS_INTERRUPTED)))
             }
             Err(error) => Err(error),
         }
     }
 
-    /// Continues with another verb, the next part of the work.
+    /// Shows the progress of the next part of the work, under the name `next`.
     pub fn begin_next(&self, next: &'static str) {
         match &mut *self.output.lock().unwrap_or_else(PoisonError::into_inner) {
             ProgressOutput::Bar(bar) => *bar = Bar::of(&self.name, next),
@@ -116,14 +117,14 @@ impl LocalProgress {
     }
 }
 
-impl Watched for LocalProgress {
-    fn is_over(&self) -> bool {
+impl ProgressSink for LocalProgress {
+    fn should_stop(&self) -> bool {
         self.interrupted.load(Ordering::SeqCst)
     }
 
-    fn note(&self, done: u64, total: u64) {
+    fn report(&self, done: u64, total: u64) {
         match &mut *self.output.lock().unwrap_or_else(PoisonError::into_inner) {
-            ProgressOutput::Bar(bar) => bar.update(done, total, self.is_over()),
+            ProgressOutput::Bar(bar) => bar.update(done, total, self.should_stop()),
             ProgressOutput::Json { verb, at } if *at != (done, total) => {
                 *at = (done, total);
                 let progress =
@@ -136,12 +137,12 @@ impl Watched for LocalProgress {
 }
 
 impl Long {
-    /// Returns true if the verb continues without the program.
+    /// Returns true if the verb continues as a background job without the client.
     pub fn is_background(&self) -> bool {
         self.background
     }
 
-    /// Returns the form of the progress; no bar if stderr is not a terminal.
+    /// Returns how the progress is shown. A bar is shown only if stderr is a terminal.
     fn progress(&self) -> Progress {
         match self.progress.unwrap_or(Progress::Bar) {
             Progress::Bar if !io::stderr().is_terminal() => Progress::None,
@@ -149,7 +150,7 @@ impl Long {
         }
     }
 
-    /// Shows the result, or that the job has started.
+    /// Prints the result, or for a background job that it has started or is queued.
     pub fn show<V: Verb>(&self, params: &V::Params, answer: &RawValue, common: &Common) -> Result<()> {
         if !self.background {
             return show::<V>(params, answer, common);
@@ -169,28 +170,28 @@ impl Long {
     }
 }
 
-/// Writes that a background job waits in the queue.
+/// Writes that a background job is queued.
 fn show_waiting(response: &Map<String, Value>, out: &mut dyn io::Write) -> io::Result<()> {
     let text = |key: &str| response.get(key).and_then(Value::as_str).unwrap_or_default();
     let job = response.get("job").unwrap_or_default();
     writeln!(out, "{}: {} is queued as background job {job}", text("name"), text("verb"))
 }
 
-/// Calls a long verb and shows the result.
+/// Calls a long verb, shows its progress, and prints the result. Returns the exit status.
 pub fn ask_long<V: Verb>(params: &V::Params, long: &Long, common: &Common) -> Result<ExitCode> {
     let mut client = Client::connect(common.control.as_deref())?;
     let runner = LongRunner::new(long, common)?;
     match runner.call::<V>(&mut client, params) {
         Ok(answer) => long.show::<V>(params, &answer, common).map(|()| ExitCode::SUCCESS),
         Err(error) if runner.is_interrupted() && has_errno(&error, Errno::ECANCELED) => {
-            error::tell(&error);
+            error::print_error(&error);
             Ok(ExitCode::from(STATUS_INTERRUPTED))
         }
         Err(error) => Err(error),
     }
 }
 
-/// Calls long verbs, one after the other.
+/// Calls long verbs one after the other, and shows the progress of each.
 pub struct LongRunner<'a> {
     long: &'a Long,
     common: &'a Common,
@@ -198,7 +199,7 @@ pub struct LongRunner<'a> {
 }
 
 impl<'a> LongRunner<'a> {
-    /// Creates a runner. From now on the first SIGINT cancels the verb that runs in the foreground.
+    /// Creates a runner. From then on, the first SIGINT cancels the verb that is running in the foreground.
     pub fn new(long: &'a Long, common: &'a Common) -> Result<Self> {
         let interrupted = if long.background { Arc::default() } else { catch_interrupt()? };
         Ok(Self { long, common, interrupted })
@@ -208,10 +209,10 @@ impl<'a> LongRunner<'a> {
         self.interrupted.load(Ordering::SeqCst)
     }
 
-    /// Calls a verb, and shows its progress until the response.
+    /// Calls a verb, and shows its progress until the server responds.
     pub fn call<V: Verb>(&self, client: &mut Client, params: &V::Params) -> Result<Box<RawValue>> {
         let now = UNIX_EPOCH.elapsed().unwrap_or_default();
-        // A unique tag, by which the watcher finds the job.
+        // A unique tag, by which the watcher finds the job of this call.
         let tag = format!("freestone-{}-{}", process::id(), now.as_nanos());
         let mut request = serde_json::to_value(params).context("cannot write the request")?;
         if let Value::Object(request) = &mut request {
@@ -236,14 +237,15 @@ impl<'a> LongRunner<'a> {
 const STATUS_INTERRUPTED: u8 = (STATUS_OF_SIGNAL_0 + SIGINT) as u8;
 
 fn has_errno(error: &anyhow::Error, errno: Errno) -> bool {
-    error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(errno))
+    error.downcast_ref::<RpcError>().is_some_and(|fault| fault.has_errno(errno))
 }
 
-/// Records the first SIGINT; a second one ends the program. If SIGINT is ignored, it stays ignored.
+/// Returns a flag that the first SIGINT sets; a second SIGINT ends the program. If SIGINT is ignored, it stays ignored.
 fn catch_interrupt() -> Result<Arc<AtomicBool>> {
     let interrupted = Arc::new(AtomicBool::new(false));
-    if !until::is_ignored(SIGINT) {
-        // The order matters: handlers run in order, so the first one acts only on the second SIGINT.
+    if !events::is_ignored(SIGINT) {
+        // The order matters: handlers run in this order, so the conditional default, which ends the program,
+        // acts only on the second SIGINT.
         flag::register_conditional_default(SIGINT, Arc::clone(&interrupted))
             .and_then(|_| flag::register(SIGINT, Arc::clone(&interrupted)))
             .context("cannot take over SIGINT")?;
@@ -251,7 +253,7 @@ fn catch_interrupt() -> Result<Arc<AtomicBool>> {
     Ok(interrupted)
 }
 
-/// Watches a running verb over a connection of its own. A failure here does not affect the verb.
+/// Watches a running verb over a second connection. A failure of the watcher does not affect the verb.
 struct Watcher<'a> {
     common: &'a Common,
     tag: &'a str,
@@ -260,7 +262,7 @@ struct Watcher<'a> {
 }
 
 impl Watcher<'_> {
-    /// Polls the job until the verb has ended.
+    /// Polls the job of the verb, and shows its progress, until the verb has ended.
     fn watch(&self, end: &mpsc::Receiver<()>) {
         let (mut client, mut shown, mut is_cancelling, mut bar) = (None, None, false, None);
         while matches!(end.recv_timeout(POLL_INTERVAL), Err(RecvTimeoutError::Timeout)) {
@@ -284,14 +286,14 @@ impl Watcher<'_> {
         }
     }
 
-    /// Cancels the verb. Returns false if the job was not found. If the verb cannot be cancelled, ends the program,
-    /// and the verb continues without it.
+    /// Cancels the verb. Returns false if its job was not found. If the verb cannot be cancelled, ends the
+    /// program; the verb continues in the server.
     fn cancel(&self, client: &mut Option<Client>) -> bool {
         match self.call(client, cancel::Cancel::METHOD) {
             Ok(cancelled) => !cancelled.is_empty(),
             Err(error) => {
                 if has_errno(&error, Errno::EOPNOTSUPP) {
-                    error::tell(&error);
+                    error::print_error(&error);
                     process::exit(STATUS_INTERRUPTED.into());
                 }
                 false
@@ -299,7 +301,7 @@ impl Watcher<'_> {
         }
     }
 
-    /// Calls a method for this job, and keeps the connection if the call succeeds.
+    /// Calls a method on the job of the verb. The connection is kept in `client` if the call succeeds.
     fn call(&self, client: &mut Option<Client>, method: &str) -> Result<Vec<JobInfo>> {
         let mut connected = match client.take() {
             Some(client) => client,

@@ -1,4 +1,4 @@
-//! `mark NAME TEXT`: adds a mark to the log of a device, to which `power-cut --at` can return.
+//! `mark NAME TEXT`: adds a mark to the write log of a device. `power-cut --at` can return the device to the mark.
 
 use std::io::{self, Write};
 
@@ -8,12 +8,12 @@ use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 
 pub struct Mark;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `mark`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -23,12 +23,12 @@ pub struct Params {
     text: String,
 }
 
-/// Result of the verb.
+/// Result of the verb `mark`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     text: String,
-    /// Number of the mark's entry, from 1. `power-cut --at` takes this number or the text.
+    /// Number of the mark's entry in the log, from 1. `power-cut --at` accepts this number or the text.
     entry: u64,
 }
 
@@ -38,7 +38,7 @@ impl Verb for Mark {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { name, text } = params;
         let entry = service.find(&name)?;
         let failed = |error: &RecordError| {
@@ -47,11 +47,11 @@ impl Verb for Mark {
                 RecordError::BadMark { .. } => Errno::EINVAL,
                 _ => Errno::EIO,
             };
-            Fault::failed(errno, format!("{name}: mark: {error}"))
+            RpcError::failed(errno, format!("{name}: mark: {error}"))
         };
         if text.parse::<u64>().is_ok() {
             let why = "a number is the number of an entry; begin the text with a letter";
-            return Err(Fault::invalid(format!("{name}: mark: {text}: {why}")));
+            return Err(RpcError::invalid(format!("{name}: mark: {text}: {why}")));
         }
         let power = entry.layers.power.as_ref().ok_or_else(|| failed(&RecordError::NotRecording))?;
         let number = power.mark(&text).map_err(|error| failed(&error))?;

@@ -1,4 +1,4 @@
-//! `merge SNAPSHOT --into-origin`: merges a snapshot with a COW device into its origin.
+//! `merge SNAPSHOT --into-origin`: merges a snapshot that has a COW device into its origin.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use freestone::cow::{MergeSetupError, MergeStatus, Snapshot, Status};
-use freestone_spec::entries::a_kind;
+use freestone_spec::entries::with_article;
 use freestone_spec::kinds;
 use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
@@ -16,21 +16,21 @@ use serde_json::{Map, Value, json};
 
 use super::Verb;
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::job::{Job, JobKind};
 use crate::service::Service;
 
-/// Size of a sector in bytes, the unit of dm-snapshot.
+/// Size of a sector in bytes. dm-snapshot reports its status in sectors.
 const SECTOR_BYTES: u64 = 512;
-/// Longest interval between polls of the progress.
+/// Maximum interval between polls of the merge's progress.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Longest wait for a merge to stop, as it first finishes the chunks in flight.
+/// Maximum wait for a merge to stop. The merge first finishes the chunks in flight, and a disk may hang.
 const STOP_MAX: Duration = Duration::from_secs(10);
 
 pub struct Merge;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `merge`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -47,45 +47,45 @@ pub struct Params {
 }
 
 impl Params {
-    /// Checks the parameters before the server is called.
+    /// Checks the confirmation before the server is called.
     pub fn checked(self) -> Result<Self, Usage> {
         self.check().map_err(|fault| Usage(fault.message))?;
         Ok(self)
     }
 
-    fn check(&self) -> Result<(), Fault> {
+    fn check(&self) -> Result<(), RpcError> {
         if self.into_origin {
             return Ok(());
         }
         let name = &self.name;
         let why = "overwrites the origin with the content of the snapshot; confirm with --into-origin";
-        Err(Fault::invalid(format!("{name}: merge: {why}")))
+        Err(RpcError::invalid(format!("{name}: merge: {why}")))
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `merge`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     origin: String,
-    /// `finished`, or `running` if it has only begun.
+    /// State of the merge: `finished`, or `running` if the merge has only begun.
     merge: String,
-    /// Status as in dm-snapshot: `allocated/total metadata`, in sectors.
+    /// Status of the snapshot as in dm-snapshot: `allocated/total metadata`, in sectors.
     status: String,
 }
 
-/// Claims a snapshot and its origin.
-fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>), Fault> {
+/// Claims (locks against other verbs) a snapshot and its origin, and returns the entry of the snapshot.
+fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>), RpcError> {
     let found = service.find(name)?;
     let mut names = vec![name];
-    if let (Some(_), Some(origin)) = (found.kind.cow(), found.spec.kind.below()) {
+    if let (Some(_), Some(origin)) = (found.kind.cow(), found.spec.kind.parent_name()) {
         names.push(origin);
     }
     let claim = service.claim_all(Merge::METHOD, &names)?;
     let entry = service.find(name)?;
     if !Arc::ptr_eq(&entry, &found) {
         let why = "merge: was replaced by another device meanwhile";
-        return Err(Fault::failed(Errno::EBUSY, format!("{name}: {why}")));
+        return Err(RpcError::failed(Errno::EBUSY, format!("{name}: {why}")));
     }
     Ok((claim, entry))
 }
@@ -97,36 +97,41 @@ impl Verb for Merge {
     type Params = Params;
     type Reply = Reply;
 
-    // Holds no claim while it waits, as the merge takes as long as the disks do.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // No device is claimed (locked against other verbs) during the wait, because a merge takes as long as the
+    // disks need.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         params.check()?;
         let name = params.name.clone();
-        let failed = |errno, why: String| Fault::failed(errno, format!("{name}: merge: {why}"));
+        let failed = |errno, why: String| RpcError::failed(errno, format!("{name}: merge: {why}"));
         let (entry, origin, job, began) = {
             let (_claim, entry) = claim(service, &name)?;
             let Some(snapshot) = entry.kind.cow() else {
                 let why = match entry.kind.memory_snapshot() {
                     Some(_) => "a snapshot in memory is not merged; fork it".to_owned(),
                     None => {
-                        format!("{} device is not a snapshot with a COW device", a_kind(entry.kind.name()))
+                        format!(
+                            "{} device is not a snapshot with a COW device",
+                            with_article(entry.kind.name())
+                        )
                     }
                 };
                 return Err(failed(Errno::EOPNOTSUPP, why));
             };
-            let origin = entry.spec.kind.below().unwrap_or_default().to_owned();
-            // The content of dependents would change with the origin.
+            let origin = entry.spec.kind.parent_name().unwrap_or_default().to_owned();
+            // The merge changes the origin, and would thereby change the content of devices that depend on
+            // the snapshot.
             service.registry.check_unused(&entry, "merged")?;
             if !params.force && snapshot.merge_status() == MergeStatus::None {
                 service.exports.check_idle(&*service.find(&origin)?)?;
             }
-            // If the merge runs already, this job only waits for it.
+            // If the merge is running already, this job only waits for its end.
             let began = snapshot.merge_status() != MergeStatus::Running;
             let kind = if began { JobKind::EXCLUSIVE } else { JobKind::CONCURRENT };
             let job = service.jobs.begin_on(&[&name], Self::METHOD, kind)?;
             snapshot.merge().map_err(|error| {
                 let errno = match error {
-                    MergeSetupError::Other | MergeSetupError::Preparing => Errno::EBUSY,
-                    MergeSetupError::NotInTime(_) => Errno::ETIMEDOUT,
+                    MergeSetupError::OtherMerge | MergeSetupError::Preparing => Errno::EBUSY,
+                    MergeSetupError::FreezeTimeout(_) => Errno::ETIMEDOUT,
                     MergeSetupError::Thread(_) => Errno::ENOMEM,
                     _ => Errno::EINVAL,
                 };
@@ -148,7 +153,7 @@ impl Verb for Merge {
                 return Err(job.cancelled("the merge stops when its disks have answered"));
             }
             MergeStatus::Running => return Err(job.cancelled("the merge goes on")),
-            _ if job.is_over() => {
+            _ if job.should_stop() => {
                 return Err(job.cancelled("what is merged stays; repeat the command to continue"));
             }
             MergeStatus::Failed(why) => {
@@ -176,8 +181,8 @@ impl Verb for Merge {
     }
 }
 
-/// Waits for the end of a merge. If the job must end, asks the merge to stop and returns true. A
-/// merge that another job began is asked to stop only if a client cancelled this job.
+/// Waits for the end of a merge. If the job must end, requests that the merge stops, and returns true. If
+/// another job began the merge (`began` is false), only a cancellation by a client stops the merge.
 fn wait_merge(snapshot: &Snapshot, job: &Job, began: bool) -> bool {
     let left = || match snapshot.status() {
         Status::Usage(usage) => usage.allocated.saturating_sub(usage.metadata) * SECTOR_BYTES,
@@ -190,8 +195,8 @@ fn wait_merge(snapshot: &Snapshot, job: &Job, began: bool) -> bool {
             if !began && !job.is_cancelled() {
                 return false;
             }
-            snapshot.ask_merge_to_stop();
-            // The disk may hang.
+            snapshot.request_merge_stop();
+            // The merge may not stop, because a disk hangs.
             if *give_up.get_or_insert_with(|| Instant::now() + STOP_MAX) <= Instant::now() {
                 return true;
             }

@@ -1,7 +1,7 @@
 //! The verbs: commands that the server runs for clients of the control socket.
 //!
-//! Each file has one verb: its parameters for the command line and for JSON, the server's part, and the text output
-//! of the client. This module dispatches methods by name, and has what all clients share.
+//! Each file contains one verb: its parameters for the command line and for JSON, the part that runs in the server, and
+//! the client's text output. This module dispatches methods by name, and contains the code that all clients share.
 
 pub mod apply;
 mod bar;
@@ -68,7 +68,7 @@ use serde_json::{Map, Value};
 
 use crate::control::caller::Caller;
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::control::server::Handler;
 use crate::error::Stdout;
 use crate::job::JobRequest;
@@ -79,24 +79,24 @@ use indent::indented;
 pub trait Verb {
     /// Name of the JSON-RPC method and of the subcommand.
     const METHOD: &'static str;
-    /// For a verb that may take long, returns the device, or a restore's file. Such a verb also takes `background`
-    /// and `tag`.
+    /// None if the verb ends quickly. For a long verb: the function that returns the name of the device, or
+    /// the file of a restore. Long verbs also have the parameters `background` and `tag`.
     const LONG: Option<fn(&Self::Params) -> String> = None;
-    /// True if the verb never changes anything, claims nothing and is quick: the read-only control socket offers
-    /// it, too.
+    /// True if the verb never changes anything, claims (locks) no device and ends quickly. The read-only
+    /// control socket offers only these verbs.
     const READ_ONLY: bool;
-    /// Named parameters. Unknown ones are refused.
+    /// Named parameters of the request. Unknown parameters are refused.
     type Params: Serialize + DeserializeOwned;
     /// Result of the verb.
     type Reply: Serialize + DeserializeOwned;
 
     /// Runs the verb in the server.
-    fn run(service: &Service, params: Self::Params) -> Result<Self::Reply, Fault>;
+    fn run(service: &Service, params: Self::Params) -> Result<Self::Reply, RpcError>;
 
-    /// Writes the result as text.
+    /// Writes the result as text, on the client.
     fn show(params: &Self::Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()>;
 
-    /// Writes the response of a background job that has started as text.
+    /// Writes, as text, the first response of a background job: the job has started.
     fn show_begun(begun: &Map<String, Value>, out: &mut dyn Write) -> io::Result<()> {
         let text = |key: &str| begun.get(key).and_then(Value::as_str).unwrap_or_default();
         let job = begun.get("job").unwrap_or_default();
@@ -104,19 +104,19 @@ pub trait Verb {
     }
 }
 
-/// Fails if direct access to the data would bypass zones, unflushed writes or a merge. `done` is the action, as a
-/// participle.
-fn check_bare(entry: &Entry, done: &str) -> Result<(), Fault> {
-    match entry.hides() {
+/// Fails if direct access to the data of a device would bypass its zones, unflushed writes or a merge. `done`
+/// is the refused action for the message, as a participle.
+fn check_bare(entry: &Entry, done: &str) -> Result<(), RpcError> {
+    match entry.bypass_obstacle() {
         None => Ok(()),
         Some(why) => {
             let name = entry.name();
-            Err(Fault::failed(Errno::EINVAL, format!("{name}: cannot be {done}: {why}")))
+            Err(RpcError::failed(Errno::EINVAL, format!("{name}: cannot be {done}: {why}")))
         }
     }
 }
 
-/// Returns the errno for a failure to write a file.
+/// Returns the error number for a failure to write a file.
 fn errno_of_write(error: &io::Error) -> Errno {
     match error.kind() {
         io::ErrorKind::ResourceBusy => Errno::EBUSY,
@@ -125,7 +125,7 @@ fn errno_of_write(error: &io::Error) -> Errno {
     }
 }
 
-/// Returns a hint for the user after a failure to write a file.
+/// Returns a hint for the user after a failure to write a file, or an empty text.
 fn hint_of_write(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::ResourceBusy => "; name another file",
@@ -134,23 +134,23 @@ fn hint_of_write(error: &io::Error) -> &'static str {
     }
 }
 
-/// Returns unfinished files that a crash left beside `file`, and logs them.
+/// Returns the unfinished files that an interrupted save left beside `file`, and logs each.
 pub fn left_behind(file: &Path) -> Vec<PathBuf> {
-    let files = replace::left_behind(file);
+    let files = replace::find_stale_files(file);
     for path in &files {
         tracing::warn!("{}: was left by an interrupted save; it can be removed", path.display());
     }
     files
 }
 
-/// Writes the unfinished files as text.
+/// Writes a line about each unfinished file that an interrupted save left.
 fn show_left_behind(files: &[PathBuf], out: &mut dyn Write) -> io::Result<()> {
     files.iter().try_for_each(|path| {
         writeln!(out, "{}: was left by an interrupted save; it can be removed", path.display())
     })
 }
 
-/// Returns the errno for an error of a device.
+/// Returns the error number for an error of a device.
 fn errno_of(error: device::Error) -> Errno {
     match error {
         device::Error::OutOfRange | device::Error::Misaligned => Errno::EINVAL,
@@ -168,10 +168,10 @@ fn errno_of(error: device::Error) -> Errno {
     }
 }
 
-/// The function that parses the parameters of a verb and runs it.
-type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
+/// A function that parses the parameters of a verb, runs the verb, and returns its result as JSON.
+type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, RpcError>;
 
-/// A verb in the table of methods.
+/// A verb in [`VERBS`], the table of methods.
 struct VerbEntry {
     method: &'static str,
     is_read_only: bool,
@@ -222,12 +222,12 @@ const fn entry<V: Verb>() -> VerbEntry {
     VerbEntry { method: V::METHOD, is_read_only: V::READ_ONLY, run: run::<V> }
 }
 
-fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
+fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue>, RpcError> {
     let params = params.unwrap_or_else(|| Value::Object(Map::new()));
     let Value::Object(mut params) = params else {
-        return Err(Fault::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
+        return Err(RpcError::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
     };
-    let invalid = |e| Fault::invalid(format!("{}: {e}", V::METHOD));
+    let invalid = |e| RpcError::invalid(format!("{}: {e}", V::METHOD));
     let options = if V::LONG.is_some() {
         RunOptions::take(&mut params).map_err(invalid)?
     } else {
@@ -241,24 +241,24 @@ fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue
     run_to_json::<V>(service, params)
 }
 
-fn run_to_json<V: Verb>(service: &Service, params: V::Params) -> Result<Box<RawValue>, Fault> {
+fn run_to_json<V: Verb>(service: &Service, params: V::Params) -> Result<Box<RawValue>, RpcError> {
     let reply = V::run(service, params)?;
-    to_raw_value(&reply).map_err(|e| Fault::internal(format!("{}: {e}", V::METHOD)))
+    to_raw_value(&reply).map_err(|e| RpcError::internal(format!("{}: {e}", V::METHOD)))
 }
 
-/// Parameters that every long verb takes.
+/// Options of a request that every long verb has, beside its own parameters.
 #[derive(Default, Deserialize)]
 struct RunOptions {
-    /// Respond once the verb has started; it continues without the client.
+    /// If true, the server responds once the verb has started, and the verb continues without the client.
     #[serde(default)]
     background: bool,
-    /// Tag by which the client finds the job.
+    /// Text by which the client finds the job of the verb in the list of jobs.
     #[serde(default)]
     tag: Option<String>,
 }
 
 impl RunOptions {
-    /// Removes the options from the parameters.
+    /// Removes the options from the parameters of a request, and returns them.
     fn take(params: &mut Map<String, Value>) -> Result<Self, serde_json::Error> {
         let taken = ["background", "tag"].iter().filter_map(|key| params.remove_entry(*key)).collect();
         let options: Self = serde_json::from_value(Value::Object(taken))?;
@@ -269,14 +269,14 @@ impl RunOptions {
     }
 }
 
-/// Starts or queues a background job. A queued job holds its parameters only as JSON text.
+/// Starts a verb as a background job, or queues it. A queued job keeps its parameters only as JSON text.
 fn run_in_background<V: Verb>(
     service: &Service,
     name: String,
     params: &V::Params,
     tag: Option<String>,
-) -> Result<Box<RawValue>, Fault> {
-    let broken = |why: &dyn Display| Fault::internal(format!("{}: {why}", V::METHOD));
+) -> Result<Box<RawValue>, RpcError> {
+    let broken = |why: &dyn Display| RpcError::internal(format!("{}: {why}", V::METHOD));
     let params = to_raw_value(params).map_err(|e| broken(&e))?;
     let (bytes, weak) = (params.get().len(), service.weak());
     let run = Box::new(move || {
@@ -288,21 +288,21 @@ fn run_in_background<V: Verb>(
 }
 
 impl Handler for Service {
-    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
+    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, RpcError> {
         (find_verb(method)?.run)(self, params)
     }
 }
 
-fn find_verb(method: &str) -> Result<&'static VerbEntry, Fault> {
+fn find_verb(method: &str) -> Result<&'static VerbEntry, RpcError> {
     let found = VERBS.iter().find(|verb| verb.method == method);
-    found.ok_or_else(|| Fault::no_method(method, &VERBS.each_ref().map(|verb| verb.method)))
+    found.ok_or_else(|| RpcError::no_method(method, &VERBS.each_ref().map(|verb| verb.method)))
 }
 
-/// Handler of the read-only control socket: runs only verbs that change nothing.
+/// Handler of the read-only control socket, which runs only verbs that change nothing.
 pub struct ReadOnly(pub Arc<Service>);
 
 impl Handler for ReadOnly {
-    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
+    fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, RpcError> {
         let verb = find_verb(method)?;
         if !verb.is_read_only {
             let at = self
@@ -313,7 +313,7 @@ impl Handler for ReadOnly {
             let allowed: Vec<_> =
                 VERBS.iter().filter(|verb| verb.is_read_only).map(|verb| verb.method).collect();
             let why = format!("{method}: not at {at}, which is read-only: it answers {}", allowed.join(", "));
-            return Err(Fault::failed(Errno::EPERM, why));
+            return Err(RpcError::failed(Errno::EPERM, why));
         }
         (verb.run)(&self.0, params)
     }
@@ -322,7 +322,7 @@ impl Handler for ReadOnly {
 const CONTROL_HELP: &str = "Control socket of the server [default: $FREESTONE_CONTROL, else \
     $XDG_RUNTIME_DIR/freestone/control.sock, else /tmp/freestone-UID/control.sock]";
 
-/// Options of all verbs.
+/// Options that all verbs have on the command line.
 #[derive(Debug, Args)]
 pub struct Common {
     /// Print JSON
@@ -332,27 +332,27 @@ pub struct Common {
     pub control: Option<PathBuf>,
 }
 
-/// Longest tag of a job, in bytes.
+/// Maximum length of the tag of a job, in bytes.
 const TAG_BYTES_MAX: usize = 64;
 
-/// Command line of a verb.
+/// Command line of a verb that is not long: its arguments and the common options.
 #[derive(Debug, Args)]
 pub struct Call<A: Args> {
     #[command(flatten)]
     pub args: A,
-    /// `--json`, `--control`.
+    /// The options `--json` and `--control`.
     #[command(flatten)]
     pub common: Common,
 }
 
-/// Calls a verb and shows the result.
+/// Calls a verb in the server and prints the result.
 pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
     let answer = call::<V>(params, common)?;
     show::<V>(params, &answer, common)
 }
 
-/// Calls a verb with a long result part by part, and shows each part. `next` returns the parameters for the part
-/// after a result, or `None` after the last one.
+/// Calls a verb with a long result part by part, and prints each part. `next` returns the parameters for the
+/// part after a result, or `None` after the last part.
 pub fn ask_in_parts<V: Verb>(
     mut params: V::Params,
     next: impl Fn(&V::Params, &V::Reply) -> Option<V::Params>,
@@ -380,14 +380,14 @@ fn show<V: Verb>(params: &V::Params, answer: &RawValue, common: &Common) -> Resu
     if common.json { print_json(answer.get()) } else { print::<V>(params, answer, &mut io::stdout().lock()) }
 }
 
-/// Prints JSON of a server, indented.
+/// Prints a JSON response of the server, indented.
 fn print_json(json: &str) -> Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(&indented(json)).and_then(|()| out.flush()).map_err(Stdout::from)?;
     Ok(())
 }
 
-/// Prints a result as text.
+/// Prints the result of a verb as text.
 fn print<V: Verb>(params: &V::Params, answer: &RawValue, out: &mut dyn Write) -> Result<()> {
     let reply = serde_json::from_str(answer.get())
         .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;

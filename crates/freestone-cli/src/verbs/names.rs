@@ -1,7 +1,6 @@
-//! Verbs on several devices, by names and patterns.
+//! Verbs on several devices, which the user selects by names and patterns.
 //!
-//! The client calls the method for one device after the other. If the program ends, the remaining
-//! devices are not touched.
+//! The client calls the verb for one device after the other. If the client ends, the remaining devices are not changed.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -17,20 +16,20 @@ use super::long::{Long, LongRunner, ask_long};
 use super::pattern::Pattern;
 use super::{Common, Verb, call, list, print, print_json, show};
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error;
 
-/// Order in which the devices are handled.
+/// Order in which a verb is called for the devices.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// In the order of the words; the matches of a pattern in the order of their creation.
+    /// In the order of the words on the command line. The matches of a pattern are in the order of their creation.
     Named,
-    /// Newest first, so that a device comes after the devices that depend on it. Patterns skip the
-    /// forks of templates, which are removed with their connections.
+    /// Newest first, so that a device follows the devices that depend on it. Patterns do not match forks of
+    /// templates, which are removed when their connections end.
     LastFirst,
 }
 
-/// The part of a `list` result that is needed here.
+/// The part of a `list` result that this module needs.
 #[derive(Deserialize)]
 struct DeviceList {
     devices: Vec<Row>,
@@ -43,31 +42,31 @@ struct Row {
     template: Option<String>,
 }
 
-/// JSON output for several devices.
+/// JSON output of a verb on several devices.
 #[derive(Serialize)]
 struct Results {
     devices: Vec<Box<RawValue>>,
 }
 
-/// How the client calls a verb for one device.
+/// How the client calls a verb for each device.
 #[derive(Clone, Copy)]
-pub enum Manner<'a> {
-    /// As a long verb.
+pub enum CallMode<'a> {
+    /// As a long verb, with progress and cancellation.
     Long(&'a Long),
-    /// With steps of the client before and after the call.
-    Around(Around),
+    /// With steps of the client before and after each call.
+    CallWrapper(CallWrapper),
 }
 
-/// Runs a call for a device, with the steps before and after it.
-pub type Around = fn(&str, &Common, &mut dyn FnMut() -> Result<Box<RawValue>>) -> Result<Box<RawValue>>;
+/// Function that runs a call for the named device, with steps of the client before and after the call.
+pub type CallWrapper = fn(&str, &Common, &mut dyn FnMut() -> Result<Box<RawValue>>) -> Result<Box<RawValue>>;
 
-/// Calls a verb for each device. Prints an error and continues with the next device. A single name
-/// without a pattern is passed to the server unchecked.
+/// Calls a verb for each device. If a call fails, prints the error and continues with the next device. A single name
+/// without a pattern is passed to the server without a check. Returns a failure status if any call failed.
 pub fn ask_each<V: Verb>(
     words: &[String],
     order: Order,
     params: impl Fn(&str) -> V::Params,
-    manner: Manner<'_>,
+    manner: CallMode<'_>,
     common: &Common,
 ) -> Result<ExitCode> {
     if let [name] = words
@@ -75,8 +74,8 @@ pub fn ask_each<V: Verb>(
     {
         let params = params(name);
         return match manner {
-            Manner::Long(long) => ask_long::<V>(&params, long, common),
-            Manner::Around(around) => {
+            CallMode::Long(long) => ask_long::<V>(&params, long, common),
+            CallMode::CallWrapper(around) => {
                 let answer = around(name, common, &mut || call::<V>(&params, common))?;
                 show::<V>(&params, &answer, common).map(|()| ExitCode::SUCCESS)
             }
@@ -89,38 +88,38 @@ pub fn ask_each<V: Verb>(
     let (targets, unmatched) = resolve(words, &devices, order);
     let mut failed = !unmatched.is_empty();
     for word in unmatched {
-        error::tell(&Fault::failed(Errno::ENODEV, format!("{word}: no device matches")).into());
+        error::print_error(&RpcError::failed(Errno::ENODEV, format!("{word}: no device matches")).into());
     }
     let mut results = Results { devices: Vec::new() };
     let mut broken = Ok(());
     let runner = match manner {
-        Manner::Long(long) => Some(LongRunner::new(long, common)?),
-        Manner::Around(_) => None,
+        CallMode::Long(long) => Some(LongRunner::new(long, common)?),
+        CallMode::CallWrapper(_) => None,
     };
     for Target { name, by_pattern } in targets {
         let params = params(&name);
         let answer = match (&runner, manner) {
             (Some(runner), _) => runner.call::<V>(&mut client, &params),
-            (None, Manner::Around(around)) => {
+            (None, CallMode::CallWrapper(around)) => {
                 let request = serde_json::to_value(&params).context("cannot write the request")?;
                 around(&name, common, &mut || client.call(V::METHOD, &request))
             }
-            (None, Manner::Long(_)) => unreachable!("a long verb has a runner"),
+            (None, CallMode::Long(_)) => unreachable!("a long verb has a runner"),
         };
         match answer {
             Ok(answer) if common.json => results.devices.push(answer),
             Ok(answer) => match manner {
-                Manner::Long(long) => long.show::<V>(&params, &answer, common)?,
-                Manner::Around(_) => print::<V>(&params, &answer, &mut io::stdout().lock())?,
+                CallMode::Long(long) => long.show::<V>(&params, &answer, common)?,
+                CallMode::CallWrapper(_) => print::<V>(&params, &answer, &mut io::stdout().lock())?,
             },
-            Err(error) => match error.downcast_ref::<Fault>() {
-                // The device was removed after it was listed.
-                Some(fault) if by_pattern && fault.is(Errno::ENODEV) => {}
+            Err(error) => match error.downcast_ref::<RpcError>() {
+                // The device was removed after it had been listed, which is not an error for a pattern.
+                Some(fault) if by_pattern && fault.has_errno(Errno::ENODEV) => {}
                 Some(_) => {
                     failed = true;
-                    error::tell(&error);
+                    error::print_error(&error);
                 }
-                // The results so far are printed although no device follows.
+                // The connection is lost, so the remaining devices are skipped. The earlier results are printed.
                 None => {
                     broken = Err(error);
                     break;
@@ -142,8 +141,8 @@ struct Target {
     by_pattern: bool,
 }
 
-/// Returns the devices that the words select, each once, and the patterns without a match. A word
-/// that is the name of a device selects only that device, even if it looks like a pattern.
+/// Returns the devices that the words select, each once, and the patterns that match no device. A word that
+/// is the name of a device selects only that device, even if the word looks like a pattern.
 fn resolve<'a>(words: &'a [String], devices: &[Row], order: Order) -> (Vec<Target>, Vec<&'a str>) {
     let positions: HashMap<&str, usize> =
         devices.iter().enumerate().map(|(position, row)| (row.name.as_str(), position)).collect();
@@ -202,7 +201,7 @@ mod tests {
     fn resolve_returns_each_device_once_in_order() {
         let named = |words: &[&str]| names(words, Order::Named).0.join(" ");
         assert_eq!(named(&["b", "a*", "a1"]), "b a1 a2 a?");
-        // The name of a device wins over a pattern.
+        // A word that is the name of a device is not used as a pattern.
         assert_eq!(named(&["a?"]), "a?");
         assert_eq!(named(&["c*"]), "ci ci@1");
         let removed = |words: &[&str]| names(words, Order::LastFirst).0.join(" ");

@@ -1,22 +1,21 @@
-//! Patterns of device names.
+//! Patterns that match device names.
 
 /// A pattern in which `*` matches any characters and `?` matches one.
 pub struct Pattern(Vec<char>);
 
 impl Pattern {
-    /// Creates a pattern of any text. A text without `*` and `?` matches itself.
+    /// Creates a pattern from any text. A text without `*` and `?` matches only itself.
     pub fn new(text: &str) -> Self {
         Self(text.chars().collect())
     }
 
-    /// Returns true if a word is a pattern and not a name. A word with a slash is the path of a
-    /// file.
+    /// Returns true if a word is a pattern and not a name. A word with a slash is the path of a file, not a pattern.
     pub fn is_pattern(word: &str) -> bool {
         word.contains(['*', '?']) && !word.contains('/')
     }
 
-    /// Returns true if the pattern matches the whole name. Backtracks only to the last `*`, so the
-    /// work is bounded by the product of the lengths.
+    /// Returns true if the pattern matches the whole name. The search backtracks only to the last `*`, so the
+    /// work is bounded by the product of both lengths.
     pub fn matches(&self, name: &str) -> bool {
         let pattern = &self.0;
         let name: Vec<char> = name.chars().collect();
@@ -33,7 +32,7 @@ impl Pattern {
                     n += 1;
                 }
                 _ => {
-                    // Backtrack: the last star matches one more character.
+                    // Backtrack: the last `*` matches one more character than before.
                     let Some((star, taken)) = last_star else { return false };
                     last_star = Some((star, taken + 1));
                     (p, n) = (star + 1, taken + 1);

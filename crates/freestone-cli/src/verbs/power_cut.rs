@@ -1,7 +1,7 @@
-//! `power-cut NAME`: simulates a power loss of a device, now or after a number of writes, or replays its log to a
-//! point.
+//! `power-cut NAME`: simulates a power loss of a device, now or after a number of writes, or replays the
+//! device's write log up to a point.
 //!
-//! A cut of a snapshot with a COW device affects the whole stack: [`stack_cut`].
+//! A power cut of a snapshot with a COW device affects the origin and all its snapshots, see [`stack_cut`].
 
 use std::io::{self, Write};
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use clap::Args;
-use freestone::power::{Cut, Point, Power, RecordError, Visited, log};
+use freestone::power::{CutReport, Point, Power, RecordError, VisitReport, log};
 use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::layers::{CutError, parse_after};
 use freestone_spec::refusal::Errno;
@@ -17,17 +17,17 @@ use serde::{Deserialize, Serialize};
 
 use super::stack_cut::{self, Drive, Snapshot, StackCut};
 use super::{Verb, errno_of};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::job::JobKind;
 use crate::service::Service;
 
-/// Hint after a cut without unflushed writes.
+/// Hint for the user after a power cut of a device that had no unflushed writes.
 const NOTHING_UNFLUSHED: &str = "no write was unflushed; if the device is mounted, the page cache may still hold the \
                                  writes: run `sync -f` on the mount before the cut, while the program still writes";
 
 pub struct PowerCut;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `power-cut`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -52,37 +52,37 @@ pub struct Params {
     after: Option<String>,
 }
 
-/// Result of the verb.
+/// Result of the verb `power-cut`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Seed that selects the lost writes; omitted without a cut.
+    /// Seed that selected the lost writes; None if no power was cut.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
-    /// Number of unflushed blocks that were kept.
+    /// Number of unflushed blocks that the power cut kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     kept_blocks: Option<u64>,
-    /// Number of unflushed blocks that were lost.
+    /// Number of unflushed blocks that the power cut lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lost_blocks: Option<u64>,
-    /// Number of log entries that the content of the device includes.
+    /// After a replay: number of log entries that the content of the device includes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     entries: Option<u64>,
-    /// Event that will trigger the cut, or `none`. No cut has happened yet.
+    /// Event that will trigger an armed power cut, or `none` if it was cancelled. None if the cut happened at once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     after: Option<String>,
-    /// Number of connections that were closed.
+    /// Number of client connections that were closed.
     connections_ended: usize,
-    /// For a snapshot: the devices that were cut with it.
+    /// For a snapshot: the origin and the COW devices that were cut.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     drives: Vec<Drive>,
-    /// For a snapshot: the state of all snapshots of its origin.
+    /// For a snapshot: the state of all snapshots of its origin after the cut.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     snapshots: Vec<Snapshot>,
 }
 
-/// Returns the power layer of a device, or fails if its power cannot be cut.
-fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
+/// Returns the power layer of a device, or an error if the power of the device cannot be cut.
+fn power_of(entry: &Entry) -> Result<&Arc<Power>, RpcError> {
     let name = entry.name();
     let power = entry.layers.power.as_ref().filter(|_| entry.layers.can_cut);
     power.ok_or_else(|| {
@@ -93,11 +93,11 @@ fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
         } else {
             "only a ram, null or file device that can be written and a fork have that, with power_cut=yes"
         };
-        Fault::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}"))
+        RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}"))
     })
 }
 
-/// Parses a point of the log: a number of entries, or the text of a mark.
+/// Parses a point of the write log: a number of entries, or otherwise the text of a mark.
 fn parse_point(at: &str) -> Point {
     at.parse().map_or_else(|_| Point::Mark(at.to_owned()), Point::Entry)
 }
@@ -108,12 +108,12 @@ impl Verb for PowerCut {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { name, seed, at, after } = params;
         if service.find(&name)?.kind.cow().is_some() {
             if at.or(after).is_some() {
                 let why = "at and after are for a drive: its log, or what it is asked for";
-                return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: {why}")));
+                return Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: {why}")));
             }
             return cut_stack(service, name, seed);
         }
@@ -121,7 +121,7 @@ impl Verb for PowerCut {
         let entry = service.find(&name)?;
         if let Some(after) = after {
             if at.is_some() {
-                return Err(Fault::invalid(format!("{name}: power-cut: either at or after")));
+                return Err(RpcError::invalid(format!("{name}: power-cut: either at or after")));
             }
             return arm_cut(service, &entry, &after, seed);
         }
@@ -167,7 +167,7 @@ impl Verb for PowerCut {
                 "{name}: power cut, seed {seed}: of the unflushed blocks {kept} were kept and {lost} lost"
             )?;
         }
-        // The hint is not for a point of the log: there, the page cache of a client is not involved.
+        // After a replay, the hint does not apply: the page cache of a client does not affect the log.
         if unflushed == 0 && entries.is_none() {
             writeln!(out, "{name}: {NOTHING_UNFLUSHED}")?;
         }
@@ -178,8 +178,8 @@ impl Verb for PowerCut {
     }
 }
 
-/// Cuts the power of the stack of a snapshot.
-fn cut_stack(service: &Service, name: String, seed: Option<u64>) -> Result<Reply, Fault> {
+/// Cuts the power of the origin of a snapshot, of its snapshots and of their COW devices.
+fn cut_stack(service: &Service, name: String, seed: Option<u64>) -> Result<Reply, RpcError> {
     let failed = |drive: &str, error| cut_fault(drive, None, &error);
     let done = stack_cut::cut(service, &name, seed, &failed)?;
     let StackCut { seed, drives, snapshots, connections_ended } = done;
@@ -196,13 +196,13 @@ fn cut_stack(service: &Service, name: String, seed: Option<u64>) -> Result<Reply
     })
 }
 
-/// Cuts the power now, or replays the log to a point. The caller has claimed the device.
+/// Cuts the power of a device now, or replays its write log to a point. The caller has claimed the device.
 fn cut_now(
     service: &Service,
     entry: &Arc<Entry>,
     at: Option<&str>,
     seed: Option<u64>,
-) -> Result<Reply, Fault> {
+) -> Result<Reply, RpcError> {
     let name = entry.name().to_owned();
     let power = power_of(entry)?;
     if let Some(snapshot) = stack_cut::find_snapshot_on(service, entry) {
@@ -211,22 +211,22 @@ fn cut_now(
     service.registry.check_unused(entry, "cut off")?;
     if at.is_some() {
         check_visit(entry)?;
-    } else if power.is_half_set_back() {
+    } else if power.is_partly_restored() {
         let why = "it is off, as a return to a point of its log failed half way; go to a point again (--at), or reset it";
-        return Err(Fault::failed(Errno::EIO, format!("{name}: power-cut: {why}")));
+        return Err(RpcError::failed(Errno::EIO, format!("{name}: power-cut: {why}")));
     }
     let _job = service.jobs.begin(&name, "power-cut", JobKind::EXCLUSIVE_UNCANCELLABLE)?;
     let layers = &entry.layers;
     let cut_seed = seed.unwrap_or_else(|| layers.next_seed());
-    // Requests that wait for space would delay the restart, and requests that wait for a rate limit belong to the
-    // old content: both fail.
-    let _now = service.exports.end_waiting(entry);
+    // Requests that wait for space would delay the restart of the exports. Requests that wait for a rate
+    // limit belong to the old content. Therefore both fail.
+    let _now = service.exports.fail_waiting(entry);
     let (connections_ended, outcome) = service.exports.restart(&name, || match at {
         None => layers.cut(power, cut_seed).map(Outcome::Cut),
         Some(at) => {
             entry.rewinds.fetch_add(1, Ordering::SeqCst);
             if let Some(origin) = &entry.cow_origin {
-                origin.was_changed();
+                origin.mark_changed();
             }
             let below = || entry.kind.wipe(false);
             layers.visit(power, &parse_point(at), seed, &below).map(Outcome::Visited)
@@ -245,13 +245,13 @@ fn cut_now(
         snapshots: Vec::new(),
     };
     Ok(match outcome {
-        Outcome::Cut(Cut { seed, kept_blocks, lost_blocks }) => Reply {
+        Outcome::Cut(CutReport { seed, kept_blocks, lost_blocks }) => Reply {
             seed: Some(seed),
             kept_blocks: Some(kept_blocks),
             lost_blocks: Some(lost_blocks),
             ..reply
         },
-        Outcome::Visited(Visited { entries, cut }) => Reply {
+        Outcome::Visited(VisitReport { entries, cut }) => Reply {
             seed,
             kept_blocks: cut.map(|cut| cut.kept_blocks),
             lost_blocks: cut.map(|cut| cut.lost_blocks),
@@ -261,15 +261,15 @@ fn cut_now(
     })
 }
 
-/// Arms a cut after a number of writes or flushes, or cancels it. The caller has claimed the device.
-fn arm_cut(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) -> Result<Reply, Fault> {
+/// Arms a power cut after a number of writes or flushes, or cancels an armed cut. The caller has claimed the device.
+fn arm_cut(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) -> Result<Reply, RpcError> {
     let name = entry.name();
     let power = power_of(entry)?;
-    // Dependent snapshots with a COW device are cut with this device.
+    // Dependent snapshots with a COW device are cut together with this device.
     if stack_cut::find_snapshot_on(service, entry).is_none() {
         service.registry.check_unused(entry, "cut off")?;
     }
-    let invalid = |why| Fault::invalid(format!("{name}: power-cut: after={after}: {why}"));
+    let invalid = |why| RpcError::invalid(format!("{name}: power-cut: after={after}: {why}"));
     let trigger = parse_after(after).map_err(invalid)?;
     let mut reply = Reply {
         name: name.to_owned(),
@@ -283,13 +283,13 @@ fn arm_cut(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>
         snapshots: Vec::new(),
     };
     let Some(after) = trigger else {
-        power.keep_on();
+        power.cancel_cut();
         return Ok(reply);
     };
     let seed = seed.unwrap_or_else(|| entry.layers.next_seed());
     let (off, went_off) = mpsc::channel();
     let (weak, device) = (service.weak(), Arc::downgrade(entry));
-    // The thread also ends if the cut is cancelled or the device is removed: both drop the sender.
+    // The thread also ends if the cut is cancelled or the device is removed, because both drop the sender.
     let wait = move || {
         if went_off.recv().is_ok()
             && let (Some(service), Some(entry)) = (weak.upgrade(), device.upgrade())
@@ -298,18 +298,19 @@ fn arm_cut(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>
         }
     };
     let thread = thread::Builder::new().name("power-cut".into()).spawn(wait);
-    thread.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: power-cut: no thread: {e}")))?;
+    thread.map_err(|e| RpcError::failed(Errno::ENOMEM, format!("{name}: power-cut: no thread: {e}")))?;
     let armed = entry.layers.cut_after(power, after, seed, move || {
-        // The receiver may be gone when the server ends.
+        // The receiver may be gone when the server shuts down.
         let _ = off.send(());
     });
-    armed
-        .map_err(|_| Fault::failed(Errno::EBUSY, format!("{name}: power-cut: the power is going off now")))?;
+    armed.map_err(|_| {
+        RpcError::failed(Errno::EBUSY, format!("{name}: power-cut: the power is going off now"))
+    })?;
     (reply.seed, reply.after) = (Some(seed), Some(after.to_string()));
     Ok(reply)
 }
 
-/// Finishes an armed cut after the power layer has gone off.
+/// Completes an armed power cut, after the power layer has stopped serving requests.
 fn run_armed_cut(service: &Service, entry: &Arc<Entry>, seed: u64) {
     if let Some(snapshot) = stack_cut::find_snapshot_on(service, entry) {
         if let Err(fault) = cut_stack(service, snapshot.name().to_owned(), Some(seed)) {
@@ -319,7 +320,7 @@ fn run_armed_cut(service: &Service, entry: &Arc<Entry>, seed: u64) {
     }
     let cut = service.claim(PowerCut::METHOD, entry.name()).and_then(|_claim| {
         let current = service.registry.find(entry.name());
-        // Nothing to do if the device was removed meanwhile.
+        // If the device was removed meanwhile, there is nothing to cut.
         if current.is_none_or(|current| !Arc::ptr_eq(&current, entry)) {
             return Ok(());
         }
@@ -330,23 +331,25 @@ fn run_armed_cut(service: &Service, entry: &Arc<Entry>, seed: u64) {
     }
 }
 
-/// Logs the failure of an armed cut, and lets held requests continue.
-fn abandon_armed_cut(entry: &Entry, fault: &Fault) {
+/// Logs the failure of an armed power cut, and lets the held requests continue.
+fn abandon_armed_cut(entry: &Entry, fault: &RpcError) {
     tracing::warn!("the power did not go off by itself: {}", fault.message);
     if let Some(power) = &entry.layers.power {
-        power.keep_on();
+        power.cancel_cut();
     }
 }
 
 enum Outcome {
-    Cut(Cut),
-    Visited(Visited),
+    Cut(CutReport),
+    Visited(VisitReport),
 }
 
-/// Fails if the device cannot be replayed to a point of its log: that needs a log, and an initial state.
-fn check_visit(entry: &Entry) -> Result<(), Fault> {
+/// Fails if the device cannot be replayed to a point of its write log, because it has no log or no
+/// reproducible initial state.
+fn check_visit(entry: &Entry) -> Result<(), RpcError> {
     let name = entry.name();
-    let refuse = |why: &str| Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: at: {why}")));
+    let refuse =
+        |why: &str| Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: at: {why}")));
     if entry.spec.layers.record.is_none() {
         return refuse("there is no log; create the device with record=FILE");
     }
@@ -361,7 +364,7 @@ fn check_visit(entry: &Entry) -> Result<(), Fault> {
     )
 }
 
-fn cut_fault(name: &str, at: Option<&str>, error: &CutError) -> Fault {
+fn cut_fault(name: &str, at: Option<&str>, error: &CutError) -> RpcError {
     let errno = match error {
         CutError::Busy => Errno::EBUSY,
         CutError::Device(error) | CutError::Record(RecordError::Device(error)) => errno_of(*error),
@@ -371,5 +374,5 @@ fn cut_fault(name: &str, at: Option<&str>, error: &CutError) -> Fault {
         CutError::Record(_) => Errno::EIO,
     };
     let at = at.map(|at| format!("at={at}: ")).unwrap_or_default();
-    Fault::failed(errno, format!("{name}: power-cut: {at}{error}"))
+    RpcError::failed(errno, format!("{name}: power-cut: {at}{error}"))
 }

@@ -1,5 +1,5 @@
-//! `prune URL`: removes tags by retention rules, and then deletes the objects that no tag refers to. The program
-//! accesses the store itself, without a server.
+//! `prune URL`: removes tags by retention rules, and then deletes the stored objects that no tag refers to.
+//! The program accesses the image store itself, without a server.
 
 use std::collections::BTreeSet;
 use std::io::{self, Write as _};
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Error, Result};
 use clap::{ArgGroup, Args, value_parser};
-use freestone::store::objects::Until;
-use freestone::store::prune::{self, Pruned};
+use freestone::store::objects::CallLimits;
+use freestone::store::prune::{self, PruneReport};
 use freestone::store::retention::{Candidate, Plan, Retention};
 use freestone::store::store::{self, Store};
 use freestone_spec::size::human;
@@ -21,11 +21,11 @@ use super::long::{LocalProgress, Long, TIME_MAX};
 use super::pattern::Pattern;
 use super::print_json;
 use crate::error::{Stdout, Usage};
-use crate::job::Watched as _;
+use crate::job::ProgressSink as _;
 
 const VERB: &str = "prune";
 
-/// The command line of `prune`.
+/// Command line of the verb `prune`.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("keep").multiple(true))]
 pub struct Line {
@@ -48,35 +48,35 @@ pub struct Line {
     long: Long,
 }
 
-/// JSON output.
+/// JSON output of `prune`.
 #[derive(Serialize)]
 struct Report {
     #[serde(flatten)]
-    pruned: Pruned,
+    pruned: PruneReport,
     dry_run: bool,
     #[serde(flatten)]
     tags: Option<TagReport>,
 }
 
-/// Tags that the rules apply to.
+/// Tags that the retention rules apply to.
 #[derive(Default, Serialize)]
 struct TagReport {
     kept_tags: Vec<String>,
-    /// Removed tags; with `--dry-run`, tags that would be removed.
+    /// Names of removed tags; with `--dry-run`, of tags that would be removed.
     removed_tags: Vec<String>,
 }
 
-/// Runs the verb.
+/// Runs the verb `prune`.
 pub fn prune(line: &Line) -> Result<ExitCode> {
     if line.long.is_background() {
         return Err(Usage("prune: --background is for a server".into()).into());
     }
     let progress = LocalProgress::new(&line.long, &line.store.url, VERB)?;
-    let is_over = || progress.is_over();
-    let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
+    let is_over = || progress.should_stop();
+    let until = CallLimits { deadline: Instant::now() + TIME_MAX, is_cancelled: &is_over };
     let (store, url) = line.store.open(VERB, until)?;
     let pruning = Pruning { line, store: &store, url: &url.store };
-    let outcome = pruning.run(&|bytes| progress.note(bytes, 0), until);
+    let outcome = pruning.run(&|bytes| progress.report(bytes, 0), until);
     let report = match progress.end(outcome)? {
         Ok(report) => report,
         Err(interrupted) => return Ok(interrupted),
@@ -89,7 +89,7 @@ pub fn prune(line: &Line) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The parameters of a run.
+/// Parameters of one run of `prune`.
 struct Pruning<'a> {
     line: &'a Line,
     store: &'a Store,
@@ -97,7 +97,7 @@ struct Pruning<'a> {
 }
 
 impl Pruning<'_> {
-    fn run(&self, note: &dyn Fn(u64), until: Until<'_>) -> Result<Report> {
+    fn run(&self, note: &dyn Fn(u64), until: CallLimits<'_>) -> Result<Report> {
         let dry_run = self.line.dry_run;
         let Line { keep_last, keep_within, .. } = *self.line;
         let retention = Retention { keep_last, keep_within };
@@ -119,7 +119,7 @@ impl Pruning<'_> {
                 prune::preview(self.store, &without, note, until).map_err(|error| of_store(&error))?;
             return Ok(Report { pruned, dry_run, tags: Some(tags) });
         }
-        // Removes no tags if an image that stays cannot be read.
+        // If an image that stays cannot be read, pruning would fail later. Check this before any tag is removed.
         if !without.is_empty() {
             prune::check_roots(self.store, &without, until).map_err(|error| of_store(&error))?;
         }
@@ -128,8 +128,8 @@ impl Pruning<'_> {
         Ok(Report { pruned, dry_run, tags: Some(tags) })
     }
 
-    /// Removes tags, the oldest first, up to the first failure.
-    fn remove(&self, plan: &Plan, until: Until<'_>) -> Result<TagReport> {
+    /// Removes tags, starting with the oldest. Stops at the first failure.
+    fn remove(&self, plan: &Plan, until: CallLimits<'_>) -> Result<TagReport> {
         let mut tags = TagReport { kept_tags: names(&plan.kept), removed_tags: Vec::new() };
         for tag in plan.removed.iter().rev() {
             if self
@@ -165,8 +165,8 @@ impl Pruning<'_> {
         Ok(())
     }
 
-    fn summary(&self, pruned: &Pruned) -> String {
-        let Pruned { images, untagged_images, objects, deleted, young, .. } = pruned;
+    fn summary(&self, pruned: &PruneReport) -> String {
+        let PruneReport { images, untagged_images, objects, deleted, young, .. } = pruned;
         let untagged =
             if *untagged_images > 0 { format!(" ({untagged_images} without a tag)") } else { String::new() };
         let would = if self.line.dry_run { "would be" } else { "were" };

@@ -14,18 +14,18 @@ use serde_json::{Map, Value};
 
 use super::{Verb, keys};
 use crate::allow;
-use crate::alone::Shown;
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
+use crate::export_spec::{ExportAddress, ExportSpec};
 use crate::paths::{address_text, parse_address};
-use crate::places::{Place, Wanted};
 use crate::recording::Recording;
 use crate::service::Service;
+use crate::standalone_export::PublishedExport;
 
 pub struct Publish;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `publish`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 pub struct Params {
     /// The device; with --template, the base
@@ -73,16 +73,17 @@ pub struct Params {
     )]
     #[serde(skip)]
     words: Vec<String>,
-    /// All other members are keys of the template, which refuses unknown ones.
+    /// All other members of the request are keys of the template. The template's specification refuses unknown keys.
     #[arg(skip)]
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
 
 impl Params {
-    /// Checks the parameters before the server is called, and makes paths absolute.
+    /// Checks the parameters before the server is called, and makes paths absolute, because the server opens
+    /// the sockets.
     pub fn checked(mut self) -> Result<Self, Usage> {
-        // The name of the template is optional.
+        // The name of the template is optional, so a word with `=` in its place is a key.
         if self.export.as_ref().is_some_and(|export| export.contains('=')) {
             self.words.insert(0, self.export.take().unwrap_or_default());
         }
@@ -92,47 +93,48 @@ impl Params {
         let places = self.places(["--nbd", "--vhost-user"]).map_err(|fault| Usage(fault.message))?;
         for place in places {
             match place {
-                Place::Nbd(address) => self.nbd = Some(address_text(&address)),
-                Place::VhostUser(path) => self.vhost_user = Some(address_text(&Address::Unix(path))),
-                Place::Ublk(_) => {}
+                ExportAddress::Nbd(address) => self.nbd = Some(address_text(&address)),
+                ExportAddress::VhostUser(path) => self.vhost_user = Some(address_text(&Address::Unix(path))),
+                ExportAddress::Ublk(_) => {}
             }
         }
         Ok(self)
     }
 
-    /// Returns the allow list for an export at `place`.
-    fn allow_at(&self, place: &Place) -> Result<Option<AllowList>, Fault> {
-        let list = (!self.allow.is_empty()).then(|| place.allow(&self.allow)).transpose();
-        list.map_err(|why| Fault::invalid(format!("{}: publish: allow: {why}", self.name)))
+    /// Returns the allow list of an export at `place`, or None if the request contains none.
+    fn allow_at(&self, place: &ExportAddress) -> Result<Option<AllowList>, RpcError> {
+        let list = (!self.allow.is_empty()).then(|| place.parse_allow_list(&self.allow)).transpose();
+        list.map_err(|why| RpcError::invalid(format!("{}: publish: allow: {why}", self.name)))
     }
 
-    /// Returns the places to publish at. Errors use the given names of the options.
-    fn places(&self, [nbd_key, vhost_user_key]: [&str; 2]) -> Result<Vec<Place>, Fault> {
+    /// Returns the addresses to publish at. Error messages contain the given names of the options.
+    fn places(&self, [nbd_key, vhost_user_key]: [&str; 2]) -> Result<Vec<ExportAddress>, RpcError> {
         let name = &self.name;
-        let invalid = |key: &str, why: String| Fault::invalid(format!("{name}: {key}: {why}"));
+        let invalid = |key: &str, why: String| RpcError::invalid(format!("{name}: {key}: {why}"));
         let nbd = self.nbd.as_deref().map(|text| parse_address(text, None)).transpose();
         let nbd = nbd.map_err(|why| invalid(nbd_key, why))?;
-        let vhost_user = self.vhost_user.as_deref().map(|text| Place::vhost_user(text, None)).transpose();
+        let vhost_user =
+            self.vhost_user.as_deref().map(|text| ExportAddress::vhost_user(text, None)).transpose();
         let vhost_user = vhost_user.map_err(|why| invalid(vhost_user_key, why))?;
         if self.template && (vhost_user.is_some() || self.ublk) {
             let key = if self.ublk { "ublk" } else { vhost_user_key };
             let why = "a template is published over NBD; publish a fork of it";
-            return Err(Fault::invalid(format!("{name}: {key}: {why}")));
+            return Err(RpcError::invalid(format!("{name}: {key}: {why}")));
         }
         if self.template && nbd.is_none() {
-            return Err(Fault::invalid(format!("{name}: publish: {nbd_key} is missing")));
+            return Err(RpcError::invalid(format!("{name}: publish: {nbd_key} is missing")));
         }
         if self.queues.is_some() && !self.ublk {
-            return Err(Fault::invalid(format!("{name}: publish: queues: only with ublk")));
+            return Err(RpcError::invalid(format!("{name}: publish: queues: only with ublk")));
         }
-        let ublk = self.ublk.then(|| Place::ublk(self.queues)).transpose();
+        let ublk = self.ublk.then(|| ExportAddress::ublk(self.queues)).transpose();
         let ublk = ublk.map_err(|why| invalid("publish", why))?;
-        // NBD last: the address may be new, and clients may connect as soon as it exists.
-        Ok([vhost_user, ublk, nbd.map(Place::Nbd)].into_iter().flatten().collect())
+        // NBD is last: clients may connect as soon as the server listens at a new address.
+        Ok([vhost_user, ublk, nbd.map(ExportAddress::Nbd)].into_iter().flatten().collect())
     }
 
-    /// Returns the template to create first, if any.
-    fn template_spec(&self) -> Result<Option<Spec>, Fault> {
+    /// Returns the specification of the template to create first, or None without `template`.
+    fn template_spec(&self) -> Result<Option<Spec>, RpcError> {
         let name = &self.name;
         if !self.template {
             let first_key = self.keys.keys().next();
@@ -140,36 +142,36 @@ impl Params {
                 (None, None) if first_key.is_none() => Ok(None),
                 (None, None) => {
                     let key = first_key.map_or("", String::as_str);
-                    Err(Fault::invalid(format!("{name}: publish: {key}: only with --template")))
+                    Err(RpcError::invalid(format!("{name}: publish: {key}: only with --template")))
                 }
-                (Some(export), _) => Err(Fault::invalid(format!(
+                (Some(export), _) => Err(RpcError::invalid(format!(
                     "{name}: publish: {export}: an export name is only for --template"
                 ))),
                 (None, Some(ttl)) => {
-                    Err(Fault::invalid(format!("{name}: publish: ttl={ttl}: only with --template")))
+                    Err(RpcError::invalid(format!("{name}: publish: ttl={ttl}: only with --template")))
                 }
             };
         }
         let export = self.export.clone().unwrap_or_else(|| format!("{name}-fork"));
         let entries = keys::entries_over(name, &export, "template", self.ttl, &self.keys)?;
-        Spec::from_entries(entries).map(Some).map_err(|e| Fault::invalid(e.to_string()))
+        Spec::from_entries(entries).map(Some).map_err(|e| RpcError::invalid(e.to_string()))
     }
 }
 
-/// Result: the addresses of the device.
+/// Result of the verb `publish`: the addresses of the device's exports.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    /// Export name for NBD clients.
+    /// Export name for NBD clients: the name of the device or template.
     name: String,
-    /// NBD address, with the chosen port.
+    /// NBD address. If the request contained port 0, the address contains the port that was chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     address: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     uri: Option<String>,
-    /// `vhost-user:PATH`.
+    /// Socket of the vhost-user-blk export, as `vhost-user:PATH`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     vhost_user: Option<String>,
-    /// `/dev/ublkbN`.
+    /// Path of the ublk block device, `/dev/ublkbN`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ublk: Option<String>,
 }
@@ -180,18 +182,18 @@ impl Verb for Publish {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let template = params.template_spec()?;
         let places = params.places(["nbd", "vhost_user"])?;
         let limits = params.limits.words(&params.name)?;
-        let wanted = |place: Place| {
+        let wanted = |place: ExportAddress| {
             let allow = params.allow_at(&place)?;
-            let limits = limits.over(LimitSpec::default());
-            Ok(Wanted { place, read_only: params.read_only, allow, limits })
+            let limits = limits.apply_to(LimitSpec::default());
+            Ok(ExportSpec { address: place, read_only: params.read_only, allow, limits })
         };
-        let places: Vec<_> = places.into_iter().map(wanted).collect::<Result<_, Fault>>()?;
+        let places: Vec<_> = places.into_iter().map(wanted).collect::<Result<_, RpcError>>()?;
         if places.is_empty() && !params.allow.is_empty() {
-            return Err(Fault::invalid(format!("{}: publish: allow: an address is missing", params.name)));
+            return Err(RpcError::invalid(format!("{}: publish: allow: an address is missing", params.name)));
         }
         let Params { name, .. } = params;
         let claim = match &template {
@@ -207,21 +209,22 @@ impl Verb for Publish {
         };
         if places.is_empty() && !service.withheld.has(entry.name()) {
             let why = "say where: --nbd, --vhost-user or --ublk; it is not withheld from where it was";
-            return Err(Fault::invalid(format!("{name}: publish: {why}")));
+            return Err(RpcError::invalid(format!("{name}: publish: {why}")));
         }
         let withheld = service.withheld.take(entry.name());
         let (mut shown, mut limited) = (Vec::new(), Vec::new());
-        let republished =
-            withheld.as_ref().map(|withholding| service.show(&claim, &entry, &withholding.seen));
+        let republished = withheld
+            .as_ref()
+            .map(|withheld_device| service.publish_exports(&claim, &entry, &withheld_device.export_set));
         let published = republished.unwrap_or(Ok(())).and_then(|()| {
             let mut reply = Reply::of(entry.name());
             for wanted in places {
                 let existing = find_export(service, &entry, &wanted).filter(|_| !limits.is_empty());
                 if let Some(existing) = existing {
                     check_allow_list(entry.name(), &wanted, &existing)?;
-                    let new_limits = limits.over(existing.limits);
+                    let new_limits = limits.apply_to(existing.limits);
                     let before = service.exports.limit_at(&claim, &entry, &existing, new_limits)?;
-                    reply.add(service, &entry, &existing.place);
+                    reply.add(service, &entry, &existing.address);
                     limited.push((existing, before));
                     continue;
                 }
@@ -230,20 +233,21 @@ impl Verb for Publish {
             recording.commit().map(|()| reply)
         });
         published.inspect_err(|_| {
-            // All or none. Errors of the rollback are ignored: the device may not be published.
-            if let Some(withholding) = withheld {
+            // Roll back, so that all addresses are published or none. Errors are ignored: the device may not
+            // be published.
+            if let Some(withheld_device) = withheld {
                 let _ = service.exports.unpublish(&claim, &entry, true);
                 service.declarations.forget_exports(entry.name());
-                service.withheld.put_back(entry.name(), withholding);
+                service.withheld.put_back(entry.name(), withheld_device);
             }
             for (wanted, before) in limited {
                 let _ = service.exports.limit_at(&claim, &entry, &wanted, before);
             }
             for place in &shown {
-                let _ = service.exports.hide_at(&claim, &entry, place, true);
+                let _ = service.exports.unpublish_from(&claim, &entry, place, true);
             }
             if let Some(template) = made {
-                service.undo(&claim, &template);
+                service.undo_create(&claim, &template);
             }
         })
     }
@@ -256,35 +260,38 @@ impl Verb for Publish {
     }
 }
 
-/// Returns the existing export at the wanted place, if it has the same access mode.
-fn find_export(service: &Service, entry: &Entry, wanted: &Wanted) -> Option<Wanted> {
+/// Returns the existing export at the wanted address, or None if there is none or its access mode (read-only
+/// or not) differs.
+fn find_export(service: &Service, entry: &Entry, wanted: &ExportSpec) -> Option<ExportSpec> {
     let read_only = wanted.read_only || entry.is_read_only();
-    let matches = |export: &Wanted| export.place.is(&wanted.place) && export.read_only == read_only;
-    service.exports.wanted(entry.name()).into_iter().find(matches)
+    let matches =
+        |export: &ExportSpec| export.address.is_same(&wanted.address) && export.read_only == read_only;
+    service.exports.specs(entry.name()).into_iter().find(matches)
 }
 
-/// Fails if the wanted allow list differs from that of the existing export: `publish` changes only
-/// its limits.
-fn check_allow_list(name: &str, wanted: &Wanted, existing: &Wanted) -> Result<(), Fault> {
+/// Fails if the wanted allow list differs from that of the existing export, because `publish` changes only
+/// the limits of an existing export.
+fn check_allow_list(name: &str, wanted: &ExportSpec, existing: &ExportSpec) -> Result<(), RpcError> {
     if wanted.allow.is_none() || wanted.allow == existing.allow {
         return Ok(());
     }
-    let why = format!("it is published at {} with {}", existing.place, allow::shown(existing.allow.as_ref()));
-    Err(Fault::failed(Errno::EBUSY, format!("{name}: publish: allow: {why}; apply changes lists")))
+    let why =
+        format!("it is published at {} with {}", existing.address, allow::shown(existing.allow.as_ref()));
+    Err(RpcError::failed(Errno::EBUSY, format!("{name}: publish: allow: {why}; apply changes lists")))
 }
 
-/// Publishes a device at one place, and adds the place to `shown` and the address to `reply`.
+/// Publishes a device at one address, and adds the address to `shown` and to `reply`.
 fn publish(
     service: &Service,
     claim: &Claim<'_>,
     entry: &Arc<Entry>,
-    wanted: Wanted,
-    shown: &mut Vec<Place>,
+    wanted: ExportSpec,
+    shown: &mut Vec<ExportAddress>,
     reply: &mut Reply,
-) -> Result<(), Fault> {
-    let place = match service.exports.show_at(claim, entry, &wanted)? {
-        Shown::Nbd(at) => Place::Nbd(at),
-        Shown::Alone(_) => wanted.place,
+) -> Result<(), RpcError> {
+    let place = match service.exports.publish_at(claim, entry, &wanted)? {
+        PublishedExport::Nbd(at) => ExportAddress::Nbd(at),
+        PublishedExport::Standalone(_) => wanted.address,
     };
     reply.add(service, entry, &place);
     shown.push(place);
@@ -296,23 +303,23 @@ impl Reply {
         Self { name: name.to_owned(), address: None, uri: None, vhost_user: None, ublk: None }
     }
 
-    /// Adds the address of the device's export at `place`.
-    fn add(&mut self, service: &Service, entry: &Entry, place: &Place) {
-        if let Place::Nbd(at) = place {
+    /// Adds the address of the device's export at `place` to the result.
+    fn add(&mut self, service: &Service, entry: &Entry, place: &ExportAddress) {
+        if let ExportAddress::Nbd(at) = place {
             self.uri = service.exports.uri_at(entry.name(), at);
             self.address = Some(at.to_string());
             return;
         }
         let at = service.exports.address_of(entry.name(), place);
         match place {
-            Place::Ublk(_) => self.ublk = at,
+            ExportAddress::Ublk(_) => self.ublk = at,
             _ => self.vhost_user = at,
         }
     }
 }
 
-/// Limits of an export, as typed. 0 means unlimited; an omitted limit of an existing export stays
-/// unchanged.
+/// Limits of an export, as the user wrote them. 0 means unlimited; an omitted limit of an existing export
+/// does not change.
 #[derive(Debug, Default, Args, Serialize, Deserialize)]
 struct LimitArgs {
     /// Limit of operations per second, 0 for none; also changes an existing export
@@ -338,20 +345,20 @@ struct LimitArgs {
 }
 
 impl LimitArgs {
-    fn words(&self, name: &str) -> Result<LimitWords, Fault> {
+    fn words(&self, name: &str) -> Result<LimitWords, RpcError> {
         let mut words = LimitWords::default();
         let Self { iops, bps, iops_burst, bps_burst, max_clients } = self;
         for (key, text) in limits::KEYS.into_iter().zip([iops, bps, iops_burst, bps_burst, max_clients]) {
             if let Some(text) = text {
                 let taken = words.take(key, text);
-                taken.map_err(|why| Fault::invalid(format!("{name}: publish: {key}={text}: {why}")))?;
+                taken.map_err(|why| RpcError::invalid(format!("{name}: publish: {key}={text}: {why}")))?;
             }
         }
         Ok(words)
     }
 }
 
-/// Deserializes a text, or a number as text.
+/// Deserializes a text, or a number, which is converted to text.
 fn word<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
     Ok(match Value::deserialize(from)? {
         Value::String(text) => Some(text),

@@ -1,12 +1,12 @@
-//! `pull URL[:TAG] NAME`: fetches a whole image from object storage into the cache.
+//! `pull URL[:TAG] NAME`: fetches a whole image from an image store into the local cache.
 
 use std::io::{self, Write};
 use std::time::Instant;
 
 use clap::Args;
 use freestone::store::format::CHUNK_BYTES;
-use freestone::store::objects::Until;
-use freestone_spec::entries::a_kind;
+use freestone::store::objects::CallLimits;
+use freestone_spec::entries::with_article;
 use freestone_spec::kinds::{Spec, of_store};
 use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
@@ -15,18 +15,18 @@ use serde_json::{Map, Value};
 
 use super::long::TIME_MAX;
 use super::{Verb, keys};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::job::JobKind;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// Size of a chunk, as the progress is in bytes.
+/// Size of a chunk in bytes, to convert the progress from chunks to bytes.
 const CHUNK: u64 = CHUNK_BYTES as u64;
 
 pub struct Pull;
 
-/// The command line.
+/// Command line of the verb `pull`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// The store and the tag of the image [default tag: latest]
@@ -42,26 +42,26 @@ pub struct Line {
     words: Vec<String>,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `pull` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Params {
     url: String,
     name: String,
-    /// All other members are keys of the device, which refuses unknown ones.
+    /// All other members of the request are keys of the device. The device's specification refuses unknown keys.
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
 
-/// Result of the verb.
+/// Result of the verb `pull`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// URL of the image, with its hash.
+    /// URL of the image, including its hash.
     url: String,
-    /// True if the verb created the device.
+    /// True if the device did not exist before.
     created: bool,
-    /// Number of chunks that were fetched, as the cache did not have them, and the bytes of their
-    /// pages.
+    /// Number of chunks that were fetched because the cache did not contain them, and bytes of the pages in
+    /// these chunks.
     fetched_chunks: u64,
     fetched_bytes: u64,
 }
@@ -79,8 +79,8 @@ impl TryFrom<Line> for Params {
 }
 
 impl Params {
-    fn spec(&self) -> Result<Spec, Fault> {
-        let invalid = |e: freestone_spec::entries::SpecError| Fault::invalid(e.to_string());
+    fn spec(&self) -> Result<Spec, RpcError> {
+        let invalid = |e: freestone_spec::entries::SpecError| RpcError::invalid(e.to_string());
         let mut entries = keys::entries_of(&self.name, "image", &self.keys)?;
         entries.add("url", &self.url).map_err(invalid)?;
         Spec::from_entries(entries).map_err(invalid)
@@ -94,7 +94,7 @@ impl Verb for Pull {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let spec = params.spec()?;
         let name = &params.name;
         let publish = spec.publish.unwrap_or(false);
@@ -103,26 +103,26 @@ impl Verb for Pull {
             let recording = Recording::begin(service, &claim, Self::METHOD, &[name])?;
             let (entry, created) = service.create_if_absent(&claim, spec, publish)?;
             if created {
-                recording.commit().inspect_err(|_| service.undo(&claim, &entry))?;
+                recording.commit().inspect_err(|_| service.undo_create(&claim, &entry))?;
             }
             (entry, created)
         };
-        let Some(pulled) = entry.kind.stored() else {
-            let why = format!("{name}: pull: is {} device", a_kind(entry.kind.name()));
-            return Err(Fault::failed(Errno::EEXIST, why));
+        let Some(pulled) = entry.kind.stored_image() else {
+            let why = format!("{name}: pull: is {} device", with_article(entry.kind.name()));
+            return Err(RpcError::failed(Errno::EEXIST, why));
         };
         let job = service.jobs.begin(name, Self::METHOD, JobKind::EXCLUSIVE)?;
         let before = pulled.image.stat();
-        let is_over = || job.is_over();
-        let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
-        let outcome = pulled.image.pull(&|done, total| job.note(done * CHUNK, total * CHUNK), until);
+        let is_over = || job.should_stop();
+        let until = CallLimits { deadline: Instant::now() + TIME_MAX, is_cancelled: &is_over };
+        let outcome = pulled.image.pull(&|done, total| job.report(done * CHUNK, total * CHUNK), until);
         outcome.map_err(|error| {
-            if job.is_over() {
+            if job.should_stop() {
                 return job.cancelled("the device exists, and the fetched chunks stay in its cache");
             }
             let kept = if created { "; the device was created" } else { "" };
             let refusal = of_store(&error);
-            Fault::failed(refusal.errno, format!("{name}: pull: {}{kept}", refusal.sentence))
+            RpcError::failed(refusal.errno, format!("{name}: pull: {}{kept}", refusal.sentence))
         })?;
         let after = pulled.image.stat();
         Ok(Reply {

@@ -1,4 +1,4 @@
-//! `push NAME URL[:TAG]`: writes the content of a device to object storage, and sets a tag.
+//! `push NAME URL[:TAG]`: writes the content of a device to an image store, and sets a tag to the new image.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -7,13 +7,13 @@ use std::time::Instant;
 
 use clap::Args;
 use freestone::device::Device;
-use freestone::ram::{Lower, Ram};
-use freestone::store::objects::Until;
-use freestone::store::push::{self, Layer, Over, Pushed, Source};
-use freestone::store::store::{Begin, Error, Store};
+use freestone::ram::{ParentDevice, Ram};
+use freestone::store::objects::CallLimits;
+use freestone::store::push::{self, BaseImage, Layer, PushReport, Source};
+use freestone::store::store::{CreateOptions, Error, Store};
 use freestone::store::url::ImageUrl;
-use freestone_spec::entries::a_kind;
-use freestone_spec::kinds::{Entry, Pulled, of_store};
+use freestone_spec::entries::with_article;
+use freestone_spec::kinds::{Entry, OpenImage, of_store};
 use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::size::human;
 use freestone_spec::stores::PushSpec;
@@ -22,14 +22,14 @@ use serde_json::{Map, Value};
 
 use super::long::TIME_MAX;
 use super::{Verb, check_bare, keys};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
-use crate::job::{JobKind, Watched};
+use crate::job::{JobKind, ProgressSink};
 use crate::service::Service;
 
 pub struct Push;
 
-/// The command line.
+/// Command line of the verb `push`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// The device; NAME=KIND,KEY=VALUE... as for serve opens it for this push, without a server
@@ -57,34 +57,34 @@ pub struct Line {
     pub(super) devices: Vec<String>,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `push` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Params {
     pub(super) name: String,
     url: String,
     #[serde(default)]
     pub(super) full: bool,
-    /// All other members are keys of the store, which refuses unknown ones.
+    /// All other members of the request are keys of the image store. The store's specification refuses unknown keys.
     #[serde(flatten)]
     pub(super) keys: Map<String, Value>,
 }
 
-/// Result of the verb.
+/// Result of the verb `push`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// URL of the image, with its hash.
+    /// URL of the image, including its hash.
     url: String,
-    /// Number of times that the tag was set.
+    /// Generation of the tag: the number of times that it was set.
     generation: u64,
-    /// False if the tag already referred to this image.
+    /// False if the tag referred to this image already, so that it was not set.
     changed: bool,
-    /// Bytes of pages that differ from the previous image.
+    /// Number of bytes in pages that differ from the previous image.
     changed_bytes: u64,
-    /// Number and bytes of the chunks that were sent.
+    /// Number of chunks that were sent to the image store, and their size in bytes.
     sent_chunks: u64,
     sent_bytes: u64,
-    /// Number of chunks that the store had already.
+    /// Number of chunks that were not sent because the image store contained them already.
     reused_chunks: u64,
 }
 
@@ -101,38 +101,39 @@ impl TryFrom<Line> for Params {
 }
 
 impl Line {
-    /// Returns true if the program pushes itself, without a server.
+    /// Returns true if the program pushes the device itself, without a server.
     pub fn is_local(&self) -> bool {
         self.name.contains('=') || self.restore.is_some()
     }
 }
 
-/// Returns the name of a device from a text that may have `=KIND,KEY=VALUE...` after it.
+/// Returns the name of a device from a text that may continue with `=KIND,KEY=VALUE...`.
 fn label(name: &str) -> &str {
     name.split('=').next().unwrap_or_default()
 }
 
 impl Params {
-    pub(super) fn parse(&self) -> Result<(ImageUrl, PushSpec), Fault> {
+    pub(super) fn parse(&self) -> Result<(ImageUrl, PushSpec), RpcError> {
         let name = self.label();
         let url: ImageUrl =
-            self.url.parse().map_err(|why| Fault::invalid(format!("{name}: push: the URL {why}")))?;
+            self.url.parse().map_err(|why| RpcError::invalid(format!("{name}: push: the URL {why}")))?;
         let entries = keys::entries_of(name, Push::METHOD, &self.keys)?;
-        let spec = PushSpec::from_entries(entries, &url.store).map_err(|e| Fault::invalid(e.to_string()))?;
+        let spec =
+            PushSpec::from_entries(entries, &url.store).map_err(|e| RpcError::invalid(e.to_string()))?;
         let ImageUrl { image: None, .. } = &url else {
-            return Err(Fault::invalid(format!(
+            return Err(RpcError::invalid(format!(
                 "{name}: push: a tag is set, so the URL has no image behind @"
             )));
         };
         Ok((url, spec))
     }
 
-    /// Returns true if the name describes a device that is opened only for this push.
+    /// Returns true if the name contains a specification of a device, which is opened only for this push.
     pub(super) fn has_device_spec(&self) -> bool {
         self.name.contains('=')
     }
 
-    /// Returns the name of the device.
+    /// Returns the name of the device, without a specification.
     pub(super) fn label(&self) -> &str {
         label(&self.name)
     }
@@ -145,8 +146,8 @@ impl Verb for Push {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb takes as long as the network does.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because a slow network would block these verbs.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let (url, spec) = params.parse()?;
         let name = &params.name;
         let entry = service.find(name)?;
@@ -157,7 +158,7 @@ impl Verb for Push {
         let pushed = send(&content, name, &url, &spec, params.full, &job);
         let pushed = pushed.map_err(|refusal| match refusal.errno {
             Errno::ECANCELED => job.cancelled("the tag is unchanged; the next push reuses the sent chunks"),
-            _ => Fault::from(refusal.of(&format!("{name}: push"))),
+            _ => RpcError::from(refusal.of(&format!("{name}: push"))),
         })?;
         Ok(Reply::new(name, &url, &pushed))
     }
@@ -179,10 +180,10 @@ impl Verb for Push {
 }
 
 impl Reply {
-    pub(super) fn new(name: &str, url: &ImageUrl, pushed: &Pushed) -> Self {
+    pub(super) fn new(name: &str, url: &ImageUrl, pushed: &PushReport) -> Self {
         Self {
             name: name.to_owned(),
-            url: url.of(pushed.manifest).to_string(),
+            url: url.with_image(pushed.manifest).to_string(),
             generation: pushed.generation,
             changed: pushed.is_new,
             changed_bytes: pushed.changed_pages * freestone::PAGE_BYTES as u64,
@@ -196,18 +197,20 @@ impl Reply {
 /// The content of a device at one moment.
 pub(super) struct Content {
     device: Arc<dyn Device>,
-    /// The changes of the device, and of each snapshot between it and its base, newest first.
+    /// The changes of the device over its parent, and those of each snapshot between the device and its base,
+    /// newest first.
     changes: Vec<Arc<dyn Device>>,
-    /// The image that the device is based on.
+    /// The entry of the image that the device is based on; None if the base is not an image.
     base: Option<Arc<Entry>>,
 }
 
 impl Content {
-    /// Captures the content: takes a temporary snapshot of a device in memory, and fails for other writable
-    /// devices.
-    pub(super) fn of(entry: &Entry) -> Result<Self, Fault> {
+    /// Captures the content of a device. A device in memory is captured by a temporary snapshot. Other devices
+    /// must be read-only.
+    pub(super) fn of(entry: &Entry) -> Result<Self, RpcError> {
         let name = entry.name();
-        let failed = |why: &dyn std::fmt::Display| Fault::failed(Errno::EIO, format!("{name}: push: {why}"));
+        let failed =
+            |why: &dyn std::fmt::Display| RpcError::failed(Errno::EIO, format!("{name}: push: {why}"));
         let (live, snapshot) = (entry.kind.ram(), entry.kind.memory_snapshot());
         let ram = match (live, snapshot) {
             (_, Some(snapshot)) => Some((**snapshot).clone()),
@@ -221,49 +224,51 @@ impl Content {
                 }
                 Some(_) if entry.kind.check_origin().is_ok() => {
                     let why = "changes while it is read; push a snapshot of it";
-                    Err(Fault::failed(
+                    Err(RpcError::failed(
                         Errno::EBUSY,
                         format!("{name}: push: {why}: freestone snapshot {name} NAME"),
                     ))
                 }
                 _ => {
-                    let kind = a_kind(entry.kind.name());
+                    let kind = with_article(entry.kind.name());
                     let why = format!(
                         "{name}: push: {kind} device of that sort is not pushed; what is read-only, snapshots, ram devices and forks are"
                     );
-                    Err(Fault::failed(Errno::EOPNOTSUPP, why))
+                    Err(RpcError::failed(Errno::EOPNOTSUPP, why))
                 }
             };
         };
-        // A snapshot below may have no entry: it was in a saved file only for its fork.
+        // A snapshot between the device and its base may have no entry, if it was saved only because a fork
+        // depends on it.
         let over_base = |ram: &Ram| match ram.over_base() {
             Ok(over) => Ok(Arc::new(over) as Arc<dyn Device>),
             Err(e) => Err(failed(&e)),
         };
         let mut changes = vec![over_base(&ram)?];
-        let mut below = ram.lower();
+        let mut below = ram.parent_device();
         let base = loop {
             match below {
-                Lower::Nothing => break None,
-                Lower::Device(device) => break image_of(entry, &device),
-                Lower::Snapshot(snapshot) => {
+                ParentDevice::Nothing => break None,
+                ParentDevice::Device(device) => break image_of(entry, &device),
+                ParentDevice::Snapshot(snapshot) => {
                     changes.push(over_base(&snapshot)?);
-                    below = snapshot.lower();
+                    below = snapshot.parent_device();
                 }
             }
         };
         Ok(Self { device: Arc::new(ram), changes, base })
     }
 
-    /// Returns the changes and the base image, if that is in the store.
-    fn over(&self, store: &Store) -> Option<(Vec<Layer<'_>>, &Pulled)> {
-        let pulled = self.base.as_ref()?.kind.stored()?;
+    /// Returns the changes and the base image. Returns None if the device has no base image in this image store.
+    fn over(&self, store: &Store) -> Option<(Vec<Layer<'_>>, &OpenImage)> {
+        let pulled = self.base.as_ref()?.kind.stored_image()?;
         let is_in_store = pulled.image.store().domain().id == store.domain().id;
         let layers: Option<Vec<_>> = self.changes.iter().map(|device| Layer::of(&**device)).collect();
         layers.filter(|_| is_in_store).map(|layers| (layers, pulled))
     }
 
-    /// Uses the store settings of the base image, if it is in the same store and the request has no keys.
+    /// Uses the settings of the base image's store, if the image is pushed to the same store and the request
+    /// contains no keys.
     pub(super) fn inherit_store(
         &self,
         url: &ImageUrl,
@@ -281,12 +286,13 @@ impl Content {
     }
 }
 
-/// Returns the entry of the image that is `device`, among the devices below `entry`.
+/// Returns the entry of the image whose device is `device`, among the direct and indirect dependencies of `entry`.
 fn image_of(entry: &Entry, device: &Arc<dyn Device>) -> Option<Arc<Entry>> {
     let matches = |base: &Arc<Entry>| {
-        base.kind.stored().is_some() && base.device().is_some_and(|of_base| Arc::ptr_eq(of_base, device))
+        base.kind.stored_image().is_some()
+            && base.device().is_some_and(|of_base| Arc::ptr_eq(of_base, device))
     };
-    let needs = entry.needs();
+    let needs = entry.dependencies();
     needs
         .iter()
         .find(|base| matches(base))
@@ -294,31 +300,31 @@ fn image_of(entry: &Entry, device: &Arc<dyn Device>) -> Option<Arc<Entry>> {
         .or_else(|| needs.iter().find_map(|base| image_of(base, device)))
 }
 
-/// Opens or creates the store, and pushes the content.
+/// Opens or creates the image store, and pushes the content. `watched` receives the progress and can cancel the push.
 pub(super) fn send(
     content: &Content,
     label: &str,
     url: &ImageUrl,
     spec: &PushSpec,
     full: bool,
-    watched: &dyn Watched,
-) -> Result<Pushed, Refusal> {
-    let is_over = || watched.is_over();
-    let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
+    watched: &dyn ProgressSink,
+) -> Result<PushReport, Refusal> {
+    let is_over = || watched.should_stop();
+    let until = CallLimits { deadline: Instant::now() + TIME_MAX, is_cancelled: &is_over };
     let store_until = until.at_most(spec.store.timeout());
     let objects = spec.store.objects(&url.store)?;
     let secret = spec.store.secret()?;
-    let begin = Begin { encrypted: spec.encrypt, grace: spec.grace };
+    let begin = CreateOptions { encrypted: spec.encrypt, grace: spec.grace };
     let failed = |error: Error| of_store(&error);
     let (store, is_new) =
-        Store::open_or_begin(objects, secret.as_ref(), begin, store_until).map_err(failed)?;
+        Store::open_or_create(objects, secret.as_ref(), begin, store_until).map_err(failed)?;
     let over = content.over(&store);
-    let over = over.as_ref().map(|(layers, pulled)| Over {
+    let over = over.as_ref().map(|(layers, pulled)| BaseImage {
         layers,
-        base: pulled.image.name(),
+        name: pulled.image.name(),
         tag: Some(&pulled.url.tag),
     });
-    let source = Source { device: &*content.device, label, over };
+    let source = Source { device: &*content.device, label, base_image: over };
     let options = push::Options { tag: &url.tag, full, threads: push::THREADS, is_new };
-    push::push(&store, source, options, &|done, total| watched.note(done, total), until).map_err(failed)
+    push::push(&store, source, options, &|done, total| watched.report(done, total), until).map_err(failed)
 }

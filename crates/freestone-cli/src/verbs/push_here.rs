@@ -1,5 +1,4 @@
-//! `push` without a server: of a device that is opened only for this push, or of a device in a
-//! saved file.
+//! `push` without a server. The pushed device is opened only for this push, or restored from a file that `save` wrote.
 
 use std::io::{self, Write as _};
 use std::mem;
@@ -11,7 +10,7 @@ use anyhow::Result;
 use freestone::save::{Contents, Device as Saved, inspect};
 use freestone_spec::entries::Entries;
 use freestone_spec::family;
-use freestone_spec::kinds::{self, Entry, KindSpec, RESTORED, Said, StandsOn};
+use freestone_spec::kinds::{self, Entry, KindSpec, RESTORED, RestoreDependencies, RestoreOptions};
 use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::{Devices, OpenError};
 use serde_json::{Map, Value};
@@ -20,36 +19,36 @@ use super::long::{LocalProgress, Long};
 use super::push::{Content, Line, Params, Push, Reply, send};
 use super::restore::Restore;
 use super::{Common, Verb, check_bare, keys, print_json};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::{Stdout, Usage};
-use crate::restoring::{self, Asked, Restored, refused};
+use crate::restoring::{self, RestoreRequest, RestoredDevices, refused};
 
-/// Maximum number of devices in the file that an error lists.
+/// Maximum number of devices in the saved file that an error message names.
 const NAMES_SHOWN: usize = 3;
-/// Text of the error if a base is missing.
+/// Part of the error message if a base of the saved device is missing.
 const GIVE_BASE: &str = "which no --device is; give it with --device NAME=KIND,KEY=VALUE...";
 
-/// The device to push, opened only for this push.
+/// The device to push, which is opened only for this push.
 struct LocalSource {
-    /// The device, or the bases of a device in a saved file.
+    /// The device itself; for a device in a saved file, only its bases.
     devices: Devices,
-    /// The saved file with the device.
+    /// The saved file that contains the device; None if the device was opened from a specification.
     file: Option<SavedFile>,
 }
 
-/// A file that `save` wrote.
+/// A file that `save` wrote, and how to restore a device from it.
 struct SavedFile {
     path: PathBuf,
     contents: Contents,
-    /// Index of the device to push.
+    /// Index of the device to push in `contents`.
     index: usize,
-    /// Keys of the family of RAM disks that the devices form.
+    /// Keys of the family (RAM disks and forks that share one memory pool) that the restored devices form.
     family_keys: Map<String, Value>,
-    /// Specification of a RAM disk with these keys.
+    /// Specification of a RAM disk with the keys of the family.
     disk: KindSpec,
 }
 
-/// Opens the device, pushes it, and shows the result.
+/// Opens the device, pushes it, and prints the result. Returns the exit status.
 pub fn push_here(mut line: Line, long: &Long, common: &Common) -> Result<ExitCode> {
     let (file, bases) = (line.restore.take(), mem::take(&mut line.devices));
     let family_words = if file.is_some() { take_family_words(&mut line.words) } else { Vec::new() };
@@ -73,7 +72,7 @@ pub fn push_here(mut line: Line, long: &Long, common: &Common) -> Result<ExitCod
         let content = Content::of(&entry)?;
         let spec = content.inherit_store(&url, spec, &params.keys);
         let pushed = send(&content, name, &url, &spec, params.full, &progress);
-        pushed.map_err(|refusal| Fault::from(refusal.of(&error_prefix(name))))
+        pushed.map_err(|refusal| RpcError::from(refusal.of(&error_prefix(name))))
     });
     let pushed = match progress.end(pushed.map_err(anyhow::Error::from))? {
         Ok(pushed) => pushed,
@@ -89,7 +88,7 @@ pub fn push_here(mut line: Line, long: &Long, common: &Common) -> Result<ExitCod
     Ok(ExitCode::SUCCESS)
 }
 
-/// Removes the words with keys of a family, and returns them.
+/// Removes the words that are keys of a family from `words`, and returns them.
 fn take_family_words(words: &mut Vec<String>) -> Vec<String> {
     let is_family_key = |word: &str| word.split_once('=').is_some_and(|(key, _)| family::KEYS.contains(&key));
     let (taken, left) = mem::take(words).into_iter().partition(|word| is_family_key(word));
@@ -108,7 +107,7 @@ fn open(words: &[String]) -> Result<Devices> {
     })
 }
 
-/// Fails if a device would be opened for writing.
+/// Fails if the device would be opened for writing, because a push only reads.
 fn check_read_only(entry: &Entry) -> Result<(), Usage> {
     if entry.device().is_some_and(|device| !device.geometry().read_only) {
         let name = entry.name();
@@ -118,27 +117,27 @@ fn check_read_only(entry: &Entry) -> Result<(), Usage> {
 }
 
 impl LocalSource {
-    /// Opens the device that the words describe.
+    /// Opens the device that the words of a specification describe.
     fn of_words(name: &str, words: &str) -> Result<Self> {
         let devices = open(&[words.to_owned()])?;
         devices.registry().find(name).map_or(Ok(()), |entry| check_read_only(&entry))?;
         Ok(Self { devices, file: None })
     }
 
-    /// Inspects the saved file, and opens the bases. The device itself is restored later.
+    /// Reads the list of devices in the saved file, and opens the bases. The device itself is restored later.
     fn of_file(name: &str, file: &Path, family_words: &[String], bases: &[String]) -> Result<Self> {
         let family_keys = keys::parse_words(name, Push::METHOD, family_words)?;
         let disk = restoring::disk(name, family_keys.iter()).map_err(|e| Usage(e.to_string()))?.kind;
-        let failed = |refusal: Refusal| Fault::from(refusal.of(&error_prefix(name)));
+        let failed = |refusal: Refusal| RpcError::from(refusal.of(&error_prefix(name)));
         let contents = inspect(file).map_err(|error| failed(refused(&error)))?;
         let index = index_of(&contents.devices, name)
             .map_err(|why| failed(Refusal::failed(Errno::ENODEV, format!("{}: {why}", file.display()))))?;
         let devices = open(bases)?;
         for entry in devices.registry().all() {
-            // A base of another device, or a backing device, may have to be opened for writing.
+            // A device that is the base of another device, or the backing device, may have to be opened for writing.
             let is_needed =
-                devices.registry().users(&entry).is_some() || disk.changes().contains(&entry.name());
-            if entry.in_memory().is_none() && !is_needed {
+                devices.registry().users(&entry).is_some() || disk.claimed_devices().contains(&entry.name());
+            if entry.ram_data().is_none() && !is_needed {
                 check_read_only(&entry)?;
             }
         }
@@ -146,34 +145,35 @@ impl LocalSource {
         Ok(Self { devices, file: Some(file) })
     }
 
-    /// Returns the verb that is shown while the device is opened.
+    /// Returns the name of the verb whose progress is shown while the device is opened.
     fn first_verb(&self) -> &'static str {
         if self.file.is_some() { Restore::METHOD } else { Push::METHOD }
     }
 
-    /// Returns the device. Restores it if it is in a saved file.
-    fn entry(&self, name: &str, progress: &LocalProgress) -> Result<Arc<Entry>, Fault> {
+    /// Returns the entry of the device to push. If the device is in a saved file, restores it.
+    fn entry(&self, name: &str, progress: &LocalProgress) -> Result<Arc<Entry>, RpcError> {
         let registry = self.devices.registry();
-        let failed = |refusal: Refusal| Fault::from(refusal.of(&error_prefix(name)));
+        let failed = |refusal: Refusal| RpcError::from(refusal.of(&error_prefix(name)));
         let Some(SavedFile { path, contents, index, family_keys, disk }) = &self.file else {
-            return registry.find(name).ok_or_else(|| Fault::internal(format!("{name}: is not there")));
+            return registry.find(name).ok_or_else(|| RpcError::internal(format!("{name}: is not there")));
         };
-        let asked = Asked { name, disk, said: family_keys, no_base: GIVE_BASE };
-        let restored = restoring::make(registry, path, contents, &asked, progress).map_err(failed)?;
-        let Some(Restored { base, backing, mut devices }) = restored else {
+        let asked = RestoreRequest { name, disk, keys: family_keys, no_base: GIVE_BASE };
+        let restored =
+            restoring::restore_devices(registry, path, contents, &asked, progress).map_err(failed)?;
+        let Some(RestoredDevices { base, backing, mut devices }) = restored else {
             return Err(failed(Refusal::failed(Errno::ECANCELED, "cancelled")));
         };
-        // The other devices of the file are dropped.
+        // The other devices of the saved file are dropped.
         let (_, ram) = devices.swap_remove(*index);
         let words = Entries { name: name.to_owned(), kind: RESTORED.to_owned(), pairs: Vec::new() };
         let kind = contents.devices[*index].kind;
-        let on = StandsOn { base: base.as_ref(), backing: backing.as_ref() };
-        let entry = kinds::restored(words, kind, ram, path.clone(), on, Said::default());
+        let on = RestoreDependencies { base: base.as_ref(), backing: backing.as_ref() };
+        let entry = kinds::build_restored(words, kind, ram, path.clone(), on, RestoreOptions::default());
         Ok(Arc::new(entry?))
     }
 }
 
-/// Returns the index of a device in a saved file, or an error text that lists the devices.
+/// Returns the index of a device in a saved file, or an error message that names the devices in the file.
 fn index_of(devices: &[Saved], name: &str) -> Result<usize, String> {
     devices.iter().position(|device| device.name == name).ok_or_else(|| {
         let names = devices.iter().take(NAMES_SHOWN).map(|device| device.name.as_str());

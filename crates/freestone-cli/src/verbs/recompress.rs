@@ -1,5 +1,5 @@
-//! `recompress NAME [WORDS]`: recompresses pages of a RAM disk with a secondary algorithm. The
-//! words are those of zram's `recompress` attribute.
+//! `recompress NAME [WORDS]`: recompresses pages of a RAM disk with a secondary algorithm. The words are
+//! those of zram's attribute `recompress`.
 
 use std::io::{self, Write};
 
@@ -11,14 +11,14 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::job::JobKind;
 use crate::service::Service;
 
 pub struct Recompress;
 
-/// The command line.
+/// Command line of the verb `recompress`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// The ram device
@@ -31,14 +31,14 @@ pub struct Line {
     words: Vec<String>,
 }
 
-/// Parameters of the request, with the kernel's keys.
+/// Parameters of the verb `recompress` in a JSON request, with the keys of zram.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     name: String,
     #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
     kind: Option<Type>,
-    /// Smallest object to recompress, in bytes.
+    /// Minimum size in bytes of a compressed page; smaller ones are skipped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     threshold: Option<u32>,
     /// Maximum number of pages to recompress.
@@ -50,7 +50,7 @@ pub struct Params {
     priority: Option<u8>,
 }
 
-/// Type of pages to recompress.
+/// Type of the pages to recompress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Type {
@@ -104,15 +104,15 @@ impl TryFrom<Line> for Params {
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `recompress`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of pages that were compressed again.
+    /// Number of pages that were recompressed, whether they became smaller or not.
     tried: u64,
     /// Number of pages that became smaller.
     shrunk: u64,
-    /// Number of pages that no algorithm makes smaller. Such pages are skipped until they are written.
+    /// Number of pages that no algorithm makes smaller. These pages are skipped until they are written again.
     incompressible: u64,
     /// Memory saved, in bytes.
     saved_bytes: u64,
@@ -125,15 +125,15 @@ impl Verb for Recompress {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb runs under load and takes a while.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because it may be in use and the verb may take long.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { name, kind, threshold, max_pages, algo, priority } = params;
         let ram = service.find_ram(&name, "is recompressed")?;
         let algo = algo.map(|text| {
             parse_algorithm(&text)
-                .map_err(|why| Fault::invalid(format!("{name}: recompress: algo={text}: {why}")))
+                .map_err(|why| RpcError::invalid(format!("{name}: recompress: algo={text}: {why}")))
         });
-        let request = ram::Recompress {
+        let request = ram::RecompressOptions {
             kind: kind.map(|kind| match kind {
                 Type::Idle => ram::RecompressKind::Idle,
                 Type::Huge => ram::RecompressKind::Huge,
@@ -145,12 +145,12 @@ impl Verb for Recompress {
             priority,
         };
         let job = service.jobs.begin(&name, Self::METHOD, JobKind::CONCURRENT)?;
-        let done = ram.recompress_watched(&request, &mut |done, total| job.advance(done, total));
+        let done = ram.recompress_with_progress(&request, &mut |done, total| job.advance(done, total));
         let done = done.map_err(|(done, error)| match error {
             ram::RecompressError::Cancelled => counted(job.cancelled(&shrunk(done)), done),
             error => failed(&name, (done, error)),
         })?;
-        let ram::Recompressed { tried, shrunk, incompressible, saved_bytes } = done;
+        let ram::RecompressReport { tried, shrunk, incompressible, saved_bytes } = done;
         Ok(Reply { name, tried, shrunk, incompressible, saved_bytes })
     }
 
@@ -164,24 +164,24 @@ impl Verb for Recompress {
     }
 }
 
-fn failed(name: &str, (done, error): (ram::Recompressed, ram::RecompressError)) -> Fault {
+fn failed(name: &str, (done, error): (ram::RecompressReport, ram::RecompressError)) -> RpcError {
     let errno = match error {
         ram::RecompressError::NoSpace => Errno::ENOSPC,
         ram::RecompressError::NoMemory => Errno::ENOMEM,
         ram::RecompressError::Media => Errno::EIO,
         ram::RecompressError::Cancelled => Errno::ECANCELED,
-        // The request does not fit the configuration of the disk.
-        _ => return Fault::invalid(format!("{name}: recompress: {error}")),
+        // The other errors mean that the request does not match the configuration of the RAM disk.
+        _ => return RpcError::invalid(format!("{name}: recompress: {error}")),
     };
-    counted(Fault::failed(errno, format!("{name}: recompress: {error}; {}", shrunk(done))), done)
+    counted(RpcError::failed(errno, format!("{name}: recompress: {error}; {}", shrunk(done))), done)
 }
 
-fn shrunk(done: ram::Recompressed) -> String {
+fn shrunk(done: ram::RecompressReport) -> String {
     format!("{} pages were made smaller before, {} saved", done.shrunk, human(done.saved_bytes))
 }
 
-fn counted(fault: Fault, done: ram::Recompressed) -> Fault {
-    let ram::Recompressed { tried, shrunk, incompressible, saved_bytes } = done;
+fn counted(fault: RpcError, done: ram::RecompressReport) -> RpcError {
+    let ram::RecompressReport { tried, shrunk, incompressible, saved_bytes } = done;
     let fault = fault.with("tried", tried).with("shrunk", shrunk);
     fault.with("incompressible", incompressible).with("saved_bytes", saved_bytes)
 }

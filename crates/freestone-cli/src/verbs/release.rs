@@ -1,4 +1,4 @@
-//! `release NAME`: releases requests that a `hang` rule of `faults` holds.
+//! `release NAME`: releases the requests that a fault rule `hang` holds.
 
 use std::io::{self, Write};
 
@@ -7,12 +7,12 @@ use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 
 pub struct Release;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `release`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -20,11 +20,11 @@ pub struct Params {
     name: String,
 }
 
-/// Result of the verb.
+/// Result of the verb `release`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of released requests.
+    /// Number of requests that were released.
     released: u64,
 }
 
@@ -34,13 +34,14 @@ impl Verb for Release {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb that has the claim may wait for these requests.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because the verb that has claimed it may wait
+    // for these requests.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let name = params.name;
         let entry = service.find(&name)?;
         let Some(faults) = &entry.layers.faults else {
             let why = format!("{name}: no held requests: it was created without faults");
-            return Err(Fault::failed(Errno::EOPNOTSUPP, why));
+            return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
         };
         Ok(Reply { name, released: faults.release() })
     }

@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::job::JobKind;
 use crate::recording::Recording;
 use crate::service::Service;
 
 pub struct Remove;
 
-/// The command line.
+/// Command line of the verb `remove`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Names or patterns (* matches any characters, ? one); content in memory is lost
@@ -29,13 +29,13 @@ pub struct Line {
 }
 
 impl Line {
-    /// Returns the parameters for one of the devices.
+    /// Returns the parameters of the request for the device `name`.
     pub fn of(&self, name: &str) -> Params {
         Params { name: name.to_owned(), force: self.force }
     }
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `remove` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -44,24 +44,25 @@ pub struct Params {
     force: bool,
 }
 
-/// Fails if the device is a snapshot that is partly merged into its origin.
-fn check_merged(entry: &Entry) -> Result<(), Fault> {
+/// Fails if the device is a snapshot that is partly merged into its origin, because only this snapshot can
+/// complete the merge.
+fn check_merged(entry: &Entry) -> Result<(), RpcError> {
     let (Some(snapshot), name) = (entry.kind.cow(), entry.name()) else { return Ok(()) };
     match snapshot.merge_status() {
         MergeStatus::None | MergeStatus::Finished => Ok(()),
         _ => {
-            let origin = entry.spec.kind.below().unwrap_or_default();
+            let origin = entry.spec.kind.parent_name().unwrap_or_default();
             let why = format!("{name}: its merge into {origin} is not finished: freestone merge {name}");
-            Err(Fault::failed(Errno::EBUSY, format!("{why} --into-origin")))
+            Err(RpcError::failed(Errno::EBUSY, format!("{why} --into-origin")))
         }
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `remove`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of connections that were closed.
+    /// Number of client connections that were closed.
     connections_ended: usize,
 }
 
@@ -72,7 +73,7 @@ impl Verb for Remove {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         if service.registry.find(&name).is_none() && service.records.why_missing(&name).is_some() {
@@ -85,21 +86,21 @@ impl Verb for Remove {
         check_merged(&entry)?;
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
         let job = service.jobs.begin_on(&[&name], Self::METHOD, JobKind::CONCURRENT_UNCANCELLABLE)?;
-        let leaves = service.leaving.begin(&name);
+        let leaves = service.pending_removals.begin(&name);
         let connections_ended = service.remove(&claim, &entry, params.force)?;
         recording.commit().map_err(|fault| {
-            // So that the verb can be repeated.
-            service.records.miss(&name, "is removed, but not for the next start; remove it again");
+            // The device stays in the list of missing devices, so that the verb can be repeated.
+            service.records.add_missing(&name, "is removed, but not for the next start; remove it again");
             let message = format!("{name}: is removed, but not for the next start: {}", fault.message);
-            Fault { message, ..fault }
+            RpcError { message, ..fault }
         })?;
         drop(claim);
         job.respond_started(json!({ "connections_ended": connections_ended }));
-        // Outside the claim: freeing a large device takes time, and a file is flushed.
+        // The claim is released before, because freeing a large device and flushing a file take long.
         let family = entry.kind.own_family();
         drop(entry);
         if let Some(family) = family {
-            family.give_back(&mut |done, total| job.note(done, total));
+            family.release(&mut |done, total| job.report(done, total));
         }
         drop(leaves);
         Ok(Reply { name, connections_ended })

@@ -3,18 +3,18 @@
 use std::io::{self, Write};
 
 use clap::Args;
-use freestone_spec::entries::a_kind;
+use freestone_spec::entries::with_article;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::job::JobKind;
 use crate::service::Service;
 
 pub struct Reset;
 
-/// The command line.
+/// Command line of the verb `reset`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Ram and null devices and forks, by name or pattern (* matches any characters, ? one). Devices that
@@ -28,13 +28,13 @@ pub struct Line {
 }
 
 impl Line {
-    /// Returns the parameters for one of the devices.
+    /// Returns the parameters of the request for the device `name`.
     pub fn of(&self, name: &str) -> Params {
         Params { name: name.to_owned(), force: self.force }
     }
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `reset` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -43,7 +43,7 @@ pub struct Params {
     force: bool,
 }
 
-/// Result of the verb.
+/// Result of the verb `reset`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
@@ -55,18 +55,18 @@ impl Verb for Reset {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let name = params.name;
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         if entry.kind.memory_snapshot().is_some() || entry.kind.cow().is_some() {
             let why = "is a snapshot, which does not change; fork it";
-            return Err(Fault::failed(Errno::EROFS, format!("{name}: {why}")));
+            return Err(RpcError::failed(Errno::EROFS, format!("{name}: {why}")));
         }
         if !entry.kind.can_wipe() {
             let why = "cannot be reset; only ram and null devices and forks can";
-            let kind = a_kind(entry.kind.name());
-            return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {kind} device {why}")));
+            let kind = with_article(entry.kind.name());
+            return Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: {kind} device {why}")));
         }
         service.registry.check_unused(&entry, "reset")?;
         if service.exports.skip_wipe(&entry, true) {
@@ -74,10 +74,10 @@ impl Verb for Reset {
         }
         let blocks = service.exports.check_wipe(&entry, params.force)?;
         let _job = service.jobs.begin(&name, Self::METHOD, JobKind::EXCLUSIVE_UNCANCELLABLE)?;
-        // The wipe waits for unflushed writes, which must not wait for space meanwhile.
-        let _now = entry.layers.power.as_ref().map(|_| service.exports.no_waiting(&entry));
+        // The wipe waits for unflushed writes, so these writes must not wait for memory or limits.
+        let _now = entry.layers.power.as_ref().map(|_| service.exports.bypass_waiting(&entry));
         let wiped = entry.wipe(true);
-        wiped.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
+        wiped.map_err(|e| RpcError::failed(errno_of(e), format!("{name}: {e}")))?;
         blocks.drop_caches();
         Ok(Reply { name })
     }

@@ -1,4 +1,4 @@
-//! `restore FILE [NAME]`: creates the devices of a file that `save` wrote.
+//! `restore FILE [NAME]`: creates the devices in a file that `save` wrote.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -9,7 +9,9 @@ use freestone::save::{Contents, Device as Saved, DeviceKind, inspect};
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
-use freestone_spec::kinds::{self, KindSpec, RESTART_KEYS, RESTORED, RestartPolicy, Spec, StandsOn};
+use freestone_spec::kinds::{
+    self, KindSpec, RESTART_KEYS, RESTORED, RestartPolicy, RestoreDependencies, Spec,
+};
 use freestone_spec::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use freestone_spec::path_text;
 use freestone_spec::refusal::{Errno, Refusal};
@@ -20,19 +22,19 @@ use serde_json::{Map, Value};
 use super::delta::absolute;
 use super::{Verb, words};
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::job::JobKind;
 use crate::recording::Recording;
-use crate::restoring::{self, CREATE_BASE, OWN_KEYS, Restored, TLS_CLIENTS, refused};
+use crate::restoring::{self, CREATE_BASE, OWN_KEYS, RestoredDevices, TLS_CLIENTS, refused};
 use crate::service::Service;
 
-/// State after a cancelled restore, as the error reports it.
+/// Part of the error message after a cancelled restore, about its effect.
 const NOTHING_CREATED: &str = "no device was created";
 
 pub struct Restore;
 
-/// The command line.
+/// Command line of the verb `restore`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// The file
@@ -44,12 +46,12 @@ pub struct Line {
         help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH|device:NAME and the other keys of ram \
                 that a family has (for forks: the keys of their base); for disks and forks also faults, \
                 seed, power_cut, power_cut_unit and record, in which %n stands for the number of the device \
-                from 0; readonly=yes; keep, on_lost and tls_clients as for serve"
+                from 0; readonly=yes; keep, on_data_loss and tls_clients as for serve"
     )]
     words: Vec<String>,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `restore` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -57,10 +59,10 @@ pub struct Params {
     pub file: PathBuf,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     name: Option<String>,
-    /// Keys of the devices' family: `{"mem_limit": "2G"}`
+    /// Keys of the family (RAM disks and forks that share one memory pool), for example `{"mem_limit": "2G"}`.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     family: Map<String, Value>,
-    /// Keys of the layers over each disk and fork: `{"faults": "none"}`
+    /// Keys of the layers over each RAM disk and fork, for example `{"faults": "none"}`.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     layers: Map<String, Value>,
 }
@@ -71,7 +73,7 @@ impl TryFrom<Line> for Params {
     fn try_from(line: Line) -> Result<Self, Usage> {
         let Line { file, mut name, mut words } = line;
         let label = file.display().to_string();
-        // The name is optional.
+        // The name of the device is optional, so a word with `=` in its place is a key.
         if name.as_ref().is_some_and(|name| name.contains('=')) {
             words.insert(0, name.take().unwrap_or_default());
         }
@@ -93,16 +95,16 @@ impl TryFrom<Line> for Params {
 }
 
 impl Params {
-    /// Returns the keys as the specification of a RAM disk, or fails if they are invalid.
-    fn disk_spec(&self) -> Result<Spec, Fault> {
+    /// Returns the keys as the specification of a RAM disk, or an error if they are invalid.
+    fn disk_spec(&self) -> Result<Spec, RpcError> {
         let label = self.name.as_deref().unwrap_or("restored");
-        check_name(label).map_err(|e| Fault::invalid(e.to_string()))?;
+        check_name(label).map_err(|e| RpcError::invalid(e.to_string()))?;
         let disk = restoring::disk(label, self.family.iter().chain(&self.layers));
-        disk.map_err(|e| Fault::invalid(e.to_string()))
+        disk.map_err(|e| RpcError::invalid(e.to_string()))
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `restore`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     #[serde(with = "path_text")]
@@ -110,14 +112,14 @@ pub struct Reply {
     devices: Vec<RestoredDevice>,
 }
 
-/// A restored device.
+/// A device that was created from the saved file.
 #[derive(Debug, Serialize, Deserialize)]
 struct RestoredDevice {
     name: String,
     kind: String,
-    /// In bytes.
+    /// Size of the device in bytes.
     disksize: u64,
-    /// Random seed of the faults, if the request had none.
+    /// Seed of the injected faults, if the request contained none and a random seed was chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
 }
@@ -129,44 +131,44 @@ impl Verb for Restore {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims only the names: the verb takes as long as the disk does.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // Only the names are claimed (locked against other verbs), because a slow disk would block verbs on other devices.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { file, name, .. } = &params;
         let at = file.display();
         let spec = params.disk_spec()?;
-        let failed = |refusal: Refusal| Fault::from(refusal.of(Self::METHOD));
+        let failed = |refusal: Refusal| RpcError::from(refusal.of(Self::METHOD));
         let contents = inspect(file).map_err(|error| failed(refused(&error)))?;
         let names = names(&contents, name.as_deref(), &at.to_string())?;
-        // Reserves the names until the devices exist.
+        // The claim reserves the names until the devices exist.
         let all: Vec<_> = names.iter().map(String::as_str).collect();
-        let claimed: Vec<_> = all.iter().copied().chain(spec.kind.changes()).collect();
+        let claimed: Vec<_> = all.iter().copied().chain(spec.kind.claimed_devices()).collect();
         let claim = service.claim_all(Self::METHOD, &claimed)?;
         check_can_start_again(&contents, &spec, &at.to_string())?;
         service.check_has_state(&names[0], spec.key_of_state())?;
-        service.check_unseen(&spec)?;
+        service.check_unpublished(&spec)?;
         service.exports.tls.check_device(&spec)?;
         for name in &names {
             if service.registry.find(name).is_some() {
-                return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
+                return Err(RpcError::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
             }
         }
         let job = service.jobs.begin(&at.to_string(), Self::METHOD, JobKind::EXCLUSIVE)?;
         let live = contents.devices.iter().filter(|device| device.kind != DeviceKind::Snapshot).count();
         if live > 1 && !spec.layers.has_logs() {
             let why = format!("{live} disks and forks, and one log; %n in its name is the number of each");
-            return Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: record: {why}")));
+            return Err(RpcError::failed(Errno::EINVAL, format!("{at}: restore: record: {why}")));
         }
         let layers = spec.layers.clone();
         let spec_words = spec.words.clone();
         let readonly = matches!(&spec.kind, KindSpec::Ram(disk) if disk.readonly);
-        let request = restoring::Asked {
+        let request = restoring::RestoreRequest {
             name: &names[0],
             disk: &spec.kind,
-            said: &params.family,
+            keys: &params.family,
             no_base: CREATE_BASE,
         };
-        let restored = restoring::make(&service.registry, file, &contents, &request, &job);
-        let Some(Restored { base, backing, devices }) = restored.map_err(failed)? else {
+        let restored = restoring::restore_devices(&service.registry, file, &contents, &request, &job);
+        let Some(RestoredDevices { base, backing, devices }) = restored.map_err(failed)? else {
             return Err(job.cancelled(NOTHING_CREATED));
         };
         let recording = Recording::begin(service, &claim, Self::METHOD, &all)?;
@@ -180,19 +182,26 @@ impl Verb for Restore {
                 DeviceKind::Disk | DeviceKind::Fork => numbers.next(),
             };
             let layers = number.map_or_else(LayerSpec::default, |number| layers.numbered(number));
-            let restart = RestartPolicy { keep: spec.keep, on_lost: spec.on_lost };
-            let settings = kinds::Said { layers, readonly, tls_clients: spec.tls_clients.clone(), restart };
+            let restart = RestartPolicy { keep: spec.keep, on_data_loss: spec.on_data_loss };
+            let settings =
+                kinds::RestoreOptions { layers, readonly, tls_clients: spec.tls_clients.clone(), restart };
             let words = words_of(name, saved, number, base.map(|base| (base.name(), base.size())), &pairs);
-            let entry =
-                kinds::restored(words, saved.kind, ram, file.clone(), StandsOn { base, backing }, settings);
-            let added = entry.map(Arc::new).map_err(Fault::from).and_then(|entry| {
+            let entry = kinds::build_restored(
+                words,
+                saved.kind,
+                ram,
+                file.clone(),
+                RestoreDependencies { base, backing },
+                settings,
+            );
+            let added = entry.map(Arc::new).map_err(RpcError::from).and_then(|entry| {
                 service.check_keep(&entry)?;
                 made.push(Arc::clone(&entry));
                 service.add(&entry)
             });
-            added.inspect_err(|_| undo(service, &claim, &made))?;
+            added.inspect_err(|_| undo_create(service, &claim, &made))?;
         }
-        recording.commit().inspect_err(|_| undo(service, &claim, &made))?;
+        recording.commit().inspect_err(|_| undo_create(service, &claim, &made))?;
         let devices = made.iter().map(|entry| RestoredDevice {
             name: entry.name().to_owned(),
             kind: entry.kind.name().to_owned(),
@@ -212,25 +221,26 @@ impl Verb for Restore {
     }
 }
 
-/// Refuses keys about the next start for a file with devices that no start can create again.
-fn check_can_start_again(contents: &Contents, spec: &Spec, at: &str) -> Result<(), Fault> {
+/// Fails if the request has keys about the next start of the server, but the file contains a device that no
+/// start can create again.
+fn check_can_start_again(contents: &Contents, spec: &Spec, at: &str) -> Result<(), RpcError> {
     let Some(key) = spec.key_of_state() else { return Ok(()) };
     let is_lost = |device: &&Saved| {
         device.kind == DeviceKind::Snapshot || device.kind == DeviceKind::Fork && device.base.is_none()
     };
     let Some(device) = contents.devices.iter().find(is_lost) else { return Ok(()) };
     let why = "stands on a snapshot or is one, which the next start cannot create again";
-    Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: {key}: {} {why}", device.name)))
+    Err(RpcError::failed(Errno::EINVAL, format!("{at}: restore: {key}: {} {why}", device.name)))
 }
 
-fn undo(service: &Service, claim: &Claim<'_>, made: &[Arc<Entry>]) {
+fn undo_create(service: &Service, claim: &Claim<'_>, made: &[Arc<Entry>]) {
     for entry in made.iter().rev() {
-        service.undo(claim, entry);
+        service.undo_create(claim, entry);
     }
 }
 
-/// Returns the words that would create an empty disk or fork like the saved one. For a snapshot,
-/// only name and kind: its origin is unknown.
+/// Returns the specification entries that would create an empty RAM disk or fork like the saved device. For a
+/// snapshot, only name and kind are returned, because its origin is unknown.
 fn words_of(
     name: &str,
     device: &Saved,
@@ -253,7 +263,7 @@ fn words_of(
         (_, Some((base, base_size))) => {
             "fork".clone_into(&mut words.kind);
             words.put("base", base);
-            // Only if it differs: the size of an image may not be a valid value of the key.
+            // The size is only added if it differs, because the size of an image may not be a valid value of the key.
             if device.size != base_size {
                 words.put("size", &size);
             }
@@ -264,7 +274,7 @@ fn words_of(
                 |key: &str| FAULT_KEYS.contains(&key) || RESTART_KEYS.contains(&key) || key == TLS_CLIENTS;
             words.pairs.extend(pairs.iter().filter(|(key, _)| is_own(key)).cloned());
         }
-        // A fork of a snapshot in the same file.
+        // The device is a fork of a snapshot in the same file, which cannot be specified.
         (_, None) => return words,
     }
     for (_, value) in words.pairs.iter_mut().filter(|(key, _)| key == "record") {
@@ -273,19 +283,19 @@ fn words_of(
     words
 }
 
-/// Returns the names of the restored devices.
-fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String>, Fault> {
+/// Returns the names of the devices to create, or an error if they are invalid or `name` is ambiguous.
+fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String>, RpcError> {
     let names: Vec<String> = match (contents.devices.as_slice(), name) {
-        ([], _) => return Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: no device is in it"))),
+        ([], _) => return Err(RpcError::failed(Errno::EINVAL, format!("{at}: restore: no device is in it"))),
         ([_], Some(name)) => vec![name.to_owned()],
         (devices, Some(name)) => {
             let why = format!("{name}: restore: {at} has {} devices, which keep their names", devices.len());
-            return Err(Fault::failed(Errno::EINVAL, why));
+            return Err(RpcError::failed(Errno::EINVAL, why));
         }
         (devices, None) => devices.iter().map(|device| device.name.clone()).collect(),
     };
     for name in &names {
-        check_name(name).map_err(|e| Fault::failed(Errno::EINVAL, format!("{at}: restore: {e}")))?;
+        check_name(name).map_err(|e| RpcError::failed(Errno::EINVAL, format!("{at}: restore: {e}")))?;
     }
     Ok(names)
 }

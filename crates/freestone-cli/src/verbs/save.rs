@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use clap::Args;
 use freestone::ram::Ram;
-use freestone::replace::Replace;
+use freestone::replace::ReplacePolicy;
 use freestone::save::{BaseCheck, Options, SaveError, save_with};
-use freestone_spec::entries::a_kind;
+use freestone_spec::entries::with_article;
 use freestone_spec::kinds::Entry;
 use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
@@ -18,14 +18,14 @@ use serde::{Deserialize, Serialize};
 
 use super::delta::absolute;
 use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left_behind};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::job::JobKind;
 use crate::service::Service;
 
 pub struct Save;
 
-/// The command line.
+/// Command line of the verb `save`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Ram devices, forks and snapshots; all are saved as of one moment
@@ -44,7 +44,7 @@ pub struct Line {
     force: bool,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `save` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -69,7 +69,7 @@ impl TryFrom<Line> for Params {
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `save`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     names: Vec<String>,
@@ -77,9 +77,9 @@ pub struct Reply {
     file: PathBuf,
     /// Number of pages of 4 KiB in the file.
     pages: u64,
-    /// Length of the file in bytes.
+    /// Size in bytes of the saved file.
     file_bytes: u64,
-    /// Unfinished files beside it, left by a crash.
+    /// Unfinished files beside the saved file, left by an interrupted save.
     #[serde(with = "path_text::several", default, skip_serializing_if = "Vec::is_empty")]
     left_behind: Vec<PathBuf>,
 }
@@ -92,11 +92,11 @@ impl Verb for Save {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb takes as long as the disk does.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The devices are not claimed (locked against other verbs), because a slow disk would block these verbs.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { names, file, family, whole_base, force } = params;
         let Some(first) = names.first().cloned() else {
-            return Err(Fault::invalid("save: names: must have one at least"));
+            return Err(RpcError::invalid("save: names: must have one at least"));
         };
         let mut entries = names.iter().map(|name| service.find(name)).collect::<Result<Vec<_>, _>>()?;
         if family {
@@ -105,24 +105,24 @@ impl Verb for Save {
         let mut devices: Vec<(&str, &Ram)> = Vec::new();
         for entry in &entries {
             let Some(ram) = entry.kind.ram() else {
-                let (name, kind) = (entry.name(), a_kind(entry.kind.name()));
+                let (name, kind) = (entry.name(), with_article(entry.kind.name()));
                 let why =
                     format!("{name}: save: {kind} device is not saved; ram devices, forks and snapshots are");
-                return Err(Fault::failed(Errno::EOPNOTSUPP, why));
+                return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
             };
             check_bare(entry, "saved")?;
             devices.push((entry.name(), ram));
         }
         let check = if whole_base { BaseCheck::Whole } else { BaseCheck::Sampled };
         let job = service.jobs.begin(&first, Self::METHOD, JobKind::EXCLUSIVE)?;
-        let replace = if force { Replace::Any } else { Replace::SameKind };
-        let options = Options { check, replace, cancelled: &|| job.is_over() };
+        let replace = if force { ReplacePolicy::Any } else { ReplacePolicy::SameKind };
+        let options = Options { check, replace, cancelled: &|| job.should_stop() };
         let left_behind = left_behind(&file);
-        let saved = save_with(&devices, &file, &options, &mut |done, total| job.note(done, total));
+        let saved = save_with(&devices, &file, &options, &mut |done, total| job.report(done, total));
         let saved = saved.map_err(|error| {
-            // Any error counts as cancelled, as a shutdown fails hanging requests. The error of a failed write
-            // already describes the state of the file.
-            if job.is_over() && !matches!(error, SaveError::Write { .. }) {
+            // A shutdown fails requests that hang, so any error is reported as a cancellation if the job must
+            // stop. Only the error of a failed write is kept, because it describes the state of the file.
+            if job.should_stop() && !matches!(error, SaveError::Write { .. }) {
                 return job.cancelled(&format!("{} is unchanged", file.display()));
             }
             let mut hint = "";
@@ -131,10 +131,12 @@ impl Verb for Save {
                     hint = hint_of_write(source);
                     errno_of_write(source)
                 }
-                SaveError::Nothing | SaveError::TwiceNamed(_) | SaveError::TwiceGiven(..) => Errno::EINVAL,
+                SaveError::NoDevices | SaveError::DuplicateName(_) | SaveError::DuplicateDevice(..) => {
+                    Errno::EINVAL
+                }
                 _ => Errno::EIO,
             };
-            Fault::failed(errno, format!("{first}: save: {error}{hint}"))
+            RpcError::failed(errno, format!("{first}: save: {error}{hint}"))
         })?;
         let names = entries.iter().map(|entry| entry.name().to_owned()).collect();
         Ok(Reply { names, file, pages: saved.pages, file_bytes: saved.file_bytes, left_behind })
@@ -147,7 +149,8 @@ impl Verb for Save {
     }
 }
 
-/// Returns all devices of the families of these devices, without forks that belong to a connection.
+/// Returns all devices in the families of `entries` (a base with its forks and snapshots), without forks that
+/// belong to a connection.
 fn family_members(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
     let root = |entry: &Arc<Entry>| {
         let mut root = Arc::clone(entry);
@@ -159,7 +162,7 @@ fn family_members(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> 
     let number = |entry: &Arc<Entry>| Arc::as_ptr(entry) as usize;
     let mut family: HashSet<usize> = entries.iter().map(|entry| number(&root(entry))).collect();
     let mut found = Vec::new();
-    // The registry is in the order of creation: a parent comes before its dependents.
+    // The registry is in the order of creation, so a parent precedes its dependents.
     for entry in service.registry.all() {
         let is_member = family.contains(&number(&entry))
             || parent(&entry).is_some_and(|parent| family.contains(&number(&parent)));
@@ -173,10 +176,11 @@ fn family_members(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> 
     found
 }
 
-/// Returns the device that a fork or snapshot shares memory with, or the base whose forks share memory.
+/// Returns the parent of a fork or snapshot: the origin of a snapshot, or the base of a fork. Returns None
+/// for other devices.
 fn parent(entry: &Arc<Entry>) -> Option<Arc<Entry>> {
     entry.kind.fork().or(entry.kind.memory_snapshot())?;
     // Only snapshots have an origin.
     let origin = entry.origin.as_ref().and_then(|(origin, _)| origin.upgrade());
-    origin.or_else(|| entry.needs().first().cloned())
+    origin.or_else(|| entry.dependencies().first().cloned())
 }

@@ -1,21 +1,21 @@
-//! `set NAME ATTR=VALUE...`: sets attributes of a device, all or none.
+//! `set NAME ATTR=VALUE...`: sets attributes of a device. Either all are set or none.
 
 use std::io::{self, Write};
 
 use clap::Args;
-use freestone_spec::attrs;
+use freestone_spec::{aliases, attrs};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::recording::Recording;
 use crate::service::Service;
 
 pub struct Set;
 
-/// The command line.
+/// Command line of the verb `set`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// The device
@@ -25,12 +25,12 @@ pub struct Line {
     attrs: Vec<String>,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `set` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     name: String,
-    /// `{"mem_limit": "2G"}`
+    /// Attributes and their new values, for example `{"mem_limit": "2G"}`.
     attrs: Map<String, Value>,
 }
 
@@ -44,6 +44,7 @@ impl TryFrom<Line> for Params {
             let Some((attr, value)) = text.split_once('=') else {
                 return Err(Usage(format!("{name}: {text}: a value is missing; write {text}=VALUE")));
             };
+            let attr = aliases::canonical_user_key(attr);
             if attrs.insert(attr.into(), value.into()).is_some() {
                 return Err(Usage(format!("{name}: {attr}: given twice")));
             }
@@ -56,22 +57,38 @@ impl Verb for Set {
     const METHOD: &'static str = "set";
     const READ_ONLY: bool = false;
     type Params = Params;
-    /// The attributes that were set, with their new values.
+    /// The attributes that were set, and their new values. Sizes are in bytes.
     type Reply = Map<String, Value>;
 
-    fn run(service: &Service, params: Params) -> Result<Self::Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Self::Reply, RpcError> {
         if params.attrs.is_empty() {
-            return Err(Fault::invalid(format!("{}: set: no attribute given", params.name)));
+            return Err(RpcError::invalid(format!("{}: set: no attribute given", params.name)));
         }
-        let claim = service.claim(Self::METHOD, &params.name)?;
-        let entry = service.find(&params.name)?;
-        let recording = Recording::begin(service, &claim, Self::METHOD, &[&params.name])?;
-        service.set(&entry, &params.attrs)?;
+        let Params { name, attrs: wanted } = params;
+        let wanted = with_present_names(&name, wanted)?;
+        let claim = service.claim(Self::METHOD, &name)?;
+        let entry = service.find(&name)?;
+        let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
+        service.set(&entry, &wanted)?;
         recording.commit()?;
-        params.attrs.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
+        wanted.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
     }
 
     fn show(_: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
-        reply.iter().try_for_each(|(attr, value)| writeln!(out, "{attr}={}", attrs::plain(attr, value)))
+        reply
+            .iter()
+            .try_for_each(|(attr, value)| writeln!(out, "{attr}={}", attrs::format_plain(attr, value)))
     }
+}
+
+/// Replaces former names of attributes. Fails if an attribute is then given twice.
+fn with_present_names(name: &str, attrs: Map<String, Value>) -> Result<Map<String, Value>, RpcError> {
+    let mut present = Map::new();
+    for (attr, value) in attrs {
+        let attr = aliases::canonical_device_key(&attr);
+        if present.insert(attr.to_owned(), value).is_some() {
+            return Err(RpcError::invalid(format!("{name}: {attr}: given twice")));
+        }
+    }
+    Ok(present)
 }

@@ -1,4 +1,4 @@
-//! `shutdown`: ends the server like SIGTERM, and waits until it has ended.
+//! `shutdown`: ends the server like SIGTERM, and waits until its process has ended.
 
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -15,16 +15,16 @@ use serde_json::json;
 
 use super::{Common, Verb, print_json};
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::saves::Saves;
 use crate::service::Service;
 
-/// Default timeout of the wait for the end.
+/// Default maximum time that the client waits for the end of the server's process.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
 
 pub struct Shutdown;
 
-/// The command line.
+/// Command line of the verb `shutdown`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Stop waiting after this time: a whole number with ms, s, m or h; the server ends
@@ -36,7 +36,7 @@ pub struct Line {
     force: bool,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `shutdown` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -44,7 +44,7 @@ pub struct Params {
     force: bool,
 }
 
-/// Result: the server has begun to end.
+/// Result of the verb `shutdown`: the server has begun to shut down.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     /// Process ID of the server.
@@ -57,14 +57,14 @@ impl Verb for Shutdown {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
-        let unfit = if params.force { Vec::new() } else { Saves::unfit(service) };
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
+        let unfit = if params.force { Vec::new() } else { Saves::space_warnings(service) };
         if !unfit.is_empty() {
             let why = format!("{}; --force ends the server all the same", unfit.join("; "));
-            return Err(Fault::failed(Errno::ENOSPC, why));
+            return Err(RpcError::failed(Errno::ENOSPC, why));
         }
         let Some(end) = service.end.get() else {
-            return Err(Fault::failed(Errno::EBUSY, "the server is still starting"));
+            return Err(RpcError::failed(Errno::EBUSY, "the server is still starting"));
         };
         end();
         Ok(Reply { pid: std::process::id() })
@@ -75,11 +75,11 @@ impl Verb for Shutdown {
     }
 }
 
-/// Runs the client: requests the shutdown, and waits for the end of the process.
+/// Runs the client: requests the shutdown, and waits for the end of the server's process.
 pub fn ask(line: &Line, common: &Common) -> Result<()> {
     let timeout = line.timeout.unwrap_or(TIMEOUT_DEFAULT);
     let mut client = Client::connect(common.control.as_deref())?;
-    // Before the call: later, the process ID may belong to another process.
+    // The process is opened before the call, because afterwards its process ID may belong to another process.
     let pid = client.server_pid()?;
     let process = pidfd_open(pid, PidfdFlags::empty()).context("cannot look at the server's process")?;
     let answer = client.call(Shutdown::METHOD, &json!({ "force": line.force }))?;
@@ -90,7 +90,7 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
         match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&left)) {
             Ok(0) => {
                 let why = format!("the server, process {pid}, has not ended yet; waited {timeout:?} for it");
-                return Err(Fault::failed(Errno::ETIMEDOUT, why).into());
+                return Err(RpcError::failed(Errno::ETIMEDOUT, why).into());
             }
             Ok(_) => break,
             Err(Os::INTR) => {}

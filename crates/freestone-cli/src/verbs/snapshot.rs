@@ -1,4 +1,4 @@
-//! `snapshot ORIGIN[,ORIGIN...] NAME[,NAME...]`: takes snapshots of devices, all at one moment.
+//! `snapshot ORIGIN[,ORIGIN...] NAME[,NAME...]`: takes snapshots of one or several devices at the same moment.
 
 use std::env;
 use std::io::{self, Write};
@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{Verb, words};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// Keys of the command line. All but [`PER_SNAPSHOT_KEYS`] apply to every snapshot.
+/// Keys that the command line accepts. All but [`PER_SNAPSHOT_KEYS`] apply to every snapshot.
 const KEYS: [&str; 10] = [
     "cow",
     "cow_size",
@@ -29,12 +29,12 @@ const KEYS: [&str; 10] = [
     "merge",
     "tls_clients",
 ];
-/// Keys with a list of values, one per snapshot.
+/// Keys whose value is a list with one value for each snapshot.
 const PER_SNAPSHOT_KEYS: [&str; 2] = ["cow", "cow_size"];
 
 pub struct Snapshot;
 
-/// The command line.
+/// Command line of the verb `snapshot`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Writable ram and null devices, forks and files
@@ -48,11 +48,11 @@ pub struct Line {
     words: Vec<String>,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `snapshot` in a JSON request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// `[{"origin": "db", "name": "db-1", "cow": "/x.cow", ...}]`
+    /// Origin, name and keys of each snapshot: `[{"origin": "db", "name": "db-1", "cow": "/x.cow", ...}]`.
     snapshots: Vec<Map<String, Value>>,
 }
 
@@ -109,44 +109,44 @@ impl TryFrom<Line> for Params {
 }
 
 impl Params {
-    fn specs(&self) -> Result<Vec<Spec>, Fault> {
+    fn specs(&self) -> Result<Vec<Spec>, RpcError> {
         if self.snapshots.is_empty() {
-            return Err(Fault::invalid("snapshots: must have one at least"));
+            return Err(RpcError::invalid("snapshots: must have one at least"));
         }
         self.snapshots.iter().map(parse_spec).collect()
     }
 }
 
-/// Parses a snapshot of the request, with the keys of the device kind `snapshot`.
-fn parse_spec(snapshot: &Map<String, Value>) -> Result<Spec, Fault> {
+/// Parses a snapshot in the request. Its keys are those of the device kind `snapshot`.
+fn parse_spec(snapshot: &Map<String, Value>) -> Result<Spec, RpcError> {
     let Some(Value::String(name)) = snapshot.get("name") else {
-        return Err(Fault::invalid("snapshots: each needs a name, a text"));
+        return Err(RpcError::invalid("snapshots: each needs a name, a text"));
     };
-    let invalid = |e: &dyn std::fmt::Display| Fault::invalid(e.to_string());
+    let invalid = |e: &dyn std::fmt::Display| RpcError::invalid(e.to_string());
     let mut entries = Entries::new(name, "snapshot").map_err(|e| invalid(&e))?;
     for (key, value) in snapshot.iter().filter(|(key, _)| *key != "name") {
         let text = match value {
             Value::String(text) => text.clone(),
             Value::Bool(yes) => if *yes { "yes" } else { "no" }.to_owned(),
-            _ => return Err(Fault::invalid(format!("{name}: {key}: must be a text or a boolean"))),
+            _ => return Err(RpcError::invalid(format!("{name}: {key}: must be a text or a boolean"))),
         };
         entries.add(key, &text).map_err(|e| invalid(&e))?;
     }
     Spec::from_entries(entries).map_err(|e| invalid(&e))
 }
 
-/// Result: the snapshots, in the order of the request.
+/// Result of the verb `snapshot`: the new snapshots, in the order of the request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     snapshots: Vec<CreatedSnapshot>,
 }
 
-/// A new snapshot.
+/// A snapshot that was taken.
 #[derive(Debug, Serialize, Deserialize)]
 struct CreatedSnapshot {
     name: String,
     origin: String,
-    /// In bytes.
+    /// Size of the device in bytes.
     disksize: u64,
 }
 
@@ -156,7 +156,7 @@ impl Verb for Snapshot {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let specs = params.specs()?;
         let claim = service.claim_new(Self::METHOD, &specs)?;
         let names: Vec<_> = specs.iter().map(|spec| spec.name.as_str()).collect();
@@ -164,14 +164,14 @@ impl Verb for Snapshot {
         let made = service.snapshot(&claim, specs)?;
         let mut entries = made.iter();
         let begun = entries.try_for_each(|entry| entry.kind.begin_merge(entry, &service.registry));
-        begun.map_err(Fault::from).and_then(|()| recording.commit()).inspect_err(|_| {
+        begun.map_err(RpcError::from).and_then(|()| recording.commit()).inspect_err(|_| {
             for entry in &made {
-                service.undo(&claim, entry);
+                service.undo_create(&claim, entry);
             }
         })?;
         let snapshots = made.iter().map(|entry| CreatedSnapshot {
             name: entry.name().to_owned(),
-            origin: entry.spec.kind.below().unwrap_or_default().to_owned(),
+            origin: entry.spec.kind.parent_name().unwrap_or_default().to_owned(),
             disksize: entry.size(),
         });
         Ok(Reply { snapshots: snapshots.collect() })

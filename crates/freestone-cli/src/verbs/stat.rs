@@ -1,4 +1,4 @@
-//! `stat [NAME...]`: statistics of one device, of several, or of all devices and the server.
+//! `stat [NAME...]`: statistics of one device, of several devices, or of all devices and the server.
 
 use std::collections::HashSet;
 use std::io::{self, Write};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::Args;
-use freestone::device::{Account, Told as _};
+use freestone::device::{IoStats, StatSource as _};
 use freestone::file;
 use freestone_spec::attrs;
 use freestone_spec::family::family_stat;
@@ -24,17 +24,17 @@ use super::list::{Changed, LOOK_MAX};
 use super::pattern::Pattern;
 use super::{Common, Verb};
 use crate::allow;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error;
 use crate::process;
 use crate::service::Service;
 
 pub struct Stat;
 
-/// Maximum number of patterns in a request, as each is matched with every device.
+/// Maximum number of patterns in a request. Each pattern is compared with every device.
 const PATTERNS_MAX: usize = 64;
 
-/// The command line.
+/// Command line of the verb `stat`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Names or patterns (* matches any characters, ? one) [default: all devices and the server]
@@ -42,20 +42,21 @@ pub struct Line {
     names: Vec<String>,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `stat` in a JSON request.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// One device; the result has all its sections.
+    /// Name of one device. The result contains all sections of the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     name: Option<String>,
-    /// Names and patterns. Sections that devices of a family share appear only once.
+    /// Names and patterns. Sections that devices of a family (a base and its forks, which share memory) share
+    /// appear only once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     names: Option<Vec<String>>,
 }
 
 impl Params {
-    /// Returns the parameters for all sections of one device.
+    /// Returns the parameters for all sections of the device `name`.
     pub fn of(name: &str) -> Self {
         Self { name: Some(name.to_owned()), names: None }
     }
@@ -70,16 +71,16 @@ impl Params {
 /// `{"server": {..}, "devices": [..]}`. Sizes are in bytes.
 pub type Reply = Box<RawValue>;
 
-/// Statistics of a device, or a section of them.
+/// Statistics of a device, or one section of the statistics.
 type Section = Map<String, Value>;
 
-/// Statistics of several devices. Each is serialized at once: a tree of all values would be slow.
+/// Statistics of several devices. Each device is serialized at once, because a tree of all values would be slow.
 #[derive(Serialize)]
 struct StatList {
     #[serde(skip_serializing_if = "Option::is_none")]
     server: Option<Value>,
     devices: Vec<Box<RawValue>>,
-    /// Names and patterns without a device.
+    /// Names and patterns that match no device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     missing: Vec<String>,
 }
@@ -90,11 +91,11 @@ impl Verb for Stat {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
-        file::look_now(LOOK_MAX);
-        let process = process::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
+        file::check_now(LOOK_MAX);
+        let process = process::process_memory().map_err(|e| RpcError::internal(format!("{e:#}")))?;
         if let Some(name) = params.name {
-            // A running restore is found by the path of its file.
+            // While a restore is running, its progress is found under the path of its file.
             if service.registry.find(&name).is_none()
                 && let Some(progress) = service.jobs.progress_of(&name)
             {
@@ -116,7 +117,7 @@ impl Verb for Stat {
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
             "addresses": addresses,
-            "allow": service.exports.home_allow().as_ref().map(allow::words),
+            "allow": service.exports.server_allow_list().as_ref().map(allow::words),
             "denied": service.exports.nbd.denials().count(),
             "process_rss_bytes": process.rss_bytes,
             "process_pss_bytes": process.pss_bytes,
@@ -144,10 +145,10 @@ impl Verb for Stat {
     }
 }
 
-/// Returns the statistics of the devices that the words select, each once.
-fn stat_named(service: &Service, words: &[String]) -> Result<Reply, Fault> {
+/// Returns the statistics of the devices that the names and patterns select, each once.
+fn stat_named(service: &Service, words: &[String]) -> Result<Reply, RpcError> {
     if words.iter().filter(|word| Pattern::is_pattern(word)).count() > PATTERNS_MAX {
-        return Err(Fault::invalid(format!("stat: names: at most {PATTERNS_MAX} patterns")));
+        return Err(RpcError::invalid(format!("stat: names: at most {PATTERNS_MAX} patterns")));
     }
     let all = service.registry.all();
     let (mut devices, mut missing, mut added) = (Vec::new(), Vec::new(), HashSet::new());
@@ -170,7 +171,7 @@ fn stat_named(service: &Service, words: &[String]) -> Result<Reply, Fault> {
     to_json(&StatList { server: None, devices, missing })
 }
 
-/// Runs the client: shows the statistics, and then an error for each name or pattern without a device.
+/// Runs the client: prints the statistics, and then an error for each name or pattern that matches no device.
 pub fn ask(line: &Line, common: &Common) -> anyhow::Result<ExitCode> {
     #[derive(Deserialize)]
     struct Missing {
@@ -191,17 +192,18 @@ pub fn ask(line: &Line, common: &Common) -> anyhow::Result<ExitCode> {
         serde_json::from_str(answer.get()).context("stat: the server's answer is not understood")?;
     for word in &missing {
         let why = if Pattern::is_pattern(word) { "no device matches" } else { "no such device" };
-        error::tell(&Fault::failed(Errno::ENODEV, format!("{word}: {why}")).into());
+        error::print_error(&RpcError::failed(Errno::ENODEV, format!("{word}: {why}")).into());
     }
     Ok(if missing.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(error::STATUS_FAILURE) })
 }
 
-/// Returns the sections of a device. `process` is given if the request names this device only.
+/// Returns the sections of a device. `process` is the memory of the server, given only if the request names
+/// this one device.
 fn device_section(
     service: &Service,
     entry: &Entry,
     process: Option<process::ProcessMemory>,
-) -> Result<Section, Fault> {
+) -> Result<Section, RpcError> {
     let mut reply = object(json!({
         "name": entry.name(),
         "kind": entry.kind.name(),
@@ -214,13 +216,13 @@ fn device_section(
             reply.insert(key.to_owned(), value);
         }
     };
-    insert("base", entry.spec.kind.below().map(Into::into));
+    insert("base", entry.spec.kind.parent_name().map(Into::into));
     insert("template", entry.template.clone().map(Into::into));
     insert("changed", Changed::of(service, entry).map(|changed| json!(changed)));
     insert("limits", entry.limits().stat());
     insert("withheld", service.withheld.has(entry.name()).then_some(true.into()));
     insert("keep", service.saves.stat(entry));
-    insert("content_of", service.saves.behind_of(entry.name()).map(Into::into));
+    insert("content_of", service.saves.stale_since(entry.name()).map(Into::into));
     insert("progress", service.jobs.progress_of(entry.name()).map(|progress| json!(progress)));
     if let Some(snapshot) = entry.kind.cow() {
         insert("status", Some(snapshot.status().to_string().into()));
@@ -229,7 +231,7 @@ fn device_section(
         insert("cow_stat", Some(kinds::cow_stat(snapshot)));
     }
     let failed: Map<_, _> =
-        entry.failures.counts().map(|(error, count)| (error.word().to_owned(), json!(count))).collect();
+        entry.failures.counts().map(|(error, count)| (error.name().to_owned(), json!(count))).collect();
     if !failed.is_empty() {
         reply.insert("failed".into(), Value::Object(failed));
     }
@@ -238,7 +240,7 @@ fn device_section(
     }
     let is_single = process.is_some();
     let mut memory = Map::new();
-    if let Some(ram) = entry.in_memory() {
+    if let Some(ram) = entry.ram_data() {
         reply.insert("comp_algorithm".into(), attrs::get(entry, "comp_algorithm")?);
         reply.insert("mm_stat".into(), kinds::mm_stat(ram));
         reply.insert("io_stat".into(), kinds::io_stat(ram));
@@ -254,16 +256,16 @@ fn device_section(
         reply.insert("full".into(), kinds::full_stat(ram));
     }
     if let Some(account) = entry.account() {
-        reply.insert("io".into(), layers::io(&account.counted));
-        reply.insert("latency".into(), layers::latency(&account));
+        reply.insert("io".into(), layers::request_stat(&account.ops));
+        reply.insert("latency".into(), layers::latency_stat(&account));
     }
-    // In a list, only the first disk or the base of a family reports what the family shares.
+    // In a list, the statistics of a family are reported only once: by its RAM disk, or by the base of its forks.
     let reports_family = entry.kind.own_family().is_some() || entry.is_outer_base();
-    if let Some(family) = entry.family_made().filter(|_| is_single || reports_family) {
+    if let Some(family) = entry.existing_family().filter(|_| is_single || reports_family) {
         reply.insert("family".into(), family_stat(&family));
     }
-    if let Some(ram) = entry.in_memory().filter(|_| is_single || reports_family) {
-        let m = ram.memory();
+    if let Some(ram) = entry.ram_data().filter(|_| is_single || reports_family) {
+        let m = ram.memory_overhead();
         memory = object(json!({
             "leaves_bytes": m.leaves_bytes,
             "backrefs_bytes": m.backrefs_bytes,
@@ -283,30 +285,30 @@ fn device_section(
     Ok(reply)
 }
 
-/// Returns the exports of a device with their request counts. An export of a template has no counts: the forks of
-/// its connections have their own.
+/// Returns the exports of a device with their request counts. An export of a template has no counts, because
+/// each connection has a fork with its own counts.
 fn exports(service: &Service, entry: &Entry) -> Value {
-    let ways = entry.ways();
+    let tallies = entry.access_path_tallies();
     let exports = service.exports.of(entry.name()).into_iter().map(|export| {
-        let mut account = Account::default();
-        for way in ways.iter().filter(|way| way.place() == Some(&export.address)) {
-            account.add(&way.told());
+        let mut account = IoStats::default();
+        for tally in tallies.iter().filter(|tally| tally.address() == Some(&export.address)) {
+            account.add(&tally.stats());
         }
         let mut section = object(json!(export));
         if !export.template {
-            section.insert("io".into(), layers::io(&account.counted));
-            section.insert("latency".into(), layers::latency(&account));
+            section.insert("io".into(), layers::request_stat(&account.ops));
+            section.insert("latency".into(), layers::latency_stat(&account));
         }
         Value::Object(section)
     });
     Value::Array(exports.collect())
 }
 
-/// Returns the counters of the layers over a device's data.
+/// Returns the statistics of the layers over the data of a device, such as zones, power and faults.
 fn layer_sections(entry: &Entry) -> Vec<(&'static str, Value)> {
     let mut sections = Vec::new();
     if let Some(quiesce) = &entry.layers.quiesce {
-        sections.push(("ops", layers::ops(&quiesce.counts())));
+        sections.push(("ops", layers::operation_stat(&quiesce.counts())));
     }
     sections.extend(entry.kind.stat());
     if let Some(zones) = &entry.layers.zones {
@@ -321,8 +323,8 @@ fn layer_sections(entry: &Entry) -> Vec<(&'static str, Value)> {
     sections
 }
 
-fn to_json<T: Serialize>(value: &T) -> Result<Box<RawValue>, Fault> {
-    to_raw_value(value).map_err(|e| Fault::internal(format!("stat: {e}")))
+fn to_json<T: Serialize>(value: &T) -> Result<Box<RawValue>, RpcError> {
+    to_raw_value(value).map_err(|e| RpcError::internal(format!("stat: {e}")))
 }
 
 fn object(value: Value) -> Section {
@@ -371,7 +373,7 @@ fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write)
                 if bytes < 1024 { bytes.to_string() } else { format!("{bytes} ({})", human(bytes)) }
             }
             Value::String(text) => text.clone(),
-            // Rules of injected faults.
+            // The list contains the rules of injected faults.
             Value::Array(list) if list.iter().any(Value::is_object) => {
                 let rule = |r: &Value| {
                     let text = r["rule"].as_str().unwrap_or_default();
@@ -397,7 +399,7 @@ fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write)
     Ok(())
 }
 
-/// Returns a duration with a unit, for example `2.6us`.
+/// Formats a duration with a unit, for example `2.6us`.
 pub fn duration(nanoseconds: u64) -> String {
     let of = |unit: f64| nanoseconds as f64 / unit;
     match nanoseconds {
@@ -408,7 +410,7 @@ pub fn duration(nanoseconds: u64) -> String {
     }
 }
 
-/// Returns true if the value of `key` is a number of bytes, which is shown with a unit.
+/// Returns true if the value of `key` is a number of bytes, which is also printed with a unit.
 fn is_bytes(key: &str) -> bool {
     key.ends_with("_bytes") || key.ends_with("_size") || key.starts_with("mem_")
 }

@@ -1,19 +1,18 @@
-//! Tables of text.
+//! Output of text tables.
 
 use std::io::{self, Write};
 
 use unicode_width::UnicodeWidthStr as _;
 
-/// Writes a table with a blank between columns. Columns in `texts` are aligned to the left, others
-/// (numbers) to the right. Not a crate, as those that were tried took ten times as long for tens of
-/// thousands of rows.
+/// Writes a table, with a space between columns. Columns in `texts` are aligned to the left, other columns (numbers) to
+/// the right. No crate is used: those that were tried took ten times as long for tens of thousands of rows.
 pub fn write_table<const N: usize>(
     titles: [&str; N],
     texts: &[&str],
     rows: &[[String; N]],
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    // Fast path: nearly all cells are ASCII.
+    // Fast path: nearly all cells are ASCII, whose width is their length.
     let width = |cell: &str| if cell.is_ascii() { cell.len() } else { cell.width() };
     let titles_row = titles.map(str::to_owned);
     let all = || std::iter::once(&titles_row).chain(rows);

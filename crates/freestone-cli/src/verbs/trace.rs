@@ -1,25 +1,25 @@
-//! `trace NAME`: stores the list of the chunks of an image that were read first, for prefetching.
+//! `trace NAME`: stores the list of the chunks that were read first since an image was opened, for prefetching.
 
 use std::io::{self, Write};
 use std::time::Duration;
 
 use clap::Args;
-use freestone::store::objects::Until;
-use freestone_spec::entries::a_kind;
+use freestone::store::objects::CallLimits;
+use freestone_spec::entries::with_article;
 use freestone_spec::kinds::of_store;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 
-/// Longest wait for the store.
+/// Maximum wait for the image store.
 const TIME_MAX: Duration = Duration::from_secs(60);
 
 pub struct Trace;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `trace`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -27,11 +27,11 @@ pub struct Params {
     name: String,
 }
 
-/// Result of the verb.
+/// Result of the verb `trace`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of chunks (512 KiB each) in the trace.
+    /// Number of chunks (512 KiB each) in the stored list.
     chunks: usize,
 }
 
@@ -41,16 +41,18 @@ impl Verb for Trace {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb waits for the network.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because the verb waits for the network.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let name = params.name;
         let entry = service.find(&name)?;
-        let Some(pulled) = entry.kind.stored() else {
-            let why = format!("{name}: trace: {} device has none; images do", a_kind(entry.kind.name()));
-            return Err(Fault::failed(Errno::EOPNOTSUPP, why));
+        let Some(pulled) = entry.kind.stored_image() else {
+            let why =
+                format!("{name}: trace: {} device has none; images do", with_article(entry.kind.name()));
+            return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
         };
-        let pushed = pulled.image.push_trace(Until::within(TIME_MAX));
-        let chunks = pushed.map_err(|error| Fault::from(of_store(&error).of(&format!("{name}: trace"))))?;
+        let pushed = pulled.image.push_trace(CallLimits::within(TIME_MAX));
+        let chunks =
+            pushed.map_err(|error| RpcError::from(of_store(&error).of(&format!("{name}: trace"))))?;
         Ok(Reply { name, chunks })
     }
 

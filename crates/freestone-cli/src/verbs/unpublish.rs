@@ -1,4 +1,4 @@
-//! `unpublish NAME [--at ADDRESS]`: removes all exports of a device, or one.
+//! `unpublish NAME [--at ADDRESS]`: removes all exports of a device, or the one at an address.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::claims::Claim;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
+use crate::export_spec::ExportSpec;
 use crate::exports::Export;
-use crate::places::Wanted;
 use crate::recording::Recording;
 use crate::service::Service;
 
 pub struct Unpublish;
 
-/// Parameters of the request.
+/// Parameters of the verb `unpublish`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -34,11 +34,11 @@ pub struct Params {
     at: Option<String>,
 }
 
-/// Result of the verb.
+/// Result of the verb `unpublish`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of connections that were closed.
+    /// Number of client connections that were closed.
     connections_ended: usize,
 }
 
@@ -48,7 +48,7 @@ impl Verb for Unpublish {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
@@ -57,14 +57,14 @@ impl Verb for Unpublish {
         }
         let exports = &service.exports;
         let is_published = !exports.of(&name).is_empty()
-            || !exports.absent.of(&name).is_empty()
-            || !exports.absent.unread(&name).is_empty();
+            || !exports.unpublished.of(&name).is_empty()
+            || !exports.unpublished.unparsed(&name).is_empty();
         if !is_published && !service.withheld.has(&name) {
-            return Err(Fault::failed(Errno::EINVAL, format!("{name}: not published")));
+            return Err(RpcError::failed(Errno::EINVAL, format!("{name}: not published")));
         }
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
         let connections_ended = service.exports.unpublish(&claim, &entry, params.force)?;
-        // No export is left to be withheld.
+        // The device has no exports any more that could be withheld.
         let _ = service.withheld.take(&name);
         service.exports.defaults.release(&name);
         service.declarations.forget_exports(&name);
@@ -77,26 +77,26 @@ impl Verb for Unpublish {
     }
 }
 
-/// Removes the export at one address.
+/// Removes the export of a device at one address.
 fn unpublish_at(
     service: &Service,
     claim: &Claim<'_>,
     entry: &Arc<Entry>,
     at: &str,
     force: bool,
-) -> Result<Reply, Fault> {
+) -> Result<Reply, RpcError> {
     let name = entry.name().to_owned();
     let exports = &service.exports;
-    let is_at = |wanted: &Wanted| exports.address_of(&name, &wanted.place).as_deref() == Some(at);
-    let Some(Wanted { place, .. }) = exports.wanted(&name).into_iter().find(is_at) else {
+    let is_at = |wanted: &ExportSpec| exports.address_of(&name, &wanted.address).as_deref() == Some(at);
+    let Some(ExportSpec { address: place, .. }) = exports.specs(&name).into_iter().find(is_at) else {
         let why =
             "not published there, or at an address of the command line; `freestone list` shows where it is";
-        return Err(Fault::failed(Errno::EINVAL, format!("{name}: unpublish: {at}: {why}")));
+        return Err(RpcError::failed(Errno::EINVAL, format!("{name}: unpublish: {at}: {why}")));
     };
     let recording = Recording::begin(service, claim, Unpublish::METHOD, &[&name])?;
     let connections = |export: Export| if export.address == at { export.connections } else { 0 };
     let connections_ended = exports.of(&name).into_iter().map(connections).sum();
-    exports.hide_at(claim, entry, &place, force)?;
+    exports.unpublish_from(claim, entry, &place, force)?;
     service.declarations.forget_export(&name, &place);
     recording.commit()?;
     Ok(Reply { name, connections_ended })

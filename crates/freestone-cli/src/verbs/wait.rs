@@ -18,19 +18,19 @@ use serde_json::json;
 
 use super::{Common, Verb as _, jobs, list, print_json};
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::control::socket::{Identity, identity};
 use crate::error::Stdout;
 use crate::job::JobInfo;
 
-/// Interval between connection attempts, and the first interval between polls of a job.
+/// Interval between connection attempts, and initial interval between polls of a job.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Longest interval between polls of a job.
+/// Maximum interval between polls of a job; the interval doubles up to this value.
 const JOB_POLL_MAX: Duration = Duration::from_millis(200);
-/// Default timeout of the wait for a server.
+/// Default maximum wait for a server to become ready.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(10);
 
-/// The command line.
+/// Command line of the verb `wait`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Give up after this time: a whole number with ms, s, m or h [default: 10s; with --job, never]
@@ -44,7 +44,7 @@ pub struct Line {
     pid: Option<i32>,
 }
 
-/// Runs the verb. Fails at once on errors that waiting cannot resolve.
+/// Runs the verb `wait`. Errors that waiting cannot resolve are returned at once.
 pub fn wait(line: &Line, common: &Common) -> Result<()> {
     match line.job {
         Some(job) => wait_for_job(job, line.timeout, common),
@@ -52,7 +52,7 @@ pub fn wait(line: &Line, common: &Common) -> Result<()> {
     }
 }
 
-/// Waits for the end of a job. Returns the job's own error, as if it had run in the foreground.
+/// Waits for the end of a background job. Returns the error of the job, as if the job had run in the foreground.
 fn wait_for_job(job: u64, timeout: Option<Duration>, common: &Common) -> Result<()> {
     let end = timeout.map(|timeout| Instant::now() + timeout);
     let mut client = Client::connect(common.control.as_deref())?;
@@ -72,25 +72,25 @@ fn wait_for_job(job: u64, timeout: Option<Duration>, common: &Common) -> Result<
         let left = end.map_or(pause, |end| end.saturating_duration_since(Instant::now()));
         if left.is_zero() {
             let why = format!("job {job}: has not ended; waited {:?} for it", timeout.unwrap_or_default());
-            return Err(Fault::failed(Errno::ETIMEDOUT, why).into());
+            return Err(RpcError::failed(Errno::ETIMEDOUT, why).into());
         }
         thread::sleep(pause.min(left));
         pause = (pause * 2).min(JOB_POLL_MAX);
     }
 }
 
-/// Waits for the server until it is ready, has ended, or the time is over.
+/// Waits until the server is ready or has ended, or until the timeout.
 fn wait_until_ready(line: &Line, common: &Common) -> Result<()> {
     let timeout = line.timeout.unwrap_or(TIMEOUT_DEFAULT);
     let end = Instant::now() + timeout;
     let (path, _) = Client::locate(common.control.as_deref())?;
     let ended = |why: &str| -> Result<()> {
-        Err(Fault::failed(Errno::ECONNREFUSED, format!("no server at {}: {why}", path.display())).into())
+        Err(RpcError::failed(Errno::ECONNREFUSED, format!("no server at {}: {why}", path.display())).into())
     };
     let process = line.pid.map(ServerProcess::open).transpose()?;
     let mut evidence = Evidence { first: identity(&path).ok(), suspect: None, is_lost: false };
     loop {
-        // Checked before the attempt: another server may respond at the same path.
+        // The process is checked before the connection attempt, because another server may respond at the same path.
         if let Some(process) = &process
             && process.has_ended()?
         {
@@ -112,7 +112,7 @@ fn wait_until_ready(line: &Line, common: &Common) -> Result<()> {
     }
 }
 
-/// Returns the error after the timeout.
+/// Returns the error for a server that did not become ready within the timeout.
 fn timeout_error(state: State, socket: Option<Identity>, path: &Path, timeout: Duration) -> anyhow::Error {
     let at = path.display();
     let why = match (state, socket) {
@@ -125,41 +125,42 @@ fn timeout_error(state: State, socket: Option<Identity>, path: &Path, timeout: D
             format!("{error:#}; waited {timeout:?} for it")
         }
     };
-    Fault::failed(Errno::ETIMEDOUT, why).into()
+    RpcError::failed(Errno::ETIMEDOUT, why).into()
 }
 
-/// Result of one connection attempt at the control socket.
+/// Result of one attempt to connect to the control socket and call a verb.
 enum Attempt {
-    /// The server answers.
+    /// The server responded, over this connection.
     Ready(Client),
-    /// The server does not answer.
+    /// The server did not respond, for this reason.
     NotReady(State),
 }
 
-/// Why a server does not answer.
+/// Reason why a server does not respond.
 enum State {
-    /// The socket does not exist, or nobody listens at it.
+    /// The socket does not exist, or no process listens at the socket.
     Unreachable(anyhow::Error),
-    /// The server accepted the connection and closed it without an answer.
+    /// The server accepted the connection, but closed it without a response.
     Lost(anyhow::Error),
-    /// The server did not answer in time.
+    /// The server accepted the connection, but did not respond in time.
     Silent(anyhow::Error),
 }
 
 /// Evidence from the connection attempts so far that a server has died.
 struct Evidence {
-    /// The socket when the wait began. If nobody listens at it, a killed server left it, and the server that is
-    /// waited for replaces it.
+    /// The socket at the begin of the wait. If no process listens at this socket, a killed server left it.
+    /// The server that is waited for replaces it.
     first: Option<Identity>,
-    /// Another socket at which nobody listened in the last attempt: a server binds its socket before it listens.
+    /// A later socket at which no process listened in the last attempt. A single attempt proves nothing,
+    /// because a server binds its socket before it listens.
     suspect: Option<Identity>,
-    /// A server closed the connection.
+    /// True if a server closed the connection without a response.
     is_lost: bool,
 }
 
 impl Evidence {
-    /// Adds one attempt. Returns true if a server served and does not any more. `socket` is the socket before the
-    /// attempt: after it, the socket may be that of the next server.
+    /// Adds the result of an attempt. Returns true if a server responded at the socket before and is gone now. `socket`
+    /// is the socket before the attempt, because afterwards the next server may have replaced it.
     fn is_of_death(&mut self, state: &State, socket: Option<Identity>) -> bool {
         match state {
             State::Unreachable(_) => {
@@ -172,7 +173,7 @@ impl Evidence {
                 self.is_lost = true;
                 false
             }
-            // Another server than the one that closed the connection.
+            // The server at the socket now is not the one that closed the connection.
             State::Silent(_) => {
                 self.is_lost = false;
                 false
@@ -181,10 +182,10 @@ impl Evidence {
     }
 }
 
-/// The process of `--pid`.
+/// The server process named by `--pid`.
 struct ServerProcess {
     pid: i32,
-    /// None if the process had ended before the wait began.
+    /// File descriptor of the process; None if the process had ended before the wait began.
     handle: Option<OwnedFd>,
 }
 
@@ -197,7 +198,7 @@ impl ServerProcess {
         Ok(Self { pid, handle })
     }
 
-    /// Returns true if the process has ended, also if its parent has not waited for it yet.
+    /// Returns true if the process has ended, even if its parent has not collected its status yet.
     fn has_ended(&self) -> Result<bool> {
         let Some(handle) = &self.handle else { return Ok(true) };
         match poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
@@ -208,15 +209,17 @@ impl ServerProcess {
     }
 }
 
-/// Connects, and calls the cheapest verb: the server binds the socket when all devices exist, and is ready when
-/// it answers.
+/// Connects to the server and calls the verb with the least cost. A server binds its socket after all devices
+/// exist, and is ready when it responds.
 ///
 /// # Errors
-/// No server can be found there, however long it is waited for.
+/// No server can become ready at this control socket, so that waiting is useless.
 fn attempt(common: &Common, time: Duration) -> Result<Attempt> {
     let mut client = match Client::connect(common.control.as_deref()) {
         Ok(client) => client,
-        Err(error) if error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(Errno::ECONNREFUSED)) => {
+        Err(error)
+            if error.downcast_ref::<RpcError>().is_some_and(|fault| fault.has_errno(Errno::ECONNREFUSED)) =>
+        {
             return Ok(Attempt::NotReady(State::Unreachable(error)));
         }
         Err(error) => return Err(error),
@@ -224,7 +227,7 @@ fn attempt(common: &Common, time: Duration) -> Result<Attempt> {
     client.set_timeout(time)?;
     match client.call(list::List::METHOD, &json!({ "pattern": "" })) {
         Ok(_) => Ok(Attempt::Ready(client)),
-        Err(error) if error.is::<Fault>() => Err(error),
+        Err(error) if error.is::<RpcError>() => Err(error),
         Err(error) if is_timeout(&error) => Ok(Attempt::NotReady(State::Silent(error))),
         Err(error) => Ok(Attempt::NotReady(State::Lost(error))),
     }

@@ -1,12 +1,14 @@
-//! `key=value` words of a command line.
+//! Parsing of `key=value` words on the command line.
 
 use std::collections::HashMap;
 
+use freestone_spec::aliases;
 use freestone_spec::entries::nearest;
 
 use crate::error::Usage;
 
-/// Parses the `key=value` words of a verb. Each key must be in `allowed` and occur only once.
+/// Parses the `key=value` words of a verb. Each key must be in `allowed` and occur only once. A former name
+/// of a key is replaced by the present one, with a warning. `name` and `verb` are the prefix of error messages.
 pub fn parse(
     name: &str,
     verb: &str,
@@ -19,6 +21,7 @@ pub fn parse(
         let Some((key, value)) = word.split_once('=') else {
             return Err(refuse(format!("{word}: a value is missing; write {word}=VALUE")));
         };
+        let key = aliases::canonical_user_key(key);
         if !allowed.contains(&key) {
             let hint = nearest(key, allowed).map(|h| format!("; {h}?")).unwrap_or_default();
             return Err(refuse(format!("unknown key {key:?}{hint}; the keys are {}", allowed.join(", "))));

@@ -1,5 +1,5 @@
-//! `writeback NAME WORDS`: writes pages of a RAM disk to its backing device. The words are those of
-//! zram's `writeback` attribute.
+//! `writeback NAME WORDS`: writes pages of a RAM disk to its backing device. The words are those of zram's
+//! attribute `writeback`.
 
 use std::io::{self, Write};
 use std::ops::RangeInclusive;
@@ -11,14 +11,14 @@ use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
 use crate::job::JobKind;
 use crate::service::Service;
 
 pub struct Writeback;
 
-/// The command line.
+/// Command line of the verb `writeback`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// The ram device
@@ -29,22 +29,22 @@ pub struct Line {
     words: Vec<String>,
 }
 
-/// Parameters of the request: `type`, or pages.
+/// Parameters of the verb `writeback` in a JSON request: either `type`, or page numbers.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     name: String,
     #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
     kind: Option<Type>,
-    /// Pages by number.
+    /// Numbers of single pages.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     page_index: Vec<u64>,
-    /// `"LO-HI"`, both included.
+    /// Ranges of page numbers, each as `"LO-HI"`; both ends are included.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     page_indexes: Vec<String>,
 }
 
-/// Type of pages to write.
+/// Type of the pages to write back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Type {
@@ -72,7 +72,7 @@ impl TryFrom<Line> for Params {
         let refuse = |word: &str, why: &str| Usage(format!("{name}: writeback: {word}: {why}"));
         let (mut kind, mut page_index, mut page_indexes) = (None, Vec::new(), Vec::new());
         for word in line.words.iter().flat_map(|words| words.split_whitespace()) {
-            // A word without a key is a type.
+            // A word without `=` is a type.
             match word.split_once('=').unwrap_or(("type", word)) {
                 ("type", text) => {
                     let found = TYPES.iter().find(|(name, _)| *name == text);
@@ -95,13 +95,13 @@ impl TryFrom<Line> for Params {
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `writeback`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Number of pages that left memory.
+    /// Number of pages that were written back and removed from memory.
     pages: u64,
-    /// Number of 4 KiB blocks written.
+    /// Number of blocks of 4 KiB that were written to the backing device.
     blocks: u64,
 }
 
@@ -112,16 +112,17 @@ impl Verb for Writeback {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes as long as the disk does: nothing is claimed.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because it may be in use and a slow disk would
+    // block these verbs.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let name = params.name.clone();
         let ram = service.find_ram(&name, "writes its pages back")?;
         if ram.config().backing.is_none() {
-            return Err(failed(&name, (ram::Written::default(), ram::WritebackError::NoBacking)));
+            return Err(failed(&name, (ram::WritebackReport::default(), ram::WritebackError::NoBacking)));
         }
         let selection = params.selection(ram.config().disksize.div_ceil(PAGE_BYTES as u64))?;
         let job = service.jobs.begin(&name, Self::METHOD, JobKind::CONCURRENT)?;
-        let done = ram.writeback_watched(&selection, &mut |done, total| job.advance(done, total));
+        let done = ram.writeback_with_progress(&selection, &mut |done, total| job.advance(done, total));
         let done = done.map_err(|(done, error)| match error {
             ram::WritebackError::Cancelled => counted(job.cancelled(&written(done)), done),
             error => failed(&name, (done, error)),
@@ -134,32 +135,32 @@ impl Verb for Writeback {
     }
 }
 
-fn failed(name: &str, (done, error): (ram::Written, ram::WritebackError)) -> Fault {
+fn failed(name: &str, (done, error): (ram::WritebackReport, ram::WritebackError)) -> RpcError {
     let errno = match error {
         ram::WritebackError::NoBacking => {
-            return Fault::failed(Errno::ENODEV, format!("{name}: {error}"));
+            return RpcError::failed(Errno::ENODEV, format!("{name}: {error}"));
         }
         ram::WritebackError::Range { .. } => Errno::ERANGE,
         ram::WritebackError::NoSpace => Errno::ENOSPC,
         ram::WritebackError::Cancelled => Errno::ECANCELED,
         ram::WritebackError::Limit | ram::WritebackError::Device(_) => Errno::EIO,
     };
-    counted(Fault::failed(errno, format!("{name}: writeback: {error}; {}", written(done))), done)
+    counted(RpcError::failed(errno, format!("{name}: writeback: {error}; {}", written(done))), done)
 }
 
-fn written(ram::Written { pages, blocks }: ram::Written) -> String {
+fn written(ram::WritebackReport { pages, blocks }: ram::WritebackReport) -> String {
     format!("{pages} pages were written before, in {blocks} blocks")
 }
 
-fn counted(fault: Fault, ram::Written { pages, blocks }: ram::Written) -> Fault {
+fn counted(fault: RpcError, ram::WritebackReport { pages, blocks }: ram::WritebackReport) -> RpcError {
     fault.with("pages", pages).with("blocks", blocks)
 }
 
 impl Params {
-    /// Returns the selected pages of a disk with `pages` pages.
-    fn selection(self, pages: u64) -> Result<ram::Writeback, Fault> {
+    /// Returns the pages that the parameters select. `pages` is the number of pages of the RAM disk.
+    fn selection(self, pages: u64) -> Result<ram::Writeback, RpcError> {
         let Self { name, kind, page_index, page_indexes } = self;
-        let invalid = |why: &str| Fault::invalid(format!("{name}: writeback: {why}"));
+        let invalid = |why: &str| RpcError::invalid(format!("{name}: writeback: {why}"));
         let listed = !(page_index.is_empty() && page_indexes.is_empty());
         match kind {
             Some(_) if listed => return Err(invalid("a type, or page_index and page_indexes, but not both")),
@@ -172,7 +173,7 @@ impl Params {
         }
         let outside = |word: String, why: &str| {
             let last = pages.saturating_sub(1);
-            Fault::failed(
+            RpcError::failed(
                 Errno::ERANGE,
                 format!("{name}: writeback: {word}: {why}; the pages are 0 to {last}"),
             )
@@ -199,13 +200,14 @@ impl Params {
     }
 }
 
-/// Parses `LO-HI`, without comparing both.
+/// Parses `LO-HI` without checking that LO is not greater than HI. Returns None for other texts.
 fn parse_range(text: &str) -> Option<RangeInclusive<u64>> {
     let (low, high) = text.split_once('-')?;
     Some(low.parse().ok()?..=high.parse().ok()?)
 }
 
-/// Returns the same pages, each once, so that the work is bounded by the size of the disk.
+/// Merges overlapping and adjacent ranges. Each page is then selected once, so the work is bounded by the
+/// size of the RAM disk.
 fn merged(mut ranges: Vec<RangeInclusive<u64>>) -> Vec<RangeInclusive<u64>> {
     ranges.sort_unstable_by_key(|range| *range.start());
     let mut merged: Vec<RangeInclusive<u64>> = Vec::new();

@@ -1,5 +1,5 @@
-//! `zones NAME [report|open|close|finish|reset]`: reports and changes the zones of a device.
-//! Reports have the format of util-linux's `blkzone report`.
+//! `zones NAME [report|open|close|finish|reset]`: reports or changes the zones of a device. Reports have the
+//! format of util-linux's `blkzone report`.
 
 use std::io::{self, Write};
 
@@ -7,12 +7,12 @@ use clap::{Args, ValueEnum};
 use freestone::device::Error;
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, ZoneType, Zoned};
 use freestone_spec::keys::SECTOR_BYTES;
-use freestone_spec::layers::{parse_offset, place};
+use freestone_spec::layers::{format_offset, parse_offset};
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::service::Service;
 
 /// Maximum number of zones in a response.
@@ -20,7 +20,7 @@ const ROWS_MAX: u64 = 65_536;
 
 pub struct Zones;
 
-/// Parameters of the request, also the command line.
+/// Parameters of the verb `zones`, from a JSON request or the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -58,7 +58,7 @@ enum Action {
 }
 
 impl Action {
-    /// Returns the operation and its participle for messages; `None` for a report.
+    /// Returns the zone operation of the action, and its participle for messages. Returns `None` for a report.
     const fn op(self) -> Option<(ZoneOp, &'static str)> {
         match self {
             Self::Report => None,
@@ -70,35 +70,35 @@ impl Action {
     }
 }
 
-/// Result of the verb.
+/// Result of the verb `zones`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     /// Number of zones that were reported or changed.
     count: u64,
-    /// Zones of a report.
+    /// The zones of a report; None after other actions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     zones: Option<Vec<Row>>,
-    /// Offset of the next zone, if the report was too long for one response.
+    /// Offset in bytes of the next zone, if the report was too long for one response.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     next: Option<u64>,
 }
 
-/// A zone. Offsets and lengths are in bytes.
+/// A zone in a report. Offsets and lengths are in bytes.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
     start: u64,
     len: u64,
     capacity: u64,
-    /// Absolute offset; the end of the zone if it has no write pointer.
+    /// Absolute offset of the write pointer; the end of the zone if the zone has no write pointer.
     write_pointer: u64,
-    /// The kernel's name of the zone type.
+    /// Name of the zone type in the kernel.
     r#type: String,
-    /// The kernel's name of the condition, as in its trace points.
+    /// Name of the zone condition in the kernel, as in its trace points.
     condition: String,
 }
 
-/// Conditions with the number and name of the kernel's `blk_zone_cond`, and the name of `blkzone`.
+/// Zone conditions, with the number and name in the kernel's `blk_zone_cond`, and the name in `blkzone`.
 const CONDITIONS: [(ZoneCondition, u8, &str, &str); 8] = [
     (ZoneCondition::NotWritePointer, 0x0, "NOT_WP", "nw"),
     (ZoneCondition::Empty, 0x1, "EMPTY", "em"),
@@ -109,11 +109,11 @@ const CONDITIONS: [(ZoneCondition, u8, &str, &str); 8] = [
     (ZoneCondition::Full, 0xe, "FULL", "fu"),
     (ZoneCondition::Offline, 0xf, "OFFLINE", "of"),
 ];
-/// Zone types with the kernel's numbers and names.
+/// Zone types, with their numbers and names in the kernel.
 const TYPES: [(ZoneType, u8, &str); 2] =
     [(ZoneType::Conventional, 1, "CONVENTIONAL"), (ZoneType::SequentialRequired, 2, "SEQ_WRITE_REQUIRED")];
 
-/// Returns the kernel's name of a condition.
+/// Returns the name of a zone condition in the kernel.
 pub fn condition_word(condition: ZoneCondition) -> &'static str {
     let row = CONDITIONS.iter().find(|(known, ..)| *known == condition);
     row.map(|(_, _, name, _)| *name).unwrap_or_default()
@@ -132,8 +132,8 @@ impl Row {
         }
     }
 
-    /// Returns the zone as a line of `blkzone report`, in sectors. The flags `reset` and `non-seq`
-    /// are always 0.
+    /// Returns the zone as a line of `blkzone report`, with numbers in sectors. The flags `reset` and
+    /// `non-seq` are always 0, because the device has no such states.
     fn line(&self) -> String {
         let condition = CONDITIONS.iter().find(|(_, _, name, _)| *name == self.condition);
         let (number, short) = condition.map_or((0, "?"), |(_, number, _, short)| (*number, *short));
@@ -158,17 +158,17 @@ impl Verb for Zones {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: the verb waits for writes in flight.
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    // The device is not claimed (locked against other verbs), because the verb waits for writes in flight.
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { name, action, offset, count } = params;
         let entry = service.find(&name)?;
         let zoned = entry.device().and_then(|device| device.zoned());
         let zoned = zoned.ok_or_else(|| {
             let why = format!("{name}: has no zones; a ram, null or file device gets them with zoned=1");
-            Fault::failed(Errno::EOPNOTSUPP, why)
+            RpcError::failed(Errno::EOPNOTSUPP, why)
         })?;
         if count == Some(0) {
-            return Err(Fault::invalid(format!("{name}: zones: count=0: must be 1 at least")));
+            return Err(RpcError::invalid(format!("{name}: zones: count=0: must be 1 at least")));
         }
         match action.op() {
             None => report(&name, zoned, offset, count),
@@ -186,13 +186,15 @@ impl Verb for Zones {
             writeln!(out, "{}", row.line())?;
         }
         match next {
-            Some(next) => writeln!(out, "({count} zones; the next ones with --offset {})", place(*next)),
+            Some(next) => {
+                writeln!(out, "({count} zones; the next ones with --offset {})", format_offset(*next))
+            }
             None => Ok(()),
         }
     }
 }
 
-fn report(name: &str, zoned: &dyn Zoned, offset: u64, count: Option<u64>) -> Result<Reply, Fault> {
+fn report(name: &str, zoned: &dyn Zoned, offset: u64, count: Option<u64>) -> Result<Reply, RpcError> {
     let most = count.unwrap_or(u64::MAX);
     let (mut rows, mut next) = (Vec::new(), None);
     zoned
@@ -210,16 +212,16 @@ fn report(name: &str, zoned: &dyn Zoned, offset: u64, count: Option<u64>) -> Res
     Ok(Reply { name: name.to_owned(), count: rows.len() as u64, zones: Some(rows), next })
 }
 
-/// Applies an operation to one zone after the other, up to the first failure.
+/// Applies an operation to the zones one after the other. Stops at the first failure.
 fn operate(
     name: &str,
     zoned: &dyn Zoned,
     (op, done): (ZoneOp, &str),
     offset: u64,
     count: Option<u64>,
-) -> Result<Reply, Fault> {
+) -> Result<Reply, RpcError> {
     let Some(geometry) = zoned.geometry().zones else {
-        return Err(Fault::internal(format!("{name}: zones without a geometry")));
+        return Err(RpcError::internal(format!("{name}: zones without a geometry")));
     };
     let size = zoned.geometry().size;
     if offset >= size {
@@ -229,36 +231,37 @@ fn operate(
     let left = u64::from(geometry.nr_zones) - first;
     let count = match count {
         Some(count) if count > left => {
-            let why = format!("count={count}: from {} on there are {left} zones", place(offset));
-            return Err(Fault::invalid(format!("{name}: zones: {why}")));
+            let why = format!("count={count}: from {} on there are {left} zones", format_offset(offset));
+            return Err(RpcError::invalid(format!("{name}: zones: {why}")));
         }
         other => other.unwrap_or(left),
     };
     let reply = |count| Reply { name: name.to_owned(), count, zones: None, next: None };
     if op == ZoneOp::Reset && count == u64::from(geometry.nr_zones) {
-        // As in the kernel, a reset of all zones skips those that cannot be reset.
+        // As in the kernel, a reset of all zones skips the zones that cannot be reset.
         let all = zoned.reset_all();
-        all.map_err(|error| Fault::failed(errno_of(error), format!("{name}: zones: {error}")))?;
+        all.map_err(|error| RpcError::failed(errno_of(error), format!("{name}: zones: {error}")))?;
         return Ok(reply(count));
     }
     for zone in first..first + count {
         let at = zone * geometry.zone_size;
         if let Err(error) = zoned.zone_op(op, at) {
             let before = zone - first;
-            let why = format!("{name}: the zone at {} is not {done}: {error}", place(at));
+            let why = format!("{name}: the zone at {} is not {done}: {error}", format_offset(at));
             let why = if before == 0 { why } else { format!("{why}; {before} before it were") };
-            return Err(Fault::failed(errno_of(error), why).with("zones_done", before));
+            return Err(RpcError::failed(errno_of(error), why).with("zones_done", before));
         }
     }
     Ok(reply(count))
 }
 
-fn range_fault(name: &str, offset: u64, error: Error) -> Fault {
+fn range_fault(name: &str, offset: u64, error: Error) -> RpcError {
     match error {
-        Error::OutOfRange => {
-            Fault::invalid(format!("{name}: zones: offset={}: behind the end of the device", place(offset)))
-        }
-        error => Fault::failed(errno_of(error), format!("{name}: zones: {error}")),
+        Error::OutOfRange => RpcError::invalid(format!(
+            "{name}: zones: offset={}: behind the end of the device",
+            format_offset(offset)
+        )),
+        error => RpcError::failed(errno_of(error), format!("{name}: zones: {error}")),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Starts and stops the program, and sends it verbs.
+//! Starts and stops the program under test, and runs its verbs.
 
 use std::ffi::OsStr;
 use std::fs::{self, Permissions};
@@ -15,16 +15,16 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Deadline for a logged line to appear in the log file.
+/// Time limit for an expected line to appear in the log file.
 #[allow(dead_code, reason = "the tests of the command line do not look at it")]
 const LOG_MAX: Duration = Duration::from_secs(60);
 #[allow(dead_code, reason = "the tests of the command line do not look at it")]
 const LOG_PAUSE: Duration = Duration::from_millis(5);
 
-/// A user without rights, for tests that run as root.
+/// Number of the user `nobody`, who has no rights, for tests that run as root.
 pub const NOBODY: u32 = 65534;
 
-/// Returns a command of the program with its default paths in `dir`.
+/// Returns a command for the program under test, with its default paths in `dir`.
 pub fn freestone(dir: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_freestone"));
     command
@@ -40,7 +40,7 @@ pub fn freestone(dir: &Path) -> Command {
     command
 }
 
-/// Like [`freestone`], with SIGHUP at its default action, even if the tests run under nohup.
+/// Like [`freestone`], with SIGHUP at its default action even if the tests run under nohup, which ignores SIGHUP.
 #[allow(dead_code, reason = "not all tests that share this file send any")]
 pub fn hearing_hangups(dir: &Path) -> Command {
     let program = freestone(dir);
@@ -56,15 +56,15 @@ pub fn hearing_hangups(dir: &Path) -> Command {
     command
 }
 
-/// Returns a command that runs as a user other than root, so that file modes apply.
+/// Returns a command for the program that runs as a user other than root, so that file modes apply.
 pub fn unprivileged(dir: &Path) -> Command {
     if !rustix::process::geteuid().is_root() {
         return freestone(dir);
     }
-    // That user may lack access to the build directory.
+    // The user `nobody` may lack access to the build directory, so the program is copied to `dir`.
     let copy = dir.join("freestone-copy");
-    // Copied by cp: a child of another test, started at the same time, could inherit our writable descriptor and make
-    // exec of the copy fail ("text file busy").
+    // cp copies the program. A child of another test, started meanwhile, could inherit a writable descriptor of the
+    // copy. Exec of the copy would then fail ("text file busy").
     assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_freestone")).arg(&copy).status().unwrap().success());
     fs::set_permissions(&copy, Permissions::from_mode(0o755)).unwrap();
     fs::set_permissions(dir, Permissions::from_mode(0o755)).unwrap();
@@ -73,40 +73,41 @@ pub fn unprivileged(dir: &Path) -> Command {
     command
 }
 
-/// Runs a command to its end. Returns exit status, stdout and stderr.
+/// Runs a command until it exits. Returns exit status (-1 after a signal), stdout and stderr.
 pub fn finish(command: &mut Command) -> (i32, String, String) {
     let Output { status, stdout, stderr } = command.output().unwrap();
     (status.code().unwrap_or(-1), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
 }
 
-/// Runs a command line that must fail with `status`. Returns the one message on stderr.
+/// Runs a command line that must exit with `status`. Returns the single message on stderr, without the program's name.
 pub fn refused(dir: &Path, status: i32, args: &[&str]) -> String {
     let (code, out, err) = finish(freestone(dir).args(args));
     assert_eq!((code, out.as_str()), (status, ""), "{args:?}: {err}");
     sentence(&err)
 }
 
-/// Checks that stderr is one line, and returns it without the name of the program.
+/// Checks that stderr is one line. Returns the line without the name of the program.
 pub fn sentence(stderr: &str) -> String {
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
     stderr.trim_end().strip_prefix("freestone: ").unwrap_or_else(|| panic!("{stderr}")).to_owned()
 }
 
-/// A running server with a directory of its own.
+/// A running server with a temporary directory of its own. Drop kills the server.
 pub struct Serve {
     pub dir: TempDir,
     child: Child,
-    /// Output of the server until it was ready.
+    /// Output of the server until the server was ready.
     pub startup_output: String,
 }
 
 impl Serve {
-    /// Serves at `nbd` and `control` in a new directory.
+    /// Starts a server with the given devices and the sockets `nbd` and `control` in a new directory.
     pub fn start<S: AsRef<OsStr>>(devices: &[S]) -> Self {
         Self::start_in(tempfile::tempdir().unwrap(), devices, true)
     }
 
-    /// Like [`start`](Self::start), in a given directory. Without `named` the server uses the default paths.
+    /// Like [`start`](Self::start), in a given directory. If `named` is false, the server uses the default socket
+    /// paths.
     pub fn start_in<S: AsRef<OsStr>>(dir: TempDir, args: &[S], named: bool) -> Self {
         let mut command = freestone(dir.path());
         command.arg("serve").args(args);
@@ -116,7 +117,7 @@ impl Serve {
         Self::ready(dir, command)
     }
 
-    /// Like [`start_in`](Self::start_in) at the default paths. The log goes to the file `log`.
+    /// Like [`start_in`](Self::start_in) without named sockets. The server writes its log to the file `log`.
     #[allow(dead_code, reason = "the tests of the command line do not look at it")]
     pub fn logged_in<S: AsRef<OsStr>>(dir: TempDir, args: &[S]) -> Self {
         let mut command = freestone(dir.path());
@@ -124,7 +125,8 @@ impl Serve {
         Self::ready(dir, command)
     }
 
-    /// Waits until the file `log` contains `text`, which a thread of the server writes. Returns the file.
+    /// Waits until the file `log` contains `text`; a thread of the server writes the log. Returns the content of the
+    /// file.
     #[allow(dead_code, reason = "the tests of the command line do not look at it")]
     #[track_caller]
     pub fn log_with(&self, text: &str) -> String {
@@ -144,7 +146,7 @@ impl Serve {
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut output = String::new();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
-        // The server prints the control socket last.
+        // The server prints the path of the control socket last, when all sockets accept connections.
         while !output.contains("control: ") {
             assert_ne!(lines.read_line(&mut output).unwrap(), 0, "the server ended: {output}");
         }
@@ -161,27 +163,27 @@ impl Serve {
         command
     }
 
-    /// Runs a verb. Returns status, stdout and stderr.
+    /// Runs a verb at the control socket of the server. Returns exit status, stdout and stderr.
     #[allow(dead_code, reason = "not all tests that share this file need it")]
     pub fn run_verb(&self, args: &[&str]) -> (i32, String, String) {
         finish(&mut self.command(args))
     }
 
-    /// Runs a verb that must succeed. Returns its output.
+    /// Runs a verb that must succeed. Returns its stdout.
     pub fn text(&self, args: &[&str]) -> String {
         let (code, out, err) = finish(&mut self.command(args));
         assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
         out
     }
 
-    /// Runs a verb that must succeed, with `--json`.
+    /// Runs a verb that must succeed, with `--json`. Returns the parsed stdout.
     pub fn json(&self, args: &[&str]) -> Value {
         let (code, out, err) = finish(self.command(args).arg("--json"));
         assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
         serde_json::from_str(&out).unwrap()
     }
 
-    /// Runs a verb that must fail with `status`. Returns its message.
+    /// Runs a verb that must exit with `status`. Returns its error message.
     pub fn refused(&self, status: i32, args: &[&str]) -> String {
         let (code, out, err) = finish(&mut self.command(args));
         assert_eq!((code, out.as_str()), (status, ""), "{args:?}: {err}");
@@ -200,7 +202,7 @@ impl Serve {
         kill_process(self.pid(), signal).unwrap();
     }
 
-    /// Waits for the end. Returns exit status and directory.
+    /// Waits until the server exits. Returns its exit status (None after a signal) and its directory.
     pub fn wait(mut self) -> (Option<i32>, TempDir) {
         let code = self.child.wait().unwrap().code();
         let dir = std::mem::replace(&mut self.dir, tempfile::tempdir().unwrap());
@@ -210,13 +212,14 @@ impl Serve {
 
 impl Drop for Serve {
     fn drop(&mut self) {
-        // A failed test must not leave a server behind. After `wait` the server has ended already.
+        // A failed test must not leave a server running. After `wait` the server has already exited, so errors are
+        // ignored.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends a line to a control socket and reads the reply.
+/// Sends a JSON request line to a control socket and returns the reply.
 pub fn ask(stream: &UnixStream, line: &[u8]) -> Value {
     let mut stream = stream;
     stream.write_all(line).unwrap();
@@ -224,14 +227,14 @@ pub fn ask(stream: &UnixStream, line: &[u8]) -> Value {
     answer(stream)
 }
 
-/// Reads one line from a control socket.
+/// Reads one reply line from a control socket.
 pub fn answer(stream: &UnixStream) -> Value {
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).unwrap();
     serde_json::from_str(&line).unwrap()
 }
 
-/// Connects to an export by `NBD_OPT_EXPORT_NAME`, as the oldest clients do. Returns its size.
+/// Connects to an export by `NBD_OPT_EXPORT_NAME`, as the oldest clients do. Returns the size of the export in bytes.
 pub fn connect_nbd<S: Read + Write>(stream: &mut S, name: &str) -> u64 {
     const OPT_EXPORT_NAME: u32 = 1;
     // NBD_FLAG_C_FIXED_NEWSTYLE and NBD_FLAG_C_NO_ZEROES.

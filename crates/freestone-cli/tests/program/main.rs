@@ -1,7 +1,7 @@
-//! Tests of the built program as users meet it: command line, sockets, clients that Debian ships,
-//! test drives, and stalled clients, disks and verbs.
+//! Tests of the built program as users run it: command line, sockets, standard clients, test
+//! drives, and stalled clients, disks and verbs.
 
-// This `#[test]` passes if a program is missing outside continuous integration.
+// Provides a `#[test]` that passes if a program is missing outside continuous integration.
 #[macro_use]
 extern crate freestone_testkit;
 
@@ -11,6 +11,7 @@ mod docs;
 mod drives;
 mod harness;
 mod limits;
+mod release;
 mod restarts;
 mod stalls;
 mod storage;

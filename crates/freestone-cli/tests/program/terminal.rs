@@ -1,4 +1,4 @@
-//! Runs the program on a pseudoterminal, by `script`.
+//! Runs the program on a pseudoterminal, which the tool `script` provides.
 
 use std::io::{Read as _, Write as _};
 use std::process::{Child, Stdio};
@@ -10,19 +10,19 @@ use crate::clients::tools::tool;
 use crate::harness::Serve;
 use crate::stalls::ANSWER_MAX;
 
-/// A client on a terminal of 100 columns and 24 lines, where Ctrl-C interrupts.
+/// A client command on a terminal of 100 columns and 24 lines, where Ctrl-C sends SIGINT.
 pub struct Terminal {
     script: Child,
     shown: String,
 }
 
 impl Terminal {
-    /// Runs a verb.
+    /// Runs a client command with the arguments `args`.
     pub fn run(serve: &Serve, args: &str) -> Self {
         Self::shell(serve, &format!("exec {} {args} --control control", env!("CARGO_BIN_EXE_freestone")))
     }
 
-    /// Runs a shell command line.
+    /// Runs a shell command line on the terminal.
     pub fn shell(serve: &Serve, line: &str) -> Self {
         let line = format!("stty cols 100 rows 24; {line}");
         let mut script = tool("env");
@@ -32,7 +32,8 @@ impl Terminal {
         Self { script, shown: String::new() }
     }
 
-    /// Reads until the terminal shows `shown`, searching from the end of the previous match.
+    /// Reads until the terminal has shown `shown` after the previous match. Returns the text before
+    /// and including the match.
     #[track_caller]
     pub fn until(&mut self, shown: &str) -> String {
         let start = Instant::now();
@@ -47,7 +48,8 @@ impl Terminal {
         }
     }
 
-    /// Reads what is available and returns its length, or 0 if nothing arrives within the time.
+    /// Waits for output and reads it. Returns the number of bytes read, or 0 if no output arrives
+    /// within the time.
     fn more(&mut self, within: Duration) -> usize {
         let stdout = self.script.stdout.as_mut().unwrap();
         let within = Timespec::try_from(within).unwrap();
@@ -60,12 +62,12 @@ impl Terminal {
         len
     }
 
-    /// Types keys; `\x03` is Ctrl-C.
+    /// Types keys on the terminal; `\x03` is Ctrl-C.
     pub fn keys(&mut self, keys: &str) {
         self.script.stdin.as_mut().unwrap().write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Reads the rest. Returns the exit status and the text.
+    /// Reads the remaining output. Returns the exit status of the command and the output.
     pub fn end(mut self) -> (Option<i32>, String) {
         let mut rest = std::mem::take(&mut self.shown);
         self.script.stdout.as_mut().unwrap().read_to_string(&mut rest).unwrap();

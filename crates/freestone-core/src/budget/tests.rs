@@ -6,22 +6,22 @@ const MIB: u64 = 1 << 20;
 #[derive(Default)]
 struct GrantCount(AtomicU32);
 
-impl Granted for GrantCount {
-    fn granted(&self) {
+impl GrantReceiver for GrantCount {
+    fn receive_grant(&self) {
         self.0.fetch_add(1, Ordering::SeqCst);
     }
 }
 
-/// Creates shares of one new device.
+/// Creates `N` shares of one new device, each with the counter of its grants.
 fn shares<const N: usize>(budget: &Arc<Budget>) -> [(Share, Arc<GrantCount>); N] {
     let device = Arc::default();
     std::array::from_fn(|_| {
         let count = Arc::new(GrantCount::default());
-        (budget.share(&device, Arc::clone(&count) as Arc<dyn Granted>), count)
+        (budget.share(&device, Arc::clone(&count) as Arc<dyn GrantReceiver>), count)
     })
 }
 
-/// Creates a share of a new device.
+/// Creates a share of a new device, with the counter of its grants.
 fn share(budget: &Arc<Budget>) -> (Share, Arc<GrantCount>) {
     let [share] = shares(budget);
     share
@@ -31,21 +31,22 @@ fn grants(count: &GrantCount) -> u32 {
     count.0.load(Ordering::SeqCst)
 }
 
-/// Takes `bytes`, or waits for them holding nothing. Returns true if they were available.
+/// Reserves `bytes` bytes, or waits for them holding no bytes. Returns true if the bytes were available.
 fn take_or_wait(share: &mut Share, bytes: u64) -> bool {
-    let there = share.reach(bytes);
+    let there = share.try_reserve(bytes);
     if !there {
         share.wait_for(0, bytes);
     }
     there
 }
 
-/// Takes `request` bytes repeatedly until the budget refuses. Returns the bytes taken.
+/// Reserves `request` bytes for each share repeatedly until the budget refuses. Returns the number of bytes
+/// reserved.
 fn fill(shares: &mut [(Share, Arc<GrantCount>)], request: u64) -> u64 {
     let mut all = 0;
     for (share, _) in shares {
         let mut held = 0;
-        while share.reach(held + request) {
+        while share.try_reserve(held + request) {
             held += request;
         }
         all += held;
@@ -54,34 +55,35 @@ fn fill(shares: &mut [(Share, Arc<GrantCount>)], request: u64) -> u64 {
 }
 
 #[test]
-fn waiting_share_gives_back_what_its_requests_release() {
+fn waiting_share_returns_released_bytes() {
     let budget = Budget::new(64 * MIB);
     let (mut a, grants_a) = share(&budget);
-    assert!(a.reach(4 * MIB) && !a.reach(14 * MIB));
+    assert!(a.try_reserve(4 * MIB) && !a.try_reserve(14 * MIB));
     a.wait_for(4 * MIB, 10 * MIB);
     assert_eq!(grants(&grants_a), 0);
-    // The share's requests have completed. Without the return it would wait for bytes that only it holds.
-    assert!(!a.reach(10 * MIB));
+    // The share's requests have completed. If the wait did not return bytes, the share would wait for bytes
+    // that only it holds.
+    assert!(!a.try_reserve(10 * MIB));
     a.wait_for(0, 10 * MIB);
     assert_eq!(grants(&grants_a), 1);
-    assert!(a.reach(10 * MIB));
-    a.leave();
+    assert!(a.try_reserve(10 * MIB));
+    a.release_all();
     assert_eq!(budget.bytes().1, 0);
 }
 
 #[test]
-fn share_that_stops_waiting_keeps_what_it_holds() {
+fn share_that_stops_waiting_keeps_its_bytes() {
     let budget = Budget::new(64 * MIB);
     let [(mut a, _), (mut b, grants_b), (mut c, grants_c)] = shares(&budget);
-    assert!(take_or_wait(&mut a, 20 * MIB) && b.reach(MIB) && !b.reach(31 * MIB));
+    assert!(take_or_wait(&mut a, 20 * MIB) && b.try_reserve(MIB) && !b.try_reserve(31 * MIB));
     b.wait_for(MIB, 30 * MIB);
     b.stop_waiting(MIB);
-    a.leave();
+    a.release_all();
     assert_eq!((grants(&grants_b), budget.bytes().1), (0, MIB));
-    b.leave();
-    // Stops after it was granted.
+    b.release_all();
+    // The share stops waiting after the bytes were granted.
     assert!(take_or_wait(&mut a, 40 * MIB) && !take_or_wait(&mut c, 20 * MIB));
-    a.leave();
+    a.release_all();
     assert_eq!(grants(&grants_c), 1);
     c.stop_waiting(0);
     assert_eq!(budget.bytes().1, 0);
@@ -92,15 +94,15 @@ fn shares_of_device_are_served_in_order() {
     let budget = Budget::new(64 * MIB);
     let [(mut a, _), (mut b, _), (mut c, grants_c), (mut d, grants_d)] = shares(&budget);
     assert!(take_or_wait(&mut a, 20 * MIB));
-    // One share may exceed the device's limit.
+    // A single share of each device may exceed the device's limit.
     assert!(take_or_wait(&mut b, 20 * MIB));
-    assert!(!take_or_wait(&mut c, 10 * MIB) && c.waits());
+    assert!(!take_or_wait(&mut c, 10 * MIB) && c.is_waiting());
     assert!(!take_or_wait(&mut d, 600 << 10));
-    a.leave();
+    a.release_all();
     assert_eq!((grants(&grants_c), grants(&grants_d)), (0, 0), "20 MiB are more than a quarter of 36");
-    b.leave();
+    b.release_all();
     assert_eq!((grants(&grants_c), grants(&grants_d)), (1, 1));
-    assert!(c.reach(10 * MIB) && d.reach(600 << 10) && !c.waits());
+    assert!(c.try_reserve(10 * MIB) && d.try_reserve(600 << 10) && !c.is_waiting());
     drop((a, b, c, d));
     assert_eq!(budget.bytes(), (64 * MIB, 0));
 }
@@ -116,7 +118,7 @@ fn stuck_device_leaves_room_for_next() {
         stuck.push(device);
     }
     let (mut share, _) = share(&budget);
-    assert!(share.reach(32 * MIB), "the largest request of another device passes");
+    assert!(share.try_reserve(32 * MIB), "the largest request of another device passes");
 }
 
 #[test]
@@ -124,54 +126,54 @@ fn stuck_shares_leave_room_for_next_of_device() {
     let budget = Budget::new(DEFAULT_BYTES);
     let mut all: [_; 3] = shares(&budget);
     assert!(fill(&mut all[..2], MIB) > 32 * MIB);
-    assert!(all[2].0.reach(4 * MIB));
+    assert!(all[2].0.try_reserve(4 * MIB));
 }
 
 #[test]
 fn shares_with_little_pass_shares_that_hold_all() {
     let budget = Budget::new(64 * MIB);
-    let [(mut slow, _), (mut beyond, _), (mut large, grants_large), (mut small, _)] = shares(&budget);
-    assert!(take_or_wait(&mut slow, 40 * MIB) && take_or_wait(&mut beyond, 16 * MIB));
+    let [(mut slow, _), (mut over_limit, _), (mut large, grants_large), (mut small, _)] = shares(&budget);
+    assert!(take_or_wait(&mut slow, 40 * MIB) && take_or_wait(&mut over_limit, 16 * MIB));
     assert!(!take_or_wait(&mut large, MIB));
-    assert!(take_or_wait(&mut small, LITTLE_BYTES));
-    assert!(!small.reach(LITTLE_BYTES + 1), "that exceeds LITTLE_BYTES");
-    drop((slow, beyond));
+    assert!(take_or_wait(&mut small, SMALL_SHARE_BYTES));
+    assert!(!small.try_reserve(SMALL_SHARE_BYTES + 1), "that exceeds SMALL_SHARE_BYTES");
+    drop((slow, over_limit));
     assert_eq!(grants(&grants_large), 1);
-    assert!(large.reach(MIB) && small.reach(LITTLE_BYTES + 1));
+    assert!(large.try_reserve(MIB) && small.try_reserve(SMALL_SHARE_BYTES + 1));
 }
 
-/// A share that asked for bytes while it held many can be served after it has returned them.
+/// A share that waits while it holds many bytes can be served after it has returned them.
 #[test]
 fn waiting_share_is_served_when_it_holds_little() {
     let budget = Budget::new(64 * MIB);
-    let [(mut stuck, _), (mut beyond, _), (mut share, grants_share)] = shares(&budget);
-    assert!(share.reach(LITTLE_BYTES));
-    assert!(take_or_wait(&mut stuck, 8 * MIB) && !take_or_wait(&mut beyond, 60 * MIB));
-    // First the share waits with LITTLE_BYTES held, then with more.
-    share.wait_for(LITTLE_BYTES, 4096);
+    let [(mut stuck, _), (mut over_limit, _), (mut share, grants_share)] = shares(&budget);
+    assert!(share.try_reserve(SMALL_SHARE_BYTES));
+    assert!(take_or_wait(&mut stuck, 8 * MIB) && !take_or_wait(&mut over_limit, 60 * MIB));
+    // First the share waits with SMALL_SHARE_BYTES held, then with more.
+    share.wait_for(SMALL_SHARE_BYTES, 4096);
     assert_eq!(grants(&grants_share), 1, "the device has room");
     let (mut others, _) = self::share(&budget);
-    assert!(others.reach(30 * MIB));
-    assert!(share.reach(LITTLE_BYTES + 4096));
-    share.wait_for(LITTLE_BYTES + 4096, LITTLE_BYTES);
+    assert!(others.try_reserve(30 * MIB));
+    assert!(share.try_reserve(SMALL_SHARE_BYTES + 4096));
+    share.wait_for(SMALL_SHARE_BYTES + 4096, SMALL_SHARE_BYTES);
     assert_eq!(grants(&grants_share), 1);
-    others.leave();
+    others.release_all();
     assert_eq!(grants(&grants_share), 2, "bytes of another device are granted");
 }
 
 #[test]
-fn waiting_share_that_leaves_holds_up_none() {
+fn released_waiting_share_delays_no_other() {
     let budget = Budget::new(64 * MIB);
     let [(mut a, _), (mut b, _), (mut c, grants_c)] = shares(&budget);
     let (mut other, _) = share(&budget);
     assert!(take_or_wait(&mut a, 16 * MIB) && take_or_wait(&mut other, 24 * MIB));
     assert!(!take_or_wait(&mut b, 30 * MIB) && !take_or_wait(&mut c, 16 * MIB + 1));
-    b.leave();
-    assert!(!b.waits());
+    b.release_all();
+    assert!(!b.is_waiting());
     assert_eq!(grants(&grants_c), 0);
-    other.leave();
+    other.release_all();
     assert_eq!(grants(&grants_c), 1);
-    assert!(c.reach(16 * MIB + 1));
+    assert!(c.try_reserve(16 * MIB + 1));
     drop((a, b, c, other));
     assert_eq!(budget.bytes().1, 0);
     let state = budget.state.lock();
@@ -183,18 +185,18 @@ fn waiting_share_that_leaves_holds_up_none() {
 fn devices_that_want_more_than_free_both_go_on() {
     let budget = Budget::new(64 * MIB);
     let [(mut a, grants_a), (mut b, grants_b)] = [share(&budget), share(&budget)];
-    assert!(a.reach(28 * MIB) && b.reach(28 * MIB));
-    // Bytes taken but not held are returned by the wait.
+    assert!(a.try_reserve(28 * MIB) && b.try_reserve(28 * MIB));
+    // The wait returns bytes that are reserved but not in use.
     assert!(!take_or_wait(&mut a, 32 * MIB));
     assert_eq!(grants(&grants_a), 0);
     assert!(!take_or_wait(&mut b, 32 * MIB));
     assert_eq!((grants(&grants_a), grants(&grants_b)), (1, 0));
-    assert!(a.reach(32 * MIB));
-    a.leave();
+    assert!(a.try_reserve(32 * MIB));
+    a.release_all();
     assert_eq!(grants(&grants_b), 1);
 }
 
-/// A connection that keeps `depth` requests in flight, in virtual time.
+/// A simulated connection that keeps `depth` requests in flight, in virtual time.
 struct Connection {
     share: Share,
     depth: usize,
@@ -214,12 +216,12 @@ impl Connection {
         }
         let held = |ends: &VecDeque<u64>| ends.len() as u64 * self.request;
         match held(&self.ends) {
-            0 if !self.share.waits() => self.share.leave(),
-            bytes => self.share.keep(bytes),
+            0 if !self.share.is_waiting() => self.share.release_all(),
+            bytes => self.share.shrink_to(bytes),
         }
         while self.ends.len() < self.depth {
             let bytes = held(&self.ends);
-            if !self.share.reach(bytes + self.request) {
+            if !self.share.try_reserve(bytes + self.request) {
                 return self.share.wait_for(bytes, self.request);
             }
             self.ends.push_back(now.saturating_add(self.takes));
@@ -227,7 +229,8 @@ impl Connection {
     }
 }
 
-/// Simulates tenants, each a device with some connections. Returns the requests completed by each.
+/// Simulates tenants, each a device with connections (number, queue depth, request bytes, ticks for each
+/// request). Returns the number of requests that each tenant completed.
 fn run(tenants: &[(usize, usize, u64, u64)]) -> Vec<u64> {
     let budget = Budget::new(DEFAULT_BYTES);
     let mut all: Vec<Vec<Connection>> = Vec::new();
@@ -245,7 +248,7 @@ fn run(tenants: &[(usize, usize, u64, u64)]) -> Vec<u64> {
     all.iter().map(|connections| connections.iter().map(|connection| connection.done).sum()).collect()
 }
 
-/// The stuck tenants come first and take all bytes that they can.
+/// The stuck tenants start first and reserve all bytes that they can.
 #[test]
 fn ten_tenants_three_stuck_others_keep_speed() {
     const HUNG: u64 = u64::MAX;

@@ -1,10 +1,11 @@
 //! loom models: concurrent writes of whole and partial blocks.
 //!
-//! The block is one atomic word of two halves, accessed with Relaxed: only the protocol orders its writers.
+//! The block is modelled as one atomic word of two halves, accessed with Relaxed, so that only the protocol
+//! orders the writers.
 
 use loom::thread;
 
-use super::holds::{Holds, Range, User};
+use super::range_locks::{Range, RangeLocks, User};
 use crate::sync::{Arc, AtomicU64, Ordering};
 
 const BLOCK: Range = Range { start: 0, end: 512, part: false };
@@ -13,7 +14,7 @@ const HALF_BITS: u32 = 32;
 /// A device of one block. Waiting tasks are the writers themselves.
 #[derive(Default)]
 struct Shared {
-    holds: Holds<Writer>,
+    locks: RangeLocks<Writer>,
     block: Block,
 }
 
@@ -29,7 +30,7 @@ impl Default for Block {
 enum Writer {
     /// Writes the value to both halves.
     Whole(u32),
-    /// Writes the value (first field) to the lower (0) or upper (1) half.
+    /// Writes the value (first field) to the half given by the second field: 0 is the lower, 1 the upper.
     Half(u32, u32),
 }
 
@@ -47,7 +48,7 @@ impl Writer {
             }
             Self::Half(value, half) => {
                 let shift = half * HALF_BITS;
-                // Relaxed: as above.
+                // Relaxed: the protocol must order the writers.
                 let old = block.0.load(Ordering::Relaxed) & !(u64::from(u32::MAX) << shift);
                 block.0.store(old | u64::from(value) << shift, Ordering::Relaxed);
             }
@@ -56,27 +57,27 @@ impl Writer {
 }
 
 impl Shared {
-    /// Writes under a hold, and continues the writers that its release admits.
+    /// Writes with the range locked, and runs the waiting writers whose ranges the unlock admits.
     fn write_held(&self, writer: Writer) {
         let mut ready = vec![writer];
         while let Some(writer) = ready.pop() {
             writer.write(&self.block);
-            ready.extend(self.holds.release(writer.range()));
+            ready.extend(self.locks.release(writer.range()));
         }
     }
 
     fn hold(&self, writer: Writer) {
         if writer.range().part {
-            self.holds.announce();
+            self.locks.announce();
         }
-        if let Some(writer) = self.holds.hold_or_wait(writer.range(), writer) {
+        if let Some(writer) = self.locks.lock_or_wait(writer.range(), writer) {
             self.write_held(writer);
         }
     }
 
-    /// Writes inline, as a connection's thread does.
+    /// Writes inline, as the thread of a connection does.
     fn write_inline(&self, user: &mut User, writer: Writer) {
-        if user.mark(&self.holds) {
+        if user.mark(&self.locks) {
             writer.write(&self.block);
             user.unmark();
         } else {
@@ -85,33 +86,34 @@ impl Shared {
     }
 
     fn halves(&self) -> (u32, u32) {
-        // Relaxed: the threads have been joined.
+        // Relaxed: the threads were joined.
         let block = self.block.0.load(Ordering::Relaxed);
         (block as u32, (block >> HALF_BITS) as u32)
     }
 }
 
-/// An inline whole write beside a partial one: the upper half is never lost.
+/// An inline write of the whole block, concurrent with a partial write to the lower half. The upper half is
+/// never lost.
 #[test]
 fn inline_whole_and_partial_write() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
-        let mut user = shared.holds.user();
+        let mut user = shared.locks.user();
         let other = Arc::clone(&shared);
         let part = thread::spawn(move || other.hold(Writer::Half(2, 0)));
         shared.write_inline(&mut user, Writer::Whole(1));
         part.join().unwrap();
         assert!(matches!(shared.halves(), (1 | 2, 1)), "{:?}", shared.halves());
-        assert!(shared.holds.is_idle());
+        assert!(shared.locks.is_idle());
     });
 }
 
-/// A submitted whole write beside a partial one, and an inline write after both.
+/// A submitted write of the whole block, concurrent with a partial write, and an inline write after both.
 #[test]
 fn submitted_whole_and_partial_write() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
-        let mut user = shared.holds.user();
+        let mut user = shared.locks.user();
         let other = Arc::clone(&shared);
         let part = thread::spawn(move || other.hold(Writer::Half(2, 1)));
         shared.hold(Writer::Whole(1));
@@ -119,11 +121,11 @@ fn submitted_whole_and_partial_write() {
         assert!(matches!(shared.halves(), (1, 1 | 2)), "{:?}", shared.halves());
         shared.write_inline(&mut user, Writer::Whole(3));
         assert_eq!(shared.halves(), (3, 3));
-        assert!(shared.holds.is_idle());
+        assert!(shared.locks.is_idle());
     });
 }
 
-/// Two partial writes to one block: neither is lost.
+/// Two concurrent partial writes to one block: neither write is lost.
 #[test]
 fn two_partial_writes() {
     loom::model(|| {
@@ -133,6 +135,6 @@ fn two_partial_writes() {
         shared.hold(Writer::Half(2, 0));
         part.join().unwrap();
         assert_eq!(shared.halves(), (2, 1));
-        assert!(shared.holds.is_idle());
+        assert!(shared.locks.is_idle());
     });
 }

@@ -3,15 +3,16 @@
 /// A run of whole blocks, or a part of one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// First byte.
+    /// Offset of the first byte on the device.
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
-    /// True for whole blocks.
+    /// True for a run of whole blocks, false for a part of one block.
     pub whole: bool,
 }
 
-/// Returns the pieces of a range in order: at most a partial block, whole blocks, and a partial block.
+/// Returns the pieces of a byte range in order: at most one partial block, a run of whole blocks, and another
+/// partial block.
 pub fn pieces(offset: u64, len: u64, block: u64) -> impl Iterator<Item = Piece> {
     let end = offset + len;
     let mut at = offset;
@@ -25,7 +26,7 @@ pub fn pieces(offset: u64, len: u64, block: u64) -> impl Iterator<Item = Piece> 
     })
 }
 
-/// Returns the start and the end of the blocks that a range touches.
+/// Returns the start and the exclusive end, in bytes, of the blocks that a range touches.
 pub fn cover(offset: u64, len: u64, block: u64) -> (u64, u64) {
     (offset - offset % block, (offset + len).next_multiple_of(block))
 }

@@ -4,21 +4,22 @@ use std::time::Duration;
 
 use super::Bytes;
 use crate::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 use crate::sync::{Arc, Mutex, thread};
 use crate::work_queue::Task;
 
 const BLOCK: usize = 512;
 
-/// A memory device that executes all requests inline, or all on new threads.
+/// A memory device that executes all requests inline, or if `slow` is set all on new threads.
 struct Memory {
     data: Mutex<Vec<u8>>,
     padding: u32,
     slow: AtomicBool,
-    /// Started requests in order.
+    /// All requests that were started, in order.
     log: Mutex<Vec<Request>>,
-    /// If set, submitted requests wait here.
+    /// If set, submitted requests are held in this list.
     held: Mutex<Option<Vec<Task>>>,
 }
 
@@ -76,14 +77,14 @@ impl Device for MemoryDevice {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         if self.0.slow.load(Ordering::SeqCst) {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         self.0.log.lock().push(*request);
         self.0.execute(request, buffer);
-        Ok(Tried::Done)
+        Ok(TryResult::Done)
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -119,7 +120,7 @@ fn user(memory: &Arc<Memory>) -> Bytes {
     Bytes::new(Arc::new(MemoryDevice(Arc::clone(memory))))
 }
 
-/// Starts a request as a connection does: tries it, and submits the rest.
+/// Starts a request as a connection does: tries the request, and submits the rest.
 fn begin(bytes: &mut Bytes, request: Request, data: &[u8]) -> mpsc::Receiver<Result<IoBuf>> {
     let (tx, rx) = mpsc::channel();
     let mut out = vec![0; if request.op == Op::Read { request.len as usize } else { 0 }];
@@ -132,12 +133,12 @@ fn begin(bytes: &mut Bytes, request: Request, data: &[u8]) -> mpsc::Receiver<Res
             _ => Buffer::None,
         };
         match bytes.try_io(&rest, buffer) {
-            Ok(Tried::Done) => tx.send(IoBuf::copy_of(&out)).unwrap(),
-            Ok(Tried::Partly(n)) => {
+            Ok(TryResult::Done) => tx.send(IoBuf::copy_of(&out)).unwrap(),
+            Ok(TryResult::Partly(n)) => {
                 rest = rest.rest(n);
                 continue;
             }
-            Ok(Tried::WouldBlock) => {
+            Ok(TryResult::WouldBlock) => {
                 let buffer = match request.op {
                     Op::Read => IoBuf::zeroed(request.len as usize),
                     Op::Write => IoBuf::copy_of(&data[at..]),
@@ -186,7 +187,7 @@ fn random_byte_ranges_match_model() {
                 Op::Read => assert!(got[..] == model[range], "{request:?}"),
                 Op::Write => model[range].copy_from_slice(&data),
                 Op::WriteZeroes => model[range].fill(0),
-                // A discard skips the partial blocks at its ends.
+                // A discard skips the partial blocks at both ends of its range.
                 _ => {
                     let (from, to) = (offset.next_multiple_of(BLOCK), (offset + len) / BLOCK * BLOCK);
                     if from < to {
@@ -208,8 +209,8 @@ fn random_byte_ranges_match_model() {
     }
 }
 
-/// Users write neighbouring bytes of a block, beside whole-block writes overlapping a partial write: no byte
-/// is lost.
+/// Users write neighbouring bytes of a block. Other users write whole blocks that overlap a partial write. No
+/// byte is lost.
 #[test]
 fn concurrent_neighbouring_writes_lose_no_byte() {
     for slow in [false, true] {
@@ -269,11 +270,12 @@ fn hung_write_blocks_only_its_own_blocks() {
     for answer in [hangs, waits, behind] {
         answer.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
     }
-    // In order of arrival.
+    // The writes ran in order of arrival, so the last one determines the content.
     assert_eq!(memory.data.lock()[..8], [3; 8]);
 }
 
-/// For example after a simulated power loss.
+/// A [`Bytes`] is dropped while its request waits for the device, as after a simulated power loss: the
+/// request's next piece must not reach the device.
 #[test]
 fn dropped_user_starts_no_further_piece() {
     let memory = Memory::new(8).slow();

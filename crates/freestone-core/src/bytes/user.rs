@@ -1,41 +1,42 @@
-//! Access of one user to a device.
+//! Byte-granular access of one user to a device.
 
-use super::chain::{self, Chain, UserLife, patch};
-use super::holds::{Range, User};
+use super::chain::{self, Chain, UserState, patch};
 use super::pieces::{Piece, cover, pieces};
+use super::range_locks::{Range, User};
 use super::shared::{Shared, start_thread};
 use crate::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
-    Tried, range_end,
+    TryResult, range_end,
 };
-use crate::handoff::progress;
+use crate::handoff::try_result;
 use crate::sync::Arc;
 use crate::workers::{Costs, Workers};
 
-/// Largest block of a device in bytes.
+/// Largest logical block of a device, in bytes.
 const MAX_BLOCK_BYTES: usize = 4096;
 
 /// Byte-granular access to a device for one user, who makes one call at a time.
 pub struct Bytes {
     shared: Arc<Shared>,
     user: User,
-    life: Arc<UserLife>,
-    /// Bits of an offset or length that indicate a partial block. 0 for zoned devices.
+    state: Arc<UserState>,
+    /// Mask of the bits of an offset or length that are zero for whole blocks. 0 for zoned devices, whose
+    /// requests pass through unchanged.
     mask: u64,
 }
 
 impl Bytes {
-    /// Creates a user of `device`.
+    /// Creates a byte-granular user of `device`.
     pub fn new(device: Arc<dyn Device>) -> Self {
         let zoned = device.geometry().zones.is_some();
         let shared = Shared::for_device(device);
         let mask = if zoned { 0 } else { shared.block - 1 };
-        Self { user: shared.holds.user(), life: Arc::default(), mask, shared }
+        Self { user: shared.locks.user(), state: Arc::default(), mask, shared }
     }
 
-    /// Returns the geometry for users of a device: its exact size, and blocks of one byte. The geometry of a
-    /// zoned device is unchanged.
-    pub fn told(mut geometry: Geometry) -> Geometry {
+    /// Returns the geometry that users of a device see: the exact size without padding, and logical blocks of
+    /// one byte. The geometry of a zoned device is unchanged.
+    pub fn user_geometry(mut geometry: Geometry) -> Geometry {
         if geometry.zones.is_none() {
             geometry.size -= u64::from(geometry.padding);
             geometry.padding = 0;
@@ -44,9 +45,9 @@ impl Bytes {
         geometry
     }
 
-    /// Returns the geometry for users of this device.
+    /// Returns the geometry that users of this device see.
     pub fn geometry(&self) -> Geometry {
-        Self::told(self.shared.device.geometry())
+        Self::user_geometry(self.shared.device.geometry())
     }
 
     /// Tries a request like [`Device::try_io`].
@@ -54,23 +55,23 @@ impl Bytes {
     /// # Errors
     /// Errors of the device.
     #[inline]
-    pub fn try_io(&mut self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    pub fn try_io(&mut self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         if (request.offset | request.len) & self.mask != 0 {
             return self.try_parts(request, buffer);
         }
         if matches!(request.op, Op::Read | Op::Flush) {
             return self.shared.device.try_io(request, buffer);
         }
-        if !self.user.mark(&self.shared.holds) {
-            return self.try_held(request, buffer);
+        if !self.user.mark(&self.shared.locks) {
+            return self.try_locked(request, buffer);
         }
         let tried = self.shared.device.try_io(request, buffer);
         self.user.unmark();
         tried
     }
 
-    /// Returns the maximum bytes that a submitted request allocates in addition to its buffer.
-    pub fn beside(&self, request: &Request) -> usize {
+    /// Returns the maximum number of bytes that a submitted request allocates in addition to its buffer.
+    pub fn extra_bytes(&self, request: &Request) -> usize {
         let whole = (request.offset | request.len) & self.mask == 0;
         if whole { 0 } else { 3 * self.shared.block as usize }
     }
@@ -101,23 +102,23 @@ impl Bytes {
             }
             _ if whole => {
                 let range = blocks(&request);
-                if let Some(held) = shared.try_hold(range) {
+                if let Some(held) = shared.try_lock_range(range) {
                     return shared.device.submit(request, buffer, held.release_before(done));
                 }
                 if let Err(error) = start_thread() {
                     return done.complete(Err(error), buffer);
                 }
-                let (target, life) = (Arc::clone(shared), Arc::clone(&self.life));
-                shared.with_hold(range, move |held| {
-                    life.submit(&target, request, buffer, held.release_before(done));
+                let (target, state) = (Arc::clone(shared), Arc::clone(&self.state));
+                shared.with_range_lock(range, move |held| {
+                    state.submit(&target, request, buffer, held.release_before(done));
                 });
             }
-            _ => Chain::start(shared, &self.life, request, buffer, done),
+            _ => Chain::start(shared, &self.state, request, buffer, done),
         }
     }
 
     /// Passes the request to a worker, which executes as much as possible without waiting and submits the
-    /// rest. If the workers are busy, the calling thread does this before the function returns.
+    /// rest. If the workers are busy, the calling thread executes the request before this function returns.
     pub fn send_to_worker(
         &self,
         workers: &Workers,
@@ -132,24 +133,24 @@ impl Bytes {
         let done = if matches!(request.op, Op::Read | Op::Flush) {
             done
         } else {
-            // Checked here, as the request's range is computed next.
+            // Checked before the request's range is computed, which could overflow otherwise.
             if let Err(error) = request.check(&self.geometry()) {
                 return done.complete(Err(error), buffer);
             }
-            match self.shared.try_hold(blocks(&request)) {
+            match self.shared.try_lock_range(blocks(&request)) {
                 Some(held) => held.release_before(done),
                 None => return self.submit(request, buffer, done),
             }
         };
-        let dear = costs.are_dear(&request);
-        let (shared, life, costs) = (Arc::clone(&self.shared), Arc::clone(&self.life), Arc::clone(costs));
-        let task = Box::new(move || life.execute(shared, &costs, request, buffer, done));
-        if let Err(task) = workers.offer(task, dear) {
+        let expensive = costs.is_expensive(&request);
+        let (shared, state, costs) = (Arc::clone(&self.shared), Arc::clone(&self.state), Arc::clone(costs));
+        let task = Box::new(move || state.execute(shared, &costs, request, buffer, done));
+        if let Err(task) = workers.offer(task, expensive) {
             task();
         }
     }
 
-    /// Reports extents like [`Device::extents`], for any byte range.
+    /// Reports extents like [`Device::extents`], for any byte range. Returns the number of bytes described.
     ///
     /// # Errors
     /// Errors of the device.
@@ -162,10 +163,10 @@ impl Bytes {
         })
     }
 
-    /// Reports changes like [`Changes::changes`], for any byte range.
+    /// Reports changes like [`Changes::changes`], for any byte range. Returns the number of bytes described.
     ///
     /// # Errors
-    /// Errors of the device; [`Error::Unsupported`] if it is neither a fork nor a snapshot.
+    /// Errors of the device; [`Error::Unsupported`] if the device is neither a fork nor a snapshot.
     pub fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         let changes: &dyn Changes = self.shared.device.changes().ok_or(Error::Unsupported)?;
         self.clipped(offset, len, |start, len, clip| {
@@ -176,13 +177,14 @@ impl Bytes {
         })
     }
 
-    /// Hints a later read like [`Device::prefetch`].
+    /// Hints that the range will be read soon, like [`Device::prefetch`].
     pub fn prefetch(&self, offset: u64, len: u64) {
         let (start, end) = cover(offset, len, self.shared.block);
         self.shared.device.prefetch(start, end - start);
     }
 
-    /// Calls `ask` for the blocks that a range touches, with a function that cuts rows to the range.
+    /// Calls `ask` for the blocks that a range touches, with a function that clips rows to the range. Returns
+    /// the number of bytes of the range that were described.
     fn clipped(
         &self,
         offset: u64,
@@ -198,19 +200,19 @@ impl Bytes {
         Ok((start + described).min(stop).saturating_sub(offset))
     }
 
-    /// Tries a write with a hold, because a partial write is announced.
+    /// Tries a write with its range locked, because a partial write is announced.
     #[cold]
-    fn try_held(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        // Checked before any wait, and before the range is computed.
+    fn try_locked(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        // Checked before the range is computed, which could overflow otherwise.
         request.check(&self.shared.device.geometry())?;
-        match self.shared.try_hold(blocks(request)) {
+        match self.shared.try_lock_range(blocks(request)) {
             Some(_held) => self.shared.device.try_io(request, buffer),
-            None => Ok(Tried::WouldBlock),
+            None => Ok(TryResult::WouldBlock),
         }
     }
 
     #[cold]
-    fn try_parts(&mut self, request: &Request, mut buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_parts(&mut self, request: &Request, mut buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         let mut done = 0;
         for piece in pieces(request.offset, request.len, self.shared.block) {
@@ -222,59 +224,59 @@ impl Bytes {
                 Buffer::Write(data) if piece.whole => self.try_io(&part, Buffer::Write(&data[range]))?,
                 Buffer::Write(data) => self.try_write_part(&piece, &data[range], request.flags)?,
                 Buffer::None if piece.whole => self.try_io(&part, Buffer::None)?,
-                Buffer::None if request.op == Op::Discard => Tried::Done,
+                Buffer::None if request.op == Op::Discard => TryResult::Done,
                 Buffer::None => self.try_write_part(&piece, &[], request.flags)?,
             };
             match moved {
-                Tried::Done => done += piece.len,
-                Tried::Partly(bytes) => {
+                TryResult::Done => done += piece.len,
+                TryResult::Partly(bytes) => {
                     done += bytes;
                     break;
                 }
-                Tried::WouldBlock => break,
+                TryResult::WouldBlock => break,
             }
         }
-        Ok(progress(done, request.len))
+        Ok(try_result(done, request.len))
     }
 
-    fn try_read_part(&self, piece: &Piece, out: &mut [u8]) -> Result<Tried> {
+    fn try_read_part(&self, piece: &Piece, out: &mut [u8]) -> Result<TryResult> {
         let mut block = [0; MAX_BLOCK_BYTES];
         let block = &mut block[..self.shared.block as usize];
         let from = (piece.offset % self.shared.block) as usize;
         let start = piece.offset - from as u64;
         let tried =
             self.shared.device.try_io(&Request::read(start, self.shared.block), Buffer::Read(block))?;
-        if tried == Tried::Done {
+        if tried == TryResult::Done {
             out.copy_from_slice(&block[from..from + out.len()]);
         }
         Ok(tried)
     }
 
-    /// Modifies a partial block under a hold.
-    fn try_write_part(&self, piece: &Piece, data: &[u8], flags: Flags) -> Result<Tried> {
+    /// Tries to write a part of one block, or to zero it if `data` is empty, with the block locked.
+    fn try_write_part(&self, piece: &Piece, data: &[u8], flags: Flags) -> Result<TryResult> {
         let size = self.shared.block;
         let start = piece.offset - piece.offset % size;
-        let Some(_held) = self.shared.try_hold(Range { start, end: start + size, part: true }) else {
-            return Ok(Tried::WouldBlock);
+        let Some(_held) = self.shared.try_lock_range(Range { start, end: start + size, part: true }) else {
+            return Ok(TryResult::WouldBlock);
         };
         let mut block = [0; MAX_BLOCK_BYTES];
         let block = &mut block[..size as usize];
         let device = &self.shared.device;
-        if device.try_io(&Request::read(start, size), Buffer::Read(block))? != Tried::Done {
-            return Ok(Tried::WouldBlock);
+        if device.try_io(&Request::read(start, size), Buffer::Read(block))? != TryResult::Done {
+            return Ok(TryResult::WouldBlock);
         }
         patch(block, piece, data);
         device.try_io(&Request::write(start, size).with(flags & Flags::FUA), Buffer::Write(block))
     }
 }
 
-/// Returns the blocks of a checked write of whole blocks.
+/// Returns the range to lock for a write of whole blocks. The request must have been checked.
 fn blocks(request: &Request) -> Range {
     Range { start: request.offset, end: request.offset + request.len, part: false }
 }
 
 impl Drop for Bytes {
     fn drop(&mut self) {
-        self.life.end();
+        self.state.close();
     }
 }

@@ -1,12 +1,12 @@
-//! Blocking calls for library users, based on `try_io` and `submit`.
+//! Blocking calls for users of Freestone as a library, based on `try_io` and `submit`.
 
-use super::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use super::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult};
 use crate::plug;
 use crate::sync::mpsc;
 
 /// Blocking I/O on any [`Device`].
 pub trait Blocking: Device {
-    /// Fills `buf` from `offset`.
+    /// Reads `buf.len()` bytes at `offset` into `buf`.
     ///
     /// # Errors
     /// Errors of the device.
@@ -15,12 +15,12 @@ pub trait Blocking: Device {
         let mut at = 0;
         loop {
             match self.try_io(&request, Buffer::Read(&mut buf[at..]))? {
-                Tried::Done => return Ok(()),
-                Tried::Partly(n) => {
+                TryResult::Done => return Ok(()),
+                TryResult::Partly(n) => {
                     at += n as usize;
                     request = request.rest(n);
                 }
-                Tried::WouldBlock => {
+                TryResult::WouldBlock => {
                     let data = wait(self, request, IoBuf::zeroed(buf.len() - at)?)?;
                     buf[at..].copy_from_slice(&data);
                     return Ok(());
@@ -29,7 +29,7 @@ pub trait Blocking: Device {
         }
     }
 
-    /// Stores `data` at `offset`.
+    /// Writes `data` at `offset`.
     ///
     /// # Errors
     /// Errors of the device.
@@ -38,12 +38,12 @@ pub trait Blocking: Device {
         let mut at = 0;
         loop {
             match self.try_io(&request, Buffer::Write(&data[at..]))? {
-                Tried::Done => return Ok(()),
-                Tried::Partly(n) => {
+                TryResult::Done => return Ok(()),
+                TryResult::Partly(n) => {
                     at += n as usize;
                     request = request.rest(n);
                 }
-                Tried::WouldBlock => {
+                TryResult::WouldBlock => {
                     return wait(self, request, IoBuf::copy_of(&data[at..])?).map(drop);
                 }
             }
@@ -58,9 +58,9 @@ pub trait Blocking: Device {
         let mut request = request;
         loop {
             match self.try_io(&request, Buffer::None)? {
-                Tried::Done => return Ok(()),
-                Tried::Partly(n) => request = request.rest(n),
-                Tried::WouldBlock => return wait(self, request, IoBuf::empty()).map(drop),
+                TryResult::Done => return Ok(()),
+                TryResult::Partly(n) => request = request.rest(n),
+                TryResult::WouldBlock => return wait(self, request, IoBuf::empty()).map(drop),
             }
         }
     }
@@ -73,7 +73,7 @@ pub trait Blocking: Device {
         self.run(Request::flush())
     }
 
-    /// Discards a range.
+    /// Discards `len` bytes at `offset`.
     ///
     /// # Errors
     /// Errors of the device.
@@ -81,7 +81,7 @@ pub trait Blocking: Device {
         self.run(Request::new(Op::Discard, offset, len))
     }
 
-    /// Zeroes a range.
+    /// Writes zeroes to `len` bytes at `offset`.
     ///
     /// # Errors
     /// Errors of the device.
@@ -98,7 +98,7 @@ fn wait<D: Device + ?Sized>(device: &D, request: Request, buffer: IoBuf) -> Resu
         request,
         buffer,
         Completion::new(move |outcome, buffer| {
-            // The receiver waits below, so it exists.
+            // The receiver `rx` exists until the completion was called, so sending cannot fail.
             let _ = tx.send(outcome.map(|()| buffer));
         }),
     );

@@ -14,15 +14,15 @@ use super::{Error, Result};
 
 /// Alignment of every [`IoBuf`] in bytes, suitable for `O_DIRECT`.
 pub const IO_ALIGN_BYTES: usize = 4096;
-/// Buffers from this size on are mappings: zero without being written, and without memory for untouched
-/// pages. The allocator zeroes aligned memory by writing.
+/// Buffers of at least this many bytes are memory mappings: the kernel supplies zeroed pages on first access.
+/// The allocator would write zeroes to the whole buffer.
 const MAPPED_BYTES: usize = 512 << 10;
 
 /// An owned, initialised, page-aligned buffer.
 pub struct IoBuf {
     ptr: NonNull<u8>,
     len: usize,
-    /// Bytes of the allocation, all initialised. The buffer shows the first `len` of them.
+    /// Size of the allocation in bytes, all initialised. The buffer derefs to the first `len` bytes.
     capacity: usize,
 }
 
@@ -37,10 +37,11 @@ impl IoBuf {
         Self { ptr: NonNull::dangling(), len: 0, capacity: 0 }
     }
 
-    /// Allocates a buffer of zeroes. From 512 KiB on, pages take memory when they are first touched.
+    /// Allocates a buffer of zeroes. If `len` is at least 512 KiB, pages occupy memory from their first
+    /// access.
     ///
     /// # Errors
-    /// [`Error::NoMemory`].
+    /// [`Error::NoMemory`] if the host is out of memory.
     pub fn zeroed(len: usize) -> Result<Self> {
         if len == 0 {
             return Ok(Self::empty());
@@ -61,20 +62,20 @@ impl IoBuf {
     /// Allocates a copy of `data`.
     ///
     /// # Errors
-    /// [`Error::NoMemory`].
+    /// [`Error::NoMemory`] if the host is out of memory.
     pub fn copy_of(data: &[u8]) -> Result<Self> {
         let mut buf = Self::zeroed(data.len())?;
         buf.copy_from_slice(data);
         Ok(buf)
     }
 
-    /// Returns the bytes of the allocation, the maximum for [`show`](Self::show).
+    /// Returns the size of the allocation in bytes, the maximum for [`set_len`](Self::set_len).
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Sets the length to `len`, at most the capacity. Hidden bytes keep their content.
-    pub fn show(&mut self, len: usize) {
+    /// Sets the length to `len`, at most the capacity. Bytes beyond the new length keep their content.
+    pub fn set_len(&mut self, len: usize) {
         self.len = len.min(self.capacity);
     }
 }
@@ -85,7 +86,7 @@ impl Drop for IoBuf {
             // SAFETY: mapped in `zeroed` with this length, and no references into the mapping exist.
             let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.capacity) };
         } else if self.capacity != 0 {
-            // The layout was valid at the allocation.
+            // The same layout was valid at the allocation, so this cannot fail.
             if let Ok(layout) = Layout::from_size_align(self.capacity, IO_ALIGN_BYTES) {
                 // SAFETY: allocated in `zeroed` with this layout, freed once.
                 unsafe { dealloc(self.ptr.as_ptr(), layout) };
@@ -105,7 +106,8 @@ impl Deref for IoBuf {
 
 impl DerefMut for IoBuf {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in deref, and `&mut self` is exclusive.
+        // SAFETY: `len` of `capacity` initialised bytes owned by self (or a dangling pointer with len 0), and
+        // `&mut self` is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 }
@@ -129,7 +131,7 @@ mod tests {
             assert!(buf.as_ptr().addr().is_multiple_of(IO_ALIGN_BYTES), "{len}");
             assert!(buf.len() == len && buf.iter().all(|byte| *byte == 0), "{len}");
             buf.fill(7);
-            buf.show(1);
+            buf.set_len(1);
             assert_eq!((buf.len(), buf.capacity()), (1, len));
             drop(buf);
             assert_eq!(IoBuf::copy_of(&vec![9; len]).unwrap()[len - 1], 9);
@@ -142,7 +144,7 @@ mod tests {
         let mut buf = IoBuf::zeroed(64 << 20).unwrap();
         let page_bytes = rustix::param::page_size();
         // pagemap has 8 bytes for each page; the two highest bits mean "in memory" and "in swap". The memory
-        // of the process would include other tests.
+        // use of the whole process would include other tests.
         let with_memory = |buf: &IoBuf| {
             let mut entries = vec![0; buf.len() / page_bytes * 8];
             let map = std::fs::File::open("/proc/self/pagemap").unwrap();

@@ -7,27 +7,27 @@ use super::Op;
 /// A kind of operation with its own counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Counter {
-    /// Reads.
+    /// Read requests.
     Read,
-    /// Writes, without appends.
+    /// Write requests, without zone appends.
     Write,
-    /// Discards.
+    /// Discard requests.
     Discard,
-    /// Write zeroes.
+    /// Write zeroes requests.
     WriteZeroes,
-    /// Flushes.
+    /// Flush requests.
     Flush,
     /// Zone appends.
     Append,
 }
 
 impl Counter {
-    /// All kinds.
+    /// All kinds, in the order of their numbers.
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Discard, Self::WriteZeroes, Self::Flush, Self::Append];
 
     /// Returns the name used in statistics.
-    pub const fn word(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Read => "read",
             Self::Write => "write",
@@ -53,16 +53,16 @@ impl From<Op> for Counter {
 
 /// An array with one element for each [`Counter`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Each<T>([T; Counter::ALL.len()]);
+pub struct PerCounter<T>([T; Counter::ALL.len()]);
 
-impl<T> Index<Counter> for Each<T> {
+impl<T> Index<Counter> for PerCounter<T> {
     type Output = T;
     fn index(&self, counter: Counter) -> &T {
         &self.0[counter as usize]
     }
 }
 
-impl<T> IndexMut<Counter> for Each<T> {
+impl<T> IndexMut<Counter> for PerCounter<T> {
     fn index_mut(&mut self, counter: Counter) -> &mut T {
         &mut self.0[counter as usize]
     }

@@ -1,10 +1,10 @@
 //! Per-CPU counters of a device's operations.
 
-use super::{Counter, Op, Request, Result, Tried};
+use super::{Counter, Op, Request, Result, TryResult};
 use crate::percpu::Counters;
 
-// The counter of an operation has the operation's number; its byte counter follows BYTES later, so no request
-// branches. The byte counter of flushes is not used.
+// Indexes of the counters. Each operation's number is the index of its counter; adding BYTES gives its byte
+// counter, so counting needs no branch. The byte counter of flushes is not used.
 const BYTES: usize = 6;
 const READS: usize = Op::Read as usize;
 const WRITES: usize = Op::Write as usize;
@@ -28,42 +28,43 @@ pub struct OpCounts(Counters<COUNT>);
 
 /// Values of [`OpCounts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Counted {
-    /// Successful reads.
+pub struct OpStats {
+    /// Number of successful reads.
     pub reads: u64,
-    /// Successful writes without appends.
+    /// Number of successful writes, without zone appends.
     pub writes: u64,
-    /// Successful discards.
+    /// Number of successful discards.
     pub discards: u64,
-    /// Successful write zeroes.
+    /// Number of successful write zeroes requests.
     pub zeroes: u64,
-    /// Successful flushes.
+    /// Number of successful flushes.
     pub flushes: u64,
-    /// Successful zone appends.
+    /// Number of successful zone appends.
     pub appends: u64,
-    /// Bytes read.
+    /// Number of bytes read.
     pub read_bytes: u64,
-    /// Bytes written or appended.
+    /// Number of bytes written or appended.
     pub written_bytes: u64,
-    /// Failed operations.
+    /// Number of failed operations of all kinds.
     pub errors: u64,
-    /// Bytes discarded.
+    /// Number of bytes discarded.
     pub discarded_bytes: u64,
-    /// Bytes zeroed.
+    /// Number of bytes zeroed.
     pub zeroed_bytes: u64,
-    /// Submitted requests not completed yet, if counted by [`begun`](OpCounts::begun).
+    /// Number of submitted requests that have not completed yet, if counted by
+    /// [`count_start`](OpCounts::count_start).
     pub in_flight: u64,
-    /// Requests delayed by [limits](crate::limits) of the device or the access path.
+    /// Number of requests delayed by [limits](crate::limits) of the device or the access path.
     pub limited: u64,
 }
 
-impl Counted {
-    /// Adds other values.
+impl OpStats {
+    /// Adds the values of `other`.
     pub fn add(&mut self, other: &Self) {
         *self = self.combine(other, u64::wrapping_add);
     }
 
-    /// Returns the difference to earlier values, with the present number of requests in flight.
+    /// Returns the differences from earlier values. `in_flight` keeps its present value.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self { in_flight: self.in_flight, ..self.combine(earlier, u64::saturating_sub) }
@@ -87,7 +88,7 @@ impl Counted {
         }
     }
 
-    /// Returns the successful requests of a kind.
+    /// Returns the number of successful requests of a kind.
     pub const fn requests(&self, counter: Counter) -> u64 {
         match counter {
             Counter::Read => self.reads,
@@ -99,7 +100,8 @@ impl Counted {
         }
     }
 
-    /// Returns the bytes of these requests. Bytes of appends are counted with the writes.
+    /// Returns the number of bytes that requests of a kind transferred, discarded or zeroed. Bytes of appends
+    /// are counted with the writes, so appends have none.
     pub const fn bytes(&self, counter: Counter) -> u64 {
         match counter {
             Counter::Read => self.read_bytes,
@@ -111,67 +113,67 @@ impl Counted {
     }
 
     /// Returns the number of completed requests, successful or not.
-    pub const fn answered(&self) -> u64 {
+    pub const fn completed_requests(&self) -> u64 {
         let data = self.reads + self.writes + self.appends;
         data + self.discards + self.zeroes + self.flushes + self.errors
     }
 }
 
 impl OpCounts {
-    /// Counts the outcome of a try: bytes if it made progress, the operation if it ended. A request that
-    /// would block is counted after its submission.
+    /// Counts the outcome of a tried request: the bytes if the request made progress, the operation if it
+    /// ended. A request that would block is counted when its submission completes.
     #[inline]
-    pub fn tried(&self, request: &Request, outcome: &Result<Tried>) {
+    pub fn count_try(&self, request: &Request, outcome: &Result<TryResult>) {
         match outcome {
-            Ok(Tried::Done) => self.done(request.op, request.len),
-            Ok(Tried::Partly(bytes)) => self.bytes(request.op, *bytes),
-            Ok(Tried::WouldBlock) => {}
-            Err(_) => self.error(),
+            Ok(TryResult::Done) => self.count_success(request.op, request.len),
+            Ok(TryResult::Partly(bytes)) => self.bytes(request.op, *bytes),
+            Ok(TryResult::WouldBlock) => {}
+            Err(_) => self.count_error(),
         }
     }
 
     /// Counts the outcome of a submitted request.
     #[inline]
-    pub fn answered(&self, request: &Request, outcome: &Result<()>) {
+    pub fn count_completion(&self, request: &Request, outcome: &Result<()>) {
         match outcome {
-            Ok(()) => self.done(request.op, request.len),
-            Err(_) => self.error(),
+            Ok(()) => self.count_success(request.op, request.len),
+            Err(_) => self.count_error(),
         }
     }
 
     /// Counts the outcome of an append of `bytes` bytes.
     #[inline]
-    pub fn appended<T>(&self, bytes: u64, outcome: &Result<T>) {
+    pub fn count_append<T>(&self, bytes: u64, outcome: &Result<T>) {
         match outcome {
             Ok(_) => self.0.add_both([(APPENDS, 1), (WRITTEN_BYTES, bytes as i64)]),
-            Err(_) => self.error(),
+            Err(_) => self.count_error(),
         }
     }
 
     /// Counts a successful operation, and its last `bytes` bytes, which were not counted yet.
     #[inline]
-    pub fn done(&self, op: Op, bytes: u64) {
+    pub fn count_success(&self, op: Op, bytes: u64) {
         self.0.add_both([(op as usize, 1), (BYTES + op as usize, bytes as i64)]);
     }
 
-    /// Counts a submitted request as in flight until [`ended`](Self::ended).
-    pub fn begun(&self) {
+    /// Counts a submitted request as in flight until [`count_end`](Self::count_end).
+    pub fn count_start(&self) {
         self.0.add(IN_FLIGHT, 1);
     }
 
     /// Counts a submitted request as completed.
-    pub fn ended(&self) {
+    pub fn count_end(&self) {
         self.0.add(IN_FLIGHT, -1);
     }
 
     /// Counts a request delayed by limits.
-    pub fn limited(&self) {
+    pub fn count_limited(&self) {
         self.0.add(LIMITED, 1);
     }
 
     /// Counts a failed operation.
     #[cold]
-    pub fn error(&self) {
+    pub fn count_error(&self) {
         self.0.add(ERRORS, 1);
     }
 
@@ -180,10 +182,10 @@ impl OpCounts {
         self.0.add(BYTES + op as usize, bytes as i64);
     }
 
-    /// Returns all counters. Exact if nothing is in flight.
-    pub fn snapshot(&self) -> Counted {
+    /// Returns the values of all counters, which are exact if no request is counted meanwhile.
+    pub fn snapshot(&self) -> OpStats {
         let get = |counter| self.0.get(counter);
-        Counted {
+        OpStats {
             reads: get(READS),
             writes: get(WRITES),
             discards: get(DISCARDS),
@@ -210,23 +212,23 @@ mod tests {
     fn request_counts_once_if_split_or_submitted() {
         let counts = OpCounts::default();
         let read = Request::read(0, 8192);
-        counts.tried(&read, &Ok(Tried::Partly(4096)));
-        counts.tried(&read.rest(4096), &Ok(Tried::WouldBlock));
-        counts.answered(&read.rest(4096), &Ok(()));
-        counts.tried(&Request::write(0, 512), &Ok(Tried::Done));
-        counts.tried(&Request::write(0, 512), &Err(Error::Media));
-        counts.answered(&Request::flush(), &Ok(()));
-        counts.answered(&Request::flush(), &Err(Error::Gone));
-        counts.tried(&Request::new(Op::Discard, 0, 1536), &Ok(Tried::Partly(1024)));
-        counts.tried(&Request::new(Op::Discard, 1024, 512), &Ok(Tried::Done));
-        counts.begun();
-        counts.begun();
-        counts.ended();
-        counts.limited();
-        counts.tried(&Request::new(Op::WriteZeroes, 0, 512), &Ok(Tried::Done));
-        counts.appended(1024, &Ok(77));
-        counts.appended(1024, &Err::<u64, _>(Error::ZoneCondition));
-        let expected = Counted {
+        counts.count_try(&read, &Ok(TryResult::Partly(4096)));
+        counts.count_try(&read.rest(4096), &Ok(TryResult::WouldBlock));
+        counts.count_completion(&read.rest(4096), &Ok(()));
+        counts.count_try(&Request::write(0, 512), &Ok(TryResult::Done));
+        counts.count_try(&Request::write(0, 512), &Err(Error::Media));
+        counts.count_completion(&Request::flush(), &Ok(()));
+        counts.count_completion(&Request::flush(), &Err(Error::Gone));
+        counts.count_try(&Request::new(Op::Discard, 0, 1536), &Ok(TryResult::Partly(1024)));
+        counts.count_try(&Request::new(Op::Discard, 1024, 512), &Ok(TryResult::Done));
+        counts.count_start();
+        counts.count_start();
+        counts.count_end();
+        counts.count_limited();
+        counts.count_try(&Request::new(Op::WriteZeroes, 0, 512), &Ok(TryResult::Done));
+        counts.count_append(1024, &Ok(77));
+        counts.count_append(1024, &Err::<u64, _>(Error::ZoneCondition));
+        let expected = OpStats {
             reads: 1,
             writes: 1,
             discards: 1,
@@ -247,16 +249,16 @@ mod tests {
     #[test]
     fn counted_adds_and_subtracts() {
         let counts = OpCounts::default();
-        counts.done(Op::Write, 512);
-        counts.begun();
+        counts.count_success(Op::Write, 512);
+        counts.count_start();
         let before = counts.snapshot();
-        counts.done(Op::Write, 1024);
-        counts.error();
+        counts.count_success(Op::Write, 1024);
+        counts.count_error();
         let after = counts.snapshot();
         let expected =
-            Counted { writes: 1, written_bytes: 1024, errors: 1, in_flight: 1, ..Counted::default() };
+            OpStats { writes: 1, written_bytes: 1024, errors: 1, in_flight: 1, ..OpStats::default() };
         assert_eq!(after.since(&before), expected);
-        assert_eq!((expected.answered(), expected.bytes(Counter::Write)), (2, 1024));
+        assert_eq!((expected.completed_requests(), expected.bytes(Counter::Write)), (2, 1024));
         let mut sum = before;
         sum.add(&expected);
         assert_eq!((sum.writes, sum.written_bytes, sum.in_flight), (2, 1536, 2));
@@ -268,7 +270,7 @@ mod tests {
         let counts = OpCounts::default();
         std::thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| (0..10_000).for_each(|_| counts.done(Op::Read, 512)));
+                scope.spawn(|| (0..10_000).for_each(|_| counts.count_success(Op::Read, 512)));
             }
         });
         let counted = counts.snapshot();

@@ -2,36 +2,36 @@
 
 use std::fmt;
 
-use super::{Device, Error, Failed, Failures};
+use super::{Device, Error, FailureKind, Failures};
 use crate::sync::Arc;
 
-/// A named device.
+/// A named device, with its failure counters.
 pub struct Disk {
     /// Name of the device.
     pub name: String,
     /// The device itself.
     pub device: Arc<dyn Device>,
-    /// Set by an option, or because the device is read-only.
+    /// True if an option or the device itself makes the disk read-only.
     pub read_only: bool,
-    /// Counters of failed requests.
+    /// Counters of the device's failed requests.
     pub failures: Arc<Failures>,
 }
 
 impl Disk {
-    /// Creates a disk. The disk is read-only if the caller or the device says so.
+    /// Creates a disk. The disk is read-only if `read_only` is true or the device is read-only.
     pub fn new(name: &str, read_only: bool, device: Arc<dyn Device>, failures: Arc<Failures>) -> Self {
         let read_only = read_only || device.geometry().read_only;
         Self { name: name.to_owned(), device, read_only, failures }
     }
 
-    /// Counts a failed request, and logs it at most once a minute for each kind.
+    /// Counts a failed request, and logs a warning at most once a minute for each kind and reason.
     #[cold]
-    pub fn failed(&self, request: &dyn fmt::Debug, failed: Failed, error: Error) {
+    pub fn record_failure(&self, request: &dyn fmt::Debug, kind: FailureKind, error: Error) {
         let name = &self.name;
-        if let Some(held_back) = self.failures.count(failed, error) {
-            tracing::warn!(?request, "{name}: {failed}: {error}{held_back}");
+        if let Some(suppressed) = self.failures.count(kind, error) {
+            tracing::warn!(?request, "{name}: {kind}: {error}{suppressed}");
         } else {
-            tracing::debug!(?request, "{name}: {failed}: {error}");
+            tracing::debug!(?request, "{name}: {kind}: {error}");
         }
     }
 }

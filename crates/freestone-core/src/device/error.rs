@@ -12,7 +12,7 @@ pub enum Error {
     /// Offset or length is not a multiple of the logical block, or the length is zero.
     #[error("not aligned to the logical block")]
     Misaligned,
-    /// Write to a read-only device.
+    /// The request writes to a read-only device.
     #[error("read-only")]
     ReadOnly,
     /// The device has no space: a limit was reached, or its backing device is full.
@@ -24,25 +24,25 @@ pub enum Error {
     /// The data could not be read or written.
     #[error("I/O error")]
     Media,
-    /// The device was removed, or its server shuts down.
+    /// The device was removed, or the server shuts down.
     #[error("the device is gone")]
     Gone,
     /// The device does not support this operation.
     #[error("not supported")]
     Unsupported,
-    /// A zone was not written at its write pointer, or beyond its capacity.
+    /// A write to a zone does not start at the zone's write pointer, or exceeds the zone's capacity.
     #[error("not at the zone's write pointer")]
     ZoneWritePointer,
     /// The zone's condition (full, read-only, offline, conventional) forbids the operation.
     #[error("the zone's condition forbids it")]
     ZoneCondition,
-    /// The request crosses a zone boundary that it must not cross.
+    /// The request crosses the boundary between two zones, which this request must not cross.
     #[error("the request crosses a zone boundary")]
     ZoneBoundary,
-    /// The limit of open zones is reached and none can be closed implicitly.
+    /// The maximum number of open zones is reached, and no zone can be closed implicitly.
     #[error("too many open zones")]
     ZoneTooManyOpen,
-    /// The limit of active zones is reached.
+    /// The maximum number of active zones is reached.
     #[error("too many active zones")]
     ZoneTooManyActive,
 }
@@ -66,7 +66,7 @@ impl Error {
     ];
 
     /// Returns the name used in statistics and other machine-readable output.
-    pub const fn word(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::OutOfRange => "out_of_range",
             Self::Misaligned => "misaligned",
@@ -95,7 +95,7 @@ impl Error {
             Self::Media | Self::ZoneWritePointer | Self::ZoneCondition | Self::ZoneBoundary => libc::EIO,
             Self::Gone => libc::ESHUTDOWN,
             Self::Unsupported => libc::EOPNOTSUPP,
-            // As the kernel's BLK_STS_ZONE_OPEN_RESOURCE and BLK_STS_ZONE_ACTIVE_RESOURCE.
+            // The kernel's errno values of BLK_STS_ZONE_OPEN_RESOURCE and BLK_STS_ZONE_ACTIVE_RESOURCE.
             Self::ZoneTooManyOpen => libc::ETOOMANYREFS,
             Self::ZoneTooManyActive => libc::EOVERFLOW,
         }

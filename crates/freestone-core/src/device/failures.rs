@@ -1,14 +1,14 @@
-//! Failed requests of a device, counted by reason, and rate-limited logging of them.
+//! Counters of a device's failed requests by reason, and rate-limited logging of failures.
 
 use std::fmt;
 
 use super::Error;
-use crate::log_limit::{HeldBack, LogLimit};
+use crate::log_limit::{LogLimit, SuppressedLines};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Kind of a failed request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Failed {
+pub enum FailureKind {
     /// A read, or a query of extents.
     Read,
     /// A write or write zeroes.
@@ -19,7 +19,7 @@ pub enum Failed {
     Flush,
 }
 
-impl fmt::Display for Failed {
+impl fmt::Display for FailureKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Read => "read",
@@ -30,19 +30,19 @@ impl fmt::Display for Failed {
     }
 }
 
-/// Counters of failed requests of a device, over all its exports.
+/// Counters of a device's failed requests, over all exports of the device.
 #[derive(Default)]
 pub struct Failures {
     counts: [AtomicU64; Error::ALL.len()],
-    lines: LogLimit<(Failed, Error)>,
+    lines: LogLimit<(FailureKind, Error)>,
 }
 
 impl Failures {
-    /// Counts a failure. Returns `Some` if the caller must log it: once a minute for each kind and reason,
-    /// except for client errors and requests to a removed device.
+    /// Counts a failure. Returns `Some` if the caller must log the failure, at most once a minute for each
+    /// kind and reason. Returns `None` for client errors and requests to a removed device.
     #[cold]
-    pub fn count(&self, failed: Failed, error: Error) -> Option<HeldBack> {
-        // Relaxed: a statistic.
+    pub fn count(&self, kind: FailureKind, error: Error) -> Option<SuppressedLines> {
+        // Relaxed: the count is a statistic, which orders no other data.
         self.counts[error as usize].fetch_add(1, Ordering::Relaxed);
         match error {
             Error::OutOfRange | Error::Misaligned | Error::ReadOnly | Error::Unsupported | Error::Gone => {
@@ -55,13 +55,13 @@ impl Failures {
             | Error::ZoneCondition
             | Error::ZoneBoundary
             | Error::ZoneTooManyOpen
-            | Error::ZoneTooManyActive => self.lines.line((failed, error)),
+            | Error::ZoneTooManyActive => self.lines.admit((kind, error)),
         }
     }
 
-    /// Returns the count of each reason that occurred.
+    /// Returns each reason that occurred, with its number of failures.
     pub fn counts(&self) -> impl Iterator<Item = (Error, u64)> {
-        // Relaxed: a statistic.
+        // Relaxed: the count is a statistic, which orders no other data.
         let counted =
             Error::ALL.iter().map(|error| (*error, self.counts[*error as usize].load(Ordering::Relaxed)));
         counted.filter(|(_, count)| *count > 0)
@@ -82,13 +82,13 @@ mod tests {
     fn count_logs_device_errors_only() {
         let failures = Failures::default();
         for error in Error::ALL {
-            let logged = failures.count(Failed::Write, error).is_some();
-            assert_eq!(failures.count(Failed::Write, error), None, "{error}: twice in a minute");
+            let logged = failures.count(FailureKind::Write, error).is_some();
+            assert_eq!(failures.count(FailureKind::Write, error), None, "{error}: twice in a minute");
             let is_client_error =
                 matches!(error, Error::OutOfRange | Error::Misaligned | Error::ReadOnly | Error::Unsupported);
             assert_eq!(logged, !is_client_error && error != Error::Gone, "{error}");
         }
-        assert!(failures.count(Failed::Flush, Error::Media).is_some(), "a flush is another kind");
+        assert!(failures.count(FailureKind::Flush, Error::Media).is_some(), "a flush is another kind");
         let counts: Vec<_> = failures.counts().collect();
         assert!(counts.iter().map(|(error, _)| *error).eq(Error::ALL), "{counts:?}");
         assert!(counts.iter().all(|(error, count)| *count == if *error == Error::Media { 3 } else { 2 }));

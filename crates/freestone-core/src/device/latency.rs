@@ -7,17 +7,17 @@ use std::time::Duration;
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// Requests below 256 ns share a bucket; as a power of two.
+/// Binary logarithm of 256 ns. Requests with a lower latency share the first bucket.
 const SHORTEST_LOG2: u32 = 8;
-/// Requests from 69 s on share a bucket; as a power of two of nanoseconds.
+/// Binary logarithm of 69 s in nanoseconds. Requests with this latency or more share the last bucket.
 const LONGEST_LOG2: u32 = 36;
-/// Buckets for each power of two, as a power of two.
+/// Binary logarithm of the number of buckets for each power of two.
 const PARTS_LOG2: u32 = 2;
 const PARTS: usize = 1 << PARTS_LOG2;
-/// Buckets of all powers, and one at either end.
+/// Number of buckets: those of all powers of two, and one at either end.
 const BUCKETS: usize = ((LONGEST_LOG2 - SHORTEST_LOG2) as usize) * PARTS + 2;
 
-/// Counts of requests by latency.
+/// Histogram of latencies: the number of requests in each bucket, and the sum of the latencies.
 pub struct Histogram {
     buckets: [AtomicU64; BUCKETS],
     nanoseconds: AtomicU64,
@@ -41,7 +41,7 @@ fn bucket(nanoseconds: u64) -> usize {
     1 + (log2 - SHORTEST_LOG2) as usize * PARTS + part
 }
 
-/// Returns the exclusive upper bound of a bucket, or `None` for the last one.
+/// Returns the exclusive upper bound of a bucket in nanoseconds, or `None` for the last bucket.
 fn upper_bound(bucket: usize) -> Option<u64> {
     let (log2, part) = (bucket / PARTS, bucket % PARTS);
     (bucket < BUCKETS - 1).then(|| {
@@ -51,41 +51,41 @@ fn upper_bound(bucket: usize) -> Option<u64> {
 }
 
 impl Histogram {
-    /// Adds a request with the weight `stands_for`.
-    pub fn add(&self, took: Duration, stands_for: u64) {
+    /// Adds the latency of a request that counts `weight` times.
+    pub fn add(&self, took: Duration, weight: u64) {
         let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         // Relaxed: a statistic.
-        self.buckets[bucket(nanoseconds)].fetch_add(stands_for, Ordering::Relaxed);
-        let sum = nanoseconds.saturating_mul(stands_for);
-        // Relaxed: as above. Wraps after five centuries of total latency.
+        self.buckets[bucket(nanoseconds)].fetch_add(weight, Ordering::Relaxed);
+        let sum = nanoseconds.saturating_mul(weight);
+        // Relaxed: a statistic. The sum wraps after five centuries of total latency.
         self.nanoseconds.fetch_add(sum, Ordering::Relaxed);
     }
 
-    /// Returns the counts. Exact if no thread adds meanwhile.
+    /// Returns a copy of the counts. The copy is exact if no thread adds latencies meanwhile.
     pub fn read(&self) -> Latency {
         // Relaxed: statistics.
         let buckets = self.buckets.each_ref().map(|count| count.load(Ordering::Relaxed));
-        // Relaxed: as above.
+        // Relaxed: a statistic.
         let nanoseconds = self.nanoseconds.load(Ordering::Relaxed);
         Latency { buckets: Some(Box::new(buckets)), nanoseconds }
     }
 }
 
-/// Counts of one or several histograms.
+/// Copy of the counts of one histogram, or sum of several.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Latency {
-    /// `None` means all zero.
+    /// Number of requests in each bucket; `None` if all are zero.
     buckets: Option<Box<[u64; BUCKETS]>>,
     nanoseconds: u64,
 }
 
 impl Latency {
-    /// Returns the number of requests.
+    /// Returns the number of requests counted.
     pub fn requests(&self) -> u64 {
         self.counts().iter().sum()
     }
 
-    /// Returns the total latency.
+    /// Returns the sum of the latencies of all requests.
     pub const fn total(&self) -> Duration {
         Duration::from_nanos(self.nanoseconds)
     }
@@ -93,7 +93,7 @@ impl Latency {
     /// Returns the latency within which `thousandths` (1 to 1000) of the requests completed, rounded up to
     /// the bound of a bucket, that is by at most a quarter. Returns `None` without requests, and 69 s for
     /// longer latencies.
-    pub fn within(&self, thousandths: u64) -> Option<Duration> {
+    pub fn quantile(&self, thousandths: u64) -> Option<Duration> {
         let all = u128::from(self.requests());
         let wanted = (all * u128::from(thousandths)).div_ceil(1000).max(1);
         let mut counted = 0;
@@ -104,7 +104,8 @@ impl Latency {
         Some(Duration::from_nanos(upper_bound(slowest).unwrap_or(1 << LONGEST_LOG2)))
     }
 
-    /// Returns the number of faster requests for each power of four of nanoseconds, from 256 ns to 69 s.
+    /// Returns each power of four of nanoseconds from 256 ns to 69 s, with the number of requests below that
+    /// latency.
     pub fn below_powers_of_four(&self) -> impl Iterator<Item = (Duration, u64)> {
         let mut counted = 0;
         let powers = self.counts().iter().enumerate().filter_map(move |(bucket, count)| {
@@ -123,7 +124,7 @@ impl Latency {
         counted.map(|(bucket, count)| (upper_bound(bucket).map(Duration::from_nanos), *count))
     }
 
-    /// Adds other counts.
+    /// Adds the counts of `other`.
     pub fn add(&mut self, other: &Self) {
         let Some(theirs) = &other.buckets else { return };
         let own = self.buckets.get_or_insert_with(|| Box::new([0; BUCKETS]));
@@ -133,7 +134,7 @@ impl Latency {
         self.nanoseconds = self.nanoseconds.wrapping_add(other.nanoseconds);
     }
 
-    /// Returns the counts since an earlier state.
+    /// Returns the counts added since the state `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut since = self.clone();
@@ -182,10 +183,10 @@ mod tests {
         counts.add(Duration::from_millis(3), 2);
         let read = counts.read();
         assert_eq!((read.requests(), read.total()), (100, Duration::from_micros(980 + 6000)));
-        let within = |thousandths| read.within(thousandths).unwrap().as_nanos();
+        let within = |thousandths| read.quantile(thousandths).unwrap().as_nanos();
         assert_eq!((within(1), within(500), within(980)), (10240, 10240, 10240));
         assert_eq!((within(981), within(1000)), (3_145_728, 3_145_728));
-        assert_eq!(Latency::default().within(500), None);
+        assert_eq!(Latency::default().quantile(500), None);
         let buckets: Vec<_> = read.buckets().map(|(end, count)| (end.unwrap().as_nanos(), count)).collect();
         assert_eq!(buckets, [(10240, 98), (3_145_728, 2)]);
         counts.add(Duration::from_secs(100), 1);
@@ -195,7 +196,7 @@ mod tests {
         twice.add(&read);
         twice.add(&Latency::default());
         assert_eq!((twice.requests(), twice.total()), (200, read.total() * 2));
-        assert_eq!(twice.within(981), read.within(981));
+        assert_eq!(twice.quantile(981), read.quantile(981));
         assert_eq!(twice.since(&read), read);
         assert_eq!(read.since(&Latency::default()), read);
         assert_eq!(Latency::default().since(&read).requests(), 0, "an unrelated earlier state");

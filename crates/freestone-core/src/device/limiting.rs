@@ -1,47 +1,48 @@
-//! Limits of a device and of each access path. A submitted request first pays for its access path, then for
-//! the device.
+//! Rate limits of a device and of each access path. A submitted request first pays its cost to the limits of
+//! its access path, then to those of the device.
 
 use std::io;
 
 use super::zoned::AppendCompletion;
 use super::{Completion, Device, Error, Flags, IoBuf, Op, Request, Tally};
-use crate::limits::{Cost, Ended, Lifted, Limiter, Limits, Waits};
+use crate::limits::{Cost, Limiter, Limits, PacedRequest, RejectGuard, SuspendGuard};
 use crate::sync::{Arc, AtomicU32, Ordering};
 
-/// Limits of an access path and of its device.
+/// Rate limits of an access path and of its device.
 ///
-/// A request pays one after the other, so a request in the device's queue has paid for its path.
+/// A request pays first for the access path and then for the device, so a request in the device's queue has
+/// paid for its path.
 pub struct Limiting {
     /// Number of active limits of the device and all its access paths. Checked by each request.
     any: Arc<AtomicU32>,
-    path_limiter: Limiter<Ticket>,
-    device_limiter: Arc<Limiter<Ticket>>,
+    path_limiter: Limiter<LimitedRequest>,
+    device_limiter: Arc<Limiter<LimitedRequest>>,
 }
 
-/// A submitted request, passed to the device when it has paid.
-pub enum Submitted {
+/// A submitted request, passed to the device when the request has paid its cost.
+pub enum SubmittedOp {
     Io(Request, IoBuf, Completion),
     Append(u64, IoBuf, Flags, AppendCompletion),
 }
 
-pub struct Ticket {
-    submitted: Submitted,
+pub struct LimitedRequest {
+    submitted: SubmittedOp,
     inner: Arc<dyn Device>,
     limiting: Arc<Limiting>,
     tally: Arc<Tally>,
     has_paid_path: bool,
-    /// The request was counted as delayed.
+    /// True if the request was counted as delayed.
     has_waited: bool,
 }
 
-/// Guard during which requests to a device, or on an access path, do not wait for limits.
-pub struct Unlimited {
+/// Guard during whose life requests to a device, or on an access path, do not wait for limits.
+pub struct LimitSuspension {
     _guards: Guards,
 }
 
 enum Guards {
-    Lifted { _all: Vec<Lifted<Ticket>> },
-    Ended { _all: Vec<Ended<Ticket>> },
+    Suspended { _all: Vec<SuspendGuard<LimitedRequest>> },
+    Rejecting { _all: Vec<RejectGuard<LimitedRequest>> },
 }
 
 impl Limiting {
@@ -52,8 +53,9 @@ impl Limiting {
         Self { path_limiter: limiter(), device_limiter: Arc::new(limiter()), any }
     }
 
-    /// Creates another access path, which shares the device's limits and has none of its own.
-    pub fn another_way(&self) -> Self {
+    /// Creates the limits of another access path, which shares the device's limits and has no limits of its
+    /// own.
+    pub fn new_access_path(&self) -> Self {
         let any = Arc::clone(&self.any);
         Self {
             path_limiter: Limiter::new(Arc::clone(&any)),
@@ -65,17 +67,17 @@ impl Limiting {
     /// Returns true if the device or any access path has limits.
     #[inline]
     pub fn has_any(&self) -> bool {
-        // Acquire: pairs with the Release of a queue that becomes inactive: all waiting requests have
+        // Acquire: pairs with the Release of a queue that becomes inactive, after all waiting requests have
         // continued.
         self.any.load(Ordering::Acquire) != 0
     }
 
     /// Returns true if a request on this path may have to pay.
     pub fn is_limited(&self) -> bool {
-        self.path_limiter.is_on() || self.device_limiter.is_on()
+        self.path_limiter.is_active() || self.device_limiter.is_active()
     }
 
-    pub fn set_way(&self, limits: &Limits) -> io::Result<()> {
+    pub fn set_path(&self, limits: &Limits) -> io::Result<()> {
         self.path_limiter.set(limits)
     }
 
@@ -83,7 +85,7 @@ impl Limiting {
         self.device_limiter.set(limits)
     }
 
-    pub fn way(&self) -> Limits {
+    pub fn path(&self) -> Limits {
         self.path_limiter.limits()
     }
 
@@ -91,43 +93,43 @@ impl Limiting {
         self.device_limiter.limits()
     }
 
-    /// Closes this access path: its waiting requests fail.
-    pub fn close_way(self: &Arc<Self>) {
+    /// Closes this access path: its waiting requests fail, and its limits are removed.
+    pub fn close_path(self: &Arc<Self>) {
         let device_limiter = self.device_limiter.as_ref();
-        device_limiter.end_those(|ticket| Arc::ptr_eq(&ticket.limiting, self));
-        drop(self.path_limiter.end());
+        device_limiter.reject_matching(|request| Arc::ptr_eq(&request.limiting, self));
+        drop(self.path_limiter.reject_waiting());
         // Removing limits starts no thread, so this cannot fail.
         let _ = self.path_limiter.set(&Limits::default());
     }
 }
 
-impl Unlimited {
-    /// Suspends the limits; waiting requests continue.
-    pub fn lifted<'a>(ways: impl Iterator<Item = &'a Limiting>) -> Self {
+impl LimitSuspension {
+    /// Suspends the limits of the access paths and of their device. Waiting requests continue.
+    pub fn suspend<'a>(paths: impl Iterator<Item = &'a Limiting>) -> Self {
         let (mut all, mut last) = (Vec::new(), None);
-        for way in ways {
-            all.push(way.path_limiter.lift());
-            last = Some(way);
+        for path in paths {
+            all.push(path.path_limiter.suspend());
+            last = Some(path);
         }
-        all.extend(last.map(|way| way.device_limiter.lift()));
-        Self { _guards: Guards::Lifted { _all: all } }
+        all.extend(last.map(|path| path.device_limiter.suspend()));
+        Self { _guards: Guards::Suspended { _all: all } }
     }
 
-    /// Fails waiting requests with [`Error::Gone`], and new ones that would have to wait.
-    pub fn failing<'a>(ways: impl Iterator<Item = &'a Limiting>) -> Self {
+    /// Fails waiting requests with [`Error::Gone`], and new requests that would have to wait.
+    pub fn reject<'a>(paths: impl Iterator<Item = &'a Limiting>) -> Self {
         let (mut all, mut last) = (Vec::new(), None);
-        for way in ways {
-            all.push(way.path_limiter.end());
-            last = Some(way);
+        for path in paths {
+            all.push(path.path_limiter.reject_waiting());
+            last = Some(path);
         }
-        all.extend(last.map(|way| way.device_limiter.end()));
-        Self { _guards: Guards::Ended { _all: all } }
+        all.extend(last.map(|path| path.device_limiter.reject_waiting()));
+        Self { _guards: Guards::Rejecting { _all: all } }
     }
 }
 
-impl Ticket {
+impl LimitedRequest {
     pub fn new(
-        submitted: Submitted,
+        submitted: SubmittedOp,
         inner: Arc<dyn Device>,
         limiting: Arc<Limiting>,
         tally: Arc<Tally>,
@@ -135,7 +137,7 @@ impl Ticket {
         Self { submitted, inner, limiting, tally, has_paid_path: false, has_waited: false }
     }
 
-    /// Pays, and passes the request to the device, now or later.
+    /// Pays the request's cost, and passes the request to the device, at once or when the limits allow it.
     pub fn pay_and_submit(mut self) {
         let (limiting, cost) = (Arc::clone(&self.limiting), self.cost());
         if !self.has_paid_path {
@@ -148,21 +150,20 @@ impl Ticket {
         }
     }
 
-    /// Returns the cost as qemu's throttling defines it: one operation for each request, and the bytes of
-    /// data.
+    /// Returns the cost of the request as defined by qemu's throttling: one operation, and the bytes of data.
     fn cost(&self) -> Cost {
         let bytes = match &self.submitted {
-            Submitted::Io(request, ..) if matches!(request.op, Op::Read | Op::Write) => request.len,
-            Submitted::Io(..) => 0,
-            Submitted::Append(_, data, ..) => data.len() as u64,
+            SubmittedOp::Io(request, ..) if matches!(request.op, Op::Read | Op::Write) => request.len,
+            SubmittedOp::Io(..) => 0,
+            SubmittedOp::Append(_, data, ..) => data.len() as u64,
         };
         Cost { operations: 1, bytes }
     }
 
     fn submit(self) {
         match self.submitted {
-            Submitted::Io(request, buffer, done) => self.inner.submit(request, buffer, done),
-            Submitted::Append(offset, data, flags, done) => match self.inner.zoned() {
+            SubmittedOp::Io(request, buffer, done) => self.inner.submit(request, buffer, done),
+            SubmittedOp::Append(offset, data, flags, done) => match self.inner.zoned() {
                 Some(zones) => zones.submit_append(offset, data, flags, done),
                 None => done(Err(Error::Unsupported)),
             },
@@ -170,15 +171,15 @@ impl Ticket {
     }
 }
 
-impl Waits for Ticket {
-    fn waits(&mut self) {
+impl PacedRequest for LimitedRequest {
+    fn note_wait(&mut self) {
         // Counted once, even if the request waits in both queues.
         if !std::mem::replace(&mut self.has_waited, true) {
-            self.tally.counts().limited();
+            self.tally.counts().count_limited();
         }
     }
 
-    fn go(mut self) {
+    fn resume(mut self) {
         if self.has_paid_path {
             return self.submit();
         }
@@ -186,10 +187,10 @@ impl Waits for Ticket {
         self.pay_and_submit();
     }
 
-    fn gone(self) {
+    fn reject(self) {
         match self.submitted {
-            Submitted::Io(_, buffer, done) => done.complete(Err(Error::Gone), buffer),
-            Submitted::Append(.., done) => done(Err(Error::Gone)),
+            SubmittedOp::Io(_, buffer, done) => done.complete(Err(Error::Gone), buffer),
+            SubmittedOp::Append(.., done) => done(Err(Error::Gone)),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The device interface, which every device implements and every export uses.
 //!
-//! A caller first *tries* a request inline ([`Device::try_io`]), and *submits* what would have to wait
-//! ([`Device::submit`]). So RAM hits never switch threads, and waiting requests occupy no thread.
+//! A caller first *tries* a request inline ([`Device::try_io`]), and *submits* the part that would have to
+//! wait ([`Device::submit`]). So RAM hits never switch threads, and waiting requests occupy no thread.
 //!
 //! Buffers are contiguous: codecs need whole pages, exports receive into one buffer, and a submitted request
 //! owns one allocation, which is aligned for `O_DIRECT`. Devices work on whole logical blocks;
@@ -43,39 +43,39 @@ pub use buffer::{IO_ALIGN_BYTES, IoBuf};
 pub use changes::{Change, Changes};
 pub use completion::Completion;
 #[cfg(not(loom))]
-pub use counter::{Counter, Each};
+pub use counter::{Counter, PerCounter};
 #[cfg(not(loom))]
 pub use counting::Counting;
 #[cfg(not(loom))]
-pub use counts::{Counted, OpCounts};
+pub use counts::{OpCounts, OpStats};
 #[cfg(not(loom))]
 pub use disk::Disk;
 pub use error::{Error, Result};
 #[cfg(not(loom))]
-pub use failures::{Failed, Failures};
+pub use failures::{FailureKind, Failures};
 pub use geometry::{Extent, ExtentKind, Geometry};
 #[cfg(not(loom))]
 pub use latency::Latency;
 #[cfg(not(loom))]
-pub use limiting::Unlimited;
+pub use limiting::LimitSuspension;
 #[cfg(not(loom))]
 pub use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};
 #[cfg(not(loom))]
 pub use request_trace::{REQUEST_SPANS, span_requests};
 #[cfg(not(loom))]
-pub use tally::{Account, Sum, Tally, Told};
+pub use tally::{IoStats, StatSource, Sum, Tally};
 pub use zoned::{Zone, ZoneGeometry, Zoned};
 
 /// Progress of a tried request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tried {
+pub enum TryResult {
     /// The whole request is complete.
     Done,
-    /// The first bytes are complete: at least one logical block and less than the whole. The device stopped
-    /// to bound its work; the caller tries the rest again after other work.
+    /// A part is complete: this number of bytes from the start, at least one logical block and less than the
+    /// whole request. The device stopped to bound its work; the caller tries the rest after other work.
     Partly(u64),
-    /// Nothing was done, because the request would have to wait. The caller submits it.
+    /// Nothing was done, because the request would have to wait. The caller must submit the request.
     WouldBlock,
 }
 
@@ -85,12 +85,12 @@ pub enum Tried {
 /// * **Check** every request with [`Request::check`] against the current geometry before any effect.
 /// * **`try_io`** runs on the caller's thread, does bounded work, and never waits for a disk, a timer, I/O of
 ///   another request, or a change of the whole device (such as a snapshot being taken, or memory that a
-///   removed device frees). Instead it returns [`Tried::WouldBlock`], and the submitted request waits. Short
+///   removed device frees). Instead it returns [`TryResult::WouldBlock`], and the submitted request waits. Short
 ///   waits for another thread's slot lock are allowed. Progress is reported from the start of the request,
 ///   and only for bytes that are complete.
 /// * **`submit`** takes ownership of request, buffer and completion, and returns soon. Each completion is
-///   called exactly once, even if the disk below fails or the device is removed ([`Error::Gone`]). A slow
-///   request does not delay others that it does not overlap, and waiting requests occupy no thread.
+///   called exactly once, even if the disk under the device fails or the device is removed ([`Error::Gone`]).
+///   A slow request does not delay others that it does not overlap, and waiting requests occupy no thread.
 /// * **A failed write** leaves every logical block with its old or its new content, and never modifies blocks
 ///   outside the range. Writes to zones are all or nothing.
 /// * **Ordering:** a read that begins after the completion of a write to the same bytes returns the data of
@@ -105,8 +105,9 @@ pub enum Tried {
 ///   returns [`Error::Media`] and continues to work.
 ///
 /// # Guarantees for implementations
-/// * The buffer's length is the request's for reads and writes. Other operations have no buffer.
-/// * The caller holds no lock of the library, is not pinned, and does not call `try_io` from a completion.
+/// * For reads and writes the length of the buffer is the length of the request. Other operations have no
+///   buffer.
+/// * The caller holds no lock of Freestone, is not pinned, and does not call `try_io` from a completion.
 /// * After `Partly(n)` the caller continues with [`Request::rest`], or gives up.
 pub trait Device: Send + Sync {
     /// Returns sizes, alignments and properties. Must be cheap, as exports call this for each request.
@@ -116,7 +117,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// The request failed and will have no further effect. Earlier blocks may have been written.
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried>;
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult>;
 
     /// Starts a request. `buffer.len()` is `request.len` for reads and writes; otherwise the buffer is empty.
     /// The completion may run before `submit` returns.

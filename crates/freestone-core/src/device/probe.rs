@@ -1,13 +1,13 @@
 //! USDT probes for perf, bpftrace, gdb and similar tools. Each probe is a nop, and an ELF note that contains
-//! its address and the registers of its arguments. A tracer that attaches sets a breakpoint there and
-//! increments a semaphore; while that is zero, no arguments are computed. x86-64 only.
+//! its address and the registers of its arguments. A tracer that attaches sets a breakpoint at the nop and
+//! increments a semaphore; while the semaphore is zero, no arguments are computed. x86-64 only.
 #![expect(unsafe_code)]
 // UNSAFETY: the assembler writes the notes, and the semaphore is in a section known to tracers.
 
 use std::sync::atomic::{AtomicU16, Ordering};
 
-/// Semaphore of all probes: the number of attached tracers, which they change, plus one if spans are enabled.
-/// Requests check this word only.
+/// Semaphore of all probes: the number of attached tracers, changed by the tracers, plus one if spans are
+/// enabled. To find out whether tracing is enabled, requests check only this word.
 #[used]
 // SAFETY: `.probes` is the section for such semaphores and allows other content.
 #[unsafe(link_section = ".probes")]
@@ -22,7 +22,7 @@ pub fn is_enabled() -> bool {
 
 /// Enables request tracing for spans.
 pub fn enable() {
-    // Relaxed: as above.
+    // Relaxed: orders no data.
     SEMAPHORE.fetch_add(1, Ordering::Relaxed);
 }
 
@@ -33,7 +33,7 @@ pub struct RequestInfo<'a> {
     pub device: &'a str,
     /// Number of the operation in [`Counter`](super::Counter).
     pub op: usize,
-    /// First byte.
+    /// Offset of the first byte on the device.
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u64,
@@ -82,7 +82,7 @@ macro_rules! probe {
     };
 }
 
-/// Fires when a request is tried, or submitted (`waits`).
+/// Fires when a request is tried (`waits` is false) or submitted (`waits` is true).
 #[inline(never)]
 pub fn request_begin(info: RequestInfo<'_>, waits: bool) {
     let RequestInfo { device, op, offset, bytes } = info;
@@ -90,8 +90,8 @@ pub fn request_begin(info: RequestInfo<'_>, waits: bool) {
     probe!("request_begin", "8@{0} 8@{1} 8@{2} 8@{3} 8@{4} 8@{5}", name, len, op, offset, bytes, waits);
 }
 
-/// Fires when a request ends. `end` is 0 for success, negative for a try that did not complete, or 1 + the
-/// error.
+/// Fires when a request ends. `end` is 0 for success, negative for a try that did not complete, or 1 plus the
+/// number of the [`Error`](super::Error).
 #[inline(never)]
 pub fn request_end(info: RequestInfo<'_>, nanoseconds: u64, end: i64) {
     let RequestInfo { device, op, offset, bytes } = info;

@@ -7,14 +7,14 @@ use super::{Error, Geometry, Result};
 /// Operations that every device supports. Zone operations are in [`Zoned`](super::Zoned).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Reads into the buffer.
+    /// Reads the range into the buffer.
     Read,
-    /// Writes the buffer.
+    /// Writes the buffer to the range.
     Write,
     /// Discards the range, as a hint. Parts smaller than the discard granularity are skipped, as in zram.
-    /// Later reads return zeroes or the old data, and always the same.
+    /// Later reads return zeroes or the old data, but the same on every read.
     Discard,
-    /// Zeroes the range, exact to the byte. With [`Flags::MAY_FREE`] its space may be freed.
+    /// Zeroes the range, exact to the byte. With [`Flags::MAY_FREE`] the space of the range may be freed.
     WriteZeroes,
     /// Makes every write completed before this request durable. Offset and length are zero.
     Flush,
@@ -24,7 +24,7 @@ bitflags! {
     /// Modifiers of a request.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub struct Flags: u8 {
-        /// Write, write zeroes, discard: durable at completion ("force unit access").
+        /// Write, write zeroes, discard: the effect is durable at completion ("force unit access").
         const FUA = 1;
         /// Write zeroes: the range may become a hole.
         const MAY_FREE = 2;
@@ -34,14 +34,14 @@ bitflags! {
     }
 }
 
-/// One request.
+/// A request to a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// Operation.
+    /// Operation to execute.
     pub op: Op,
-    /// Modifiers.
+    /// Modifiers of the operation.
     pub flags: Flags,
-    /// First byte.
+    /// Offset of the first byte on the device.
     pub offset: u64,
     /// Length in bytes; zero only for a flush.
     pub len: u64,
@@ -83,20 +83,21 @@ impl Request {
         self
     }
 
-    /// Makes the checks that every device starts with, in this order: length and alignment, range, read-only.
+    /// Checks the request, as every device must do first. The order is: length and alignment, range,
+    /// read-only.
     #[inline]
     pub fn check(&self, geometry: &Geometry) -> Result<()> {
-        self.check_place(geometry.size, geometry.logical_block)?;
+        self.check_range(geometry.size, geometry.logical_block)?;
         if geometry.read_only && !matches!(self.op, Op::Read | Op::Flush) {
             return Err(Error::ReadOnly);
         }
         Ok(())
     }
 
-    /// Makes the checks of [`check`](Self::check) without the one for read-only devices. Because every device
-    /// calls this first, debug builds also check here that the caller is not pinned.
+    /// Checks like [`check`](Self::check), but without the check for read-only devices. Because every device
+    /// calls this function first, debug builds also check that the caller is not pinned.
     #[inline]
-    pub fn check_place(&self, size: u64, logical_block: u32) -> Result<()> {
+    pub fn check_range(&self, size: u64, logical_block: u32) -> Result<()> {
         crate::pin::assert_unpinned();
         if self.op == Op::Flush {
             return if self.offset == 0 && self.len == 0 { Ok(()) } else { Err(Error::Misaligned) };
@@ -112,7 +113,8 @@ impl Request {
     }
 }
 
-/// Returns the end of a range whose extents are queried. Every device calls this first.
+/// Returns the exclusive end of a range whose extents are queried. Every device calls this first, to check
+/// the range.
 ///
 /// # Errors
 /// [`Error::OutOfRange`] if the range is empty or not within `size`.
@@ -121,10 +123,10 @@ pub fn range_end(offset: u64, len: u64, size: u64) -> Result<u64> {
     offset.checked_add(len).filter(|&end| len > 0 && end <= size).ok_or(Error::OutOfRange)
 }
 
-/// Memory of a request that is tried inline. For reads and writes the length is the request's.
+/// Memory of a request that is tried inline. For reads and writes its length is the length of the request.
 #[derive(Debug)]
 pub enum Buffer<'a> {
-    /// Discard, write zeroes and flush have no data.
+    /// No data: discard, write zeroes and flush.
     None,
     /// Destination of a read. The content is unspecified after an error and beyond the completed part.
     Read(&'a mut [u8]),
@@ -133,8 +135,8 @@ pub enum Buffer<'a> {
 }
 
 impl<'a> Buffer<'a> {
-    /// Returns the part of `bytes` for the rest of a request whose first `done` bytes are complete. Requests
-    /// without data get [`Buffer::None`].
+    /// Returns the part of `bytes` for the rest of a request whose first `done` bytes are complete. Returns
+    /// [`Buffer::None`] for requests without data.
     #[inline]
     pub fn rest(op: Op, bytes: &'a mut [u8], done: usize) -> Self {
         match op {

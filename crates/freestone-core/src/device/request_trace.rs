@@ -6,14 +6,14 @@ use std::time::Duration;
 use tracing::Span;
 use tracing::field::Empty;
 
-use super::{Counter, Error, Result, Tally, Tried, probe};
+use super::{Counter, Error, Result, Tally, TryResult, probe};
 use crate::sync::Instant;
 
-/// Target of request spans, for filters.
+/// `tracing` target of request spans, for use in filters.
 pub const REQUEST_SPANS: &str = "freestone::request";
 
 /// Enables request spans: each request of each [counted](super::Counting) device gets a `tracing` span of
-/// level trace. Without this call no subscriber sees any.
+/// level trace. Without this call no request spans are created, unless a tracer is attached to the probes.
 pub fn span_requests() {
     probe::enable();
 }
@@ -33,14 +33,14 @@ pub struct RequestTrace {
 }
 
 impl RequestTrace {
-    /// Starts the trace of a tried request, or of a submitted one (`waits`).
+    /// Starts the trace of a tried request, or of a submitted request if `waits` is true.
     pub fn begin(tally: &Tally, counter: Counter, offset: u64, bytes: u64, waits: bool) -> Self {
         let span = tracing::trace_span!(
             target: REQUEST_SPANS,
             "request",
             device = tally.device(),
-            place = tally.place(),
-            op = counter.word(),
+            place = tally.address(),
+            op = counter.name(),
             offset,
             bytes,
             waits,
@@ -59,11 +59,11 @@ impl RequestTrace {
         self.span.clone()
     }
 
-    pub fn tried(self, tally: &Tally, outcome: &Result<Tried>) {
+    pub fn end_try(self, tally: &Tally, outcome: &Result<TryResult>) {
         match outcome {
-            Ok(Tried::Done) => self.end(tally, 0, "done"),
-            Ok(Tried::Partly(_)) => self.end(tally, -1, "done in part"),
-            Ok(Tried::WouldBlock) => self.end(tally, -2, "has to wait"),
+            Ok(TryResult::Done) => self.end(tally, 0, "done"),
+            Ok(TryResult::Partly(_)) => self.end(tally, -1, "done in part"),
+            Ok(TryResult::WouldBlock) => self.end(tally, -2, "has to wait"),
             Err(error) => self.failed(tally, *error),
         }
     }
@@ -76,7 +76,7 @@ impl RequestTrace {
     }
 
     fn failed(self, tally: &Tally, error: Error) {
-        self.end(tally, 1 + error as i64, error.word());
+        self.end(tally, 1 + error as i64, error.name());
     }
 
     fn end(self, tally: &Tally, code: i64, word: &str) {

@@ -2,9 +2,9 @@
 //! other counting.
 //!
 //! Of the requests that a thread completes inline, one in [`MEAN`] is measured, at random distances, so that
-//! no client pattern is always or never measured. A sample has the weight of all requests since the one
-//! before. The first requests of a thread are sampled more often, which keeps small counts accurate. Requests
-//! that wait are always measured.
+//! no client pattern is always or never measured. The weight of a sample is the number of requests since the
+//! sample before. The first requests of a thread are sampled more often, which keeps small counts accurate.
+//! Requests that wait are always measured.
 
 use std::cell::Cell;
 
@@ -14,16 +14,16 @@ use crate::sync::thread_local;
 const MEAN: u32 = 64;
 
 thread_local! {
-    /// Requests until the next sample, including that one.
+    /// Number of requests until the next sample, including the sampled request.
     static UNTIL_SAMPLE: Cell<u32> = const { Cell::new(1) };
     static SAMPLE: Cell<SampleState> = const { Cell::new(SampleState { distance: 1, mean: 1, random: 0x9E37_79B9 }) };
 }
 
 #[derive(Clone, Copy)]
 struct SampleState {
-    /// Distance drawn for the next sample.
+    /// Distance drawn for the next sample, in requests.
     distance: u32,
-    /// Mean of the drawn distances.
+    /// Mean of the distance to be drawn next. Doubles from 1 up to [`MEAN`].
     mean: u32,
     random: u32,
 }
@@ -38,14 +38,14 @@ pub fn is_due() -> bool {
     })
 }
 
-/// Draws the distance to the next sample. Returns the weight of the present one.
+/// Draws the distance to the next sample. Returns the weight of the present sample, in requests.
 pub fn take_sample() -> u64 {
     SAMPLE.with(|state| {
         let SampleState { distance, mean, mut random } = state.get();
         random ^= random << 13;
         random ^= random >> 17;
         random ^= random << 5;
-        // Uniform from 1 to 2 * mean - 1.
+        // Uniformly distributed from 1 to 2 * mean - 1.
         let next = 1 + random % (2 * mean - 1);
         state.set(SampleState { distance: next, mean: (2 * mean).min(MEAN), random });
         UNTIL_SAMPLE.with(|left| left.set(next));
@@ -54,8 +54,8 @@ pub fn take_sample() -> u64 {
 }
 
 /// Makes the next request of this thread the sample, with the given weight.
-pub fn resample_next(stands_for: u64) {
-    SAMPLE.with(|state| state.set(SampleState { distance: stands_for as u32, ..state.get() }));
+pub fn resample_next(weight: u64) {
+    SAMPLE.with(|state| state.set(SampleState { distance: weight as u32, ..state.get() }));
     UNTIL_SAMPLE.with(|left| left.set(1));
 }
 
@@ -73,8 +73,8 @@ mod tests {
         let measured = std::thread::spawn(|| measured(100_000)).join().unwrap();
         assert_eq!(measured[0], (1, 1));
         let mut stood = 0;
-        for (number, stands_for) in &measured {
-            stood += stands_for;
+        for (number, weight) in &measured {
+            stood += weight;
             assert_eq!(stood, *number);
         }
         assert!(measured.windows(2).all(|two| two[1].1 < u64::from(2 * MEAN)));

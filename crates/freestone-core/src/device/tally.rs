@@ -3,31 +3,32 @@
 use std::time::Duration;
 
 use super::latency::Histogram;
-use super::{Counted, Counter, Each, Latency, OpCounts};
+use super::{Counter, Latency, OpCounts, OpStats, PerCounter};
 use crate::sync::{Arc, AtomicU64, Mutex, OnceLock, Ordering};
 
-/// Statistics: counters and latencies.
+/// I/O statistics: counters and latencies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Account {
-    /// Counters of operations.
-    pub counted: Counted,
-    /// Failed requests by kind; their sum is [`Counted::errors`].
-    pub failed: Each<u64>,
-    /// Latencies of successful requests, estimated as described at [`Counting`](super::Counting).
-    pub latency: Each<Latency>,
+pub struct IoStats {
+    /// Counters of operations and bytes.
+    pub ops: OpStats,
+    /// Number of failed requests of each kind; the sum is [`OpStats::errors`].
+    pub failed: PerCounter<u64>,
+    /// Latencies of successful requests of each kind, estimated as described at
+    /// [`Counting`](super::Counting).
+    pub latency: PerCounter<Latency>,
 }
 
-impl Account {
-    /// Adds other statistics.
+impl IoStats {
+    /// Adds the statistics of `other`.
     pub fn add(&mut self, other: &Self) {
-        self.counted.add(&other.counted);
+        self.ops.add(&other.ops);
         for counter in Counter::ALL {
             self.failed[counter] += other.failed[counter];
             self.latency[counter].add(&other.latency[counter]);
         }
     }
 
-    /// Returns the latencies of requests of all kinds.
+    /// Returns the latencies of all kinds of requests together.
     pub fn latency_of_all(&self) -> Latency {
         let mut all = Latency::default();
         for counter in Counter::ALL {
@@ -37,12 +38,12 @@ impl Account {
     }
 }
 
-/// A source of statistics.
-pub trait Told {
-    /// Returns the statistics so far. Work in flight may be missing.
-    fn told(&self) -> Account;
-    /// Returns the counters, without latencies.
-    fn counted(&self) -> Counted;
+/// A source of I/O statistics: an access path, or a sum of access paths or devices.
+pub trait StatSource {
+    /// Returns the present statistics. Requests in flight may be missing.
+    fn stats(&self) -> IoStats;
+    /// Returns the operation counters, without latencies.
+    fn op_stats(&self) -> OpStats;
 }
 
 /// Statistics of one access path to a device. Uses almost no memory until the first request.
@@ -50,13 +51,13 @@ pub trait Told {
 pub struct Tally {
     device: String,
     counts: OnceLock<OpCounts>,
-    failed: Each<AtomicU64>,
-    latency: Each<OnceLock<Box<Histogram>>>,
-    place: OnceLock<String>,
+    failed: PerCounter<AtomicU64>,
+    latency: PerCounter<OnceLock<Box<Histogram>>>,
+    address: OnceLock<String>,
 }
 
 impl Tally {
-    /// Creates zero statistics for a device of this name.
+    /// Creates zero statistics for an access path to the device of this name.
     pub fn new(device: &str) -> Self {
         Self { device: device.to_owned(), ..Self::default() }
     }
@@ -66,7 +67,7 @@ impl Tally {
         &self.device
     }
 
-    /// Returns the counters.
+    /// Returns the operation counters.
     #[inline]
     pub fn counts(&self) -> &OpCounts {
         self.counts.get_or_init(OpCounts::default)
@@ -74,73 +75,73 @@ impl Tally {
 
     /// Counts a failed request by kind, in addition to [`counts`](Self::counts).
     #[cold]
-    pub fn failed(&self, counter: Counter) {
+    pub fn count_failure(&self, counter: Counter) {
         // Relaxed: a statistic.
         self.failed[counter].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Adds the latency of a successful request, with the weight `stands_for`.
-    pub fn took(&self, counter: Counter, took: Duration, stands_for: u64) {
-        self.latency[counter].get_or_init(Box::default).add(took, stands_for);
+    /// Adds the latency of a successful request, which counts `weight` times.
+    pub fn add_latency(&self, counter: Counter, took: Duration, weight: u64) {
+        self.latency[counter].get_or_init(Box::default).add(took, weight);
     }
 
-    /// Sets the address of this access path.
-    pub fn set_place(&self, place: &str) {
+    /// Sets the address at which clients use this access path.
+    pub fn set_address(&self, address: &str) {
         // A second call would set the same address.
-        let _ = self.place.set(place.to_owned());
+        let _ = self.address.set(address.to_owned());
     }
 
-    /// Returns the address of this access path; `None` inside the process.
-    pub fn place(&self) -> Option<&str> {
-        self.place.get().map(String::as_str)
+    /// Returns the address of this access path, or `None` if the path is used inside the process.
+    pub fn address(&self) -> Option<&str> {
+        self.address.get().map(String::as_str)
     }
 }
 
-impl Told for Tally {
-    fn told(&self) -> Account {
-        let mut account = Account { counted: self.counted(), ..Account::default() };
+impl StatSource for Tally {
+    fn stats(&self) -> IoStats {
+        let mut stats = IoStats { ops: self.op_stats(), ..IoStats::default() };
         for counter in Counter::ALL {
             // Relaxed: a statistic.
-            account.failed[counter] = self.failed[counter].load(Ordering::Relaxed);
+            stats.failed[counter] = self.failed[counter].load(Ordering::Relaxed);
             if let Some(histogram) = self.latency[counter].get() {
-                account.latency[counter] = histogram.read();
+                stats.latency[counter] = histogram.read();
             }
         }
-        account
+        stats
     }
 
-    fn counted(&self) -> Counted {
+    fn op_stats(&self) -> OpStats {
         self.counts.get().map(OpCounts::snapshot).unwrap_or_default()
     }
 }
 
-/// Sum of the statistics of members that come and go. The statistics of a dropped member remain in the sum,
-/// so only the number of requests in flight ever decreases.
+/// Sum of the statistics of members that are added and dropped over time. The statistics of a dropped member
+/// remain in the sum, so only the number of requests in flight ever decreases.
 ///
-/// A member is dropped when the sum has the last reference. Under the lock only statistics are read, which
-/// takes the locks of member sums.
+/// A member is dropped when the sum has the last reference. Lock order: under this lock only statistics are
+/// read, which takes the locks of members that are sums.
 pub struct Sum<T>(Mutex<Members<T>>);
 
 struct Members<T> {
     present: Vec<Arc<T>>,
     /// Statistics of dropped members.
-    dropped: Account,
-    /// Number of members at which dropped ones are removed.
+    dropped: IoStats,
+    /// Number of members at which dropped members are removed.
     fold_at: usize,
 }
 
-/// With fewer members a scan is not worthwhile.
+/// Minimum of `fold_at`. With fewer members a scan for dropped members is not worthwhile.
 const FOLD_AT_MIN: usize = 16;
 
 impl<T> Default for Sum<T> {
     fn default() -> Self {
-        Self(Mutex::new(Members { present: Vec::new(), dropped: Account::default(), fold_at: FOLD_AT_MIN }))
+        Self(Mutex::new(Members { present: Vec::new(), dropped: IoStats::default(), fold_at: FOLD_AT_MIN }))
     }
 }
 
-impl<T: Told> Sum<T> {
-    /// Adds a member.
-    pub fn take_in(&self, member: Arc<T>) {
+impl<T: StatSource> Sum<T> {
+    /// Adds a member, whose statistics the sum then includes.
+    pub fn add(&self, member: Arc<T>) {
         let mut members = self.0.lock();
         members.present.push(member);
         if members.present.len() >= members.fold_at {
@@ -154,20 +155,20 @@ impl<T: Told> Sum<T> {
         self.collect().0
     }
 
-    /// Returns the present members, and the statistics of dropped ones.
-    fn collect(&self) -> (Vec<Arc<T>>, Account) {
+    /// Returns the present members, and the statistics of dropped members.
+    fn collect(&self) -> (Vec<Arc<T>>, IoStats) {
         let mut members = self.0.lock();
         members.fold_dropped();
         (members.present.clone(), members.dropped.clone())
     }
 }
 
-impl<T: Told> Members<T> {
+impl<T: StatSource> Members<T> {
     fn fold_dropped(&mut self) {
         let dropped = &mut self.dropped;
         self.present.retain_mut(|member| match Arc::get_mut(member) {
             Some(member) => {
-                dropped.add(&member.told());
+                dropped.add(&member.stats());
                 false
             }
             None => true,
@@ -175,19 +176,19 @@ impl<T: Told> Members<T> {
     }
 }
 
-impl<T: Told> Told for Sum<T> {
-    fn told(&self) -> Account {
+impl<T: StatSource> StatSource for Sum<T> {
+    fn stats(&self) -> IoStats {
         let (present, mut sum) = self.collect();
         for member in present {
-            sum.add(&member.told());
+            sum.add(&member.stats());
         }
         sum
     }
 
-    fn counted(&self) -> Counted {
-        let (present, Account { counted: mut sum, .. }) = self.collect();
+    fn op_stats(&self) -> OpStats {
+        let (present, IoStats { ops: mut sum, .. }) = self.collect();
         for member in present {
-            sum.add(&member.counted());
+            sum.add(&member.op_stats());
         }
         sum
     }
@@ -196,13 +197,13 @@ impl<T: Told> Told for Sum<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{Error, Op, Request, Tried};
+    use crate::device::{Error, Op, Request, TryResult};
 
     fn tally(reads: u64) -> Arc<Tally> {
         let tally = Arc::new(Tally::default());
         for _ in 0..reads {
-            tally.counts().tried(&Request::read(0, 512), &Ok(Tried::Done));
-            tally.took(Counter::Read, Duration::from_micros(1), 1);
+            tally.counts().count_try(&Request::read(0, 512), &Ok(TryResult::Done));
+            tally.add_latency(Counter::Read, Duration::from_micros(1), 1);
         }
         tally
     }
@@ -212,52 +213,52 @@ mod tests {
         let sum = Sum::default();
         let all: Vec<_> = (1..=100).map(tally).collect();
         for tally in &all {
-            sum.take_in(Arc::clone(tally));
+            sum.add(Arc::clone(tally));
         }
-        let before = sum.told();
-        assert_eq!((before.counted.reads, before.counted.read_bytes), (5050, 5050 * 512));
+        let before = sum.stats();
+        assert_eq!((before.ops.reads, before.ops.read_bytes), (5050, 5050 * 512));
         assert_eq!(before.latency[Counter::Read].requests(), 5050);
         let kept = Arc::clone(&all[99]);
         drop(all);
-        assert_eq!(sum.told(), before);
+        assert_eq!(sum.stats(), before);
         assert_eq!(sum.members().len(), 1);
-        kept.counts().tried(&Request::write(0, 512), &Ok(Tried::Done));
-        assert_eq!((sum.counted().writes, sum.counted().reads), (1, 5050));
+        kept.counts().count_try(&Request::write(0, 512), &Ok(TryResult::Done));
+        assert_eq!((sum.op_stats().writes, sum.op_stats().reads), (1, 5050));
     }
 
     #[test]
     fn dropped_members_do_not_accumulate() {
         let sum = Sum::default();
         for _ in 0..10_000 {
-            sum.take_in(tally(1));
+            sum.add(tally(1));
         }
         assert!(sum.0.lock().present.len() <= 2 * FOLD_AT_MIN, "dropped members are removed");
-        assert_eq!(sum.counted().reads, 10_000);
+        assert_eq!(sum.op_stats().reads, 10_000);
     }
 
     #[test]
     fn sum_of_sums_keeps_statistics() {
         let family = Sum::default();
         let device = Arc::new(Sum::default());
-        device.take_in(tally(3));
-        family.take_in(Arc::clone(&device));
+        device.add(tally(3));
+        family.add(Arc::clone(&device));
         let way = tally(4);
-        device.take_in(Arc::clone(&way));
-        way.failed(Counter::Flush);
-        assert_eq!((family.told().counted.reads, family.told().failed[Counter::Flush]), (7, 1));
+        device.add(Arc::clone(&way));
+        way.count_failure(Counter::Flush);
+        assert_eq!((family.stats().ops.reads, family.stats().failed[Counter::Flush]), (7, 1));
         drop((device, way));
-        assert_eq!((family.told().counted.reads, family.members().len()), (7, 0));
+        assert_eq!((family.stats().ops.reads, family.members().len()), (7, 0));
     }
 
     #[test]
     fn failure_is_counted_by_operation() {
         let tally = Tally::default();
-        assert_eq!(tally.told(), Account::default());
-        tally.counts().answered(&Request::flush(), &Err(Error::Media));
-        tally.failed(Op::Flush.into());
-        let told = tally.told();
-        assert_eq!((told.counted.errors, told.failed[Counter::Flush], told.failed[Counter::Read]), (1, 1, 0));
-        tally.set_place("unix:/a");
-        assert_eq!(tally.place(), Some("unix:/a"));
+        assert_eq!(tally.stats(), IoStats::default());
+        tally.counts().count_completion(&Request::flush(), &Err(Error::Media));
+        tally.count_failure(Op::Flush.into());
+        let stats = tally.stats();
+        assert_eq!((stats.ops.errors, stats.failed[Counter::Flush], stats.failed[Counter::Read]), (1, 1, 0));
+        tally.set_address("unix:/a");
+        assert_eq!(tally.address(), Some("unix:/a"));
     }
 }

@@ -19,13 +19,13 @@ pub enum ZoneCondition {
     NotWritePointer,
     /// Not written since the last reset.
     Empty,
-    /// Opened by a write.
+    /// Opened implicitly, by a write.
     ImplicitOpen,
-    /// Opened by an open operation.
+    /// Opened explicitly, by an open operation.
     ExplicitOpen,
-    /// Partly written, not open, but active.
+    /// Partly written and not open; counts as active.
     Closed,
-    /// Not writable until a reset.
+    /// Fully written or finished; not writable until a reset.
     Full,
     /// Readable only.
     ReadOnly,
@@ -62,13 +62,13 @@ impl ZoneCondition {
 /// A row of a zone report. Sizes and positions are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Zone {
-    /// First byte of the zone.
+    /// Offset of the first byte of the zone.
     pub start: u64,
-    /// Zone length on the device.
+    /// Length of the zone in the address space of the device.
     pub len: u64,
-    /// Writable length.
+    /// Length of the writable part, from the start of the zone.
     pub capacity: u64,
-    /// Absolute position of the next write. For conventional, read-only and offline zones, the end of the
+    /// Offset of the next write on the device. For conventional, read-only and offline zones, the end of the
     /// zone.
     pub write_pointer: u64,
     /// Zone type.
@@ -82,9 +82,9 @@ pub struct Zone {
 pub enum ZoneOp {
     /// Opens a zone explicitly.
     Open,
-    /// Closes a zone; an unwritten one becomes empty.
+    /// Closes a zone. A zone without written data becomes empty.
     Close,
-    /// Makes a zone full.
+    /// Makes a zone full, so that it is not writable until a reset.
     Finish,
     /// Makes a zone empty. The zone's data is lost.
     Reset,
@@ -93,29 +93,29 @@ pub enum ZoneOp {
 /// A zone command from a client of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ZoneRequest {
-    /// Report zones, from the one that contains this byte on.
+    /// Report zones, starting with the zone that contains the byte at this offset.
     Report(u64),
-    /// Apply the operation to the zone that starts at this byte.
+    /// Apply the operation to the zone that starts at this offset.
     Op(ZoneOp, u64),
     /// Reset all zones.
     ResetAll,
 }
 
-/// Callback of a submitted append. Receives the offset of the data, or the error.
+/// Callback of a submitted append. Receives the offset at which the data was written, or the error.
 pub type AppendCompletion = Box<dyn FnOnce(Result<u64>) + Send>;
 
 /// A zoned device.
 ///
 /// # Requirements for implementations
-/// * Zone operations, writes and appends to one zone take effect one after the other. A write or append is
-///   all or nothing, also if it is tried.
+/// * Zone operations, writes and appends to one zone take effect one after the other. A write or append takes
+///   effect completely or not at all, also if it is tried.
 /// * A write that does not start at the write pointer, or does not fit, changes nothing.
-/// * `report` shows each zone at one point in time, which may differ between zones.
+/// * `report` describes each zone at one point in time, which may differ between zones.
 ///
-/// The device checks the offsets passed to `zone_op` and `append`; callers need not.
+/// The device checks the offsets passed to `zone_op` and the append functions, so callers need not.
 pub trait Zoned: Device {
-    /// Calls `row` for the zones from the one that contains `offset` on, until `row` returns false or the
-    /// device ends.
+    /// Calls `row` for each zone, starting with the zone that contains `offset`, until `row` returns false or
+    /// the device ends.
     ///
     /// # Errors
     /// [`OutOfRange`](super::Error::OutOfRange).
@@ -133,8 +133,8 @@ pub trait Zoned: Device {
     /// [`Media`](super::Error::Media) if a backing file failed.
     fn reset_all(&self) -> Result<()>;
 
-    /// Appends `data` to the zone that starts at `offset`, on the caller's thread. Returns the offset of the
-    /// data, or `None` if the append would block and nothing was written.
+    /// Appends `data` to the zone that starts at `offset`, on the caller's thread. Returns the offset at
+    /// which the data was written, or `None` if the append would block and nothing was written.
     ///
     /// # Errors
     /// Zone errors.

@@ -1,4 +1,4 @@
-//! A paced queue with its rates, driven by the process's timer and one thread for all queues.
+//! A paced queue with its token buckets, driven by the process's timer and one thread for all queues.
 //!
 //! A queue has at most one pending timer action, the earliest one requested. When the action runs, the thread
 //! dispatches requests and sets the timer again.
@@ -6,19 +6,20 @@
 use std::io;
 use std::time::Duration;
 
-use super::paced_queue::{Cost, Entered, Next, PacedQueue, Waits};
-use super::rate::{Limits, Rates, Since};
+use super::paced_queue::{Cost, DispatchResult, EnterResult, PacedQueue, PacedRequest};
+use super::rate::{Limits, MonotonicClock, Rates};
 use crate::sync::{Arc, AtomicU32, Instant, LazyLock, Mutex};
 use crate::timer::{self, Alarm};
 use crate::work_queue::WorkQueue;
 
-/// Requests that one queue dispatches before other queues have a turn.
+/// Maximum number of requests that one queue dispatches before other queues have a turn.
 const DISPATCH_BATCH: usize = 64;
 
-/// The thread that dispatches requests of all queues. Continuing a request only submits it and never waits.
+/// Work queue whose thread dispatches the requests of all limiters. Dispatching a request only submits it and
+/// never waits.
 static WORK: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::plugged("limits"));
 
-/// A limit on operations and bytes per second.
+/// A limit on operations and bytes per second, with a queue of waiting requests.
 ///
 /// Lock order: `limits`, held while rates are replaced, then the locks of the queue.
 pub struct Limiter<R> {
@@ -28,18 +29,19 @@ pub struct Limiter<R> {
 
 struct Shared<R> {
     queue: PacedQueue<R, Rates>,
-    /// The pending timer action. The timer's lock is taken under this one.
+    /// The pending timer action. The timer's lock is taken under this lock.
     alarm: Mutex<Option<Alarm>>,
 }
 
 /// Guard that suspends the limits. Dropping it restores them.
-pub struct Lifted<R: Waits>(Arc<Shared<R>>);
+pub struct SuspendGuard<R: PacedRequest>(Arc<Shared<R>>);
 
-/// Guard that rejects requests which would have to wait. Dropping it ends that.
-pub struct Ended<R: Waits>(Arc<Shared<R>>);
+/// Guard that rejects requests which would have to wait. Dropping it lets requests wait again.
+pub struct RejectGuard<R: PacedRequest>(Arc<Shared<R>>);
 
-impl<R: Waits> Limiter<R> {
-    /// Creates a limiter without limits. `any` counts the active limiters that share it.
+impl<R: PacedRequest> Limiter<R> {
+    /// Creates a limiter without limits. `any` counts the active limiters among those that share this
+    /// counter.
     pub fn new(any: Arc<AtomicU32>) -> Self {
         let shared = Shared { queue: PacedQueue::new(any), alarm: Mutex::default() };
         Self { shared: Arc::new(shared), limits: Mutex::default() }
@@ -47,8 +49,8 @@ impl<R: Waits> Limiter<R> {
 
     /// Returns true if a new request may have to wait.
     #[inline]
-    pub fn is_on(&self) -> bool {
-        self.shared.queue.is_on()
+    pub fn is_active(&self) -> bool {
+        self.shared.queue.is_active()
     }
 
     /// Returns the present limits.
@@ -59,7 +61,7 @@ impl<R: Waits> Limiter<R> {
     /// Replaces the limits, also for waiting requests. If none wait, the new limits start with a full burst.
     ///
     /// # Errors
-    /// The error from starting a thread. Nothing has changed.
+    /// The error from starting a thread. The limits are then unchanged.
     pub fn set(&self, limits: &Limits) -> io::Result<()> {
         let mut current = self.limits.lock();
         if *current == *limits {
@@ -70,53 +72,54 @@ impl<R: Waits> Limiter<R> {
             WORK.start()?;
         }
         *current = *limits;
-        let clock = Since::now();
+        let clock = MonotonicClock::now();
         self.shared.queue.set(|has_waiting| Rates::new(limits, &clock, has_waiting));
         drop(current);
         schedule_dispatch(Arc::clone(&self.shared));
         Ok(())
     }
 
-    /// Admits a request: returns it if it may continue now. Otherwise keeps it until its turn.
+    /// Returns the request if it may continue now. Otherwise queues or rejects the request and returns
+    /// `None`.
     #[must_use]
     pub fn enter(&self, request: R, cost: Cost) -> Option<R> {
         match self.shared.queue.enter(request, cost) {
-            Entered::Admitted(request) => return Some(request),
-            Entered::Rejected(request) => request.gone(),
-            Entered::First(wait) => dispatch_after(&self.shared, wait),
-            Entered::Queued => {}
+            EnterResult::Admitted(request) => return Some(request),
+            EnterResult::Rejected(request) => request.reject(),
+            EnterResult::First(wait) => dispatch_after(&self.shared, wait),
+            EnterResult::Queued => {}
         }
         None
     }
 
     /// Suspends the limits until the guard is dropped. Waiting requests continue.
     #[must_use]
-    pub fn lift(&self) -> Lifted<R> {
+    pub fn suspend(&self) -> SuspendGuard<R> {
         self.shared.queue.suspend();
         schedule_dispatch(Arc::clone(&self.shared));
-        Lifted(Arc::clone(&self.shared))
+        SuspendGuard(Arc::clone(&self.shared))
     }
 
-    /// Rejects waiting requests, and new ones that would have to pay, until the guard is dropped.
+    /// Rejects waiting requests, and new requests at an active limiter, until the guard is dropped.
     #[must_use]
-    pub fn end(&self) -> Ended<R> {
+    pub fn reject_waiting(&self) -> RejectGuard<R> {
         self.shared.queue.shut();
-        Ended(Arc::clone(&self.shared))
+        RejectGuard(Arc::clone(&self.shared))
     }
 
     /// Rejects the waiting requests that satisfy a predicate.
-    pub fn end_those(&self, matches: impl Fn(&R) -> bool) {
+    pub fn reject_matching(&self, matches: impl Fn(&R) -> bool) {
         self.shared.queue.reject_matching(matches);
     }
 }
 
-impl<R: Waits> Drop for Lifted<R> {
+impl<R: PacedRequest> Drop for SuspendGuard<R> {
     fn drop(&mut self) {
         self.0.queue.resume();
     }
 }
 
-impl<R: Waits> Drop for Ended<R> {
+impl<R: PacedRequest> Drop for RejectGuard<R> {
     fn drop(&mut self) {
         self.0.queue.reopen();
     }
@@ -134,43 +137,43 @@ fn cancel_alarm(alarm: Option<Alarm>) {
     }
 }
 
-fn schedule_dispatch<R: Waits>(shared: Arc<Shared<R>>) {
-    // A limiter that never had a limit has no waiting requests, and the thread may not exist.
-    if shared.queue.is_on() {
+fn schedule_dispatch<R: PacedRequest>(shared: Arc<Shared<R>>) {
+    // An inactive limiter has no waiting requests, and the thread may not exist.
+    if shared.queue.is_active() {
         WORK.push(move || dispatch(&shared));
     }
 }
 
-fn dispatch<R: Waits>(shared: &Arc<Shared<R>>) {
+fn dispatch<R: PacedRequest>(shared: &Arc<Shared<R>>) {
     match shared.queue.dispatch(DISPATCH_BATCH) {
-        Next::Idle => {}
-        Next::More => schedule_dispatch(Arc::clone(shared)),
-        Next::After(wait) => dispatch_after(shared, wait),
+        DispatchResult::Idle => {}
+        DispatchResult::More => schedule_dispatch(Arc::clone(shared)),
+        DispatchResult::After(wait) => dispatch_after(shared, wait),
     }
 }
 
-fn dispatch_after<R: Waits>(shared: &Arc<Shared<R>>, wait: Duration) {
+fn dispatch_after<R: PacedRequest>(shared: &Arc<Shared<R>>, wait: Duration) {
     let mut alarm = shared.alarm.lock();
-    // A wait is at most the time of a whole burst, which cannot overflow a clock.
+    // `wait` is at most the time in which a whole burst refills, which cannot overflow a clock.
     let when = Instant::now().checked_add(wait);
-    if alarm.as_ref().is_some_and(|alarm| when.is_none_or(|when| alarm.when() <= when)) {
+    if alarm.as_ref().is_some_and(|alarm| when.is_none_or(|when| alarm.due() <= when)) {
         return;
     }
     // The weak reference does not keep a dropped queue alive; its owner has rejected the waiting requests.
     let weak = Arc::downgrade(shared);
     let action = move || {
         if let Some(shared) = weak.upgrade() {
-            // An action set meanwhile is obsolete, too: the thread checks now.
+            // Cancels an action that was set meanwhile, because the thread dispatches now.
             cancel_alarm(shared.alarm.lock().take());
             schedule_dispatch(shared);
         }
     };
-    let new = when.and_then(|when| timer::at(when, action).ok());
+    let new = when.and_then(|when| timer::schedule(when, action).ok());
     let is_set = new.is_some();
     let old = std::mem::replace(&mut *alarm, new);
     drop(alarm);
     cancel_alarm(old);
-    // Scheduling fails only without a timer thread, which runs since the first limit was set.
+    // Scheduling fails only without a timer thread, which was started when the first limit was set.
     if !is_set {
         schedule_dispatch(Arc::clone(shared));
     }
@@ -184,16 +187,16 @@ mod tests {
 
     struct TestRequest;
 
-    impl Waits for TestRequest {
-        fn waits(&mut self) {}
-        fn go(self) {}
-        fn gone(self) {}
+    impl PacedRequest for TestRequest {
+        fn note_wait(&mut self) {}
+        fn resume(self) {}
+        fn reject(self) {}
     }
 
     #[test]
     fn changed_limits_keep_one_timer() {
         let limiter = Limiter::new(Arc::default());
-        // A burst takes minutes.
+        // With these limits a request waits for about an hour, so the timer action stays pending.
         let limits = |iops_burst| Limits { iops: 1, iops_burst, ..Limits::default() };
         let cost = Cost { operations: 3600, bytes: 0 };
         limiter.set(&limits(100)).unwrap();

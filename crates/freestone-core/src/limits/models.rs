@@ -1,14 +1,14 @@
-//! loom models: requests wait while limits are set and removed.
+//! loom models of a paced queue: requests wait while limits are set and removed.
 
 use std::time::Duration;
 
 use loom::sync::Mutex as LoomMutex;
 use loom::thread;
 
-use super::paced_queue::{Cost, Entered, Next, Pace, PacedQueue, Waits};
+use super::paced_queue::{Cost, DispatchResult, EnterResult, Pace, PacedQueue, PacedRequest};
 use crate::sync::{Arc, AtomicU32};
 
-/// A pace with a fixed number of operations left.
+/// A pace that lets a fixed number of requests pay.
 struct FixedPace(u64);
 
 impl Pace for FixedPace {
@@ -22,15 +22,15 @@ impl Pace for FixedPace {
     }
 }
 
-/// Records its number, with true if it continued and false if it was rejected.
+/// A request that records its number, with true if it continued and false if it was rejected.
 struct TestRequest(u32, Arc<LoomMutex<Vec<(u32, bool)>>>);
 
-impl Waits for TestRequest {
-    fn waits(&mut self) {}
-    fn go(self) {
+impl PacedRequest for TestRequest {
+    fn note_wait(&mut self) {}
+    fn resume(self) {
         self.1.lock().unwrap().push((self.0, true));
     }
-    fn gone(self) {
+    fn reject(self) {
         self.1.lock().unwrap().push((self.0, false));
     }
 }
@@ -46,15 +46,15 @@ fn queue(operations: u64) -> (Shared, Log) {
 
 fn enter(queue: &Shared, number: u32, log: &Log) {
     match queue.enter(TestRequest(number, Arc::clone(log)), Cost { operations: 1, bytes: 0 }) {
-        Entered::Admitted(request) => request.go(),
-        Entered::Rejected(request) => request.gone(),
-        Entered::First(_) | Entered::Queued => {}
+        EnterResult::Admitted(request) => request.resume(),
+        EnterResult::Rejected(request) => request.reject(),
+        EnterResult::First(_) | EnterResult::Queued => {}
     }
 }
 
-/// Dispatches until nothing is left for now, as the timer and the thread do.
+/// Dispatches until no request can continue now, as the timer and the dispatching thread do.
 fn dispatch_all(queue: &Shared) {
-    while queue.dispatch(1) == Next::More {}
+    while queue.dispatch(1) == DispatchResult::More {}
 }
 
 #[test]
@@ -72,9 +72,9 @@ fn caller_order_is_kept_while_limit_is_removed() {
         enter(&queue, 2, &log);
         enter(&queue, 3, &log);
         others.join().unwrap();
-        // A thread that found the other one dispatching left the requests to that one.
+        // A thread that found the other thread dispatching has left the requests to it.
         assert_eq!(*log.lock().unwrap(), [(1, true), (2, true), (3, true)]);
-        assert!(!queue.is_on());
+        assert!(!queue.is_active());
     });
 }
 
@@ -95,7 +95,8 @@ fn concurrent_dispatches_lose_no_request() {
         dispatch_all(&queue);
         other.join().unwrap();
         let log = log.lock().unwrap().clone();
-        // With the later rates one or two requests have continued, and no affordable one is left.
+        // With the rates that were set last, one or two requests have continued, and no request that can pay
+        // is left.
         assert!(log.iter().all(|(_, goes)| *goes) && log.iter().map(|(number, _)| *number).is_sorted());
         assert!((1..=2).contains(&log.len()), "{log:?}");
     });

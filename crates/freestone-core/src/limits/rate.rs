@@ -1,4 +1,4 @@
-//! Token buckets, by `governor`, which counts cells of one size.
+//! Token buckets, implemented with `governor`, which counts in cells of a fixed size.
 //!
 //! A cell is one operation, or the bytes that pass in 100 ns. With smaller cells rounding to whole
 //! nanoseconds would change the rate by more than a hundredth. The unused rest of a paid cell is kept for the
@@ -16,18 +16,18 @@ use governor::{Quota, RateLimiter};
 use super::paced_queue::{Cost, Pace};
 use crate::sync::Instant;
 
-/// Maximum operations per second, and maximum operations of a burst.
+/// Maximum number of operations per second, and of operations in a burst.
 pub const OPERATIONS_MAX: u64 = 10_000_000;
-/// Minimum bytes per second: a page.
+/// Minimum rate in bytes per second: one page.
 pub const BYTES_PER_SECOND_MIN: u64 = 4096;
-/// Maximum bytes per second, and maximum bytes of a burst.
+/// Maximum rate in bytes per second, and maximum burst in bytes.
 pub const BYTES_PER_SECOND_MAX: u64 = 1 << 40;
-/// Minimum bytes of a burst.
+/// Minimum burst in bytes.
 pub const BURST_BYTES_MIN: u64 = 4096;
-/// The default burst is what passes in `1/BURST_PART` of a second.
+/// The default burst is the amount that passes in `1/BURST_PART` of a second.
 pub const BURST_PART: u64 = 10;
 
-/// Maximum cells per second.
+/// Maximum number of cells per second: one cell takes at least 100 ns.
 const CELLS_MAX: u64 = 10_000_000;
 const NANOS: u64 = 1_000_000_000;
 const _: () = {
@@ -53,28 +53,28 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns the burst of operations in effect.
-    pub fn operations_at_once(&self) -> u64 {
+    /// Returns the burst in effect as a number of operations.
+    pub fn burst_operations(&self) -> u64 {
         if self.iops_burst > 0 { self.iops_burst } else { (self.iops / BURST_PART).max(1) }
     }
 
-    /// Returns the burst of bytes in effect.
-    pub fn bytes_at_once(&self) -> u64 {
+    /// Returns the burst in effect in bytes.
+    pub fn burst_bytes(&self) -> u64 {
         if self.bps_burst > 0 { self.bps_burst } else { (self.bps / BURST_PART).max(BURST_BYTES_MIN) }
     }
 }
 
-/// A clock that counts from its creation.
+/// A clock that counts nanoseconds from its creation.
 #[derive(Debug, Clone)]
-pub struct Since(Instant);
+pub struct MonotonicClock(Instant);
 
-impl Since {
+impl MonotonicClock {
     pub fn now() -> Self {
         Self(Instant::now())
     }
 }
 
-impl Clock for Since {
+impl Clock for MonotonicClock {
     type Instant = Nanos;
 
     fn now(&self) -> Nanos {
@@ -85,28 +85,29 @@ impl Clock for Since {
 struct TokenBucket<C: Clock<Instant = Nanos>> {
     limiter: RateLimiter<NotKeyed, InMemoryState, C, NoOpMiddleware<Nanos>>,
     clock: C,
-    /// Operations or bytes of a cell.
+    /// Number of operations or bytes in a cell.
     unit: u64,
-    /// Burst in cells.
+    /// Burst as a number of cells.
     burst: NonZeroU32,
-    /// Amount paid for and not used yet.
+    /// Operations or bytes that are paid for and not used yet.
     prepaid: u64,
 }
 
 impl<C: Clock<Instant = Nanos> + Clone> TokenBucket<C> {
-    /// Creates a bucket with a rate and a burst. If `is_spent`, the bucket starts empty.
+    /// Creates a bucket with a rate per second and a burst (`at_once`). If `is_spent`, the bucket starts
+    /// empty.
     fn new(per_second: NonZeroU64, at_once: u64, clock: &C, is_spent: bool) -> Self {
         let per_second = per_second.get();
         let unit = per_second.div_ceil(CELLS_MAX).max(at_once.div_ceil(u64::from(u32::MAX)));
         let burst = u32::try_from(at_once.div_ceil(unit)).ok().and_then(NonZeroU32::new);
         let burst = burst.unwrap_or(NonZeroU32::MIN);
-        // Rounded up, so that the rate is never exceeded.
+        // The time of a cell is rounded up, so that the rate is never exceeded.
         let cell_time = (u128::from(unit) * u128::from(NANOS)).div_ceil(u128::from(per_second));
         let cell_time = Duration::from_nanos(u64::try_from(cell_time).unwrap_or(u64::MAX));
         let quota = Quota::with_period(cell_time).expect("the period is not zero").allow_burst(burst);
         let limiter = RateLimiter::direct_with_clock(quota, clock.clone());
         if is_spent {
-            // Empties the bucket; a full bucket has exactly these cells.
+            // Empties the bucket, because a full bucket has exactly `burst` cells.
             let _ = limiter.check_n(burst);
         }
         Self { limiter, clock: clock.clone(), unit, burst, prepaid: 0 }
@@ -121,7 +122,7 @@ impl<C: Clock<Instant = Nanos> + Clone> TokenBucket<C> {
             let Some(cells) = NonZeroU32::new(cells) else { return Ok(()) };
             match self.limiter.check_n(cells).expect("the cells fit in a burst") {
                 Ok(()) => self.prepaid += u64::from(cells.get()) * self.unit,
-                // The cells may have become available meanwhile.
+                // The wait is zero if the cells have become available meanwhile; then try again.
                 Err(not_yet) => match not_yet.wait_time_from(self.clock.now()) {
                     Duration::ZERO => {}
                     wait => return Err(wait),
@@ -131,21 +132,22 @@ impl<C: Clock<Instant = Nanos> + Clone> TokenBucket<C> {
     }
 }
 
-/// The token buckets of a queue.
-pub struct Rates<C: Clock<Instant = Nanos> = Since> {
+/// The token buckets of a queue: for operations and for bytes.
+pub struct Rates<C: Clock<Instant = Nanos> = MonotonicClock> {
     operations: Option<TokenBucket<C>>,
     bytes: Option<TokenBucket<C>>,
 }
 
 impl<C: Clock<Instant = Nanos> + Clone> Rates<C> {
-    /// Creates the buckets, or returns `None` without limits. If `is_spent`, they start empty.
+    /// Creates the buckets, or returns `None` if `limits` limits nothing. If `is_spent`, the buckets start
+    /// empty.
     pub fn new(limits: &Limits, clock: &C, is_spent: bool) -> Option<Self> {
         let rate = |per_second, at_once| {
             NonZeroU64::new(per_second)
                 .map(|per_second| TokenBucket::new(per_second, at_once, clock, is_spent))
         };
-        let operations = rate(limits.iops, limits.operations_at_once());
-        let bytes = rate(limits.bps, limits.bytes_at_once());
+        let operations = rate(limits.iops, limits.burst_operations());
+        let bytes = rate(limits.bps, limits.burst_bytes());
         (operations.is_some() || bytes.is_some()).then_some(Self { operations, bytes })
     }
 }
@@ -168,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the number of requests of this cost that pass in `time`, each tried as early as possible.
+    /// Returns the number of requests of cost `cost` that pass in `time`, each tried as early as possible.
     fn count_passing(limits: &Limits, cost: Cost, time: Duration) -> u64 {
         let clock = FakeRelativeClock::default();
         let mut rates = Rates::new(limits, &clock, false).unwrap();
@@ -193,7 +195,7 @@ mod tests {
     fn operations_keep_rate() {
         for (iops, seconds) in [(1, 10), (7, 10), (1000, 3), (123_457, 1), (OPERATIONS_MAX, 1)] {
             let limits = Limits { iops, ..Limits::default() };
-            let expected = iops * seconds + limits.operations_at_once();
+            let expected = iops * seconds + limits.burst_operations();
             let is = count_passing(&limits, cost(1 << 20), Duration::from_secs(seconds));
             assert!(is <= expected && is >= expected * 98 / 100 - 1, "{is} of {expected} at {iops}");
         }
@@ -205,7 +207,7 @@ mod tests {
             (BYTES_PER_SECOND_MIN, 512),
             (1 << 20, 512),
             (1 << 20, 4096),
-            // Larger than the burst.
+            // A request larger than the burst.
             (1 << 20, 32 << 20),
             (777_777_777, 4096),
             (BYTES_PER_SECOND_MAX, 1 << 20),
@@ -214,7 +216,7 @@ mod tests {
             let limits = Limits { bps, ..Limits::default() };
             let time = Duration::from_secs(if size > bps { 320 } else { 4 }).min(Duration::from_secs(320));
             let time = if bps > 1 << 32 { Duration::from_millis(50) } else { time };
-            let expected = bps as f64 * time.as_secs_f64() + limits.bytes_at_once() as f64;
+            let expected = bps as f64 * time.as_secs_f64() + limits.burst_bytes() as f64;
             let is = (count_passing(&limits, cost(size), time) * size) as f64;
             let least = expected * 0.98 - size as f64;
             assert!(is <= expected + 1.0 && is >= least, "{is} of {expected} at {bps} by {size}");
@@ -265,7 +267,7 @@ mod tests {
                     let limits = Limits { iops, bps, iops_burst, bps_burst };
                     let clock = FakeRelativeClock::default();
                     let mut rates = Rates::new(&limits, &clock, false).unwrap();
-                    // Longer than the lifetime of any server.
+                    // 100 years, longer than the lifetime of any server.
                     clock.advance(Duration::from_secs(100 * 365 * 86_400));
                     while rates.pay(&mut Cost { operations: 1, bytes: 1 << 36 }).is_ok() {}
                 }

@@ -1,8 +1,8 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::paced_queue::{Entered, Next, Pace, PacedQueue};
-use super::{Cost, Limiter, Limits, Waits};
+use super::paced_queue::{DispatchResult, EnterResult, Pace, PacedQueue};
+use super::{Cost, Limiter, Limits, PacedRequest};
 use crate::sync::{Arc, AtomicU32, Ordering};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -16,19 +16,19 @@ enum Event {
 
 struct TestRequest(u32, mpsc::Sender<Event>);
 
-impl Waits for TestRequest {
-    fn waits(&mut self) {
+impl PacedRequest for TestRequest {
+    fn note_wait(&mut self) {
         self.1.send(Event::Waits(self.0)).unwrap();
     }
-    fn go(self) {
+    fn resume(self) {
         self.1.send(Event::Goes(self.0)).unwrap();
     }
-    fn gone(self) {
+    fn reject(self) {
         self.1.send(Event::Gone(self.0)).unwrap();
     }
 }
 
-/// A pace with a fixed number of operations left.
+/// A pace that lets a fixed number of operations be paid.
 struct FixedPace(u64);
 
 impl Pace for FixedPace {
@@ -52,34 +52,34 @@ fn waiting_requests_continue_in_order() {
     let queue = PacedQueue::<TestRequest, FixedPace>::new(Arc::clone(&any));
     let (tx, rx) = mpsc::channel();
     let enter = |number, cost| match queue.enter(TestRequest(number, tx.clone()), cost) {
-        Entered::Admitted(request) => request.go(),
-        Entered::Rejected(request) => request.gone(),
-        Entered::First(_) | Entered::Queued => {}
+        EnterResult::Admitted(request) => request.resume(),
+        EnterResult::Rejected(request) => request.reject(),
+        EnterResult::First(_) | EnterResult::Queued => {}
     };
-    assert!(!queue.is_on());
+    assert!(!queue.is_active());
     enter(0, ONE);
     queue.set(|_| Some(FixedPace(2)));
-    assert!(queue.is_on() && any.load(Ordering::SeqCst) == 1);
+    assert!(queue.is_active() && any.load(Ordering::SeqCst) == 1);
     enter(1, ONE);
-    // Pays one operation, and owes two.
+    // The request pays one operation now, and owes two.
     enter(2, Cost { operations: 3, bytes: 0 });
     enter(3, ONE);
     let (goes, waits) = (Event::Goes, Event::Waits);
     assert_eq!(drain(&rx), [goes(0), goes(1), waits(2), waits(3)]);
-    assert_eq!(queue.dispatch(9), Next::After(PATIENCE));
+    assert_eq!(queue.dispatch(9), DispatchResult::After(PATIENCE));
     queue.set(|waits| Some(FixedPace(if waits { 1 } else { 100 })));
-    assert_eq!(queue.dispatch(9), Next::After(PATIENCE));
+    assert_eq!(queue.dispatch(9), DispatchResult::After(PATIENCE));
     queue.set(|_| Some(FixedPace(2)));
     enter(4, ONE);
-    assert_eq!(queue.dispatch(1), Next::More);
+    assert_eq!(queue.dispatch(1), DispatchResult::More);
     assert_eq!(drain(&rx), [waits(4), goes(2)], "payments under the earlier rates count");
     // Waiting requests keep the queue active.
     queue.set(|_| None);
     enter(5, ONE);
-    assert!(queue.is_on());
-    assert_eq!(queue.dispatch(9), Next::Idle);
+    assert!(queue.is_active());
+    assert_eq!(queue.dispatch(9), DispatchResult::Idle);
     assert_eq!(drain(&rx), [waits(5), goes(3), goes(4), goes(5)]);
-    assert!(!queue.is_on() && any.load(Ordering::SeqCst) == 0);
+    assert!(!queue.is_active() && any.load(Ordering::SeqCst) == 0);
 }
 
 #[test]
@@ -87,9 +87,9 @@ fn shut_rejects_and_suspend_admits_waiting_requests() {
     let queue = PacedQueue::<TestRequest, FixedPace>::new(Arc::default());
     let (tx, rx) = mpsc::channel();
     let enter = |number| match queue.enter(TestRequest(number, tx.clone()), ONE) {
-        Entered::Admitted(request) => request.go(),
-        Entered::Rejected(request) => request.gone(),
-        Entered::First(_) | Entered::Queued => {}
+        EnterResult::Admitted(request) => request.resume(),
+        EnterResult::Rejected(request) => request.reject(),
+        EnterResult::First(_) | EnterResult::Queued => {}
     };
     let (goes, waits, gone) = (Event::Goes, Event::Waits, Event::Gone);
     queue.set(|_| Some(FixedPace(0)));
@@ -104,9 +104,9 @@ fn shut_rejects_and_suspend_admits_waiting_requests() {
     );
     enter(6);
     queue.suspend();
-    // Queued behind request 6, which still waits.
+    // Request 7 is queued behind request 6, which still waits.
     enter(7);
-    assert_eq!(queue.dispatch(9), Next::Idle);
+    assert_eq!(queue.dispatch(9), DispatchResult::Idle);
     enter(8);
     queue.resume();
     enter(9);
@@ -115,7 +115,7 @@ fn shut_rejects_and_suspend_admits_waiting_requests() {
 
 fn enter(limiter: &Limiter<TestRequest>, number: u32, tx: &mpsc::Sender<Event>) {
     if let Some(request) = limiter.enter(TestRequest(number, tx.clone()), ONE) {
-        request.go();
+        request.resume();
     }
 }
 
@@ -151,7 +151,7 @@ fn limiter_dispatches_on_time_and_after_change() {
     (0..100).for_each(|number| enter(&limiter, number, &tx));
     limiter.set(&Limits::default()).unwrap();
     (0..100).for_each(|number| assert_eq!(next(), number));
-    while limiter.is_on() {
+    while limiter.is_active() {
         std::thread::yield_now();
     }
     assert_eq!(limiter.limits(), Limits::default());

@@ -2,7 +2,7 @@ use std::io::Write as _;
 
 use super::*;
 
-const ANY: MayGo = MayGo::Any;
+const ANY: ReplaceCheck = ReplaceCheck::Any;
 
 fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<_> =
@@ -12,11 +12,11 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 /// Begins a file with a temporary name, as on file systems without `O_TMPFILE`.
-fn begin_named(place: &Place) -> Unfinished {
-    let (file, name) = TemporaryName::new(&place.dir, SAVE_PREFIX, |path| File::create_new(path)).unwrap();
+fn begin_named(target: &ReplaceTarget) -> TemporaryFile {
+    let (file, name) = TemporaryName::new(&target.dir, SAVE_PREFIX, |path| File::create_new(path)).unwrap();
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
-    let dir = place.open_dir().unwrap();
-    Unfinished { file, name: Some(name), prefix: SAVE_PREFIX, dir }
+    let dir = target.open_dir().unwrap();
+    TemporaryFile { file, name: Some(name), prefix: SAVE_PREFIX, dir }
 }
 
 #[test]
@@ -26,11 +26,11 @@ fn put_creates_and_replaces_file() {
     for named in [false, true] {
         let _ = fs::remove_file(&path);
         for content in ["first", "second"] {
-            let place = Place::new(&path).unwrap();
-            let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
-            unfinished.as_file().write_all(content.as_bytes()).unwrap();
-            assert_eq!(left_behind(&path), [] as [PathBuf; 0], "the file is in use");
-            place.put(unfinished, ANY).unwrap().into_result().unwrap();
+            let target = ReplaceTarget::new(&path).unwrap();
+            let temporary = if named { begin_named(&target) } else { target.begin(SAVE_PREFIX).unwrap() };
+            temporary.as_file().write_all(content.as_bytes()).unwrap();
+            assert_eq!(find_stale_files(&path), [] as [PathBuf; 0], "the file is in use");
+            target.put(temporary, ANY).unwrap().into_result().unwrap();
             assert_eq!((fs::read_to_string(&path).unwrap().as_str(), names(dir.path()).len()), (content, 1));
         }
     }
@@ -46,10 +46,10 @@ fn concurrent_replacements_wait_for_each_other() {
             let path = &path;
             scope.spawn(move || {
                 for _ in 0..100 {
-                    let place = Place::new(path).unwrap();
-                    let unfinished = place.begin(SAVE_PREFIX).unwrap();
-                    unfinished.as_file().write_all(content.as_bytes()).unwrap();
-                    place.put(unfinished, ANY).unwrap().into_result().unwrap();
+                    let target = ReplaceTarget::new(path).unwrap();
+                    let temporary = target.begin(SAVE_PREFIX).unwrap();
+                    temporary.as_file().write_all(content.as_bytes()).unwrap();
+                    target.put(temporary, ANY).unwrap().into_result().unwrap();
                 }
             });
         }
@@ -63,10 +63,10 @@ fn put_checks_file_created_meanwhile() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     for named in [false, true] {
-        let place = Place::new(&path).unwrap();
-        let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
+        let target = ReplaceTarget::new(&path).unwrap();
+        let temporary = if named { begin_named(&target) } else { target.begin(SAVE_PREFIX).unwrap() };
         fs::write(&path, "precious").unwrap();
-        let put = place.put(unfinished, Replace::SameKind.may_go("thing", |head| head == b"thing"));
+        let put = target.put(temporary, ReplacePolicy::SameKind.check_for("thing", |head| head == b"thing"));
         assert_eq!(put.unwrap_err().to_string(), "the file exists and is not a thing");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
         assert_eq!(names(dir.path()), ["x"]);
@@ -74,7 +74,7 @@ fn put_checks_file_created_meanwhile() {
     }
 }
 
-/// Lets each step of [`Place::put`] fail before and after it takes effect.
+/// Makes each step of [`ReplaceTarget::put`] fail before and after the step takes effect.
 #[test]
 #[cfg(debug_assertions)]
 fn put_step_failure_reports_what_is_in_place() {
@@ -94,11 +94,11 @@ fn put_step_failure_reports_what_is_in_place() {
             if old {
                 fs::write(&path, "old").unwrap();
             }
-            let place = Place::new(&path).unwrap();
-            let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
-            unfinished.as_file().write_all(b"new").unwrap();
+            let target = ReplaceTarget::new(&path).unwrap();
+            let temporary = if named { begin_named(&target) } else { target.begin(SAVE_PREFIX).unwrap() };
+            temporary.as_file().write_all(b"new").unwrap();
             fail_points::inject(Some(Fault { call, after: 0, times: 1, errno: Errno::IO, is_done }));
-            let put = place.put(unfinished, ANY);
+            let put = target.put(temporary, ANY);
             fail_points::inject(None);
             let shown = format!("{call:?}, done: {is_done}, named: {named}, old: {old}");
             let found = fs::read_to_string(&path).unwrap_or_default();
@@ -121,36 +121,36 @@ fn put_new_names_complete_and_locked_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     for named in [false, true] {
-        let place = Place::new(&path).unwrap();
-        let begin = || if named { begin_named(&place) } else { place.begin(NEW_PREFIX).unwrap() };
+        let target = ReplaceTarget::new(&path).unwrap();
+        let begin = || if named { begin_named(&target) } else { target.begin(NEW_PREFIX).unwrap() };
         let (first, second) = (begin(), begin());
         first.as_file().write_all(b"first").unwrap();
         assert!(!path.exists());
-        let made = first.made(&place).unwrap();
-        let kept = place.put_new(first).unwrap();
+        let created = first.created_file(&target).unwrap();
+        let kept = target.put_new(first).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "first");
         assert!(!is_unlocked(&path), "the lock is kept");
-        let refused = place.put_new(second).unwrap_err();
+        let refused = target.put_new(second).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(names(dir.path()), ["x"]);
         drop(kept);
-        // MadeFile::remove keeps another file at the path.
+        // `CreatedFile::remove` does not remove another file at the path.
         fs::rename(&path, dir.path().join("y")).unwrap();
         fs::write(&path, "another's").unwrap();
-        made.remove();
+        created.remove();
         assert!(path.exists());
         fs::rename(dir.path().join("y"), &path).unwrap();
-        made.remove();
+        created.remove();
         assert!(!path.exists());
     }
 }
 
 #[test]
-fn left_behind_lists_files_of_crash() {
+fn stale_files_of_crash_are_found() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     let left = dir.path().join(".freestone-save-abc.tmp");
     fs::write(&left, "half").unwrap();
     fs::write(dir.path().join(".freestone-save-abc"), "another's").unwrap();
-    assert_eq!(left_behind(&path), [left]);
+    assert_eq!(find_stale_files(&path), [left]);
 }

@@ -1,5 +1,5 @@
-//! Slots in flight, whose content is being read from disk. A slot in flight has a kind of its own instead of
-//! being locked, and requests that need the page wait here.
+//! Slots in flight, whose content is being read from disk. A slot in flight is not locked, but has a kind of
+//! its own. Requests that need the page wait in its *flight*, the record of this I/O.
 //!
 //! # Protocol
 //! * [`depart`](Flights::depart): under the slot's lock, the word becomes `InFlight(n)` and flight `n` opens.
@@ -7,9 +7,9 @@
 //! * [`land`](Flights::land): under the slot's lock, flight `n` closes and the new word is published. The
 //!   caller continues the waiters in order of arrival.
 //!
-//! All three hold the slot's lock, so a waiter is either in the list that `land` takes, or its request sees
-//! the new word. A flight ends once: a completion after its deadline finds another word in the slot. Numbers
-//! are reused only after all others, 2^36 for all CPUs together.
+//! All three hold the slot's lock, so a waiter is either in the list that `land` removes, or its request sees
+//! the new word. A flight ends once: a completion after its deadline finds another word in the slot. A number
+//! is reused only after all other numbers, 2^36 for all CPUs together.
 //!
 //! Lock order: slot, then the flight's shard. Slots share shards by chance, and rarely with other CPUs, so
 //! shards are hardly contended.
@@ -28,28 +28,29 @@ const SHARDS: u64 = 64;
 #[cfg(loom)]
 const SHARDS: u64 = 1;
 
-/// The flights of one family of tables. `W` is a waiter.
+/// The flights (I/O in flight on slots) of one family of page tables. `W` is a waiter.
 pub struct Flights<W> {
-    /// Counters by CPU. A number is congruent to the CPU that allocates it, modulo the number of CPUs.
+    /// Counter of each CPU for the next flight's number. A number modulo the number of CPUs is the CPU that
+    /// allocated it.
     next: Box<[CachePadded<AtomicU64>]>,
-    /// Allocated by the first flight.
+    /// Hash tables of open flights, allocated by the first flight.
     shards: OnceLock<Shards<W>>,
 }
 
 type Shards<W> = Box<[CachePadded<Mutex<Shard<W>>>]>;
 
-/// Flights by number.
+/// Open flights by number.
 type Shard<W> = HashMap<u64, Flight<W>>;
 
 struct Flight<W> {
     held: Word,
-    /// Table and slot, encoded by the caller.
+    /// Page table and slot in flight, encoded by the caller.
     owner: u64,
     waiting: Vec<W>,
 }
 
 /// Result of the end of a flight.
-pub struct Landed<W> {
+pub struct FlightResult<W> {
     /// Word of the slot before the flight.
     pub held: Word,
     /// Requests that waited, in order of arrival.
@@ -73,8 +74,8 @@ impl<W> Flights<W> {
 
     /// Puts a slot in flight and unlocks it. Returns the flight's number.
     ///
-    /// A pass that has picked the slot finds it in flight and skips it. So the mark is cleared here, or it
-    /// would remain forever; the age is set by the one that ends the flight.
+    /// A background pass that has picked the slot finds it in flight and skips it. So `depart` clears the
+    /// "picked" mark, which would otherwise remain forever. The caller that ends the flight sets the age.
     pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, waiting: Vec<W>) -> u64 {
         let held = guard.word();
         let held = if held.is_picked() { held.unpicked(0) } else { held };
@@ -98,29 +99,29 @@ impl<W> Flights<W> {
         }
     }
 
-    /// Ends the flight of a locked slot: publishes the word that `new` returns for the one before the flight,
-    /// and unlocks.
-    pub fn land(&self, guard: SlotGuard<'_>, new: impl FnOnce(Word) -> Word) -> Landed<W> {
+    /// Ends the flight of a locked slot: calls `new` with the word before the flight, publishes the returned
+    /// word, and unlocks the slot.
+    pub fn land(&self, guard: SlotGuard<'_>, new: impl FnOnce(Word) -> Word) -> FlightResult<W> {
         let number = number(&guard);
         let flight = self.shard(number).remove(&number);
         let Some(Flight { held, waiting, .. }) = flight else {
             unreachable!("flight {number} of a slot is not open")
         };
         guard.publish(new(held));
-        Landed { held, waiting }
+        FlightResult { held, waiting }
     }
 
-    /// Returns the word before the flight, while the flight is open.
+    /// Returns the slot's word before the flight, or `None` if the flight is not open.
     pub fn held(&self, number: u64) -> Option<Word> {
         self.shard(number).get(&number).map(|flight| flight.held)
     }
 
-    /// Returns the owner of a slot in flight, while the flight is open.
+    /// Returns the owner of the slot in flight, or `None` if the flight is not open.
     pub fn owner(&self, number: u64) -> Option<u64> {
         self.shard(number).get(&number).map(|flight| flight.owner)
     }
 
-    /// Removes and returns the first waiter that satisfies the predicate.
+    /// Removes and returns the first waiter that satisfies the predicate, or `None` if there is none.
     pub fn take_waiter(&self, number: u64, matches: impl FnMut(&W) -> bool) -> Option<W> {
         let mut shard = self.shard(number);
         let waiting = &mut shard.get_mut(&number)?.waiting;

@@ -1,8 +1,8 @@
-//! Lock of a slot, inside its [word](crate::word_lock).
+//! Lock of a page table's slot: a bit inside the slot's [word](crate::word_lock).
 //!
 //! Lock order: a thread holds at most one slot lock, unless a type that owns several tables defines an order
-//! among them. The pool's locks come after a slot lock. A thread never waits for another request's I/O under
-//! a slot lock.
+//! among them. The pool's locks come after a slot lock. A thread that holds a slot lock never waits for
+//! another request's I/O.
 
 use super::word::Word;
 use crate::parking::Parking;

@@ -1,8 +1,8 @@
 //! Page tables: one lockable 64-bit slot for each page, in leaves under directories.
 //!
 //! Reading order: `word` (the bits), `lock` (the lock bit and its waiters), `flight` (slots whose content is
-//! being read from disk), `nodes` and `table` (the location of the words), [`chain`] (words that move from
-//! one table to another).
+//! being read from disk), `nodes` and `table` (the tree that contains the words), [`chain`] (words that move
+//! from one table to another).
 
 pub mod chain;
 mod flight;
@@ -17,7 +17,7 @@ mod models;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-pub use flight::{Flights, Landed};
+pub use flight::{FlightResult, Flights};
 pub use lock::SlotGuard;
 #[cfg(loom)]
 pub use lock::lock;

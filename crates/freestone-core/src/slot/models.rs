@@ -1,4 +1,4 @@
-//! loom models of the slot protocols: every interleaving of small cases.
+//! loom models of the slot protocols, which check every interleaving of small cases.
 //!
 //! Run with `cargo xtask test --only models`.
 
@@ -82,7 +82,7 @@ fn three_threads_take_turns() {
     bounded(|| threads_take_turns(3, 1));
 }
 
-/// Two slots share a parking bucket: a wake-up for one slot is not lost because of the other's waiters.
+/// Two slots share a parking bucket. A wake-up for one slot is not lost because of the other slot's waiters.
 #[test]
 fn slots_share_a_bucket() {
     bounded(|| {
@@ -118,7 +118,7 @@ fn word_and_object_are_published_together() {
                 let old = guard.word();
                 guard.publish(Word::huge(object as u64));
                 if old != Word::EMPTY {
-                    // Freed: a later read would be a use after free.
+                    // The object is freed here. loom would report a later read as a use after free.
                     shared.1[old.location() as usize].with_mut(|bytes| cell::set(bytes, 0));
                     shared.2.fetch_add(1, Ordering::SeqCst);
                 }
@@ -139,7 +139,8 @@ fn word_and_object_are_published_together() {
     });
 }
 
-/// A request that finds a slot in flight is completed when the flight lands, or sees the new word.
+/// A request that finds a slot in flight is completed when the flight ends. A later request sees the new
+/// word.
 #[test]
 fn late_request_does_not_wait_for_landed_flight() {
     loom::model(|| {
@@ -170,8 +171,9 @@ fn late_request_does_not_wait_for_landed_flight() {
     });
 }
 
-/// The disk's completion and the deadline race to land a slot that has a waiter: one of them does, and
-/// notifies the waiter once. The late completion of the first flight does not land a second one.
+/// The disk's completion and the deadline race to end the flight of a slot with a waiter. The flight ends
+/// once, and the waiter is notified once. A late completion of the first flight does not end the second
+/// flight.
 #[test]
 fn flight_lands_once() {
     bounded(|| {
@@ -208,19 +210,19 @@ fn flight_lands_once() {
     });
 }
 
-/// A page is written back while it is overwritten, and picked by a second pass: in the end the slot refers to
-/// the last content, in memory or on disk.
+/// A page is written back while it is overwritten, and is picked by a second pass. In the end the slot refers
+/// to the last content, in memory or on disk.
 #[test]
 fn stale_bytes_never_become_a_page() {
     bounded(|| {
-        // The slot's content is `same(content)`; the flag is set when the write has completed.
+        // The slot's word is `same(content)`. The flag is set when the write has completed.
         let shared = Arc::new((shared(), AtomicU32::new(0)));
         let s = &shared.0;
         lock(&s.slot, &s.parking).publish(Word::same(1));
         let pick = |s: &Shared, tag: u8| {
             let guard = lock(&s.slot, &s.parking);
             let word = guard.word();
-            // Picks only pages in memory that no pass works on.
+            // Only pages in memory that no pass works on can be picked.
             if word.kind() != Kind::Same || word.is_picked() {
                 return None;
             }
@@ -260,8 +262,8 @@ fn stale_bytes_never_become_a_page() {
     });
 }
 
-/// Two threads that need the same leaf get the same one, a concurrent lookup returns it or nothing, and no
-/// node leaks.
+/// Two threads that need the same leaf receive the same one. A concurrent lookup returns this leaf or `None`,
+/// and no node leaks.
 #[test]
 fn leaf_is_allocated_once() {
     bounded(|| {
@@ -290,12 +292,13 @@ fn leaf_is_allocated_once() {
     });
 }
 
-/// A change swaps a directory under pinned requests: no thread uses the old one after it is freed.
+/// A change replaces a directory while pinned requests use it. No thread uses the old directory after it is
+/// freed.
 #[test]
 fn swapped_directory_is_not_accessed() {
     use crate::pin::{Swap, pinned};
     loom::model(|| {
-        // The cell stands for the directory's memory: loom reports an access that overlaps the free.
+        // The cell models the directory's memory. loom reports an access that overlaps the free.
         let swap = Arc::new(Swap::new(Box::new(UnsafeCell::new(1_u32))));
         let request = {
             let swap = Arc::clone(&swap);

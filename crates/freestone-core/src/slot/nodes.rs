@@ -9,14 +9,14 @@ mod real {
     use crate::device::Result;
     use crate::sync::{AtomicU64, Ordering};
 
-    /// Log2 of the words in a node.
+    /// Binary logarithm of the number of words in a node.
     pub const FANOUT_BITS: u32 = 9;
     pub const NODE_BYTES: u64 = 8 << FANOUT_BITS;
 
-    /// Words of a node.
+    /// The words of a node.
     pub type Node = [AtomicU64; 1 << FANOUT_BITS];
 
-    /// Allocator of nodes, one for each family of tables.
+    /// Allocator of nodes, one for each family of page tables (those of a base and its forks).
     pub struct Nodes {
         arena: Arena,
         used: AtomicU64,
@@ -31,22 +31,22 @@ mod real {
             Ok(Self { arena: Arena::new("freestone-slots", NODE_BYTES)?, used: AtomicU64::new(0) })
         }
 
-        /// Allocates a zeroed node.
+        /// Allocates a zeroed node and returns its number.
         pub fn alloc(&self) -> Result<u32> {
             let node = self.arena.alloc()?;
             if let Err(error) = self.arena.populate(u64::from(node) * NODE_BYTES, NODE_BYTES) {
                 // SAFETY: the node was just allocated and is not used.
                 unsafe { self.arena.release(u64::from(node) * NODE_BYTES, NODE_BYTES) };
-                // SAFETY: as above.
+                // SAFETY: the node was just allocated and is not used.
                 unsafe { self.arena.free(node) };
                 return Err(error);
             }
-            // Relaxed: a statistic.
+            // Relaxed: the number of nodes is a statistic.
             self.used.fetch_add(1, Ordering::Relaxed);
             Ok(node)
         }
 
-        /// Frees nodes, which must not be reachable any more.
+        /// Frees nodes by number. No table may refer to these nodes any more.
         pub fn free(&self, mut nodes: Vec<u32>) {
             nodes.sort_unstable();
             // Neighbouring nodes are released in one system call.
@@ -56,7 +56,7 @@ mod real {
                     self.arena.release(u64::from(run[0]) * NODE_BYTES, run.len() as u64 * NODE_BYTES);
                 }
             }
-            // Relaxed: a statistic.
+            // Relaxed: the number of nodes is a statistic.
             self.used.fetch_sub(nodes.len() as u64, Ordering::Relaxed);
             for node in nodes {
                 // SAFETY: nodes are accessed only as atomics, so a wrong number corrupts a table but not
@@ -73,9 +73,9 @@ mod real {
             unsafe { address.as_ref() }
         }
 
-        /// Returns the bytes of all allocated nodes.
+        /// Returns the size of all allocated nodes in bytes.
         pub fn bytes(&self) -> u64 {
-            // Relaxed: a statistic.
+            // Relaxed: the number of nodes is a statistic.
             self.used.load(Ordering::Relaxed) * NODE_BYTES
         }
     }
@@ -90,7 +90,7 @@ mod real {
     pub type Node = [AtomicU64; 1 << FANOUT_BITS];
     const NODES: usize = 8;
 
-    /// Model allocator: a few nodes, created in advance.
+    /// Allocator for loom models: a few nodes, created in advance.
     pub struct Nodes {
         nodes: Vec<Node>,
         free: Mutex<Vec<u32>>,
@@ -104,9 +104,9 @@ mod real {
         }
         pub fn alloc(&self) -> Result<u32> {
             let node = self.free.lock().pop().ok_or(Error::NoMemory)?;
-            // Like the memory of a new page, which is zeroed on first touch.
+            // Zeroes the node, like the kernel zeroes a new page on first access.
             for word in self.get(node) {
-                // Relaxed: the caller publishes the node.
+                // Relaxed: the caller publishes the node with a Release.
                 word.store(0, crate::sync::Ordering::Relaxed);
             }
             Ok(node)
@@ -114,7 +114,7 @@ mod real {
         pub fn free(&self, nodes: Vec<u32>) {
             for &node in &nodes {
                 for word in self.get(node) {
-                    // Relaxed: no thread may read the node until it is zeroed by alloc.
+                    // Relaxed: no thread may read the node before `alloc` zeroes it.
                     word.store(u64::MAX << 8, crate::sync::Ordering::Relaxed);
                 }
             }

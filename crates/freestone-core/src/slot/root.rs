@@ -1,5 +1,5 @@
-//! Root of a page table: an entry for each GiB of the largest possible device. Untouched parts take no
-//! memory.
+//! Root of a page table: an entry for each GiB of the largest possible device. Parts that were never accessed
+//! occupy no memory.
 
 #[cfg(loom)]
 pub use model::Root;
@@ -19,14 +19,14 @@ mod real {
     use crate::device::{Error, Result};
     use crate::sync::AtomicU64;
 
-    /// Top level of a table: an entry for each directory.
+    /// Top level of a page table: an entry for each directory.
     pub struct Root {
         entries: NonNull<AtomicU64>,
         len: usize,
     }
 
     impl Root {
-        /// Maps `len` zero entries.
+        /// Maps a root of `len` zero entries.
         pub fn new(len: usize) -> Result<Self> {
             let bytes = len.checked_mul(size_of::<AtomicU64>()).ok_or(Error::NoMemory)?;
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -71,14 +71,14 @@ mod real {
 
     // SAFETY: Root owns its mapping and hands out only shared references to atomics.
     unsafe impl Send for Root {}
-    // SAFETY: as above.
+    // SAFETY: Root owns its mapping and hands out only shared references to atomics.
     unsafe impl Sync for Root {}
 
     #[cfg(test)]
     mod tests {
         use super::*;
 
-        /// A wrapped size would be a mapping shorter than its slice.
+        /// If the size in bytes wrapped, the mapping would be shorter than its slice.
         #[test]
         fn new_rejects_overflowing_size() {
             assert!(Root::new(usize::MAX / size_of::<AtomicU64>() + 2).is_err());
@@ -93,7 +93,7 @@ mod model {
     use crate::device::Result;
     use crate::sync::AtomicU64;
 
-    /// Top level of a table: an entry for each directory.
+    /// Top level of a page table: an entry for each directory.
     pub struct Root(Box<[AtomicU64]>);
 
     impl Root {

@@ -28,22 +28,23 @@ const LEAF_MASK: u64 = LEAF_SLOTS - 1;
 /// Maximum number of slots: 2^36 pages of 4 KiB are 256 TiB.
 #[cfg(not(loom))]
 pub const MAX_SLOTS: u64 = 1 << 36;
-/// Number of slots in models.
+/// Maximum number of slots in loom models.
 #[cfg(loom)]
 pub const MAX_SLOTS: u64 = 8;
-/// Bit of a leaf's entry that marks a leaf of same-filled pages. Above the bits of a node's number.
+/// Bit of a leaf's entry that marks a leaf of same-filled pages. The bit is above the bits of a node's
+/// number.
 const SAME_FILLED_LEAF: u64 = 1 << 63;
 const ROOT_ENTRIES: usize = (MAX_SLOTS / ROOT_SLOTS) as usize;
 
-/// State shared by the tables of a family: nodes and waiting threads.
+/// State shared by the page tables of a family (a base and its forks): nodes and waiting threads.
 pub struct Common {
-    /// Allocator of directories and leaves.
+    /// Allocator of directory and leaf nodes.
     pub nodes: Nodes,
     /// Threads that wait for slot locks.
     pub parking: Parking,
-    /// Number of leaves that were [created for same-filled pages](Table::leaf_of_marks), or contain only such
+    /// Number of leaves that were [created for same-filled pages](Table::same_filled_leaf), or contain only such
     /// pages.
-    pub leaves_of_marks: Arc<AtomicU64>,
+    pub same_filled_leaves: Arc<AtomicU64>,
 }
 
 impl Common {
@@ -52,8 +53,8 @@ impl Common {
     /// # Errors
     /// Errors of `memfd_create(2)`.
     pub fn new() -> rustix::io::Result<Self> {
-        let leaves_of_marks = Arc::new(AtomicU64::new(0));
-        Ok(Self { nodes: Nodes::new()?, parking: Parking::default(), leaves_of_marks })
+        let same_filled_leaves = Arc::new(AtomicU64::new(0));
+        Ok(Self { nodes: Nodes::new()?, parking: Parking::default(), same_filled_leaves })
     }
 }
 
@@ -61,12 +62,12 @@ impl Common {
 pub struct Table {
     id: u32,
     root: Root,
-    /// Root entries from this index on are empty; walks stop here.
+    /// Index from which on all root entries are empty. Walks stop at this index.
     root_end: AtomicU64,
     common: Arc<Common>,
 }
 
-/// Slots of a leaf.
+/// The slots of a leaf, for one page each.
 #[derive(Clone, Copy)]
 pub struct Leaf<'a> {
     words: &'a [AtomicU64],
@@ -85,7 +86,7 @@ impl Table {
         self.id
     }
 
-    /// Returns the leaf of a slot, if it exists.
+    /// Returns the leaf that contains a slot, or `None` if the leaf does not exist.
     #[inline]
     pub fn leaf(&self, slot: u64) -> Option<Leaf<'_>> {
         let directory = self.existing(&self.root[(slot >> (2 * FANOUT_BITS)) as usize])?;
@@ -93,7 +94,7 @@ impl Table {
         Some(Leaf { words, parking: &self.common.parking })
     }
 
-    /// Returns the leaf of a slot, allocating it if necessary.
+    /// Returns the leaf that contains a slot, allocating the leaf if necessary.
     #[inline]
     pub fn leaf_or_new(&self, slot: u64) -> Result<Leaf<'_>> {
         match self.leaf(slot) {
@@ -105,38 +106,38 @@ impl Table {
     #[cold]
     fn make_leaf(&self, slot: u64) -> Result<Leaf<'_>> {
         let root = slot >> (2 * FANOUT_BITS);
-        // Release: pairs with the Acquire in `end`. Raised first, so that a walk never misses an existing
-        // entry.
+        // Release: pairs with the Acquire in `end`. The index is raised first, so that a walk never misses an
+        // existing entry.
         self.root_end.fetch_max(root + 1, Ordering::Release);
         let directory = self.make(&self.root[root as usize])?;
         let words = self.make(&directory[(slot >> FANOUT_BITS & LEAF_MASK) as usize])?;
         Ok(Leaf { words, parking: &self.common.parking })
     }
 
-    /// Returns the leaf of a slot like [`leaf_or_new`](Self::leaf_or_new). If the leaf is allocated, it
-    /// counts as a leaf of same-filled pages.
-    pub fn leaf_of_marks(&self, slot: u64) -> Result<Leaf<'_>> {
+    /// Returns the leaf of a slot like [`leaf_or_new`](Self::leaf_or_new). If this call allocates the leaf,
+    /// it counts as a leaf of same-filled pages.
+    pub fn same_filled_leaf(&self, slot: u64) -> Result<Leaf<'_>> {
         if let Some(leaf) = self.leaf(slot) {
             return Ok(leaf);
         }
         let leaf = self.make_leaf(slot)?;
-        self.count_as_marks(slot);
+        self.count_as_same_filled(slot);
         Ok(leaf)
     }
 
-    /// Counts an existing leaf as one of same-filled pages until the table is dropped.
-    pub fn count_as_marks(&self, slot: u64) {
+    /// Counts the existing leaf of a slot as a leaf of same-filled pages until the table is dropped.
+    pub fn count_as_same_filled(&self, slot: u64) {
         let Some(directory) = self.existing(&self.root[(slot >> (2 * FANOUT_BITS)) as usize]) else {
             return;
         };
         let entry = &directory[(slot >> FANOUT_BITS & LEAF_MASK) as usize];
         let set_bit =
             |node: u64| (node != 0 && node & SAME_FILLED_LEAF == 0).then_some(node | SAME_FILLED_LEAF);
-        // Release: a thread that loads this entry still needs what `make` released. Relaxed on failure: the
-        // bit says nothing about the node.
+        // Release: a thread that loads the changed entry must still see the node that `make` released.
+        // Relaxed on failure: the node is not accessed.
         if entry.fetch_update(Ordering::Release, Ordering::Relaxed, set_bit).is_ok() {
-            // Relaxed: only the sum matters.
-            self.common.leaves_of_marks.fetch_add(1, Ordering::Relaxed);
+            // Relaxed: a counter, which orders no other data.
+            self.common.same_filled_leaves.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -152,7 +153,8 @@ impl Table {
             return Ok(words);
         }
         let node = self.common.nodes.alloc()?;
-        // Release: pairs with the Acquire in `existing`. Acquire on failure: pairs with the winner's Release.
+        // Release: pairs with the Acquire in `existing`. Acquire on failure: pairs with the Release of the
+        // thread that stored its node first.
         let winner =
             match entry.compare_exchange(0, u64::from(node) + 1, Ordering::Release, Ordering::Acquire) {
                 Ok(_) => node,
@@ -164,7 +166,8 @@ impl Table {
         Ok(self.common.nodes.get(winner))
     }
 
-    /// Returns the first slot in `[from, end)` whose leaf exists. Skips empty parts in large strides.
+    /// Returns the first slot in `[from, end)` whose leaf exists, or `None`. Skips absent leaves and
+    /// directories as a whole.
     pub fn next_present(&self, from: u64, end: u64) -> Option<u64> {
         let mut slot = from;
         let end = end.min(self.end());
@@ -172,7 +175,7 @@ impl Table {
             match self.existing(&self.root[(slot >> (2 * FANOUT_BITS)) as usize]) {
                 None => slot = (slot | (ROOT_SLOTS - 1)) + 1,
                 Some(directory) => {
-                    // Acquire: as in `existing`.
+                    // Acquire: pairs with the Release in `make`, which stored the node.
                     if directory[(slot >> FANOUT_BITS & LEAF_MASK) as usize].load(Ordering::Acquire) != 0 {
                         return Some(slot);
                     }
@@ -183,7 +186,7 @@ impl Table {
         None
     }
 
-    /// Returns the end of the slots that can have leaves.
+    /// Returns the exclusive end of the slots that can have leaves.
     fn end(&self) -> u64 {
         // Acquire: pairs with the Release in make_leaf.
         self.root_end.load(Ordering::Acquire) << (2 * FANOUT_BITS)
@@ -196,19 +199,19 @@ impl Drop for Table {
         let end = (self.end() >> (2 * FANOUT_BITS)) as usize;
         for entry in &self.root[..end] {
             if let Some(directory) = self.existing(entry) {
-                // Acquire: as in `existing`.
+                // Acquire: pairs with the Release in `make`, which stored the node.
                 let leaves = directory.iter().map(|leaf| leaf.load(Ordering::Acquire));
                 for leaf in leaves.filter(|&leaf| leaf != 0) {
                     same_filled += u64::from(leaf & SAME_FILLED_LEAF != 0);
                     nodes.push((leaf - 1) as u32);
                 }
-                // Acquire: as in `existing`.
+                // Acquire: pairs with the Release in `make`, which stored the node.
                 nodes.push((entry.load(Ordering::Acquire) - 1) as u32);
             }
         }
         self.common.nodes.free(nodes);
-        // Relaxed: only the sum matters.
-        self.common.leaves_of_marks.fetch_sub(same_filled, Ordering::Relaxed);
+        // Relaxed: a counter, which orders no other data.
+        self.common.same_filled_leaves.fetch_sub(same_filled, Ordering::Relaxed);
     }
 }
 
@@ -219,8 +222,8 @@ impl<'a> Leaf<'a> {
         lock(&self.words[(slot & LEAF_MASK) as usize], self.parking)
     }
 
-    /// Returns the word of a slot at some time during the call, without its lock. For reports and
-    /// prefetching; the word's object must not be accessed.
+    /// Returns the word that a slot had at some time during the call, without locking the slot. For reports
+    /// and prefetching; the word's object must not be accessed.
     #[inline]
     pub fn peek(&self, slot: u64) -> Word {
         // Relaxed: the value is not used to access an object.

@@ -11,8 +11,8 @@ fn table() -> Table {
     Table::new(3, Arc::new(Common::new().unwrap())).unwrap()
 }
 
-/// The holder of a slot sleeps until all other threads have finished their first part. Threads that use other
-/// slots, also of the same leaf, are not delayed; threads that want the held slot each get it afterwards.
+/// The holder of a slot lock sleeps until all other threads have finished their first part. Threads that use
+/// other slots, also of the same leaf, are not delayed. Threads that need the held slot lock it afterwards.
 #[test]
 fn descheduled_holder_delays_only_its_slot() {
     for threads in [8, 16, 32] {
@@ -25,7 +25,7 @@ fn descheduled_holder_delays_only_its_slot() {
                 scope.spawn(move || {
                     start.wait();
                     for round in 0..2000 {
-                        // All slots of two leaves except slot 0, shared with the other threads.
+                        // The threads share all slots of two leaves except slot 0.
                         let slot = 1 + (thread * 7 + round) % (2 * LEAF_SLOTS - 1);
                         let guard = table.leaf_or_new(slot).unwrap().lock(slot);
                         let count = guard.word().location() as u32;

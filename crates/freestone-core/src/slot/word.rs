@@ -18,26 +18,26 @@ use std::fmt;
 pub use crate::LOCATION_BITS;
 use crate::word_lock::{self, LOCK, WAITER};
 
-/// Content of a slot.
+/// Kind of a slot's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// No content: reads as zeroes, or as the base.
+    /// No content: the page reads as zeroes, or as the page of the base.
     Empty = 0,
-    /// A page that repeats a 32-bit pattern, stored in the word.
+    /// A page that repeats a 32-bit pattern, which is stored in the word.
     Same = 1,
-    /// A page that repeats a 64-bit pattern, stored in the pool.
+    /// A page that repeats a 64-bit pattern, which is stored in the pool.
     Pattern = 2,
-    /// A compressed object in the pool.
+    /// A compressed page in the pool.
     Compressed = 3,
-    /// An incompressible page, stored uncompressed (a "huge" page of zram).
+    /// An incompressible page, stored uncompressed in the pool (a "huge" page in zram's terms).
     Huge = 4,
-    /// The page is being read from disk; requests wait for it.
+    /// The page is being read from disk, and requests for the page wait.
     InFlight = 5,
-    /// The page was written back and lies on the backing device.
+    /// The page was written back and is on the backing device only.
     Spilled = 6,
-    /// In a snapshot: the page is the base's. The page was not written before the snapshot, whatever the
-    /// origin holds now.
+    /// In a snapshot: the page is read from the base, because it was not written before the snapshot was
+    /// taken. The origin may store another page now.
     Base = 7,
 }
 
@@ -58,7 +58,7 @@ const SIZE_SHIFT: u32 = 16;
 const SIZE_MASK: u64 = 0xFFF << SIZE_SHIFT;
 const LOCATION_SHIFT: u32 = 28;
 
-/// Number of values of the age field.
+/// Number of different values of the age field.
 pub const AGES: usize = 64;
 const _: () = assert!(LOCATION_SHIFT + LOCATION_BITS == 64);
 
@@ -66,7 +66,7 @@ impl Word {
     /// Word of an empty slot.
     pub const EMPTY: Self = Self(0);
 
-    /// Word of a snapshot's page that is the base's.
+    /// Word of a snapshot's page that is read from the base.
     pub const BASE: Self = Self::new(Kind::Base, 0, 0, 0);
 
     const fn new(kind: Kind, algorithm: u8, size: u32, location: u64) -> Self {
@@ -84,34 +84,35 @@ impl Word {
         Self::new(Kind::Same, 0, 0, pattern as u64)
     }
 
-    /// Returns the word of a page that repeats a 64-bit pattern, stored at `location`.
+    /// Returns the word of a page that repeats a 64-bit pattern, which is stored at `location` in the pool.
     pub const fn pattern(location: u64) -> Self {
         Self::new(Kind::Pattern, 0, 0, location)
     }
 
-    /// Returns the word of a compressed object of `size` bytes, 1 to 4095.
+    /// Returns the word of a compressed page of `size` bytes, 1 to 4095, at `location` in the pool.
     pub const fn compressed(location: u64, size: u32, algorithm: u8) -> Self {
         debug_assert!(size > 0);
         Self::new(Kind::Compressed, algorithm, size, location)
     }
 
-    /// Returns the word of an uncompressed page.
+    /// Returns the word of an uncompressed page at `location` in the pool.
     pub const fn huge(location: u64) -> Self {
         Self::new(Kind::Huge, 0, 0, location)
     }
 
-    /// Returns the word of a slot that waits for a disk. `flight` is the number of the wait, below 2^36.
+    /// Returns the word of a slot whose page is being read from a disk. `flight` is the flight's number,
+    /// below 2^36.
     pub const fn in_flight(flight: u64) -> Self {
         Self::new(Kind::InFlight, 0, 0, flight)
     }
 
-    /// Returns the word of a page whose object of `size` bytes (0 means a whole page) is on the backing
-    /// device.
+    /// Returns the word of a page whose object of `size` bytes (0 means a whole page) is at `location` on the
+    /// backing device.
     pub const fn spilled(location: u64, size: u32, algorithm: u8) -> Self {
         Self::new(Kind::Spilled, algorithm, size, location)
     }
 
-    /// Returns the kind.
+    /// Returns the kind of the slot's content.
     #[inline]
     pub fn kind(self) -> Kind {
         match (self.0 >> KIND_SHIFT) & 7 {
@@ -126,28 +127,29 @@ impl Word {
         }
     }
 
-    /// Returns the word for this compressed or huge page after writeback to `location`, as the same object or
-    /// as an `uncompressed` page.
+    /// Returns the word for this compressed or huge page after writeback to `location` on the backing device.
+    /// The stored object was written back, or the page if `uncompressed` is true.
     #[must_use]
     pub const fn spilled_to(self, location: u64, uncompressed: bool) -> Self {
         let fields = if uncompressed { 0 } else { self.0 & (ALGORITHM_MASK | SIZE_MASK) };
         Self(Self::spilled(location, 0, 0).0 | fields | self.0 & INCOMPRESSIBLE)
     }
 
-    /// Returns the word for this written-back page after its object was stored in the pool again.
+    /// Returns the word for this written-back page after its object was stored in the pool again, at
+    /// `location`.
     #[must_use]
-    pub const fn back_at(self, location: u64) -> Self {
+    pub const fn loaded_to(self, location: u64) -> Self {
         let kind = if self.0 & SIZE_MASK == 0 { Kind::Huge } else { Kind::Compressed };
         Self(Self::new(kind, 0, 0, location).0 | self.0 & (ALGORITHM_MASK | SIZE_MASK | INCOMPRESSIBLE))
     }
 
-    /// Returns the number of the algorithm, 0 to 3.
+    /// Returns the number of the compression algorithm, 0 to 3.
     #[inline]
     pub const fn algorithm(self) -> usize {
         ((self.0 >> ALGORITHM_SHIFT) & 3) as usize
     }
 
-    /// Returns the bytes of the object in the pool, or 0 without an object.
+    /// Returns the size in bytes of the object in the pool, or 0 if the slot has none.
     #[inline]
     pub fn stored_bytes(self) -> usize {
         match self.kind() {
@@ -158,7 +160,7 @@ impl Word {
         }
     }
 
-    /// Returns the bytes of a written-back object on the backing device.
+    /// Returns the size in bytes of a written-back object on the backing device.
     #[inline]
     pub const fn spilled_bytes(self) -> usize {
         match (self.0 >> SIZE_SHIFT) & 0xFFF {
@@ -167,19 +169,20 @@ impl Word {
         }
     }
 
-    /// Returns the location field: by kind an object's location, a pattern or a flight's number.
+    /// Returns the location field: depending on the kind an object's location, a pattern or a flight's
+    /// number.
     #[inline]
     pub const fn location(self) -> u64 {
         self.0 >> LOCATION_SHIFT
     }
 
-    /// Returns the location of the slot's object in the pool, if it has one.
+    /// Returns the location of the slot's object in the pool, or `None` if the slot has no object there.
     #[inline]
     pub fn object(self) -> Option<u64> {
         matches!(self.kind(), Kind::Pattern | Kind::Compressed | Kind::Huge).then(|| self.location())
     }
 
-    /// Returns the word with the object at another location.
+    /// Returns this word with its object at `location` instead.
     #[must_use]
     pub const fn moved_to(self, location: u64) -> Self {
         Self(self.0 & ((1 << LOCATION_SHIFT) - 1) | location << LOCATION_SHIFT)
@@ -187,12 +190,12 @@ impl Word {
 
     // ---- background passes: these bits are never set in an empty slot, whose word is 0 ------------
 
-    /// Returns true if the page was not accessed since it was marked idle.
+    /// Returns true if the page has not been accessed since it was marked idle.
     pub const fn is_idle(self) -> bool {
         self.0 & IDLE != 0
     }
 
-    /// Sets or clears the idle mark.
+    /// Returns the word with the idle mark set or cleared.
     #[must_use]
     pub const fn with_idle(self, idle: bool) -> Self {
         if idle { Self(self.0 | IDLE) } else { Self(self.0 & !IDLE) }
@@ -203,49 +206,49 @@ impl Word {
         self.0 & INCOMPRESSIBLE != 0
     }
 
-    /// Marks the page as incompressible by all algorithms.
+    /// Returns the word with the page marked as incompressible by all algorithms.
     #[must_use]
     pub const fn with_incompressible(self) -> Self {
         Self(self.0 | INCOMPRESSIBLE)
     }
 
-    /// Returns the epoch of the last access, or the tag of a picked slot.
+    /// Returns the epoch of the last access, or for a picked slot the tag of the background pass.
     pub const fn age(self) -> u8 {
         ((self.0 & AGE_MASK) >> AGE_SHIFT) as u8
     }
 
-    /// Sets the epoch of the last access.
+    /// Returns the word with this epoch of the last access.
     #[must_use]
     pub const fn with_age(self, age: u8) -> Self {
         debug_assert!((age as usize) < AGES);
         Self(self.0 & !AGE_MASK | (age as u64) << AGE_SHIFT)
     }
 
-    /// Marks the page as picked by a background pass with this tag. Any change of the page clears the mark,
-    /// so a pass that finds its tag again knows that the page is unchanged.
+    /// Returns the word with the page marked as picked by the background pass with this tag. Any change of
+    /// the page clears the mark, so a pass that finds its tag again knows that the page is unchanged.
     #[must_use]
     pub const fn picked(self, tag: u8) -> Self {
         Self(self.0 | PICKED).with_age(tag)
     }
 
-    /// Returns true if any pass works on the page.
+    /// Returns true if any background pass works on the page.
     pub const fn is_picked(self) -> bool {
         self.0 & PICKED != 0
     }
 
-    /// Returns true if the pass with this tag works on the page and the page is unchanged.
+    /// Returns true if the background pass with this tag works on the page and the page is unchanged.
     pub const fn is_picked_by(self, tag: u8) -> bool {
         self.is_picked() && self.age() == tag
     }
 
-    /// Clears the mark of a pass, and sets the age.
+    /// Returns the word without the mark of a background pass, with this epoch of the last access.
     #[must_use]
     pub const fn unpicked(self, age: u8) -> Self {
         Self(self.0 & !PICKED).with_age(age)
     }
 
-    /// Returns the word after a read in epoch `now`: not idle. Picked slots keep their tag, so that a page
-    /// can be evicted even if it is read all the time.
+    /// Returns the word after a read in epoch `now`, without the idle mark. Picked slots keep their tag, so
+    /// that a page can be evicted even if it is read all the time.
     #[inline]
     #[must_use]
     pub const fn touched(self, now: u8) -> Self {
@@ -322,9 +325,9 @@ mod tests {
         let spilled = word.spilled_to(9, false);
         assert_eq!((spilled.kind(), spilled.location(), spilled.spilled_bytes()), (Kind::Spilled, 9, 1234));
         assert!(spilled.is_incompressible() && !spilled.is_idle() && !spilled.is_picked());
-        assert_eq!(spilled.back_at(77), Word::compressed(77, 1234, 2).with_incompressible());
+        assert_eq!(spilled.loaded_to(77), Word::compressed(77, 1234, 2).with_incompressible());
         assert_eq!(word.spilled_to(9, true).spilled_bytes(), 4096);
-        assert_eq!(Word::huge(1).spilled_to(9, false).back_at(2), Word::huge(2));
+        assert_eq!(Word::huge(1).spilled_to(9, false).loaded_to(2), Word::huge(2));
         assert_eq!((Word::spilled(5, 17, 1).stored_bytes(), Word::spilled(5, 17, 1).object()), (0, None));
     }
 

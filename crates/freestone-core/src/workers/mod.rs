@@ -1,9 +1,9 @@
-//! Worker threads of the process, one for each CPU. Readers of request queues pass requests to them, so that
-//! one queue can use several CPUs.
+//! Worker threads of the process, one for each CPU. Readers of request queues pass requests to the workers,
+//! so that one queue can use several CPUs.
 //!
-//! Workers execute only work that does not wait for a disk. A worker takes a task only if a CPU is available,
-//! and few tasks are queued; otherwise the reader executes the request itself. So tasks start soon, none can
-//! starve, and if readers keep all CPUs busy they do their own work.
+//! Workers execute only work that does not wait for a disk. The pool accepts a task only if a CPU is
+//! available and few tasks are queued; otherwise the reader executes the request itself. So tasks start soon,
+//! none can starve, and if readers keep all CPUs busy they execute their own requests.
 
 #[cfg(not(loom))]
 mod costs;
@@ -21,16 +21,16 @@ use crate::plug::Plug;
 use crate::sync::{Arc, AtomicU32, Condvar, LazyLock, Mutex, Ordering, thread};
 
 #[cfg(not(loom))]
-pub use costs::{Began, Costs, MIN_BYTES};
+pub use costs::{Costs, CpuStart, MIN_BYTES};
 
 /// A task, usually the synchronous part of one request.
-pub type Piece = Box<dyn FnOnce() + Send>;
+pub type Task = Box<dyn FnOnce() + Send>;
 
-/// Number of cheap tasks that a worker runs under one plug, so that the receivers of their completions are
-/// woken once.
+/// Number of cheap tasks that a worker runs under one plug, so that each receiver of completions is woken
+/// once.
 const PLUGGED_TASKS: usize = 4;
-/// Maximum tasks for each worker with a CPU: the running one, and some queued ones, which keep the worker
-/// busy while the reader executes a request itself or waits for its client's socket.
+/// Maximum number of tasks for each available CPU: a running task, and some queued tasks. The queued tasks
+/// keep a worker busy while the reader executes a request itself or waits for its client's socket.
 const TASKS_EACH: u32 = if cfg!(loom) { 2 } else { 4 };
 
 /// A pool of worker threads that run tasks in FIFO order. Clones share the threads.
@@ -42,17 +42,17 @@ struct Shared {
     cpus: u32,
     state: Mutex<State>,
     ready: Condvar,
-    /// Queued and running tasks. Written under `state`; read without it as a hint.
+    /// Number of queued and running tasks. Written under `state`; read without the lock as a hint.
     tasks: AtomicU32,
     /// Number of readers that execute large requests themselves.
-    at_work: AtomicU32,
+    busy_readers: AtomicU32,
 }
 
 #[derive(Default)]
 struct State {
-    /// Tasks, with true for expensive ones.
-    waiting: VecDeque<(Piece, bool)>,
-    /// Sleeping threads, and threads that were woken and have not run yet.
+    /// Queued tasks, each with true if the task is expensive.
+    waiting: VecDeque<(Task, bool)>,
+    /// Number of sleeping threads (`asleep`), and of threads that were woken and have not run yet (`waking`).
     asleep: usize,
     waking: usize,
     started: usize,
@@ -60,7 +60,7 @@ struct State {
 }
 
 impl State {
-    /// Returns the number of threads that take tasks, or will soon.
+    /// Returns the number of threads that run tasks, or will run tasks soon.
     fn active(&self) -> usize {
         self.started - self.asleep
     }
@@ -70,7 +70,7 @@ static PROCESS: LazyLock<Workers> =
     LazyLock::new(|| Workers::new(std::thread::available_parallelism().map_or(1, std::num::NonZero::get)));
 
 impl Workers {
-    /// Returns the pool of the process.
+    /// Returns the pool that the whole process shares.
     pub fn process() -> &'static Self {
         &PROCESS
     }
@@ -82,7 +82,7 @@ impl Workers {
             state: Mutex::default(),
             ready: Condvar::new(),
             tasks: AtomicU32::new(0),
-            at_work: AtomicU32::new(0),
+            busy_readers: AtomicU32::new(0),
         }))
     }
 
@@ -96,39 +96,40 @@ impl Workers {
 
     /// Returns true if a task would be accepted now.
     #[inline]
-    pub fn has_room(&self) -> bool {
+    pub fn has_capacity(&self) -> bool {
         // Relaxed: hints; `offer` checks again under the lock.
-        let (tasks, at_work) = (self.0.tasks.load(Ordering::Relaxed), self.0.at_work.load(Ordering::Relaxed));
-        tasks < TASKS_EACH * self.0.cpus.saturating_sub(1 + at_work)
+        let (tasks, busy_readers) =
+            (self.0.tasks.load(Ordering::Relaxed), self.0.busy_readers.load(Ordering::Relaxed));
+        tasks < TASKS_EACH * self.0.cpus.saturating_sub(1 + busy_readers)
     }
 
     /// Returns true if a worker is awake, so that a task needs no wake-up.
     #[inline]
-    pub fn are_awake(&self) -> bool {
+    pub fn has_awake_worker(&self) -> bool {
         // Relaxed: a hint.
         self.0.tasks.load(Ordering::Relaxed) > 0
     }
 
     /// Registers that the calling reader executes a large request itself, until the guard is dropped.
-    pub fn work_beside(&self) -> AtWork {
+    pub fn register_busy_reader(&self) -> BusyReader {
         // Relaxed: a hint.
-        self.0.at_work.fetch_add(1, Ordering::Relaxed);
-        AtWork(Arc::clone(&self.0))
+        self.0.busy_readers.fetch_add(1, Ordering::Relaxed);
+        BusyReader(Arc::clone(&self.0))
     }
 
-    /// Queues a task. Wakes a worker if the task is `dear` (expensive); otherwise usually relies on one that
-    /// is awake.
+    /// Queues a task. Wakes a worker if the task is `expensive`; otherwise usually relies on a worker that is
+    /// awake.
     ///
     /// # Errors
-    /// Returns the task if the pool is full or stopped; the caller runs it.
-    pub fn offer(&self, task: Piece, dear: bool) -> Result<(), Piece> {
+    /// The task itself, if the pool is full or stopped; the caller must run it.
+    pub fn offer(&self, task: Task, expensive: bool) -> Result<(), Task> {
         let mut state = self.0.state.lock();
-        if state.stop || !self.has_room() {
+        if state.stop || !self.has_capacity() {
             return Err(task);
         }
-        // A wake-up costs as much as a cheap task, and active workers take it soon, unless each has a queued
-        // task.
-        let needs_more = dear || state.active() == 0 || state.waiting.len() >= state.active();
+        // A wake-up costs as much as a cheap task. Without one, an active worker runs the task soon, unless
+        // each active worker has a queued task already.
+        let needs_more = expensive || state.active() == 0 || state.waiting.len() >= state.active();
         if needs_more
             && state.asleep == 0
             && (state.started as u32) < self.0.cpus.saturating_sub(1)
@@ -139,8 +140,8 @@ impl Workers {
         if state.started == 0 {
             return Err(task);
         }
-        state.waiting.push_back((task, dear));
-        // Relaxed: under the lock.
+        state.waiting.push_back((task, expensive));
+        // Relaxed: written under the lock.
         self.0.tasks.fetch_add(1, Ordering::Relaxed);
         let wake = needs_more && state.asleep > 0;
         if wake {
@@ -176,12 +177,13 @@ impl Shared {
             #[cfg(not(loom))]
             let _plug = Plug::start();
             let (mut next, mut budget) = (Some(task), PLUGGED_TASKS);
-            while let Some((task, dear)) = next {
-                // The panic hook has reported the panic. Dropping the request completes it as gone.
+            while let Some((task, expensive)) = next {
+                // The panic hook has reported the panic. Dropping the task's request completes the request
+                // with `Error::Gone`.
                 let _ = catch_unwind(AssertUnwindSafe(task));
-                budget = if dear { 0 } else { budget - 1 };
+                budget = if expensive { 0 } else { budget - 1 };
                 let mut state = self.state.lock();
-                // Relaxed: under the lock.
+                // Relaxed: written under the lock.
                 self.tasks.fetch_sub(1, Ordering::Relaxed);
                 next = if budget > 0 { state.waiting.pop_front() } else { None };
             }
@@ -189,7 +191,7 @@ impl Shared {
     }
 
     /// Waits for the next task. Returns `None` after `stop`, when the queue is empty.
-    fn next_task(&self) -> Option<(Piece, bool)> {
+    fn next_task(&self) -> Option<(Task, bool)> {
         let mut state = self.state.lock();
         loop {
             if let Some(next) = state.waiting.pop_front() {
@@ -201,7 +203,7 @@ impl Shared {
             }
             state.asleep += 1;
             state = wait(&self.ready, state);
-            // A thread that wakes up spuriously takes the place of one that was woken.
+            // A thread that wakes up spuriously counts as the thread that was woken.
             if state.waking > 0 {
                 state.waking -= 1;
             } else {
@@ -217,13 +219,13 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// Guard of a reader that executes a large request itself.
+/// Guard of a reader that executes a large request itself. Dropping it unregisters the reader.
 #[derive(Debug)]
-pub struct AtWork(Arc<Shared>);
+pub struct BusyReader(Arc<Shared>);
 
-impl Drop for AtWork {
+impl Drop for BusyReader {
     fn drop(&mut self) {
         // Relaxed: a hint.
-        self.0.at_work.fetch_sub(1, Ordering::Relaxed);
+        self.0.busy_readers.fetch_sub(1, Ordering::Relaxed);
     }
 }

@@ -1,15 +1,15 @@
-//! loom models: tasks are offered while workers fall asleep and while they exit.
+//! loom models of the worker pool: tasks are offered while workers fall asleep and while they exit.
 
 use loom::thread;
 
 use super::Workers;
 use crate::sync::{Arc, AtomicU32, Ordering};
 
-/// Offers a task that increments the counter, or runs it if it is rejected.
+/// Offers a task that increments `done`, and runs the task itself if the pool rejects it.
 fn offer_or_run(workers: &Workers, done: &Arc<AtomicU32>) {
     let count = Arc::clone(done);
     let task = Box::new(move || {
-        // Relaxed: read after all threads have ended.
+        // Relaxed: the counter is read after all threads have ended.
         count.fetch_add(1, Ordering::Relaxed);
     });
     if let Err(task) = workers.offer(task, false) {
@@ -33,7 +33,7 @@ fn tasks_of_two_readers_run_once() {
         other.join().unwrap();
         workers.stop();
         worker.join().unwrap();
-        // Relaxed: as above.
+        // Relaxed: all threads have ended.
         assert_eq!(done.load(Ordering::Relaxed), 2);
     });
 }
@@ -48,7 +48,7 @@ fn task_offered_during_stop_runs_once() {
         offer_or_run(&workers, &done);
         stop.join().unwrap();
         worker.join().unwrap();
-        // Relaxed: as above.
+        // Relaxed: all threads have ended.
         assert_eq!(done.load(Ordering::Relaxed), 1);
     });
 }
@@ -56,7 +56,7 @@ fn task_offered_during_stop_runs_once() {
 #[test]
 fn two_workers_run_two_tasks() {
     let mut model = loom::model::Builder::new();
-    // A higher bound takes minutes.
+    // A higher bound would take minutes.
     model.preemption_bound = Some(2);
     model.check(|| {
         let (workers, done) = (Workers::started(2), Arc::new(AtomicU32::new(0)));
@@ -67,7 +67,7 @@ fn two_workers_run_two_tasks() {
         for worker in both {
             worker.join().unwrap();
         }
-        // Relaxed: as above.
+        // Relaxed: all threads have ended.
         assert_eq!(done.load(Ordering::Relaxed), 2);
     });
 }

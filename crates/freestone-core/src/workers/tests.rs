@@ -5,8 +5,8 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Returns a task that blocks until the sender is dropped.
-fn blocking_task(until: &Arc<std::sync::Mutex<mpsc::Receiver<()>>>) -> Piece {
+/// Returns a task that blocks until the sender of `until` is dropped.
+fn blocking_task(until: &Arc<std::sync::Mutex<mpsc::Receiver<()>>>) -> Task {
     let until = Arc::clone(until);
     Box::new(move || {
         let _ = until.lock().unwrap().recv();
@@ -34,9 +34,9 @@ fn full_pool_returns_task_to_caller() {
     let workers = Workers::new(2);
     let (hold, until) = mpsc::channel::<()>();
     let until = Arc::new(std::sync::Mutex::new(until));
-    // One running task, and the queued ones.
+    // The pool accepts a running task and its limit of queued tasks.
     assert!((0..TASKS_EACH).all(|_| workers.offer(blocking_task(&until), false).is_ok()));
-    assert!(workers.are_awake() && !workers.has_room());
+    assert!(workers.has_awake_worker() && !workers.has_capacity());
     let (tx, rx) = mpsc::channel();
     let task = workers.offer(Box::new(move || tx.send(()).unwrap()), true).unwrap_err();
     assert!(rx.try_recv().is_err());
@@ -65,19 +65,19 @@ fn tasks_run_in_order() {
 #[test]
 fn busy_readers_leave_no_room_for_tasks() {
     let workers = Workers::new(3);
-    let one = workers.work_beside();
-    assert!(workers.has_room(), "there is a CPU for a worker");
-    let other = workers.work_beside();
-    assert!(!workers.has_room());
+    let one = workers.register_busy_reader();
+    assert!(workers.has_capacity(), "there is a CPU for a worker");
+    let other = workers.register_busy_reader();
+    assert!(!workers.has_capacity());
     assert!(workers.offer(Box::new(|| ()), true).is_err());
     drop((one, other));
-    assert!(workers.has_room());
+    assert!(workers.has_capacity());
 }
 
 #[test]
 fn single_cpu_pool_rejects_tasks() {
     let workers = Workers::new(1);
-    assert!(!workers.has_room());
+    assert!(!workers.has_capacity());
     assert!(workers.offer(Box::new(|| ()), true).is_err());
 }
 

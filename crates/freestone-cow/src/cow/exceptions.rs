@@ -10,16 +10,17 @@
 //! # Protocol
 //! * A slot changes from `Empty` to `InFlight` to `Spilled` under its lock. If the snapshot is lost
 //!   or the exception is cancelled, the slot returns to `Empty`. A request that needs an exception
-//!   starts it or waits for it, so each chunk is copied once.
-//! * A write to the origin proceeds only when every snapshot has a complete exception there.
-//!   Complete exceptions stay until they are merged, so this check needs no lock.
+//!   starts the exception or waits for it, so each chunk is copied once.
+//! * A write to the origin proceeds only when every snapshot has a complete exception for the
+//!   chunk. Complete exceptions stay until they are merged, so this check needs no lock.
 //! * A read of the snapshot without a complete exception reads the origin and checks again. If the
 //!   exception is still missing, no write to the origin can have started in that chunk, and the
 //!   data is valid. Otherwise the read uses the copy. A read is repeated at most once per chunk,
 //!   and writes never wait for readers. (The kernel tracks such reads and delays writes to the
 //!   origin.)
-//! * No exception is made during a merge. The merge marks a run of chunks, new writes wait for the
-//!   mark, and the merge waits for older writes. Then the slots change from `Spilled` to `Empty`.
+//! * No exception is made during a merge. The merge sets the "being merged" mark on a run of
+//!   chunks, and new writes to them wait. The merge waits for older writes. Then the slots change
+//!   from `Spilled` to `Empty`.
 //!
 //! Lock order: slot, then the flight's shard.
 
@@ -29,7 +30,7 @@ use freestone_core::slot::{
 };
 use freestone_core::sync::{Arc, Ordering, fence};
 
-/// Maximum number of chunks examined for a run; absent leaves cost nothing.
+/// Maximum length of a run in chunks, which bounds the work of one call.
 const RUN_CHUNKS_MAX: u64 = 1 << 16;
 /// Maximum number of chunks of an origin.
 pub const CHUNKS_MAX: u64 = MAX_SLOTS;
@@ -37,17 +38,17 @@ pub const CHUNKS_MAX: u64 = MAX_SLOTS;
 /// State of a chunk's exception.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exception {
-    /// No exception: the origin holds the content.
+    /// No exception: the snapshot's content is on the origin.
     None,
     /// The chunk is being copied from the origin.
     Pending,
     /// The copy is in this chunk of the COW device.
-    At(u64),
-    /// Like `At`, and the chunk is being merged into the origin.
+    Complete(u64),
+    /// Like `Complete`, and the chunk is being merged into the origin.
     Merging(u64),
 }
 
-/// Exceptions of a snapshot. `W` is a waiter for a pending exception.
+/// Table of a snapshot's exceptions. `W` is a waiter for a pending exception.
 pub struct Exceptions<W> {
     table: Table,
     flights: Flights<W>,
@@ -65,17 +66,18 @@ impl Exception {
     fn of(word: Word) -> Self {
         match word.kind() {
             Kind::Spilled if word.is_idle() => Self::Merging(word.location()),
-            Kind::Spilled => Self::At(word.location()),
+            Kind::Spilled => Self::Complete(word.location()),
             Kind::InFlight => Self::Pending,
             _ => Self::None,
         }
     }
 
-    /// Returns the chunk of the COW device with the copy.
+    /// Returns the number of the COW device's chunk that holds the copy, or `None` without a
+    /// complete exception.
     pub fn chunk(self) -> Option<u64> {
         match self {
             Self::None | Self::Pending => None,
-            Self::At(chunk) | Self::Merging(chunk) => Some(chunk),
+            Self::Complete(chunk) | Self::Merging(chunk) => Some(chunk),
         }
     }
 }
@@ -84,7 +86,7 @@ impl<W> Exceptions<W> {
     /// Creates an empty table for an origin of `chunks` chunks, at most [`CHUNKS_MAX`].
     ///
     /// # Errors
-    /// Out of memory.
+    /// Out of memory for the table.
     pub fn new(common: Arc<Common>, chunks: u64) -> Result<Self> {
         debug_assert!(chunks <= CHUNKS_MAX);
         Ok(Self { table: Table::new(0, common)?, flights: Flights::default(), chunks })
@@ -93,7 +95,7 @@ impl<W> Exceptions<W> {
     /// Adds an exception loaded from the store. Ignores chunks beyond the origin's end.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Out of memory for the table.
     pub fn load(&self, old: u64, new: u64) -> Result<()> {
         if old < self.chunks {
             debug_assert!(new < 1 << LOCATION_BITS);
@@ -106,20 +108,21 @@ impl<W> Exceptions<W> {
         if chunk < self.chunks { self.table.leaf(chunk) } else { None }
     }
 
-    /// Returns the state of a chunk without its lock; `None` beyond the origin's end.
+    /// Returns the state of a chunk's exception without locking its slot; [`Exception::None`]
+    /// beyond the origin's end.
     #[inline]
     pub fn get(&self, chunk: u64) -> Exception {
         let word = self.leaf(chunk).map_or(Word::EMPTY, |leaf| leaf.peek(chunk));
         // Acquire: pairs with the Release of the unlock that published the word, and makes the
-        // writes before it visible.
+        // writes before that unlock visible.
         fence(Ordering::Acquire);
         Exception::of(word)
     }
 
-    /// Returns true if no chunk in `[first, end)` has a complete exception. Called after the origin
-    /// was read there.
+    /// Returns true if no chunk in `[first, end)` has a complete exception. Called after these
+    /// chunks were read from the origin.
     pub fn has_none_complete(&self, first: u64, end: u64) -> bool {
-        // Acquire: keeps the loads below after the read of the origin, as in a sequence lock's
+        // Acquire: keeps the following loads after the read of the origin, as in a sequence lock's
         // second check. If that read returned data of a write that needed an exception, the write
         // started after the Release of the unlock that published the exception. So the loads see
         // the exception.
@@ -136,7 +139,8 @@ impl<W> Exceptions<W> {
         true
     }
 
-    /// Returns the location of chunk `first` and the number of chunks in its run, below `end`.
+    /// Returns the COW device's chunk that holds the copy of chunk `first`, or `None` if the origin
+    /// holds the content. Also returns the number of chunks in the run of `first`, below `end`.
     ///
     /// The chunks of a run are all on the origin (`None`) or contiguous on the COW device. The
     /// number is at least 1 and may be smaller than the whole run.
@@ -171,7 +175,8 @@ impl<W> Exceptions<W> {
         Ok(LockedChunk { guard, flights: &self.flights, chunk })
     }
 
-    /// Locks the slot of a chunk. Returns `None` if the leaf is absent, and so is the exception.
+    /// Locks the slot of a chunk. Returns `None` if the leaf is absent, so that the chunk has no
+    /// exception.
     pub fn lock_present(&self, chunk: u64) -> Option<LockedChunk<'_, W>> {
         Some(LockedChunk { guard: self.leaf(chunk)?.lock(chunk), flights: &self.flights, chunk })
     }
@@ -184,7 +189,7 @@ impl<W> Exceptions<W> {
     }
 
     /// Completes the pending exception of a chunk with chunk `new` of the COW device, or cancels it
-    /// (`None`). Returns the waiters in order of arrival.
+    /// if `new` is `None`. Returns the waiters in order of arrival.
     pub fn end_pending(&self, chunk: u64, new: Option<u64>) -> Vec<W> {
         let Some(LockedChunk { guard, flights, .. }) = self.lock_present(chunk) else { return Vec::new() };
         flights.land(guard, |_| new.map_or(Word::EMPTY, |new| Word::spilled(new, 0, 0))).waiting
@@ -196,7 +201,7 @@ impl<W> LockedChunk<'_, W> {
         Exception::of(self.guard.word())
     }
 
-    /// Makes the exception of a chunk pending, with its first waiter.
+    /// Makes the exception of the chunk pending, with `waiter` as its first waiter.
     pub fn set_pending(self, waiter: W) {
         self.flights.depart(self.guard, self.chunk, vec![waiter]);
     }
@@ -213,7 +218,7 @@ impl<W> LockedChunk<'_, W> {
         }
     }
 
-    /// Removes a merged exception.
+    /// Removes the exception of a chunk that was merged into the origin.
     pub fn remove(self) {
         debug_assert!(matches!(self.state(), Exception::Merging(_)));
         self.guard.publish(Word::EMPTY);

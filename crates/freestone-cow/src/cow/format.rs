@@ -15,11 +15,11 @@
 //! chunk E+2          area 1, and so on: area k is chunk 1 + k * (E + 1)
 //! ```
 //!
-//! The kernel reads only bytes 0 to 15. It writes chunk 0 only to create or invalidate a store, and
-//! then zeroes all later bytes; a mark has no meaning any more. The kernel leaves Freestone's bytes
-//! unchanged during and after a merge.
+//! The kernel reads only bytes 0 to 15. The kernel writes chunk 0 only to create or invalidate a
+//! store, and then zeroes all later bytes; a merge mark has no meaning then. The kernel leaves
+//! Freestone's bytes unchanged during and after a merge.
 //!
-//! The format has no checksums and no sequence numbers. It relies on atomic writes of 512-byte
+//! The format has no checksums and no sequence numbers, but relies on atomic writes of 512-byte
 //! sectors.
 
 use zerocopy::byteorder::little_endian::{U32, U64};
@@ -40,7 +40,7 @@ pub const BLOCK_ENTRIES: u64 = (BLOCK_BYTES / ENTRY_BYTES) as u64;
 pub const SECTOR_ENTRIES: u64 = SECTOR_BYTES / ENTRY_BYTES as u64;
 
 const HEADER_CHUNKS: u64 = 1;
-/// First chunk for copies in an empty store, after the header and area 0.
+/// Number of the first chunk for copies in an empty store, after the header and area 0.
 pub const FIRST_COPY: u64 = HEADER_CHUNKS + 1;
 const MAGIC: u32 = 0x7041_6e53;
 const VERSION: u32 = 1;
@@ -48,19 +48,19 @@ const VERSION: u32 = 1;
 const MARK_MAGIC: [u8; 8] = *b"FsMerge1";
 /// Byte range of the merge mark in the header.
 const MARK: std::ops::Range<usize> = 16..48;
-/// Magic bytes of the record of an orderly close.
+/// Magic bytes that identify a record of an orderly close.
 const CLOSED_MAGIC: [u8; 8] = *b"FsClose1";
 /// Byte range of the record of an orderly close.
 const CLOSED: std::ops::Range<usize> = 48..72;
 
 const _: () = assert!(size_of::<Header>() == MARK.start && ENTRY_BYTES == 16);
-// The mark must lie in the header's sector: both are written atomically.
+// The merge mark must be in the same sector as the header, so that both are written atomically.
 const _: () = assert!(size_of::<MarkBytes>() == MARK.end - MARK.start && MARK.end as u64 <= SECTOR_BYTES);
 const _: () =
     assert!(size_of::<ClosedBytes>() == CLOSED.end - CLOSED.start && CLOSED.end as u64 <= SECTOR_BYTES);
 const _: () = assert!(CHUNK_BYTES_MIN as usize >= BLOCK_BYTES);
 
-/// First bytes of chunk 0.
+/// First bytes of chunk 0, as the kernel defines them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Header {
@@ -79,7 +79,7 @@ struct MarkBytes {
     first: U64,
 }
 
-/// Record of an orderly close on disk.
+/// On-disk record of an orderly close of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct ClosedBytes {
@@ -92,10 +92,10 @@ struct ClosedBytes {
 /// origin may hold some of them already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mark {
-    /// Identifies the merge; not 0.
+    /// Random number that identifies the merge; not 0.
     pub id: u64,
-    /// Number of entries at the start of the merge. The remaining entries are the first ones of
-    /// them.
+    /// Number of entries at the start of the merge. The entries that remain are the first entries
+    /// of the list.
     pub entries: u64,
     /// Origin chunk of the first entry, which is merged last.
     pub first: u64,
@@ -111,22 +111,24 @@ pub struct Entry {
 /// Parsed header of a COW device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeaderContent {
-    /// The device starts with zeroes: no store was ever created.
+    /// The device starts with zeroes, so no exception store was ever created.
     New,
-    /// An exception store.
+    /// The device contains an exception store.
     Store {
-        /// False if the snapshot is lost.
+        /// False if the snapshot is lost and its data must not be used.
         valid: bool,
-        /// Chunk size in bytes, validated.
+        /// Chunk size in bytes, a supported value.
         chunk: u64,
-        /// Mark of a merge in progress.
+        /// Mark of a merge in progress, if any.
         mark: Option<Mark>,
-        /// Content of the origin when the store was closed in order.
+        /// Version of the origin's content at the orderly close of the store; `None` if the store
+        /// was not closed in order.
         closed: Option<Stamp>,
     },
 }
 
-/// Returns the first block of a COW device.
+/// Returns the first block of a new COW device, with a header and neither a merge mark nor a record
+/// of a close.
 pub fn header(chunk: u64, valid: bool) -> [u8; BLOCK_BYTES] {
     let header = Header {
         magic: U32::new(MAGIC),
@@ -169,7 +171,7 @@ fn mark_of(block: &[u8; BLOCK_BYTES]) -> Option<Mark> {
     Some(Mark { id: mark.id.get(), entries: mark.entries.get(), first: mark.first.get() })
 }
 
-/// Writes or removes the merge mark in a store's first block.
+/// Sets or removes the merge mark in a copy of the store's first block.
 pub fn set_mark(block: &mut [u8; BLOCK_BYTES], mark: Option<Mark>) {
     let bytes = mark.map(|Mark { id, entries, first }| MarkBytes {
         magic: MARK_MAGIC,
@@ -189,7 +191,7 @@ fn closed_of(block: &[u8; BLOCK_BYTES]) -> Option<Stamp> {
     (closed.magic == CLOSED_MAGIC).then_some(stamp)
 }
 
-/// Writes or removes the record of an orderly close in a store's first block.
+/// Sets or removes the record of an orderly close in a copy of the store's first block.
 pub fn set_closed(block: &mut [u8; BLOCK_BYTES], content: Option<Stamp>) {
     let Some(Stamp { session, number }) = content else { return block[CLOSED].fill(0) };
     let bytes = ClosedBytes { magic: CLOSED_MAGIC, session: U64::new(session), number: U64::new(number) };
@@ -201,14 +203,14 @@ fn check_chunk(chunk: u64) -> Result<(), SetupError> {
     if fits { Ok(()) } else { Err(SetupError::Chunk(chunk)) }
 }
 
-/// Location of areas and copies for one chunk size.
+/// Locations of metadata areas and copies on a COW device, for one chunk size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     chunk: u64,
 }
 
 impl Layout {
-    /// Checks the chunk size against its range and the blocks of both devices.
+    /// Checks a chunk size in bytes against its range and the logical block sizes of both devices.
     pub fn new(chunk: u64, cow: &Geometry, origin: &Geometry) -> Result<Self, SetupError> {
         check_chunk(chunk)?;
         for (block, whose) in [(origin.logical_block, "origin"), (cow.logical_block, "COW device")] {
@@ -228,22 +230,22 @@ impl Layout {
         self.chunk / ENTRY_BYTES as u64
     }
 
-    /// Returns the chunk of the COW device that holds area `area`.
+    /// Returns the number of the COW device's chunk that holds area `area`.
     pub const fn area_chunk(self, area: u64) -> u64 {
         HEADER_CHUNKS + area * (self.entries() + 1)
     }
 
-    /// Returns the byte of the COW device at which area `area` starts.
+    /// Returns the offset in bytes at which area `area` starts on the COW device.
     pub const fn area_byte(self, area: u64) -> u64 {
         self.area_chunk(area) * self.chunk
     }
 
-    /// Returns true if a chunk holds the header or an area.
+    /// Returns true if a chunk of the COW device holds the header or an area.
     pub const fn is_metadata(self, chunk: u64) -> bool {
         chunk < HEADER_CHUNKS || chunk % (self.entries() + 1) == HEADER_CHUNKS
     }
 
-    /// Returns the first chunk at or after `chunk` that can hold a copy.
+    /// Returns the first chunk of the COW device, at or after `chunk`, that can hold a copy.
     pub const fn skip_metadata(self, chunk: u64) -> u64 {
         if self.is_metadata(chunk) { chunk + 1 } else { chunk }
     }
@@ -253,7 +255,8 @@ impl Layout {
         size / self.chunk
     }
 
-    /// Checks entry number `number` against both devices.
+    /// Checks that entry number `number` refers to chunks that exist on both devices, and not to
+    /// metadata.
     pub fn check(self, number: u64, entry: Entry, origin_size: u64, cow_size: u64) -> Result<(), Damage> {
         let (old, new) = entry.get();
         let chunks = origin_size.div_ceil(self.chunk);
@@ -272,17 +275,18 @@ impl Layout {
 }
 
 impl Entry {
-    /// Creates the exception of the origin's chunk `old`, stored in chunk `new` of the COW device.
+    /// Creates the entry for the origin's chunk `old`, whose copy is in chunk `new` of the COW
+    /// device.
     pub const fn new(old: u64, new: u64) -> Self {
         Self { old: U64::new(old), new: U64::new(new) }
     }
 
-    /// Returns the chunk of the origin and the chunk of the COW device.
+    /// Returns the numbers of the origin's chunk and of the COW device's chunk.
     pub const fn get(self) -> (u64, u64) {
         (self.old.get(), self.new.get())
     }
 
-    /// Returns true if the entry terminates the list.
+    /// Returns true if the entry terminates the list of exceptions.
     pub const fn is_end(self) -> bool {
         self.new.get() == 0
     }
@@ -303,7 +307,7 @@ impl Entry {
         })
     }
 
-    /// Stores the entry as number `at` in `bytes`.
+    /// Writes the entry to `bytes`, an array of entries, at index `at`.
     pub fn put(self, bytes: &mut [u8], at: usize) {
         bytes[at * ENTRY_BYTES..(at + 1) * ENTRY_BYTES].copy_from_slice(self.as_bytes());
     }

@@ -2,10 +2,10 @@ use std::fmt;
 
 use freestone_core::device::Error;
 
-/// Reason for the loss of a snapshot, for the log.
+/// Reason for the loss of a snapshot, for log messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Loss {
-    /// The COW device has no room for a copy.
+    /// The COW device has no space for a copy.
     NoRoom,
     /// The machine has no memory for a copy or for the table of exceptions.
     NoMemory,
@@ -14,7 +14,7 @@ pub(super) enum Loss {
 }
 
 impl Loss {
-    /// Converts the error of a copy's `step`.
+    /// Converts an error of a copy. `step` names the failed step, for log messages.
     pub fn of(step: &'static str, error: Error) -> Self {
         match error {
             Error::NoSpace => Self::NoRoom,

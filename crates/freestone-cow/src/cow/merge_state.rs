@@ -15,14 +15,14 @@ use freestone_core::sync::{Condvar, Mutex};
 /// Progress of a merge.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum MergeStatus {
-    /// No merge was started.
+    /// No merge of the snapshot was started.
     #[default]
     None,
     /// The merge is running.
     Running,
     /// The merge was stopped or interrupted, and can be resumed.
     Stopped,
-    /// All exceptions are in the origin. The snapshot shows the origin from now on.
+    /// All exceptions are in the origin. Requests to the snapshot are now executed by the origin.
     Finished,
     /// The merge failed, and can be resumed.
     Failed(MergeFailure),
@@ -37,7 +37,7 @@ pub enum MergeFailure {
     /// The origin or the COW device failed.
     #[error("{what} failed: {error}")]
     Device {
-        /// Operation that failed.
+        /// Name of the operation that failed.
         what: &'static str,
         /// Error from the device.
         error: Error,
@@ -46,8 +46,8 @@ pub enum MergeFailure {
 
 /// State of one snapshot's merge.
 ///
-/// Lock order: a slot, then `tracking`. `progress` is taken with the origin's `setup` held, or with
-/// nothing. Both are held for a few instructions, and never while a waiter is notified.
+/// Lock order: a slot, then `tracking`. `progress` is taken under the origin's `setup`, or without
+/// other locks. Both locks are held for a few instructions, and never while a waiter is notified.
 #[derive(Default)]
 pub(super) struct MergeState {
     tracking: Mutex<Tracking>,
@@ -58,13 +58,13 @@ pub(super) struct MergeState {
 
 #[derive(Default)]
 struct Tracking {
-    /// Number of writes to the COW device in flight, by chunk of the origin.
+    /// Number of writes in flight to the COW device, by chunk of the origin.
     writes: HashMap<u64, usize>,
-    /// Writes that wait for a marked chunk.
+    /// Writes that wait because their chunk is being merged.
     held: Vec<Waiter>,
-    /// A run is being merged or restored.
+    /// True while a run is being merged, or its exceptions are being restored.
     busy: bool,
-    /// Chunks that stay marked until the store has restored their exceptions.
+    /// Chunks that stay marked as being merged until the store has restored their exceptions.
     torn: Option<Range<u64>>,
 }
 
@@ -72,7 +72,7 @@ struct Tracking {
 struct Progress {
     status: MergeStatus,
     stop: bool,
-    /// Largest amount left to merge at a start, in sectors.
+    /// Largest number of sectors that were left when the merge was started or resumed.
     total: u64,
 }
 
@@ -88,7 +88,7 @@ impl MergeState {
         *self.tracking.lock().writes.entry(chunk).or_insert(0) += 1;
     }
 
-    /// Ends a write counted by `begin_cow_write`.
+    /// Ends a write counted by [`begin_cow_write`](Self::begin_cow_write).
     pub fn end_cow_write(&self, chunk: u64) {
         let mut tracking = self.tracking.lock();
         if let Some(count) = tracking.writes.get_mut(&chunk) {
@@ -107,23 +107,24 @@ impl MergeState {
         }
     }
 
-    /// Holds a write to a marked chunk until the end of the run. The caller holds the chunk's slot
-    /// lock.
+    /// Holds a write to a chunk that is being merged until the end of the run. The caller holds the
+    /// chunk's slot lock.
     ///
-    /// Returns true if no run is being merged or restored. The caller must then restore the torn
-    /// run and call [`end_run`](Self::end_run).
+    /// Returns true if no run is being merged or restored. The caller must then restore the
+    /// exceptions of the torn run and call [`end_run`](Self::end_run).
     pub fn hold_write(&self, waiter: Waiter) -> bool {
         let mut tracking = self.tracking.lock();
         tracking.held.push(waiter);
         !std::mem::replace(&mut tracking.busy, true)
     }
 
-    /// Returns the chunks that stay marked until their exceptions are restored.
+    /// Returns the chunks that stay marked as being merged until their exceptions are restored, or
+    /// `None` if there are none.
     pub fn torn(&self) -> Option<Range<u64>> {
         self.tracking.lock().torn.clone()
     }
 
-    /// Starts a run, after waiting for a restore in progress.
+    /// Starts the merge of a run, after waiting for a restore in progress.
     pub fn begin_run(&self) {
         let mut tracking = self.tracking.lock();
         while tracking.busy {
@@ -132,7 +133,8 @@ impl MergeState {
         tracking.busy = true;
     }
 
-    /// Ends a run or its restore, and notifies the held writes. The chunks in `torn` stay marked.
+    /// Ends the merge of a run or its restore, and notifies the held writes. The chunks in `torn`
+    /// stay marked.
     pub fn end_run(&self, torn: Option<Range<u64>>, outcome: Result<()>) {
         let mut tracking = self.tracking.lock();
         tracking.busy = false;
@@ -157,26 +159,26 @@ impl MergeState {
         matches!(self.progress.lock().status, MergeStatus::Failed(_))
     }
 
-    /// Sets the merge running with `left` sectors to merge.
+    /// Sets the status to running, with `left` sectors to merge.
     pub fn set_running(&self, left: u64) {
         let mut progress = self.progress.lock();
         let total = progress.total.max(left);
         *progress = Progress { status: MergeStatus::Running, stop: false, total };
     }
 
-    /// Returns the merged part in percent, with `left` sectors to merge.
+    /// Returns the merged part in percent if `left` sectors are left to merge.
     pub fn percent(&self, left: u64) -> u64 {
         let Progress { total, .. } = *self.progress.lock();
         (total.saturating_sub(left) * 100).checked_div(total).unwrap_or(0)
     }
 
-    /// Sets the final status and wakes the threads in [`wait`](Self::wait).
+    /// Sets the status of a merge that has ended, and wakes the threads in [`wait`](Self::wait).
     pub fn set_ended(&self, status: MergeStatus) {
         self.progress.lock().status = status;
         self.changed.notify_all();
     }
 
-    /// Requests a stop after the current run.
+    /// Requests that the merge stops after the current run.
     pub fn request_stop(&self) {
         self.progress.lock().stop = true;
     }
@@ -185,7 +187,7 @@ impl MergeState {
         self.progress.lock().stop
     }
 
-    /// Waits until the merge does not run.
+    /// Waits until the merge is not running, and returns its status.
     pub fn wait(&self) -> MergeStatus {
         let mut progress = self.progress.lock();
         while progress.status == MergeStatus::Running {

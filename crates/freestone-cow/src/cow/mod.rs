@@ -1,8 +1,9 @@
 //! Snapshots with dm-snapshot's semantics and on-disk format, over any origin and any COW device.
 //!
-//! A chunk of the origin is copied to the COW device before the origin changes there; that copy is
-//! an *exception*. The [`store`] allocates the chunks for copies. A persistent store records them
-//! in the kernel's format, so a COW device can move between this program and a kernel.
+//! A chunk of the origin is copied to the COW device before the chunk is overwritten; the copy is
+//! an *exception*. The exception [`store`] allocates the chunks for copies. A persistent store
+//! records the exceptions in the kernel's format, so a COW device can move between this program and
+//! a kernel.
 
 mod config;
 mod content;
@@ -33,11 +34,11 @@ mod wait_group;
 mod writes;
 
 pub use config::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Config, SetupError, StoreKind};
-pub use content::Missed;
+pub use content::MissedWrites;
 pub use format::CHUNK_BYTES_DEFAULT;
 pub use merge::MergeSetupError;
 pub use merge_state::{MergeFailure, MergeStatus};
-pub use notes::{Left, Notes, Stamp};
+pub use notes::{LastSession, Notes, Stamp};
 pub use origin::Origin;
 pub use pending::PendingSnapshot;
 pub use power::PowerOff;

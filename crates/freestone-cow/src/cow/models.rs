@@ -1,7 +1,7 @@
-//! loom models of exceptions: every interleaving of small cases.
+//! loom models of exceptions, which check every interleaving of small cases.
 //!
-//! Run with `cargo xtask test --only models`. Mutexes stand for the devices: a read that sees a
-//! write also sees everything before that write.
+//! Run with `cargo xtask test --only models`. The devices are modelled as mutexes: a read that sees
+//! a write also sees everything before the write.
 
 use loom::thread;
 
@@ -9,12 +9,13 @@ use super::exceptions::{Exception, Exceptions};
 use freestone_core::slot::Common;
 use freestone_core::sync::{Arc, AtomicU32, Mutex, Ordering};
 
-/// Values of the chunk: original, written to the origin, written to the snapshot.
+/// Contents of the chunk: the original one (`OLD`), written to the origin (`NEW`), and written to
+/// the snapshot (`OWN`).
 const OLD: u32 = 1;
 const NEW: u32 = 2;
 const OWN: u32 = 3;
 
-/// One chunk: its exception, and its content on both devices.
+/// A snapshot of a single chunk: its exception, and its content on both devices.
 struct OneChunk {
     exceptions: Exceptions<Arc<AtomicU32>>,
     origin: Mutex<u32>,
@@ -34,7 +35,7 @@ fn one_chunk() -> Arc<OneChunk> {
     })
 }
 
-/// Checks every interleaving with at most two preemptions; three would take minutes.
+/// Checks every interleaving with at most two preemptions. A bound of three would take minutes.
 fn bounded(body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(2);
@@ -42,15 +43,15 @@ fn bounded(body: impl Fn() + Send + Sync + 'static) {
 }
 
 impl OneChunk {
-    /// Requests the exception like a write does, and makes it if it does not exist. Returns false
-    /// if it is pending; then `notified` counts the notification.
+    /// Requests the exception as a write does, and makes it if it does not exist. Returns false if
+    /// the exception is pending; `notified` then counts the notification at its end.
     fn request_exception(&self, notified: &Arc<AtomicU32>) -> bool {
         if self.exceptions.get(0).chunk().is_some() {
             return true;
         }
         let locked = self.exceptions.lock(0).unwrap();
         match locked.state() {
-            Exception::At(_) | Exception::Merging(_) => return true,
+            Exception::Complete(_) | Exception::Merging(_) => return true,
             Exception::Pending => {
                 locked.add_waiter(Arc::clone(notified));
                 return false;
@@ -66,7 +67,7 @@ impl OneChunk {
         true
     }
 
-    /// Reads the chunk of the snapshot. Returns `None` if the snapshot is lost.
+    /// Reads the chunk from the snapshot. Returns `None` if the snapshot is lost.
     fn read(&self) -> Option<u32> {
         if self.exceptions.get(0).chunk().is_some() {
             return Some(*self.cow.lock());
@@ -124,13 +125,13 @@ fn waiter_for_pending_exception_is_notified() {
         }
         let complete = waiter.join().unwrap();
         assert_eq!(notified.load(Ordering::SeqCst), u32::from(!complete));
-        assert_eq!(shared.exceptions.get(0), Exception::At(7));
+        assert_eq!(shared.exceptions.get(0), Exception::Complete(7));
     });
 }
 
 /// The snapshot writes a whole chunk during a write to the origin and a read of the snapshot. The
 /// read returns the original or the snapshot's data, never the origin's new data. The snapshot
-/// keeps its own.
+/// keeps its own data.
 #[test]
 fn whole_chunk_write_races_origin_write() {
     bounded(|| {
@@ -164,7 +165,7 @@ fn whole_chunk_write_races_origin_write() {
         assert!(read == Some(OLD) || read == Some(OWN), "{read:?}");
         origin.join().unwrap();
         let written = own.join().unwrap();
-        // A write that finds a pending exception would wait and run later.
+        // In the real code a write that finds a pending exception waits and runs later.
         assert_eq!(shared.read(), Some(if written { OWN } else { OLD }));
     });
 }
@@ -189,14 +190,14 @@ fn lost_snapshot_never_returns_new_data() {
     });
 }
 
-/// A chunk is merged during a write to the snapshot, which serves the origin. The write ends up in
-/// the origin.
+/// A chunk is merged during a write to the snapshot, which serves the origin. The origin contains
+/// the data of the write in the end.
 #[test]
 fn write_during_merge_reaches_origin() {
     bounded(|| {
         let shared = one_chunk();
         shared.exceptions.load(0, 7).unwrap();
-        // The number of writes to the COW device in flight, and the held writes.
+        // The number of writes in flight to the COW device, and the data of the held writes.
         let tracked = Arc::new(Mutex::new((0_u32, Vec::new())));
         *shared.cow.lock() = OLD;
         let writer = {
@@ -204,7 +205,7 @@ fn write_during_merge_reaches_origin() {
             thread::spawn(move || {
                 let locked = shared.exceptions.lock_present(0).unwrap();
                 match locked.state() {
-                    Exception::At(_) => {
+                    Exception::Complete(_) => {
                         tracked.lock().0 += 1;
                         drop(locked);
                         *shared.cow.lock() = OWN;

@@ -1,6 +1,6 @@
 //! Notes beside an origin's data: the merge in progress, and the content at the last orderly close.
 //!
-//! The notes reveal a half-merged origin even if nobody opens the store. They also reveal a store
+//! The notes reveal a half-merged origin even if no user opens the exception store, and a store
 //! that missed writes of its origin.
 
 use std::fmt;
@@ -8,40 +8,41 @@ use std::str::FromStr;
 
 /// Durable storage for notes beside an origin's data, for example extended attributes.
 ///
-/// A merge marks the store first, then the origin, then copies the first chunk. After the last
-/// chunk the origin's note is removed first. So an origin with a note always has a store with a
-/// mark.
+/// A merge first marks the exception store, then writes the origin's note, then copies the first
+/// chunk. After the last chunk the origin's note is removed first. So an origin with a note always
+/// has a store with a mark.
 pub trait Notes: Send + Sync {
-    /// Returns the id of the merge in progress.
-    fn merge(&self) -> Option<u64>;
-    /// Records durably that merge `id` is in progress, with the location of its store for messages.
-    /// A failure is only logged, since the store is marked as well. Blocks.
-    fn merge_begins(&self, id: u64, store: &str);
-    /// Removes the note of a merge durably. Returns false if the note may still exist. The store
-    /// then keeps its mark, and opening the store again removes both. Blocks.
-    fn merge_ended(&self) -> bool;
+    /// Returns the id of the merge in progress, or `None` without a note about a merge.
+    fn merge_id(&self) -> Option<u64>;
+    /// Records durably that merge `id` is in progress, with the location of its exception store for
+    /// messages. A failure is only logged, since the store is marked as well. Blocks.
+    fn record_merge(&self, id: u64, store: &str);
+    /// Removes the note of a merge durably. Returns false if the note may still exist. The
+    /// exception store then keeps its mark, and opening the store again removes both. Blocks.
+    fn remove_merge(&self) -> bool;
 
     /// Returns how the last session left the origin, or `None` without a note.
-    fn left(&self) -> Option<Left> {
+    fn last_session(&self) -> Option<LastSession> {
         None
     }
     /// Records durably that the origin is in use: its content is unknown until
-    /// [`closed`](Self::closed). Returns false if the note could not be written. Blocks.
-    fn in_use(&self) -> bool {
+    /// [`record_close`](Self::record_close). Returns false if the note could not be written. Blocks.
+    fn record_in_use(&self) -> bool {
         false
     }
-    /// Records durably that the origin was closed in order while it held `_content`. Blocks.
-    fn closed(&self, _content: Stamp) {}
+    /// Records durably that the origin was closed in order with the content version `_content`.
+    /// Blocks.
+    fn record_close(&self, _content: Stamp) {}
 }
 
 /// State in which the last session left an origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Left {
-    /// Closed in order.
+pub enum LastSession {
+    /// The last session closed the origin in order.
     Closed {
-        /// Content at that time.
+        /// Version of the content at the close.
         content: Stamp,
-        /// Something else changed the origin since.
+        /// True if the origin was changed by other programs since the close.
         changed: bool,
     },
     /// The last session crashed, or is still running.
@@ -51,9 +52,9 @@ pub enum Left {
 /// Version number of an origin's content; every write changes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
-    /// Random number of the session that used the origin.
+    /// Random number of the session in which this content version began.
     pub session: u64,
-    /// Counter of the content versions in this session.
+    /// Number of the content version within the session.
     pub number: u64,
 }
 

@@ -1,9 +1,9 @@
 //! Origin: a device that preserves chunks for its snapshots before it overwrites them.
 //!
-//! Reads and flushes go to the device below, writes through [`origin_write`].
+//! Reads and flushes are passed to the device under the origin, writes to [`origin_write`].
 //!
 //! A snapshot that is being merged *serves* the origin: requests to the origin run as requests to
-//! that snapshot. So users never see the half-merged content below.
+//! that snapshot. So users never see the half-merged content of the device under the origin.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,14 +14,14 @@ use super::state::{OriginCore, Snap};
 use super::wait_group::Continuation as _;
 use super::{reads, writes};
 use freestone_core::device::{
-    Buffer, Change, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
-    range_end,
+    Buffer, Change, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result,
+    TryResult, range_end,
 };
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::per_cpu_arc::PerCpuArc;
 
 /// Handle to a device with snapshots. Clones share one origin. All writes to the device must go
-/// through it.
+/// through the origin.
 #[derive(Clone)]
 pub struct Origin(pub(super) Arc<Anchor>);
 
@@ -32,44 +32,45 @@ pub(super) struct Anchor(pub PerCpuArc<OriginCore>);
 impl Origin {
     /// Creates an origin without snapshots.
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self::noted(device, None)
+        Self::with_notes(device, None)
     }
 
     /// Creates an origin whose notes record an interrupted merge. A half-merged origin must not be
     /// used before its snapshot is open: see [`is_half_merged`](Self::is_half_merged).
-    pub fn noted(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
+    pub fn with_notes(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
         Self(Arc::new(Anchor(OriginCore::new(device, notes, writes::submit_from_origin))))
     }
 
-    /// Returns the device below. Writing to it directly damages the snapshots.
+    /// Returns the device under the origin. Writing to this device directly damages the snapshots.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.0.0.device
     }
 
-    /// Returns true if a merge was interrupted and its snapshot is not open: the content is a
-    /// mixture of old and new.
+    /// Returns true if a merge was interrupted and its snapshot is not open. The origin's content
+    /// is then a mixture of old and new data.
     pub fn is_half_merged(&self) -> bool {
-        self.0.0.noted_merge().is_some() && self.merging().is_none()
+        self.0.0.noted_merge_id().is_some() && self.merging().is_none()
     }
 
-    /// Returns true if a merge is unfinished: the device below holds a mixture of old and new.
+    /// Returns true if a merge is unfinished. The device under the origin then holds a mixture of
+    /// old and new data.
     pub fn is_merging(&self) -> bool {
-        self.0.0.noted_merge().is_some() || self.merging().is_some_and(|snap| !snap.merge.is_finished())
+        self.0.0.noted_merge_id().is_some() || self.merging().is_some_and(|snap| !snap.merge.is_finished())
     }
 
-    /// Records that the device below was changed directly while the origin had no snapshots. Stores
-    /// opened later have missed that change.
-    pub fn was_changed(&self) {
+    /// Records that the device under the origin was changed directly while the origin had no
+    /// snapshots. Exception stores opened later have missed this change.
+    pub fn mark_changed(&self) {
         self.0.0.content_version.mark_written();
     }
 
-    /// Returns the number of snapshots.
-    pub fn snapshots(&self) -> usize {
+    /// Returns the number of attached snapshots, including one that is being merged.
+    pub fn snapshot_count(&self) -> usize {
         let view = self.0.0.gate.value();
         view.snapshots.len() + usize::from(view.merging.is_some())
     }
 
-    /// Returns the snapshot that serves the origin.
+    /// Returns the snapshot that serves the origin during its merge, or `None` if there is none.
     fn merging(&self) -> Option<Arc<Snap>> {
         let core = &self.0.0;
         if !core.may_have_merge() {
@@ -81,11 +82,11 @@ impl Origin {
 
 impl Device for Origin {
     fn geometry(&self) -> Geometry {
-        self.0.0.look().device.geometry()
+        self.0.0.any().device.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let core: &OriginCore = self.0.0.look();
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        let core: &OriginCore = self.0.0.any();
         if matches!(request.op, Op::Read | Op::Flush) {
             if !core.may_have_merge() {
                 return core.device.try_io(request, buffer);
@@ -102,7 +103,7 @@ impl Device for Origin {
                 }
             };
         }
-        if let Some(_under_way) = origin_write::without_snapshots(core) {
+        if let Some(_work) = origin_write::without_snapshots(core) {
             return core.device.try_io(request, buffer);
         }
         request.check(&core.device.geometry())?;
@@ -113,7 +114,7 @@ impl Device for Origin {
         let core = &self.0.0;
         if !matches!(request.op, Op::Read | Op::Flush) {
             return match request.check(&core.device.geometry()) {
-                Ok(()) => OriginWrite::new(Arc::clone(core), request, buffer, done).go(Ok(())),
+                Ok(()) => OriginWrite::new(Arc::clone(core), request, buffer, done).resume(Ok(())),
                 Err(error) => done.complete(Err(error), buffer),
             };
         }
@@ -133,7 +134,7 @@ impl Device for Origin {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         match self.merging() {
             Some(snap) if offset < snap.size => {
-                // The origin may have grown beyond the snapshot.
+                // The origin may have grown beyond the snapshot's end.
                 range_end(offset, len, self.geometry().size)?;
                 snap.extents(offset, len.min(snap.size - offset), row)
             }
@@ -162,7 +163,7 @@ impl Changes for Origin {
 
 impl fmt::Debug for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Origin({} snapshots)", self.snapshots())
+        write!(f, "Origin({} snapshots)", self.snapshot_count())
     }
 }
 

@@ -2,12 +2,12 @@
 //!
 //! A write checks every snapshot, those with the largest chunks first. If all of its chunks have
 //! complete exceptions, the write proceeds. Otherwise it requests all missing exceptions together,
-//! waits for them, and checks again. A snapshot without room is invalidated: a write to the origin
-//! never fails because of a snapshot.
+//! waits for them, and checks again. A snapshot without space on its COW device is invalidated: a
+//! write to the origin never fails because of a snapshot.
 //!
-//! A snapshot that is being merged takes over the write
-//! ([`OriginState::write_merging`](super::state::OriginState)). Its own writes to the origin come
-//! back here and are not redirected again.
+//! A snapshot that is being merged executes the write instead
+//! ([`OriginState::write_merging`](super::state::OriginState)). Writes of the merging snapshot to
+//! the origin also use this module and are not redirected again.
 //!
 //! A discard or write zeroes with missing exceptions first queries the origin's extents. If the
 //! origin reads as zeroes already, the request needs no exceptions: see
@@ -16,9 +16,9 @@
 //! # Protocol
 //! * A gate protects the list of snapshots. A write without missing exceptions is counted at the
 //!   gate before its thread is unpinned, until the device has completed the write. The device is
-//!   called unpinned. A snapshot is attached while the gate is closed, so each write comes wholly
-//!   before or after it.
-//! * Writes that wait for exceptions are not counted: they check the list again.
+//!   called unpinned. A snapshot is attached while the gate is closed, so each write is completely
+//!   before or completely after the attachment.
+//! * Writes that wait for exceptions are not counted, because they check the list again.
 
 use std::sync::Arc;
 
@@ -27,17 +27,17 @@ use super::exceptions::Exception;
 use super::loss::Loss;
 use super::state::{OriginCore, Permit, Snap, View, counter};
 use super::wait_group::{Continuation, WaitGroup};
-use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
-use freestone_core::freeze_gate::UnderWay;
+use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, TryResult};
+use freestone_core::freeze_gate::WorkGuard;
 use freestone_core::per_cpu_arc::PerCpuArc;
 use freestone_core::plug::Plug;
 use freestone_core::work_queue::WorkQueue;
 
 /// Maximum number of exceptions requested in one round of a write.
 const ROUND_EXCEPTIONS: usize = 256;
-/// Rounds on the submitting thread; later rounds run on the origin's work queue.
+/// Maximum number of rounds on the submitting thread; later rounds run on the origin's work queue.
 const ROUNDS_INLINE: u32 = 3;
-/// Maximum number of chunks per try, and per step of a request without data.
+/// Maximum number of chunks checked per tried request, and per step of a request without data.
 const STEP_CHUNKS: u64 = 1024;
 
 /// Write, write zeroes or discard in progress.
@@ -46,10 +46,11 @@ pub(super) struct OriginWrite {
     request: Request,
     buffer: IoBuf,
     done: Completion,
-    /// Bytes of the current step without missing exceptions, in the view of this generation.
+    /// Number of bytes at the start of the current step without missing exceptions, in the view
+    /// numbered `generation`.
     safe: u64,
-    /// Byte up to which the origin's extents were queried: the origin has data there, or cannot
-    /// report extents.
+    /// Offset up to which the origin's extents were queried: before it the origin has data or
+    /// cannot report extents.
     extents_checked_until: u64,
     generation: u64,
     permit: Option<Permit>,
@@ -58,35 +59,36 @@ pub(super) struct OriginWrite {
     boot: Option<u64>,
     waited: bool,
     kind: Kind,
-    /// Merging snapshot that sent this request; it is not redirected there again.
+    /// Merging snapshot that sent this request. The request is not redirected to this snapshot
+    /// again.
     from_snapshot: Option<Arc<Snap>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Request of a user or of a merging snapshot.
+    /// The request of a user or of a merging snapshot.
     Data,
-    /// Makes exceptions only, without a write.
+    /// The request only makes exceptions, without a write.
     Preserve,
 }
 
 enum RoundPlan {
     Send,
     Wait,
-    /// Query the origin's extents from this byte on; the request is counted at the gate.
+    /// Query the origin's extents from this offset on. The request is already counted at the gate.
     CheckExtents(u64),
     Throttled(Arc<Snap>),
     Merging(Arc<Snap>),
     Held,
-    /// The power was lost since the request came.
+    /// The simulated power was lost since the request was submitted.
     Gone,
 }
 
 // ---- tried --------------------------------------------------------------------------------------
 
-/// Counts a write if the origin has no snapshots. No snapshot is attached before the guard is
-/// dropped.
-pub(super) fn without_snapshots(core: &OriginCore) -> Option<UnderWay<'_, View>> {
+/// Counts a write at the gate if the origin has no snapshots; otherwise returns `None`. No snapshot
+/// is attached before the guard is dropped.
+pub(super) fn without_snapshots(core: &OriginCore) -> Option<WorkGuard<'_, View>> {
     let without = core.gate.enter(|view| {
         let without = view.is_some_and(|view| view.snapshots.is_empty() && view.merging.is_none());
         if without {
@@ -95,12 +97,12 @@ pub(super) fn without_snapshots(core: &OriginCore) -> Option<UnderWay<'_, View>>
         }
         without
     });
-    without.then(|| core.gate.under_way())
+    without.then(|| core.gate.work_guard())
 }
 
-/// Writes as much as possible without new exceptions and without waiting. The caller checked the
-/// range.
-pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+/// Executes as much of a write as possible without new exceptions and without waiting. The caller
+/// must have checked the range.
+pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
     let safe = core.gate.enter(|view| {
         let safe = match view {
             Some(view @ View { merging: None, .. }) => safe_bytes(view, request),
@@ -114,16 +116,16 @@ pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>
         safe
     });
     if safe == 0 {
-        return Ok(Tried::WouldBlock);
+        return Ok(TryResult::WouldBlock);
     }
-    // No snapshot is attached before the device has completed the write.
-    let _under_way = core.gate.under_way();
+    // Counted until the device has completed the write, so that no snapshot is attached meanwhile.
+    let _work = core.gate.work_guard();
     let buffer = match buffer {
         Buffer::Write(data) => Buffer::Write(data.get(..safe as usize).ok_or(Error::Misaligned)?),
         buffer => buffer,
     };
     match core.device.try_io(&Request { len: safe, ..*request }, buffer)? {
-        Tried::Done if safe < request.len => Ok(Tried::Partly(safe)),
+        TryResult::Done if safe < request.len => Ok(TryResult::Partly(safe)),
         tried => Ok(tried),
     }
 }
@@ -135,8 +137,8 @@ fn safe_bytes(view: &View, request: &Request) -> u64 {
     active.fold(end, |end, snap| complete_until(snap, request.offset, end)) - request.offset
 }
 
-/// Returns the end of the chunks from byte `at` on that have exceptions or need none, at most
-/// `end`.
+/// Returns the offset up to which all chunks from offset `at` on have exceptions in `snap` or need
+/// none, at most `end`.
 fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
     if snap.is_invalid() && at < snap.size {
         return at;
@@ -144,7 +146,7 @@ fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
     let chunk = snap.chunk();
     let last = end.min(snap.size).div_ceil(chunk).min(at / chunk + STEP_CHUNKS);
     for number in at / chunk..last {
-        if !matches!(snap.exceptions.get(number), Exception::At(_)) {
+        if !matches!(snap.exceptions.get(number), Exception::Complete(_)) {
             return (number * chunk).clamp(at, end);
         }
     }
@@ -154,7 +156,7 @@ fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
 // ---- submitted ----------------------------------------------------------------------------------
 
 impl OriginWrite {
-    /// Creates a write. The caller checked the range.
+    /// Creates a write request. The caller must have checked the range.
     pub fn new(core: Arc<OriginCore>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         Self {
             core,
@@ -173,8 +175,8 @@ impl OriginWrite {
         }
     }
 
-    /// Creates a write of a merging snapshot. If that merge finishes and another snapshot starts to
-    /// merge, the write is redirected to the other one.
+    /// Creates a write that a merging snapshot sends to the origin. If this merge finishes and
+    /// another snapshot starts to merge, the write is redirected to the other snapshot.
     pub fn from_merging_snapshot(
         snap: &Arc<Snap>,
         request: Request,
@@ -185,13 +187,14 @@ impl OriginWrite {
         Self { from_snapshot: Some(Arc::clone(snap)), ..Self::new(core, request, buffer, done) }
     }
 
-    /// Creates a request that makes the exceptions for a range, without writing.
+    /// Creates a request that makes the exceptions for a range in all snapshots, without writing
+    /// the origin.
     pub fn preserve(core: Arc<OriginCore>, offset: u64, len: u64, done: Completion) -> Self {
         let request = Request::new(Op::Discard, offset, len);
         Self { kind: Kind::Preserve, ..Self::new(core, request, IoBuf::empty(), done) }
     }
 
-    /// Returns the next part of the request. A request with data has one part only.
+    /// Returns the next part of the request. A request with data has only one part.
     fn step(&self, view: &View) -> Request {
         let chunk = view.snapshots.iter().map(|snap| snap.chunk()).min();
         match chunk {
@@ -212,21 +215,22 @@ impl Continuation for OriginWrite {
         &self.core.work_queue
     }
 
-    fn go(mut self, _: Result<()>) {
+    fn resume(mut self, _: Result<()>) {
         self.rounds = 0;
-        // Errors of awaited events are ignored: the next check finds a failed snapshot.
+        // Errors of awaited events are ignored, because the next check finds a failed snapshot.
         while self.rounds < ROUNDS_INLINE {
             self.rounds += 1;
             let Some(job) = self.round() else { return };
             self = job;
         }
         let work_queue = Arc::clone(&self.core.work_queue);
-        work_queue.push(move || self.go(Ok(())));
+        work_queue.push(move || self.resume(Ok(())));
     }
 }
 
 impl OriginWrite {
-    /// Runs one round. Returns `None` if the request is complete or continues elsewhere.
+    /// Runs one round of a write. Returns the write for another round, or `None` if the request is
+    /// complete or continues elsewhere.
     fn round(self) -> Option<Self> {
         let core = Arc::clone(&self.core);
         let group = WaitGroup::new();
@@ -236,14 +240,14 @@ impl OriginWrite {
         let plan = core.gate.enter(|view| {
             let (Some(view), Some(job)) = (view, &mut this) else {
                 let job = this.take();
-                core.gate.hold(move || job.into_iter().for_each(|job| job.go(Ok(()))));
+                core.gate.hold(move || job.into_iter().for_each(|job| job.resume(Ok(()))));
                 return RoundPlan::Held;
             };
             if job.is_after_power_loss(view) {
                 return RoundPlan::Gone;
             }
             if let (Some(snap), Kind::Data) = (&view.merging, job.kind)
-                && !job.from_snapshot.as_ref().is_some_and(|from_snapshot| snap.is(from_snapshot))
+                && !job.from_snapshot.as_ref().is_some_and(|from_snapshot| snap.is_same(from_snapshot))
             {
                 return RoundPlan::Merging(Arc::clone(snap));
             }
@@ -265,7 +269,7 @@ impl OriginWrite {
             plan
         });
         let mut job = this?;
-        // A permit held while waiting would block another copy.
+        // The permit is released, because a permit held while waiting would block another copy.
         job.permit = None;
         let plug = Plug::start();
         started.into_iter().for_each(StartedException::copy);
@@ -283,7 +287,7 @@ impl OriginWrite {
             RoundPlan::Throttled(snap) => {
                 snap.queue_for_permit(move |permit| {
                     job.permit = Some(permit);
-                    job.go(Ok(()));
+                    job.resume(Ok(()));
                 });
                 None
             }
@@ -296,14 +300,15 @@ impl OriginWrite {
         }
     }
 
-    /// Returns true if the power was lost since the request, or the snapshot that sent it, started.
+    /// Returns true if the simulated power was lost since the request, or the snapshot that sent
+    /// the request, started.
     fn is_after_power_loss(&mut self, view: &View) -> bool {
         *self.boot.get_or_insert(view.boot) != view.boot
             || self.from_snapshot.as_ref().is_some_and(|from_snapshot| from_snapshot.is_powered_off())
     }
 
-    /// Passes the write to the merging snapshot, up to the snapshot's end. An origin that has grown
-    /// is longer; the rest stays here.
+    /// Passes the write to the merging snapshot, up to the snapshot's end. If the origin has grown
+    /// beyond this end, returns or continues the rest of the write.
     fn redirect(mut self, snap: Arc<Snap>) -> Option<Self> {
         let write = self.core.write_merging;
         let head = snap.size.saturating_sub(self.request.offset).min(self.request.len);
@@ -331,7 +336,7 @@ impl OriginWrite {
         let then = Completion::new(move |outcome: Result<()>, _| match outcome {
             Ok(()) => {
                 let work_queue = Arc::clone(&self.core.work_queue);
-                work_queue.push(move || self.go(Ok(())));
+                work_queue.push(move || self.resume(Ok(())));
             }
             Err(error) => self.done.complete(Err(error), self.buffer),
         });
@@ -339,11 +344,11 @@ impl OriginWrite {
         None
     }
 
-    /// Returns the first byte of a step without data that lacks an exception and whose extents were
-    /// not queried.
+    /// Returns the first offset in a step without data that lacks an exception and whose extents
+    /// were not queried. Returns `None` for a write with data, or if no query is needed.
     fn extents_check_start(&self, view: &View, step: &Request) -> Option<u64> {
         // A snapshot may be invalid in memory only. After a crash its merge would resume and undo
-        // this request. So the request must wait for the mark in `plan`.
+        // this request. So the request must wait in `plan` until the COW device is marked invalid.
         let waits_for_loss = |snap: &PerCpuArc<Snap>| snap.is_active() && snap.is_invalid();
         if step.op == Op::Write || view.snapshots.iter().any(waits_for_loss) {
             return None;
@@ -352,39 +357,40 @@ impl OriginWrite {
         (from < step.offset + step.len && from >= self.extents_checked_until).then_some(from)
     }
 
-    /// Queries the origin's extents from byte `from` on, and sends the request for the zeroes found
-    /// there. The bytes before `from` have their exceptions. The rest of the request continues like
-    /// other writes.
+    /// Queries the origin's extents from offset `from` on, and sends the part of the request up to
+    /// the end of the zeroes found at `from`. The bytes before `from` have their exceptions. The
+    /// rest of the request continues like other writes.
     ///
-    /// Discarding or zeroing a range of zeroes changes nothing that a snapshot shows, so it needs
-    /// no exceptions. No lock is held. The request was counted at the gate before the query, so its
-    /// view of the snapshots stays complete until the device has completed the request.
-    /// * The extents include every write that completed before this request came.
-    /// * A write between the query and the completion made its exceptions before it started. Both
-    ///   requests overlap, so the device may run them in either order.
-    /// * A copy for such a write reads zeroes, before or after this request.
+    /// Discarding or zeroing a range of zeroes does not change the content of any snapshot, so it
+    /// needs no exceptions. No lock is held. The request was counted at the gate before the query,
+    /// so its view of the snapshots stays complete until the device has completed the request.
+    /// * The extents include every write that completed before this request was submitted.
+    /// * A write that starts between the query and the completion has made its exceptions before.
+    ///   Both requests overlap, so the device may run them in either order.
+    /// * A copy for such a write reads zeroes, whether it runs before or after this request.
     fn check_extents(mut self, from: u64) {
         let end = self.request.offset + self.request.len;
         let (zeroes_until, extents_checked_until) = self.core.leading_zeroes(from, end);
         self.extents_checked_until = extents_checked_until;
         let (core, request) = (Arc::clone(&self.core), self.request);
-        // A power loss does not wait for a disk that hangs.
+        // A simulated power loss does not wait for a disk that hangs, so it may have happened
+        // during the query.
         if core.gate.enter_any(|view| self.is_after_power_loss(view)) {
             core.gate.end();
             self.done.complete(Err(Error::Gone), self.buffer);
         } else if zeroes_until > from {
-            // The completion continues with the rest. A merge preserves data when it writes over
-            // zeroes.
+            // The completion continues with the rest. A request that only makes exceptions skips
+            // the zeroes: the merge makes these exceptions if it later writes over the zeroes.
             if let Some(job) = self.send(Request { len: zeroes_until - request.offset, ..request }) {
-                core.work_queue.push(move || job.go(Ok(())));
+                core.work_queue.push(move || job.resume(Ok(())));
             }
         } else {
             core.gate.end();
-            core.work_queue.push(move || self.go(Ok(())));
+            core.work_queue.push(move || self.resume(Ok(())));
         }
     }
 
-    /// Requests the missing exceptions of a step.
+    /// Requests the missing exceptions of a step, and returns how the round continues.
     fn plan(
         &mut self,
         view: &View,
@@ -397,18 +403,18 @@ impl OriginWrite {
             (self.generation, self.safe) = (view.generation, 0);
         }
         let (from, end) = (step.offset + self.safe, step.offset + step.len);
-        // Number of events that the wait group has.
+        // Number of events that the wait group waits for.
         let mut awaited = 0;
         let mut safe = end;
         for snap in view.snapshots.iter().filter(|snap| snap.is_active()) {
             let chunk = snap.chunk();
             let before = awaited;
             for number in from / chunk..end.min(snap.size).div_ceil(chunk) {
-                // An invalid snapshot counts even for complete exceptions. Its COW device may have
-                // the mark of a merge. That merge, resumed after a crash, would overwrite this
-                // write with the exception.
+                // A complete exception of an invalid snapshot is not enough. The COW device of the
+                // snapshot may have the mark of a merge. After a crash the resumed merge would
+                // overwrite this write with the exception.
                 let seen = snap.exceptions.get(number);
-                if matches!(seen, Exception::At(_)) && !snap.is_invalid() {
+                if matches!(seen, Exception::Complete(_)) && !snap.is_invalid() {
                     continue;
                 }
                 safe = safe.min((number * chunk).max(from));
@@ -458,7 +464,8 @@ impl OriginWrite {
         if awaited == 0 && failed_snapshots.is_empty() { RoundPlan::Send } else { RoundPlan::Wait }
     }
 
-    /// Sends a step without missing exceptions, counted at the gate, to the device.
+    /// Sends a step without missing exceptions to the device. The step is counted at the gate.
+    /// Returns the request if the caller must continue with the next step.
     fn send(mut self, step: Request) -> Option<Self> {
         let core = Arc::clone(&self.core);
         if self.kind == Kind::Preserve {
@@ -482,7 +489,7 @@ impl OriginWrite {
             self.request = self.request.rest(step.len);
             self.safe = 0;
             let work_queue = Arc::clone(&core.work_queue);
-            work_queue.push(move || self.go(Ok(())));
+            work_queue.push(move || self.resume(Ok(())));
         });
         device.submit(step, buffer, done);
         None

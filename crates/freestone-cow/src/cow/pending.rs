@@ -1,5 +1,5 @@
-//! Creation of a snapshot. Everything that can fail or takes time happens before the origin's gate
-//! is closed for a moment.
+//! Creation of a snapshot. Everything that can fail or take long happens before the origin's gate
+//! is closed for a short time.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use super::snapshot::Snapshot;
 use super::state::{Merging, OriginCore, Snap};
 use super::store::{self, Store};
 use super::store_load;
-use super::{Config, Missed, SetupError, StoreKind};
-use freestone_core::consistency_group::{self, NotInTime, Pending};
+use super::{Config, MissedWrites, SetupError, StoreKind};
+use freestone_core::consistency_group::{self, FreezeTimeout, GroupMember};
 use freestone_core::device::{Device, Geometry};
 use freestone_core::slot::{Common, LOCATION_BITS};
 use freestone_core::sync::Instant;
 
-/// Snapshot that is prepared but not yet attached to its origin. If it is dropped, a new COW device
-/// keeps an empty store.
+/// Snapshot that is prepared but not yet attached to its origin. If it is dropped, a store that was
+/// newly created on the COW device remains there, empty.
 pub struct PendingSnapshot {
     snapshot: Snapshot,
     anchor: Arc<Anchor>,
@@ -30,28 +30,29 @@ pub struct PendingSnapshot {
 /// State of the COW device before the store was opened.
 #[derive(Clone, Copy)]
 enum PreviousStore {
-    /// No store, or an invalid or transient one.
+    /// No store, or an invalid or transient store.
     None,
-    /// Valid store, with the origin's content at the orderly close.
+    /// Valid store. Contains the version of the origin's content at the orderly close, if recorded.
     Valid(Option<Stamp>),
 }
 
 impl PreviousStore {
-    fn missed(self, core: &OriginCore) -> Missed {
+    fn missed_writes(self, core: &OriginCore) -> MissedWrites {
         match self {
-            Self::None => Missed::Nothing,
-            Self::Valid(closed) => core.content_version.missed(closed),
+            Self::None => MissedWrites::Nothing,
+            Self::Valid(closed) => core.content_version.missed_writes(closed),
         }
     }
 }
 
 impl Origin {
-    /// Opens or creates the exception store on `cow`. [`consistency_group::take`] then attaches the
-    /// snapshot. Blocks.
+    /// Opens or creates the exception store on `cow`. [`consistency_group::take_snapshots`] then
+    /// attaches the snapshot. Blocks.
     ///
     /// If a merge of the store was interrupted, the snapshot serves the origin's requests from the
     /// start, and the merge is [stopped](super::MergeStatus::Stopped). Until [`Snapshot::merge`]
-    /// resumes it, other existing stores of the origin can be opened, but no new ones.
+    /// resumes the merge, other existing stores of the origin can be opened, but new stores cannot
+    /// be created.
     /// # Errors
     /// [`SetupError`]. The COW device is unchanged, except that creating a new store may have
     /// started.
@@ -64,12 +65,12 @@ impl Origin {
         let origin = core.device.geometry();
         let cow_geometry = cow.geometry();
         check(&origin, &cow_geometry, config)?;
-        if is_same(&cow, &core.device) {
+        if is_same_device(&cow, &core.device) {
             return Err(SetupError::SameDevice);
         }
-        // Dropping the guard undoes this after an error.
+        // After an error, dropping the guard releases the COW device.
         let mut preparation = Preparation::new(core, &cow)?;
-        let noted = core.noted_merge();
+        let noted = core.noted_merge_id();
         let found = store_load::read_header(&*cow)?;
         preparation.check_merging(config.kind, noted, found)?;
         let previous = match found {
@@ -78,8 +79,8 @@ impl Origin {
             }
             _ => PreviousStore::None,
         };
-        if !config.force && previous.missed(core) == Missed::Writes {
-            return Err(SetupError::Older);
+        if !config.force && previous.missed_writes(core) == MissedWrites::Writes {
+            return Err(SetupError::OriginChanged);
         }
         core.work_queue.start().map_err(SetupError::Thread)?;
         core.extents_queue.start().map_err(SetupError::Thread)?;
@@ -117,10 +118,11 @@ impl Origin {
     /// Takes a snapshot of the origin's present content. Blocks until no write is in flight.
     ///
     /// # Errors
-    /// Those of [`prepare_snapshot`](Self::prepare_snapshot), and [`SetupError::NotInTime`].
+    /// Errors of [`prepare_snapshot`](Self::prepare_snapshot), and [`SetupError::FreezeTimeout`].
     pub fn snapshot(&self, cow: Arc<dyn Device>, config: &Config) -> Result<Snapshot, SetupError> {
         let mut pending = self.prepare_snapshot(cow, config)?;
-        consistency_group::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
+        consistency_group::take_snapshots(&mut [&mut pending])
+            .map_err(|_| SetupError::FreezeTimeout(FreezeTimeout))?;
         Ok(pending.into_snapshot())
     }
 }
@@ -140,7 +142,7 @@ impl<'a> Preparation<'a> {
         }
         let view = core.gate.value();
         let begun = view.snapshots.iter().chain(&view.merging).map(|snap| snap.store.device());
-        if begun.chain(&setup.preparing).any(|other| is_same(other, cow)) {
+        if begun.chain(&setup.preparing).any(|other| is_same_device(other, cow)) {
             return Err(SetupError::InUse);
         }
         setup.preparing.push(Arc::clone(cow));
@@ -167,20 +169,21 @@ impl<'a> Preparation<'a> {
         }
     }
 
-    /// Prepares to resume the interrupted merge in the store's header, or removes the mark of a
-    /// complete one.
+    /// Prepares to resume the interrupted merge that the store's header records, or removes the
+    /// mark of a complete merge.
     fn resume_merge(&mut self, store: &Store, is_empty: bool, noted: Option<u64>) -> Result<(), SetupError> {
         let Some(id) = store.merge_id() else { return Ok(()) };
         if noted.is_some_and(|noted| noted != id) {
             return Err(SetupError::OtherMerge);
         }
         if is_empty {
-            // All of it is in the origin: a crash came before the mark was removed, or a kernel
-            // finished the merge.
+            // All exceptions are in the origin: the process crashed before the mark was removed, or
+            // a kernel finished the merge.
             let recorded = self.core.notes.as_ref().filter(|_| noted.is_some());
-            // A new exception in a marked store would be merged into the origin.
-            if recorded.is_some_and(|recorded| !recorded.merge_ended()) {
-                return Err(SetupError::NoteStays);
+            // The store must not be used with its mark: a new exception in a marked store would be
+            // merged into the origin.
+            if recorded.is_some_and(|recorded| !recorded.remove_merge()) {
+                return Err(SetupError::MergeNoteRemains);
             }
             return store.unmark_merge().map_err(|error| match error {
                 store::MergeError::Device(source) => SetupError::Device { what: "writing", source },
@@ -211,18 +214,18 @@ impl Drop for Preparation<'_> {
 }
 
 impl OriginCore {
-    /// Ends the preparation of a COW device. `abandons_merge`: no snapshot exists for an
-    /// interrupted merge any more.
+    /// Ends the preparation of a COW device. `abandons_merge` is true if no snapshot for an
+    /// interrupted merge is open any more.
     fn end_preparation(&self, cow: &Arc<dyn Device>, abandons_merge: bool) {
         let mut setup = self.setup.lock();
-        setup.preparing.retain(|other| !is_same(other, cow));
+        setup.preparing.retain(|other| !is_same_device(other, cow));
         if abandons_merge {
             setup.merging = Merging::No;
         }
     }
 }
 
-fn is_same(device: &Arc<dyn Device>, other: &Arc<dyn Device>) -> bool {
+fn is_same_device(device: &Arc<dyn Device>, other: &Arc<dyn Device>) -> bool {
     std::ptr::addr_eq(Arc::as_ptr(device), Arc::as_ptr(other))
 }
 
@@ -254,20 +257,20 @@ fn limit(whose: &'static str, size: u64, chunk: u64, chunks: u64) -> Result<(), 
 }
 
 impl PendingSnapshot {
-    /// Sets the location of the store for messages.
+    /// Sets the location of the exception store, for messages.
     #[must_use]
-    pub fn at(self, place: impl Into<String>) -> Self {
-        // Only this handle exists, so the location is not set yet.
+    pub fn with_location(self, place: impl Into<String>) -> Self {
+        // The location is not set yet, because no other handle to the snapshot exists.
         let _ = self.snapshot.0.snap.location.set(place.into());
         self
     }
 
-    /// Returns the attached snapshot.
+    /// Returns the snapshot, which must be attached.
     ///
     /// # Panics
-    /// If [`consistency_group::take`] was not called first.
+    /// If [`consistency_group::take_snapshots`] was not called first.
     pub fn into_snapshot(self) -> Snapshot {
-        assert!(self.attached, "into_snapshot requires consistency_group::take first");
+        assert!(self.attached, "into_snapshot requires consistency_group::take_snapshots first");
         self.snapshot.clone()
     }
 
@@ -276,17 +279,17 @@ impl PendingSnapshot {
     }
 }
 
-impl Pending for PendingSnapshot {
-    fn waits_for_disk(&self) -> bool {
+impl GroupMember for PendingSnapshot {
+    fn may_wait_for_disk(&self) -> bool {
         true
     }
 
-    fn freeze(&mut self, until: Instant) -> Result<(), NotInTime> {
+    fn freeze(&mut self, until: Instant) -> Result<(), FreezeTimeout> {
         if !self.frozen {
             self.frozen = true;
             if !self.core().gate.close_within(until.saturating_duration_since(Instant::now())) {
                 self.thaw();
-                return Err(NotInTime);
+                return Err(FreezeTimeout);
             }
         }
         Ok(())
@@ -297,9 +300,10 @@ impl Pending for PendingSnapshot {
             self.attached = true;
             let snap = &self.snapshot.0.snap;
             let core = self.core();
-            // Writes are preserved for the snapshot from here on.
-            let missed = self.previous.missed(core);
-            let _ = snap.missed.set(missed);
+            // Determined before the snapshot is attached: later writes to the origin are preserved
+            // for the snapshot.
+            let missed_writes = self.previous.missed_writes(core);
+            let _ = snap.missed_writes.set(missed_writes);
             if snap.is_merging() {
                 core.announce_merge();
             }
@@ -313,7 +317,7 @@ impl Pending for PendingSnapshot {
                 })
             });
             core.end_preparation(self.snapshot.cow(), false);
-            log_missed(snap, missed);
+            log_missed(snap, missed_writes);
         }
     }
 
@@ -335,15 +339,16 @@ impl Drop for PendingSnapshot {
     }
 }
 
-/// Logs that the store missed writes before it was opened.
-fn log_missed(snap: &Snap, missed: Missed) {
+/// Logs a warning if the store missed, or may have missed, writes of the origin before it was
+/// opened.
+fn log_missed(snap: &Snap, missed_writes: MissedWrites) {
     let store = snap.location.get().map_or("an exception store", |location| location);
-    match missed {
-        Missed::Nothing => {}
-        Missed::Unknown => tracing::warn!(
+    match missed_writes {
+        MissedWrites::Nothing => {}
+        MissedWrites::Unknown => tracing::warn!(
             "{store}: it is unknown whether the origin was written without this store since; then its snapshot is a mixture"
         ),
-        Missed::Writes => tracing::warn!(
+        MissedWrites::Writes => tracing::warn!(
             "{store}: the origin was written or used without this store since; its snapshot is a mixture of old and new"
         ),
     }

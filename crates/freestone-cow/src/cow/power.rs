@@ -1,15 +1,17 @@
 //! Simulated power loss for an origin and its snapshots: requests in flight end and do not
-//! continue. The drives below lose their own data.
+//! continue. The simulated drives under these devices lose their own data.
 //!
 //! # Protocol
-//! 1. The origin's gate is closed: no further write reaches the device below.
-//! 2. The caller cuts the COW devices off from their stores. Later failures are not recorded there.
-//!    The caller also releases hung requests of the device below.
-//! 3. The device below completes its requests, and the caller cuts the power of the drives.
-//! 4. The snapshots leave the origin's view, which gets a new *boot* number. Nothing is recorded in
-//!    their stores.
-//! 5. The gate is opened. Held writes fail with [`Gone`](Error::Gone). So do writes of such a
-//!    snapshot, and writes that find another boot number.
+//! 1. The origin's gate is closed: no further write reaches the device under the origin.
+//! 2. The caller cuts the COW devices off from their exception stores, so later failures are not
+//!    recorded on them. The caller also releases hung requests of the device under the origin.
+//! 3. The device under the origin completes its requests, and the caller cuts the power of the
+//!    drives.
+//! 4. The snapshots are removed from the origin's view, and the view's *boot* number is increased.
+//!    Nothing is recorded in their stores.
+//! 5. The gate is opened. Held writes fail with [`Gone`](freestone_core::device::Error::Gone). So
+//!    do writes of the removed snapshots and writes that find another boot number than at their
+//!    start.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,29 +19,29 @@ use std::time::Duration;
 use super::origin::Origin;
 use super::state::{Merging, OriginCore};
 
-/// Guard that keeps writes from the origin.
+/// Guard that holds writes to the origin during a simulated power loss.
 pub struct PowerOff<'a> {
     core: &'a OriginCore,
     lost: bool,
 }
 
 impl Origin {
-    /// Holds writes to the origin, calls `then` to cut off the COW devices, and waits at most
-    /// `most` for the device below to complete its writes.
+    /// Holds writes to the origin, and calls `then` to cut off the COW devices. Then waits at most
+    /// `most` for the device under the origin to complete its writes.
     ///
-    /// Returns `None` if `then` returned false. Writes continue when the guard is dropped, unless
-    /// [`lose`](PowerOff::lose) was called.
+    /// Returns `None` if `then` returns false. Held writes continue when the guard is dropped,
+    /// unless [`invalidate_snapshots`](PowerOff::invalidate_snapshots) was called.
     pub fn power_off(&self, most: Duration, then: impl FnOnce() -> bool) -> Option<PowerOff<'_>> {
         let core = &***self.0.0;
         let off = PowerOff { core: &self.0.0, lost: false };
-        // No write is sent from here on.
+        // After this call no write is sent to the device.
         let mut quiet = core.gate.close_within(Duration::ZERO);
         if !then() {
             return None;
         }
         if !quiet {
             quiet = core.gate.close_within(most);
-            // The gate is closed twice, so this opens nothing.
+            // The gate was closed twice, so one call of `open` does not open it.
             drop(core.gate.open());
         }
         if !quiet {
@@ -50,9 +52,9 @@ impl Origin {
 }
 
 impl PowerOff<'_> {
-    /// Invalidates all snapshots. The contents of their stores can be opened again. Call this when
-    /// no request can reach the COW devices any more.
-    pub fn lose(mut self) {
+    /// Invalidates and detaches all snapshots. Their exception stores can be opened again. Must be
+    /// called when no request can reach the COW devices any more.
+    pub fn invalidate_snapshots(mut self) {
         self.lost = true;
         let mut setup = self.core.setup.lock();
         let view = self.core.gate.value();
@@ -69,7 +71,7 @@ impl Drop for PowerOff<'_> {
     fn drop(&mut self) {
         for task in self.core.gate.open() {
             if self.lost {
-                // Dropping the request fails it.
+                // Dropping the task drops its request, which fails with `Error::Gone`.
                 drop(task);
             } else {
                 self.core.work_queue.push(task);

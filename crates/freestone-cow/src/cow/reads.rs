@@ -2,35 +2,36 @@
 //!
 //! A request is split into runs of chunks that are contiguous on the origin or on the COW device.
 //! Data read from the origin is valid only if its chunks still have no exception afterwards (see
-//! [`exceptions`](super::exceptions)). Otherwise the copy is read instead.
+//! [`exceptions`](super::exceptions)). Otherwise the copy on the COW device is read instead.
 
 use std::sync::Arc;
 
 use super::state::{Snap, counter};
 use freestone_core::device::{
-    Buffer, Change, Completion, Device, Error, Extent, ExtentKind, IoBuf, Request, Result, Tried, range_end,
+    Buffer, Change, Completion, Device, Error, Extent, ExtentKind, IoBuf, Request, Result, TryResult,
+    range_end,
 };
-use freestone_core::handoff::progress;
+use freestone_core::handoff::try_result;
 use freestone_core::sync::Mutex;
 
-/// Maximum number of runs per try.
+/// Maximum number of runs per tried read, and per report of changes.
 const TRY_RUNS: u32 = 64;
-/// Maximum number of extents collected before they are validated and returned.
+/// Maximum number of extents collected before they are validated and reported.
 const EXTENT_ROWS: usize = 256;
 
 /// Contiguous part of a request on one device.
 struct Run {
-    /// The run lies on the COW device, else on the origin.
+    /// True if the run is on the COW device, false if it is on the origin.
     own: bool,
     at: u64,
     len: u64,
 }
 
 impl Snap {
-    /// Returns the run that starts at byte `at`, up to `end`.
+    /// Returns the run that starts at offset `at` of the snapshot, up to `end`.
     fn run_at(&self, at: u64, end: u64) -> Run {
-        // An origin that has grown is longer than the snapshot that serves it. Such bytes are read
-        // from the origin.
+        // If the origin has grown, it is longer than the snapshot that serves it. Bytes beyond the
+        // snapshot's end are read from the origin.
         let end =
             if at < self.size { end.min(self.size) } else { return Run { own: false, at, len: end - at } };
         let chunk = self.chunk();
@@ -46,17 +47,17 @@ impl Snap {
         if run.own { &self.cow } else { &self.core.device }
     }
 
-    /// Checks data read from `[at, at + len)` of the origin. Returns false if it must be read
-    /// again.
+    /// Checks data that was read from `[at, at + len)` of the origin after `state` was loaded.
+    /// Returns false if the data must be read again.
     pub fn is_origin_data_valid(&self, at: u64, len: u64, state: u32) -> Result<bool> {
         let chunk = self.chunk();
         self.counters.add(counter::ORIGIN_READS, 1);
-        // After the snapshot's end the origin's content is valid, even if the last chunk has an
-        // exception for the part before.
+        // Beyond the snapshot's end the origin's content is valid, even if the last chunk has an
+        // exception for the part before the end.
         let unchanged =
             at >= self.size || self.exceptions.has_none_complete(at / chunk, (at + len).div_ceil(chunk));
-        // Checked after the exceptions: a write to the origin makes no exception for a lost
-        // snapshot.
+        // The state is checked after the exceptions, because a write to the origin makes no
+        // exception for a lost snapshot.
         let is_valid = self.is_same_mode_since(state)? && unchanged;
         if !is_valid {
             self.counters.add(counter::REREADS, 1);
@@ -65,8 +66,8 @@ impl Snap {
     }
 }
 
-/// Reads as much as possible without waiting.
-pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried> {
+/// Reads as much of a request as possible without waiting.
+pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<TryResult> {
     if into.len() as u64 != request.len {
         return Err(Error::Misaligned);
     }
@@ -80,11 +81,11 @@ pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried
         let into = &mut into[done as usize..(done + run.len) as usize];
         let part = Request { offset: run.at, len: run.len, ..*request };
         let read = match snap.device_of(&run).try_io(&part, Buffer::Read(into)) {
-            Ok(Tried::Done) => run.len,
-            Ok(Tried::Partly(bytes)) => snap.round_down_to_block(at + bytes).saturating_sub(at),
+            Ok(TryResult::Done) => run.len,
+            Ok(TryResult::Partly(bytes)) => snap.round_down_to_block(at + bytes).saturating_sub(at),
             Err(error) if done == 0 => return Err(error),
-            // The rest will be submitted, and then reports this error.
-            Ok(Tried::WouldBlock) | Err(_) => break,
+            // The caller submits the rest, which then fails with this error.
+            Ok(TryResult::WouldBlock) | Err(_) => break,
         };
         if !run.own && !snap.is_origin_data_valid(at, read, state)? {
             continue;
@@ -94,17 +95,18 @@ pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried
             break;
         }
     }
-    Ok(progress(done, request.len))
+    Ok(try_result(done, request.len))
 }
 
-/// Submitted read with several parts.
+/// Submitted read that consists of several runs.
 struct SplitRead {
     snap: Arc<Snap>,
     offset: u64,
     state: Mutex<SplitReadState>,
 }
 
-/// Lock order: taken without other locks, and no lock is taken under it.
+/// Progress of a split read. Lock order: taken without other locks, and no lock is taken under this
+/// lock.
 struct SplitReadState {
     buffer: IoBuf,
     left: usize,
@@ -136,8 +138,8 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
             Err(error) => done.complete(Err(error), buffer),
             Ok(false) => {
                 let work_queue = Arc::clone(&snap.core.work_queue);
-                // The range now consists of several runs: chunks with an exception, and chunks to
-                // read from the origin again.
+                // The range may now consist of several runs: chunks with an exception, and chunks
+                // to read from the origin again.
                 work_queue.push(move || submit(&snap, request, buffer, done));
             }
         }
@@ -151,7 +153,8 @@ impl SplitRead {
         Arc::new(Self { snap, offset, state: Mutex::new(state) })
     }
 
-    /// Reads a range run by run. The caller's share of `left` keeps the request from completing.
+    /// Submits the reads of a range run by run. The caller is counted in `left`, so the request
+    /// cannot complete before.
     fn read(self: &Arc<Self>, from: u64, len: u64) {
         let (mut at, end) = (from, from + len);
         while at < end {
@@ -177,7 +180,7 @@ impl SplitRead {
         }
     }
 
-    /// Completes a part. Runs on a thread of a device.
+    /// Completes the read of one run. Runs on a thread of the device.
     fn complete(self: Arc<Self>, at: u64, len: u64, own: bool, state: u32, outcome: Result<()>, data: &[u8]) {
         let is_valid = outcome
             .and_then(|()| if own { Ok(true) } else { self.snap.is_origin_data_valid(at, len, state) });
@@ -219,10 +222,10 @@ impl SplitRead {
 // ---- flush: the COW device, and during a merge also the origin ----------------------------------
 
 impl Snap {
-    pub fn try_flush(&self, request: &Request) -> Result<Tried> {
+    pub fn try_flush(&self, request: &Request) -> Result<TryResult> {
         self.check_readable()?;
         if self.is_merging() {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         self.store.device().try_io(request, Buffer::None)
     }
@@ -261,7 +264,8 @@ impl Snap {
                 rows.len() < EXTENT_ROWS
             })?;
             let rows = self.in_blocks(&run, rows);
-            // The extents may describe data written to the origin meanwhile.
+            // The extents may describe data that was written to the origin after the state was
+            // loaded.
             let described = rows.iter().map(|row| row.len).sum::<u64>();
             if !run.own && !self.is_origin_data_valid(offset, described, state)? {
                 continue;
@@ -277,8 +281,8 @@ impl Snap {
         }
     }
 
-    /// Rounds extents to whole blocks of the snapshot, if the device has smaller blocks. A block of
-    /// several kinds becomes data.
+    /// Rounds extents to whole logical blocks of the snapshot, if the device has smaller blocks. A
+    /// block with several kinds of extents is reported as data.
     fn in_blocks(&self, run: &Run, rows: Vec<Extent>) -> Vec<Extent> {
         if u64::from(self.device_of(run).geometry().logical_block) >= self.block() {
             return rows;
@@ -319,7 +323,8 @@ impl Snap {
         range_end(offset, len, self.size)
     }
 
-    /// Reports the runs of a range, and whether each one lies on the COW device.
+    /// Reports the runs of a range, and for each run whether it is on the COW device. Returns the
+    /// number of bytes described.
     pub fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         let end = self.end_of(offset, len)?;
         self.check_readable().map_err(|_| Error::Gone)?;

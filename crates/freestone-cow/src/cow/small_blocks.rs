@@ -1,14 +1,14 @@
 //! Adapter for a COW device with larger logical blocks than the origin's.
 //!
-//! A snapshot that is being merged serves the origin, so requests come in the origin's smaller
-//! blocks. The adapter writes a part of a large block by read-modify-write. A write waits for
-//! earlier writes to the same large blocks, since it would otherwise restore old data around its
-//! own.
+//! A snapshot that is being merged serves the origin, so requests are aligned to the origin's
+//! smaller blocks only. The adapter writes a part of a large block by read-modify-write. A write
+//! waits for earlier writes to the same large blocks. Otherwise it would restore old data around
+//! the bytes that it modifies.
 
 use std::sync::Arc;
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried, range_end,
+    Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult, range_end,
 };
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
@@ -18,28 +18,29 @@ pub struct SmallBlocks(Arc<SmallBlocksState>);
 
 struct SmallBlocksState {
     device: Arc<dyn Device>,
-    /// Logical block of the requests, in bytes.
+    /// Logical block size of the accepted requests, in bytes.
     small: u32,
-    /// Logical block of the device, in bytes.
+    /// Logical block size of the COW device, in bytes.
     large: u32,
     work_queue: Arc<WorkQueue>,
-    /// Writes in flight, in order of arrival. Lock order: innermost; no device is called under it.
+    /// Writes in flight and waiting writes, in order of arrival. Lock order: innermost; no device
+    /// is called under this lock.
     writes: Mutex<Vec<QueuedWrite>>,
 }
 
-/// Write in flight.
+/// Write in flight, or waiting for earlier writes.
 struct QueuedWrite {
     number: u64,
-    /// Large blocks that the write touches, as a byte range.
+    /// Range of bytes, in whole blocks of the device, that the write touches.
     start: u64,
     end: u64,
-    /// The write itself, while it waits for earlier ones.
+    /// The write itself while it waits for earlier writes; `None` once it runs.
     job: Option<BlockWrite>,
 }
 
 struct BlockWrite {
     number: u64,
-    /// Remaining part of the write; its data starts at `from` in the buffer.
+    /// Remaining part of the write. The data of this part starts at `from` in the buffer.
     request: Request,
     from: usize,
     buffer: IoBuf,
@@ -47,8 +48,8 @@ struct BlockWrite {
 }
 
 impl SmallBlocks {
-    /// Wraps `device`, whose logical block is larger than `small`. Read-modify-writes continue on
-    /// `work_queue`.
+    /// Wraps `device`, whose logical block is larger than `small` bytes. Read-modify-writes
+    /// continue on `work_queue`.
     pub fn new(device: Arc<dyn Device>, small: u32, work_queue: Arc<WorkQueue>) -> Self {
         let large = device.geometry().logical_block;
         Self(Arc::new(SmallBlocksState { device, small, large, work_queue, writes: Mutex::default() }))
@@ -96,19 +97,20 @@ impl QueuedWrite {
 }
 
 impl SmallBlocksState {
-    /// Returns the range of whole device blocks that a request touches.
+    /// Returns the start and the exclusive end, in bytes, of the device's blocks that a request
+    /// touches.
     fn whole_blocks(&self, request: &Request) -> (u64, u64) {
         let large = u64::from(self.large);
         let end = request.offset + request.len;
         (request.offset - request.offset % large, end.next_multiple_of(large))
     }
 
-    /// Returns true if a request consists of whole device blocks.
+    /// Returns true if a request consists of whole logical blocks of the device.
     fn is_aligned(&self, request: &Request) -> bool {
         (request.offset | request.len).is_multiple_of(self.large.into())
     }
 
-    /// Runs the next part of a write that has bytes left and no earlier write to wait for.
+    /// Runs the next part of a write that has bytes left and does not wait for earlier writes.
     fn run_step(self: &Arc<Self>, job: BlockWrite) {
         let large = u64::from(self.large);
         let Request { offset, len, flags, .. } = job.request;
@@ -144,7 +146,7 @@ impl SmallBlocksState {
         self.device.submit(Request::read(offset - inside, large), block, Completion::new(patch));
     }
 
-    /// Returns the completion for the first `len` remaining bytes of a write.
+    /// Returns the completion for a step that writes the first `len` remaining bytes of a write.
     fn step_completion(self: &Arc<Self>, mut job: BlockWrite, len: u64) -> Completion {
         let shared = Arc::clone(self);
         Completion::new(move |outcome: Result<()>, _| {
@@ -161,7 +163,7 @@ impl SmallBlocksState {
         })
     }
 
-    /// Completes a write, and starts writes that waited for it alone.
+    /// Completes a write, and starts the waiting writes that overlap no earlier write any more.
     fn finish_write(self: &Arc<Self>, job: BlockWrite, outcome: Result<()>) {
         let mut writes = self.writes.lock();
         writes.retain(|write| write.number != job.number);
@@ -182,7 +184,8 @@ impl SmallBlocksState {
 }
 
 impl BlockWrite {
-    /// Returns the data of the first `len` remaining bytes, or `None` for zeroes.
+    /// Returns the data of the first `len` remaining bytes, or `None` if the request has no data
+    /// and writes zeroes.
     fn data(&self, len: u64) -> Option<&[u8]> {
         if self.request.op == Op::Write { self.buffer.get(self.from..self.from + len as usize) } else { None }
     }
@@ -193,12 +196,12 @@ impl Device for SmallBlocks {
         Geometry { logical_block: self.0.small, ..self.0.device.geometry() }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         match request.op {
             Op::Flush => self.0.device.try_io(request, buffer),
             Op::Read if self.0.is_aligned(request) => self.0.device.try_io(request, buffer),
-            _ => Ok(Tried::WouldBlock),
+            _ => Ok(TryResult::WouldBlock),
         }
     }
 

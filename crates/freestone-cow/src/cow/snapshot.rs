@@ -1,18 +1,19 @@
 //! Snapshot of an origin: the origin's content at one moment, plus later writes to the snapshot.
 //!
-//! The states are those of dm-snapshot. *Invalid*: a copy failed, or had no room. Every access to
-//! the snapshot fails; the origin continues. *Overflow* (`PO`): a write to the snapshot had no
-//! room. This and later writes fail; reads stay correct. *Merge failed*: see
-//! [`merge`](super::merge).
+//! The states are those of dm-snapshot. *Invalid*: a copy failed, or found no space on the COW
+//! device. Every access to the snapshot fails; the origin continues. *Overflow* (`PO`): a write to
+//! the snapshot found no space. The write and later writes fail; reads stay correct. *Merge
+//! failed*: see [`merge`](super::merge).
 //!
 //! Intentional differences from dm-snapshot:
 //! * Reads of the origin are checked afterwards instead of tracked (see
 //!   [`exceptions`](super::exceptions)). So writes to the origin never wait for a reader.
-//! * A write that needs several exceptions requests them together, so they share a commit.
+//! * A write that needs several exceptions requests them together, so that one commit records all
+//!   of them.
 //! * A write after an overflow fails with "no space" (dm: I/O error).
 //! * The last chunk is copied up to the origin's current end.
 //! * An invalid snapshot is marked on disk before the origin is overwritten. If the COW device
-//!   fails, the origin waits at most two seconds for that.
+//!   fails, the origin's writes wait at most two seconds for this mark.
 //!
 //! Lock order: see [`state`](super::state).
 
@@ -22,46 +23,48 @@ use std::sync::Arc;
 use super::config::{Config, StoreKind};
 use super::origin::{Anchor, Origin};
 use super::state::{Snap, counter};
-use super::{Missed, Status, reads, writes};
+use super::{MissedWrites, Status, reads, writes};
 use freestone_core::device::{
-    Buffer, Change, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Change, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 use freestone_core::per_cpu_arc::PerCpuArc;
 
 /// Counters of a snapshot since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SnapshotStats {
-    /// Chunks copied from the origin.
+    /// Number of chunks copied from the origin.
     pub copied_chunks: u64,
-    /// Writes to the snapshot that covered a whole chunk, so nothing was copied.
+    /// Number of writes to the snapshot that covered a whole chunk, so that nothing was copied.
     pub full_chunk_writes: u64,
-    /// Writes to the origin that waited for this snapshot.
+    /// Number of writes to the origin that waited for exceptions of this snapshot.
     pub origin_writes_waited: u64,
-    /// Reads, or parts of reads, served by the origin.
+    /// Number of reads of the snapshot, or parts of reads, served by the origin.
     pub origin_reads: u64,
-    /// Origin reads repeated because the origin was written meanwhile.
+    /// Number of reads of the origin that were repeated because the origin was written meanwhile.
     pub rereads: u64,
-    /// Committed exceptions.
+    /// Number of committed exceptions.
     pub exceptions: u64,
-    /// Commits: writes of the record, each for a group of exceptions. 0 for a transient store.
+    /// Number of commits, each of which writes a group of exceptions to the store's metadata. 0 for
+    /// a transient store.
     pub commits: u64,
-    /// Exceptions in the largest commit.
+    /// Number of exceptions in the largest commit.
     pub largest_commit: u64,
 }
 
 /// Handle to a snapshot of an origin. Clones share one snapshot. Dropping the last handle detaches
-/// the snapshot: later writes to the origin are not preserved for it.
+/// the snapshot: data overwritten on the origin later is not preserved.
 ///
-/// To open the snapshot again, end all use of the origin, call [`stop_merge`](Self::stop_merge),
-/// and drop the handles first.
+/// Before the snapshot is opened again, end all use of the origin, call
+/// [`stop_merge`](Self::stop_merge), and drop the handles.
 #[derive(Clone)]
 pub struct Snapshot(pub(super) Arc<Handle>);
 
-/// State shared by the handles.
+/// State shared by the handles to a snapshot.
 pub(super) struct Handle {
     pub snap: PerCpuArc<Snap>,
-    /// Declared after `snap`, so dropped after it: the snapshot leaves the origin's list before the
-    /// list is cleared.
+    /// Declared, and thus dropped, after `snap`: the snapshot is removed from the origin's list
+    /// before the list is cleared.
     anchor: Arc<Anchor>,
 }
 
@@ -99,12 +102,12 @@ impl Snapshot {
         self.0.snap.store.device()
     }
 
-    /// Returns the configuration passed at opening.
+    /// Returns the configuration with which the snapshot was opened.
     pub fn config(&self) -> Config {
         self.0.snap.config
     }
 
-    /// Returns the counters.
+    /// Returns the counters since the snapshot was opened.
     pub fn stats(&self) -> SnapshotStats {
         let snap = &self.0.snap;
         let store = snap.store.stats();
@@ -121,33 +124,35 @@ impl Snapshot {
     }
 
     /// Sets the maximum number of copies in flight, as the kernel's `snapshot_cow_threshold`: at
-    /// least 1, by default 2048. 64 MiB of memory for copies limits it further. Other requests
-    /// queue.
+    /// least 1, by default 2048. The number is also limited so that copies use at most 64 MiB of
+    /// memory. Other requests wait in a queue.
     pub fn set_cow_threshold(&self, copies: usize) {
         self.0.snap.set_copies_max(copies);
     }
 
     /// Returns true if the snapshot is invalid, but the COW device could not be marked in time and
-    /// the origin continues. After a crash such a store may look valid; do not trust it.
+    /// the origin continues. After a crash such an exception store may look valid, but its content
+    /// is wrong.
     pub fn is_unmarked(&self) -> bool {
         self.0.snap.store.is_unmarked()
     }
 
-    /// Returns whether the store missed writes of the origin before it was opened.
-    pub fn missed_writes(&self) -> Missed {
-        self.0.snap.missed.get().copied().unwrap_or(Missed::Nothing)
+    /// Returns whether the exception store missed writes of the origin before the snapshot was
+    /// opened.
+    pub fn missed_writes(&self) -> MissedWrites {
+        self.0.snap.missed_writes.get().copied().unwrap_or(MissedWrites::Nothing)
     }
 
-    /// Detaches the snapshot from its origin: accesses fail from now on. The COW device keeps its
-    /// content.
+    /// Detaches the snapshot from its origin. Later accesses to the snapshot fail. The COW device
+    /// keeps its content.
     pub fn remove(&self) {
         self.0.snap.detach();
     }
 }
 
 impl Snapshot {
-    /// Returns the origin after a finished merge. The origin takes over the snapshot's requests,
-    /// since another snapshot may be merging into it by now.
+    /// Returns the origin if the merge is finished, otherwise `None`. The origin then executes the
+    /// snapshot's requests, because another snapshot may be merging into it by now.
     fn merged(&self) -> Option<Origin> {
         let snap = &self.0.snap;
         let is_origin = snap.is_merging() && snap.merge.is_finished() && snap.check_readable().is_ok();
@@ -160,9 +165,9 @@ impl Device for Snapshot {
         geometry(&self.0.snap)
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let snap = &self.0.snap;
-        request.check_place(snap.size, snap.logical_block)?;
+        request.check_range(snap.size, snap.logical_block)?;
         if let Some(origin) = self.merged() {
             return origin.try_io(request, buffer);
         }
@@ -178,7 +183,7 @@ impl Device for Snapshot {
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         let snap = &self.0.snap;
-        if let Err(error) = request.check_place(snap.size, snap.logical_block) {
+        if let Err(error) = request.check_range(snap.size, snap.logical_block) {
             return done.complete(Err(error), buffer);
         }
         if let Some(origin) = self.merged() {
@@ -217,8 +222,8 @@ impl Changes for Snapshot {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // A merge stops after the current run, and this snapshot continues to serve the origin. Not
-        // waiting here: the merge may need this thread.
+        // A merge stops after the current run, and this snapshot continues to serve the origin. The
+        // drop does not wait for the stop, because the merge may need this thread.
         self.snap.merge.request_stop();
         if !self.snap.is_merging() {
             self.snap.detach();
@@ -232,7 +237,8 @@ impl fmt::Debug for Snapshot {
     }
 }
 
-/// Returns the snapshot's size and the limits common to both devices.
+/// Returns the snapshot's geometry: its own size, and limits that suit both the origin and the COW
+/// device.
 fn geometry(snap: &Snap) -> Geometry {
     let (origin, cow) = (snap.core.device.geometry(), snap.store.device().geometry());
     let chunk = snap.chunk() as u32;
@@ -245,7 +251,7 @@ fn geometry(snap: &Snap) -> Geometry {
         io_opt: chunk.max(snap.logical_block),
         discard_granularity: if snap.config.discard_zeroes_cow { chunk } else { 0 },
         fast_zeroes: cow.fast_zeroes,
-        // Merged data is as durable as the origin's flush makes it.
+        // After a merge the data is on the origin, so a volatile cache of the origin counts, too.
         volatile_cache: cow.volatile_cache || persistent && origin.volatile_cache,
         padding: 0,
         volatile_media: origin.volatile_media || cow.volatile_media || !persistent,

@@ -2,10 +2,11 @@
 //! permits to copy.
 //!
 //! # Copies in flight
-//! A request takes a permit before it takes a slot or a chunk of the COW device. Without a free
-//! permit the request queues, holding nothing, and gets the permit of a finished copy. So permits
-//! cannot deadlock: each one belongs to a running copy, or to a request that starts one or drops
-//! the permit. (The kernel's counter did deadlock as a semaphore, because a waiter held a lock.)
+//! A request acquires a permit before it locks a slot or allocates a chunk of the COW device. If no
+//! permit is free, the request waits in a queue, holding nothing, and receives the permit of a
+//! finished copy. So permits cannot deadlock: each permit belongs to a running copy, or to a
+//! request that starts a copy or drops the permit. (The kernel's counter did deadlock as a
+//! semaphore, because a waiter held a lock.)
 //!
 //! # Lock order
 //! 1. The origin's `setup`.
@@ -13,7 +14,7 @@
 //! 3. A slot of `exceptions`.
 //! 4. Under a slot, one after the other: the store's queue, `copy_tokens`, a wait group,
 //!    `loss_waiters`, the write tracking of `merge`.
-//! 5. The work queue, with none of 4 held.
+//! 5. The work queue, with no lock of item 4 held.
 //!
 //! No lock is held during a call of a device, but a try (`try_io`) may run on a pinned thread.
 
@@ -23,7 +24,7 @@ use std::sync::Arc;
 use crossbeam_utils::CachePadded;
 
 use super::config::{Config, StoreKind};
-use super::content::{ContentVersion, Missed};
+use super::content::{ContentVersion, MissedWrites};
 use super::exceptions::Exceptions;
 use super::loss::Loss;
 use super::merge_state::MergeState;
@@ -41,11 +42,13 @@ use freestone_core::sync::{AtomicU32, Mutex, OnceLock, Ordering};
 use freestone_core::work_queue::WorkQueue;
 use freestone_core::zeroes::leading_zeroes;
 
-/// Bytes copied at once, as in the kernel's sub-jobs; the memory of a copy in flight.
+/// Maximum number of bytes copied by one read and write, as in the kernel's sub-jobs. Also the
+/// memory that a copy in flight uses.
 pub const COPY_PIECE_BYTES: u64 = 512 << 10;
-/// Default limit of copies in flight per snapshot: the kernel's `snapshot_cow_threshold`.
+/// Default maximum number of copies in flight per snapshot: the kernel's `snapshot_cow_threshold`.
 const COPIES_MAX_DEFAULT: usize = 2048;
-/// Memory limit for the copies in flight of one snapshot, in bytes. Applies with large chunks.
+/// Memory limit for the copies in flight of one snapshot, in bytes. With large chunks this limit is
+/// reached before the number of copies.
 const COPY_MEMORY_BYTES_MAX: u64 = 64 << 20;
 
 /// Indexes of a snapshot's counters.
@@ -60,16 +63,16 @@ pub(super) mod counter {
 
 /// Bits of a snapshot's state.
 mod bit {
-    /// Accesses to the snapshot fail.
+    /// Every access to the snapshot fails.
     pub const INVALID: u32 = 1;
-    /// The COW device is marked invalid, too: the origin need not preserve anything.
+    /// The COW device is marked invalid, too, so the origin need not preserve chunks any more.
     pub const LOST: u32 = 1 << 1;
     pub const OVERFLOW: u32 = 1 << 2;
     pub const DETACHED: u32 = 1 << 3;
     pub const MERGING: u32 = 1 << 4;
-    /// The loss was logged.
+    /// The loss of the snapshot was logged.
     pub const LOGGED: u32 = 1 << 5;
-    /// The power was lost: requests that started before must not continue.
+    /// The simulated power was lost. Requests that started before must not continue.
     pub const POWERED_OFF: u32 = 1 << 6;
 }
 
@@ -86,21 +89,22 @@ pub(super) struct OriginState {
     /// Runs queries of the origin's extents, which may wait for a disk.
     pub extents_queue: Arc<WorkQueue>,
     pub common: OnceLock<Arc<Common>>,
-    /// Serializes changes of the snapshot list. Not taken by requests. The start of a merge holds
-    /// it while waiting for writes in flight.
+    /// Serializes changes of the snapshot list. Requests do not take this lock. The start of a
+    /// merge holds the lock while it waits for writes in flight.
     pub setup: Mutex<SetupState>,
-    /// 1 from just before the first snapshot serves the origin. Until then reads skip the view.
+    /// Becomes 1 just before a snapshot serves the origin for the first time. Until then reads skip
+    /// the view.
     merge_announced: AtomicU32,
-    /// Content version of the origin: detects stores that missed writes.
+    /// Content version of the origin, to detect exception stores that missed writes.
     pub content_version: ContentVersion,
-    /// Submits a write to the snapshot that serves the origin.
+    /// Function that submits a write to the snapshot that serves the origin.
     pub write_merging: WriteSnapshot,
 }
 
 /// Function that submits a write, write zeroes or discard to a snapshot.
 pub(super) type WriteSnapshot = fn(Arc<Snap>, Request, IoBuf, Completion);
 
-/// Snapshots in preparation, and the state of a merge.
+/// Snapshots in preparation, and the state of a merge into the origin.
 #[derive(Default)]
 pub(super) struct SetupState {
     /// COW devices of snapshots that are prepared but not attached.
@@ -108,34 +112,34 @@ pub(super) struct SetupState {
     pub merging: Merging,
 }
 
-/// Whether a merge into the origin exists.
+/// State of a merge into the origin.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Merging {
     #[default]
     No,
-    /// A snapshot with an interrupted merge is open, and the merge has not resumed. Other existing
-    /// stores can still be opened.
+    /// A snapshot with an interrupted merge is open, and the merge was not resumed yet. Other
+    /// existing exception stores can still be opened.
     Interrupted,
     Yes,
 }
 
-/// Snapshots that a write must check.
+/// Snapshots that a write to the origin must check.
 #[derive(Clone, Default)]
 pub(super) struct View {
-    /// Sorted by chunk size, largest first.
+    /// Attached snapshots, sorted by chunk size, largest first.
     pub snapshots: Vec<PerCpuArc<Snap>>,
     /// Snapshot that serves the origin during a merge.
     pub merging: Option<PerCpuArc<Snap>>,
-    /// Changes with every view.
+    /// Number of the view, increased with every change of the view.
     pub generation: u64,
-    /// Changes with every power loss.
+    /// Boot number, increased with every simulated power loss.
     pub boot: u64,
 }
 
-/// Handling of writes to a snapshot.
+/// Mode in which a snapshot handles writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Writes make exceptions.
+    /// Writes to the snapshot make exceptions.
     Normal,
     /// The snapshot is being merged and serves the origin.
     Merging,
@@ -151,17 +155,18 @@ pub(super) struct SnapState {
     pub exceptions: Exceptions<Waiter>,
     /// Entered by writes to the snapshot and by new exceptions.
     pub gate: FreezeGate<Mode>,
-    /// Permits to copy. The lock is held for a few instructions.
+    /// Permits for copies in flight. The lock is held for a few instructions.
     copy_tokens: Tokens<PermitTask>,
     pub config: Config,
     pub size: u64,
     pub merge: MergeState,
-    /// Location of the store, for messages.
+    /// Location of the exception store, for messages.
     pub location: OnceLock<String>,
-    /// Set when the snapshot is attached.
-    pub missed: OnceLock<Missed>,
+    /// Result of the check for missed writes. Set when the snapshot is attached.
+    pub missed_writes: OnceLock<MissedWrites>,
     pub counters: Counters<{ counter::COUNT }>,
-    /// COW device, with logical blocks at most as large as the origin's.
+    /// COW device, wrapped if necessary so that its logical blocks are at most as large as the
+    /// origin's.
     pub cow: Arc<dyn Device>,
     pub logical_block: u32,
     state: AtomicU32,
@@ -208,12 +213,13 @@ impl OriginCore {
 }
 
 impl OriginState {
-    /// Returns the id of the merge in progress according to the origin's notes.
-    pub fn noted_merge(&self) -> Option<u64> {
-        self.notes.as_ref()?.merge()
+    /// Returns the id of the merge in progress according to the origin's notes, or `None` without
+    /// such a note.
+    pub fn noted_merge_id(&self) -> Option<u64> {
+        self.notes.as_ref()?.merge_id()
     }
 
-    /// Announces that a snapshot will serve the origin.
+    /// Announces that a snapshot will serve the origin, so that reads check the view.
     pub fn announce_merge(&self) {
         self.merge_announced.store(1, Ordering::SeqCst);
     }
@@ -224,7 +230,8 @@ impl OriginState {
     }
 
     /// Returns the end of the zeroes at the start of a range, and the end of the known data after
-    /// them. May wait for a disk, so call it on [`extents_queue`](Self::extents_queue).
+    /// these zeroes. May wait for a disk, so must be called on
+    /// [`extents_queue`](Self::extents_queue).
     pub fn leading_zeroes(&self, at: u64, end: u64) -> (u64, u64) {
         leading_zeroes(at, end, |from, len, row| self.device.extents(from, len, row).map(drop))
     }
@@ -232,8 +239,8 @@ impl OriginState {
     pub fn remove_snapshot(&self, snap: &Snap) {
         self.gate.change(|view| {
             view.changed(|view| {
-                view.snapshots.retain(|other| !other.is(snap));
-                view.merging.take_if(|other| other.is(snap));
+                view.snapshots.retain(|other| !other.is_same(snap));
+                view.merging.take_if(|other| other.is_same(snap));
             })
         });
     }
@@ -243,15 +250,15 @@ impl Drop for OriginState {
     fn drop(&mut self) {
         self.work_queue.stop();
         self.extents_queue.stop();
-        // No request is in flight.
+        // No request is in flight, so the content does not change any more.
         if let (Some(notes), Some(content)) = (&self.notes, self.content_version.content()) {
-            notes.closed(content);
+            notes.record_close(content);
         }
     }
 }
 
 impl View {
-    /// Returns a changed copy of the view.
+    /// Returns a copy of the view with `change` applied and a new generation.
     pub fn changed(&self, change: impl FnOnce(&mut Self)) -> Self {
         let mut view = self.clone();
         change(&mut view);
@@ -271,21 +278,23 @@ impl Deref for Snap {
 }
 
 impl SnapState {
-    /// Records in the store that the store is closed at the origin's present content.
+    /// Schedules a record in the store that the store is closed at the origin's present content
+    /// version.
     fn record_close(&self) {
-        // A snapshot that was never attached may have missed writes.
-        if self.missed.get().is_some()
+        // No record is written for a snapshot that was never attached, because its store may have
+        // missed writes.
+        if self.missed_writes.get().is_some()
             && let Some(content) = self.core.content_version.content()
         {
-            self.store.closes(content);
+            self.store.schedule_close_record(content);
         }
     }
 }
 
 impl Drop for SnapState {
     fn drop(&mut self) {
-        // A merging snapshot is in use until its origin is dropped. After a finished merge the
-        // store is empty and needs no record.
+        // A merging snapshot is in use until its origin is dropped, so it is closed here. After a
+        // finished merge the store is empty and needs no record.
         let merging = self.state.load(Ordering::SeqCst) & (bit::MERGING | bit::DETACHED) == bit::MERGING;
         if merging && !self.merge.is_finished() {
             self.record_close();
@@ -309,7 +318,7 @@ impl Snap {
             Arc::clone(store.device())
         };
         let bits = if store.is_valid() { 0 } else { bit::INVALID | bit::LOST };
-        // An interrupted merge resumes later; the snapshot serves the origin until then.
+        // An interrupted merge is resumed later; the snapshot serves the origin already.
         let resumes_merge = store.merge_id().is_some();
         let bits = if resumes_merge { bits | bit::MERGING } else { bits };
         let limit = COPIES_MAX_DEFAULT.min(copies_max(store.chunk_bytes()));
@@ -322,7 +331,7 @@ impl Snap {
             size: origin.size,
             merge: if resumes_merge { MergeState::interrupted() } else { MergeState::default() },
             location: OnceLock::new(),
-            missed: OnceLock::new(),
+            missed_writes: OnceLock::new(),
             counters: Counters::default(),
             cow,
             logical_block: origin.logical_block.max(cow_block),
@@ -333,8 +342,8 @@ impl Snap {
         PerCpuArc::new(|| Self(CachePadded::new(Arc::clone(&state))))
     }
 
-    /// Returns true if both references belong to one snapshot.
-    pub fn is(&self, other: &Self) -> bool {
+    /// Returns true if both references belong to the same snapshot.
+    pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
@@ -342,13 +351,13 @@ impl Snap {
         self.store.chunk_bytes()
     }
 
-    /// Returns the logical block in bytes: the larger one of the origin's and the COW device's.
+    /// Returns the logical block size in bytes: the larger of the origin's and the COW device's.
     pub fn block(&self) -> u64 {
         self.logical_block.into()
     }
 
-    /// Rounds `end` down to a block of the snapshot. A device with smaller blocks may stop within
-    /// one.
+    /// Rounds `end` down to a logical block of the snapshot. A device with smaller blocks may stop
+    /// within a block of the snapshot.
     pub fn round_down_to_block(&self, end: u64) -> u64 {
         end - end % self.block()
     }
@@ -369,8 +378,8 @@ impl Snap {
         self.state.load(Ordering::SeqCst)
     }
 
-    /// Returns true if data read from the origin since the state was `before` may be used: no merge
-    /// began.
+    /// Returns true if data read from the origin since the state was `before` may be used, because
+    /// no merge has begun since.
     ///
     /// # Errors
     /// The snapshot is invalid or detached.
@@ -401,7 +410,8 @@ impl Snap {
         self.has(bit::INVALID)
     }
 
-    /// Returns true if a write to the snapshot found no room. Irrelevant during a merge.
+    /// Returns true if a write to the snapshot found no space on the COW device. Always false
+    /// during a merge.
     pub fn has_overflowed(&self) -> bool {
         self.state() & (bit::OVERFLOW | bit::MERGING) == bit::OVERFLOW
     }
@@ -414,13 +424,13 @@ impl Snap {
         self.set(bit::MERGING);
     }
 
-    /// Lets every access fail from now on.
+    /// Marks the snapshot invalid in memory. Every later access fails.
     pub fn mark_invalid(&self) {
         self.set(bit::INVALID);
     }
 
     /// Records that the COW device is marked invalid, and wakes the origin's writes that wait for
-    /// that.
+    /// this mark.
     pub fn finish_loss(&self) {
         self.set(bit::INVALID | bit::LOST);
         for waiter in std::mem::take(&mut *self.loss_waiters.lock()) {
@@ -428,7 +438,8 @@ impl Snap {
         }
     }
 
-    /// Notifies `waiter` when the COW device is marked invalid.
+    /// Notifies `waiter` when the COW device is marked invalid, or at once if the origin need not
+    /// preserve chunks any more.
     pub fn wait_for_loss(&self, waiter: Waiter) {
         let mut waiting = self.loss_waiters.lock();
         if self.is_active() {
@@ -438,7 +449,7 @@ impl Snap {
         waiter.notify(Ok(()));
     }
 
-    /// Fails every access from now on, and logs the reason once.
+    /// Marks the snapshot invalid in memory, and logs the reason once.
     pub fn lose(&self, loss: Loss) {
         self.mark_invalid();
         if self.state.fetch_or(bit::LOGGED, Ordering::SeqCst) & bit::LOGGED == 0 {
@@ -458,7 +469,7 @@ impl Snap {
         self.store.invalidate(move || snap.finish_loss());
     }
 
-    /// Handles a write to the snapshot without room on the COW device.
+    /// Handles a write to the snapshot that found no space on the COW device.
     pub fn handle_overflow(self: &Arc<Self>) {
         if self.store.kind() == StoreKind::PersistentOverflow {
             self.set(bit::OVERFLOW);
@@ -467,29 +478,32 @@ impl Snap {
         }
     }
 
-    /// Detaches the snapshot from its origin: accesses fail, and nothing is preserved for it.
+    /// Detaches the snapshot from its origin. Later accesses fail, and the origin preserves no more
+    /// chunks for the snapshot.
     pub fn detach(self: &Arc<Self>) {
         if !self.has(bit::DETACHED) && !self.is_merging() {
-            // Before the snapshot leaves the origin's list: later writes preserve nothing for it.
+            // The version is recorded before the snapshot leaves the origin's list, because later
+            // writes preserve no chunks for the snapshot.
             self.record_close();
         }
         self.leave_origin();
     }
 
-    /// Detaches the snapshot after a power loss: nothing is recorded.
+    /// Detaches the snapshot after a simulated power loss, without recording anything.
     pub fn detach_powered_off(self: &Arc<Self>) {
         self.set(bit::INVALID | bit::LOGGED | bit::POWERED_OFF);
         self.leave_origin();
     }
 
-    /// Returns true if requests from before a power loss must not continue.
+    /// Returns true if the snapshot was detached by a simulated power loss, so that its requests
+    /// must not continue.
     pub fn is_powered_off(&self) -> bool {
         self.has(bit::POWERED_OFF)
     }
 
     fn leave_origin(self: &Arc<Self>) {
-        // Before the snapshot leaves the list: a reader of the origin may see data of a later
-        // write. The reader then finds this bit and fails.
+        // The bit is set before the snapshot leaves the list. A read of the snapshot may return
+        // data that a later write stored on the origin; the read then finds the bit and fails.
         self.set(bit::DETACHED);
         self.core.remove_snapshot(self);
         self.store.release();
@@ -503,8 +517,8 @@ impl Snap {
 // ---- permits to copy ----------------------------------------------------------------------------
 
 impl Snap {
-    /// Sets the limit of copies in flight: at least 1, and at most what memory allows. Copies in
-    /// flight continue.
+    /// Sets the maximum number of copies in flight: at least 1, and at most the number that the
+    /// memory limit allows. Copies in flight continue.
     pub fn set_copies_max(self: &Arc<Self>, limit: usize) {
         let limit = limit.clamp(1, copies_max(self.chunk()));
         self.run_permitted(self.copy_tokens.set_limit(limit as u64));
@@ -514,7 +528,7 @@ impl Snap {
         self.copy_tokens.take(percpu::current()).then(|| Permit(Arc::clone(self)))
     }
 
-    /// Runs `next` on the work queue as soon as a permit is free.
+    /// Runs `next` with a permit on the work queue as soon as a permit is free.
     pub fn queue_for_permit(self: &Arc<Self>, next: impl FnOnce(Permit) + Send + 'static) {
         self.run_permitted(self.copy_tokens.wait(Box::new(next)));
     }
@@ -527,13 +541,13 @@ impl Snap {
     }
 }
 
-/// Returns how many copies fit into [`COPY_MEMORY_BYTES_MAX`].
+/// Returns the number of copies whose buffers fit into [`COPY_MEMORY_BYTES_MAX`].
 fn copies_max(chunk: u64) -> usize {
     (COPY_MEMORY_BYTES_MAX / chunk.min(COPY_PIECE_BYTES)) as usize
 }
 
 impl Permit {
-    /// The snapshot that gave it.
+    /// Returns the snapshot that the permit belongs to.
     pub fn snap(&self) -> &Arc<Snap> {
         &self.0
     }
@@ -541,6 +555,6 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.run_permitted(self.0.copy_tokens.give_back(percpu::current()));
+        self.0.run_permitted(self.0.copy_tokens.release(percpu::current()));
     }
 }

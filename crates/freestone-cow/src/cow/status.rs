@@ -2,31 +2,32 @@
 
 use std::fmt;
 
-/// Size of a sector in bytes, the unit of dm's tables and of [`Usage`].
+/// Size of a sector in bytes, the unit of device mapper's tables and of [`Usage`].
 pub const SECTOR_BYTES: u64 = 512;
 
 /// Used space of the COW device, in 512-byte sectors as `dmsetup status` reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
-    /// Allocated sectors, metadata included.
+    /// Number of allocated sectors, including metadata.
     pub allocated: u64,
     /// Size of the COW device in sectors.
     pub total: u64,
-    /// Sectors of the header and the areas; 0 for a transient store. A merge is finished when
-    /// `allocated` equals this.
+    /// Number of sectors of the header and the metadata areas; 0 for a transient store. A merge is
+    /// finished when `allocated` equals `metadata`.
     pub metadata: u64,
 }
 
 /// Status of a snapshot. [`Display`](fmt::Display) uses the format of `dmsetup status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// The snapshot is lost: a copy failed or had no room. Every access fails.
+    /// The snapshot is lost, because a copy failed or found no space on the COW device. Every
+    /// access fails.
     Invalid,
-    /// A merge stopped after an I/O error.
+    /// The merge of the snapshot stopped after an I/O error.
     MergeFailed,
-    /// The COW device was full at a write to the snapshot: reads are correct, writes fail.
+    /// A write to the snapshot found the COW device full. Reads are correct, writes fail.
     Overflow,
-    /// The snapshot works.
+    /// The snapshot works. Contains the used space of the COW device.
     Usage(Usage),
 }
 

@@ -1,11 +1,12 @@
 //! Exception store: allocates chunks of the COW device for copies, and records the copies.
 //!
 //! A persistent store uses the kernel's order of writes. The caller allocates a chunk
-//! ([`Store::allocate`]), copies to it, and commits the copy ([`Store::commit`]). Entries reach the
-//! record in the order of allocation, in groups: once every allocated chunk has its copy, or an
-//! area is full. Before that the store zeroes the next area if this one is full, and flushes the
-//! COW device. So an entry on disk implies that its copy is on disk. Callbacks run when the entries
-//! are durable; only then may the origin be overwritten.
+//! ([`Store::allocate`]), copies to it, and commits the copy ([`Store::commit`]). Entries are
+//! written to the list of exceptions in the order of allocation, in groups. A group is written once
+//! every allocated chunk has its copy, or an area is full. Before it writes a group, the store
+//! zeroes the next area if the present one becomes full, and flushes the COW device. So an entry on
+//! disk implies that its copy is on disk. Callbacks run when the entries are durable; only then may
+//! the origin be overwritten.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ use freestone_core::sync::{
 
 pub use super::config::Damage;
 pub use super::store_area::RUN_ENTRIES_MAX;
-pub use super::store_types::{Exceptions, Invalid, MergeError, NoPlace, Run, Stats};
+pub use super::store_types::{AllocateError, Exceptions, Invalid, MergeError, Run, Stats};
 
 /// Exception store on a COW device, shared by all users of one snapshot.
 ///
@@ -35,7 +36,7 @@ pub struct Store {
     kind: StoreKind,
     layout: Layout,
     device: Arc<dyn Device>,
-    /// Mark of the merge in progress, as on disk.
+    /// Mark of the merge in progress, as it is on disk.
     mark: Mutex<Option<Mark>>,
     core: StoreCore,
 }
@@ -45,25 +46,25 @@ enum StoreCore {
     Transient(Box<Transient>),
 }
 
-/// Chunk allocated for a copy. A dropped chunk stays unused.
+/// Chunk of the COW device allocated for a copy. If this value is dropped, the chunk stays unused.
 #[derive(Debug)]
 pub struct Allocated {
     chunk: u64,
     chunk_bytes: u64,
-    /// Store and sequence number, if a persistent store waits for this chunk.
+    /// Store, and sequence number of the allocation, while a persistent store waits for this chunk.
     pending_in: Option<(Arc<Store>, u64)>,
 }
 
 impl Store {
-    /// Opens the store on `cow`, or creates one if the device starts with zeroes. Blocks.
+    /// Opens the store on `cow`, or creates a store if the device starts with zeroes. Blocks.
     ///
-    /// Returns the store and its exceptions, in the order of the origin. An invalid store has none;
-    /// see [`is_valid`](Self::is_valid).
+    /// Returns the store and its exceptions, sorted by chunk of the origin. An invalid store has no
+    /// exceptions; see [`is_valid`](Self::is_valid).
     ///
     /// A transient store ignores the device's content.
     ///
     /// # Errors
-    /// [`SetupError`]. A damaged or unknown store was not written.
+    /// [`SetupError`]. A damaged or unknown store is not modified.
     pub fn open(
         cow: Arc<dyn Device>,
         kind: StoreKind,
@@ -116,12 +117,12 @@ impl Store {
         &self.device
     }
 
-    /// Returns the kind of store.
+    /// Returns the kind of the store.
     pub fn kind(&self) -> StoreKind {
         self.kind
     }
 
-    /// Returns false if the snapshot is lost, which is final.
+    /// Returns false if the snapshot is lost. A lost snapshot never becomes valid again.
     pub fn is_valid(&self) -> bool {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.queue.lock().valid,
@@ -129,12 +130,12 @@ impl Store {
         }
     }
 
-    /// Allocates a chunk for a copy. Never waits. The caller limits the number of allocated chunks;
-    /// each takes a few words of memory.
+    /// Allocates a chunk for a copy. Never waits. The caller limits the number of allocated chunks,
+    /// each of which uses a few words of memory.
     ///
     /// # Errors
-    /// [`NoPlace`]. The store stays valid: the caller decides whether the snapshot is lost.
-    pub fn allocate(self: &Arc<Self>) -> Result<Allocated, NoPlace> {
+    /// [`AllocateError`]. The store stays valid: the caller decides whether the snapshot is lost.
+    pub fn allocate(self: &Arc<Self>) -> Result<Allocated, AllocateError> {
         let size = self.device.geometry().size;
         let (chunk, pending_in) = match &self.core {
             StoreCore::Persistent { committer, .. } => {
@@ -177,13 +178,13 @@ impl Store {
         }
     }
 
-    /// Invalidates the snapshot after a copy failed or had no room. Never waits. Exceptions that
+    /// Invalidates the snapshot after a copy failed or found no space. Never waits. Exceptions that
     /// are not yet durable fail with [`Invalid`].
     ///
     /// `then` runs like the callback of [`commit`](Self::commit) when the COW device is marked
-    /// invalid. The origin may be overwritten only after that, else a crash would revive a wrong
-    /// snapshot. If the COW device keeps failing, `then` runs after two seconds, and
-    /// [`is_unmarked`](Self::is_unmarked) returns true.
+    /// invalid. The origin may be overwritten only after `then` has run. Otherwise the store would
+    /// open as a valid snapshot with wrong content after a crash. If the COW device keeps failing,
+    /// `then` runs after two seconds, and [`is_unmarked`](Self::is_unmarked) returns true.
     pub fn invalidate(&self, then: impl FnOnce() + Send + 'static) {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.invalidate(Box::new(|_| then())),
@@ -194,8 +195,8 @@ impl Store {
         }
     }
 
-    /// Returns true if the snapshot is lost, but the COW device still looks valid and the store has
-    /// stopped waiting for that.
+    /// Returns true if the snapshot is lost, but the COW device is not marked invalid and the store
+    /// has stopped waiting for this mark.
     pub fn is_unmarked(&self) -> bool {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.queue.lock().is_unmarked(),
@@ -203,7 +204,8 @@ impl Store {
         }
     }
 
-    /// Stops waiting for the mark of a lost snapshot: the origin is written without the snapshot.
+    /// Stops waiting until the COW device of a lost snapshot is marked invalid, because the origin
+    /// is now written without the snapshot.
     pub fn release(&self) {
         if let StoreCore::Persistent { committer, .. } = &self.core {
             committer.release();
@@ -219,7 +221,7 @@ impl Store {
         }
     }
 
-    /// Returns the counters.
+    /// Returns the counters of the store; all 0 for a transient store.
     pub fn stats(&self) -> Stats {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.queue.lock().stats,
@@ -227,9 +229,9 @@ impl Store {
         }
     }
 
-    /// Returns the last committed exceptions whose chunks are contiguous on both devices, within
-    /// one area: at most [`RUN_ENTRIES_MAX`]. Returns `None` if no exception is left. Blocks; used
-    /// by merges.
+    /// Returns the last run: the last committed exceptions whose chunks are contiguous on both
+    /// devices, within one area and at most [`RUN_ENTRIES_MAX`]. Returns `None` if no exception is
+    /// left. Blocks; used by merges.
     ///
     /// # Errors
     /// [`MergeError`].
@@ -241,43 +243,43 @@ impl Store {
     /// the origin. Blocks. Removing the last exception frees the whole COW device.
     ///
     /// # Errors
-    /// [`MergeError`]. The exceptions still exist, and the caller can retry. If
-    /// [`is_torn`](Self::is_torn) returns true, they may be missing on disk. Until that is resolved
-    /// their chunks must not be written on either device.
+    /// [`MergeError`]. The exceptions still exist in memory, and the caller can retry. If
+    /// [`is_torn`](Self::is_torn) returns true, the exceptions may be missing on disk. Until they
+    /// are removed or restored, their chunks must not be written on either device.
     pub fn commit_merge(&self, run: &Run, count: u64) -> Result<(), MergeError> {
         self.committer()?.commit_merge(run, count)
     }
 
-    /// Returns true if the exceptions of the last run on disk are unknown: their removal failed,
-    /// and so did restoring them. May wait for a write in flight.
+    /// Returns true if it is unknown whether the exceptions of the last run are on disk, because
+    /// both their removal and their restore failed. May wait for a write in flight.
     pub fn is_torn(&self) -> bool {
         self.committer().is_ok_and(Committer::is_torn)
     }
 
     /// Restores exceptions that a failed [`commit_merge`](Self::commit_merge) may have removed from
     /// disk. Never waits. `then` runs once, like the callback of [`commit`](Self::commit), with
-    /// `Ok` if all are durable.
-    pub fn put_back(&self, then: impl FnOnce(device::Result<()>) + Send + 'static) {
+    /// `Ok` if all exceptions are durable.
+    pub fn restore_entries(&self, then: impl FnOnce(device::Result<()>) + Send + 'static) {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.restore_entries(Box::new(then)),
-            // A transient store has no record.
+            // A transient store has no exceptions on disk.
             StoreCore::Transient(_) => then(Ok(())),
         }
     }
 
-    /// Returns the id of the merge in progress, also if the merge was interrupted by a close or
-    /// crash.
+    /// Returns the id of the merge in progress, also if it was interrupted by a close or crash;
+    /// `None` without a merge mark.
     pub fn merge_id(&self) -> Option<u64> {
         self.mark.lock().map(|mark| mark.id)
     }
 
-    /// Marks the store durably before the first chunk of a merge is copied. No chunk may be
-    /// allocated during or after this. Blocks. Returns the id of the merge: an existing one, or
-    /// `new`. Returns `None` if there is nothing to merge.
+    /// Writes the merge mark durably to the store's header, before the first chunk of a merge is
+    /// copied. No chunk may be allocated during or after this call. Blocks. Returns the id of the
+    /// merge: the id of an existing mark, or `new`. Returns `None` if there is nothing to merge.
     ///
     /// # Errors
-    /// [`MergeError`]; the store is not marked. After [`MergeError::Invalid`] the disk may be
-    /// marked all the same, and the caller must [invalidate](Self::invalidate) the store.
+    /// [`MergeError`]; the store is not marked in memory. After [`MergeError::Invalid`] the mark
+    /// may be on disk nevertheless, and the caller must [invalidate](Self::invalidate) the store.
     pub fn mark_merge(&self, new: u64) -> Result<Option<u64>, MergeError> {
         if let Some(id) = self.merge_id() {
             return Ok(Some(id));
@@ -287,19 +289,19 @@ impl Store {
         Ok(mark.map(|mark| mark.id))
     }
 
-    /// Removes the mark of a merge durably. Blocks.
+    /// Removes the merge mark from the store's header durably. Blocks.
     ///
     /// # Errors
-    /// [`MergeError`]; the mark on disk is unknown.
+    /// [`MergeError`]; whether the mark is on disk is then unknown.
     pub fn unmark_merge(&self) -> Result<(), MergeError> {
         self.committer()?.unmark()?;
         *self.mark.lock() = None;
         Ok(())
     }
 
-    /// Schedules the record of an orderly close at the origin's version `content`. The record is
-    /// written when the store is dropped. Never waits.
-    pub fn closes(&self, content: Stamp) {
+    /// Schedules the record of an orderly close at the origin's content version `content`. The
+    /// record is written when the store is dropped. Never waits.
+    pub fn schedule_close_record(&self, content: Stamp) {
         if let StoreCore::Persistent { committer, .. } = &self.core {
             let mark = *self.mark.lock();
             committer.queue.lock().closing = Some((content, mark));
@@ -315,12 +317,12 @@ impl Store {
 }
 
 impl Allocated {
-    /// Returns the chunk of the COW device.
+    /// Returns the number of the allocated chunk of the COW device.
     pub fn chunk(&self) -> u64 {
         self.chunk
     }
 
-    /// Returns the byte of the COW device at which the chunk starts.
+    /// Returns the offset in bytes at which the chunk starts on the COW device.
     pub fn byte(&self) -> u64 {
         self.chunk * self.chunk_bytes
     }
@@ -343,7 +345,7 @@ impl Drop for Store {
             if let Some(thread) = thread.take()
                 && thread.thread().id() != thread::current().id()
             {
-                // The panic hook reports a panic of that thread.
+                // An error is ignored, because the panic hook has reported a panic of the thread.
                 let _ = thread.join();
             }
         }

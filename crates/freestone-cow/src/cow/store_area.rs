@@ -1,7 +1,8 @@
-//! End of the record of exceptions: commits append entries there, and merges remove the last ones.
+//! End of the list of exceptions on the COW device: commits append entries, and merges remove the
+//! last entries.
 //!
-//! Memory holds only the block with the last entries, and only changed blocks are written, for any
-//! chunk size. The result on disk equals the kernel's writes of whole areas, since an area holds
+//! With any chunk size, memory holds only the block with the last entries, and only changed blocks
+//! are written. The result on disk equals the kernel's writes of whole areas, since an area holds
 //! zeroes after its last entry.
 
 use std::ops::Range;
@@ -13,29 +14,29 @@ use super::store_types::{MergeError, Run};
 use freestone_core::device::{Blocking, Device, Error, Flags, IoBuf, Result};
 use freestone_core::mutants::{self, Mutant};
 
-/// Maximum number of entries in a merged run. Limits the size of metadata reads and the number of
-/// chunks whose writes wait.
+/// Maximum number of entries in a merged run. Limits the metadata read for a run, and the number of
+/// chunks whose writes wait for the merge.
 pub const RUN_ENTRIES_MAX: u64 = 1024;
 
 pub type Block = [u8; BLOCK_BYTES];
 
-/// End of the record. All methods block. Used by the store's thread and by a merge.
+/// End of the list of exceptions. All methods block. Used by the store's thread and by a merge.
 pub struct Area {
     layout: Layout,
     device: Arc<dyn Device>,
     origin_size: u64,
     end: End,
-    /// Last run of exceptions, as returned to a merge.
+    /// Last run of exceptions, as returned to a merge by [`last_run`](Area::last_run).
     last: Option<LastRun>,
 }
 
-/// Position at which the record ends. The rest of the area on disk holds zeroes.
+/// Position at which the list of exceptions ends. The rest of the area on disk holds zeroes.
 pub struct End {
-    /// Number of the area for the next entry.
+    /// Number of the area to which the next entry is written.
     pub area: u64,
-    /// Entries in that area, less than its capacity.
+    /// Number of entries in the area, less than its capacity.
     pub committed: u64,
-    /// Block for the next entry: earlier entries, then zeroes.
+    /// Copy of the block to which the next entry is written: earlier entries, then zeroes.
     pub block: Box<Block>,
 }
 
@@ -45,8 +46,8 @@ struct LastRun {
     area: u64,
     entries: Range<u64>,
     first_block: Box<Block>,
-    /// First entry with unknown state on disk after a failed removal. The next removal or
-    /// [`Area::restore_entries`] rewrites all entries from here, before any other write.
+    /// After a failed removal, the first entry whose state on disk is unknown. The next removal or
+    /// [`Area::restore_entries`] rewrites all entries from this one on, before any other write.
     torn: Option<u64>,
 }
 
@@ -57,14 +58,14 @@ impl End {
 }
 
 impl LastRun {
-    /// Returns the blocks from the one with entry `from` to the end of the run, with zeroes instead
-    /// of the entries from `cut` on.
+    /// Returns the metadata blocks from the block with entry `from` to the end of the run, with
+    /// zeroes instead of the entries from `cut` on.
     fn blocks(&self, from: u64, cut: u64) -> Result<IoBuf> {
         let Range { start, end } = self.entries;
         let first = from / BLOCK_ENTRIES;
         let mut blocks = blocks_for(first, end)?;
-        // Entries before the run are copied from its first block. The run's own entries count up
-        // from its first one.
+        // Entries before the run are copied from the first block of the run. The chunk numbers of
+        // the run's own entries increase by one from entry to entry.
         let base = first * BLOCK_ENTRIES;
         let before = (start.saturating_sub(base)) as usize * ENTRY_BYTES;
         blocks[..before].copy_from_slice(&self.first_block[..before]);
@@ -81,13 +82,13 @@ impl Area {
         Self { layout, device, origin_size, end, last: None }
     }
 
-    /// Returns the area of the next entry, and the number of entries in it.
+    /// Returns the number of the area for the next entry, and the number of entries in this area.
     pub fn position(&self) -> (u64, u64) {
         (self.end.area, self.end.committed)
     }
 
-    /// Returns the number of entries and the origin chunk of the first one, or `None` if the record
-    /// is empty.
+    /// Returns the number of entries in the list and the origin chunk of the first entry, or `None`
+    /// if the list is empty.
     pub fn first_entry(&mut self) -> std::result::Result<Option<(u64, u64)>, MergeError> {
         let entries = self.end.area * self.layout.entries() + self.end.committed;
         if entries == 0 {
@@ -97,7 +98,7 @@ impl Area {
         Ok(Some((entries, self.entry(&block, 0, 0)?.0)))
     }
 
-    /// Returns how many entries one append can take; at least 1.
+    /// Returns the maximum number of entries for one append, at least 1.
     pub fn free_entries(&self) -> usize {
         (self.layout.entries() - self.end.committed) as usize
     }
@@ -105,7 +106,7 @@ impl Area {
     // ---- adding exceptions ----------------------------------------------------------------------
 
     /// Appends at most [`free_entries`](Self::free_entries) entries and makes them durable, after a
-    /// flush of all earlier writes. After an error the entries on disk are unknown.
+    /// flush of all earlier writes. After an error it is unknown which entries are on disk.
     pub fn append(&mut self, entries: &[Entry]) -> Result<()> {
         assert!(entries.len() <= self.free_entries(), "append of {} entries exceeds the area", entries.len());
         if entries.is_empty() {
@@ -114,7 +115,7 @@ impl Area {
         if self.is_torn() {
             return Err(Error::Media);
         }
-        // The new entries follow that run.
+        // The new entries follow the last run, which therefore is not the last any more.
         self.last = None;
         let End { area, committed, .. } = self.end;
         let end = committed + entries.len() as u64;
@@ -126,7 +127,8 @@ impl Area {
         }
         let full = end == self.layout.entries();
         if full {
-            // A full area tells readers to continue with the next one.
+            // After a full area, readers of the list continue with the next area, so this must be
+            // zeroed first.
             let next = self.layout.area_byte(area + 1);
             self.device.write_zeroes(next, self.layout.chunk(), Flags::MAY_FREE)?;
         }
@@ -148,8 +150,8 @@ impl Area {
 
     // ---- removing exceptions --------------------------------------------------------------------
 
-    /// Returns the exceptions at the end of the record whose chunks are contiguous on both devices,
-    /// within one area.
+    /// Returns the exceptions at the end of the list whose chunks are contiguous on both devices,
+    /// within one area. Returns `None` if the list is empty.
     pub fn last_run(&mut self) -> std::result::Result<Option<Run>, MergeError> {
         if let Some(last) = &self.last {
             return Ok(Some(last.run));
@@ -183,7 +185,7 @@ impl Area {
         Ok(Some(run))
     }
 
-    /// Returns true if the entries of the last run on disk are unknown.
+    /// Returns true if it is unknown which entries of the last run are on disk.
     pub fn is_torn(&self) -> bool {
         self.last.as_ref().is_some_and(|last| last.torn.is_some())
     }
@@ -214,8 +216,8 @@ impl Area {
         Ok(())
     }
 
-    /// Rewrites entries that a failed removal may have removed from disk. Does nothing if the state
-    /// on disk is known.
+    /// Rewrites the entries that a failed removal may have removed from disk. Does nothing if the
+    /// state on disk is known.
     pub fn restore_entries(&mut self) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let Some(from) = last.torn else { return Ok(()) };
@@ -257,7 +259,8 @@ impl Area {
     }
 }
 
-/// Allocates zeroed blocks, from block `first` to the block with entry `end - 1`.
+/// Allocates a buffer of zeroes for the metadata blocks from block `first` to the block with entry
+/// `end - 1`.
 fn blocks_for(first: u64, end: u64) -> Result<IoBuf> {
     let blocks = end.div_ceil(BLOCK_ENTRIES) - first;
     IoBuf::zeroed(blocks as usize * BLOCK_BYTES)

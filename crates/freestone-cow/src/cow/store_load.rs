@@ -1,8 +1,9 @@
-//! Opening of a persistent exception store. The whole record is checked before anything is written.
+//! Opening of a persistent exception store. The whole list of exceptions is checked before anything
+//! is written.
 //!
-//! The content just read may not be durable: the last session may have crashed between a write and
-//! its flush, or a write failed and left data in a cache. So the last writes, the end of the list
-//! and the header, are rewritten and flushed before use.
+//! The content just read may not be durable. The last session may have crashed between a write and
+//! its flush, or a failed write may have left data in a cache. So the blocks written last, the end
+//! of the list and the header, are rewritten and flushed before the store is used.
 
 use super::config::{CHUNK_BYTES_MIN, Damage, SetupError};
 use super::format::{
@@ -13,25 +14,26 @@ use super::store_area::{Block, End, RUN_ENTRIES_MAX};
 use super::store_types::Exceptions;
 use freestone_core::device::{self, Blocking, Device, Flags, Geometry, IoBuf};
 
-/// Maximum number of loaded exceptions, which take 4 GiB of memory.
+/// Maximum number of exceptions that are loaded; the maximum uses 4 GiB of memory.
 const ENTRIES_MAX: usize = 1 << 28;
 /// Maximum size of a metadata read in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Maximum bytes of blocks that a merge step empties after the block with the new end of the list.
+/// Maximum size in bytes of the metadata blocks that a merge step zeroes after the block with the
+/// new end of the list.
 const REMOVED_BYTES_MAX: u64 = RUN_ENTRIES_MAX * ENTRY_BYTES as u64;
-/// Chunks of an empty store: the header and an area.
+/// Number of chunks of an empty store: the header and one area.
 const CHUNKS_MIN: u64 = 2;
 
 pub struct LoadedStore {
     pub layout: Layout,
     pub header: Box<Block>,
     pub valid: bool,
-    /// Mark of an interrupted merge.
+    /// Mark of an interrupted merge, if any.
     pub mark: Option<Mark>,
     pub end: End,
-    /// First chunk that was never allocated.
+    /// First chunk of the COW device after all chunks in use.
     pub next_free: u64,
-    /// Exceptions in the order of the origin.
+    /// Exceptions, sorted by chunk of the origin.
     pub exceptions: Exceptions,
 }
 
@@ -43,7 +45,8 @@ impl LoadedStore {
     }
 }
 
-/// Opens the store on `cow`, or creates one.
+/// Opens the store on `cow`, or creates a store if the device starts with zeroes. `requested` is
+/// the chunk size in bytes for a new store.
 pub fn load(cow: &dyn Device, requested: Option<u64>, origin: &Geometry) -> Result<LoadedStore, SetupError> {
     let geometry = cow.geometry();
     let layout_for = |chunk| {
@@ -77,13 +80,13 @@ pub fn load(cow: &dyn Device, requested: Option<u64>, origin: &Geometry) -> Resu
                 tracing::warn!(requested = wanted, chunk, "the exception store keeps its own chunk size");
             }
             if !valid {
-                // The list of an invalid store is meaningless.
+                // The list of exceptions of an invalid store is meaningless and is not read.
                 cow.write_at(0, &block, Flags::FUA).map_err(write_failed)?;
                 return Ok(LoadedStore::empty(layout, false));
             }
             let mut loaded = scan(cow, layout, &geometry, origin.size, mark)?;
-            // Makes the present mark durable, and removes the record of the close: the store is in
-            // use now.
+            // Makes the present merge mark durable, and removes the record of the close, because
+            // the store is in use now.
             format::set_closed(&mut block, None);
             cow.write_at(0, &block, Flags::FUA).map_err(write_failed)?;
             (loaded.mark, loaded.header) = (mark, Box::new(block));
@@ -121,18 +124,20 @@ fn scan(
     let mut area = 0;
     let (end, stale) = loop {
         if layout.area_chunk(area) >= chunks {
-            return Err(SetupError::Damaged(Damage::Endless));
+            return Err(SetupError::Damaged(Damage::NoEnd));
         }
         if let Some(end) = scan_area(cow, layout, area, geometry.size, origin_size, &mut exceptions)? {
             break end;
         }
         if exceptions.len() as u64 > chunks {
-            // More entries than chunks: some chunks are used twice, which `check_unique` reports.
+            // With more entries than chunks, some chunks are used twice, which `check_unique`
+            // reports.
             break (End::empty(), false);
         }
         area += 1;
     };
-    // The entries left by a merge are the first ones of its list.
+    // A merge removes entries from the end, so the entries that remain are the first entries of its
+    // list.
     if let (Some(mark), Some(&(first, _))) = (mark, exceptions.first())
         && (first, true) != (mark.first, exceptions.len() as u64 <= mark.entries)
     {
@@ -145,8 +150,8 @@ fn scan(
     Ok(LoadedStore { end, next_free, exceptions, ..LoadedStore::empty(layout, true) })
 }
 
-/// Reads one area. If the list ends in it, returns the end, and whether a torn write left entries
-/// after the end.
+/// Reads the entries of one area into `exceptions`. If the list ends in the area, returns the end,
+/// and true if a torn write left entries after the end. Otherwise returns `None`.
 fn scan_area(
     cow: &dyn Device,
     layout: Layout,
@@ -166,7 +171,7 @@ fn scan_area(
             let number = area * layout.entries() + at;
             match &found {
                 // Only zeroes or the rest of a torn write follow the end. A sector is written
-                // atomically, so none can follow in the same sector.
+                // atomically, so no entry can follow in the same sector.
                 Some(end) => {
                     if !entry.is_zero() && at / SECTOR_ENTRIES == end.committed / SECTOR_ENTRIES {
                         return Err(damaged(Damage::Gap { entry: area * layout.entries() + end.committed }));
@@ -194,22 +199,23 @@ fn scan_area(
     Ok(found.map(|end| (end, stale)))
 }
 
-/// Checks that no chunk of either device is used twice. Sorts the exceptions by origin chunk.
+/// Checks that no chunk of either device is used twice. Sorts the exceptions by chunk of the
+/// origin.
 fn check_unique(exceptions: &mut [(u64, u64)]) -> Result<(), SetupError> {
     exceptions.sort_unstable_by_key(|&(_, new)| new);
     if let Some(twice) = exceptions.windows(2).find(|pair| pair[0].1 == pair[1].1) {
-        return Err(damaged(Damage::NewTwice(twice[0].1)));
+        return Err(damaged(Damage::DuplicateNew(twice[0].1)));
     }
     exceptions.sort_unstable();
     if let Some(twice) = exceptions.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        return Err(damaged(Damage::OldTwice(twice[0].0)));
+        return Err(damaged(Damage::DuplicateOld(twice[0].0)));
     }
     Ok(())
 }
 
 /// Rewrites the end of the list and flushes the device. After a torn write the rest of the area is
-/// zeroed. The torn entries were never reported as durable, and would revive when later entries
-/// fill the gap.
+/// zeroed. The torn entries were never reported as durable, and would become part of the list when
+/// later entries fill the gap.
 fn rewrite_end(cow: &dyn Device, layout: Layout, end: &End, stale: bool) -> device::Result<()> {
     let start = layout.area_byte(end.area);
     let block = end.committed / BLOCK_ENTRIES * BLOCK_BYTES as u64;

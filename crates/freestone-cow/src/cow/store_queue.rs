@@ -1,4 +1,5 @@
-//! Queue of allocated and committed chunks, and the thread that writes the record in groups.
+//! Queue of allocated and committed chunks, and the thread that writes exceptions to the COW device
+//! in groups.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,16 +11,16 @@ use super::format::{self, Entry, Layout, Mark};
 use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
 use super::store_area::{Area, Block};
-use super::store_types::{Invalid, MergeError, NoPlace, Run, Stats};
+use super::store_types::{AllocateError, Invalid, MergeError, Run, Stats};
 use freestone_core::device::{self, Blocking, Device, Flags};
 use freestone_core::sync::{Condvar, Instant, Mutex};
 
 type Callback<E> = Box<dyn FnOnce(Result<(), E>) + Send>;
 
-/// Interval between attempts to write the header of an invalid store.
+/// Interval between attempts to write the invalid header of a lost snapshot to the COW device.
 const HEADER_RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// Time after the first failure during which waiters wait for that header. A dead COW device must
-/// not block the origin for ever.
+/// Time after the first failed attempt for which writes to the origin wait for the invalid header.
+/// A dead COW device must not block the origin forever.
 const HEADER_WAIT_MAX: Duration = Duration::from_secs(2);
 const _: () = assert!(
     HEADER_RETRY_INTERVAL.as_millis() < HEADER_WAIT_MAX.as_millis(),
@@ -27,18 +28,18 @@ const _: () = assert!(
 );
 
 pub type CommitCallback = Callback<Invalid>;
-/// Callback of restored entries.
+/// Callback for entries that were restored on disk, or whose restore failed.
 pub type RestoreCallback = Callback<device::Error>;
 
-/// Result for an allocated chunk of the COW device.
+/// Outcome of the copy to an allocated chunk of the COW device.
 pub enum ChunkResult {
     Entry(CopiedEntry),
     Failed(CommitCallback),
-    /// The chunk was not needed.
+    /// The chunk was not needed and stays unused.
     Unused,
 }
 
-/// Exception with a copy, not yet durable.
+/// Exception whose copy is written, but whose entry is not durable yet.
 pub struct CopiedEntry {
     entry: Entry,
     done: CommitCallback,
@@ -53,54 +54,57 @@ impl ChunkResult {
     }
 }
 
-/// Retry state of writing the header of an invalid store.
+/// State of the attempts to write the invalid header.
 #[derive(Default)]
 struct HeaderRetry {
-    /// Time of the first failure, and time of the next attempt.
+    /// Times of the first failure and of the next attempt; `None` before the first failure.
     failed: Option<(Instant, Instant)>,
-    /// The wait limit has passed: nothing waits for the header any more.
+    /// True after [`HEADER_WAIT_MAX`]: no write waits for the header any more.
     gave_up: bool,
 }
 
-/// Allocated chunks and groups. All methods work in memory and are short.
+/// Allocated chunks of a persistent store, and exceptions to be committed. All methods work in
+/// memory and are short.
 #[expect(clippy::struct_excessive_bools, reason = "four independent facts, each with a name")]
 pub struct Queue {
     layout: Layout,
     pub valid: bool,
-    /// First chunk that was never allocated.
+    /// First chunk of the COW device that was never allocated.
     next_free: u64,
-    /// End of the durable record: the area, and the entries in it.
+    /// End of the durable list of exceptions: the number of the area, and the number of entries in
+    /// this area (`committed`).
     area: u64,
     committed: u64,
-    /// A merge removed entries and none were added since.
+    /// True if a merge has removed entries and no chunk was allocated since.
     merging: bool,
-    /// Allocated chunks without an entry in the durable record.
+    /// Number of allocated chunks without an entry in the durable list.
     uncommitted: u64,
     /// Sequence number of the next allocated chunk.
     allocated: u64,
-    /// First sequence number without a result; all earlier ones have one.
+    /// First sequence number without a result; all earlier numbers have a result.
     next_sequence: u64,
-    /// Results of chunks allocated after `next_sequence`.
+    /// Results of chunks with later sequence numbers than `next_sequence`.
     out_of_order: BTreeMap<u64, ChunkResult>,
-    /// Copies of the next group, in order.
+    /// Exceptions of the next groups, in the order of allocation.
     group: VecDeque<CopiedEntry>,
     /// Callbacks that wait until the COW device is marked invalid.
     loss_callbacks: Vec<CommitCallback>,
-    /// Set while the snapshot is invalid and the header on disk is not.
+    /// Set while the snapshot is invalid but the header on disk is still valid.
     unmarked: Option<HeaderRetry>,
-    /// The origin is written without the snapshot, so nothing waits for the header.
+    /// True if the origin is written without the snapshot, so that no write waits for the header.
     released: bool,
     /// Callbacks that wait for entries to be restored after a failed removal.
     restore_callbacks: Vec<RestoreCallback>,
     stop: bool,
-    /// Origin's version at the close, and the mark of a merge in progress.
+    /// Scheduled record of an orderly close: the origin's content version, and the mark of a merge
+    /// in progress.
     pub closing: Option<(Stamp, Option<Mark>)>,
     pub stats: Stats,
 }
 
 impl Queue {
-    /// Creates the queue of a store. `position` is the end of the record: the area, and the entries
-    /// in it.
+    /// Creates the queue of a store. `position` is the end of the list of exceptions: the number of
+    /// the area, and the number of entries in this area.
     pub fn new(layout: Layout, valid: bool, next_free: u64, position: (u64, u64)) -> Self {
         Self {
             layout,
@@ -124,18 +128,19 @@ impl Queue {
         }
     }
 
-    /// Allocates a chunk. Returns the chunk and its sequence number.
-    pub fn allocate(&mut self, size: u64) -> Result<(u64, u64), NoPlace> {
+    /// Allocates a chunk of a COW device of `size` bytes. Returns the number of the chunk and its
+    /// sequence number.
+    pub fn allocate(&mut self, size: u64) -> Result<(u64, u64), AllocateError> {
         if !self.valid {
-            return Err(NoPlace::Invalid);
+            return Err(AllocateError::Invalid);
         }
         let chunks = self.layout.chunks(size);
-        // The entry that fills an area needs room for the next area.
+        // The entry that fills an area needs space for the next area, which ends the list.
         let entries = self.area * self.layout.entries() + self.committed + self.uncommitted + 1;
         let fills = entries.is_multiple_of(self.layout.entries());
         let next_area = self.layout.area_chunk(entries / self.layout.entries());
         if self.next_free >= chunks || fills && next_area >= chunks {
-            return Err(NoPlace::Full);
+            return Err(AllocateError::Full);
         }
         let chunk = self.next_free;
         self.next_free = self.layout.skip_metadata(chunk + 1);
@@ -145,7 +150,7 @@ impl Queue {
         Ok((chunk, self.allocated - 1))
     }
 
-    /// Accepts the result for an allocated chunk.
+    /// Records the outcome for the allocated chunk with this sequence number.
     fn finish(&mut self, sequence: u64, finished: ChunkResult) {
         let finished = match finished {
             ChunkResult::Failed(done) => {
@@ -171,8 +176,8 @@ impl Queue {
         }
     }
 
-    /// Returns true if the group must be written: no pending copy could join it, or it fills an
-    /// area.
+    /// Returns true if the group must be written now: no pending copy could join it, or the group
+    /// fills an area.
     fn is_due(&self) -> bool {
         let pending = self.allocated != self.next_sequence;
         let fills = self.committed + self.group.len() as u64 >= self.layout.entries();
@@ -192,16 +197,17 @@ impl Queue {
         }
     }
 
-    /// Returns the time of the next attempt to write the header. The stop of the thread makes it
-    /// due at once.
+    /// Returns the time of the next attempt to write the invalid header, or `None` if it need not
+    /// be written. When the thread stops, the attempt is due at once.
     fn header_due(&self) -> Option<Instant> {
         let now = Instant::now();
         let again = self.unmarked.as_ref()?.failed.map_or(now, |(_, again)| again);
         Some(if self.stop { now } else { again })
     }
 
-    /// Schedules the next attempt after a failure. Without the header the snapshot would look valid
-    /// when opened again. At the stop this is the last attempt.
+    /// Schedules the next attempt after the invalid header could not be written. Without this
+    /// header the snapshot would look valid when opened again. When the thread stops, no further
+    /// attempt is made.
     fn header_failed(&mut self, error: device::Error) {
         let (now, stop) = (Instant::now(), self.stop);
         let Some(unmarked) = &mut self.unmarked else { return };
@@ -223,30 +229,32 @@ impl Queue {
         }
     }
 
-    /// Takes the callbacks that may learn now that the snapshot is invalid.
+    /// Removes and returns the callbacks to run now for the loss of the snapshot. Returns none
+    /// while the invalid header must be written first.
     fn take_loss_callbacks(&mut self) -> Vec<CommitCallback> {
         let held = self.unmarked.as_ref().is_some_and(|unmarked| !unmarked.gave_up);
         if held && !self.released { Vec::new() } else { std::mem::take(&mut self.loss_callbacks) }
     }
 
-    /// Returns true if the snapshot is invalid, the disk is not marked, and nothing waits for that.
+    /// Returns true if the snapshot is invalid, the COW device is not marked invalid, and no write
+    /// waits for this mark any more.
     pub fn is_unmarked(&self) -> bool {
         self.unmarked.as_ref().is_some_and(|unmarked| unmarked.gave_up)
     }
 
     pub fn usage(&self, size: u64) -> Usage {
         let sectors = self.layout.chunk() / SECTOR_BYTES;
-        // As the kernel: a merge counts as if all chunks had been allocated in the order of the
-        // entries.
+        // Like the kernel, counts during a merge as if all chunks had been allocated in the order
+        // of the entries.
         let end = self.layout.area_chunk(self.area) + self.committed + 1;
         let allocated = if self.merging { end } else { self.next_free };
-        // The header, and the areas up to this one.
+        // Number of metadata chunks: the header, and the areas up to the present one.
         let metadata = self.area + 2;
         Usage { allocated: allocated * sectors, total: size / SECTOR_BYTES, metadata: metadata * sectors }
     }
 }
 
-/// Part of a persistent store that its thread shares.
+/// Part of a persistent store that is shared with the store's thread.
 ///
 /// Lock order:
 /// 1. `area`, held during metadata I/O, by the store's thread and by a merge.
@@ -256,11 +264,11 @@ impl Queue {
 pub struct Committer {
     pub layout: Layout,
     pub device: Arc<dyn Device>,
-    /// First block, as found at opening.
+    /// First block of the COW device, as written when the store was opened.
     pub header: Box<Block>,
     pub area: Mutex<Area>,
     pub queue: Mutex<Queue>,
-    /// Notified when the thread has work.
+    /// Notified when there is work for the store's thread.
     pub wake: Condvar,
 }
 
@@ -282,7 +290,8 @@ impl Committer {
         }
     }
 
-    /// Invalidates the snapshot. `then` runs when the disk is marked, or cannot be marked in time.
+    /// Invalidates the snapshot. `then` runs when the COW device is marked invalid, or could not be
+    /// marked in time.
     pub fn invalidate(&self, then: CommitCallback) {
         let mut queue = self.queue.lock();
         queue.invalidate();
@@ -291,7 +300,8 @@ impl Committer {
         self.wake.notify_one();
     }
 
-    /// Stops the wait for the header: the origin does not need the snapshot any more.
+    /// Stops the wait for the invalid header, because the origin is now written without the
+    /// snapshot.
     pub fn release(&self) {
         self.queue.lock().released = true;
         self.wake.notify_one();
@@ -303,7 +313,7 @@ impl Committer {
         self.wake.notify_one();
     }
 
-    /// Tells the thread to exit after its remaining work.
+    /// Makes the store's thread exit after its remaining work.
     pub fn stop(&self) {
         self.queue.lock().stop = true;
         self.wake.notify_one();
@@ -311,8 +321,8 @@ impl Committer {
 
     // ---- the store's thread ---------------------------------------------------------------------
 
-    /// Commits groups and runs callbacks until the store is dropped. Then records an orderly close,
-    /// if one was scheduled.
+    /// Commits groups and runs callbacks until the store is dropped. Then records the orderly close
+    /// of the store, if the record was scheduled.
     pub fn run(&self) {
         while let Some(work) = self.next_work() {
             match work {
@@ -384,7 +394,7 @@ impl Committer {
             queue.group.drain(..count).collect()
         };
         if group.is_empty() {
-            // The snapshot was lost meanwhile.
+            // The snapshot was lost meanwhile, which emptied the group.
             return;
         }
         let (entries, callbacks): (Vec<Entry>, Vec<CommitCallback>) =
@@ -403,7 +413,7 @@ impl Committer {
             queue.stats.largest_group = queue.stats.largest_group.max(count);
         }
         if !queue.valid {
-            // The callbacks run after the header is written.
+            // The callbacks run after the invalid header was written.
             queue.loss_callbacks.extend(callbacks);
             return;
         }
@@ -412,18 +422,19 @@ impl Committer {
         run_callbacks(callbacks, Ok(()));
     }
 
-    /// Writes an invalid header. No flush is needed before: the rest of the device does not matter
-    /// any more.
+    /// Writes the invalid header. No flush is needed before, because the rest of the COW device
+    /// does not matter any more.
     fn write_invalid(&self) -> device::Result<()> {
-        // A merge may be writing its mark to the header.
+        // The lock excludes a merge that writes its mark to the header.
         let _area = self.area.lock();
         self.device.write_at(0, &format::header(self.layout.chunk(), false), Flags::FUA)
     }
 
     // ---- a merge's thread -----------------------------------------------------------------------
 
-    /// Marks the store durably if it has anything to merge. All exceptions must be committed.
-    /// Returns [`MergeError::Invalid`] if the state on disk is unknown.
+    /// Writes the merge mark durably, and returns it, or `None` if there is nothing to merge. All
+    /// exceptions must be committed. Returns [`MergeError::Invalid`] if it is unknown whether the
+    /// mark is on disk.
     pub fn mark(&self, id: u64) -> Result<Option<Mark>, MergeError> {
         let mut area = self.area.lock();
         if !self.queue.lock().valid {
@@ -432,15 +443,15 @@ impl Committer {
         let Some((entries, first)) = area.first_entry()? else { return Ok(None) };
         let mark = Mark { id, entries, first };
         if let Err(error) = self.write_mark(Some(mark)) {
-            // The mark may be on disk all the same. The next start would then resume a merge that
-            // never started.
+            // The mark may be on disk nevertheless, and the store would then open with a merge that
+            // never started. So it is removed.
             let restored = self.write_mark(None);
             return Err(restored.map_or(MergeError::Invalid, |()| MergeError::Device(error)));
         }
         Ok(Some(mark))
     }
 
-    /// Removes the mark of a merge durably.
+    /// Removes the merge mark from the header durably.
     pub fn unmark(&self) -> Result<(), MergeError> {
         let _area = self.area.lock();
         if !self.queue.lock().valid {
@@ -463,7 +474,7 @@ impl Committer {
         area.last_run()
     }
 
-    /// Returns true if the exceptions of the last run on disk are unknown.
+    /// Returns true if it is unknown which exceptions of the last run are on disk.
     pub fn is_torn(&self) -> bool {
         self.area.lock().is_torn()
     }
@@ -490,7 +501,8 @@ impl Committer {
     }
 }
 
-/// Runs all callbacks. A panic ends one callback only; the panic hook reports it.
+/// Runs all callbacks. A panic ends only the callback that panics, and is reported by the panic
+/// hook.
 fn run_callbacks<E: Copy>(callbacks: Vec<Callback<E>>, outcome: Result<(), E>) {
     for done in callbacks {
         let _ = catch_unwind(AssertUnwindSafe(|| done(outcome)));

@@ -1,4 +1,4 @@
-//! Transient store: no record on disk. Each CPU allocates chunks from its own run.
+//! Transient exception store, without metadata on disk. Each CPU allocates chunks from its own run.
 
 use std::ops::Range;
 
@@ -7,22 +7,24 @@ use crossbeam_utils::CachePadded;
 use super::Usage;
 use super::format::Layout;
 use super::status::SECTOR_BYTES;
-use super::store_types::NoPlace;
+use super::store_types::AllocateError;
 use freestone_core::percpu;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
-/// Chunks per run. The chunks of a run are contiguous, so writes of one CPU stay together.
-const RUN_PLACES: u64 = 64;
+/// Number of chunks in a run. The chunks of a run are contiguous on the COW device, so copies made
+/// by one CPU stay together.
+const RUN_CHUNKS: u64 = 64;
 
-/// Store without metadata (`store=N`). The order of chunks is irrelevant, so each CPU has its own.
-/// A CPU that finds the device full takes chunks of another.
+/// Exception store without metadata (`store=N`). The order of chunks is irrelevant, so each CPU
+/// allocates from its own run. A CPU that finds the device full allocates from the run of another
+/// CPU.
 ///
 /// Lock order: a CPU's run is innermost, held for a few instructions, one at a time.
 pub struct Transient {
     layout: Layout,
-    /// First chunk that belongs to no CPU.
+    /// First chunk of the COW device that belongs to no CPU's run.
     next_free: CachePadded<AtomicU64>,
-    /// Unused chunks of each CPU.
+    /// Run of unused chunks of each CPU.
     runs: Box<[CachePadded<Mutex<Range<u64>>>]>,
     lost: AtomicU32,
 }
@@ -45,10 +47,10 @@ impl Transient {
         self.lost.store(1, Ordering::SeqCst);
     }
 
-    /// Allocates a chunk of a device of `size` bytes.
-    pub fn allocate(&self, size: u64) -> Result<u64, NoPlace> {
+    /// Allocates a chunk of a COW device of `size` bytes and returns its number.
+    pub fn allocate(&self, size: u64) -> Result<u64, AllocateError> {
         if !self.is_valid() {
-            return Err(NoPlace::Invalid);
+            return Err(AllocateError::Invalid);
         }
         let own = {
             let mut run = percpu::lock_nearest(|cpu| &self.runs[cpu]);
@@ -57,16 +59,17 @@ impl Transient {
             }
             run.next()
         };
-        // The device has no further runs, so the other CPUs' runs only shrink.
+        // The device has no further runs, so only chunks of other CPUs' runs may be left.
         let place = own.or_else(|| self.runs.iter().find_map(|run| run.lock().next()));
-        place.ok_or(NoPlace::Full)
+        place.ok_or(AllocateError::Full)
     }
 
-    /// Returns the next run of a device with `chunks` chunks, or an empty one.
+    /// Returns the next run of a COW device with `chunks` chunks, or an empty range if the device
+    /// is full.
     fn next_run(&self, chunks: u64) -> Range<u64> {
-        let end = |free: u64| chunks.min(free + RUN_PLACES);
+        let end = |free: u64| chunks.min(free + RUN_CHUNKS);
         let next = |free: u64| (free < chunks).then(|| end(free));
-        // Relaxed: only uniqueness matters.
+        // Relaxed: the runs must only be distinct.
         let taken = self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
         taken.map_or(0..0, |free| free..end(free))
     }
@@ -74,7 +77,7 @@ impl Transient {
     pub fn usage(&self, size: u64) -> Usage {
         let sectors = self.layout.chunk() / SECTOR_BYTES;
         let left: u64 = self.runs.iter().map(|run| run.lock()).map(|run| run.end - run.start).sum();
-        // Relaxed: a statistic. A run that a CPU took just now is not in `left`.
+        // Relaxed: a statistic. `left` may omit a run that a CPU has just allocated.
         let allocated = self.next_free.load(Ordering::Relaxed).saturating_sub(left);
         Usage { allocated: allocated * sectors, total: size / SECTOR_BYTES, metadata: 0 }
     }

@@ -10,7 +10,7 @@ pub type Exceptions = Vec<(u64, u64)>;
 
 /// Errors from allocating a chunk for a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-pub enum NoPlace {
+pub enum AllocateError {
     /// The COW device is full.
     #[error("the COW device is full")]
     Full,
@@ -19,7 +19,7 @@ pub enum NoPlace {
     Invalid,
 }
 
-/// Error: the snapshot is lost.
+/// Error from an operation on the exception store of a lost snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("the snapshot is invalid")]
 pub struct Invalid;
@@ -28,9 +28,9 @@ pub struct Invalid;
 /// `new..new + count` of the COW device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// First chunk of the origin.
+    /// Number of the first chunk on the origin.
     pub old: u64,
-    /// First chunk of the COW device.
+    /// Number of the first chunk on the COW device.
     pub new: u64,
     /// Number of chunks, at least 1. The last chunk is the newest.
     pub count: u64,
@@ -39,16 +39,16 @@ pub struct Run {
 /// Errors from merging exceptions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum MergeError {
-    /// A transient store has no record.
+    /// The store is transient, so it has no exceptions on disk to merge.
     #[error("a transient snapshot cannot be merged")]
     Transient,
     /// The snapshot is lost.
     #[error("the snapshot is invalid")]
     Invalid,
-    /// The record on disk changed since it was loaded.
+    /// The list of exceptions on disk has changed since it was loaded.
     #[error("the exception store is damaged: {0}")]
     Damaged(Damage),
-    /// The exceptions are not the last ones in the record.
+    /// The exceptions are not the last exceptions in the list.
     #[error("these exceptions are not the last ones of the store any more")]
     NotLast,
     /// The COW device failed.
@@ -56,13 +56,14 @@ pub enum MergeError {
     Device(#[from] device::Error),
 }
 
-/// Counters of a store since it was opened.
+/// Counters of an exception store since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
-    /// Exceptions made durable.
+    /// Number of exceptions that were made durable.
     pub exceptions: u64,
-    /// Groups of exceptions: one write of the record each, after a flush.
+    /// Number of groups of exceptions. Each group was written by one write of metadata, after a
+    /// flush.
     pub groups: u64,
-    /// Exceptions in the largest group.
+    /// Number of exceptions in the largest group.
     pub largest_group: u64,
 }

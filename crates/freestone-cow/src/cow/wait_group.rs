@@ -1,5 +1,5 @@
-//! Waiting of one request for several events: exceptions, completions of devices, the end of a
-//! merged run.
+//! Wait groups, by which one request waits for several events: exceptions, completions of devices,
+//! the end of a merged run.
 
 use std::sync::Arc;
 
@@ -7,27 +7,28 @@ use freestone_core::device::{Error, Result};
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 
-/// Request that continues without its submitter.
+/// Request that continues after waiting, independently of the thread that submitted it.
 pub trait Continuation: Send + 'static {
-    /// Continues as far as possible without waiting. `so_far` is the first error of the events that
-    /// the request waited for.
-    fn go(self, so_far: Result<()>);
+    /// Continues the request as far as possible without waiting. `so_far` is the first error of the
+    /// events that the request waited for, if any.
+    fn resume(self, so_far: Result<()>);
 
     /// Returns the queue on which the request continues after its last event.
     fn work_queue(&self) -> &Arc<WorkQueue>;
 }
 
-/// One event that a request waits for. Dropping it reports [`Error::Gone`].
+/// Handle for an event that a request waits for. Dropping the handle reports [`Error::Gone`].
 pub struct Waiter(Option<Arc<dyn Notify>>);
 
 trait Notify: Send + Sync {
     fn notify(self: Arc<Self>, outcome: Result<()>);
 }
 
-/// Counts the outstanding events of a request and holds the request meanwhile. The creator counts
-/// as one event until it calls [`arm`](Self::arm).
+/// Counter of the outstanding events of a request, which holds the request until the last event.
+/// The creator counts as one event until it calls [`arm`](Self::arm).
 ///
-/// Lock order: `state` is taken under a slot, and nothing under it. Held for a few instructions.
+/// Lock order: `state` is taken under a slot, and no lock is taken under `state`. Held for a few
+/// instructions.
 pub struct WaitGroup<J> {
     state: Mutex<WaitGroupState<J>>,
 }
@@ -50,8 +51,8 @@ impl<J: Continuation> WaitGroup<J> {
         Waiter(Some(Arc::clone(self) as Arc<dyn Notify>))
     }
 
-    /// Ends the setup by the creator. Returns the request with the first error if no event is
-    /// outstanding. Otherwise the request continues after the last event.
+    /// Ends the creator's own event. If no other event is outstanding, returns the request and the
+    /// first error. Otherwise returns `None`, and the request continues after the last event.
     pub fn arm(&self, job: J) -> Option<(J, Result<()>)> {
         let mut state = self.state.lock();
         state.outstanding -= 1;
@@ -74,13 +75,13 @@ impl<J: Continuation> Notify for WaitGroup<J> {
             let so_far = state.error.map_or(Ok(()), Err);
             drop(state);
             let work_queue = Arc::clone(job.work_queue());
-            work_queue.push(move || job.go(so_far));
+            work_queue.push(move || job.resume(so_far));
         }
     }
 }
 
 impl Waiter {
-    /// Reports the event. Takes a few instructions and calls no device.
+    /// Reports the event with its outcome. Executes a few instructions and calls no device.
     pub fn notify(mut self, outcome: Result<()>) {
         if let Some(group) = self.0.take() {
             group.notify(outcome);

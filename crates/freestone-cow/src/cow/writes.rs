@@ -1,16 +1,17 @@
 //! Writes, write zeroes and discards of a snapshot.
 //!
-//! A write to chunks with exceptions goes to the COW device. Other writes are submitted and
+//! A write to chunks with exceptions is sent to the COW device. Other writes are submitted and
 //! processed in *windows* of chunks. Each round writes the chunks with an exception. A chunk that
-//! is covered completely is written as its own exception. The round requests the other exceptions
-//! together, and the next round finds them complete. Every chunk of the window is written once.
+//! the write covers completely needs no copy: the data itself is stored as the exception. The round
+//! requests the other exceptions together, and the next round finds them complete. Every chunk of
+//! the window is written once.
 //!
 //! Writing zeroes where the snapshot reads as zeroes needs no exception. So such a write queries
 //! the origin's extents first.
 //!
-//! During a merge no exception is made. Writes to chunks without an exception go to the origin.
-//! Writes to chunks with an exception go to the COW device and are counted per chunk. Writes to a
-//! chunk of the current run wait.
+//! During a merge no exception is made. Writes to chunks without an exception are sent to the
+//! origin. Writes to chunks with an exception are sent to the COW device and are counted per chunk.
+//! Writes to a chunk of the run that is being merged wait.
 
 use std::sync::Arc;
 
@@ -19,31 +20,31 @@ use super::exceptions::{Exception, LockedChunk};
 use super::origin_write::OriginWrite;
 use super::state::{Mode, Permit, Snap};
 use super::wait_group::{Continuation, WaitGroup, Waiter};
-use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
-use freestone_core::handoff::{Put, progress, put, try_put};
+use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, TryResult};
+use freestone_core::handoff::{PutResult, put, try_put, try_result};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::pin;
 use freestone_core::work_queue::WorkQueue;
 
 const WINDOW_CHUNKS: u64 = 256;
-/// Rounds on the submitting thread; later rounds run on the origin's work queue.
+/// Maximum number of rounds on the submitting thread; later rounds run on the origin's work queue.
 const ROUNDS_INLINE: u32 = 3;
-/// Maximum number of runs of chunks per try.
+/// Maximum number of runs of chunks per tried write.
 const TRY_RUNS: u32 = 64;
 
 /// Write, write zeroes or discard in progress.
 struct Write {
     snap: Arc<Snap>,
-    /// Remaining part of the request; its data starts at `from` in the buffer.
+    /// Remaining part of the request. The data of this part starts at `from` in the buffer.
     request: Request,
     from: usize,
     buffer: IoBuf,
     done: Completion,
-    /// Bitmap of the window's chunks that need no further action.
+    /// Bitmap of the chunks of the window that need no further action.
     handled: [u64; WINDOW_CHUNKS as usize / 64],
     permit: Option<Permit>,
     rounds: u32,
-    /// Byte up to which the origin's extents were queried.
+    /// Offset up to which the origin's extents were queried.
     extents_checked_until: u64,
 }
 
@@ -55,16 +56,17 @@ struct Piece {
     len: u64,
 }
 
-/// I/O to start after the thread is unpinned. Offsets are in bytes; `from` is relative to the
-/// request.
+/// I/O to start after the thread is unpinned. Offsets are in bytes; `from` is relative to the start
+/// of the request.
 enum Action {
-    /// Write to the COW device; counted at the gate.
+    /// Write to the COW device, counted at the gate. During a merge `tracked` is the chunk for
+    /// which the write is counted.
     Cow { op: Op, at: u64, from: u64, len: u64, tracked: Option<u64> },
-    /// Write to the origin, which the snapshot serves.
+    /// Write to the origin, for a chunk without an exception during a merge.
     Origin { from: u64, len: u64 },
-    /// Copy a chunk.
+    /// Copy a chunk from the origin to make its exception.
     Copy(StartedException),
-    /// Write a whole chunk as its exception.
+    /// Write a whole chunk of data as its exception, without a copy.
     Whole { started: StartedException, from: u64, len: u64 },
 }
 
@@ -78,24 +80,25 @@ enum RoundPlan {
 
 // ---- tried --------------------------------------------------------------------------------------
 
-/// Writes `data`, or zeroes if there is none, to chunks with exceptions, as far as the COW device
-/// does not wait.
-pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Result<Tried> {
+/// Writes `data`, or zeroes if `data` is `None`, to the first chunks if they have exceptions, as
+/// far as possible without waiting.
+pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Result<TryResult> {
     if data.is_some_and(|data| data.len() as u64 != request.len) {
         return Err(Error::Misaligned);
     }
     snap.check_writable()?;
-    // The COW device could stop within a block of the snapshot, and a part of a block cannot be
-    // reported as done.
+    // A COW device with smaller blocks could stop within a block of the snapshot, and a part of a
+    // block cannot be reported as done.
     if snap.cow_block() < snap.block() {
-        return Ok(Tried::WouldBlock);
+        return Ok(TryResult::WouldBlock);
     }
     let started = snap.gate.enter(|mode| (mode == Some(&Mode::Normal)).then(|| snap.gate.begin()));
     if started.is_none() {
-        return Ok(Tried::WouldBlock);
+        return Ok(TryResult::WouldBlock);
     }
-    // No merge starts before the COW device has completed the write, so no exception is removed.
-    let _under_way = snap.gate.under_way();
+    // Counted at the gate until the COW device has completed the write: no merge starts meanwhile,
+    // so no exception is removed.
+    let _work = snap.gate.work_guard();
     let chunk = snap.chunk();
     let mut done = 0;
     for _ in 0..TRY_RUNS {
@@ -107,39 +110,40 @@ pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Re
         let part = Request { offset: cow_chunk * chunk + at % chunk, len, ..*request };
         let data = data.map(|data| &data[done as usize..(done + len) as usize]);
         match snap.store.device().try_io(&part, data.map_or(Buffer::None, Buffer::Write)) {
-            Ok(Tried::Done) => done += len,
-            Ok(Tried::Partly(bytes)) => {
+            Ok(TryResult::Done) => done += len,
+            Ok(TryResult::Partly(bytes)) => {
                 done += bytes;
                 break;
             }
             Err(error) if done == 0 => return Err(error),
-            // The rest will be submitted, and then reports this error.
-            Ok(Tried::WouldBlock) | Err(_) => break,
+            // The caller submits the rest, which then fails with this error.
+            Ok(TryResult::WouldBlock) | Err(_) => break,
         }
         if done == request.len {
             break;
         }
     }
-    Ok(progress(done, request.len))
+    Ok(try_result(done, request.len))
 }
 
-/// Completes a discard that is ignored; others must be submitted.
-pub fn try_discard(snap: &Snap) -> Result<Tried> {
+/// Completes a discard that is ignored. Returns [`TryResult::WouldBlock`] for other discards, which
+/// must be submitted.
+pub fn try_discard(snap: &Snap) -> Result<TryResult> {
     snap.check_writable()?;
     let ignored = !snap.config.discard_zeroes_cow || snap.is_merging();
-    Ok(if ignored { Tried::Done } else { Tried::WouldBlock })
+    Ok(if ignored { TryResult::Done } else { TryResult::WouldBlock })
 }
 
 // ---- submitted ----------------------------------------------------------------------------------
 
-/// Submits a write or write zeroes.
+/// Submits a write or write zeroes to the snapshot.
 pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     if request.op == Op::Write && buffer.len() as u64 != request.len {
         return done.complete(Err(Error::Misaligned), buffer);
     }
     let chunk = snap.chunk();
     let (first, inside) = (request.offset / chunk, request.offset % chunk);
-    // Common case without a round: one chunk, which has its exception.
+    // The common case needs no round: the write touches a single chunk, which has an exception.
     let cow_chunk = snap.gate.enter(|mode| {
         let is_single_chunk =
             mode == Some(&Mode::Normal) && inside + request.len <= chunk && snap.check_writable().is_ok();
@@ -147,7 +151,7 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
         cow_chunk.inspect(|_| snap.gate.begin())
     });
     let Some(cow_chunk) = cow_chunk else {
-        return Write::new(Arc::clone(snap), request, buffer, done).go(Ok(()));
+        return Write::new(Arc::clone(snap), request, buffer, done).resume(Ok(()));
     };
     let gated = Arc::clone(snap);
     let then = Completion::new(move |outcome, buffer| {
@@ -161,24 +165,25 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
     snap.store.device().submit(request, buffer, then);
 }
 
-/// Submits a request of the origin that this snapshot serves.
+/// Submits a write, write zeroes or discard of the origin, which this snapshot serves during its
+/// merge.
 pub(super) fn submit_from_origin(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
-    Write::new(snap, request, buffer, done).go(Ok(()));
+    Write::new(snap, request, buffer, done).resume(Ok(()));
 }
 
 pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     match try_discard(snap) {
-        Ok(Tried::WouldBlock) => {}
+        Ok(TryResult::WouldBlock) => {}
         outcome => return done.complete(outcome.map(drop), buffer),
     }
     let job = Write::new(Arc::clone(snap), request, IoBuf::empty(), done);
     if !snap.config.discard_passdown_origin {
-        return job.go(Ok(()));
+        return job.resume(Ok(()));
     }
-    // No snapshot preserves anything, not even this one, as in the kernel: the discarded data is
-    // lost for all of them.
+    // As in the kernel, the discard makes no exceptions in any snapshot of the origin, so all
+    // snapshots lose the discarded data.
     let work_queue = Arc::clone(&snap.core.work_queue);
-    let then = Completion::new(move |outcome, _| work_queue.push(move || job.go(outcome)));
+    let then = Completion::new(move |outcome, _| work_queue.push(move || job.resume(outcome)));
     snap.core.device.submit(request, buffer, then);
 }
 
@@ -197,7 +202,7 @@ impl Write {
         }
     }
 
-    /// Iterates over the pieces of the window.
+    /// Iterates over the pieces of the current window: the part of the request in each chunk.
     fn pieces(&self) -> impl Iterator<Item = Piece> + use<> {
         let (request, chunk) = (self.request, self.snap.chunk());
         let mut end = request.offset + request.len;
@@ -221,7 +226,8 @@ impl Write {
         self.handled[(piece.index / 64) as usize] |= 1 << (piece.index % 64);
     }
 
-    /// Moves to the next window if this one is complete. Returns false if nothing is left.
+    /// Moves to the next window if all chunks of the current window are handled. Returns false if
+    /// no part of the request is left.
     fn advance(&mut self) -> bool {
         if !self.pieces().all(|piece| self.is_handled(piece)) {
             return true;
@@ -238,7 +244,7 @@ impl Write {
     }
 
     fn complete(self, outcome: Result<()>) {
-        // The completion may take long, so the permit is freed first.
+        // The completion may take long, so the permit is released first.
         drop(self.permit);
         self.done.complete(outcome, self.buffer);
     }
@@ -249,7 +255,7 @@ impl Continuation for Write {
         &self.snap.core.work_queue
     }
 
-    fn go(mut self, mut so_far: Result<()>) {
+    fn resume(mut self, mut so_far: Result<()>) {
         self.rounds = 0;
         loop {
             let checked = if self.request.op == Op::Discard { Ok(()) } else { self.snap.check_writable() };
@@ -266,7 +272,7 @@ impl Continuation for Write {
             }
             if self.rounds == ROUNDS_INLINE {
                 let work_queue = Arc::clone(&self.snap.core.work_queue);
-                return work_queue.push(move || self.go(Ok(())));
+                return work_queue.push(move || self.resume(Ok(())));
             }
             self.rounds += 1;
             let Some((job, outcome)) = self.round() else { return };
@@ -276,8 +282,8 @@ impl Continuation for Write {
 }
 
 impl Write {
-    /// Returns true if the origin's extents must be queried: they may show that the zeroes change
-    /// nothing. Zeroes with FUA are always written.
+    /// Returns true if the origin's extents must be queried, because they may show that writing
+    /// zeroes changes nothing. Zeroes with FUA are always written.
     fn needs_extents_check(&self) -> bool {
         let Request { op, flags, offset, .. } = self.request;
         op == Op::WriteZeroes
@@ -287,9 +293,10 @@ impl Write {
             && !self.snap.is_merging()
     }
 
-    /// Skips whole chunks without exceptions that read as zeroes. The extents are valid if the
-    /// chunks still have no exception afterwards. Then the range reads as zeroes in the snapshot,
-    /// and the request has taken effect. The origin was flushed when the snapshot was taken.
+    /// Queries the origin's extents, and skips whole chunks without exceptions that read as zeroes.
+    /// The extents are valid if the chunks still have no exception after the query. Then the range
+    /// reads as zeroes in the snapshot, and the request has taken effect. The origin was flushed
+    /// when the snapshot was taken.
     fn check_extents(mut self) {
         let (snap, chunk) = (Arc::clone(&self.snap), self.snap.chunk());
         let (at, end) = (self.request.offset, self.request.offset + self.request.len);
@@ -303,7 +310,7 @@ impl Write {
             let is_valid =
                 if whole > at { snap.is_origin_data_valid(at, whole - at, state) } else { Ok(true) };
             self.extents_checked_until = match is_valid {
-                // A new exception ends the run earlier now.
+                // A new exception was made meanwhile, so the run is shorter and is checked again.
                 Ok(false) => at,
                 _ => extents_checked_until.next_multiple_of(chunk).min(run_end),
             };
@@ -311,10 +318,11 @@ impl Write {
                 return self.complete(Ok(()));
             }
         }
-        snap.core.work_queue.push(move || self.go(Ok(())));
+        snap.core.work_queue.push(move || self.resume(Ok(())));
     }
 
-    /// Skips chunks that a discard does not change. Returns false if nothing is left.
+    /// Skips chunks without exceptions, which a discard does not change. Returns false if no part
+    /// of the request is left.
     fn skip_unowned(&mut self) -> bool {
         let chunk = self.snap.chunk();
         loop {
@@ -331,7 +339,8 @@ impl Write {
         }
     }
 
-    /// Runs one round. Returns `None` if the request continues elsewhere.
+    /// Runs one round of a write. Returns the write and its present outcome, or `None` if the write
+    /// continues elsewhere.
     fn round(self) -> Option<(Self, Result<()>)> {
         let snap = Arc::clone(&self.snap);
         let group = WaitGroup::new();
@@ -342,7 +351,7 @@ impl Write {
         let plan = snap.gate.enter(|mode| {
             let Some(mode) = mode else {
                 let job = this.take();
-                snap.gate.hold(move || job.into_iter().for_each(|job| job.go(Ok(()))));
+                snap.gate.hold(move || job.into_iter().for_each(|job| job.resume(Ok(()))));
                 return RoundPlan::Held;
             };
             match (&mut this, mode) {
@@ -352,15 +361,15 @@ impl Write {
             }
         });
         let mut job = this?;
-        // A permit held while waiting would block another copy.
+        // The permit is released, because a permit held while waiting would block another copy.
         job.permit = None;
         for action in actions {
             job.run_action(action, &group);
         }
         match plan {
             RoundPlan::Go | RoundPlan::Held => group.arm(job),
-            // Completed only after all started I/O has ended: that I/O must not overtake the user's
-            // next write.
+            // The write completes only after all I/O that it started has ended. Otherwise this I/O
+            // could overwrite the user's next write.
             RoundPlan::Failed(error) => {
                 group.waiter().notify(Err(error));
                 group.arm(job)
@@ -373,7 +382,7 @@ impl Write {
             RoundPlan::Throttled => {
                 snap.queue_for_permit(move |permit| {
                     job.permit = Some(permit);
-                    job.go(Ok(()));
+                    job.resume(Ok(()));
                 });
                 None
             }
@@ -389,7 +398,7 @@ impl Write {
                 continue;
             }
             let from = piece.offset - self.request.offset;
-            // The origin's last chunk is covered completely if the write reaches the origin's end.
+            // The write covers the origin's last chunk completely if it reaches the origin's end.
             let whole = piece.offset == piece.chunk * chunk
                 && piece.offset + piece.len == ((piece.chunk + 1) * chunk).min(origin);
             let seen = snap.exceptions.get(piece.chunk);
@@ -434,14 +443,14 @@ impl Write {
                 continue;
             }
             let from = piece.offset - self.request.offset;
-            // The kernel ignores discards here, too.
+            // The kernel ignores discards during a merge, too.
             if op == Op::Discard {
                 self.set_handled(piece);
                 continue;
             }
             let locked = snap.exceptions.lock_present(piece.chunk);
             match locked.as_ref().map_or(Exception::None, LockedChunk::state) {
-                Exception::At(cow_chunk) => {
+                Exception::Complete(cow_chunk) => {
                     snap.merge.begin_cow_write(piece.chunk);
                     snap.gate.begin();
                     let at = cow_chunk * chunk + piece.offset % chunk;
@@ -452,7 +461,8 @@ impl Write {
                     snap.wait_for_run(group.waiter());
                     continue;
                 }
-                // A merge starts when no exception is pending.
+                // No exception is pending during a merge, because it starts only when all have
+                // ended.
                 Exception::None | Exception::Pending => match actions.last_mut() {
                     Some(Action::Origin { from: start, len }) if *start + *len == from => *len += piece.len,
                     _ => actions.push(Action::Origin { from, len: piece.len }),
@@ -483,8 +493,8 @@ impl Write {
                 if op == Op::WriteZeroes && self.request.op == Op::Discard {
                     flags |= Flags::MAY_FREE;
                 }
-                // Users of an origin without a cache do not flush, so a write to the COW device
-                // instead of the origin must be durable.
+                // Users of an origin without a volatile cache do not flush, so a write to the COW
+                // device instead of the origin must be durable.
                 if is_merging && !snap.core.device.geometry().volatile_cache {
                     flags |= Flags::FUA;
                 }
@@ -495,13 +505,14 @@ impl Write {
                     snap.gate.end();
                     waiter.notify(outcome);
                 };
-                // Only requests of the origin may be smaller than the COW device's blocks.
+                // Requests can be smaller than the COW device's blocks only during a merge, when
+                // the snapshot serves the origin.
                 let snap = &self.snap;
                 let device = if is_merging { &*snap.cow } else { &**snap.store.device() };
                 let data = self.data(from, len);
                 match try_put(device, Request { op, flags, offset: at, len }, data) {
-                    Put::Done(outcome) => then(outcome),
-                    Put::Rest(request, from) => {
+                    PutResult::Done(outcome) => then(outcome),
+                    PutResult::Rest(request, from) => {
                         put(device, request, data.map(|data| &data[from..]), then);
                     }
                 }
@@ -513,7 +524,7 @@ impl Write {
                     Ok(buffer) => {
                         let done = Completion::new(move |outcome, _| waiter.notify(outcome));
                         let request = Request { op, flags, offset: offset + from, len };
-                        OriginWrite::from_merging_snapshot(&self.snap, request, buffer, done).go(Ok(()));
+                        OriginWrite::from_merging_snapshot(&self.snap, request, buffer, done).resume(Ok(()));
                     }
                     Err(error) => waiter.notify(Err(error)),
                 }
@@ -523,7 +534,8 @@ impl Write {
 }
 
 impl Snap {
-    /// Adds a write to the COW device, merged with the previous one if contiguous.
+    /// Adds a write to the COW device to `actions`, or extends the last write if both are
+    /// contiguous.
     fn push_cow_write(&self, actions: &mut Vec<Action>, op: Op, at: u64, from: u64, len: u64) {
         if let Some(Action::Cow { op: last, at: start, from: first, len: bytes, tracked: None }) =
             actions.last_mut()
@@ -536,15 +548,16 @@ impl Snap {
         actions.push(Action::Cow { op, at, from, len, tracked: None });
     }
 
-    /// Makes a write wait for the end of the run that marked its chunk. The caller holds the
+    /// Makes a write wait until the run that contains its chunk is merged. The caller holds the
     /// chunk's slot lock.
     fn wait_for_run(self: &Arc<Self>, waiter: Waiter) {
         if !self.merge.hold_write(waiter) {
             return;
         }
-        // A run failed, and its exceptions were not restored. The store tries that again.
+        // The merge of the run has failed, and its exceptions were not restored on disk. The store
+        // tries to restore them again.
         let snap = Arc::clone(self);
-        self.store.put_back(move |outcome| {
+        self.store.restore_entries(move |outcome| {
             let torn = snap.merge.torn();
             if outcome.is_ok() {
                 torn.clone()

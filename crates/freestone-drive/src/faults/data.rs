@@ -1,13 +1,15 @@
-//! Random changes of data: units of a torn write, the target of a misdirected one, the flipped bit.
+//! Random changes of data for fault injection: tears a write, chooses the offset of a misdirected
+//! write, flips a bit.
 
 use super::decide::hash;
 
-/// Tears a write at `offset`: restores some of its units from `old`, or zeroes them. Of two or more
-/// units at least one keeps the new data and one does not.
+/// Tears the write of `data` at `offset`: replaces some of its units of `unit` bytes with `old`, or
+/// with zeroes if `old` is `None`. If the write touches two or more units, at least one keeps the
+/// new data and at least one loses it. `word` is the random number.
 pub fn tear(word: u64, unit: u64, offset: u64, data: &mut [u8], old: Option<&[u8]>) {
     let end = offset + data.len() as u64;
     let (first, units) = (offset / unit, end.div_ceil(unit) - offset / unit);
-    // Unit `lost` keeps the old data, unit `whole` gets the new data.
+    // Unit number `lost` always loses the new data, and unit number `whole` always keeps it.
     let lost = word % units;
     let whole = (lost + 1 + (word >> 32) % units.saturating_sub(1).max(1)) % units;
     for index in 0..units {
@@ -25,11 +27,12 @@ pub fn tear(word: u64, unit: u64, offset: u64, data: &mut [u8], old: Option<&[u8
     }
 }
 
-/// Returns an offset for `len` bytes in `space` (first byte, end) other than `offset`, at a
-/// multiple of `block`, if one exists.
+/// Returns a random offset other than `offset` for a write of `len` bytes within `space` (first
+/// byte, end). The offset is a multiple of `block` from the start of `space`. Returns `None` if
+/// there is no other offset.
 pub fn elsewhere(word: u64, offset: u64, len: u64, block: u64, space: (u64, u64)) -> Option<u64> {
     let (start, end) = space;
-    // Number of possible offsets besides the right one.
+    // Number of possible offsets other than the correct one.
     let others = (end - start).checked_sub(len)? / block;
     if others == 0 {
         return None;

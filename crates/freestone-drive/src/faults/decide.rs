@@ -1,5 +1,5 @@
-//! Decision which rules fire for a request: a hash of the seed, the rule, the operation, the
-//! offset, and the number of times that operation started there.
+//! Decides which fault rules fire for a request. The decision is a hash of the seed, the rule, the
+//! operation, the offset, and how often that operation started at that offset.
 
 use std::sync::Arc;
 
@@ -15,47 +15,49 @@ use super::tally::Tally;
 use freestone_core::device::Error;
 use freestone_core::sync::{AtomicU64, Ordering};
 
-/// Operations whose old content may be kept for stale reads. An append overwrites nothing.
+/// Operations that overwrite content, which may be kept for stale reads. An append overwrites
+/// nothing.
 const OVERWRITES: Ops = Ops::WRITES.difference(Ops::APPEND);
 
-/// Properties of a request that rules check. Zone operations and appends have their zone's offset.
+/// Properties of a request that fault rules check. For zone operations and appends, `offset` is the
+/// start of the zone.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestInfo {
     pub operation: Operation,
     pub offset: u64,
-    /// Bytes of data, or to be zeroed or discarded.
+    /// Number of bytes that the request transfers, zeroes or discards.
     pub len: u64,
-    /// Bytes from `offset` on that the request may touch: the zone for appends and zone operations,
-    /// else `len`.
+    /// Number of bytes from `offset` on that the request may touch: the size of the zone for
+    /// appends and zone operations, else `len`.
     pub reach: u64,
-    /// The request has the FUA flag.
+    /// True if the request has the FUA flag.
     pub durable: bool,
 }
 
-/// Faults of one request, by default none.
+/// Faults to inject into one request. The default injects none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Decision {
-    /// Fails the request with this error without doing anything.
+    /// Error with which the request fails before it has any effect.
     pub fail_before: Option<Error>,
-    /// Fails the request with this error after doing it.
+    /// Error with which the request fails after it was executed.
     pub fail_after: Option<Error>,
-    /// Fault of a write, and its random number.
+    /// Fault of a write, and the random number that selects the torn units or the wrong offset.
     pub write_fault: Option<(WriteFault, u64)>,
-    /// Skips a flush, or removes the FUA flag.
+    /// True if a flush is skipped, or the FUA flag of a write removed, while success is reported.
     pub lie: bool,
-    /// Lets a read return old content.
+    /// True if a read returns old content instead of the current content.
     pub stale: bool,
-    /// Random number that chooses the bit to flip.
+    /// Random number that chooses the bit to flip, or `None` to flip no bit.
     pub rot: Option<u64>,
     pub pause: Pause,
 }
 
-/// Rules in use, with their counters.
+/// Fault rules in use, with their counters.
 pub struct ActiveRules {
     active: Box<[ActiveRule]>,
     seed: u64,
     tally: Option<Tally>,
-    /// Old content for stale reads, if a rule needs it.
+    /// Overwritten content kept for stale reads, if a rule has the `stale` effect.
     pub old: Option<Arc<OldContent>>,
 }
 
@@ -68,7 +70,8 @@ struct ActiveRule {
 }
 
 impl ActiveRules {
-    /// Creates the counters of `rules`. `block` is the logical block of the device.
+    /// Activates `rules` with their counters at zero. `block` is the logical block of the device in
+    /// bytes.
     pub fn new(rules: Rules, seed: u64, block: u32) -> Self {
         let active: Box<[ActiveRule]> = rules.0.into_iter().map(ActiveRule::new).collect();
         let tally = active.iter().any(|active| active.rule.needs_counts()).then(Tally::default);
@@ -84,19 +87,19 @@ impl ActiveRules {
         self.active.iter().fold(kept, |ops, active| ops | active.ops)
     }
 
-    /// Returns true if a rule may fire for the request, valid or not, or old content must be kept.
-    /// Counts nothing.
+    /// Returns true if a rule may fire for the request, or if the content that it overwrites must
+    /// be kept. Changes no counter. The request may be invalid.
     pub fn matches(&self, info: &RequestInfo) -> bool {
         self.keeps_old(info) || self.active.iter().any(|active| active.applicable(info).is_some())
     }
 
-    /// Returns true if the content overwritten by the request must be kept.
+    /// Returns true if the content overwritten by the request must be kept for stale reads.
     fn keeps_old(&self, info: &RequestInfo) -> bool {
         OVERWRITES.contains(info.operation.set())
             && self.old.as_ref().is_some_and(|old| old.wants(info.offset, info.len))
     }
 
-    /// Counts the request and returns its faults.
+    /// Counts the request for every matching rule and returns the faults to inject.
     pub fn decide(&self, info: &RequestInfo) -> Decision {
         let mut decision = Decision::default();
         for (number, active) in (0..).zip(&self.active) {
@@ -109,10 +112,12 @@ impl ActiveRules {
         decision
     }
 
-    /// Counts the request for one rule. Returns the random number of the rule if it fires.
+    /// Counts the request for one rule. Returns the rule's random number for this request, or
+    /// `None` if the rule does not fire.
     fn fires(&self, number: u64, active: &ActiveRule, info: &RequestInfo) -> Option<u64> {
         let (rule, operation) = (&active.rule, info.operation as u64);
-        // Relaxed: each number is used once; nothing is published with it.
+        // Relaxed: `fetch_add` returns each number once, and no other memory is published with the
+        // counter.
         let before = active.matched.fetch_add(1, Ordering::Relaxed);
         let nth = match &self.tally {
             Some(tally) if rule.needs_counts() => {
@@ -137,19 +142,20 @@ impl ActiveRules {
         Rules(self.active.iter().map(|active| active.rule.clone()).collect())
     }
 
-    /// Returns each rule with its numbers of matched and fired requests.
+    /// Returns each rule with the number of requests that matched it and the number for which it
+    /// fired.
     pub fn counts(&self) -> impl Iterator<Item = (&Rule, u64, u64)> {
         self.active.iter().map(|active| {
-            // Acquire: pairs with the Release in `try_fire`, so `matched` includes every fired
-            // request.
+            // Acquire: pairs with the Release in `try_fire`, so that `matched` below includes every
+            // request counted in `fired`.
             let fired = active.fired.load(Ordering::Acquire);
-            // Relaxed: loaded after `fired`, so the number is never smaller.
+            // Relaxed: `matched` is loaded after `fired`, so it is never smaller than `fired`.
             (&active.rule, active.matched.load(Ordering::Relaxed), fired)
         })
     }
 
-    /// Returns how many requests were counted as the first at their offset because the table was
-    /// full.
+    /// Returns the number of requests that were treated as the first at their offset because the
+    /// table of counters was full.
     pub fn uncounted(&self) -> u64 {
         self.tally.as_ref().map_or(0, Tally::uncounted)
     }
@@ -161,7 +167,7 @@ impl ActiveRule {
         Self { rule, ops, threshold, matched: AtomicU64::new(0), fired: AtomicU64::new(0) }
     }
 
-    /// Returns the rule's effects that apply to this request, if any.
+    /// Returns the effects of the rule that apply to this request, or `None` if none does.
     fn applicable(&self, info: &RequestInfo) -> Option<Effects> {
         let RequestInfo { operation, offset, len, reach, durable } = *info;
         let set = operation.set();
@@ -170,7 +176,7 @@ impl ActiveRule {
         }
         let mut effects = self.rule.effects;
         effects.write_fault = effects.write_fault.filter(|write_fault| match write_fault {
-            // A write within one unit cannot be torn.
+            // A write cannot be torn if it lies within one unit.
             WriteFault::Torn(unit) => {
                 let unit = u64::from(*unit);
                 write_fault.ops().contains(set)
@@ -184,11 +190,11 @@ impl ActiveRule {
         (effects != Effects::default()).then_some(effects)
     }
 
-    /// Uses up one of the rule's `times`. Returns false if none is left.
+    /// Counts one firing of the rule. Returns false if the rule already fired `times` times.
     fn try_fire(&self) -> bool {
         let most = self.rule.times.unwrap_or(u64::MAX);
-        // Release: pairs with the Acquire in `counts`. The word alone decides which requests are
-        // within the limit.
+        // Release: pairs with the Acquire in `counts`. The atomic counter alone decides which
+        // requests are within the `times` limit.
         self.fired
             .fetch_update(Ordering::Release, Ordering::Relaxed, |fired| (fired < most).then_some(fired + 1))
             .is_ok()
@@ -196,7 +202,8 @@ impl ActiveRule {
 }
 
 impl Decision {
-    /// Adds the effects of another rule: the first one of each kind wins, and the longest pause.
+    /// Adds the effects of another rule that fired. The first effect of each kind and the longest
+    /// pause win.
     fn add(&mut self, effects: Effects, word: u64) {
         let Effects { error, delay, hang, write_fault, lie, stale, rot } = effects;
         match write_fault {
@@ -217,8 +224,8 @@ impl Decision {
     }
 }
 
-/// Hashes a decision. Must stay the same in every version, so that seeds stay valid: XXH3 over the
-/// words as little-endian bytes.
+/// Returns the random number of a decision: XXH3 over `words` as little-endian bytes. The hash must
+/// not change between versions, because a seed must reproduce the same faults.
 pub fn hash(seed: u64, words: [u64; 4]) -> u64 {
     xxh3_64_with_seed(words.map(u64::to_le).as_bytes(), seed)
 }

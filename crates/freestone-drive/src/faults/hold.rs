@@ -1,6 +1,6 @@
-//! Held completions: delayed until a time, or hung until they are released.
+//! Completions of requests that a fault rule delays until a time, or hangs until they are released.
 //!
-//! Lock order: `held` is innermost. Completions run without it.
+//! Lock order: `held` is the innermost lock. Completions run after it is released.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
@@ -10,19 +10,19 @@ use freestone_core::device::{Error, Result};
 use freestone_core::sync::{Condvar, Instant, Mutex};
 use freestone_core::timer;
 
-/// How long a completion is held.
+/// Time for which a fault rule holds a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pause {
     #[default]
     No,
-    /// Until this time.
+    /// Hold the completion until this time.
     Until(Instant),
-    /// Until it is released.
+    /// Hold the completion until [`Hold::release`] is called.
     Hang,
 }
 
 impl Pause {
-    /// Returns the longer pause.
+    /// Returns the longer of two pauses.
     pub fn and(self, other: Self) -> Self {
         match (self, other) {
             (Self::Hang, _) | (_, Self::Hang) => Self::Hang,
@@ -31,21 +31,22 @@ impl Pause {
         }
     }
 
-    /// Returns a delay that starts now.
+    /// Returns a pause of `delay` that starts now.
     pub fn of(delay: Duration) -> Self {
-        // A time beyond the clock's range never comes.
+        // A time beyond the clock's range is never reached, so the request hangs.
         Instant::now().checked_add(delay).map_or(Self::Hang, Self::Until)
     }
 }
 
-/// Runs a completion, with `Ok` or with [`Error::Gone`] instead of its outcome.
+/// Runs a held completion. The argument is `Ok` to deliver the request's own outcome, or
+/// [`Error::Gone`] to replace it.
 type CompleteFn = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// Held completions of one device.
+/// Completions of one device that fault rules delay or hang.
 #[derive(Default)]
 pub struct Hold {
     held: Mutex<HeldRequests>,
-    /// Wakes the threads of zone operations.
+    /// Wakes threads that wait in a delayed or hung zone operation.
     changed: Condvar,
 }
 
@@ -53,9 +54,9 @@ pub struct Hold {
 struct HeldRequests {
     requests: BTreeMap<u64, HeldRequest>,
     next: u64,
-    /// Threads of hung zone operations.
+    /// Number of threads that wait in a hung zone operation.
     threads: u64,
-    /// Number of calls of `release`.
+    /// Number of calls of `release`. A hung zone operation ends when it changes.
     releases: u64,
     closed: bool,
 }
@@ -66,8 +67,8 @@ struct HeldRequest {
 }
 
 impl Hold {
-    /// Runs a completion with `Ok` after `pause`, or with [`Error::Gone`] if the device is closed
-    /// earlier.
+    /// Runs `complete` with `Ok` after `pause`, or with [`Error::Gone`] if [`close`](Self::close)
+    /// is called earlier.
     pub fn complete_after(
         self: &Arc<Self>,
         pause: Pause,
@@ -91,14 +92,14 @@ impl Hold {
         }
         if let Some(when) = when {
             let hold = Arc::downgrade(self);
-            let due = timer::at(when, move || {
+            let due = timer::schedule(when, move || {
                 if let Some(hold) = hold.upgrade() {
                     hold.complete_now(id);
                 }
             });
             if due.is_err() {
-                // Cannot fail: the timer runs since the device was made. Completing early is better
-                // than never.
+                // Cannot fail: the timer thread was started when the device was created. If it did,
+                // an early completion is better than none.
                 self.complete_now(id);
             }
         }
@@ -111,7 +112,8 @@ impl Hold {
         }
     }
 
-    /// Blocks the calling thread for the pause.
+    /// Blocks the calling thread for `pause`. Fails with [`Error::Gone`] if the device is closed
+    /// meanwhile.
     pub fn wait(&self, pause: Pause) -> Result<()> {
         if pause == Pause::No {
             return Ok(());
@@ -142,7 +144,7 @@ impl Hold {
         outcome
     }
 
-    /// Releases all hung requests and returns their number.
+    /// Completes all hung requests, wakes hung zone operations, and returns the number of both.
     pub fn release(&self) -> u64 {
         let (released, threads) = {
             let mut held = self.held.lock();
@@ -161,13 +163,14 @@ impl Hold {
         count
     }
 
-    /// Returns the number of hung requests.
-    pub fn hanging(&self) -> u64 {
+    /// Returns the number of hung requests and zone operations.
+    pub fn hung_requests(&self) -> u64 {
         let held = self.held.lock();
         held.requests.values().filter(|request| request.hangs).count() as u64 + held.threads
     }
 
-    /// Fails all held requests and later ones with [`Error::Gone`].
+    /// Fails all delayed and hung requests with [`Error::Gone`], and every later request that would
+    /// be held.
     pub fn close(&self) {
         let all = {
             let mut held = self.held.lock();

@@ -1,4 +1,4 @@
-//! Execution of a submitted request with its faults.
+//! Executes a submitted request with the injected faults.
 
 use std::sync::Arc;
 
@@ -8,10 +8,12 @@ use super::hold::Hold;
 use super::rules::WriteFault;
 use super::stale::{OLD_REQUEST_BYTES_MAX, OldContent};
 use super::zoned::{append_elsewhere, is_sequential};
-use freestone_core::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use freestone_core::device::{
+    Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult,
+};
 use freestone_core::work_queue::WorkQueue;
 
-/// Device below, and what its requests share.
+/// Device under the fault layer, and the state that all faulty requests share.
 #[derive(Clone)]
 pub struct Below {
     pub device: Arc<dyn Device>,
@@ -19,8 +21,8 @@ pub struct Below {
     work_queue: Arc<SharedQueue>,
 }
 
-/// Work queue for calls of the device after a completion, which must not call it directly. Stopped
-/// with its last user.
+/// Work queue for requests to the device that follow a completion, since a completion must not
+/// submit to the device. The queue stops when its last user is dropped.
 struct SharedQueue(Arc<WorkQueue>);
 
 impl Drop for SharedQueue {
@@ -41,7 +43,7 @@ pub struct FaultyRequest {
     pub buffer: IoBuf,
     pub done: Completion,
     pub decision: Decision,
-    /// Old content for stale reads, if a rule needs it.
+    /// Overwritten content kept for stale reads, if a rule has the `stale` effect.
     pub old: Option<Arc<OldContent>>,
 }
 
@@ -58,7 +60,7 @@ impl FaultyRequest {
         }
     }
 
-    /// Completes the request without the device below.
+    /// Completes the request with `outcome`, without sending it to the device under this layer.
     fn complete(self, outcome: Result<()>) {
         let Self { below, buffer, done, decision, .. } = self;
         complete_held(&below.hold, &decision, outcome, buffer, done);
@@ -66,8 +68,8 @@ impl FaultyRequest {
 
     fn read(self) {
         let Self { below: Below { device, hold, .. }, request, buffer, done, decision, old } = self;
-        // This completion must not own the device below: the last owner would then be a thread of
-        // that device.
+        // The completion must not own the device under this layer. Otherwise one of the device's
+        // own threads could drop the last reference.
         let done = Completion::new(move |outcome, mut buffer| {
             if outcome.is_ok() {
                 if let Some(old) = old.filter(|_| decision.stale) {
@@ -108,7 +110,7 @@ impl FaultyRequest {
             }
             Some((WriteFault::Misdirected, word)) => {
                 let Some(place) = elsewhere(&*device, word, &self.request) else {
-                    // There is no other offset: the data is lost.
+                    // The device has no other offset for the data, so the write is lost.
                     return self.complete(Ok(()));
                 };
                 self.request.offset = place;
@@ -123,7 +125,7 @@ impl FaultyRequest {
         }
     }
 
-    /// Reads the content that the first `len` bytes of the write overwrite, then writes.
+    /// Reads the old content of the first `len` bytes of the write's range, then writes.
     fn fetch_old(self, len: u64) {
         let mut old = match IoBuf::zeroed(len as usize) {
             Ok(old) => old,
@@ -134,9 +136,9 @@ impl FaultyRequest {
         let mut done = 0;
         loop {
             match device.try_io(&all.rest(done), Buffer::Read(&mut old[done as usize..])) {
-                Ok(Tried::Done) => return self.write_fetched(Ok(()), old),
-                Ok(Tried::Partly(more)) => done += more,
-                Ok(Tried::WouldBlock) => break,
+                Ok(TryResult::Done) => return self.write_fetched(Ok(()), old),
+                Ok(TryResult::Partly(more)) => done += more,
+                Ok(TryResult::WouldBlock) => break,
                 Err(error) => return self.write_fetched(Err(error), old),
             }
         }
@@ -157,16 +159,17 @@ impl FaultyRequest {
             }
             data::tear(word, u64::from(unit), self.request.offset, &mut self.buffer, Some(&old));
         }
-        // Content that could not be read is unknown. The write happens all the same.
+        // If the read failed, the old content is unknown. The write is done nevertheless.
         let known = if outcome.is_ok() { (old.len() as u64).min(OLD_REQUEST_BYTES_MAX) } else { 0 };
         self.submit_below(Some(old), known as usize);
     }
 
-    /// Submits the request to the device below. The first `known` bytes of `before` are the content
-    /// that it overwrites.
+    /// Submits the request to the device under this layer. The first `known` bytes of `before` are
+    /// the content that the request overwrites.
     fn submit_below(self, before: Option<IoBuf>, known: usize) {
         let Self { below: Below { device, hold, .. }, request, buffer, done, decision, old } = self;
-        // As in `read`: this must not own the device.
+        // The completion must not own the device, or one of the device's own threads could drop the
+        // last reference.
         let done = Completion::new(move |outcome, buffer| {
             if let (Ok(()), Some(old)) = (outcome, old) {
                 let before = before.as_deref().unwrap_or_default();
@@ -178,7 +181,8 @@ impl FaultyRequest {
     }
 }
 
-/// Returns another offset for a write outside of sequential zones: on the device, or in its zone.
+/// Returns the offset of a misdirected write outside of sequential zones, or `None` if there is no
+/// other. The offset is in the same zone, or anywhere on a device without zones.
 fn elsewhere(device: &dyn Device, word: u64, request: &Request) -> Option<u64> {
     let geometry = device.geometry();
     let space = match geometry.zones {
@@ -191,7 +195,7 @@ fn elsewhere(device: &dyn Device, word: u64, request: &Request) -> Option<u64> {
     data::elsewhere(word, request.offset, request.len, u64::from(geometry.logical_block), space)
 }
 
-/// Completes the request after its pause.
+/// Completes the request with `outcome` after the pause of `decision`.
 fn complete_held(
     hold: &Arc<Hold>,
     decision: &Decision,

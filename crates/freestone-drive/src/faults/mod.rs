@@ -1,7 +1,7 @@
-//! Fault injection over any device, reproducible from a seed.
+//! Layer that injects faults into the requests of any device, reproducibly from a seed.
 //!
-//! [`Faults`] passes requests to the device below and makes some of them fail according to its
-//! [`Rules`]. Zones are passed through if the device below has them.
+//! [`Faults`] passes requests to the device under this layer and makes some of them fail according
+//! to its [`Rules`]. If that device is zoned, the zones stay visible.
 //!
 //! # Rules
 //! A rule is `OPERATION EFFECT... [CONDITION...]`. Rules are separated by `;`:
@@ -42,26 +42,27 @@
 //!
 //! # Reproducibility
 //! A hash decides whether a rule fires, and chooses its random values. The hash covers the seed,
-//! the rule's position in the list, the operation, the offset, and the number of times that
-//! operation started there since the rules were set. So the same requests fail under any thread
-//! interleaving, if each offset sees the same sequence.
+//! the rule's position in the list, the operation and the offset. It also covers how often that
+//! operation started at that offset since the rules were set. So the same requests fail under any
+//! thread interleaving, if each offset sees the same sequence of operations.
 //!
 //! `times` and `after` count requests in order of arrival, so they are reproducible only if that
-//! order is. Counts are exact up to about 900 000 different offsets (times rules, times
-//! operations). At offsets beyond that each time counts as the first ([`Faults::uncounted`] returns
-//! how often).
+//! order is. Counts are exact for up to about 900 000 combinations of rule, operation and offset.
+//! For combinations beyond that, every request counts as the first at its offset
+//! ([`Faults::uncounted`] returns their number).
 //!
 //! # Notes
-//! * If a rule may fire for a request, a try returns "would block", and the submitted request is
-//!   decided. So each request is counted once. Other requests go to the device below at once.
-//! * A torn write reads the old content first, and writes it back where new data must not arrive.
-//!   Overlapping writes in flight may lose data there, too.
-//! * In a sequential zone the write pointer moves as if all data had arrived; missing data is
-//!   zeroes. A misdirected write is appended to another zone with room, if there is one. No old
-//!   content is kept there.
-//! * Only the first [`OLD_REQUEST_BYTES_MAX`] of a write, zeroing or discard are kept for stale
-//!   reads.
-//! * Zone operations block the calling thread, so their delays and hangs do, too.
+//! * If a rule may fire for a request, `try_io` returns "would block", and the decision is made
+//!   when the request is submitted. So each request is counted once. Other requests go directly to
+//!   the device under this layer.
+//! * A torn write first reads the old content, and writes it back to the units that lose the new
+//!   data. Overlapping writes in flight may lose data in these units, too.
+//! * In a sequential zone the write pointer moves as if all data had been written; lost data reads
+//!   as zeroes. A misdirected write is appended to another zone with room, if one exists. Old
+//!   content of sequential zones is not kept.
+//! * Only the first [`OLD_REQUEST_BYTES_MAX`] bytes overwritten by a write, zeroing or discard are
+//!   kept for stale reads.
+//! * Zone operations block the calling thread, so delays and hangs of zone operations do, too.
 
 mod data;
 mod decide;
@@ -78,7 +79,8 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried, Zoned,
+    Buffer, Changes, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
+    Zoned,
 };
 use freestone_core::sync::{AtomicU32, Mutex, Ordering};
 use freestone_core::{pin, timer};
@@ -95,29 +97,30 @@ pub use text::{Problem, RuleError};
 #[cfg(doc)]
 use freestone_core::device::Error;
 
-/// Device that injects faults. See the [module](self).
+/// Layer that injects faults into requests to another device. See the [module](self).
 pub struct Faults {
     below: Below,
     active: pin::Swap<ActiveRules>,
-    /// Operations for which a rule may fire; the only check for other requests.
+    /// Bits of the operations for which a rule may fire. Requests with other operations need no
+    /// further check.
     watched: AtomicU32,
-    /// Serializes changes of the rules.
+    /// Serializes calls of [`set`](Self::set).
     change_lock: Mutex<()>,
 }
 
-/// Counters of one rule.
+/// Counters of one fault rule since the rules were set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuleCount {
-    /// Text of the rule.
+    /// Text of the rule, as it was parsed.
     pub rule: String,
-    /// Requests that matched the rule's operation and range.
+    /// Number of requests that matched the rule's operation and range.
     pub matched: u64,
-    /// Requests for which the rule fired.
+    /// Number of requests for which the rule fired.
     pub fired: u64,
 }
 
 impl Faults {
-    /// Wraps `inner`.
+    /// Wraps `inner` with a fault layer that uses `rules` and `seed`.
     ///
     /// # Errors
     /// The timer thread could not be started.
@@ -129,42 +132,43 @@ impl Faults {
         Ok(Self { below, active: pin::Swap::new(active), watched, change_lock: Mutex::default() })
     }
 
-    /// Replaces the rules, and the seed if one is given. Counters restart, and old content is
-    /// dropped. Earlier decisions stay: hung requests keep hanging. Must not be called from a
-    /// completion.
+    /// Replaces the rules, and the seed if `seed` is `Some`. Resets the counters and drops the old
+    /// content kept for stale reads. Requests that already hang continue to hang. Must not be
+    /// called from a completion.
     pub fn set(&self, rules: Rules, seed: Option<u64>) {
         let _guard = self.change_lock.lock();
         let seed = seed.unwrap_or_else(|| self.seed());
         let active = ActiveRules::new(rules, seed, self.below.device.geometry().logical_block);
         let ops = active.ops().bits();
-        // Too many operations are watched for a moment, rather than too few.
+        // For a moment the operations of the old and new rules are watched, so that no request
+        // escapes the new rules.
         self.watched.fetch_or(ops, Ordering::SeqCst);
         drop(self.active.replace(Box::new(active)));
         self.watched.store(ops, Ordering::SeqCst);
     }
 
-    /// Returns the current rules.
+    /// Returns the fault rules in use.
     pub fn rules(&self) -> Rules {
         pin::pinned(|pin| self.active.load(pin).rules())
     }
 
-    /// Returns the current seed.
+    /// Returns the seed in use.
     pub fn seed(&self) -> u64 {
         pin::pinned(|pin| self.active.load(pin).seed())
     }
 
-    /// Completes every hung request and returns their number. Later requests still hang if a rule
-    /// says so.
+    /// Completes every hung request and returns the number of completed requests. Later requests
+    /// still hang if a `hang` rule fires.
     pub fn release(&self) -> u64 {
         self.below.hold.release()
     }
 
-    /// Returns the number of hung requests.
-    pub fn hanging(&self) -> u64 {
-        self.below.hold.hanging()
+    /// Returns the number of requests that hang now.
+    pub fn hung_requests(&self) -> u64 {
+        self.below.hold.hung_requests()
     }
 
-    /// Returns the counters of each rule since the rules were set.
+    /// Returns the text and counters of each rule, in order.
     pub fn counts(&self) -> Vec<RuleCount> {
         pin::pinned(|pin| {
             let counts = self.active.load(pin).counts();
@@ -174,23 +178,23 @@ impl Faults {
         })
     }
 
-    /// Returns how many requests were counted as the first at their offset because the table of
-    /// offsets was full.
+    /// Returns the number of requests that were treated as the first at their offset because the
+    /// table of counters was full.
     pub fn uncounted(&self) -> u64 {
         pin::pinned(|pin| self.active.load(pin).uncounted())
     }
 
-    /// Fails all hung and delayed requests with [`Error::Gone`], now and later. Used to remove a
-    /// device with hung requests.
+    /// Fails all hung and delayed requests with [`Error::Gone`], and all later requests that would
+    /// hang or be delayed. Used to remove a device with hung requests.
     pub fn close(&self) {
         self.below.hold.close();
     }
 
-    /// Returns true if a rule may fire for this operation.
+    /// Returns true if a rule may fire for a request with this operation.
     #[inline]
     fn watches(&self, operation: Operation) -> bool {
-        // Relaxed: a caller that runs after `set` returned sees the new value; before that either
-        // value is right.
+        // Relaxed: a caller ordered after the return of `set` sees the new value. A concurrent
+        // caller may use the old or the new rules.
         self.watched.load(Ordering::Relaxed) & operation.set().bits() != 0
     }
 
@@ -232,10 +236,10 @@ impl Device for Faults {
     }
 
     #[inline]
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         if self.watches(operation(request.op)) && self.matches(&RequestInfo::of(request)) {
             request.check(&self.geometry())?;
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         self.below.device.try_io(request, buffer)
     }

@@ -1,4 +1,4 @@
-//! Parsing and formatting of sizes, times, probabilities and counts in rules.
+//! Parses and formats sizes, times, probabilities and counts in fault rules.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,20 +6,20 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::rules::{Chance, DELAY_SECONDS_MAX, NTH_MAX, Range};
-use crate::quantity::{self, Wrong};
+use crate::quantity::{self, ParseError};
 
-/// Units of sizes, including `B` for bytes.
+/// Units of sizes in rules with their bytes, including `B` for bytes, largest first.
 const SIZES: [(&str, u64); 5] = {
     let [t, g, m, k] = quantity::SIZES;
     [t, g, m, k, ("B", 1)]
 };
-/// Units of times with their nanoseconds, largest first.
+/// Units of times in rules with their nanoseconds, largest first.
 const TIMES: [(&str, u64); 4] = [("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1000), ("ns", 1)];
 const DELAY_NANOS_MAX: u64 = DELAY_SECONDS_MAX * 1_000_000_000;
-/// Maximum number of decimal places of a probability.
+/// Maximum number of decimal places of a probability in a rule.
 const FRACTION_DIGITS_MAX: usize = 9;
 
-/// Errors from parsing a value. Each message follows the value in a sentence.
+/// Errors from parsing a value in a rule. Messages are printed after `KEY=VALUE: `.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[expect(missing_docs, reason = "each variant's message is its documentation")]
 pub enum QuantityError {
@@ -53,14 +53,14 @@ pub enum QuantityError {
     Count,
 }
 
-/// Parses a range such as `1M+64K`.
+/// Parses a byte range `OFFSET+LENGTH`, such as `1M+64K`.
 pub(super) fn range(text: &str) -> Result<Range, QuantityError> {
     let (offset, len) = text.split_once('+').ok_or(QuantityError::Range)?;
     let (offset, len) = (size(offset)?, size(len)?);
     if len == 0 {
         return Err(QuantityError::NoLength);
     }
-    // File offsets are signed.
+    // The end of a range must fit a signed 64-bit file offset.
     let end = offset.checked_add(len).filter(|&end| i64::try_from(end).is_ok());
     end.map(|_| Range { offset, len }).ok_or(QuantityError::TooFar)
 }
@@ -68,24 +68,28 @@ pub(super) fn range(text: &str) -> Result<Range, QuantityError> {
 fn size(text: &str) -> Result<u64, QuantityError> {
     match quantity::parse(text, &SIZES) {
         Ok(bytes) => Ok(bytes),
-        Err(Wrong::Bare(0)) => Ok(0),
-        Err(Wrong::Bare(_)) => Err(QuantityError::BareSize(text.into())),
-        Err(Wrong::Overflow) => Err(QuantityError::TooFar),
-        Err(Wrong::NoNumber | Wrong::Long | Wrong::Unit { .. }) => Err(QuantityError::Size(text.into())),
+        Err(ParseError::NoUnit(0)) => Ok(0),
+        Err(ParseError::NoUnit(_)) => Err(QuantityError::BareSize(text.into())),
+        Err(ParseError::Overflow) => Err(QuantityError::TooFar),
+        Err(ParseError::NoNumber | ParseError::TooLong | ParseError::Unit { .. }) => {
+            Err(QuantityError::Size(text.into()))
+        }
     }
 }
 
-/// Parses a time such as `20ms`.
+/// Parses a delay such as `20ms`: more than 0, at most [`DELAY_SECONDS_MAX`].
 pub(super) fn delay(text: &str) -> Result<Duration, QuantityError> {
     match quantity::parse(text, &TIMES) {
         Ok(nanos) if (1..=DELAY_NANOS_MAX).contains(&nanos) => Ok(Duration::from_nanos(nanos)),
-        Ok(_) | Err(Wrong::Overflow) => Err(QuantityError::Delay),
-        Err(Wrong::Bare(_)) => Err(QuantityError::BareTime(text.into())),
-        Err(Wrong::NoNumber | Wrong::Long | Wrong::Unit { .. }) => Err(QuantityError::Time(text.into())),
+        Ok(_) | Err(ParseError::Overflow) => Err(QuantityError::Delay),
+        Err(ParseError::NoUnit(_)) => Err(QuantityError::BareTime(text.into())),
+        Err(ParseError::NoNumber | ParseError::TooLong | ParseError::Unit { .. }) => {
+            Err(QuantityError::Time(text.into()))
+        }
     }
 }
 
-/// Parses a probability: `1%`, `0.5%`, `1/1000` or `0.01`.
+/// Parses a probability such as `1%`, `0.5%`, `1/1000` or `0.01`.
 pub(super) fn chance(text: &str) -> Result<Chance, QuantityError> {
     if let Some((count, of)) = text.split_once('/') {
         let number =
@@ -104,11 +108,11 @@ pub(super) fn chance(text: &str) -> Result<Chance, QuantityError> {
     Chance::new(count, of).ok_or(QuantityError::Chance)
 }
 
-/// Parses a decimal number as a fraction: `12.5` as 125 / 10.
+/// Parses a decimal number as numerator and denominator: `12.5` returns (125, 10).
 fn decimal(text: &str) -> Result<(u64, u64), QuantityError> {
     let (whole, part) = text.split_once('.').unwrap_or((text, ""));
     let are_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-    // More integer digits cannot be a probability.
+    // More than 4 integer digits exceed any probability, also in percent.
     if (whole.is_empty() && part.is_empty()) || whole.len() > 4 || !are_digits(whole) || !are_digits(part) {
         return Err(QuantityError::Chance);
     }
@@ -121,12 +125,12 @@ fn decimal(text: &str) -> Result<(u64, u64), QuantityError> {
     Ok((whole * of + part, of))
 }
 
-/// Parses the value of `nth`, starting at 1.
+/// Parses the value of `nth`: a number from 1 to [`NTH_MAX`].
 pub(super) fn nth(text: &str) -> Result<u64, QuantityError> {
     count(text).ok().filter(|&nth| nth <= NTH_MAX).ok_or(QuantityError::Nth)
 }
 
-/// Parses a count of at least 1.
+/// Parses the value of `times` or `after`: a number of at least 1.
 pub(super) fn count(text: &str) -> Result<u64, QuantityError> {
     let number = text.parse().ok().filter(|&number| number > 0 && !text.starts_with('+'));
     number.ok_or(QuantityError::Count)
@@ -147,10 +151,10 @@ fn write_size(bytes: u64, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     }
 }
 
-/// Writes a time in the largest unit that divides it.
+/// Formats a delay in the largest unit that divides it.
 pub(super) fn write_delay(delay: Duration, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let nanos = delay.as_nanos() as u64;
-    // Rules have no delay of 0.
+    // A rule's delay is never 0, so a unit is always found.
     let (number, unit) = quantity::largest(nanos, &TIMES).unwrap_or((nanos, "ns"));
     write!(f, "{number}{unit}")
 }

@@ -1,4 +1,4 @@
-//! Rules: operations, effects and conditions. [`text`](super::text) parses and formats them.
+//! Fault rules: operations, effects and conditions. [`text`](super::text) parses and formats rules.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,14 +7,15 @@ use bitflags::bitflags;
 
 use freestone_core::device::Error;
 
-/// Maximum number of rules; every request is checked against each.
+/// Maximum number of rules of a device. Limited because every request is checked against every
+/// rule.
 pub const RULES_MAX: usize = 64;
-/// Longest delay in seconds.
+/// Longest delay of a rule in seconds.
 pub const DELAY_SECONDS_MAX: u64 = 3600;
-/// Largest `nth`: the limit of the counters per offset.
+/// Largest value of `nth`. The counters per offset stop at the next number.
 pub const NTH_MAX: u64 = super::tally::COUNT_MAX - 1;
 
-/// Operations of a device and its zones that can fail.
+/// Operations of a device and its zones into which faults can be injected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Operation {
     Read,
@@ -30,7 +31,7 @@ pub(super) enum Operation {
 }
 
 bitflags! {
-    /// A set of [`Operation`]s.
+    /// Set of [`Operation`]s.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub(super) struct Ops: u32 {
         const READ = 1;
@@ -44,9 +45,9 @@ bitflags! {
         const FINISH = 1 << 8;
         const RESET = 1 << 9;
 
-        /// Operations that carry data.
+        /// Operations that carry data to the device.
         const DATA = Self::WRITE.bits() | Self::APPEND.bits();
-        /// Operations that change later reads.
+        /// Operations that change the content of the device.
         const WRITES = Self::DATA.bits() | Self::ZEROES.bits() | Self::DISCARD.bits();
     }
 }
@@ -80,7 +81,7 @@ impl Operation {
         }
     }
 
-    /// Returns the set with this operation only.
+    /// Returns the set that contains only this operation.
     pub const fn set(self) -> Ops {
         Ops::from_bits_truncate(1 << self as u32)
     }
@@ -105,7 +106,7 @@ impl Target {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WriteFault {
-    /// Only some units of this many bytes are written.
+    /// Only some of the write's units are written. The number is the size of a unit in bytes.
     Torn(u32),
     Lost,
     Misdirected,
@@ -124,7 +125,7 @@ pub(super) struct Effects {
 }
 
 impl Effects {
-    /// Returns the operations to which at least one of the effects applies.
+    /// Returns the set of operations to which at least one of the effects applies.
     pub fn ops(&self) -> Ops {
         let mut ops = Ops::empty();
         if self.error.is_some() || self.delay.is_some() || self.hang {
@@ -141,7 +142,8 @@ impl Effects {
         ops
     }
 
-    /// Returns true if the effects themselves need random numbers.
+    /// Returns true if an effect needs a random number: torn units, a wrong offset, or a flipped
+    /// bit.
     pub const fn are_random(&self) -> bool {
         matches!(self.write_fault, Some(WriteFault::Torn(_) | WriteFault::Misdirected)) || self.rot
     }
@@ -156,12 +158,12 @@ impl WriteFault {
     }
 }
 
-/// Operations of `lie`: a flush is skipped, a write loses its FUA flag.
+/// Operations to which `lie` applies: a flush is skipped, and a write loses its FUA flag.
 pub(super) const LIE_OPS: Ops = Ops::WRITES.union(Ops::FLUSH);
 pub(super) const STALE_OPS: Ops = Ops::READ;
 pub(super) const ROT_OPS: Ops = Ops::DATA.union(Ops::READ);
 
-/// Probability as a reduced fraction, above 0 and at most 1.
+/// Probability `count / of` as a reduced fraction, above 0 and at most 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Chance {
     pub count: u64,
@@ -169,7 +171,7 @@ pub(super) struct Chance {
 }
 
 impl Chance {
-    /// Returns `None` unless the fraction is above 0 and at most 1.
+    /// Returns the probability `count / of`, or `None` unless it is above 0 and at most 1.
     pub fn new(count: u64, of: u64) -> Option<Self> {
         if count == 0 || count > of {
             return None;
@@ -181,13 +183,13 @@ impl Chance {
         Some(Self { count: count / a, of: of / a })
     }
 
-    /// Returns the limit below which a random 64-bit number falls with this probability.
+    /// Returns the limit such that a random 64-bit number is less than it with this probability.
     pub fn threshold(self) -> u128 {
         (u128::from(self.count) << 64) / u128::from(self.of)
     }
 }
 
-/// Range of bytes.
+/// Range of bytes of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Range {
     pub offset: u64,
@@ -201,7 +203,7 @@ impl Range {
     }
 }
 
-/// Fault rule. For its text see the [module](super).
+/// Fault rule. The [module](super) describes its text format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     pub(super) target: Target,
@@ -214,30 +216,30 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Returns the operations for which the rule can fire.
+    /// Returns the set of operations for which the rule can fire.
     pub(super) fn ops(&self) -> Ops {
         let ops = self.target.ops() & self.effects.ops();
-        // A flush has no offset.
+        // A flush has no offset, so a rule with a range never matches it.
         if self.range.is_some() { ops - Ops::FLUSH } else { ops }
     }
 
-    /// Returns true if the rule depends on the number of operations at an offset.
+    /// Returns true if the rule depends on how often an operation started at an offset.
     pub(super) const fn needs_counts(&self) -> bool {
         self.nth.is_some() || self.chance.is_some() || self.effects.are_random()
     }
 }
 
-/// List of rules, in the order of evaluation.
+/// List of fault rules, in the order of evaluation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rules(pub(super) Vec<Rule>);
 
 impl Rules {
-    /// Returns an empty list, which injects nothing.
+    /// Returns an empty list, which injects no faults.
     pub const fn none() -> Self {
         Self(Vec::new())
     }
 
-    /// Returns true if there is no rule.
+    /// Returns true if the list contains no rules.
     pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -256,7 +258,7 @@ impl<'a> IntoIterator for &'a Rules {
     }
 }
 
-/// Formats the rules so that parsing returns the same rules.
+/// Formats the rules separated by `; `, so that parsing returns the same rules.
 impl fmt::Display for Rules {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, rule) in self.0.iter().enumerate() {

@@ -1,20 +1,20 @@
-//! Old content, kept for stale reads.
+//! Content that writes replaced, kept so that stale reads can return it.
 //!
-//! Lock order: `kept` is innermost, held to copy one request's blocks. Only used by devices with a
-//! `stale` rule.
+//! Used only by devices with a `stale` rule. Lock order: `kept` is the innermost lock, held while
+//! the blocks of one request are copied.
 
 use std::collections::{HashMap, VecDeque};
 
 use super::rules::Range;
 use freestone_core::sync::Mutex;
 
-/// Maximum old content per device in bytes. Beyond it the oldest block is dropped.
+/// Maximum old content kept per device, in bytes. A new block beyond it replaces the oldest one.
 pub const OLD_BYTES_MAX: usize = 64 << 20;
-/// Maximum old content per request in bytes, from its start. Limits the memory of requests in
-/// flight.
+/// Maximum old content kept per request, in bytes from its start. Limits the memory that requests
+/// in flight use.
 pub const OLD_REQUEST_BYTES_MAX: u64 = 4 << 20;
 
-/// Old content per block.
+/// Old content of a device, per logical block.
 pub struct OldContent {
     ranges: Vec<Range>,
     block: u64,
@@ -25,12 +25,14 @@ pub struct OldContent {
 #[derive(Default)]
 struct KeptBlocks {
     blocks: HashMap<u64, Box<[u8]>>,
-    /// Blocks in the order of their first insertion. May still contain removed blocks.
+    /// Numbers of the kept blocks in the order of their first insertion. Removed blocks may still
+    /// be in it.
     order: VecDeque<u64>,
 }
 
 impl OldContent {
-    /// Creates an empty store for stale reads of `ranges`.
+    /// Creates an empty store of old content for stale reads in `ranges`. `block` is the logical
+    /// block in bytes.
     pub fn new(ranges: Vec<Range>, block: u32) -> Self {
         Self::with(ranges, block, OLD_BYTES_MAX)
     }
@@ -40,13 +42,14 @@ impl OldContent {
         Self { ranges, block: u64::from(block), blocks_max, kept: Mutex::default() }
     }
 
-    /// Returns true if old content of this range must be kept.
+    /// Returns true if a `stale` rule covers a part of this byte range, so its old content must be
+    /// kept.
     pub fn wants(&self, offset: u64, len: u64) -> bool {
         self.ranges.iter().any(|range| range.overlaps(offset, len))
     }
 
-    /// Keeps `data`, the old content at `offset`. Old content of the remaining bytes up to `len` is
-    /// unknown and dropped.
+    /// Keeps `data`, the old content at `offset`. The old content of the remaining bytes up to
+    /// `len` is unknown, so content kept earlier for these bytes is dropped.
     pub fn keep(&self, offset: u64, data: &[u8], len: u64) {
         let block = self.block as usize;
         let first = offset / self.block;
@@ -79,7 +82,8 @@ impl OldContent {
         }
     }
 
-    /// Copies old content over the data read at `offset`. Returns true if there was any.
+    /// Copies kept old content over the data read at `offset`. Returns true if any block of the
+    /// range was kept.
     pub fn recall(&self, offset: u64, data: &mut [u8]) -> bool {
         let kept = self.kept.lock();
         let mut any = false;
@@ -123,7 +127,7 @@ mod tests {
         let old = old(10);
         for block in 1..=1000 {
             old.keep(block * 512, &[block as u8; 512], 512);
-            // Keeping a block again takes no more room.
+            // Keeping the same block again must not evict another block.
             old.keep(block * 512, &[block as u8; 512], 512);
             let kept = old.kept.lock();
             assert!(kept.blocks.len() <= 10 && kept.order.len() <= 10);
@@ -142,7 +146,7 @@ mod tests {
             (1..=8).map(|block| at(&old, block)).collect::<Vec<_>>(),
             [Some(1), Some(2), None, None, None, Some(1), Some(1), Some(1)]
         );
-        // The length of a whole device takes no longer.
+        // A huge unknown range must not be walked block by block.
         old.keep(0, &[], 1 << 60);
         assert!((0..20).all(|block| at(&old, block).is_none()));
         assert_eq!(old.kept.lock().order.len(), 0);

@@ -1,20 +1,23 @@
-//! Counters per key (operations at an offset) in a lock-free table of fixed size.
+//! Lock-free table of fixed size that counts keys. A key is the hash of a rule, an operation and an
+//! offset.
 //!
-//! A cell holds the upper bits of a key's hash and a count. A key uses the first free cell of a
+//! A cell contains the upper bits of a key's hash and a count. A key uses the first free cell of a
 //! window chosen by its hash. Cells are never freed, so a key stays in its cell. If the window is
-//! full the key is not counted: each time counts as the first, whatever other threads do.
+//! full, the key is not counted: every call of [`Tally::count`] for it returns 1.
 
 use zerocopy::FromZeros;
 
 use freestone_core::sync::{AtomicU64, Ordering};
 
-/// Cells of a table, 8 bytes each. Untouched memory costs nothing.
+/// Number of cells of a table, 8 bytes each. Pages of the table that are never touched use no
+/// memory.
 const CELLS: usize = 1 << 20;
-/// Cells searched for one key. Windows fill up when the table is about nine tenths full.
+/// Number of cells searched for one key. The first windows are full when the table is about 90%
+/// full.
 const WINDOW_CELLS: usize = 64;
-/// Lower bits of a cell, which hold the count.
+/// Number of lower bits of a cell that contain the count.
 const COUNT_BITS: u32 = 24;
-/// Largest count; a counter stays there.
+/// Largest count. A counter that reached it does not change any more.
 pub const COUNT_MAX: u64 = (1 << COUNT_BITS) - 1;
 
 pub struct Tally {
@@ -29,31 +32,32 @@ impl Default for Tally {
 }
 
 impl Tally {
-    /// Creates a table of `cells`, a power of two. Without memory for it nothing is counted.
+    /// Creates a table of `cells` cells, a power of two. If the allocation fails, the table is
+    /// empty and nothing is counted.
     fn new(cells: usize) -> Self {
-        // The system zeroes the pages on first use.
+        // The allocation is zeroed pages of the system, which provides their memory on first use.
         let cells = <[AtomicU64]>::new_box_zeroed_with_elems(cells).unwrap_or_default();
         Self { cells, uncounted: AtomicU64::new(0) }
     }
 
-    /// Counts the key with this hash. Returns 1 for the first time.
+    /// Counts the key with this hash. Returns how often the key was counted, 1 for the first time,
+    /// or 1 if the table has no cell for the key.
     pub fn count(&self, hash: u64) -> u64 {
         let tag = hash >> COUNT_BITS;
         for step in 0..WINDOW_CELLS.min(self.cells.len()) {
             let cell = &self.cells[(hash as usize).wrapping_add(step) & (self.cells.len() - 1)];
-            // Relaxed: a cell is complete in itself; nothing is published with it.
+            // Relaxed: a cell contains the complete state of a key, and publishes no other memory.
             let mut seen = cell.load(Ordering::Relaxed);
             while seen == 0 || seen >> COUNT_BITS == tag {
                 let count = seen & COUNT_MAX;
                 if count == COUNT_MAX {
                     return count;
                 }
-                // Relaxed: as for the load.
                 match cell.compare_exchange_weak(
                     seen,
                     (tag << COUNT_BITS) | (count + 1),
-                    // Relaxed: as for the load. Each number is used once because the cell changes
-                    // atomically.
+                    // Relaxed: no other memory is published with a cell. Each count is returned
+                    // once because the cell changes atomically.
                     Ordering::Relaxed,
                     Ordering::Relaxed,
                 ) {
@@ -62,14 +66,14 @@ impl Tally {
                 }
             }
         }
-        // Relaxed: a statistic.
+        // Relaxed: the counter is only a statistic.
         self.uncounted.fetch_add(1, Ordering::Relaxed);
         1
     }
 
-    /// Returns how many times a key found no cell.
+    /// Returns how many calls of [`count`](Self::count) found no cell for the key.
     pub fn uncounted(&self) -> u64 {
-        // Relaxed: a statistic.
+        // Relaxed: the counter is only a statistic.
         self.uncounted.load(Ordering::Relaxed)
     }
 }

@@ -1,4 +1,4 @@
-//! Parsing and formatting of rules, with error messages for users.
+//! Parses and formats fault rules, with error messages for users.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,9 +15,9 @@ use freestone_core::device::Error as DeviceError;
 const EFFECTS: [&str; 9] =
     ["error=", "delay=", "hang", "torn=", "lost", "misdirected", "lie", "stale", "rot"];
 const CONDITIONS: [&str; 5] = ["at=", "chance=", "nth=", "times=", "after="];
-/// Units of a torn write: their spelling, and bytes.
+/// Units of a torn write: the text in a rule, and the size in bytes.
 const UNITS: [(&str, u32); 3] = [("512", 512), ("4K", 4 << 10), ("16K", 16 << 10)];
-/// Names of errors. Formatting uses the first name of each error.
+/// Names of errors in rules. Several names may mean the same error; formatting uses the first one.
 const ERRNOS: [(&str, DeviceError); 11] = [
     ("EIO", DeviceError::Media),
     ("ENOSPC", DeviceError::NoSpace),
@@ -31,22 +31,22 @@ const ERRNOS: [(&str, DeviceError); 11] = [
     ("ETOOMANYREFS", DeviceError::ZoneTooManyOpen),
     ("EOVERFLOW", DeviceError::ZoneTooManyActive),
 ];
-/// Maximum length of a rule quoted in an error, in characters.
+/// Maximum number of characters of a rule quoted in an error message.
 const QUOTE_CHARS_MAX: usize = 80;
 
-/// Errors from parsing rules: which rule, and the problem.
+/// Error from parsing a list of rules: the invalid rule and its problem.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("fault rule {number} (\"{rule}\"): {problem}")]
 pub struct RuleError {
-    /// Number of the rule, starting at 1.
+    /// Position of the rule in the list, starting at 1.
     pub number: usize,
-    /// Text of the rule, shortened if long.
+    /// Text of the rule, cut after 80 characters.
     pub rule: String,
     /// Problem found in the rule.
     pub problem: Problem,
 }
 
-/// Problems of a rule. Each message follows the rule's text in a sentence.
+/// Problems found in a rule. Messages are printed after the rule's text.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[expect(missing_docs, reason = "each variant's message is its documentation")]
 pub enum Problem {
@@ -131,7 +131,8 @@ fn parse(text: &str) -> Result<Rule, Problem> {
     Ok(rule)
 }
 
-/// Adds a word to the rule. Returns false if the rule has it already.
+/// Adds an effect or condition (`word`, split into `key` and `value`) to the rule. Returns false if
+/// the rule already contains one with this key.
 fn add(rule: &mut Rule, key: &str, value: Option<&str>, word: &str) -> Result<bool, Problem> {
     let needed = |example| {
         let value = value.filter(|value| !value.is_empty());
@@ -188,7 +189,7 @@ fn parse_error(name: &str) -> Result<DeviceError, Problem> {
     found.map(|(_, error)| *error).ok_or_else(|| Problem::Errno { name: name.into() })
 }
 
-/// Checks that effects, operations and conditions fit together.
+/// Checks that the rule's effects, operations and conditions can be combined.
 fn check(rule: &Rule) -> Result<(), Problem> {
     let Effects { error, delay, hang, write_fault, lie, stale, rot } = rule.effects;
     if rule.effects == Effects::default() {
@@ -322,10 +323,12 @@ fn keys() -> Vec<&'static str> {
     EFFECTS.iter().chain(&CONDITIONS).map(|word| word.trim_end_matches('=')).collect()
 }
 
-/// Returns a suggestion such as `; write?` if one of the words is similar to the typed one.
+/// Returns a suggestion such as `; write?` if one of `words` is similar to `typed`, else an empty
+/// string.
 fn suggest(typed: &str, words: &[&'static str]) -> String {
     let typed = typed.split('=').next().unwrap_or_default();
-    // Longer words are not typing errors, and the comparison takes quadratic time.
+    // The length is limited because the comparison takes quadratic time, and longer words are not
+    // typing errors.
     let lower = typed.chars().take(QUOTE_CHARS_MAX).collect::<String>().to_lowercase();
     let distance = |word: &str| strsim::damerau_levenshtein(&lower, &word.to_lowercase());
     let best = words.iter().map(|word| (distance(word), *word)).min_by_key(|(distance, _)| *distance);

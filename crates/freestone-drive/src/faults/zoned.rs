@@ -1,4 +1,4 @@
-//! Faults of zones: zone operations, appends, and faulty writes at a write pointer.
+//! Fault injection into zone operations, zone appends, and writes at a write pointer.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use freestone_core::device::zoned::{
 };
 use freestone_core::device::{Device, Error, Flags, IoBuf, Result};
 
-/// Maximum number of zones searched for room for a misdirected write.
+/// Maximum number of zones that are searched for one with room for a misdirected write.
 const ZONES_LOOKED_AT_MAX: usize = 4096;
 
 impl Faults {
@@ -19,14 +19,14 @@ impl Faults {
         self.below.device.zoned().ok_or(Error::Unsupported)
     }
 
-    /// Returns the zone geometry if a zone starts at `offset`.
+    /// Returns the zone geometry, or `None` if no zone starts at `offset`.
     fn zones_at(&self, offset: u64) -> Option<ZoneGeometry> {
         let geometry = self.below.device.geometry();
         geometry.zones.filter(|zones| offset < geometry.size && offset.is_multiple_of(zones.zone_size))
     }
 
-    /// Returns the properties of an append for the rules, if one may fire. Invalid appends fail in
-    /// the device below instead.
+    /// Returns the properties of an append that rules check. Returns `None` if no rule can fire, or
+    /// the append is invalid and fails in the device under this layer.
     fn append_info(&self, offset: u64, len: usize, flags: Flags) -> Option<RequestInfo> {
         if !self.watches(Operation::Append) {
             return None;
@@ -40,7 +40,8 @@ impl Faults {
         is_valid.then_some(RequestInfo { operation: Operation::Append, offset, len, reach, durable })
     }
 
-    /// Runs a zone operation with its faults, and blocks the calling thread for the pause.
+    /// Runs a zone operation with the injected faults. Blocks the calling thread while a rule
+    /// delays or hangs the operation.
     fn blocking(&self, info: &RequestInfo, operate: impl FnOnce() -> Result<()>) -> Result<()> {
         let decision = self.decide(info);
         let outcome = match decision.fail_before {
@@ -129,7 +130,7 @@ impl Zoned for Faults {
     }
 }
 
-/// Completes an append after its pause.
+/// Completes a zone append with `outcome` after `pause`.
 fn complete_held(hold: &Arc<Hold>, pause: super::hold::Pause, outcome: Result<u64>, done: AppendCompletion) {
     hold.complete_after(pause, move |held| done(held.and(outcome)));
 }
@@ -137,7 +138,8 @@ fn complete_held(hold: &Arc<Hold>, pause: super::hold::Pause, outcome: Result<u6
 pub fn is_sequential(device: &dyn Device, offset: u64) -> bool {
     let mut sequential = false;
     if let Some(zoned) = device.zoned() {
-        // A report fails only beyond the device's end, and the request then fails, too.
+        // A zone report fails only if `offset` is beyond the device, and then the request itself
+        // fails, too.
         let _ = zoned.report(offset, &mut |zone| {
             sequential = zone.kind == ZoneType::SequentialRequired;
             false
@@ -146,8 +148,8 @@ pub fn is_sequential(device: &dyn Device, offset: u64) -> bool {
     sequential
 }
 
-/// Appends data intended for the zone at `offset` to a random other zone with room, if there is
-/// one. The result is ignored.
+/// Appends `data`, intended for the zone at `offset`, to a random other zone with room, if one
+/// exists. The result of the append is ignored.
 pub fn append_elsewhere(device: &dyn Device, word: u64, offset: u64, data: &[u8], flags: Flags) {
     let (Some(geometry), Some(zoned)) = (device.geometry().zones, device.zoned()) else { return };
     if data.len() as u64 > u64::from(geometry.max_append) {
@@ -157,7 +159,7 @@ pub fn append_elsewhere(device: &dyn Device, word: u64, offset: u64, data: &[u8]
     let mut looked_at = 0;
     let mut found = None;
     for from in [first, 0] {
-        // A failure is ignored, as in `is_sequential`.
+        // If the report fails, no zone is found, and the data is lost.
         let _ = zoned.report(from, &mut |zone| {
             looked_at += 1;
             if has_room(&zone, offset, data.len() as u64) {

@@ -1,54 +1,59 @@
-//! Drive in plain memory (`memory_backed=1`).
+//! Null drive that stores data uncompressed in memory (`memory_backed=1`).
 //!
-//! Unwritten pages take no memory, and reads do not change that. A request locks the pages that it
-//! copies. The lock covers the copy, so a read sees each logical block before or after a concurrent
-//! write.
+//! Unwritten pages use no memory, and reading them allocates none. A request holds the locks of the
+//! pages while it copies them. So a read sees each logical block either before or after a
+//! concurrent write.
 
 use super::pages::{PAGE, Pages};
 use super::{Config, SetupError};
 use freestone_core::client_log;
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
-    Tried, range_end,
+    TryResult, range_end,
 };
 use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
 use freestone_core::zeroes::{ZEROES, ZEROES_BYTES};
 
-/// Largest device in bytes: 256 TiB. At most 1 TiB of it can hold data, counted in regions of 2
-/// MiB.
+/// Size of the largest device in bytes, 256 TiB. At most 1 TiB of it can contain data, counted in
+/// regions of 2 MiB.
 pub const MEMORY_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
 
-/// Maximum bytes copied per try: about 200 us, or a millisecond for new memory.
+/// Maximum number of bytes that one `try_io` copies, so that it takes about 200 us, or 1 ms for
+/// newly allocated memory.
 const TRY_BYTES_MAX: u64 = 1 << 20;
-/// Maximum bytes per try of zeroes that take memory; they are written like data.
+/// Maximum number of bytes that one `try_io` fills with zeroes without `MAY_FREE`. Zeroes without
+/// this flag are written like data and use memory.
 const ZEROES_TRY_BYTES_MAX: u64 = 256 << 10;
-/// Maximum regions of 2 MiB discarded per try, including the return of memory to the system: up to
-/// two milliseconds.
+/// Maximum number of 2 MiB regions that one `try_io` discards. With the return of memory to the
+/// system, it takes at most 2 ms.
 const TRY_LEAVES: u32 = 4;
-/// Maximum regions of 2 MiB described per call.
+/// Maximum number of 2 MiB regions with data that one call of `extents` describes.
 const EXTENT_LEAVES: u32 = 64;
 
-/// Drive that stores data uncompressed in memory.
+/// Null drive that stores data uncompressed in memory.
 ///
-/// Discarded pages keep their memory for later writes: up to 16 MiB plus an eighth of the data. The
-/// rest returns to the system. A write without memory fails with [`Error::NoMemory`].
+/// Discarded pages keep their memory for later writes, up to 16 MiB plus an eighth of the stored
+/// data. Memory beyond that returns to the system. A write fails with [`Error::NoMemory`] if the
+/// system is out of memory.
 pub struct Memory {
     geometry: Geometry,
     pages: Swap<Pages>,
 }
 
 impl Memory {
-    /// Creates an empty drive.
+    /// Creates an empty drive, which reads as zeroes.
     ///
     /// # Errors
-    /// The configuration is invalid, or memory for tables is missing.
+    /// The configuration is invalid, the memory file could not be created, or memory for the page
+    /// table is missing.
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
         let geometry = config.geometry(MEMORY_BYTES_MAX)?;
         Ok(Self { geometry, pages: Swap::new(Box::new(Pages::new()?)) })
     }
 
-    /// Returns the memory used in bytes, including tables and retained pages.
+    /// Returns the memory used in bytes, including page tables and discarded pages retained for
+    /// later writes.
     pub fn used_bytes(&self) -> u64 {
         pin::pinned(|pin| self.pages.load(pin).used_bytes())
     }
@@ -58,14 +63,15 @@ impl Memory {
         pin::pinned(|pin| self.pages.load(pin).is_untouched())
     }
 
-    /// Erases the drive. Requests in flight finish on the old content without waiting. The old
-    /// memory is free when this returns.
+    /// Erases the drive. Requests in flight finish on the old content. The old memory is free when
+    /// this function returns.
     ///
     /// # Errors
-    /// [`Error::NoMemory`]; nothing was erased.
+    /// [`Error::NoMemory`] if no memory file or table could be created. The content is then
+    /// unchanged.
     pub fn reset(&self) -> Result<()> {
         let pages = Pages::new().map_err(|error| {
-            // The request's error cannot carry the reason, so it is logged.
+            // The returned error cannot carry the system's reason, so the reason is logged.
             client_log!(error, "resetting a null device failed: {error}");
             Error::NoMemory
         })?;
@@ -73,7 +79,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Limits `len` to one request.
+    /// Limits `len` to the maximum request size of the device (0: no limit).
     fn bounded(&self, len: u64) -> u64 {
         match self.geometry.max_request {
             0 => len,
@@ -88,7 +94,7 @@ impl Device for Memory {
         self.geometry
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry)?;
         let &Request { op, flags, offset, .. } = request;
         let len = self.bounded(request.len);
@@ -111,7 +117,7 @@ impl Device for Memory {
                 copied
             }
             (Op::Read | Op::Write, _) => return Err(Error::Misaligned),
-            // Discards are not offered: the hint is ignored.
+            // The device does not support discards, so the hint is ignored and succeeds.
             (Op::Discard, _) if self.geometry.discard_granularity == 0 => request.len,
             (Op::Discard, _) => cleared(),
             (Op::WriteZeroes, _) if flags.contains(Flags::MAY_FREE) => cleared(),
@@ -127,7 +133,7 @@ impl Device for Memory {
             }
             (Op::Flush, _) => 0,
         };
-        Ok(if done == request.len { Tried::Done } else { Tried::Partly(done) })
+        Ok(if done == request.len { TryResult::Done } else { TryResult::Partly(done) })
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -139,7 +145,7 @@ impl Device for Memory {
                 _ => Buffer::None,
             };
             match self.try_io(&rest, part) {
-                Ok(Tried::Partly(bytes)) => {
+                Ok(TryResult::Partly(bytes)) => {
                     rest = rest.rest(bytes);
                     at += bytes as usize;
                 }
@@ -164,7 +170,8 @@ impl Device for Memory {
     }
 }
 
-/// Returns the extents of `[offset, end)`, or of the first part of it.
+/// Returns the extents of `[offset, end)`, or of its first part if it contains more than
+/// [`EXTENT_LEAVES`] regions.
 fn runs(pages: &Pages, offset: u64, end: u64) -> Vec<Extent> {
     let mut runs: Vec<Extent> = Vec::new();
     let mut add = |from: u64, to: u64, kind| match runs.last_mut() {

@@ -1,16 +1,19 @@
-//! Test drives modelled on the kernel's `null_blk`.
+//! Test drives modelled on the kernel's `null_blk` driver.
 //!
-//! * [`Null`] stores nothing. It is the baseline for measuring exports and the device contract.
+//! * [`Null`] stores nothing. It is the baseline for measuring exports and the overhead of the
+//!   [`Device`] interface.
 //! * [`Memory`] stores data uncompressed in memory (`memory_backed=1`), with a lock per page.
-//! * [`BadBlocks`] fails requests to bad sectors. [`Paced`] limits the bandwidth and delays
-//!   completions.
+//! * [`BadBlocks`] fails requests to bad sectors. [`PacedDevice`] limits the bandwidth and delays
+//!   completions. Both are layers over another device.
 //!
 //! Intentional differences from the kernel's driver:
-//! * Unwritten data reads as zeroes, also without backing. (The kernel leaves the buffer unchanged;
-//!   [`Flags::UNREAD`] requests that here.)
-//! * Memory is locked per page. (The kernel takes one lock per device around every copy.)
-//! * `mbps` admits requests of any size. (The kernel admits none above its budget of 20 ms.)
-//! * Write zeroes is supported, and a discard without backing succeeds.
+//! * A drive that stores nothing reads as zeroes. (The kernel leaves the buffer unchanged; requests
+//!   with [`Flags::UNREAD`] do so in this module.)
+//! * [`Memory`] locks each page separately. (The kernel takes one lock per device around every
+//!   copy.)
+//! * With a bandwidth limit (`mbps`), requests of any size run. (The kernel never admits a request
+//!   larger than its budget of 20 ms.)
+//! * Write zeroes is supported, and a discard of a drive that stores nothing succeeds.
 
 mod badblocks;
 mod memory;
@@ -20,32 +23,35 @@ mod pages;
 use rustix::io::Errno;
 use thiserror::Error;
 
-pub use self::badblocks::{BAD_RANGES_MAX, BadBlocks, BadConfig, BadError};
+pub use self::badblocks::{BAD_RANGES_MAX, BadBlocks, BadBlocksConfig, BadBlocksError};
 pub use self::memory::{MEMORY_BYTES_MAX, Memory};
-pub use self::pace::{COMPLETION_MAX, MBPS_MAX, PaceConfig, Paced};
+pub use self::pace::{COMPLETION_MAX, MBPS_MAX, PaceConfig, PacedDevice};
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
-    Tried, range_end,
+    TryResult, range_end,
 };
 
-/// Largest size in bytes: the range of a signed 64-bit file offset, which clients use.
+/// Largest size of a drive in bytes. Clients use signed 64-bit file offsets, which cannot address
+/// more.
 pub const MAX_SIZE_BYTES: u64 = i64::MAX as u64;
 
 /// Configuration of a [`Null`] or [`Memory`] device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Size in bytes: a multiple of `logical_block` from 1 block to [`MAX_SIZE_BYTES`], or to
+    /// Size of the drive in bytes: a multiple of `logical_block`, at most [`MAX_SIZE_BYTES`], or to
     /// [`MEMORY_BYTES_MAX`] for [`Memory`].
     pub size: u64,
-    /// Logical block in bytes: a power of two from 512 to 4096.
+    /// Size of a logical block in bytes: a power of two from 512 to 4096.
     pub logical_block: u32,
-    /// Reports the disk as rotational.
+    /// True to report the drive as rotational.
     pub rotational: bool,
-    /// Rejects writes.
+    /// True to reject writes.
     pub read_only: bool,
-    /// Supports discards down to a block. Without it discards succeed but free nothing.
+    /// True to support discards with the granularity of a block. If false, discards succeed but
+    /// free nothing.
     pub discard: bool,
-    /// Largest request done at once, in bytes: a multiple of `logical_block`, or 0 for no limit.
+    /// Maximum number of bytes that one `try_io` handles: a multiple of `logical_block`, or 0 for
+    /// no limit.
     pub max_request: u32,
 }
 
@@ -55,7 +61,8 @@ impl Config {
         Self { size, logical_block, rotational: false, read_only: false, discard: true, max_request: 0 }
     }
 
-    /// Returns the geometry of the device. `largest` is the size limit in bytes.
+    /// Checks the configuration and returns the geometry of the device. `largest` is the maximum
+    /// size in bytes.
     fn geometry(&self, largest: u64) -> std::result::Result<Geometry, SetupError> {
         let &Self { size, logical_block: block, rotational, read_only, discard, max_request } = self;
         if !block.is_power_of_two() || !(512..=4096).contains(&block) {
@@ -86,48 +93,48 @@ impl Config {
     }
 }
 
-/// Errors from creating a device.
+/// Errors from creating a [`Null`] or [`Memory`] device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum SetupError {
-    /// The logical block is not supported.
+    /// The logical block is not a power of two from 512 to 4096 bytes.
     #[error("logical_block is {0}; it must be 512, 1024, 2048 or 4096")]
     LogicalBlock(u32),
-    /// The size is not supported.
+    /// The size is too large or not a multiple of the logical block.
     #[error("size is {size} bytes; it must be a multiple of {block} bytes from {block} to {largest}")]
     Size {
-        /// Requested size in bytes.
+        /// Requested size of the device in bytes.
         size: u64,
-        /// Logical block in bytes.
+        /// Size of a logical block in bytes.
         block: u32,
-        /// Largest supported size in bytes.
+        /// Maximum size in bytes.
         largest: u64,
     },
-    /// The request limit is not a multiple of the logical block.
+    /// The maximum request size is not a multiple of the logical block.
     #[error("max_request is {max_request} bytes; it must be a multiple of {block} bytes, or 0 for no limit")]
     MaxRequest {
-        /// Requested limit in bytes.
+        /// Requested maximum request size in bytes.
         max_request: u32,
-        /// Logical block in bytes.
+        /// Size of a logical block in bytes.
         block: u32,
     },
-    /// The memory file could not be created.
+    /// The anonymous file (memfd) for the data could not be created.
     #[error("cannot create a memory file: {0}")]
     MemoryFile(Errno),
-    /// Out of memory for tables.
+    /// The system has no memory for the page tables.
     #[error("out of memory")]
     NoMemory,
 }
 
-/// Device that discards written data and completes every request inline.
+/// Device that discards written data, reads as zeroes, and completes every request inline.
 pub struct Null {
     geometry: Geometry,
 }
 
 impl Null {
-    /// Creates the device.
+    /// Creates a null device.
     ///
     /// # Errors
-    /// The configuration is invalid.
+    /// The configuration is invalid: see [`Config`].
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
         Ok(Self { geometry: config.geometry(MAX_SIZE_BYTES)? })
     }
@@ -140,13 +147,13 @@ impl Device for Null {
     }
 
     #[inline]
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry)?;
         let most = u64::from(self.geometry.max_request);
         let (bytes, tried) = if most != 0 && request.len > most {
-            (most as usize, Tried::Partly(most))
+            (most as usize, TryResult::Partly(most))
         } else {
-            (request.len as usize, Tried::Done)
+            (request.len as usize, TryResult::Done)
         };
         if let Buffer::Read(out) = buffer
             && !request.flags.contains(Flags::UNREAD)
@@ -213,9 +220,9 @@ mod tests {
         let null = Null::new(Config::plain(1 << 20, 512)).unwrap();
         let mut out = [7; 512];
         let unread = Request::read(0, 512).with(Flags::UNREAD);
-        assert_eq!(null.try_io(&unread, Buffer::Read(&mut out)), Ok(Tried::Done));
+        assert_eq!(null.try_io(&unread, Buffer::Read(&mut out)), Ok(TryResult::Done));
         assert_eq!(out, [7; 512]);
-        assert_eq!(null.try_io(&Request::read(0, 512), Buffer::Read(&mut out)), Ok(Tried::Done));
+        assert_eq!(null.try_io(&Request::read(0, 512), Buffer::Read(&mut out)), Ok(TryResult::Done));
         assert_eq!(out, [0; 512]);
     }
 
@@ -224,9 +231,9 @@ mod tests {
         let null = Null::new(Config { max_request: 1024, ..Config::plain(1 << 20, 512) }).unwrap();
         let mut out = [7; 2560];
         let request = Request::read(0, 2560);
-        assert_eq!(null.try_io(&request, Buffer::Read(&mut out)), Ok(Tried::Partly(1024)));
+        assert_eq!(null.try_io(&request, Buffer::Read(&mut out)), Ok(TryResult::Partly(1024)));
         assert!(out[..1024].iter().all(|&b| b == 0) && out[1024..].iter().all(|&b| b == 7));
         let rest = request.rest(2048);
-        assert_eq!(null.try_io(&rest, Buffer::Read(&mut out[2048..])), Ok(Tried::Done));
+        assert_eq!(null.try_io(&rest, Buffer::Read(&mut out[2048..])), Ok(TryResult::Done));
     }
 }

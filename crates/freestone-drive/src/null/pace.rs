@@ -1,8 +1,8 @@
-//! Device with a bandwidth limit and a minimum completion time.
+//! Layer with a bandwidth limit and a minimum completion time.
 //!
-//! Requests run at once, in order of arrival. The timer delays their completions, so a request in
-//! flight needs no thread, and 64 requests take as long as one. The submitters bound the number of
-//! requests.
+//! Requests start at once, in order of arrival. A timer delays their completions, so a delayed
+//! request needs no thread, and 64 parallel requests take as long as one. The clients limit the
+//! number of requests in flight.
 
 use std::io;
 use std::sync::Arc;
@@ -10,42 +10,44 @@ use std::time::Duration;
 
 use freestone_core::device::zoned::{AppendCompletion, ZoneOp};
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
-    Zone, Zoned,
+    Buffer, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult, Zone, Zoned,
 };
 use freestone_core::sync::{AtomicU64, Instant, Ordering};
 use freestone_core::timer;
 
-/// Largest bandwidth limit in MiB/s, as in the kernel.
+/// Largest bandwidth limit in MiB/s, the same as in the kernel's `null_blk`.
 pub const MBPS_MAX: u32 = 40960;
-/// Longest completion delay: twice the usual timeout of clients.
+/// Longest completion delay. Twice the usual request timeout of clients, 30 s.
 pub const COMPLETION_MAX: Duration = Duration::from_secs(60);
-/// Unused budget that an idle device accumulates, as time: the kernel's tick.
+/// Maximum unused budget that an idle device accumulates, as time at full bandwidth. The same as
+/// the kernel's tick.
 const BURST: Duration = Duration::from_millis(20);
 
-/// Configuration of the limits.
+/// Configuration of a [`PacedDevice`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PaceConfig {
-    /// Bandwidth of reads, writes and appends together, in MiB/s; 0 is no limit. Discards, zeroes
-    /// and flushes move no data.
+    /// Maximum bandwidth of reads, writes and appends together, in MiB/s; 0 is no limit. Discards,
+    /// zeroes and flushes transfer no data and are not limited.
     pub mbps: u32,
-    /// `completion_nsec`: minimum time between submission and completion of a valid request,
-    /// flushes included.
+    /// Minimum time between submission and completion of a valid request, including flushes
+    /// (`completion_nsec`).
     pub completion: Duration,
 }
 
-/// Device with limited bandwidth and delayed completions.
+/// Layer that limits the bandwidth of a device and delays completions.
 ///
-/// The limit is a token bucket that allows debt. A request of any size starts when no debt is left,
-/// and its cost delays later requests. (The kernel never admits more than its budget of 20 ms.)
-pub struct Paced {
+/// The bandwidth limit is a token bucket that allows debt. A request of any size starts when no
+/// debt is left, and the cost of the request delays later ones. (The kernel never admits a request
+/// larger than its budget of 20 ms.)
+pub struct PacedDevice {
     inner: Arc<dyn Device>,
     bucket: Option<Bucket>,
     completion: Duration,
 }
 
-impl Paced {
-    /// Wraps `inner`.
+impl PacedDevice {
+    /// Wraps `inner` with the limits of `config`.
     ///
     /// # Errors
     /// [`InvalidInput`](io::ErrorKind::InvalidInput) if `mbps` exceeds [`MBPS_MAX`] or `completion`
@@ -64,8 +66,9 @@ impl Paced {
         Ok(Self { inner, bucket: (mbps > 0).then(|| Bucket::new(mbps)), completion })
     }
 
-    /// Runs `work` if it may start now. `moved` returns how many of `bytes` were transferred; the
-    /// rest is refunded.
+    /// Runs `work` if the limits allow an inline request of `bytes` now; otherwise returns `None`.
+    /// `moved` returns how many of `bytes` the outcome transferred; the cost of the rest is
+    /// refunded.
     #[inline]
     fn try_run<T>(
         &self,
@@ -89,7 +92,8 @@ impl Paced {
         Some(outcome)
     }
 
-    /// Returns the earliest completion time of a request with `bytes` of data.
+    /// Charges a request that transfers `bytes` of data, and returns the earliest time of its
+    /// completion.
     fn completion_time(&self, bytes: u64) -> Instant {
         let earliest = Instant::now() + self.completion;
         match &self.bucket {
@@ -112,16 +116,16 @@ fn complete_at(due: Instant, complete: impl FnOnce() + Send + 'static) {
     if Instant::now() >= due {
         complete();
     } else {
-        // Cannot fail: `Paced::new` started the timer.
-        let _ = timer::at(due, complete);
+        // Scheduling cannot fail, because `PacedDevice::new` started the timer thread.
+        let _ = timer::schedule(due, complete);
     }
 }
 
-/// Token bucket of [`Paced`]. Times are in nanoseconds since `begin`.
+/// Token bucket of [`PacedDevice`]. Times are in nanoseconds since `begin`.
 struct Bucket {
     begin: Instant,
     bytes_per_second: u64,
-    /// Time at which the cost of all admitted requests is paid.
+    /// Time at which the cost of all admitted requests is paid. A time in the future is debt.
     paid_at: AtomicU64,
 }
 
@@ -130,7 +134,7 @@ impl Bucket {
         Self { begin: Instant::now(), bytes_per_second: u64::from(mbps) << 20, paid_at: AtomicU64::new(0) }
     }
 
-    /// Returns the time that `bytes` take.
+    /// Returns the time in nanoseconds that `bytes` take at full bandwidth.
     #[inline]
     fn cost(&self, bytes: u64) -> u64 {
         let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(self.bytes_per_second));
@@ -141,25 +145,26 @@ impl Bucket {
         u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Returns the new `paid_at` after another `cost`. An idle device accumulates at most
-    /// [`BURST`].
+    /// Returns the new value of `paid_at` after another `cost` in nanoseconds. An idle device
+    /// accumulates at most [`BURST`] of unused budget.
     fn paid_after(paid_at: u64, now: u64, cost: u64) -> u64 {
         paid_at.max(now.saturating_sub(BURST.as_nanos() as u64)).saturating_add(cost)
     }
 
-    /// Charges `cost` if there is no debt.
+    /// Charges `cost` nanoseconds and returns true, or returns false if there is debt.
     #[inline]
     fn try_charge(&self, cost: u64) -> bool {
         let now = self.now();
         let charge = |paid_at| (paid_at <= now).then(|| Self::paid_after(paid_at, now, cost));
-        // Relaxed: the number stands alone; each charge is one exchange.
+        // Relaxed: no other memory is published with the counter, and each charge is one atomic
+        // update.
         self.paid_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, charge).is_ok()
     }
 
-    /// Charges `cost`. Returns the time at which the debt before it is paid.
+    /// Charges `cost` nanoseconds. Returns the time at which the debt of earlier requests is paid.
     fn charge(&self, cost: u64) -> Instant {
         let now = self.now();
-        // Relaxed: as in `try_charge`.
+        // Relaxed: no other memory is published with the counter.
         let paid_at = self.paid_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |paid_at| {
             Some(Self::paid_after(paid_at, now, cost))
         });
@@ -168,27 +173,28 @@ impl Bucket {
     }
 
     fn refund(&self, cost: u64) {
-        // Relaxed: as in `try_charge`. The amount was charged before, so this cannot underflow.
+        // Relaxed: as in `try_charge`. The amount was charged before, so the subtraction cannot
+        // underflow.
         self.paid_at.fetch_sub(cost, Ordering::Relaxed);
     }
 }
 
-impl Device for Paced {
+impl Device for PacedDevice {
     #[inline]
     fn geometry(&self) -> Geometry {
         self.inner.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let moved = |outcome: &Result<Tried>| match outcome {
-            Ok(Tried::WouldBlock) => 0,
-            Ok(Tried::Partly(bytes)) => *bytes,
-            Ok(Tried::Done) | Err(_) => request.len,
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        let moved = |outcome: &Result<TryResult>| match outcome {
+            Ok(TryResult::WouldBlock) => 0,
+            Ok(TryResult::Partly(bytes)) => *bytes,
+            Ok(TryResult::Done) | Err(_) => request.len,
         };
-        // An invalid request costs nothing.
+        // An invalid request fails without a charge or a delay.
         request.check(&self.geometry())?;
         let tried = self.try_run(data_bytes(request), moved, || self.inner.try_io(request, buffer));
-        tried.unwrap_or(Ok(Tried::WouldBlock))
+        tried.unwrap_or(Ok(TryResult::WouldBlock))
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -218,8 +224,8 @@ impl Device for Paced {
     }
 }
 
-/// Appends count as data. Zone operations and reports are not limited.
-impl Zoned for Paced {
+/// Appends count as transferred data. Zone operations and reports are not limited.
+impl Zoned for PacedDevice {
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         self.inner_zones()?.report(offset, row)
     }

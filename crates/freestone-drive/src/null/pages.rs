@@ -1,12 +1,13 @@
-//! Pages of a [`Memory`](super::Memory) drive: their location and copying.
+//! Page table and memory of a [`Memory`](super::Memory) drive: locates, locks, copies and releases
+//! pages.
 //!
-//! The slots are those of the RAM disk. Each leaf of the table has one unit of 2 MiB of address
-//! space, allocated at its first write. So adjacent pages of the device are adjacent in memory, and
-//! a request copies a few long runs. (Copying page by page takes a third longer.) Memory is
-//! allocated per page at its first write.
+//! The table is that of the RAM disk, with one slot per page. Each leaf of the table owns a unit of
+//! 2 MiB of address space, allocated at the first write to the leaf. So adjacent pages of the
+//! device are adjacent in memory, and a request copies a few long runs. (Copying page by page takes
+//! a third longer.) Memory is allocated per page at its first write.
 //!
-//! Lock order: slots of the table in ascending order, at most [`RUN_PAGES`] of them; then a slot of
-//! `units`, or `stale`; then the arena.
+//! Lock order: slots of the page table in ascending order, at most [`RUN_PAGES`] of them; then a
+//! slot of `units`, or `stale`; then the arena.
 #![expect(unsafe_code)]
 // UNSAFETY: copies from and to the memory of an arena, which slot locks guard.
 
@@ -21,24 +22,26 @@ use freestone_core::slot::{Common, Kind, LEAF_SLOTS, LOCATION_BITS, Leaf, SlotGu
 use freestone_core::sync::{Arc, Mutex};
 
 pub const PAGE: u64 = PAGE_BYTES as u64;
-/// Address space of a leaf's pages in bytes.
+/// Size in bytes of a unit: the address space of all pages of a leaf.
 const UNIT_BYTES: u64 = LEAF_SLOTS * PAGE;
-/// Unit of a slot's location in bytes.
+/// Granularity in bytes of the memory location stored in a slot.
 const LOCATION_UNIT_BYTES: u64 = 16;
-/// Maximum number of pages locked at once, to copy or release them in one step. A waiter for one of
-/// them waits about 20 us.
+/// Maximum number of pages locked at once, to copy or release them in one step. Another thread
+/// waits about 20 us for one of these locks.
 const RUN_PAGES: usize = 32;
-/// Memory without data that is retained for later writes, in addition to an eighth of the data. A
-/// new page from the system takes several times as long as a copy.
+/// Maximum memory of discarded pages retained for later writes, in bytes, in addition to an eighth
+/// of the stored data. Retaining is worthwhile because the system takes several times as long to
+/// allocate a page as a copy takes.
 const RETAINED_BYTES_MAX: u64 = 16 << 20;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Page {
-    /// Reads as zeroes. The page's memory is a hole or zeroed.
+    /// The page reads as zeroes. The memory of the page is not allocated, or zeroed.
     None,
-    /// Reads as zeroes. The memory at this offset is retained and holds old data.
+    /// The page reads as zeroes. The memory of the page, at this offset of the arena, is retained
+    /// for later writes and contains old data.
     Retained(u64),
-    /// Data at this offset.
+    /// The page's data is at this offset of the arena.
     Data(u64),
 }
 
@@ -71,24 +74,24 @@ impl Page {
 const DATA: usize = 0;
 const RETAINED: usize = 1;
 
-/// Pages of a memory-backed device. Only discards release memory; a reset replaces the whole
-/// object.
+/// Pages of a memory-backed device. Only discards and zeroing release memory. A reset of the device
+/// replaces the whole object.
 pub struct Pages {
     table: Table,
-    /// Unit of each leaf, as a location. The idle mark means that the leaf is in `stale`. Units
-    /// never move.
+    /// Location of the unit of each leaf. The idle bit of a slot means that the leaf is queued in
+    /// `stale`. Units never move.
     units: Table,
     arena: Arena,
     common: Arc<Common>,
     counters: Counters<2>,
-    /// Leaves with retained pages, oldest discards first.
+    /// Numbers of leaves with retained pages, oldest discards first.
     stale: Mutex<VecDeque<u64>>,
 }
 
-/// Locked slots of adjacent pages, unlocked in the order of locking.
+/// Locks of the slots of adjacent pages, released in ascending order.
 type LockedPages<'l, 'a> = &'l mut [Option<SlotGuard<'a>>];
 
-/// Locks `count` slots of one leaf and passes them to `work`.
+/// Locks `count` slots of `leaf` from `first` on, and passes the guards to `work`.
 #[inline]
 fn with_locked<'a, R>(
     leaf: Leaf<'a>,
@@ -120,7 +123,8 @@ impl Pages {
         })
     }
 
-    /// Returns the offset of the memory of `slot`, allocating its unit if necessary.
+    /// Returns the offset in the arena of the memory of `slot`. Allocates the leaf's unit if
+    /// necessary.
     fn memory_of(&self, slot: u64) -> Result<u64> {
         let number = slot / LEAF_SLOTS;
         let guard = self.units.leaf_or_new(number)?.lock(number);
@@ -134,14 +138,14 @@ impl Pages {
         Ok(unit + slot % LEAF_SLOTS * PAGE)
     }
 
-    /// Returns true if nothing was ever written.
+    /// Returns true if no page was ever written.
     pub fn is_untouched(&self) -> bool {
-        self.arena.handed_out() == 0
+        self.arena.units_ever_allocated() == 0
     }
 
     // ---- requests -------------------------------------------------------------------------------
 
-    /// Fills `into` from byte `offset` on.
+    /// Reads `into.len()` bytes from byte `offset` of the device.
     pub fn read(&self, offset: u64, into: &mut [u8]) {
         let mut done = 0;
         while done < into.len() {
@@ -158,11 +162,13 @@ impl Pages {
         }
     }
 
-    /// Reads a run of pages of one kind. Returns its length.
+    /// Reads a run of pages that either all have data or all read as zeroes. Returns the number of
+    /// bytes read.
     #[inline]
     fn read_run(&self, leaf: Leaf<'_>, at: u64, into: &mut [u8]) -> usize {
         let (slot, count, bytes) = run(at, into.len());
-        // A page seen as empty needs no lock: a write to it has not completed yet.
+        // A page without data needs no lock: a concurrent write to it has not completed yet, so
+        // zeroes are correct.
         let is_data = |slot| Page::of(leaf.peek(slot)).is_data();
         let data = is_data(slot);
         let same = (1..count).take_while(|&n| is_data(slot + n as u64) == data).count() + 1;
@@ -179,7 +185,7 @@ impl Pages {
                     // SAFETY: `guards` hold the locks of all these pages.
                     unsafe { self.copy_out(offset + at % PAGE, into) };
                 }
-                // Some pages were discarded meanwhile.
+                // Some pages were discarded after `peek`, so each page is handled separately.
                 _ => {
                     for (n, page) in pages.enumerate() {
                         let (part, within) = part_of(at, bytes, n);
@@ -195,10 +201,10 @@ impl Pages {
         bytes
     }
 
-    /// Stores `data` at byte `offset`.
+    /// Stores `data` at byte `offset` of the device.
     ///
     /// # Errors
-    /// Out of memory. Every page is either written or unchanged.
+    /// `NoMemory` if the system is out of memory. Every page is then either written or unchanged.
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
         let mut done = 0;
         while done < data.len() {
@@ -206,8 +212,8 @@ impl Pages {
             let (slot, count, bytes) = run(at, data.len() - done);
             let leaf = self.table.leaf_or_new(slot)?;
             if (0..count).any(|n| Page::of(leaf.peek(slot + n as u64)) == Page::None) {
-                // Populates the pages in one call, and turns a lack of memory into an error instead
-                // of a signal. Existing pages stay.
+                // Allocates the memory of all these pages in one call. A lack of memory is then an
+                // error instead of a signal. Memory that already exists is unchanged.
                 self.arena.populate(self.memory_of(slot)?, count as u64 * PAGE)?;
             }
             self.write_run(leaf, slot, count, at, &data[done..done + bytes])?;
@@ -223,7 +229,8 @@ impl Pages {
                 Page::Data(offset) | Page::Retained(offset) => offset,
                 Page::None => self.memory_of(slot)?,
             };
-            // The request covers its first and last page partly; the rest must read as zeroes.
+            // The write may cover only parts of its first and last page. The other bytes of a
+            // retained page contain old data and must read as zeroes.
             for n in [0, count - 1] {
                 if let Some(Page::Retained(offset)) = guards[n].as_ref().map(|guard| Page::of(guard.word())) {
                     let (part, within) = part_of(at, data.len(), n);
@@ -256,9 +263,9 @@ impl Pages {
         })
     }
 
-    /// Zeroes `[offset, end)` from its start, for at most `leaves_max` leaves. Returns the end of
-    /// the cleared part. Pages that are zero afterwards become retained pages, whose memory can be
-    /// released.
+    /// Zeroes the bytes `[offset, end)` from the start, in at most `leaves_max` leaves. Returns the
+    /// end of the zeroed part. Pages that contain only zeroes afterwards become retained pages,
+    /// whose memory can be released.
     pub fn clear(&self, offset: u64, end: u64, leaves_max: u32) -> u64 {
         let mut at = offset;
         for _ in 0..leaves_max {
@@ -312,25 +319,26 @@ impl Pages {
         self.table.leaf(slot).is_some_and(|leaf| Page::of(leaf.peek(slot)).is_data())
     }
 
-    /// Returns the first byte at or after `at` with a leaf, or `end` if there is none before it.
+    /// Returns the first byte from `at` on for which a leaf exists, or `end` if there is none
+    /// before `end`.
     pub fn next_leaf(&self, at: u64, end: u64) -> u64 {
         let present = self.table.next_present(at / PAGE, end.div_ceil(PAGE));
         present.map_or(end, |slot| at.max(slot * PAGE))
     }
 
-    /// Returns the end of the 2 MiB region with byte `at`.
+    /// Returns the end of the leaf with byte `at`: the next multiple of 2 MiB.
     pub fn leaf_end(at: u64) -> u64 {
         (at / UNIT_BYTES + 1) * UNIT_BYTES
     }
 
     // ---- releasing memory -----------------------------------------------------------------------
 
-    /// Returns the memory used in bytes, tables included.
+    /// Returns the memory used in bytes: data, retained pages and page tables.
     pub fn used_bytes(&self) -> u64 {
         (self.counters.get(DATA) + self.counters.get(RETAINED)) * PAGE + self.common.nodes.bytes()
     }
 
-    /// Queues a leaf with retained pages.
+    /// Appends a leaf that has retained pages to `stale`, unless it is already queued.
     fn queue_stale(&self, number: u64) {
         let Some(unit) = self.units.leaf(number) else { return };
         if unit.peek(number).is_idle() {
@@ -344,8 +352,8 @@ impl Pages {
         }
     }
 
-    /// Releases the retained pages of up to `leaves` leaves to the system, if too many are
-    /// retained.
+    /// Releases the retained pages of up to `leaves` leaves to the system while more memory than
+    /// the limit is retained.
     pub fn release_retained(&self, leaves: u32) {
         for _ in 0..leaves {
             if self.counters.get(RETAINED) * PAGE <= RETAINED_BYTES_MAX + self.counters.get(DATA) * PAGE / 8 {
@@ -379,7 +387,7 @@ impl Pages {
         }
     }
 
-    /// Releases those of the locked pages that are still retained.
+    /// Releases the memory of those locked pages that are still retained.
     fn punch(&self, guards: LockedPages<'_, '_>) {
         let offset = |guard: &Option<SlotGuard<'_>>| match guard.as_ref().map(|guard| Page::of(guard.word()))
         {
@@ -387,7 +395,7 @@ impl Pages {
             _ => None,
         };
         let mut released = 0;
-        // Pages that hold data again separate the runs.
+        // Pages that were written again are not released, so they separate the runs.
         for run in guards.chunk_by_mut(|a, b| offset(a).is_some() && offset(b).is_some()) {
             let Some(start) = offset(&run[0]) else { continue };
             // SAFETY: the run's locks are held, so no other thread accesses its pages, which lie in
@@ -404,7 +412,8 @@ impl Pages {
     // ---- bytes ----------------------------------------------------------------------------------
 
     /// # Safety
-    /// The bytes belong to pages of one unit, whose locks the caller holds.
+    /// The bytes must belong to pages of one unit, and the caller must hold the locks of these
+    /// pages.
     #[inline]
     unsafe fn copy_out(&self, from: u64, into: &mut [u8]) {
         let from = self.arena.at(from).as_ptr();
@@ -413,7 +422,8 @@ impl Pages {
     }
 
     /// # Safety
-    /// As [`copy_out`](Self::copy_out).
+    /// The bytes must belong to pages of one unit, and the caller must hold the locks of these
+    /// pages.
     #[inline]
     unsafe fn copy_in(&self, to: u64, data: &[u8]) {
         let to = self.arena.at(to).as_ptr();
@@ -422,10 +432,11 @@ impl Pages {
     }
 
     /// # Safety
-    /// As [`copy_out`](Self::copy_out).
+    /// The bytes must belong to pages of one unit, and the caller must hold the locks of these
+    /// pages.
     unsafe fn zero(&self, from: u64, bytes: u64) {
         if bytes == 0 {
-            // An empty range may start at the end of the arena.
+            // An empty range may start at the end of the arena, where no address exists.
             return;
         }
         // SAFETY: as in copy_in.
@@ -435,7 +446,8 @@ impl Pages {
     /// Returns true if a page holds only zeroes.
     ///
     /// # Safety
-    /// The caller holds the page's lock.
+    /// `offset` must be the start of a page's memory, and the caller must hold the lock of the
+    /// page.
     unsafe fn is_zero(&self, offset: u64) -> bool {
         // SAFETY: as in `copy_out`, for a whole page.
         let page = unsafe { std::slice::from_raw_parts(self.arena.at(offset).as_ptr(), PAGE_BYTES) };
@@ -446,8 +458,8 @@ impl Pages {
 const _: () = assert!(UNIT_BYTES.is_power_of_two());
 const _: () = assert!(LOCATION_UNIT_BYTES << LOCATION_BITS == 1 << 40, "Memory's documentation says 1 TiB");
 
-/// Returns the run of pages at the start of `len` bytes at `at`, within one leaf: first slot,
-/// number of slots, bytes.
+/// Returns the longest run of pages of one leaf at the start of the range of `len` bytes at `at`:
+/// first slot, number of slots, number of bytes.
 #[inline]
 fn run(at: u64, len: usize) -> (u64, usize, usize) {
     let slot = at / PAGE;
@@ -457,8 +469,8 @@ fn run(at: u64, len: usize) -> (u64, usize, usize) {
     (slot, count, bytes)
 }
 
-/// Returns the part of `len` bytes at `at` that lies in the `n`th page, and its start within that
-/// page.
+/// Returns which of the `len` bytes at `at` lie in the `n`th page of the range (from 0), and where
+/// in that page they start.
 fn part_of(at: u64, len: usize, n: usize) -> (std::ops::Range<usize>, u64) {
     let head = (at % PAGE) as usize;
     let from = (n * PAGE_BYTES).saturating_sub(head);

@@ -1,4 +1,5 @@
-//! Cache of a device's unflushed blocks, in shards, and claims to write ranges below.
+//! Volatile write cache of a device: unflushed blocks in shards, and claims to write ranges to the
+//! device under this layer.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,44 +12,49 @@ use super::shard::{Block, Content, Kind, Shard, ZERO_COST_BYTES};
 use freestone_core::device::{Error, Flags, IoBuf, Op, Request, Result};
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, Ordering::SeqCst};
 
-/// Number of shards, each with its own lock. A set of shards is a `u64`.
+/// Number of shards, each with its own lock. At most 64, since a set of shards is a bit mask of
+/// type `u64`.
 const SHARDS: usize = 64;
-/// Size of a region: adjacent blocks in one shard. Also the longest write below.
+/// Size in bytes of a region: adjacent blocks that belong to one shard. Also the longest write of
+/// cached blocks to the device under this layer.
 const REGION_BYTES: u64 = 128 << 10;
 const _: () = assert!(UNIT_MAX_BYTES as u64 <= REGION_BYTES, "the blocks of a unit share a shard");
 
-/// Unflushed blocks of a device.
+/// Unflushed blocks of a device, and the claims on its ranges.
 ///
 /// Lock order: shards in the order of their numbers, then the recorder's queue.
 pub struct Cache {
     /// log2 of the block size in bytes.
     shift: u32,
-    /// log2 of the blocks per unit that a cut does not tear.
+    /// log2 of the number of blocks per unit. A unit is written completely or not at all when the
+    /// power is cut.
     unit_shift: u32,
     capacity: u64,
     shards: Box<[CachePadded<ShardCell>]>,
-    /// Source of the moments of versions and claims.
+    /// Logical clock, from which versions of blocks and claims take unique, ascending moments.
     clock: AtomicU64,
-    /// Used bytes of `capacity`.
+    /// Number of bytes of `capacity` in use.
     used: AtomicU64,
     pub record: Option<Recorder>,
 }
 
 struct ShardCell {
     shard: Mutex<Shard>,
-    /// Order of the shard's oldest block, or `u64::MAX` if empty. Written under the lock.
+    /// Moment of the oldest block in the shard's queue, or `u64::MAX` if the queue is empty.
+    /// Written under the shard's lock.
     oldest: AtomicU64,
 }
 
-/// Claim: the exclusive right to write a range of blocks below.
+/// Claim: the exclusive right to write a range of blocks to the device under this layer.
 #[derive(Debug)]
 pub struct ClaimedRange {
-    /// Moment and id of the claim. Cached versions of the range from before it are older than the
-    /// written data.
+    /// Moment of the claim, which is also its id. Cached versions of the range with an earlier
+    /// moment are older than the data that the claim writes.
     moment: u64,
     pub blocks: Range<u64>,
     mask: u64,
-    /// Slot in the recording.
+    /// Slot reserved in the recording for this write, if the writes are recorded and the write
+    /// bypasses the cache.
     slot: Option<u64>,
 }
 
@@ -64,8 +70,8 @@ impl LockedShards<'_> {
 }
 
 impl Cache {
-    /// Creates an empty cache. `unit_bytes`, which a cut does not tear, is a power of two from a
-    /// block to a region.
+    /// Creates an empty cache of `capacity` bytes. A power cut does not tear units of `unit_bytes`,
+    /// a power of two from a block to a region.
     pub fn new(block_bytes: u32, unit_bytes: u32, capacity: u64, record: Option<Recorder>) -> Self {
         let cell = || ShardCell { shard: Mutex::default(), oldest: AtomicU64::new(u64::MAX) };
         Self {
@@ -91,12 +97,12 @@ impl Cache {
         block >> self.unit_shift
     }
 
-    /// Returns the first block of the unit with `block`.
+    /// Returns the first block of the unit that contains `block`.
     const fn unit_start(&self, block: u64) -> u64 {
         self.unit_of(block) << self.unit_shift
     }
 
-    /// Rounds `block` up to the start of a unit.
+    /// Rounds `block` up to the next start of a unit.
     const fn unit_end(&self, block: u64) -> u64 {
         self.unit_start(block + (1 << self.unit_shift) - 1)
     }
@@ -113,7 +119,7 @@ impl Cache {
         self.capacity
     }
 
-    /// Returns a moment after everything cached now.
+    /// Returns a moment that is later than every version cached so far.
     pub fn now(&self) -> u64 {
         self.clock.load(SeqCst)
     }
@@ -126,13 +132,13 @@ impl Cache {
         REGION_BYTES >> self.shift
     }
 
-    /// Returns the shard of a block. Regions are hashed, so that strided accesses use different
-    /// shards.
+    /// Returns the shard of a block. The region number is hashed, so that strided accesses use
+    /// different shards.
     const fn shard_of(&self, block: u64) -> usize {
         ((block / self.region_blocks()).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SHARDS.ilog2())) as usize
     }
 
-    /// Iterates over the regions of a range, each with its shard.
+    /// Splits a range of blocks at region boundaries. Returns each part with its shard.
     fn regions(&self, blocks: Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
         let region = self.region_blocks();
         let mut at = blocks.start;
@@ -145,7 +151,8 @@ impl Cache {
     }
 
     fn mask(&self, blocks: &Range<u64>) -> u64 {
-        // A range of so many regions touches nearly every shard.
+        // A range with more than four regions per shard touches nearly every shard, so all are
+        // locked.
         if (blocks.end - blocks.start) / self.region_blocks() > 4 * SHARDS as u64 {
             return u64::MAX;
         }
@@ -163,8 +170,9 @@ impl Cache {
 
     // ---- writes ---------------------------------------------------------------------------------
 
-    /// Caches the start of a write (`data`) or zeroing, as much as there is room for, up to the end
-    /// of a unit. Returns the bytes; 0 means no room.
+    /// Caches as much of a write (with `data`), zeroing or discard as there is space for, from its
+    /// start to the end of a unit. Returns the number of cached bytes; 0 means that the cache or
+    /// the log is full.
     pub fn insert(&self, request: &Request, data: Option<&[u8]>) -> Result<u64> {
         let Request { op, flags, offset, len } = *request;
         if self.is_log_full() {
@@ -187,7 +195,7 @@ impl Cache {
             self.used.fetch_sub(count * cost, SeqCst);
         })?;
         let what = match data {
-            // Only a recording needs its own copy of the data.
+            // Only a recording uses `what`. Without one, the data is not copied.
             Some(_) if self.record.is_none() => EntryKind::Zeroes,
             Some(data) => EntryKind::Data(data[..bytes as usize].into()),
             None if op == Op::Discard => EntryKind::Discard,
@@ -196,8 +204,8 @@ impl Cache {
         let blocks = self.blocks(offset, bytes);
         let mut contents = contents.into_iter();
         let mut locked = self.lock(self.mask(&blocks));
-        // Under the locks, so that the versions of a block have ascending moments, and the
-        // recording has the same order.
+        // The clock advances under the locks, so that the versions of a block have ascending
+        // moments, and the recording has the same order.
         let now = self.clock.fetch_add(1, SeqCst);
         for (shard, part) in self.regions(blocks) {
             let held = locked.of(shard);
@@ -212,13 +220,14 @@ impl Cache {
         Ok(bytes)
     }
 
-    /// Returns true if writes must wait for the log.
+    /// Returns true if writes must wait because the queue of the recording is full.
     pub fn is_log_full(&self) -> bool {
         self.record.as_ref().is_some_and(Recorder::is_full)
     }
 
-    /// Reserves room for the first of these blocks, up to the end of a unit, so that no version of
-    /// a unit is a part of a write. An empty cache grants at least one unit, so any capacity works.
+    /// Reserves space for the first of `blocks` and returns their number. The number ends at a unit
+    /// boundary, so that no version of a unit contains only a part of a write. An empty cache
+    /// grants at least one unit, whatever its capacity is.
     fn reserve(&self, blocks: Range<u64>, cost: u64) -> u64 {
         let count = blocks.end - blocks.start;
         let mut used = self.used.load(SeqCst);
@@ -242,8 +251,9 @@ impl Cache {
 
     // ---- reads ----------------------------------------------------------------------------------
 
-    /// Copies cached data of `[offset, offset + out.len())` to `out`. Returns the byte ranges that
-    /// are not cached. The device below then has their newest content, or newer.
+    /// Copies the cached data of `[offset, offset + out.len())` to `out`. Returns the ranges of
+    /// `out` that are not cached. The device under this layer contains their content, or newer
+    /// content.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Vec<Range<usize>> {
         let len = out.len();
         if self.used() == 0 {
@@ -269,8 +279,8 @@ impl Cache {
         missing
     }
 
-    /// Returns about `most` of the first cached blocks of a range, and the block up to which the
-    /// list is complete.
+    /// Returns the first cached blocks of a range, about `most` of them, and the block up to which
+    /// the list is complete.
     pub fn cached_kinds(&self, blocks: Range<u64>, most: usize) -> (Vec<(u64, Kind)>, u64) {
         let mut found = Vec::new();
         let mut end = blocks.end;
@@ -291,7 +301,8 @@ impl Cache {
 
     // ---- claims ---------------------------------------------------------------------------------
 
-    /// Claims a range for a write past the cache. Returns `None` if a part is being written below.
+    /// Claims a range for a write that bypasses the cache. Returns `None` if a part of the range is
+    /// already claimed.
     pub fn claim(&self, blocks: Range<u64>, what: impl FnOnce() -> WriteRecord) -> Option<ClaimedRange> {
         let mask = self.mask(&blocks);
         let mut locked = self.lock(mask);
@@ -309,12 +320,14 @@ impl Cache {
         Some(ClaimedRange { moment, blocks, mask, slot })
     }
 
-    /// Claims and copies the oldest run before `bound`, in any shard or within `within`.
+    /// Claims and copies the oldest run of adjacent cached blocks from before `bound`, in the range
+    /// `within` or anywhere. Returns `None` if all such blocks are claimed.
     pub fn claim_run(&self, bound: u64, within: Option<&Range<u64>>) -> Result<Option<Run>> {
         let region = self.region_blocks();
         let mut left: u64 = u64::MAX;
         loop {
-            // Starts with the oldest shard. A shard whose runs are all claimed is skipped.
+            // Starts with the shard that contains the oldest block. A shard whose runs are all
+            // claimed is skipped.
             let ages = bits(left).map(|shard| (self.shards[shard].oldest.load(SeqCst), shard));
             let Some((age, shard)) = ages.min() else { return Ok(None) };
             if age >= bound {
@@ -335,8 +348,8 @@ impl Cache {
             for (out, (_, cached)) in parts.zip(held.range(blocks.clone())) {
                 cached.newest().copy_to(out);
             }
-            // Under the shard's lock: later than every version here, and earlier than every future
-            // one.
+            // The clock advances under the shard's lock: the claim is later than every version in
+            // the run, and earlier than every future one.
             let moment = self.clock.fetch_add(1, SeqCst);
             held.claim(moment, blocks.clone());
             let claimed = ClaimedRange { moment, blocks, mask: 1 << shard, slot: None };
@@ -349,8 +362,9 @@ impl Cache {
         }
     }
 
-    /// Releases a claim whose first `done` bytes were written below. A cut must not lose older
-    /// versions of the units that this part touches, or they would be torn.
+    /// Releases a claim after its first `done` bytes were written to the device under this layer. A
+    /// power cut must not lose older versions of units that this part touches, or these units would
+    /// be torn.
     pub fn release(&self, claimed: ClaimedRange, done: u64, failed: bool) {
         let ClaimedRange { moment, blocks, mask, slot } = claimed;
         let settled = blocks.start + (done >> self.shift);
@@ -359,13 +373,13 @@ impl Cache {
             let mut held = self.shards[shard].shard.lock();
             freed += held.forget_before(blocks.start..settled, moment);
             if settled > blocks.start {
-                held.secure(self.unit_start(blocks.start)..blocks.start, moment);
-                held.secure(settled..self.unit_end(settled), moment);
+                held.protect(self.unit_start(blocks.start)..blocks.start, moment);
+                held.protect(settled..self.unit_end(settled), moment);
             }
             if failed {
-                // A new moment instead of `now`: a later flush must find the blocks before its
-                // bound.
-                held.put_off(settled..blocks.end, self.clock.fetch_add(1, SeqCst));
+                // `now` would not advance the clock. The blocks need a moment before the bound of a
+                // later flush, so that the flush finds them.
+                held.requeue(settled..blocks.end, self.clock.fetch_add(1, SeqCst));
             }
             held.release(moment);
             self.note_oldest(shard, &held);
@@ -376,7 +390,8 @@ impl Cache {
         self.used.fetch_sub(freed, SeqCst);
     }
 
-    /// Returns true if blocks of `within`, or any blocks, from before `bound` are still unflushed.
+    /// Returns true if blocks from before `bound` are still unflushed, in the range `within` or
+    /// anywhere.
     pub fn has_before(&self, bound: u64, within: Option<&Range<u64>>) -> bool {
         self.shards.iter().any(|cell| {
             cell.oldest.load(SeqCst) < bound
@@ -384,7 +399,7 @@ impl Cache {
         })
     }
 
-    /// Removes and returns all blocks. Requires that the power is off, so nothing is claimed.
+    /// Removes and returns all cached blocks. The power must be off, so that no range is claimed.
     pub fn take(&self) -> BTreeMap<u64, Block> {
         let mut all = BTreeMap::new();
         for (shard, cell) in self.shards.iter().enumerate() {
@@ -397,14 +412,14 @@ impl Cache {
     }
 }
 
-/// Claimed blocks to write below.
+/// Claimed run of blocks, and the request that writes it to the device under this layer.
 pub struct Run {
     pub claimed: ClaimedRange,
     pub request: Request,
     pub data: IoBuf,
 }
 
-/// Write past the cache, for the recording.
+/// Write that bypasses the cache, as it is recorded.
 pub struct WriteRecord {
     pub offset: u64,
     pub len: u64,

@@ -1,8 +1,8 @@
-//! Random decision about a unit at a power cut: a hash of seed and unit. The same seed gives the
-//! same loss in any order of units.
+//! Random choice of the writes that a unit loses at a power cut. The choice is a hash of the seed
+//! and the unit, so the same seed reproduces the same loss in any order of units.
 
-/// Limits of the probability, in 256ths, that a unit loses all unflushed writes: at least
-/// [`LOSS_MIN`], below `LOSS_MIN + LOSS_SPAN`. The seed chooses it, so some cuts lose nearly
+/// Lower limit, in 256ths, of the probability that a unit loses all unflushed writes. The upper
+/// limit is `LOSS_MIN + LOSS_SPAN`. The seed chooses the probability, so some cuts lose nearly
 /// everything and some nearly nothing.
 const LOSS_MIN: u64 = 16;
 const LOSS_SPAN: u64 = 224;
@@ -18,15 +18,15 @@ impl CutChoice {
         Self { seed, loss: LOSS_MIN + mix(seed ^ 0x6c6f_7373) % LOSS_SPAN }
     }
 
-    /// Decides about a unit with `versions` unflushed writes (at least one). Returns `None` for the
-    /// old content, else the last write that happened, 0 for the oldest.
+    /// Chooses the content of a unit with `versions` unflushed writes (at least one). Returns the
+    /// index of the last write that survives, 0 for the oldest, or `None` if all are lost.
     pub const fn of(&self, unit: u64, versions: u64) -> Option<u64> {
         let word = mix(mix(self.seed).wrapping_add(unit));
         if word % 256 < self.loss { None } else { Some((word >> 8) % versions) }
     }
 }
 
-/// Finisher of splitmix64: every input bit affects every output bit.
+/// Mixes a word with the finalizer of splitmix64: every input bit affects every output bit.
 const fn mix(word: u64) -> u64 {
     let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,4 +1,4 @@
-//! Detection of threads that are completing requests, which must not wait for completions.
+//! Detects threads that are running a completion, since these must not wait for other completions.
 
 use std::cell::Cell;
 
@@ -6,7 +6,7 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Guard that ends [`inside`], also after a panic.
+/// Guard that decrements the depth at the end of [`inside`], also after a panic.
 struct InsideGuard;
 
 impl Drop for InsideGuard {
@@ -15,14 +15,14 @@ impl Drop for InsideGuard {
     }
 }
 
-/// Runs `work`, which completes requests.
+/// Runs `work`, which completes requests, and marks the thread as being in a completion meanwhile.
 pub fn inside<R>(work: impl FnOnce() -> R) -> R {
     DEPTH.set(DEPTH.get() + 1);
     let _guard = InsideGuard;
     work()
 }
 
-/// Returns true if the thread is inside of [`inside`].
+/// Returns true if the current thread is running a completion: it is in the `work` of [`inside`].
 pub fn is_inside() -> bool {
     DEPTH.get() > 0
 }

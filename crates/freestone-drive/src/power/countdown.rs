@@ -1,9 +1,10 @@
-//! Countdown that switches the power off after a number of writes or flushes. From then on requests
-//! neither run nor complete, until the power is cut.
+//! Countdown that switches the simulated power off after a number of writes or flushes. Later
+//! requests neither run nor complete, until the power cut takes effect and fails them.
 //!
-//! During the countdown every request takes this lock, so the count is exact with any number of
-//! submitters. A request takes a number when it comes, and returns it if it fails or a try does not
-//! complete it. No request enters after the last number: the device gets exactly that many.
+//! During the countdown every request takes the countdown's lock, so the count is exact with any
+//! number of submitters. A request takes a number on arrival, and returns the number if it fails or
+//! `try_io` does not complete it. No request is admitted after the last number, so exactly that
+//! many requests run.
 
 use std::fmt;
 use std::mem;
@@ -11,16 +12,16 @@ use std::mem;
 use freestone_core::device::{Completion, Error, IoBuf, Op, Request, Result};
 use freestone_core::sync::{AtomicU32, Mutex, Ordering::SeqCst};
 
-/// Event after which the power goes off.
+/// Number of requests after which the power goes off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum After {
-    /// After this many further writes, write zeroes or discards.
+pub enum CutTrigger {
+    /// The power goes off after this many further writes, write zeroes or discards.
     Writes(u64),
-    /// After this many further flushes.
+    /// The power goes off after this many further flushes.
     Flushes(u64),
 }
 
-impl After {
+impl CutTrigger {
     const fn counts(self, op: Op) -> bool {
         match self {
             Self::Writes(_) => matches!(op, Op::Write | Op::WriteZeroes | Op::Discard),
@@ -35,7 +36,7 @@ impl After {
     }
 }
 
-impl fmt::Display for After {
+impl fmt::Display for CutTrigger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Writes(count) | Self::Flushes(count)) = self;
         let what = if matches!(self, Self::Writes(_)) { "write" } else { "flush" };
@@ -48,47 +49,49 @@ impl fmt::Display for After {
     }
 }
 
-/// Action that runs when the power goes off.
+/// Action that runs when the countdown ends and the power goes off.
 pub type PowerOffAction = Box<dyn FnOnce() + Send>;
 
 pub type HeldRequest = (Request, IoBuf, Completion);
 
 #[derive(Default)]
 pub struct Countdown {
-    /// 1 while requests must be checked. Changed under the lock.
+    /// 1 while requests must call [`enter`](Self::enter), else 0. Changed under the lock of
+    /// `state`.
     runs: AtomicU32,
-    /// Lock order: last. Held for a check or a change.
+    /// Lock order: innermost. Held for a check or a change of the state.
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     phase: Phase,
-    /// Number of the countdown. Requests admitted by an earlier one do not count.
+    /// Number of the current countdown. Requests admitted by an earlier countdown do not count.
     round: u64,
-    /// Requests in flight that took a number.
+    /// Number of requests in flight that took a number.
     running: u64,
     held: Vec<HeldRequest>,
-    /// A visit failed midway: the power stays off until one succeeds.
-    half_set_back: bool,
+    /// True if a visit (restoring the device to a point of the recording) failed midway. The power
+    /// stays off until a visit succeeds.
+    partly_restored: bool,
 }
 
 #[derive(Default)]
 enum Phase {
     #[default]
     Idle,
-    /// Remaining numbers, and the action at the end.
-    Counting(After, PowerOffAction),
-    /// The countdown elapsed: requests wait.
+    /// Remaining numbers of the running countdown, and the action at its end.
+    Counting(CutTrigger, PowerOffAction),
+    /// The countdown ended: new requests are held.
     Off,
-    /// The power is being cut: requests fail with `Gone`.
+    /// The power is being cut, or the device is partly restored: requests fail with `Gone`.
     Gone,
 }
 
-/// Decision about a request.
+/// Decision about a new request.
 pub enum Admission {
     Free,
-    /// The request took a number in this round.
+    /// The request runs and took a number in the countdown with this round.
     Counted(u64),
     Wait,
     Gone,
@@ -101,7 +104,7 @@ impl State {
             Phase::Gone => Admission::Gone,
             Phase::Off => Admission::Wait,
             Phase::Counting(after, _) => match (after.counts(op), after.left()) {
-                // The last counted requests are in flight.
+                // All numbers are taken. The last counted requests are still in flight.
                 (_, 0) => Admission::Wait,
                 (true, left) => {
                     *left -= 1;
@@ -116,23 +119,24 @@ impl State {
 
 impl Countdown {
     /// Returns true if requests must call [`enter`](Self::enter).
-    pub fn runs(&self) -> bool {
+    pub fn is_running(&self) -> bool {
         self.runs.load(SeqCst) != 0
     }
 
-    /// Returns the remaining number, including requests in flight.
-    pub fn left(&self) -> Option<After> {
+    /// Returns the remaining number of requests, including counted requests in flight, or `None`
+    /// without a countdown.
+    pub fn left(&self) -> Option<CutTrigger> {
         let state = self.state.lock();
         let Phase::Counting(mut after, _) = state.phase else { return None };
         *after.left() += state.running;
         Some(after)
     }
 
-    /// Starts a countdown.
+    /// Starts a countdown, replacing a running one. `then` runs when the power goes off.
     ///
     /// # Errors
-    /// [`Error::Gone`] if the power is just going off.
-    pub fn begin(&self, after: After, then: PowerOffAction) -> Result<()> {
+    /// [`Error::Gone`] if the power is already off.
+    pub fn begin(&self, after: CutTrigger, then: PowerOffAction) -> Result<()> {
         let mut state = self.state.lock();
         if matches!(state.phase, Phase::Off | Phase::Gone) {
             return Err(Error::Gone);
@@ -144,50 +148,54 @@ impl Countdown {
         Ok(())
     }
 
-    /// Lets requests fail with `Gone` from now on. Returns the held requests, which must fail, too.
-    pub fn let_go(&self) -> Vec<HeldRequest> {
+    /// Makes new requests fail with `Gone`. Returns the held requests, which the caller must fail,
+    /// too.
+    pub fn start_failing(&self) -> Vec<HeldRequest> {
         let mut state = self.state.lock();
         state.phase = Phase::Gone;
         self.runs.store(1, SeqCst);
         mem::take(&mut state.held)
     }
 
-    /// Cancels the countdown. Returns the held requests, which may continue.
+    /// Cancels the countdown. Returns the held requests, which the caller must resubmit.
     pub fn stop(&self) -> Vec<HeldRequest> {
         let mut state = self.state.lock();
-        if !state.half_set_back {
+        if !state.partly_restored {
             state.phase = Phase::Idle;
             self.runs.store(0, SeqCst);
         }
         mem::take(&mut state.held)
     }
 
-    /// Marks the device as partly restored. Same effect as [`let_go`](Self::let_go), until
-    /// [`set_consistent`](Self::set_consistent).
+    /// Marks the device as partly restored. New requests fail with `Gone` until
+    /// [`set_consistent`](Self::set_consistent). Returns the held requests, which the caller must
+    /// fail, too.
     pub fn stay_off(&self) -> Vec<HeldRequest> {
-        self.state.lock().half_set_back = true;
-        self.let_go()
+        self.state.lock().partly_restored = true;
+        self.start_failing()
     }
 
-    /// Marks the device as consistent again. The power may be on.
+    /// Marks the device as consistent again, so that requests are admitted. No effect if the device
+    /// was not partly restored.
     pub fn set_consistent(&self) {
         let mut state = self.state.lock();
-        if mem::take(&mut state.half_set_back) {
+        if mem::take(&mut state.partly_restored) {
             state.phase = Phase::Idle;
             self.runs.store(0, SeqCst);
         }
     }
 
-    /// Returns true if a visit failed midway and none has succeeded since.
-    pub fn is_half_set_back(&self) -> bool {
-        self.state.lock().half_set_back
+    /// Returns true if a visit failed midway and no visit has succeeded since.
+    pub fn is_partly_restored(&self) -> bool {
+        self.state.lock().partly_restored
     }
 
     pub fn enter(&self, op: Op) -> Admission {
         self.state.lock().enter(op)
     }
 
-    /// Decides about a submitted request, and holds it if it must wait.
+    /// Decides about a submitted request. Moves the request out of `held` into the list of held
+    /// requests if it must wait.
     pub fn enter_or_hold(&self, held: &mut Option<HeldRequest>) -> Admission {
         let mut state = self.state.lock();
         let pass = held.as_ref().map_or(Admission::Gone, |(request, ..)| state.enter(request.op));
@@ -197,8 +205,9 @@ impl Countdown {
         pass
     }
 
-    /// Ends a request that took a number in `round`. The number is returned unless `done`. Returns
-    /// the action if the power is off now, or the requests that may continue.
+    /// Ends a request that took a number in `round`. A request that is not `done` returns its
+    /// number. Returns the action to run if the power goes off now, and the held requests to
+    /// resubmit.
     pub fn finish(&self, round: u64, done: bool) -> (Option<PowerOffAction>, Vec<HeldRequest>) {
         let mut state = self.state.lock();
         if state.round != round {

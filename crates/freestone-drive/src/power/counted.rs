@@ -1,10 +1,10 @@
-//! Requests during a [countdown](super::countdown).
+//! Request path while a [countdown](super::countdown) to a power cut runs.
 
 use std::sync::Arc;
 
 use super::countdown::{Admission, HeldRequest, PowerOffAction};
 use super::drain::PowerShared;
-use freestone_core::device::{Buffer, Completion, Error, IoBuf, Request, Result, Tried};
+use freestone_core::device::{Buffer, Completion, Error, IoBuf, Request, Result, TryResult};
 
 /// Fails held requests with [`Gone`](Error::Gone).
 pub fn fail_held(held: Vec<HeldRequest>) {
@@ -14,26 +14,26 @@ pub fn fail_held(held: Vec<HeldRequest>) {
 }
 
 impl PowerShared {
-    /// Fails the requests held by the countdown, and new ones until
-    /// [`stop_counting`](Self::stop_counting).
-    pub fn let_go(&self) {
-        fail_held(self.countdown.let_go());
+    /// Fails the requests held by the countdown, and new requests until
+    /// [`stop_counting`](Self::stop_counting) is called.
+    pub fn fail_held_requests(&self) {
+        fail_held(self.countdown.start_failing());
     }
 
-    /// Cancels the countdown. Held requests continue.
+    /// Cancels the countdown, and resubmits the requests that it held.
     pub fn stop_counting(self: &Arc<Self>) {
         self.resubmit(self.countdown.stop());
     }
 
     #[cold]
-    pub fn try_counted(self: &Arc<Self>, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    pub fn try_counted(self: &Arc<Self>, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         match self.countdown.enter(request.op) {
             Admission::Free => self.try_io(request, buffer),
-            Admission::Wait => Ok(Tried::WouldBlock),
+            Admission::Wait => Ok(TryResult::WouldBlock),
             Admission::Gone => Err(Error::Gone),
             Admission::Counted(round) => {
                 let outcome = self.try_io(request, buffer);
-                let left = self.countdown.finish(round, outcome == Ok(Tried::Done));
+                let left = self.countdown.finish(round, outcome == Ok(TryResult::Done));
                 self.finish_counted(left);
                 outcome
             }
@@ -51,7 +51,8 @@ impl PowerShared {
             Admission::Counted(round) => {
                 let shared = Arc::clone(self);
                 let done = Completion::new(move |outcome, buffer| {
-                    // The completion sees the request counted; the power goes off after it.
+                    // The request is counted before its completion runs, and the power goes off
+                    // only afterwards.
                     let left = shared.countdown.finish(round, outcome.is_ok());
                     done.complete(outcome, buffer);
                     shared.finish_counted(left);
@@ -61,7 +62,8 @@ impl PowerShared {
         }
     }
 
-    /// Runs the action of an elapsed countdown, and resubmits requests that may continue.
+    /// Runs the action if the countdown has ended, and resubmits requests that the countdown no
+    /// longer holds.
     fn finish_counted(self: &Arc<Self>, (then, held): (Option<PowerOffAction>, Vec<HeldRequest>)) {
         if let Some(then) = then {
             then();

@@ -1,5 +1,5 @@
-//! Writes to the device below: unflushed blocks, for room or for a flush, and writes past the
-//! cache.
+//! Writes to the device under the power layer: unflushed blocks, to free cache space or for a
+//! flush, and writes that bypass the cache.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,39 +10,45 @@ use super::countdown::Countdown;
 use super::events::EventCounter;
 use super::queue::Queue;
 use super::record::EntryKind;
-use freestone_core::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
+use freestone_core::device::{
+    Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult,
+};
 use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering::SeqCst};
 
-/// Maximum unflushed data that a flush writes on the caller's thread, in bytes.
+/// Maximum number of unflushed bytes for which a flush runs on the caller's thread. With more, the
+/// worker writes them.
 const FLUSH_INLINE_MAX_BYTES: u64 = 1 << 20;
 
-/// State shared by [`Power`](super::Power), its worker and its requests below.
+/// State shared by [`Power`](super::Power), its worker thread and its requests to the device under
+/// this layer.
 ///
-/// Lock order: `change`; then the worker's queue; then `failures`; then those of the cache. Only
-/// `change`, taken by power switches, is held during calls of the device below and completions.
+/// Lock order: `change`; then the worker's queue; then `failures`; then the locks of the cache.
+/// Only `change`, taken to switch the power, is held during calls of the device under this layer
+/// and completions.
 pub struct PowerShared {
     pub inner: Arc<dyn Device>,
     pub cache: Cache,
     pub events: Arc<EventCounter>,
     pub queue: Queue,
-    /// Closed while the power is off. Entered by all work on requests.
+    /// Gate that is closed while the power is off. All work on requests enters it.
     pub power: FreezeGate<()>,
-    /// Requests in flight to the device below.
+    /// Number of requests in flight to the device under this layer.
     pub in_flight: AtomicU64,
-    /// Bytes of unflushed blocks in flight to the device below.
+    /// Number of bytes of unflushed blocks that are being written to the device under this layer.
     pub draining: AtomicU64,
     failures: Mutex<Failures>,
-    /// Lock order: last.
+    /// Countdown to a power cut. Lock order: innermost.
     pub countdown: Countdown,
-    /// Held while the power is switched off, until it is on again.
+    /// Serializes power switches. Held from switching the power off until it is on again.
     pub change: Mutex<()>,
-    /// 1 if the power is off for a reset only, which is not a power loss. New requests then wait,
-    /// and older ones continue. Changed under `change`, while the gate is open.
+    /// 1 if the power is off only for a reset of the device, which is not a power loss, else 0. New
+    /// requests then wait, and older ones finish. Changed under `change`, while the gate is open.
     pub wiping: AtomicU32,
 }
 
-/// Count of failed writes of unflushed blocks. The blocks stay cached and are retried.
+/// Failed writes of unflushed blocks: their number and the last error. The blocks stay cached and
+/// are written again later.
 #[derive(Debug, Clone, Copy)]
 pub struct Failures {
     pub count: u64,
@@ -70,20 +76,22 @@ impl PowerShared {
         *self.failures.lock()
     }
 
-    /// Returns the conditions of a flush: the bound before which everything must be written, and
-    /// the failure count so far.
+    /// Returns the conditions of a flush: the moment before which all cached versions must be
+    /// written, and the number of failed writes so far.
     pub fn flush_bound(&self) -> (u64, u64) {
         let failures = self.failures.lock();
         (self.cache.now(), failures.count)
     }
 
-    /// Returns the last error if a write failed since the count was `before`.
+    /// Returns the last error if a write failed since the number of failures was `before`, else
+    /// `None`.
     pub fn failed_since(&self, before: u64) -> Option<Error> {
         let now = self.failures();
         (now.count != before).then_some(now.last)
     }
 
-    /// Submits a request to the device below. The power does not go off before `then` has returned.
+    /// Submits a request to the device under this layer, and calls `then` with the outcome. A power
+    /// cut waits until `then` has returned.
     pub fn below(
         self: &Arc<Self>,
         request: Request,
@@ -111,8 +119,9 @@ impl PowerShared {
         });
     }
 
-    /// Counts a failure and moves its blocks to a later position, under one lock. So a flush finds
-    /// either the blocks before its bound, or the failure.
+    /// Releases the claim of a drained run. If the write failed, counts the failure and requeues
+    /// the blocks with a later moment, under one lock. So a flush finds either the blocks before
+    /// its bound, or the failure.
     fn finish_drain(&self, claimed: ClaimedRange, done: u64, error: Option<Error>) {
         let Some(error) = error else { return self.cache.release(claimed, done, false) };
         let mut failures = self.failures.lock();
@@ -121,20 +130,20 @@ impl PowerShared {
         self.cache.release(claimed, done, true);
     }
 
-    /// Writes a run on this thread, as far as possible without waiting. Returns true if all of it
-    /// is below.
+    /// Writes a run of cached blocks on this thread, as far as possible without waiting. Returns
+    /// true if the whole run was written.
     fn drain_inline(&self, run: Run) -> Result<bool> {
         let Run { claimed, request, data } = run;
         let mut done = 0;
         let outcome = loop {
             let buffer = if data.is_empty() { Buffer::None } else { Buffer::Write(&data[done as usize..]) };
             match self.inner.try_io(&request.rest(done), buffer) {
-                Ok(Tried::Done) => {
+                Ok(TryResult::Done) => {
                     done = request.len;
                     break Ok(true);
                 }
-                Ok(Tried::Partly(part)) => done += part,
-                Ok(Tried::WouldBlock) => break Ok(false),
+                Ok(TryResult::Partly(part)) => done += part,
+                Ok(TryResult::WouldBlock) => break Ok(false),
                 Err(error) => break Err(error),
             }
         };
@@ -143,13 +152,13 @@ impl PowerShared {
         outcome
     }
 
-    /// Writes blocks below on this thread, to make room for `len` bytes, as far as possible without
-    /// waiting.
+    /// Writes cached blocks to the device under this layer, to free cache space for `len` bytes.
+    /// Runs on this thread, as far as possible without waiting.
     ///
     /// # Errors
-    /// The last failure, if no write succeeded.
-    pub fn make_room_inline(&self, len: u64) -> Result<()> {
-        // Failed blocks move past the bound, so each block is tried once.
+    /// The error of the last failed write, if no write succeeded.
+    pub fn reclaim_space_inline(&self, len: u64) -> Result<()> {
+        // Blocks whose write failed are requeued after the bound, so each block is tried once.
         let bound = self.cache.now();
         let want = len.min(self.cache.capacity());
         let mut failed = None;
@@ -167,27 +176,27 @@ impl PowerShared {
 
     // ---- flush ----------------------------------------------------------------------------------
 
-    pub fn try_flush(&self) -> Result<Tried> {
+    pub fn try_flush(&self) -> Result<TryResult> {
         let slot = self.open_flush();
         let outcome = self.flush_inline();
-        self.close_flush(slot, matches!(outcome, Ok(Tried::Done)));
+        self.close_flush(slot, matches!(outcome, Ok(TryResult::Done)));
         outcome
     }
 
-    fn flush_inline(&self) -> Result<Tried> {
+    fn flush_inline(&self) -> Result<TryResult> {
         let (bound, failures) = self.flush_bound();
         if self.cache.has_before(bound, None) {
             if self.cache.used() > FLUSH_INLINE_MAX_BYTES {
-                return Ok(Tried::WouldBlock);
+                return Ok(TryResult::WouldBlock);
             }
             while let Some(run) = self.cache.claim_run(bound, None)? {
                 if !self.drain_inline(run)? {
-                    return Ok(Tried::WouldBlock);
+                    return Ok(TryResult::WouldBlock);
                 }
             }
-            // Other threads may be writing some blocks.
+            // Other threads may still be writing blocks that they claimed.
             if self.cache.has_before(bound, None) {
-                return Ok(Tried::WouldBlock);
+                return Ok(TryResult::WouldBlock);
             }
         }
         if let Some(error) = self.failed_since(failures) {
@@ -196,8 +205,9 @@ impl PowerShared {
         self.inner.try_io(&Request::flush(), Buffer::None)
     }
 
-    /// Opens the flush's slot in the recording. Must come before
-    /// [`flush_bound`](Self::flush_bound): the flush covers every entry before the slot.
+    /// Reserves a slot for a flush in the recording. Must be called before
+    /// [`flush_bound`](Self::flush_bound), because the flush covers every entry before the slot.
+    /// Returns `None` without a recording.
     pub fn open_flush(&self) -> Option<u64> {
         self.cache.record.as_ref().map(|record| record.open(0, 0, EntryKind::Flush, false))
     }
@@ -210,32 +220,32 @@ impl PowerShared {
 
     // ---- writes past the cache ------------------------------------------------------------------
 
-    pub fn try_past_cache(self: &Arc<Self>, request: Request, buffer: Buffer<'_>) -> Result<Tried> {
+    pub fn try_past_cache(self: &Arc<Self>, request: Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let data = if let Buffer::Write(data) = buffer { Some(data) } else { None };
         if self.cache.is_log_full() {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
-        let Some(claimed) = self.claim(&request, data) else { return Ok(Tried::WouldBlock) };
+        let Some(claimed) = self.claim(&request, data) else { return Ok(TryResult::WouldBlock) };
         let outcome = self.inner.try_io(&as_zeroes(request), buffer);
         let done = match outcome {
-            Ok(Tried::Done) => request.len,
-            Ok(Tried::Partly(part)) => match (request.offset + part) % self.cache.unit_bytes() {
+            Ok(TryResult::Done) => request.len,
+            Ok(TryResult::Partly(part)) => match (request.offset + part) % self.cache.unit_bytes() {
                 0 => part,
                 into => return self.finish_unit(claimed, request, data, (part, into)),
             },
-            Ok(Tried::WouldBlock) | Err(_) => 0,
+            Ok(TryResult::WouldBlock) | Err(_) => 0,
         };
         self.cache.release(claimed, done, false);
         self.events.notify();
         outcome
     }
 
-    /// Completes a unit of a write past the cache that stopped after `part` bytes, `into` bytes
-    /// into a unit.
+    /// Completes the last unit of a write that bypasses the cache and stopped after `part` bytes,
+    /// `into` bytes after the start of the unit.
     ///
-    /// The part of the unit below cannot be undone, so the rest is written below, too. The claim is
-    /// held meanwhile. So a cut waits and finds the unit whole. The request continues as if nothing
-    /// of the unit were done.
+    /// The written part of the unit cannot be undone, so the rest is submitted to the device under
+    /// this layer, too. The claim is held meanwhile, so that a power cut waits and finds the unit
+    /// complete. The caller retries the request from the start of the unit.
     #[cold]
     fn finish_unit(
         self: &Arc<Self>,
@@ -243,7 +253,7 @@ impl PowerShared {
         request: Request,
         data: Option<&[u8]>,
         (part, into): (u64, u64),
-    ) -> Result<Tried> {
+    ) -> Result<TryResult> {
         let whole = part.saturating_sub(into);
         let end = (part + self.cache.unit_bytes() - into).min(request.len);
         let buffer = match data.map(|data| IoBuf::copy_of(&data[part as usize..end as usize])).transpose() {
@@ -257,11 +267,11 @@ impl PowerShared {
         self.below(as_zeroes(rest), buffer, move |shared, outcome, _| {
             shared.cache.release(claimed, if outcome.is_ok() { end } else { part }, false);
         });
-        Ok(if whole == 0 { Tried::WouldBlock } else { Tried::Partly(whole) })
+        Ok(if whole == 0 { TryResult::WouldBlock } else { TryResult::Partly(whole) })
     }
 
-    /// Submits a write past the cache. Returns it if another write to the range is in flight, or
-    /// the log is full.
+    /// Submits a write that bypasses the cache. Returns the buffer and the completion if another
+    /// write to the range is in flight, or the log is full.
     pub fn submit_past_cache(
         self: &Arc<Self>,
         request: Request,
@@ -290,14 +300,15 @@ impl PowerShared {
         })
     }
 
-    /// Returns true if blocks from before `bound` are still unflushed.
+    /// Returns true if blocks from before `bound` are still unflushed, in the range `within` or
+    /// anywhere.
     pub fn is_unflushed(&self, bound: u64, within: Option<&Range<u64>>) -> bool {
         self.cache.has_before(bound, within)
     }
 }
 
-/// Turns a discard into zeroes of the exact range. The cache forgets the range, so a partial
-/// discard below would reveal old data.
+/// Turns a discard into write zeroes of the same range. The cache drops the versions of the whole
+/// range, so a device that discards only a part of the range would expose old data.
 fn as_zeroes(request: Request) -> Request {
     if request.op != Op::Discard {
         return request;

@@ -1,11 +1,11 @@
-//! Notification of the worker, and of threads that wait for a quiet device.
+//! Event counter that wakes the worker, and threads that wait until no request is in flight.
 
 use std::sync::PoisonError;
 
 use freestone_core::pin::wait;
 use freestone_core::sync::{AtomicU64, Condvar, Instant, Mutex, Ordering::SeqCst};
 
-/// Event counter with waiters. Without listeners an event costs one atomic load.
+/// Event counter that threads can wait on. Without listeners, an event costs one atomic load.
 #[derive(Debug, Default)]
 pub struct EventCounter {
     count: Mutex<u64>,
@@ -14,7 +14,7 @@ pub struct EventCounter {
 }
 
 impl EventCounter {
-    /// Adds a listener. Events from now on are counted.
+    /// Adds a listener. While there are listeners, [`notify`](Self::notify) counts events.
     pub fn listen(&self) {
         self.listeners.fetch_add(1, SeqCst);
     }
@@ -23,25 +23,26 @@ impl EventCounter {
         self.listeners.fetch_sub(1, SeqCst);
     }
 
-    /// Reports an event to the listeners.
+    /// Counts an event and wakes the waiters, if there are listeners.
     pub fn notify(&self) {
         if self.listeners.load(SeqCst) > 0 {
             self.notify_always();
         }
     }
 
-    /// Reports an event, even without listeners.
+    /// Counts an event and wakes the waiters, even without listeners.
     pub fn notify_always(&self) {
         *self.count.lock() += 1;
         self.changed.notify_all();
     }
 
-    /// Returns the number of events. Read this before checking the awaited condition.
+    /// Returns the number of events so far. A waiter must call this before it checks its condition,
+    /// so that no event is missed.
     pub fn count(&self) -> u64 {
         *self.count.lock()
     }
 
-    /// Waits for more than `seen` events, or until `until`.
+    /// Waits until the number of events differs from `seen`, at most until `until`.
     pub fn wait_until(&self, seen: u64, until: Instant) {
         let mut count = self.count.lock();
         while *count == seen {

@@ -1,4 +1,5 @@
-//! Request path: served from memory, sent below, or passed to the worker.
+//! Request path of the power layer. A request is served from the cache, sent to the device under
+//! this layer, or queued for the worker.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,20 +9,20 @@ use super::log::APART_MAX_BLOCKS;
 use super::queue::{Job, WriteOut};
 use super::shard::Kind;
 use freestone_core::device::{
-    Buffer, Completion, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
     range_end,
 };
-use freestone_core::freeze_gate::UnderWay;
+use freestone_core::freeze_gate::WorkGuard;
 use freestone_core::sync::Ordering::SeqCst;
 
-/// Maximum bytes read or written per try.
+/// Maximum number of bytes that one `try_io` reads or writes.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Approximate maximum of unflushed blocks checked per call of `extents`.
+/// Approximate maximum number of unflushed blocks that one call of `extents` describes.
 const LOOK_MAX_BLOCKS: usize = 4096;
 
 pub enum PowerAdmission<'a> {
-    /// The power is on, and stays on while this exists.
-    On(UnderWay<'a, ()>),
+    /// The power is on, and stays on until the guard is dropped.
+    On(WorkGuard<'a, ()>),
     /// The power is off for a reset: the request must wait.
     Later,
     Off,
@@ -32,8 +33,8 @@ impl PowerShared {
         Geometry { volatile_cache: true, ..self.inner.geometry() }
     }
 
-    /// Decides whether a request may run on this thread. Calls `wait`, pinned, if the request must
-    /// wait for the end of a reset.
+    /// Decides whether a request may run on this thread. Calls `wait`, with the thread pinned, if
+    /// the request must wait for the end of a reset.
     pub fn admit(&self, wait: impl FnOnce()) -> PowerAdmission<'_> {
         let begun = self.power.enter(|open| match open {
             Some(()) => {
@@ -47,25 +48,25 @@ impl PowerShared {
             None => None,
         });
         match begun {
-            Some(true) => PowerAdmission::On(self.power.under_way()),
+            Some(true) => PowerAdmission::On(self.power.work_guard()),
             Some(false) => PowerAdmission::Later,
             None => PowerAdmission::Off,
         }
     }
 
-    pub fn try_io(self: &Arc<Self>, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    pub fn try_io(self: &Arc<Self>, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let geometry = self.geometry();
         request.check(&geometry)?;
         let _under_way = match self.admit(|| {}) {
             PowerAdmission::On(under_way) => under_way,
-            PowerAdmission::Later => return Ok(Tried::WouldBlock),
+            PowerAdmission::Later => return Ok(TryResult::WouldBlock),
             PowerAdmission::Off => return Err(Error::Gone),
         };
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(out)) => self.try_read(request, out),
             (Op::Read, _) | (Op::Write, Buffer::None | Buffer::Read(_)) => Err(Error::Misaligned),
             (Op::Flush, _) => self.try_flush(),
-            (Op::Discard, _) if ignores_discards(&geometry) => Ok(Tried::Done),
+            (Op::Discard, _) if ignores_discards(&geometry) => Ok(TryResult::Done),
             (_, buffer) if self.bypasses_cache(request) => self.try_past_cache(*request, buffer),
             (_, Buffer::Write(data)) => self.try_write(request, Some(data)),
             (_, _) => self.try_write(request, None),
@@ -99,8 +100,8 @@ impl PowerShared {
         }
     }
 
-    /// Returns true if a write goes below at once: with FUA, or for a range of zeroes too long to
-    /// keep in blocks.
+    /// Returns true if a write bypasses the cache: if it has the FUA flag, or if it zeroes or
+    /// discards a range too long to be cached per block.
     fn bypasses_cache(&self, request: &Request) -> bool {
         request.flags.contains(Flags::FUA)
             || (request.op != Op::Write && request.len / self.cache.block_bytes() > APART_MAX_BLOCKS)
@@ -108,12 +109,12 @@ impl PowerShared {
 
     // ---- writes ---------------------------------------------------------------------------------
 
-    fn try_write(&self, request: &Request, data: Option<&[u8]>) -> Result<Tried> {
+    fn try_write(&self, request: &Request, data: Option<&[u8]>) -> Result<TryResult> {
         if self.queue.has_waiting_writes() {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         let piece = match data {
-            // Ends at a unit boundary.
+            // A long write is cut off at a unit boundary.
             Some(_) if request.len > PIECE_BYTES => {
                 let past = (request.offset + PIECE_BYTES) % self.cache.unit_bytes();
                 Request { len: PIECE_BYTES - past, ..*request }
@@ -122,15 +123,15 @@ impl PowerShared {
         };
         let mut done = self.cache.insert(&piece, data)?;
         if done == 0 {
-            self.make_room_inline(piece.len)?;
+            self.reclaim_space_inline(piece.len)?;
             done = self.cache.insert(&piece, data)?;
         }
-        // A waiter for room may need the blocks cached here to be written below.
+        // The worker, if it waits for space, may need to write these new blocks.
         self.events.notify();
         Ok(match done {
-            0 => Tried::WouldBlock,
-            done if done == request.len => Tried::Done,
-            part => Tried::Partly(part),
+            0 => TryResult::WouldBlock,
+            done if done == request.len => TryResult::Done,
+            part => TryResult::Partly(part),
         })
     }
 
@@ -154,23 +155,23 @@ impl PowerShared {
 
     // ---- reads ----------------------------------------------------------------------------------
 
-    fn try_read(&self, request: &Request, out: &mut [u8]) -> Result<Tried> {
+    fn try_read(&self, request: &Request, out: &mut [u8]) -> Result<TryResult> {
         let len = out.len().min(PIECE_BYTES as usize);
         let mut done = len;
         for range in self.cache.read(request.offset, &mut out[..len]) {
             let part =
                 Request::read(request.offset + range.start as u64, range.len() as u64).with(request.flags);
             match self.inner.try_io(&part, Buffer::Read(&mut out[range.clone()]))? {
-                Tried::Done => continue,
-                Tried::Partly(part) => done = range.start + part as usize,
-                Tried::WouldBlock => done = range.start,
+                TryResult::Done => continue,
+                TryResult::Partly(part) => done = range.start + part as usize,
+                TryResult::WouldBlock => done = range.start,
             }
             break;
         }
         Ok(match done {
-            0 => Tried::WouldBlock,
-            done if done == out.len() => Tried::Done,
-            part => Tried::Partly(part as u64),
+            0 => TryResult::WouldBlock,
+            done if done == out.len() => TryResult::Done,
+            part => TryResult::Partly(part as u64),
         })
     }
 
@@ -182,8 +183,8 @@ impl PowerShared {
         if missing.len() == 1 && first.len() == buffer.len() {
             return self.below(request, buffer, move |_, outcome, buffer| done.complete(outcome, buffer));
         }
-        // One read of everything in between, into separate memory: cached data in the buffer must
-        // not change.
+        // One read covers everything from the first to the last missing range. A separate buffer is
+        // used, since cached data in `buffer` must not be overwritten.
         let span = first.start..last.end;
         let part = Request::read(request.offset + span.start as u64, span.len() as u64);
         let below = match IoBuf::zeroed(span.len()) {
@@ -217,7 +218,7 @@ impl PowerShared {
         }
     }
 
-    /// Writes the unflushed blocks of `within` below.
+    /// Writes the unflushed blocks of the range `within` to the device under this layer.
     pub fn write_out(self: &Arc<Self>, within: Range<u64>, done: Completion) {
         let mut parts = Some((within, done));
         let admitted = self.admit(|| {
@@ -244,13 +245,15 @@ impl PowerShared {
             return self.inner.extents(offset, len, row);
         }
         let block = self.cache.block_bytes();
-        // The cache is checked first: blocks missing there are below.
+        // The cache is checked first. A block that is not cached then is in the device under this
+        // layer.
         let (cached, known) = self.cache.cached_kinds(offset / block..end.div_ceil(block), LOOK_MAX_BLOCKS);
         let end = end.min(known * block);
         let mut cached = cached.into_iter().peekable();
         let mut at = offset;
         while at < end {
-            // Either the cached block here, or the extents below up to the next cached block.
+            // Describes either the cached block at `at`, or the extents of the device under this
+            // layer up to the next cached block.
             if let Some((number, kind)) = cached.next_if(|(number, _)| number * block <= at) {
                 let kind = match kind {
                     Kind::Bytes => ExtentKind::Data,
@@ -280,7 +283,8 @@ impl PowerShared {
     }
 }
 
-/// Returns true if discards are ignored: the device below frees nothing, or writes zeroes slowly.
+/// Returns true if discards are ignored because the device under this layer frees nothing, or
+/// writes zeroes slowly.
 const fn ignores_discards(geometry: &Geometry) -> bool {
     geometry.discard_granularity == 0 || !geometry.fast_zeroes
 }

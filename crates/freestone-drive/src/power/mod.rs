@@ -1,24 +1,26 @@
-//! Simulated power loss over any device, reproducible from a seed, and a log of all writes.
+//! Layer that simulates power loss of any device, reproducibly from a seed, and records all writes
+//! in a log.
 //!
 //! [`Power`] keeps unflushed writes in memory like the volatile cache of a drive. Each write that
 //! is not yet durable adds a version of its blocks. A flush writes the newest versions to the
-//! device below and flushes that. A write with FUA goes below at once, and so does a range of
-//! zeroes of more than 4096 blocks.
+//! device under this layer and then flushes that device. A write with FUA bypasses the cache, and
+//! so does a range of zeroes of more than 4096 blocks.
 //!
-//! [`Power::cut`] cuts the power. Each unit of [`Config::unit`] bytes then has its content below,
-//! or its content after one of the unflushed writes. A hash of the seed and the unit's number
-//! decides, independently per unit. No write to a unit is torn.
+//! [`Power::cut`] cuts the power. Each unit of [`Config::unit`] bytes then has its content in the
+//! device under this layer, or its content after one of the unflushed writes. A hash of the seed
+//! and the unit's number chooses, independently per unit. No write to a unit is torn.
 //!
-//! The cache is bounded. A full cache writes its oldest blocks below, together with their
-//! neighbours. A cut cannot lose those any more; a drive may also write its cache at any time. If a
-//! part of a unit was written below, a cut does not lose equally old writes to the rest of the
-//! unit.
+//! The cache is bounded. A full cache writes its oldest blocks to the device under this layer,
+//! together with adjacent blocks. A cut cannot lose these blocks any more, as with a real drive,
+//! which may also write its cache at any time. If a part of a unit was written, a cut does not lose
+//! equally old writes to the rest of the unit.
 //!
-//! Discards become exact zeroes. If the device below frees nothing, or writes zeroes slowly, a
-//! discard does nothing. A failed write below keeps its blocks unflushed: the flush fails, and the
-//! next one tries again.
+//! Discards become write zeroes of exactly the same range. If the device under this layer frees
+//! nothing, or writes zeroes slowly, a discard does nothing. If a write of cached blocks fails, the
+//! blocks stay unflushed: the flush fails, and the next one tries again.
 //!
-//! [`Config::record`] logs everything in dm-log-writes' format: see [`log`].
+//! [`Config::record`] logs all writes, discards and flushes in the format of dm-log-writes: see
+//! [`log`].
 
 mod cache;
 mod choice;
@@ -41,11 +43,12 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use cache::Cache;
-pub use countdown::After;
+pub use countdown::CutTrigger;
 use drain::PowerShared;
 use events::EventCounter;
 use freestone_core::device::{
-    self, Buffer, Completion, Device, Error as DeviceError, Extent, Geometry, IoBuf, Request, Result, Tried,
+    self, Buffer, Completion, Device, Error as DeviceError, Extent, Geometry, IoBuf, Request, Result,
+    TryResult,
 };
 use freestone_core::sync::{
     mpsc,
@@ -53,66 +56,66 @@ use freestone_core::sync::{
 };
 use record::Recorder;
 
-/// Default of [`Config::capacity`] in bytes.
+/// Default value of [`Config::capacity`], the capacity of the volatile cache, in bytes.
 pub const CAPACITY_DEFAULT_BYTES: u64 = 64 << 20;
 
-/// Largest [`Config::unit`] in bytes.
+/// Largest value of [`Config::unit`], the size of a unit that a cut does not tear, in bytes.
 pub const UNIT_MAX_BYTES: u32 = 64 << 10;
 
 /// Configuration of a [`Power`].
 #[derive(Debug, Default)]
 pub struct Config {
-    /// Maximum unflushed data in bytes; 0 for [`CAPACITY_DEFAULT_BYTES`]. Any capacity holds one
-    /// unit. A block of zeroes counts as 64 bytes.
+    /// Maximum amount of unflushed data in bytes; 0 for [`CAPACITY_DEFAULT_BYTES`]. At least one
+    /// unit is always cached. A block of zeroes counts as 64 bytes.
     pub capacity: u64,
-    /// Unit that a cut does not tear, in bytes: a power of two from the device's logical block to
-    /// [`UNIT_MAX_BYTES`]. 0 for the physical block, at most [`UNIT_MAX_BYTES`].
+    /// Size in bytes of a unit, which a cut does not tear: a power of two from the device's logical
+    /// block to [`UNIT_MAX_BYTES`]. 0 for the physical block, limited to [`UNIT_MAX_BYTES`].
     pub unit: u32,
-    /// Log for all writes, discards and flushes.
+    /// Log in which all writes, discards and flushes are recorded, or `None` for no recording.
     pub record: Option<log::Writer>,
 }
 
-/// Result of a power cut.
+/// Result of a simulated power cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
-    /// Seed of the cut.
+pub struct CutReport {
+    /// Seed that chose which writes were lost.
     pub seed: u64,
-    /// Unflushed units that ended with the content of an unflushed write.
+    /// Number of units with unflushed writes that have the content of one of these writes.
     pub kept_blocks: u64,
-    /// Unflushed units that ended with their content below.
+    /// Number of units that lost all their unflushed writes.
     pub lost_blocks: u64,
 }
 
-/// Point in a recording.
+/// Point in a recording of writes, to which a device can be restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Point {
-    /// After this many entries of the log; 0 is the start of the recording.
+    /// After this many entries of the log. 0 is the start of the recording.
     Entry(u64),
-    /// At the first mark with this text.
+    /// After the first mark with this text.
     Mark(String),
 }
 
-/// Result of a visit.
+/// Result of restoring a device to a point of its recording with [`Power::visit`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Visited {
-    /// Entries before the point, including the mark of a [`Point::Mark`].
+pub struct VisitReport {
+    /// Number of log entries before the point, including the mark of a [`Point::Mark`].
     pub entries: u64,
     /// Result of the power cut at the point, if one was requested.
     pub cut: Option<log::CutPoint>,
 }
 
-/// Status of a recording.
+/// Status of the recording of a device's writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Recording {
-    /// Entries in the file.
+pub struct RecordingStat {
+    /// Number of entries in the log file.
     pub entries: u64,
-    /// Size of the file in bytes.
+    /// Size of the log file in bytes.
     pub bytes: u64,
-    /// Reason why the recording stopped, if it did. Earlier entries stay valid.
+    /// Reason why the recording stopped, or `None` if it is running. Earlier entries stay valid.
     pub stopped: Option<String>,
 }
 
-/// Errors from setting a mark or visiting a point.
+/// Errors from adding a mark to a recording or visiting a point of a recording.
 #[derive(Debug, Error)]
 pub enum RecordError {
     /// The device has no recording.
@@ -121,40 +124,41 @@ pub enum RecordError {
     /// The recording has stopped.
     #[error("the recording has stopped: {0}")]
     Stopped(String),
-    /// The text cannot be a mark.
-    #[error("a mark is text of 1 to {max} bytes without NUL, and not \"{beginning}\"", beginning = log::BEGINNING)]
+    /// The text is empty, too long, contains a NUL, or is reserved.
+    #[error("a mark is text of 1 to {max} bytes without NUL, and not \"{beginning}\"", beginning = log::RESET_MARK)]
     BadMark {
-        /// Longest mark in bytes.
+        /// Maximum length of a mark in bytes.
         max: usize,
     },
-    /// The log failed.
+    /// Reading or replaying the log failed.
     #[error(transparent)]
     Log(#[from] log::Error),
-    /// Resetting the device below failed.
+    /// Resetting the device under this layer failed.
     #[error("the device could not be reset: {0}")]
     Device(#[from] device::Error),
-    /// A visit failed after it started: the device is partly restored.
+    /// A visit failed after it changed the device, which is now only partly restored.
     #[error(
         "the power stays off, since the device is only partly restored: {0}; visit a point again, or reset the device"
     )]
     HalfSetBack(Box<RecordError>),
 }
 
-/// Device that keeps unflushed writes in memory. See the [module](self).
+/// Device with a simulated volatile write cache, whose power can be cut. See the [module](self).
 ///
-/// Dropping it is a clean shutdown: it writes all unflushed data below, flushes, and waits for
-/// that. It does not wait inside one of its own completions.
+/// Dropping the device is a clean shutdown: it writes all unflushed data to the device under this
+/// layer, flushes that device, and waits. The drop does not wait if it runs in a completion of the
+/// device itself.
 pub struct Power {
     shared: Arc<PowerShared>,
     worker: Option<JoinHandle<()>>,
 }
 
 impl Power {
-    /// Wraps `inner`, which must not be used directly from now on.
+    /// Wraps `inner` with a volatile cache. `inner` must not be used directly any more.
     ///
     /// # Errors
-    /// The device below has zones (the zones layer must lie on top), or `unit` is invalid. The
-    /// log's header could not be written, or a thread could not be started.
+    /// `inner` has zones (the zones layer must lie above this layer), or `unit` is invalid. The
+    /// header of the log could not be written, or a thread could not be started.
     pub fn new(inner: Arc<dyn Device>, config: Config) -> std::io::Result<Self> {
         let geometry = inner.geometry();
         if geometry.zones.is_some() {
@@ -184,117 +188,122 @@ impl Power {
         Ok(Self { shared, worker: Some(worker) })
     }
 
-    /// Returns how many bytes of the capacity are in use.
+    /// Returns the number of bytes of the cache's capacity in use.
     pub fn unflushed_bytes(&self) -> u64 {
         self.shared.cache.used()
     }
 
-    /// Returns the unit that a cut does not tear, in bytes.
+    /// Returns the size in bytes of a unit, which a cut does not tear.
     pub fn unit(&self) -> u64 {
         self.shared.cache.unit_bytes()
     }
 
-    /// Writes unflushed data of a range to the device below, so that it survives the next cut.
-    /// Blocks.
+    /// Writes the unflushed data of a range to the device under this layer, so that the data
+    /// survives the next cut. Blocks until it is written.
     ///
     /// # Errors
-    /// The range is invalid, the device below failed, or [`Gone`](DeviceError::Gone) while the
-    /// power is off.
+    /// The range is invalid, or a write to the device under this layer failed.
+    /// [`Gone`](DeviceError::Gone) while the power is off.
     pub fn keep(&self, offset: u64, len: u64) -> Result<()> {
-        Request::write(offset, len).check_place(self.geometry().size, self.geometry().logical_block)?;
+        Request::write(offset, len).check_range(self.geometry().size, self.geometry().logical_block)?;
         let (sender, receiver) = mpsc::sync_channel(1);
         let done = Completion::new(move |outcome, _| {
-            // The receiver waits below.
+            // The receiver exists until this function returns, so sending cannot fail.
             let _ = sender.send(outcome);
         });
         self.shared.write_out(self.shared.cache.blocks(offset, len), done);
         receiver.recv().unwrap_or(Err(DeviceError::Gone))
     }
 
-    /// Cuts the power, and returns after the simulated reboot. Blocks until the device below has
-    /// completed its requests.
+    /// Cuts the power, and returns after the simulated reboot. Blocks until the device under this
+    /// layer has completed the requests in flight.
     ///
     /// Waiting requests fail with [`Gone`](DeviceError::Gone), and so do new ones until the power
-    /// is back. The same requests and seed leave the same content.
+    /// is on again. The same sequence of requests and the same seed result in the same content.
     ///
     /// # Errors
-    /// A block that should have survived could not be written and has its old content, or the
-    /// device below could not be flushed. [`Gone`](DeviceError::Gone) if the device below completed
-    /// nothing for 10 s; nothing was lost. The power is back in these cases.
-    /// [`Media`](DeviceError::Media) if the device is [partly restored](Self::is_half_set_back).
-    pub fn cut(&self, seed: u64) -> Result<Cut> {
+    /// A block that should survive could not be written and has its old content, or the device
+    /// under this layer could not be flushed. [`Gone`](DeviceError::Gone) if that device completed
+    /// nothing for 10 s; nothing was lost. The power is on again in these cases.
+    /// [`Media`](DeviceError::Media) if the device is [partly restored](Self::is_partly_restored).
+    pub fn cut(&self, seed: u64) -> Result<CutReport> {
         self.shared.cut(seed)
     }
 
-    /// Switches the power off after a number of further writes or flushes.
+    /// Starts a countdown that switches the power off after a number of further writes or flushes.
     ///
     /// Later requests do not complete. `then` runs once, on a thread that completes requests, so it
-    /// must not wait. It must have another thread [`cut`](Self::cut) the power, which brings the
-    /// device back. An earlier cut or another call cancels the countdown.
+    /// must not wait. `then` must make another thread call [`cut`](Self::cut), which switches the
+    /// power on again. An earlier cut or another call of this function cancels the countdown.
     ///
     /// # Errors
-    /// [`Gone`](DeviceError::Gone) if the power is just going off.
-    pub fn cut_after(&self, after: After, then: impl FnOnce() + Send + 'static) -> Result<()> {
+    /// [`Gone`](DeviceError::Gone) if an earlier countdown or a cut is switching the power off.
+    pub fn cut_after(&self, after: CutTrigger, then: impl FnOnce() + Send + 'static) -> Result<()> {
         self.shared.countdown.begin(after, Box::new(then))
     }
 
-    /// Returns true if a visit failed midway, and no visit or reset has succeeded since.
-    pub fn is_half_set_back(&self) -> bool {
-        self.shared.countdown.is_half_set_back()
+    /// Returns true if a [`visit`](Self::visit) failed midway, and no visit or reset has succeeded
+    /// since.
+    pub fn is_partly_restored(&self) -> bool {
+        self.shared.countdown.is_partly_restored()
     }
 
-    /// Returns the remaining writes or flushes of the countdown.
-    pub fn cuts_after(&self) -> Option<After> {
+    /// Returns the remaining number of writes or flushes until the power goes off, or `None`
+    /// without a countdown.
+    pub fn pending_cut(&self) -> Option<CutTrigger> {
         self.shared.countdown.left()
     }
 
-    /// Fails the requests held by an elapsed countdown with [`Gone`](DeviceError::Gone). Later
-    /// requests fail, too, until the power is cut or [`keep_on`](Self::keep_on) is called.
-    pub fn let_go(&self) {
-        self.shared.let_go();
+    /// Fails the requests held since a countdown ended with [`Gone`](DeviceError::Gone). Later
+    /// requests fail, too, until [`cut`](Self::cut) or [`cancel_cut`](Self::cancel_cut) is called.
+    pub fn fail_held_requests(&self) {
+        self.shared.fail_held_requests();
     }
 
-    /// Cancels the countdown or the power-off that it caused. Held requests continue.
-    pub fn keep_on(&self) {
+    /// Cancels the countdown, or switches the power on again if the countdown ended. Held requests
+    /// continue.
+    pub fn cancel_cut(&self) {
         self.shared.stop_counting();
     }
 
-    /// Drops all unflushed data, and calls `below` to reset the device below to its content at the
-    /// start of the recording. The recording continues.
+    /// Drops all unflushed data, and calls `below`, which must reset the device under this layer to
+    /// its content at the start of the recording. The recording continues.
     ///
-    /// A reset is not a power loss: it first finishes waiting requests, and holds new ones.
+    /// A reset is not a power loss: waiting requests finish before it, and new ones run after it.
     ///
     /// # Errors
-    /// Those of `below`; [`Gone`](DeviceError::Gone) as for a [`cut`](Self::cut).
+    /// The errors of `below`. [`Gone`](DeviceError::Gone) if the device under this layer completed
+    /// nothing for 10 s; nothing was changed.
     pub fn reset(&self, below: &dyn Fn() -> Result<()>) -> Result<()> {
         self.shared.reset(below)
     }
 
-    /// Adds a mark to the log, after all completed requests, and waits until it is durable.
+    /// Adds a mark to the log, after all completed requests, and waits until the mark is durable.
     ///
-    /// Returns the number of entries including the mark: [`Point::Entry`] with this number is the
-    /// same point as [`Point::Mark`]. `replay-log` numbers entries from 0.
+    /// Returns the number of log entries up to and including the mark: [`Point::Entry`] with this
+    /// number is the point of the mark. (`replay-log` numbers entries from 0.)
     ///
     /// # Errors
-    /// Every [`RecordError`] except those of the device.
+    /// [`RecordError::NotRecording`], [`RecordError::Stopped`] or [`RecordError::BadMark`].
     pub fn mark(&self, text: &str) -> std::result::Result<u64, RecordError> {
         self.shared.cache.record.as_ref().ok_or(RecordError::NotRecording)?.mark(text)
     }
 
-    /// Returns the status of the recording, if there is one.
-    pub fn recording(&self) -> Option<Recording> {
+    /// Returns the status of the recording, or `None` if the device was created without one.
+    pub fn recording(&self) -> Option<RecordingStat> {
         self.shared.cache.record.as_ref().map(Recorder::status)
     }
 
-    /// Restores the device to its state at `point`, as after a reboot there. Recording stops; the
-    /// log stays for further visits.
+    /// Restores the device to its state at `point` of the recording, as after a reboot. The
+    /// recording stops; the log can be used for further visits.
     ///
-    /// Unflushed data is dropped, `reset` must reset the device below to its content at the start
-    /// of the recording, and the log is replayed. `cut` is the seed of a power cut at the point,
-    /// which decides on the writes since the last flush.
+    /// Unflushed data is dropped, `reset` is called, and the log is replayed. `reset` must reset
+    /// the device under this layer to its content at the start of the recording. If `cut` is
+    /// `Some`, it is the seed of a power cut at the point, which may lose writes since the last
+    /// flush.
     ///
     /// # Errors
-    /// The point is not in the log, or the log is damaged before it; nothing was done.
+    /// The point is not in the log, or the log is damaged before the point; nothing was changed.
     /// [`RecordError::HalfSetBack`] if `reset` or the replay failed. The power then stays off, and
     /// requests fail with [`Gone`](DeviceError::Gone), until a visit or a [`reset`](Self::reset)
     /// succeeds.
@@ -303,7 +312,7 @@ impl Power {
         point: &Point,
         cut: Option<u64>,
         reset: &dyn Fn() -> Result<()>,
-    ) -> std::result::Result<Visited, RecordError> {
+    ) -> std::result::Result<VisitReport, RecordError> {
         self.shared.visit(point, cut, reset)
     }
 }
@@ -313,15 +322,15 @@ impl Device for Power {
         self.shared.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        if self.shared.countdown.runs() {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        if self.shared.countdown.is_running() {
             return self.shared.try_counted(request, buffer);
         }
         self.shared.try_io(request, buffer)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        if self.shared.countdown.runs() {
+        if self.shared.countdown.is_running() {
             return self.shared.submit_counted(request, buffer, done);
         }
         self.shared.submit(request, buffer, done);
@@ -338,24 +347,25 @@ impl Device for Power {
 
 impl Drop for Power {
     fn drop(&mut self) {
-        self.shared.let_go();
+        self.shared.fail_held_requests();
         let (sender, receiver) = mpsc::sync_channel(1);
         let done = Completion::new(move |outcome, _| {
-            // The receiver is not read if this thread cannot wait.
+            // Nobody receives the outcome if this thread cannot wait, so an error is ignored.
             let _ = sender.send(outcome);
         });
         self.shared.submit(Request::flush(), IoBuf::empty(), done);
         let worker = self.worker.take();
-        // This thread may be the one that must complete the flush.
+        // In a completion this thread may be the one that must complete the flush, so waiting would
+        // deadlock.
         let can_wait = !completion::is_inside();
         if can_wait && let Ok(Err(error)) = receiver.recv() {
             tracing::error!(%error, "unflushed writes were lost when the device was closed");
         }
         self.shared.stop_worker();
         if let Some(worker) = worker.filter(|_| can_wait) {
-            // The panic hook reports a panic of that thread.
+            // A panic of the worker was already reported by the panic hook.
             let _ = worker.join();
-            // A late completion may keep `shared` alive a moment longer.
+            // A late completion may still own `shared`, so the log is finished explicitly.
             if let Some(record) = &self.shared.cache.record {
                 record.finish();
             }

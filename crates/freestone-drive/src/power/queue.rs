@@ -1,4 +1,4 @@
-//! Requests that the worker continues.
+//! Queue of requests that the worker thread of the power layer continues.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use freestone_core::sync::{AtomicU64, Mutex, Ordering::SeqCst};
 pub struct Queue {
     pub state: Mutex<QueueState>,
     pub pending: AtomicU64,
-    /// Writes among them that wait for room. New writes do not overtake them.
+    /// Number of queued writes that wait for cache space. New writes must not overtake them.
     pub waiting: AtomicU64,
 }
 
@@ -20,7 +20,7 @@ pub struct QueueState {
 }
 
 pub enum Job {
-    /// Write to the cache; the first `at` bytes are cached.
+    /// Write that waits for cache space. The first `at` bytes are cached already.
     Write {
         request: Request,
         buffer: IoBuf,
@@ -36,8 +36,9 @@ pub enum Job {
     WriteOut(WriteOut),
 }
 
-/// Flush or write-out: all data unflushed at `bound`, within `within` or everywhere, must be
-/// written below. Then a flush follows if `flush` is set.
+/// Flush or write-out. All versions cached before the moment `bound`, in the range `within` or
+/// everywhere, must be written to the device under this layer. If `flush` is set, that device is
+/// flushed afterwards.
 pub struct WriteOut {
     pub bound: u64,
     pub within: Option<Range<u64>>,

@@ -1,9 +1,11 @@
-//! Recording: entries in the order of their effect, written to the log by a thread.
+//! Recorder of a device's writes. A thread writes the entries to the log in the order of their
+//! effect.
 //!
-//! A flush takes its slot when it is submitted, and so does a write past the cache. Later entries
-//! are written after that request has completed or failed. So the entries before a flush include
-//! all writes completed before the flush was submitted. They include no write submitted after the
-//! flush completed. Replaying the whole log gives the device's content.
+//! Flushes and writes that bypass the cache reserve a slot in the queue when they are submitted.
+//! Entries after the slot are written to the log once that request has completed or failed. So the
+//! entries before a flush include all writes completed before the flush was submitted. Writes
+//! submitted after the flush completed follow it. Replaying the whole log results in the device's
+//! content.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,18 +15,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 use super::events::EventCounter;
 use super::log::{self, Writer, format};
-use super::{RecordError, Recording};
+use super::{RecordError, RecordingStat};
 use freestone_core::pin::wait;
 use freestone_core::sync::{
     Condvar, Mutex, mpsc,
     thread::{self, JoinHandle},
 };
 
-/// Maximum data that waits for the log, in bytes. Beyond it the device delays its clients.
+/// Maximum size in bytes of the entries queued for the log. Beyond it, the device delays new
+/// writes.
 const HELD_MAX_BYTES: u64 = 32 << 20;
-/// Cost of an entry besides its data, in bytes.
+/// Approximate memory in bytes that a queued entry uses in addition to its data.
 const ENTRY_BYTES: u64 = 128;
-/// Bytes that the thread takes from the queue at once.
+/// Approximate number of bytes that the thread removes from the queue and commits at once.
 const BATCH_BYTES: u64 = 4 << 20;
 
 #[derive(Debug)]
@@ -46,7 +49,7 @@ struct Entry {
 
 #[derive(Debug)]
 enum Slot {
-    /// Slot of a request in flight.
+    /// Slot reserved for a request in flight.
     Open(Entry),
     Ready(Entry),
     Void,
@@ -62,7 +65,7 @@ impl Slot {
     }
 }
 
-/// Recorder of entries. Dropping it writes the completed entries and ends the log.
+/// Recorder of the writes of a device. Dropping it writes the completed entries and ends the log.
 #[derive(Debug)]
 pub struct Recorder {
     shared: Arc<RecordShared>,
@@ -71,11 +74,11 @@ pub struct Recorder {
 
 #[derive(Debug)]
 struct RecordShared {
-    /// Lock order: last.
+    /// Lock order: innermost.
     state: Mutex<RecordState>,
     changed: Condvar,
     held: AtomicU64,
-    /// True if `state.stopped` is set.
+    /// True if `state.stopped` is `Some`; readable without the lock.
     stopped: AtomicBool,
     block_bytes: u32,
     events: Arc<EventCounter>,
@@ -85,22 +88,23 @@ struct RecordShared {
 #[derive(Debug, Default)]
 struct RecordState {
     slots: VecDeque<Slot>,
-    /// Number of the first slot.
+    /// Number of the first slot in `slots`.
     first: u64,
     entries: u64,
     bytes: u64,
     stopped: Option<String>,
-    /// The thread is writing a batch.
+    /// True while the thread writes a batch of entries.
     writing: bool,
-    /// Existing entries are written, but no new ones are accepted.
+    /// True if the recorder is closing: queued entries are still written, but new ones are not
+    /// accepted.
     closing: bool,
-    /// The thread has exited. Slots closed after that stay.
+    /// True if the thread has exited. Slots closed after that are not written.
     ended: bool,
 }
 
 impl Recorder {
-    /// Writes the log's header and starts the thread. `events` is notified when there is room
-    /// again.
+    /// Writes the header of the log and starts the thread. `events` is notified when the queue has
+    /// room again.
     pub fn start(mut writer: Writer, block_bytes: u32, events: Arc<EventCounter>) -> io::Result<Self> {
         writer.begin(block_bytes).map_err(io::Error::other)?;
         let shared = Arc::new(RecordShared {
@@ -120,7 +124,7 @@ impl Recorder {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Returns true if clients must wait for the log.
+    /// Returns true if the queue is full, so that clients must wait for the log.
     pub fn is_full(&self) -> bool {
         self.shared.held.load(SeqCst) > HELD_MAX_BYTES
     }
@@ -134,7 +138,8 @@ impl Recorder {
         self.add(Slot::Ready(Entry { offset, len, what, fua: false }));
     }
 
-    /// Opens a slot for a request in flight. [`close`](Self::close) reports its result.
+    /// Reserves a slot for a request in flight and returns the number of the slot.
+    /// [`close`](Self::close) or [`close_flush`](Self::close_flush) must end it.
     pub fn open(&self, offset: u64, len: u64, what: EntryKind, fua: bool) -> u64 {
         self.add(Slot::Open(Entry { offset, len, what, fua }))
     }
@@ -150,7 +155,8 @@ impl Recorder {
         number
     }
 
-    /// Closes the slot of a request of which the first `done` bytes were done.
+    /// Ends the slot of a request, of which the first `done` bytes were written. If `done` is 0,
+    /// the slot is not recorded.
     pub fn close(&self, slot: u64, done: u64) {
         self.close_slot(slot, |mut entry| {
             entry.len = entry.len.min(done);
@@ -181,38 +187,38 @@ impl Recorder {
         }
     }
 
-    /// Adds a mark after all completed requests, and waits until it is durable. Returns the number
-    /// of entries including the mark.
+    /// Adds a mark after all completed requests, and waits until the mark is durable. Returns the
+    /// number of log entries up to and including the mark.
     pub fn mark(&self, text: &str) -> Result<u64, RecordError> {
         let max = format::mark_max_bytes(self.shared.block_bytes);
-        if text.is_empty() || text.len() > max || text.contains('\0') || text == log::BEGINNING {
+        if text.is_empty() || text.len() > max || text.contains('\0') || text == log::RESET_MARK {
             return Err(RecordError::BadMark { max });
         }
         let (sender, receiver) = mpsc::sync_channel(1);
         self.push(0, 0, EntryKind::Mark(text.as_bytes().into(), Some(sender)));
-        // The sender is dropped if the recording stops.
-        receiver.recv().map_err(|_| self.why_stopped())
+        // Receiving fails only if the recording stopped and dropped the sender.
+        receiver.recv().map_err(|_| self.stop_error())
     }
 
-    /// Adds a mark of the program itself, without waiting.
+    /// Adds a mark that Freestone itself generates (reset or power cut), without waiting.
     pub fn note(&self, text: &str) {
         self.push(0, 0, EntryKind::Mark(text.as_bytes().into(), None));
     }
 
-    pub fn wait_for_room(&self) {
+    pub fn wait_for_space(&self) {
         let mut state = self.shared.state.lock();
         while self.is_full() && state.stopped.is_none() {
             state = wait(&self.shared.changed, state);
         }
     }
 
-    fn why_stopped(&self) -> RecordError {
+    fn stop_error(&self) -> RecordError {
         let state = self.shared.state.lock();
         RecordError::Stopped(state.stopped.clone().unwrap_or_else(|| "the device is going away".into()))
     }
 
-    /// Writes all entries and stops the recording for the reason `why`. The power is off, so no
-    /// slot is open.
+    /// Writes all queued entries, then stops the recording for the reason `why`. The power must be
+    /// off, so that no slot is open.
     pub fn stop(&self, why: &str) {
         let mut state = self.shared.state.lock();
         while state.stopped.is_none() && (state.writing || !state.slots.is_empty()) {
@@ -221,7 +227,8 @@ impl Recorder {
         self.shared.stop(&mut state, why);
     }
 
-    /// Writes the completed entries and accepts no more. Slots that are still open are abandoned.
+    /// Writes the completed entries and accepts no new ones. Slots that are still open, and entries
+    /// after them, are dropped.
     pub fn finish(&self) {
         let mut state = self.shared.state.lock();
         state.closing = true;
@@ -238,9 +245,9 @@ impl Recorder {
         &self.shared.path
     }
 
-    pub fn status(&self) -> Recording {
+    pub fn status(&self) -> RecordingStat {
         let state = self.shared.state.lock();
-        Recording { entries: state.entries, bytes: state.bytes, stopped: state.stopped.clone() }
+        RecordingStat { entries: state.entries, bytes: state.bytes, stopped: state.stopped.clone() }
     }
 }
 
@@ -249,14 +256,16 @@ impl RecordShared {
         state.stopped.get_or_insert_with(|| why.into());
         self.stopped.store(true, SeqCst);
         state.first += state.slots.len() as u64;
-        // Also drops the senders of marks, which wakes their waiters.
+        // Dropping the slots also drops the senders of marks, which wakes the threads that wait for
+        // marks.
         state.slots.clear();
         self.held.store(0, SeqCst);
         self.changed.notify_all();
         self.events.notify();
     }
 
-    /// Runs the thread: takes completed entries from the front of the queue and writes them.
+    /// Main loop of the thread: removes completed entries from the front of the queue and writes
+    /// them to the log.
     fn run(&self, mut writer: Writer) {
         loop {
             let mut state = self.state.lock();
@@ -300,7 +309,8 @@ impl RecordShared {
             self.changed.notify_all();
             drop(state);
             for (sender, entry) in marks {
-                // The channel has room for one message, and its receiver waits.
+                // Sending does not block, because the channel has room for one message. The
+                // receiver may be gone.
                 let _ = sender.send(entry);
             }
             self.events.notify();
@@ -308,7 +318,7 @@ impl RecordShared {
     }
 }
 
-/// Waiters for marks, with the number of entries up to each mark.
+/// Channels to threads that wait for marks, with the number of log entries up to each mark.
 type Marks = Vec<(mpsc::SyncSender<u64>, u64)>;
 
 fn write(writer: &mut Writer, batch: Vec<Entry>, block_bytes: u32) -> Result<Marks, log::Error> {
@@ -339,7 +349,7 @@ impl Drop for Recorder {
         self.shared.state.lock().closing = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // The panic hook reports a panic of that thread.
+            // A panic of the thread was already reported by the panic hook.
             let _ = thread.join();
         }
     }
@@ -357,7 +367,7 @@ mod tests {
     use freestone_core::device::{Blocking, Flags};
     use freestone_ram::ram::{self, Family};
 
-    /// A completion may still be running when the device is dropped.
+    /// A completion may close its slot after the device was dropped.
     #[test]
     fn slot_closed_after_the_end_does_not_block_finish() {
         let file = File::from(memfd_create("log", MemfdFlags::empty()).unwrap());
@@ -389,9 +399,9 @@ mod tests {
         assert_eq!(device.mark("before").unwrap(), 2);
         let good = device.recording().unwrap();
         assert_eq!(good.stopped, None);
-        // The file cannot grow from here on.
+        // From now on the file cannot grow.
         fcntl_add_seals(&disk, SealFlags::GROW).unwrap();
-        // More data than may wait for the log: no write may wait for ever.
+        // Writes more data than the queue of the log holds. No write may block for ever.
         for round in 0..80_u64 {
             device.write_at(round % 2 * 4096, &vec![2; 512 << 10], Flags::empty()).unwrap();
         }

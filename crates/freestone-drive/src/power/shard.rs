@@ -1,19 +1,19 @@
-//! Shard of the unflushed blocks: their versions, their order, and the claims.
+//! Shard of the volatile cache: versions of unflushed blocks, their order, and claims on ranges.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Content {
-    /// One block of data.
+    /// Data of one block.
     Bytes(Box<[u8]>),
     Zeroes {
-        /// The zeroes may become a hole.
+        /// True if the space of the zeroed block may be freed.
         free: bool,
     },
 }
 
-/// Kind of content. Only blocks of one kind are written below together.
+/// Kind of a block's content. Only adjacent blocks of one kind are written in one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Bytes,
@@ -21,11 +21,11 @@ pub enum Kind {
     Hole,
 }
 
-/// Cost of a block of zeroes in bytes: about the size of its map entries.
+/// Bytes of cache capacity that a block of zeroes uses: about the size of its map entries.
 pub const ZERO_COST_BYTES: u64 = 64;
 
 impl Content {
-    /// Returns the bytes of capacity used.
+    /// Returns the number of bytes of cache capacity that the content uses.
     pub fn cost(&self) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
@@ -33,7 +33,7 @@ impl Content {
         }
     }
 
-    /// Copies the content to `out`, one block.
+    /// Copies the content to `out`, which is one block long.
     pub fn copy_to(&self, out: &mut [u8]) {
         match self {
             Self::Bytes(bytes) => out.copy_from_slice(bytes),
@@ -50,16 +50,16 @@ impl Content {
     }
 }
 
-/// Unflushed block. Has at least one version.
+/// Unflushed block, with at least one version.
 #[derive(Debug)]
 pub struct Block {
     /// Position in the order of eviction: the moment of the first version, or of the last failed
-    /// write below. Never later than the bound of a flush that must write the block.
+    /// write of the block. Less than the bound of every flush that must write the block.
     order: u64,
-    /// Versions from before this moment cannot be lost: another part of the unit from that time is
-    /// below.
+    /// A power cut cannot lose versions from before this moment, because another part of the unit
+    /// from that time was already written.
     pub floor: u64,
-    /// Moments and contents of the versions, oldest first.
+    /// Versions of the block, each with its moment and content, oldest first.
     pub versions: Vec<(u64, Content)>,
 }
 
@@ -69,26 +69,27 @@ impl Block {
     }
 }
 
-/// Range of blocks that is being written below. Claims never overlap, so older data cannot
-/// overwrite newer data.
+/// Range of blocks that is being written to the device under this layer. Claims never overlap, so
+/// that older data cannot overwrite newer data.
 #[derive(Debug)]
 struct Claim {
     id: u64,
     blocks: Range<u64>,
 }
 
-/// Shard of the cache. The lock is held for map accesses and copies of at most one region, never
-/// during calls of the device below.
+/// Shard of the volatile cache. The shard's lock is held for map accesses and copies of at most one
+/// region, never during calls of the device under this layer.
 #[derive(Debug, Default)]
 pub struct Shard {
     blocks: BTreeMap<u64, Block>,
-    /// `(order, block)` of every block.
+    /// `(order, block number)` of every block.
     by_order: BTreeSet<(u64, u64)>,
     claims: Vec<Claim>,
 }
 
 impl Shard {
-    /// Adds a version at `now`, which is later than every earlier version.
+    /// Adds a version of `block` at the moment `now`, which must be later than all existing
+    /// versions.
     pub fn push(&mut self, block: u64, now: u64, content: Content) {
         let entry = self.blocks.entry(block).or_insert_with(|| {
             self.by_order.insert((now, block));
@@ -97,7 +98,7 @@ impl Shard {
         entry.versions.push((now, content));
     }
 
-    /// Iterates over the unflushed blocks of `range`, in order.
+    /// Iterates over the unflushed blocks of `range`, in ascending order.
     pub fn range(&self, range: Range<u64>) -> impl Iterator<Item = (u64, &Block)> {
         self.blocks.range(range).map(|(block, held)| (*block, held))
     }
@@ -106,7 +107,7 @@ impl Shard {
         self.by_order.first().map(|(order, _)| *order)
     }
 
-    /// Returns true if a part of `range` is being written below.
+    /// Returns true if a claim overlaps `range`.
     pub fn is_claimed(&self, range: &Range<u64>) -> bool {
         self.claims.iter().any(|claim| claim.blocks.start < range.end && range.start < claim.blocks.end)
     }
@@ -119,16 +120,18 @@ impl Shard {
         self.claims.retain(|claim| claim.id != id);
     }
 
-    /// Returns the run around the oldest unclaimed block from before `bound`: its unclaimed
-    /// neighbours of the same kind within a region of `region` blocks.
+    /// Returns the oldest unclaimed block from before `bound`, extended by adjacent unclaimed
+    /// blocks of the same kind in its region of `region` blocks. Returns `None` if there is no such
+    /// block.
     pub fn oldest_run(&self, bound: u64, region: u64) -> Option<Range<u64>> {
         let before = self.by_order.range(..(bound, 0));
         let (_, block) = before.into_iter().find(|(_, block)| !self.is_claimed(&(*block..block + 1)))?;
         Some(self.run_around(*block, region))
     }
 
-    /// Returns the run around the first unclaimed block of `range` from before `bound`, limited to
-    /// `range`.
+    /// Returns the first unclaimed block of `range` from before `bound`, extended by adjacent
+    /// unclaimed blocks of the same kind within its region and `range`. Returns `None` if there is
+    /// no such block.
     pub fn first_run(&self, range: Range<u64>, bound: u64, region: u64) -> Option<Range<u64>> {
         let wanted =
             |block: &(&u64, &Block)| block.1.order < bound && !self.is_claimed(&(*block.0..block.0 + 1));
@@ -137,7 +140,7 @@ impl Shard {
         Some(run.start.max(range.start)..run.end.min(range.end))
     }
 
-    /// Returns true if blocks of `range` from before `bound` are still unflushed.
+    /// Returns true if `range` contains unflushed blocks from before the moment `bound`.
     pub fn has_before(&self, range: Range<u64>, bound: u64) -> bool {
         self.blocks.range(range).any(|(_, block)| block.order < bound)
     }
@@ -155,8 +158,8 @@ impl Shard {
         first..end
     }
 
-    /// Removes the versions of `range` from before `bound`: the device below has them or newer
-    /// data. Returns the freed bytes of capacity.
+    /// Removes the versions of `range` from before `bound`, because the device under this layer
+    /// contains them or newer data. Returns the number of freed bytes of cache capacity.
     pub fn forget_before(&mut self, range: Range<u64>, bound: u64) -> u64 {
         let mut freed = 0;
         let mut empty = Vec::new();
@@ -181,16 +184,16 @@ impl Shard {
         freed
     }
 
-    /// Makes the versions of `range` from before `bound` safe from cuts.
-    pub fn secure(&mut self, range: Range<u64>, bound: u64) {
+    /// Protects the versions of `range` from before `bound` from being lost at a power cut.
+    pub fn protect(&mut self, range: Range<u64>, bound: u64) {
         for (_, block) in self.blocks.range_mut(range) {
             block.floor = block.floor.max(bound);
         }
     }
 
-    /// Moves the blocks of `range` to the end of the order after a failed write below, so that
-    /// other blocks come first.
-    pub fn put_off(&mut self, range: Range<u64>, now: u64) {
+    /// Moves the blocks of `range` to the end of the eviction order after their write failed, so
+    /// that other blocks are written first.
+    pub fn requeue(&mut self, range: Range<u64>, now: u64) {
         for (&number, block) in self.blocks.range_mut(range) {
             self.by_order.remove(&(block.order, number));
             block.order = now;
@@ -198,7 +201,7 @@ impl Shard {
         }
     }
 
-    /// Removes and returns all blocks.
+    /// Removes and returns all unflushed blocks.
     pub fn take(&mut self) -> BTreeMap<u64, Block> {
         self.by_order.clear();
         std::mem::take(&mut self.blocks)

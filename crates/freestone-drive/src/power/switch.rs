@@ -1,4 +1,5 @@
-//! Power off and on: cuts, resets, and visits of earlier points.
+//! Switches the simulated power off and on: power cuts, resets, and visits of earlier points of the
+//! recording.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,17 +12,18 @@ use super::drain::PowerShared;
 use super::log::{self, Reader};
 use super::record::{EntryKind, Recorder};
 use super::shard::{Block, Content, Kind};
-use super::{Cut, Point, RecordError, Visited};
+use super::{CutReport, Point, RecordError, VisitReport};
 use freestone_core::device::{Blocking, Error, Flags, Result};
 use freestone_core::sync::{Instant, MutexGuard};
 
-/// Size of reads and writes while the power is off, in bytes.
+/// Maximum size in bytes of reads and writes to the device under this layer while the power is off.
 const RUN_MAX_BYTES: u64 = 1 << 20;
-/// Time without any completion below after which a power switch gives up.
+/// Time without any completion of the device under this layer after which switching the power off
+/// fails.
 const QUIET_MAX: Duration = Duration::from_secs(10);
 
-/// Guard that keeps the power off. No request runs or enters, and the device below has none in
-/// flight.
+/// Guard that keeps the power off. Meanwhile no request is admitted, and none is in flight to the
+/// device under this layer.
 struct PowerOffGuard<'a> {
     shared: &'a PowerShared,
     change: Option<MutexGuard<'a, ()>>,
@@ -30,7 +32,7 @@ struct PowerOffGuard<'a> {
 impl Drop for PowerOffGuard<'_> {
     fn drop(&mut self) {
         let held = self.shared.power.open();
-        // Requests that found the gate closed have read this already.
+        // Requests that found the gate closed have already read `wiping`.
         self.shared.wiping.store(0, SeqCst);
         self.change = None;
         for task in held {
@@ -40,12 +42,13 @@ impl Drop for PowerOffGuard<'_> {
 }
 
 impl PowerShared {
-    /// Switches the power off. Waiting requests fail with `Gone`; requests in flight below complete
-    /// normally. For a reset (`wipe`) all requests complete first, and new ones wait.
+    /// Switches the power off. Queued requests fail with `Gone`; requests in flight to the device
+    /// under this layer complete normally. For a reset (`wipe`), all requests complete first, and
+    /// new ones wait.
     ///
     /// # Errors
-    /// [`Error::Gone`] if the device below completes nothing for [`QUIET_MAX`]. The power is then
-    /// on again, and nothing has changed.
+    /// [`Error::Gone`] if the device under this layer completes nothing for [`QUIET_MAX`]. The
+    /// power is then on again, and nothing has changed.
     fn switch_off(&self, wipe: bool) -> Result<PowerOffGuard<'_>> {
         let change = Some(self.change.lock());
         self.wiping.store(u32::from(wipe), SeqCst);
@@ -70,21 +73,22 @@ impl PowerShared {
         if quiet { Ok(off) } else { Err(Error::Gone) }
     }
 
-    pub fn cut(self: &Arc<Self>, seed: u64) -> Result<Cut> {
-        if self.countdown.is_half_set_back() {
+    pub fn cut(self: &Arc<Self>, seed: u64) -> Result<CutReport> {
+        if self.countdown.is_partly_restored() {
             return Err(Error::Media);
         }
-        self.let_go();
+        self.fail_held_requests();
         let cut = self.cut_now(seed);
         self.stop_counting();
         cut
     }
 
-    fn cut_now(&self, seed: u64) -> Result<Cut> {
+    fn cut_now(&self, seed: u64) -> Result<CutReport> {
         let _off = self.switch_off(false)?;
         let choice = CutChoice::new(seed);
-        let mut cut = Cut { seed, kept_blocks: 0, lost_blocks: 0 };
-        // Blocks that did not end as their newest version, which the recording has last.
+        let mut cut = CutReport { seed, kept_blocks: 0, lost_blocks: 0 };
+        // Blocks that lost their newest version. The recording contains that version, so their
+        // actual content must be recorded, too.
         let mut set_back = Vec::new();
         let mut kept = BTreeMap::new();
         let mut blocks = self.cache.take().into_iter().peekable();
@@ -108,14 +112,14 @@ impl PowerShared {
         if let Some(record) = &self.cache.record {
             self.record_cut(record, seed, &set_back);
         }
-        // A reboot loses nothing more.
+        // Data that survived this cut must be durable, so that it also survives the next one.
         let flushed = self.inner.flush();
         written.and(flushed).map(|()| cut)
     }
 
-    /// Writes the blocks that a cut keeps, and returns the first error. A failed write may have
-    /// happened or not; both are valid results of the cut. Adds such blocks to `unsure`, so that
-    /// the recording reads them.
+    /// Writes the blocks that survive a power cut to the device under this layer, and returns the
+    /// first error. After a failed write, the old and the new content are both valid results of the
+    /// cut. Such blocks are added to `unsure`, so that their actual content is recorded.
     fn write_kept(&self, kept: &BTreeMap<u64, Content>, unsure: &mut Vec<u64>) -> Result<()> {
         let block = self.cache.block_bytes();
         let mut outcome = Ok(());
@@ -148,8 +152,8 @@ impl PowerShared {
         outcome
     }
 
-    /// Records the content that a cut left, if it is not the last one written, so that the log
-    /// still replays to it.
+    /// Records the content of the blocks `set_back` after a power cut, so that replaying the log
+    /// results in the actual content.
     fn record_cut(&self, record: &Recorder, seed: u64, set_back: &[u64]) {
         if !record.is_running() {
             return;
@@ -158,7 +162,7 @@ impl PowerShared {
         let block = self.cache.block_bytes();
         let most = (RUN_MAX_BYTES / block) as usize;
         for run in set_back.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(most)) {
-            record.wait_for_room();
+            record.wait_for_space();
             let mut data = vec![0; run.len() * block as usize];
             if let Err(error) = self.inner.read_at(run[0] * block, &mut data) {
                 record.stop(&format!("reading the blocks that a power cut left failed: {error}"));
@@ -175,7 +179,7 @@ impl PowerShared {
         below()?;
         self.countdown.set_consistent();
         if let Some(record) = &self.cache.record {
-            record.note(log::BEGINNING);
+            record.note(log::RESET_MARK);
         }
         Ok(())
     }
@@ -185,9 +189,9 @@ impl PowerShared {
         point: &Point,
         cut: Option<u64>,
         reset: &dyn Fn() -> Result<()>,
-    ) -> std::result::Result<Visited, RecordError> {
+    ) -> std::result::Result<VisitReport, RecordError> {
         let record = self.cache.record.as_ref().ok_or(RecordError::NotRecording)?;
-        // Checks the point and the log before anything changes.
+        // The point and the log are checked before anything changes.
         let mut reader = Reader::open(record.path())?;
         let entries = match point {
             Point::Entry(asked) => *asked,
@@ -203,7 +207,7 @@ impl PowerShared {
         match replayed {
             Ok(cut) => {
                 self.countdown.set_consistent();
-                Ok(Visited { entries, cut })
+                Ok(VisitReport { entries, cut })
             }
             Err(error) => {
                 fail_held(self.countdown.stay_off());
@@ -213,9 +217,9 @@ impl PowerShared {
     }
 }
 
-/// Returns the moment before which the writes to a unit happened. `parts` are the unit's unflushed
-/// blocks.
-fn decide(choice: CutChoice, unit: u64, parts: &[(u64, Block)], cut: &mut Cut) -> u64 {
+/// Chooses which writes to a unit survive a power cut, and counts the choice in `cut`. Returns the
+/// moment before which writes survive. `parts` are the unflushed blocks of the unit.
+fn decide(choice: CutChoice, unit: u64, parts: &[(u64, Block)], cut: &mut CutReport) -> u64 {
     let floor = parts.iter().map(|(_, block)| block.floor).max().unwrap_or_default();
     let versions = parts.iter().flat_map(|(_, block)| &block.versions);
     let mut open: Vec<u64> = versions.map(|(moment, _)| *moment).filter(|moment| *moment >= floor).collect();
@@ -242,7 +246,7 @@ fn add(data: &mut Vec<u8>, content: &Content) {
     }
 }
 
-/// Checks that the worker's thread can own the state.
+/// Checks at compile time that the worker thread can share the state.
 const _: fn() = || {
     fn shared_between_threads<T: Send + Sync>() {}
     shared_between_threads::<Arc<PowerShared>>();

@@ -1,5 +1,6 @@
-//! Worker thread of a device, for requests that wait for room, for a range, or for a flush. The
-//! worker waits only for events, so a slow request below delays only its dependents.
+//! Worker thread of a power layer, for requests that wait for cache space, for a claimed range, or
+//! for a flush. The worker never waits for a single request, so a slow request delays only requests
+//! that depend on it.
 
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,11 +13,12 @@ use super::queue::{Job, WriteOut};
 use freestone_core::device::{Completion, Error, IoBuf, Op, Request};
 use freestone_core::sync::Ordering::SeqCst;
 
-/// Maximum unflushed bytes in flight below.
+/// Maximum number of bytes of unflushed blocks that the worker keeps in flight to the device under
+/// this layer.
 const WINDOW_BYTES: u64 = 8 << 20;
 
 impl PowerShared {
-    /// Passes a job to the worker. Requires that the power is on; called under a pin.
+    /// Queues a job for the worker. The power must be on, and the caller must be pinned.
     pub fn enqueue(&self, job: Job) {
         self.queue.pending.fetch_add(1, SeqCst);
         if matches!(job, Job::Write { .. }) {
@@ -30,11 +32,11 @@ impl PowerShared {
     fn finish_job(&self) {
         self.queue.pending.fetch_sub(1, SeqCst);
         self.events.stop_listening();
-        // A power switch listens.
+        // A thread that switches the power off may wait for the end of all jobs.
         self.events.notify();
     }
 
-    /// Tells the worker to exit after its last job.
+    /// Makes the worker exit after its last job.
     pub fn stop_worker(&self) {
         self.queue.state.lock().stop = true;
         self.events.notify_always();
@@ -66,7 +68,7 @@ impl PowerShared {
                 }
             }
             drop(admitted);
-            // The last job's event may have had no listener.
+            // After the last job there may be no listener, so that no event would end the wait.
             if !(stop && jobs.is_empty()) {
                 self.events.wait(seen);
             }
@@ -88,8 +90,8 @@ impl PowerShared {
         self.finish_job();
     }
 
-    /// Runs a step. A job whose completion panics is finished: the panic hook has reported it, and
-    /// other requests continue.
+    /// Runs a step of a job. If the job's completion panics, the job is finished and other jobs
+    /// continue. The panic hook has already reported the panic.
     fn step_catching_panics(self: &Arc<Self>, job: Job) -> Option<Job> {
         let step = AssertUnwindSafe(|| completion::inside(|| self.step(job)));
         catch_unwind(step).unwrap_or_else(|_| {
@@ -98,7 +100,7 @@ impl PowerShared {
         })
     }
 
-    /// Runs a job as far as possible. Returns the rest of it.
+    /// Runs a job as far as possible without waiting. Returns the job if it is not finished.
     fn step(self: &Arc<Self>, job: Job) -> Option<Job> {
         let left = match job {
             Job::Write { request, buffer, at, failures, done } => {
@@ -139,7 +141,7 @@ impl PowerShared {
             if let Some(error) = self.failed_since(failures) {
                 break Err(error);
             }
-            match self.make_room(request.len - at) {
+            match self.reclaim_space(request.len - at) {
                 Ok(()) => return Some(Job::Write { request, buffer, at, failures, done }),
                 Err(error) => break Err(error),
             }
@@ -149,10 +151,11 @@ impl PowerShared {
         None
     }
 
-    /// Starts writes below until there is room for `len` bytes, or nothing left to write.
-    fn make_room(self: &Arc<Self>, len: u64) -> Result<(), Error> {
-        // Failed blocks move past the bound, so each block is tried once, also with a device that
-        // completes inline.
+    /// Starts writes of cached blocks, until enough are in flight or done to free `len` bytes of
+    /// cache space, or no unclaimed block is left.
+    fn reclaim_space(self: &Arc<Self>, len: u64) -> Result<(), Error> {
+        // Blocks whose write failed are requeued after the bound, so each block is tried once, even
+        // if the device completes requests inline.
         let bound = self.cache.now();
         let want = len.min(self.cache.capacity()).min(WINDOW_BYTES);
         while self.cache.free_bytes() + self.draining.load(SeqCst) < want {
@@ -174,7 +177,8 @@ impl PowerShared {
                 Err(failed) => error = Some(failed),
             }
         }
-        // Checked before the failures: a failure is counted before its blocks are moved.
+        // Must be checked before the failures, because a failed write is counted before its blocks
+        // are requeued.
         let unflushed = self.is_unflushed(write_out.bound, within);
         let error = error.or_else(|| self.failed_since(write_out.failures));
         match error {

@@ -1,7 +1,7 @@
-//! Views of a device: read-only, or with other request limits.
+//! Views of a device: read-only, or with a different geometry.
 
+mod geometry_view;
 mod read_only;
-mod shaped;
 
+pub use geometry_view::GeometryView;
 pub use read_only::ReadOnly;
-pub use shaped::Shaped;

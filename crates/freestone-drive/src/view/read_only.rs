@@ -1,12 +1,12 @@
-//! Read-only view of a device.
+//! Read-only view of another device.
 
 use std::sync::Arc;
 
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried,
+    Buffer, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
 };
 
-/// Device that rejects writes and discards, and reports itself as read-only.
+/// View of a device that rejects writes and discards, and reports itself as read-only.
 pub struct ReadOnly(pub Arc<dyn Device>);
 
 impl Device for ReadOnly {
@@ -14,7 +14,7 @@ impl Device for ReadOnly {
         Geometry { read_only: true, ..self.0.geometry() }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         self.0.try_io(request, buffer)
     }

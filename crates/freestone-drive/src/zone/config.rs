@@ -1,4 +1,4 @@
-//! Configuration of a zoned device, and its validation.
+//! Configuration of a zoned device and its validation.
 
 use std::io;
 
@@ -9,40 +9,42 @@ use super::layout::Layout;
 pub use super::layout::ZONE_SIZE_MAX_BYTES;
 use freestone_core::device::Geometry;
 
-/// Maximum number of zones. Limits the memory of the table: 128 bytes per zone up to 65 536 zones,
-/// then 8.
+/// Maximum number of zones of a device. Limits the memory of the zone table: 128 bytes per zone up
+/// to 65 536 zones, 8 bytes per zone with more.
 pub const ZONES_MAX: u64 = 1 << 24;
 
-/// Configuration of zones, with the parameter names of `null_blk`. Sizes are in bytes.
+/// Configuration of the zones of a device, with the parameter names of `null_blk`. Sizes are in
+/// bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Zone size: a power of two from the logical block to the size of the device, at most
-    /// [`ZONE_SIZE_MAX_BYTES`]. The last zone may be shorter if `zone_capacity` is `zone_size`.
+    /// Size of a zone: a power of two from the logical block to the size of the device, at most
+    /// [`ZONE_SIZE_MAX_BYTES`]. The last zone may be shorter if `zone_capacity` equals `zone_size`.
     pub zone_size: u64,
-    /// Writable bytes per zone: a multiple of the logical block, at most `zone_size`; 0 for
-    /// `zone_size`.
+    /// Number of writable bytes per zone: a multiple of the logical block, at most `zone_size`. 0
+    /// for `zone_size`.
     pub zone_capacity: u64,
-    /// Number of conventional zones at the start of the device. Reduced so that at least one zone
-    /// is sequential.
+    /// Number of conventional zones at the start of the device. Reduced if necessary, so that at
+    /// least one zone is sequential.
     pub zone_nr_conv: u32,
-    /// Maximum number of open sequential zones; 0 or all of them is no limit. Reduced to
-    /// `zone_max_active` if that is a limit.
+    /// Maximum number of open sequential zones. 0, or at least the number of sequential zones,
+    /// means unlimited. Reduced to `zone_max_active` if that is a limit.
     pub zone_max_open: u32,
-    /// Maximum number of open or closed sequential zones; 0 or all of them is no limit.
+    /// Maximum number of active (open or closed) sequential zones. 0, or at least the number of
+    /// sequential zones, means unlimited.
     pub zone_max_active: u32,
-    /// Largest append, rounded down to blocks and reduced to the capacity of a zone; 0 disables
-    /// append.
+    /// Maximum size of a zone append, rounded down to blocks and limited to the capacity of a zone.
+    /// 0 disables zone append.
     pub zone_append_max: u64,
-    /// Sequential zones are full when the device is created.
+    /// True if sequential zones are full when the device is created, else they are empty.
     pub zone_full: bool,
-    /// The device below stores data. Data beyond a write pointer then reads as bytes of 0xFF.
-    /// Without storage, as with the plain null device, all data reads as the device below returns
-    /// it.
+    /// True if the device under this layer stores data. Data beyond a write pointer then reads as
+    /// bytes of 0xFF. If false, as with the plain null device, reads return whatever the device
+    /// under this layer returns.
     pub stores: bool,
 }
 
 impl Default for Config {
-    /// Returns the kernel's defaults: zones of 256 MiB, all sequential, no limits.
+    /// Returns the defaults of `null_blk`: zones of 256 MiB, all sequential, without limits.
     fn default() -> Self {
         Self {
             zone_size: 256 << 20,
@@ -57,77 +59,78 @@ impl Default for Config {
     }
 }
 
-/// Errors from creating zones.
+/// Errors from creating a zoned device.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// The zone size is not supported.
+    /// The zone size is not a power of two, or too small or large.
     #[error(
         "zone_size is {zone_size} bytes; it must be a power of two from {block} bytes to the size of the device ({size} bytes), \
          and at most {ZONE_SIZE_MAX_BYTES}"
     )]
     ZoneSize {
-        /// Requested zone size.
+        /// Requested zone size in bytes.
         zone_size: u64,
-        /// Logical block.
+        /// Logical block of the device in bytes.
         block: u32,
-        /// Size of the device.
+        /// Size of the device in bytes.
         size: u64,
     },
-    /// The device would have too many zones.
+    /// The device would have more than [`ZONES_MAX`] zones.
     #[error("zone_size {zone_size} gives {zones} zones; at most {ZONES_MAX} are possible")]
     TooManyZones {
-        /// Requested zone size.
+        /// Requested zone size in bytes.
         zone_size: u64,
-        /// Resulting number of zones.
+        /// Number of zones that would result.
         zones: u64,
     },
-    /// The zone capacity is not supported.
+    /// The zone capacity exceeds the zone size, or is not a multiple of the logical block.
     #[error(
         "zone_capacity is {capacity} bytes; it must be a multiple of {block} bytes and at most zone_size ({zone_size} bytes)"
     )]
     Capacity {
-        /// Requested capacity.
+        /// Requested zone capacity in bytes.
         capacity: u64,
-        /// Logical block.
+        /// Logical block of the device in bytes.
         block: u32,
-        /// Zone size.
+        /// Zone size in bytes.
         zone_size: u64,
     },
-    /// The last zone is shorter, and `zone_capacity` is smaller than `zone_size`.
+    /// The last zone is shorter than the others, but `zone_capacity` is smaller than `zone_size`.
     #[error(
         "the device has {size} bytes, which leaves a last zone of {last} bytes; a shorter last zone is possible only where \
          zone_capacity is zone_size ({zone_size} bytes)"
     )]
     ShortLastZone {
-        /// Size of the device.
+        /// Size of the device in bytes.
         size: u64,
-        /// Length of the last zone.
+        /// Length of the last zone in bytes.
         last: u64,
-        /// Zone size.
+        /// Zone size in bytes.
         zone_size: u64,
     },
-    /// The device below is zoned already.
+    /// The device under the zone layer already has zones.
     #[error("the device has zones already")]
     Zoned,
-    /// Out of memory for the table.
+    /// The system has no memory for the table of this many zones.
     #[error("there is no memory for {0} zones")]
     NoMemory(u32),
-    /// The zone state file failed.
+    /// Opening or writing the zone state file failed.
     #[error("the zone state file: {0}")]
     State(#[from] StateError),
-    /// A thread could not be started.
+    /// A thread for queued writes or syncs could not be started.
     #[error("a thread could not be started: {0}")]
     Thread(#[source] io::Error),
 }
 
 impl Layout {
-    /// Validates a configuration for the device `below`.
+    /// Validates a configuration for a device with the geometry `below`, and returns the layout of
+    /// its zones.
     pub fn new(config: &Config, below: &Geometry) -> Result<Self, SetupError> {
         if below.zones.is_some() {
             return Err(SetupError::Zoned);
         }
         let block = below.logical_block;
-        // Written data must stay readable, so a padded last block is not used.
+        // The padding of the last block is not stored, so the zones do not use a padded last block.
         let size = below.size - if below.padding > 0 { u64::from(block) } else { 0 };
         let (zone_size, whole) = (config.zone_size, u64::from(block));
         if !zone_size.is_power_of_two() || zone_size < whole || zone_size > size.min(ZONE_SIZE_MAX_BYTES) {
@@ -152,8 +155,8 @@ impl Layout {
         let max_active = limit(config.zone_max_active);
         let max_open = match max_active {
             0 => limit(config.zone_max_open),
-            // As in the kernel: no limit stays no limit, and a higher limit is reduced to
-            // `max_active`.
+            // As in the kernel: 0 stays "no limit", and a limit above `max_active` is reduced to
+            // it.
             _ => config.zone_max_open.min(max_active),
         };
         let max_append = config.zone_append_max.min(capacity).min(u64::from(u32::MAX)) & !(whole - 1);
@@ -209,7 +212,8 @@ mod tests {
 
     #[test]
     fn limits_are_reduced_as_in_kernel() {
-        // 16 zones. Requested and resulting: conventional, open, active.
+        // Requested and resulting (conventional zones, open limit, active limit) of a device with
+        // 16 zones.
         let rows = [
             ((0, 0, 0), (0, 0, 0)),
             ((0, 16, 0), (0, 0, 0)),

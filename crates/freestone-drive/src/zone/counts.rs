@@ -1,38 +1,39 @@
-//! Counters of a zoned device.
+//! Counters of the zones of a device and of operations on them.
 
-use freestone_core::device::Counted;
+use freestone_core::device::OpStats;
 use freestone_core::device::zoned::ZoneCondition;
 
-/// Number of zones per condition, and operations since the device was created.
+/// Number of zones per condition, and counters of operations since the device was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ZoneCounts {
-    /// Conventional zones.
+    /// Number of conventional zones.
     pub conventional: u32,
-    /// Empty zones.
+    /// Number of empty zones.
     pub empty: u32,
-    /// Implicitly open zones.
+    /// Number of implicitly open zones.
     pub implicit_open: u32,
-    /// Explicitly open zones.
+    /// Number of explicitly open zones.
     pub explicit_open: u32,
-    /// Closed zones.
+    /// Number of closed zones.
     pub closed: u32,
-    /// Full zones.
+    /// Number of full zones.
     pub full: u32,
-    /// Read-only zones.
+    /// Number of read-only zones.
     pub read_only: u32,
-    /// Offline zones.
+    /// Number of offline zones.
     pub offline: u32,
-    /// Reads, writes, appends and flushes. The errors include those of zone operations.
-    pub ops: Counted,
-    /// Zones opened by an operation.
+    /// Counters of reads, writes, appends and flushes. The error counter includes failed zone
+    /// operations.
+    pub ops: OpStats,
+    /// Number of open operations that succeeded.
     pub opens: u64,
-    /// Zones closed by an operation.
+    /// Number of close operations that succeeded.
     pub closes: u64,
-    /// Zones finished by an operation.
+    /// Number of finish operations that succeeded.
     pub finishes: u64,
-    /// Zones reset, one by one or all at once.
+    /// Number of zones reset, by a reset of one zone or of all zones.
     pub resets: u64,
-    /// Zones closed implicitly to open another one.
+    /// Number of zones that the device closed implicitly to open another zone.
     pub implicit_closes: u64,
 }
 
@@ -50,18 +51,18 @@ impl ZoneCounts {
         } += 1;
     }
 
-    /// Returns the zones that count as open.
+    /// Returns the number of open zones: implicitly or explicitly open.
     pub fn open(&self) -> u32 {
         self.implicit_open + self.explicit_open
     }
 
-    /// Returns the zones that count as active.
+    /// Returns the number of active zones: open or closed.
     pub fn active(&self) -> u32 {
         self.open() + self.closed
     }
 }
 
-// Indexes of the per-CPU counters of zone operations.
+// Indices of the per-CPU counters of zone operations, and their number.
 pub const OPENS: usize = 0;
 pub const CLOSES: usize = 1;
 pub const FINISHES: usize = 2;

@@ -1,8 +1,8 @@
-//! Power cuts, and resets to the state of a new device.
+//! Simulated power cuts of a zoned device, and resets to the state of a new device.
 
 use std::sync::Arc;
 
-use super::durable::Noted;
+use super::durable::PendingMark;
 use super::mark::Mark;
 use super::word::Word;
 use super::{Inner, ZoneCondition};
@@ -10,19 +10,20 @@ use crate::power;
 use freestone_core::device::{Error, Result};
 
 impl Inner {
-    /// Cuts the power: the seed chooses each write pointer between the durable and the written
-    /// position. All data below it stays. Requests that wait for a zone fail with [`Error::Gone`].
-    pub fn power_cut(self: &Arc<Self>, power: &power::Power, seed: u64) -> Result<power::Cut> {
+    /// Cuts the power. `seed` chooses the new write pointer of each zone between its durable and
+    /// its last position. All data before the new write pointer survives. Requests that wait for a
+    /// zone fail with [`Error::Gone`].
+    pub fn power_cut(self: &Arc<Self>, power: &power::Power, seed: u64) -> Result<power::CutReport> {
         self.with_all_zones(|inner| {
             if let Some(durable) = &inner.durable {
-                // A write pointer in the state file, left by a failed write, must not exceed the
-                // zone's own.
+                // Rewrites the suspect part of the state file, since a failed write may have left a
+                // write pointer there that exceeds that of the zone.
                 durable.commit(Vec::new())?;
             }
             let layout = &inner.table.layout;
             let mut after = Vec::new();
             for zone in layout.conventional..layout.zones {
-                let word = inner.table.look(zone);
+                let word = inner.table.load(zone);
                 let left = inner.word_after_cut(zone, word, seed, power.unit());
                 let kept = left.pointer().min(layout.capacity(zone));
                 if kept > 0 {
@@ -30,8 +31,8 @@ impl Inner {
                 }
                 after.push((zone, left));
             }
-            // Data that was not kept is lost even if the cut failed, so no write pointer may stay
-            // above it.
+            // Data that was not kept may be lost even if the cut failed, so no write pointer may
+            // lie after such data.
             let cut = power.cut(seed);
             let recorded = inner.record(&after);
             inner.publish_all(&after);
@@ -39,19 +40,20 @@ impl Inner {
         })
     }
 
-    /// Returns the word of a zone after the cut. A cut does not tear units of `unit` bytes.
+    /// Returns the state word of a zone after a power cut, which does not tear units of `unit`
+    /// bytes.
     fn word_after_cut(&self, zone: u32, word: Word, seed: u64, unit: u64) -> Word {
         let layout = &self.table.layout;
         let (durable, present) = match &self.durable {
             Some(durable) => (durable.mark(zone), Mark::of(word)),
-            // No device below has a volatile cache.
+            // Without a volatile cache and a state file, every completed write is durable.
             None => (Mark::of(word), Mark::of(word)),
         };
         let next = word.next_generation();
         if durable.is_final() || present.is_final() && word.pointer() != layout.capacity(zone) {
             return next;
         }
-        // Units with unflushed bytes.
+        // Number of units between the durable and the last position of the write pointer.
         let start = layout.start(zone);
         let first = (start + durable.pointer()) / unit;
         let units = match word.pointer() {
@@ -78,7 +80,7 @@ impl Inner {
         self.with_all_zones(|inner| {
             let layout = &inner.table.layout;
             let fresh = |zone| {
-                let word = inner.table.look(zone).next_generation();
+                let word = inner.table.load(zone).next_generation();
                 let first = super::fresh(layout, inner.full_at_first, zone);
                 (zone, word.with_condition(first.condition()).with_pointer(first.pointer()))
             };
@@ -90,13 +92,13 @@ impl Inner {
         })
     }
 
-    /// Makes the future state of zones that the caller owns durable.
+    /// Makes the new words `after` of zones that the caller owns durable.
     fn record(&self, after: &[(u32, Word)]) -> Result<()> {
-        let note = |&(zone, word): &(u32, Word)| -> Noted { (zone, word.generation(), Mark::of(word)) };
+        let note = |&(zone, word): &(u32, Word)| -> PendingMark { (zone, word.generation(), Mark::of(word)) };
         self.durable.as_ref().map_or(Ok(()), |durable| durable.force(after.iter().map(note).collect()))
     }
 
-    /// Sets the words of zones that the caller owns.
+    /// Publishes the new words `after` of zones that the caller owns.
     fn publish_all(&self, after: &[(u32, Word)]) {
         for &(zone, word) in after {
             let guard = self.table.lock(zone);
@@ -106,8 +108,9 @@ impl Inner {
         }
     }
 
-    /// Runs `action` while the caller owns every sequential zone. `all_zones` admits one caller at
-    /// a time: no other thread waits for a zone while it owns one.
+    /// Runs `action` while the caller owns every sequential zone. The lock `all_zones` admits one
+    /// caller at a time. No other thread waits for a zone while it owns one, so callers cannot
+    /// deadlock.
     fn with_all_zones<T>(self: &Arc<Self>, action: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         let _guard = self.all_zones.lock();
         let layout = &self.table.layout;
@@ -120,14 +123,14 @@ impl Inner {
             let waiting = if outcome.is_ok() { self.queues.writes(zone) } else { Vec::new() };
             let word = guard.word();
             self.publish_and_pass(zone, guard, word);
-            // Dropping a write fails it with "gone".
+            // Dropping the waiting writes fails them with [`Error::Gone`].
             drop(waiting);
         }
         outcome
     }
 }
 
-/// Mixes the bits of a number (the finalizer of splitmix64).
+/// Mixes the bits of a number with the finalizer of splitmix64.
 fn mix(number: u64) -> u64 {
     let number = (number ^ number >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let number = (number ^ number >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -1,12 +1,14 @@
-//! Durable state of the zones: for each zone a write pointer that never exceeds durable data.
+//! Durable state of the zones: for each zone, a mark whose write pointer never exceeds the durable
+//! data.
 //!
-//! A flush collects the write pointers, flushes the device below, and then records them as durable.
-//! With a state file it writes them to the file first. A reset is made durable before anything
-//! else. Flushes and resets may overlap; the generation of each zone shows which one is newer.
+//! A flush collects the write pointers, flushes the device under this layer, and then records the
+//! write pointers as durable. With a state file, it writes them to the file first. A reset is made
+//! durable before the zone changes. Flushes and resets may overlap; the generation of each zone
+//! shows which is newer.
 //!
-//! A failed write of the state file may have happened. The zones then count as durable as before,
-//! and the file's content is suspect. The next operation that makes anything durable, even a flush,
-//! rewrites the suspect part or fails.
+//! If a write of the state file fails, the file may contain the old or the new marks. The old marks
+//! then remain the durable state, and the written part of the file is suspect. The next operation
+//! that makes anything durable, even a flush, rewrites the suspect part or fails.
 
 use std::sync::Arc;
 
@@ -16,27 +18,27 @@ use super::states::Table;
 use super::word::Word;
 use super::{Inner, ZoneCondition};
 use freestone_core::client_log;
-use freestone_core::device::{Blocking, Error, Flags, Request, Result, Tried};
+use freestone_core::device::{Blocking, Error, Flags, Request, Result, TryResult};
 use freestone_core::sync::Mutex;
 
-/// A zone, its generation, and the mark to make durable.
-pub type Noted = (u32, u16, Mark);
+/// Number of a zone, its generation, and the mark to make durable.
+pub type PendingMark = (u32, u16, Mark);
 
 pub struct Durable {
-    /// Lock order: innermost. With a state file the lock is held during its writes, by threads that
-    /// may wait.
-    kept: Mutex<Kept>,
+    /// Lock order: innermost. If there is a state file, the lock is held while the file is written,
+    /// only by threads that may wait.
+    kept: Mutex<DurableMarks>,
     pub has_file: bool,
 }
 
-struct Kept {
-    /// Durable generation and mark of each zone.
+struct DurableMarks {
+    /// Generation and durable mark of each zone.
     zones: Vec<(u16, Mark)>,
     file: Option<StateFile>,
 }
 
-impl Kept {
-    fn is_news(&self, &(zone, generation, mark): &Noted) -> bool {
+impl DurableMarks {
+    fn is_newer(&self, &(zone, generation, mark): &PendingMark) -> bool {
         let (kept, durable) = self.zones[zone as usize];
         match generation.wrapping_sub(kept) as i16 {
             0 => mark > durable,
@@ -44,29 +46,30 @@ impl Kept {
         }
     }
 
-    fn note(&self, table: &Table) -> Vec<Noted> {
+    fn note(&self, table: &Table) -> Vec<PendingMark> {
         let layout = &table.layout;
         (layout.conventional..layout.zones)
             .map(|zone| {
-                let word = table.look(zone);
+                let word = table.load(zone);
                 (zone, word.generation(), Mark::of(word))
             })
-            .filter(|noted| self.is_news(noted))
+            .filter(|pending| self.is_newer(pending))
             .collect()
     }
 
-    /// Returns true if the content of the file is known.
+    /// Returns true if no part of the state file is suspect after a failed write.
     fn is_certain(&self) -> bool {
         self.file.as_ref().is_none_or(StateFile::is_certain)
     }
 
-    /// Records newer marks (or `all`) and writes them to the file, together with its suspect part.
-    /// After an error none of them counts as durable.
-    fn take(&mut self, noted: Vec<Noted>, all: bool) -> Result<()> {
+    /// Records the pending marks that are newer than the durable ones, or with `all` every pending
+    /// mark. Writes them to the state file, together with its suspect part. After an error, none of
+    /// them counts as durable.
+    fn take(&mut self, pending: Vec<PendingMark>, all: bool) -> Result<()> {
         let mut before = Vec::new();
-        for noted in noted {
-            if all || self.is_news(&noted) {
-                let (zone, generation, mark) = noted;
+        for pending in pending {
+            if all || self.is_newer(&pending) {
+                let (zone, generation, mark) = pending;
                 let kept = std::mem::replace(&mut self.zones[zone as usize], (generation, mark));
                 before.push((zone, kept));
             }
@@ -86,41 +89,44 @@ impl Kept {
 }
 
 impl Durable {
-    /// Creates the state: all zones are durable as in the table.
+    /// Creates the durable state. The durable marks are initially those of the zone table.
     pub fn new(table: &Table, file: Option<StateFile>) -> Self {
-        let zones = (0..table.layout.zones).map(|zone| (0, Mark::of(table.look(zone)))).collect();
-        Self { has_file: file.is_some(), kept: Mutex::new(Kept { zones, file }) }
+        let zones = (0..table.layout.zones).map(|zone| (0, Mark::of(table.load(zone)))).collect();
+        Self { has_file: file.is_some(), kept: Mutex::new(DurableMarks { zones, file }) }
     }
 
-    /// Returns the marks that are not durable yet.
-    pub fn note(&self, table: &Table) -> Vec<Noted> {
+    /// Returns the current marks of the zones that are newer than the durable ones.
+    pub fn note(&self, table: &Table) -> Vec<PendingMark> {
         self.kept.lock().note(table)
     }
 
-    /// Returns the marks like [`note`](Self::note), or `None` if that would wait or the file must
-    /// be written.
-    fn try_note(&self, table: &Table) -> Option<Vec<Noted>> {
+    /// Returns the same marks as [`note`](Self::note). Returns `None` if that would wait for the
+    /// lock, or the state file must be written.
+    fn try_note(&self, table: &Table) -> Option<Vec<PendingMark>> {
         let kept = self.kept.try_lock()?;
-        let noted = kept.note(table);
-        (!self.has_file || noted.is_empty() && kept.is_certain()).then_some(noted)
+        let pending = kept.note(table);
+        (!self.has_file || pending.is_empty() && kept.is_certain()).then_some(pending)
     }
 
-    /// Records marks collected before a flush of the device below. May wait if there is a file.
-    pub fn commit(&self, noted: Vec<Noted>) -> Result<()> {
-        self.kept.lock().take(noted, false)
+    /// Records marks that were collected before a flush of the device under this layer. Blocks if
+    /// there is a state file.
+    pub fn commit(&self, pending: Vec<PendingMark>) -> Result<()> {
+        self.kept.lock().take(pending, false)
     }
 
-    /// Records a newer mark of one zone. Only for devices without a file, so this cannot fail.
-    fn raise(&self, noted: Noted) {
+    /// Records the mark of one zone if it is newer. Only for devices without a state file, so this
+    /// cannot fail.
+    fn raise(&self, pending: PendingMark) {
         debug_assert!(!self.has_file);
         let mut kept = self.kept.lock();
-        if kept.is_news(&noted) {
-            kept.zones[noted.0 as usize] = (noted.1, noted.2);
+        if kept.is_newer(&pending) {
+            kept.zones[pending.0 as usize] = (pending.1, pending.2);
         }
     }
 
-    /// Records marks of zones that the caller owns, newer or not. May wait if there is a file.
-    pub fn force(&self, marks: Vec<Noted>) -> Result<()> {
+    /// Records marks of zones that the caller owns, whether they are newer or not. Blocks if there
+    /// is a state file.
+    pub fn force(&self, marks: Vec<PendingMark>) -> Result<()> {
         self.kept.lock().take(marks, true)
     }
 
@@ -130,16 +136,16 @@ impl Durable {
 }
 
 impl Inner {
-    /// Returns true if the zones have a state file.
+    /// Returns true if the state of the zones is stored in a state file or on a device.
     #[inline]
     pub fn is_recorded(&self) -> bool {
         self.durable.as_ref().is_some_and(|durable| durable.has_file)
     }
 
-    /// Records that a write with [`Flags::FUA`] is durable, and so is all data before it in its
-    /// zone.
+    /// Records that a write with [`Flags::FUA`], and all data before it in the zone, is durable.
+    /// Does nothing for other writes.
     #[inline]
-    pub fn wrote_through(&self, zone: u32, word: Word, request: &Request) {
+    pub fn record_fua_write(&self, zone: u32, word: Word, request: &Request) {
         if let Some(durable) = &self.durable
             && request.flags.contains(Flags::FUA)
         {
@@ -147,31 +153,32 @@ impl Inner {
         }
     }
 
-    pub fn try_flush(&self, request: &Request) -> Result<Tried> {
+    pub fn try_flush(&self, request: &Request) -> Result<TryResult> {
         let Some(durable) = &self.durable else {
             return self.backing.try_io(request, freestone_core::device::Buffer::None);
         };
-        let Some(noted) = durable.try_note(&self.table) else { return Ok(Tried::WouldBlock) };
+        let Some(pending) = durable.try_note(&self.table) else { return Ok(TryResult::WouldBlock) };
         let tried = self.backing.try_io(request, freestone_core::device::Buffer::None)?;
-        // Without new marks this does not wait for the lock.
-        if tried == Tried::Done && !noted.is_empty() {
-            durable.commit(noted)?;
+        // If there are no new marks, taking the lock is avoided.
+        if tried == TryResult::Done && !pending.is_empty() {
+            durable.commit(pending)?;
         }
         Ok(tried)
     }
 
-    /// Flushes the device below, then makes the marks durable. Blocks.
+    /// Flushes the device under this layer, then makes the marks of all zones durable. Blocks.
     pub fn sync(&self) -> Result<()> {
-        let noted = self.durable.as_ref().map(|durable| (durable, durable.note(&self.table)));
+        let pending = self.durable.as_ref().map(|durable| (durable, durable.note(&self.table)));
         self.backing.flush()?;
-        noted.map_or(Ok(()), |(durable, noted)| durable.commit(noted))
+        pending.map_or(Ok(()), |(durable, pending)| durable.commit(pending))
     }
 
-    /// Runs [`sync`](Self::sync) on its thread, then calls `done`. Concurrent calls share one sync.
+    /// Runs [`sync`](Self::sync) on the thread of `syncer`, then calls `done` with the result.
+    /// Concurrent calls share one sync.
     pub fn sync_later(self: &Arc<Self>, done: impl FnOnce(Result<()>) + Send + 'static) {
         self.unsynced.lock().push(Box::new(done));
         let inner = Arc::clone(self);
-        let taken = self.syncer.offer(move || {
+        let taken = self.syncer.try_push(move || {
             let waiting = std::mem::take(&mut *inner.unsynced.lock());
             if waiting.is_empty() {
                 return;
@@ -182,14 +189,16 @@ impl Inner {
             }
         });
         if !taken {
-            // The device is gone. Dropping the callbacks reports that.
+            // The device is being dropped. Dropping the callbacks fails their requests with
+            // [`Error::Gone`].
             let waiting = std::mem::take(&mut *self.unsynced.lock());
             drop(waiting);
         }
     }
 }
 
-/// Converts the marks of a state file to words.
+/// Converts the marks of a state file to state words of the zones. Fails if a mark is impossible
+/// for its zone.
 pub fn words(layout: &super::layout::Layout, marks: &[Mark]) -> std::result::Result<Vec<Word>, StateError> {
     let word = |(zone, mark): (u32, &Mark)| {
         if !layout.is_sequential(zone) {

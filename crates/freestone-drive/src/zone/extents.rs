@@ -1,14 +1,17 @@
-//! Extents: those of the device below, but data (not zeroes) beyond a write pointer.
+//! Extents of a zoned device: those of the device under this layer, except that ranges beyond a
+//! write pointer are reported as data.
 
 use super::{Inner, ZoneCondition};
 use freestone_core::device::{Extent, ExtentKind, Result, range_end};
 
-/// Maximum number of extents collected before they are returned, and of zones described per call.
+/// Maximum number of extents collected per zone and call.
 const ROWS_MAX: usize = 64;
+/// Maximum number of zones described per call of `extents`.
 const ZONES_MAX: u32 = 1024;
 
 impl Inner {
-    /// Describes a range, like `Device::extents`.
+    /// Reports the extents of a range, like `Device::extents`. Returns the number of bytes
+    /// described.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let layout = &self.table.layout;
         let end = range_end(offset, len, layout.size)?;
@@ -21,7 +24,7 @@ impl Inner {
             let to = end.min(layout.start(zone) + layout.len(zone));
             let (described, more) = self.zone_extents(zone, at, to - at, row)?;
             at += described;
-            // A zone that was not described completely ends the call.
+            // If a zone was not described completely, the call ends there.
             if !more || at < to || at == end {
                 break;
             }
@@ -29,8 +32,8 @@ impl Inner {
         Ok(at - offset)
     }
 
-    /// Describes a part of one zone. Returns the described length, and true if the caller wants
-    /// more.
+    /// Reports the extents of a range in one zone. Returns the number of bytes described, and true
+    /// if `row` accepts more extents.
     fn zone_extents(
         &self,
         zone: u32,
@@ -41,7 +44,7 @@ impl Inner {
         let layout = &self.table.layout;
         let mut rows = Vec::new();
         let real = loop {
-            let word = self.table.look(zone);
+            let word = self.table.load(zone);
             let real = match word.condition() {
                 ZoneCondition::NotWritePointer | ZoneCondition::ReadOnly => len,
                 ZoneCondition::Offline => 0,

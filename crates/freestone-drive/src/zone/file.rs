@@ -1,4 +1,4 @@
-//! Zone state file: the durable state of each zone.
+//! Zone state file: stores the durable state of each zone of a device.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -6,14 +6,14 @@
 //! | 4096 + 8192 g | [`Group`] g, first copy: sequence number, checksum, the marks of zones 510 g to 510 g + 509 |
 //! | 8192 + 8192 g | the same, second copy |
 //!
-//! All numbers are little-endian. A change of a zone writes its group with the next sequence number
-//! over the older copy, then syncs the file. So a torn write leaves the newer copy with all its
-//! zones intact. Of two valid copies the one with the higher sequence number counts. For marks see
-//! [`Mark`].
+//! All numbers are little-endian. A change of a zone writes the zone's group with the next sequence
+//! number over the older copy, then syncs the file. So a torn write leaves the newer copy of the
+//! group intact. Of two valid copies, the one with the higher sequence number is used. A [`Mark`]
+//! is the durable state of one zone.
 //!
-//! A failed write may have happened. Its groups are suspect until they are rewritten at the same
-//! place, so the older copy stays valid. The content found at opening may not be durable either, if
-//! the last process ended between a write and its sync. So it is rewritten at opening.
+//! A failed write may have changed the file. Its groups are suspect until they are rewritten at the
+//! same place, which leaves the other copy valid. The content found when a file is opened may not
+//! be durable, if the last process ended between a write and its sync. So opening rewrites it.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -33,15 +33,15 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::layout::Layout;
 use super::mark::Mark;
 use freestone_core::device::{self, Blocking, Device, Flags};
-use freestone_core::file_locks::{self, Access, Held};
+use freestone_core::file_locks::{self, Access, FileRegistration};
 use freestone_core::mutants::{self, Mutant};
-use freestone_core::replace::{MadeFile, MayGo, Place, STATE_PREFIX};
+use freestone_core::replace::{CreatedFile, ReplaceCheck, ReplaceTarget, STATE_PREFIX};
 
 const MAGIC: [u8; 16] = *b"freestone zones\n";
 const VERSION: u32 = 1;
 const BLOCK_BYTES: u64 = 4096;
-/// Upper limit of sequence numbers. No valid file reaches it; beyond it the numbers would soon wrap
-/// around.
+/// Upper limit of valid sequence numbers. No device writes often enough to reach it, so larger
+/// numbers are damage, and increments cannot overflow.
 const SEQUENCE_MAX: u64 = 1 << 62;
 const GROUP_ZONES: usize = 510;
 
@@ -59,18 +59,20 @@ struct Header {
     zone_capacity: U64,
     zones: U32,
     conventional: U32,
-    /// Random number, part of every group's checksum: groups of another file are invalid here.
+    /// Random number of the file. It is part of the checksum of every group, so that groups of
+    /// another file are invalid.
     id: U64,
-    /// XXH3 of the fields before it.
+    /// XXH3 hash of the fields before this one.
     checksum: U64,
 }
 
-/// Block with the marks of a group of zones.
+/// Block of the file with the marks of 510 adjacent zones.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Group {
     sequence: U64,
-    /// XXH3 of sequence number and marks, seeded with the file's id and the group's number.
+    /// XXH3 hash of the marks, seeded with the sequence number, the file's id and the group's
+    /// number.
     checksum: U64,
     marks: [U64; GROUP_ZONES],
 }
@@ -78,13 +80,13 @@ struct Group {
 const _: () = assert!(size_of::<Group>() == BLOCK_BYTES as usize);
 const _: () = assert!(size_of::<Header>() <= BLOCK_BYTES as usize);
 
-/// Errors from opening or writing the zone state file.
+/// Errors from opening or writing a zone state file.
 #[derive(Debug, Error)]
 pub enum StateError {
-    /// The file failed.
+    /// An operation on the file failed.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// The device that holds the state failed.
+    /// A request to the device that stores the state failed.
     #[error("the device it is on: {0}")]
     Device(#[from] device::Error),
     /// The file is not a zone state file.
@@ -93,29 +95,29 @@ pub enum StateError {
     /// A later version of Freestone created the file.
     #[error("it has version {0}; this Freestone knows version {VERSION}")]
     Newer(u32),
-    /// Another process uses the file.
+    /// Another process or device uses the file.
     #[error("another process uses it")]
     InUse,
-    /// The file belongs to a device with other zones.
+    /// The file belongs to a device with a different size, block size or zone layout.
     #[error("it is for a device with {what} {found}; this one has {wanted}")]
     Geometry {
-        /// Parameter that differs.
+        /// Name of the parameter that differs.
         what: &'static str,
-        /// Value in the file.
+        /// Value of the parameter in the file.
         found: u64,
-        /// Value of the device.
+        /// Value of the parameter of the device.
         wanted: u64,
     },
-    /// The file is damaged; a crash cannot cause this.
+    /// The file is damaged in a way that a crash cannot cause.
     #[error("it is damaged: {0}")]
     Damaged(&'static str),
-    /// The mark of a zone is impossible; a crash cannot cause this.
+    /// The mark of the zone with this number is impossible, which a crash cannot cause.
     #[error("it is damaged: what it says of zone {0} is impossible")]
     BadMark(u32),
-    /// The device for the state is too small or read-only.
+    /// The device that should store the state is too small or read-only.
     #[error("it needs a writable device of {needed} bytes; this one has {size}")]
     TooSmall {
-        /// Required size in bytes.
+        /// Size in bytes that the state needs.
         needed: u64,
         /// Size of the device in bytes.
         size: u64,
@@ -153,16 +155,16 @@ impl Medium {
 /// Returns true if a zone state file exists at `path`.
 ///
 /// # Errors
-/// A file at `path` cannot be read, or `path` is a symbolic link without a target, for example into
-/// a file system that is not mounted.
+/// The file at `path` cannot be read, or `path` is a symbolic link without a target. Its file
+/// system may not be mounted.
 pub fn is_state_file(path: &Path) -> io::Result<bool> {
-    // Opening a pipe would block until its other end is open.
+    // Without `NONBLOCK`, opening a pipe would block until its other end is open.
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = match File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path) {
         Ok(file) => file,
         Err(error) => {
             return match Errno::from_io_error(&error) {
-                // A name too long for its file system cannot exist. A socket cannot be opened.
+                // No file with too long a name can exist, and a socket cannot be opened.
                 Some(Errno::NAMETOOLONG | Errno::NXIO) => Ok(false),
                 Some(Errno::NOENT) if is_absent(path)? => Ok(false),
                 _ => Err(error),
@@ -193,55 +195,60 @@ pub struct StateFile {
     medium: Medium,
     id: u64,
     zones: u32,
-    /// Sequence number of each group's newer copy.
+    /// Sequence number of the newer copy of each group.
     sequences: Vec<u64>,
-    /// Groups with a failed write: the file may contain their next copy, or a part of it.
+    /// Groups whose last write failed: the file may contain the new copy, or a part of it.
     suspect: BTreeSet<u64>,
-    /// Registration of the file as open in this process; `None` on a device.
-    held: Option<Held>,
+    /// Registration of the file as open in this process; `None` if a device stores the state.
+    held: Option<FileRegistration>,
 }
 
-/// Open zone state file and every zone's mark.
-pub type Opened = (StateFile, Vec<Mark>);
+/// Open zone state file, and the durable mark of every zone.
+pub type OpenState = (StateFile, Vec<Mark>);
 
 impl Drop for StateFile {
     fn drop(&mut self) {
         if let Medium::File(file) = &self.medium {
-            // Closing is not enough: a child process that was just forked holds the file until it
-            // calls exec.
+            // Closing the file may not unlock it: a child process that was just forked keeps the
+            // file open until it calls `exec`.
             file_locks::unlock(file.as_fd());
         }
     }
 }
 
 impl StateFile {
-    /// Opens the state at `path`, or creates it with the marks `fresh` if nothing exists there.
-    /// Returns every zone's mark, and the file if it is new.
+    /// Opens the state file at `path`, or creates it with the marks that `fresh` returns if nothing
+    /// exists there. Returns the open file, the mark of every zone, and the created file if it is
+    /// new.
     pub fn open(
         path: &Path,
         layout: &Layout,
         fresh: impl Fn(u32) -> Mark,
-    ) -> Result<(Opened, Option<MadeFile>), StateError> {
+    ) -> Result<(OpenState, Option<CreatedFile>), StateError> {
         let made = if is_absent(path)? { Some(Self::make_file(path, layout, fresh)?) } else { None };
         let opened = Self::open_file(path, layout);
         if opened.is_err() {
-            made.iter().for_each(MadeFile::remove);
+            made.iter().for_each(CreatedFile::remove);
         }
         Ok((opened?, made))
     }
 
-    fn make_file(path: &Path, layout: &Layout, fresh: impl Fn(u32) -> Mark) -> Result<MadeFile, StateError> {
-        let place = Place::new(path)?;
+    fn make_file(
+        path: &Path,
+        layout: &Layout,
+        fresh: impl Fn(u32) -> Mark,
+    ) -> Result<CreatedFile, StateError> {
+        let place = ReplaceTarget::new(path)?;
         let unfinished = place.begin(STATE_PREFIX)?;
         let file = unfinished.as_file().try_clone()?;
         file.set_len(bytes(layout.zones))?;
         Self::make(&Medium::File(file), layout, fresh)?;
-        let made = unfinished.made(&place)?;
-        place.put(unfinished, MayGo::Nothing)?.into_result().inspect_err(|_| made.remove())?;
+        let made = unfinished.created_file(&place)?;
+        place.put(unfinished, ReplaceCheck::Nothing)?.into_result().inspect_err(|_| made.remove())?;
         Ok(made)
     }
 
-    fn open_file(path: &Path, layout: &Layout) -> Result<Opened, StateError> {
+    fn open_file(path: &Path, layout: &Layout) -> Result<OpenState, StateError> {
         let file = File::options().read(true).write(true).open(path)?;
         if !file.metadata()?.is_file() {
             return Err(StateError::Foreign);
@@ -250,16 +257,17 @@ impl StateFile {
             Errno::WOULDBLOCK => StateError::InUse,
             other => StateError::Io(other.into()),
         })?;
-        let held = Held::new(&rustix::fs::fstat(&file).map_err(io::Error::from)?);
+        let held = FileRegistration::new(&rustix::fs::fstat(&file).map_err(io::Error::from)?);
         let len = file.metadata()?.len();
-        // The creator may have crashed before the file's name was durable.
-        Place::new(path)?.keep_name()?;
+        // The process that created the file may have crashed before the name of the file was
+        // durable.
+        ReplaceTarget::new(path)?.sync_name()?;
         let (mut state, marks) = Self::load(Medium::File(file), len, layout)?;
         state.held = Some(held);
         Ok((state, marks))
     }
 
-    /// Opens the state on `device`, or creates it if the device starts with zeroes.
+    /// Opens the state stored on `device`, or creates it if the first block of the device is zero.
     pub fn open_on(
         device: Arc<dyn Device>,
         layout: &Layout,
@@ -279,9 +287,9 @@ impl StateFile {
         Self::load(medium, needed, layout)
     }
 
-    /// Writes a new state, the header last: an unfinished state has no header.
+    /// Writes a new state. The header is written last, so that an unfinished state has no header.
     fn make(medium: &Medium, layout: &Layout, fresh: impl Fn(u32) -> Mark) -> Result<(), StateError> {
-        let id = freestone_core::unique::number();
+        let id = freestone_core::unique::random_id();
         for group in 0..groups(layout.zones) {
             for sequence in [0, 1] {
                 let block = block(id, group, sequence, layout.zones, &fresh);
@@ -334,7 +342,7 @@ impl StateFile {
         Ok((file, marks))
     }
 
-    /// Returns the newer valid copy of a group.
+    /// Returns the newer one of the valid copies of a group. Fails if both copies are invalid.
     fn load_group(medium: &Medium, id: u64, group: u64) -> Result<Box<Group>, StateError> {
         let mut newest: Option<Box<Group>> = None;
         for copy in [0, 1] {
@@ -342,7 +350,7 @@ impl StateFile {
                 Group::new_box_zeroed().map_err(|_| StateError::Device(device::Error::NoMemory))?;
             medium.read(place(group, copy), found.as_mut_bytes())?;
             let sequence = found.sequence.get();
-            // The parity of the sequence number must match the copy's place.
+            // The first copy has even sequence numbers, the second copy odd ones.
             let good = found.checksum.get() == found.sum(id, group)
                 && sequence % 2 == copy
                 && sequence < SEQUENCE_MAX;
@@ -353,14 +361,14 @@ impl StateFile {
         newest.ok_or(StateError::Damaged("both copies of a group of zones are bad"))
     }
 
-    /// Returns true if the content of the file is known.
+    /// Returns true if no group is suspect after a failed write.
     pub fn is_certain(&self) -> bool {
         self.suspect.is_empty()
     }
 
-    /// Makes the marks of these zones durable, and those of all suspect groups. `mark` returns the
-    /// marks. After an error the file holds, for each of these groups, the old marks, the new ones,
-    /// or those of an earlier failed write.
+    /// Makes the marks of `zones` durable, and those of all suspect groups. `mark` returns the mark
+    /// of a zone. After an error, the file contains for each of these groups the old marks, the new
+    /// ones, or those of an earlier failed write.
     pub fn write(
         &mut self,
         zones: impl Iterator<Item = u32>,
@@ -396,7 +404,7 @@ impl Header {
         if self.magic != MAGIC {
             return Err(StateError::Foreign);
         }
-        // A later version may store its checksum elsewhere.
+        // The version is checked before the checksum, which a later version may store elsewhere.
         if self.version.get() > VERSION {
             return Err(StateError::Newer(self.version.get()));
         }
@@ -427,7 +435,7 @@ impl Group {
     }
 }
 
-/// Returns a group as stored in the file.
+/// Returns a group with the given marks as it is stored in the file.
 fn block(id: u64, group: u64, sequence: u64, zones: u32, mark: &impl Fn(u32) -> Mark) -> Group {
     let mut block =
         Group { sequence: U64::new(sequence), checksum: U64::ZERO, marks: [U64::ZERO; GROUP_ZONES] };
@@ -443,12 +451,12 @@ fn groups(zones: u32) -> u64 {
     u64::from(zones).div_ceil(GROUP_ZONES as u64)
 }
 
-/// Returns the size of the state of `zones` zones in bytes.
+/// Returns the size in bytes of the state of a device with `zones` zones.
 fn bytes(zones: u32) -> u64 {
     BLOCK_BYTES * (1 + 2 * groups(zones))
 }
 
-/// Returns the offset of a group's copy with this sequence number.
+/// Returns the offset in bytes of the copy of a group with this sequence number.
 fn place(group: u64, sequence: u64) -> u64 {
     BLOCK_BYTES * (1 + 2 * group + sequence % 2)
 }

@@ -1,29 +1,29 @@
-//! Geometry of the zones of a device.
+//! Layout of the zones of a device.
 
 use freestone_core::device::ZoneGeometry;
 
-/// Largest zone in bytes, limited by the pointer field of a zone's word.
+/// Maximum size of a zone in bytes, limited by the write pointer field of the zone's state word.
 pub const ZONE_SIZE_MAX_BYTES: u64 = 1 << 49;
 
-/// Constant geometry and limits of a device.
+/// Geometry and limits of a device's zones, which never change.
 #[derive(Debug, Clone, Copy)]
 pub struct Layout {
     /// Size of the device in bytes.
     pub size: u64,
-    /// Logical block in bytes.
+    /// Size of a logical block in bytes.
     pub block: u32,
     /// log2 of the zone size in bytes.
     pub zone_shift: u32,
-    /// Writable bytes of a zone; a shorter last zone has fewer.
+    /// Number of writable bytes of a zone. A shorter last zone has fewer.
     pub capacity: u64,
     pub zones: u32,
-    /// Number of conventional zones, which come first.
+    /// Number of conventional zones, at the start of the device.
     pub conventional: u32,
-    /// Maximum number of open zones; 0 is no limit.
+    /// Maximum number of open zones, or 0 for no limit.
     pub max_open: u32,
-    /// Maximum number of active zones; 0 is no limit.
+    /// Maximum number of active zones, or 0 for no limit.
     pub max_active: u32,
-    /// Largest append in bytes; 0 if append is not supported.
+    /// Maximum size of a zone append in bytes, or 0 if append is not supported.
     pub max_append: u32,
 }
 
@@ -44,25 +44,25 @@ impl Layout {
         1 << self.zone_shift
     }
 
-    /// Returns the zone with byte `offset` of the device.
+    /// Returns the number of the zone that contains byte `offset` of the device.
     #[inline]
     pub const fn zone_of(&self, offset: u64) -> u32 {
         (offset >> self.zone_shift) as u32
     }
 
-    /// Returns the first byte of a zone.
+    /// Returns the offset of the first byte of a zone.
     #[inline]
     pub const fn start(&self, zone: u32) -> u64 {
         (zone as u64) << self.zone_shift
     }
 
-    /// Returns the length of a zone in bytes.
+    /// Returns the length of a zone in bytes. The last zone may be shorter than the others.
     #[inline]
     pub fn len(&self, zone: u32) -> u64 {
         self.zone_size().min(self.size - self.start(zone))
     }
 
-    /// Returns the writable bytes of a zone.
+    /// Returns the number of writable bytes of a zone.
     #[inline]
     pub fn capacity(&self, zone: u32) -> u64 {
         self.capacity.min(self.size - self.start(zone))

@@ -1,10 +1,11 @@
-//! State of a zone in the state file.
+//! Mark: the durable state of a zone in the state file.
 
 use super::ZoneCondition;
 use super::word::{SECTOR_SHIFT, Word};
 
-/// Durable state of a zone, as stored in the state file: two bits of kind above 41 bits of write
-/// pointer in sectors. Marks only grow within one generation of a zone.
+/// Durable state of a zone, as stored in the state file: a kind in the bits above the lower 41
+/// bits, which contain the write pointer in sectors. Within one generation of a zone, marks only
+/// grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(pub u64);
 
@@ -18,7 +19,7 @@ const OFFLINE: u64 = 3;
 impl Mark {
     pub const EMPTY: Self = Self(0);
 
-    /// Returns the mark of a zone's word. Open and closed zones have the same mark.
+    /// Returns the mark of a zone with this state word. Open and closed zones have the same mark.
     pub fn of(word: Word) -> Self {
         let kind = match word.condition() {
             ZoneCondition::Full => FULL,
@@ -29,18 +30,19 @@ impl Mark {
         Self(kind << KIND_SHIFT | word.pointer() >> SECTOR_SHIFT)
     }
 
-    /// Returns the write pointer in bytes from the start of the zone; 0 if the zone has none.
+    /// Returns the write pointer in bytes from the start of the zone, or 0 if the zone has no write
+    /// pointer.
     pub const fn pointer(self) -> u64 {
         (self.0 & POINTER_MASK) << SECTOR_SHIFT
     }
 
-    /// Returns true if the zone is full or has no write pointer.
+    /// Returns true if the zone is full, read-only or offline.
     pub const fn is_final(self) -> bool {
         self.0 >> KIND_SHIFT != WRITTEN
     }
 
-    /// Returns the zone's word after a restart, which closes open zones. Returns `None` if the mark
-    /// is impossible for a zone of this capacity and length.
+    /// Returns the state word of the zone after a restart, which closes open zones. Returns `None`
+    /// if the mark is impossible for a zone of this capacity and length in bytes.
     pub fn word(self, capacity: u64, len: u64, block: u64) -> Option<Word> {
         let pointer = self.pointer();
         let (condition, good) = match self.0 >> KIND_SHIFT {

@@ -1,15 +1,16 @@
-//! Zones over any device: write pointers, conditions, limits, and a lock per zone.
+//! Layer that emulates zones over any device: write pointers, conditions, limits, and a lock per
+//! zone.
 //!
-//! [`Zones`] implements the zone model of the kernel's `null_blk`, with its rules, errors and order
-//! of checks. One word with a lock bit holds a zone's state (`word`, `states`). Reads take no lock
-//! and check the word again afterwards (`read`).
+//! [`Zones`] implements the zone model of the kernel's `null_blk`, with the same rules, errors and
+//! order of checks. The state of a zone is one word with a lock bit (modules `word` and `states`).
+//! Reads take no lock and check the word again afterwards (`read`).
 //!
-//! The lock is never held while a device is slow. Such a write owns its zone instead, and later
-//! requests queue (`write`, `queue`). Open and active zones are counted only if they are limited
-//! (`states`, `resources`).
+//! The lock is never held while a thread waits for a device. A write that must wait owns its zone
+//! instead, and later writes to the zone are queued (`write`, `queue`). Open and active zones are
+//! counted only if they are limited (`states`, `resources`).
 //!
-//! The durable state of the zones is tracked if the device below has a volatile cache, or if the
-//! zones have a state file (`durable`, `file`).
+//! The durable state of the zones is tracked (`durable`, `file`) if the device under this layer has
+//! a volatile cache, or there is a state file.
 
 mod config;
 mod counts;
@@ -42,10 +43,11 @@ use durable::Durable;
 use file::StateFile;
 use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, OpCounts, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, OpCounts, Request, Result,
+    TryResult,
 };
 use freestone_core::percpu::Counters;
-use freestone_core::replace::MadeFile;
+use freestone_core::replace::CreatedFile;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 use layout::Layout;
@@ -54,50 +56,51 @@ use queue::{AppendDone, Queues, Write, WriteCompletion};
 use states::{Place, Table};
 use word::Word;
 
-/// Location of the zones' state.
-pub enum State<'a> {
-    /// In memory: the zones are reset whenever the device is created.
+/// Place where the state of the zones (write pointers and conditions) is stored.
+pub enum StateLocation<'a> {
+    /// In memory only: the zones have their initial state whenever the device is created.
     Volatile,
-    /// In this file, created if it does not exist. One device uses it at a time.
+    /// In the file at this path, which is created if it does not exist. Only one device at a time
+    /// can use a file.
     File(&'a Path),
-    /// On this device, which starts with zeroes or holds the state of such zones. The state takes 4
-    /// KiB plus 8 KiB per 510 zones.
+    /// On this device, which must start with a block of zeroes or contain the state of zones with
+    /// the same layout. The state needs 4 KiB plus 8 KiB per 510 zones.
     Device(Arc<dyn Device>),
 }
 
-/// Zoned device over another device.
+/// Device with emulated zones over another device.
 ///
-/// Discards succeed without effect; zoned devices do not offer them. Write zeroes to a sequential
-/// zone is a write at its write pointer. Reads may cross zone boundaries, writes to sequential
-/// zones may not.
+/// Discards are not supported and succeed without effect. Write zeroes to a sequential zone must
+/// start at the write pointer, like a write. Reads may cross zone boundaries, but writes to
+/// sequential zones may not.
 ///
-/// With a state file, open zones are closed when the device is created again, and a write with
-/// [`Flags::FUA`] flushes the whole device. Dropping such a device flushes it.
+/// With a state file, zones that were open are closed when the device is created again, and a write
+/// with [`Flags::FUA`] flushes the whole device. Dropping a device with a state file flushes it.
 pub struct Zones {
     inner: Arc<Inner>,
-    made: Option<MadeFile>,
+    made: Option<CreatedFile>,
 }
 
-/// Lock order: `all_zones`; a zone's own lock, as described in [`states`]; `unsynced`, or the
-/// resources, or a shard of `queues`, or the lock of `durable`. A thread that waits for an owned
-/// zone holds no lock but `all_zones`.
+/// State of a zoned device. Lock order: `all_zones`; then the lock of a zone, as described in
+/// [`states`]; then `unsynced`, the resources, a shard of `queues`, or the lock of `durable`. A
+/// thread that waits for an owned zone holds no other lock than `all_zones`.
 struct Inner {
     table: Table,
     backing: Arc<dyn Device>,
     bad: Option<Arc<BadBlocks>>,
-    /// The backing device stores data.
+    /// True if the backing device stores data.
     stores: bool,
     read_only: bool,
     full_at_first: bool,
     queues: Queues,
-    /// Durable state, if any state can be lost.
+    /// Durable state of the zones, or `None` if a crash cannot lose any state.
     durable: Option<Durable>,
     unsynced: Mutex<Vec<SyncCallback>>,
-    /// Held by operations on all zones together.
+    /// Held by operations that own all zones, such as power cuts.
     all_zones: Mutex<()>,
-    /// Starts queued writes. Never waits.
+    /// Runs tasks that never wait, such as starting queued writes.
     work_queue: Arc<WorkQueue>,
-    /// Runs flushes, which wait for the state file.
+    /// Runs syncs, which wait for the device and the state file.
     syncer: Arc<WorkQueue>,
     ops: OpCounts,
     zone_ops: Counters<{ counts::COUNTERS }>,
@@ -106,15 +109,17 @@ struct Inner {
 type SyncCallback = Box<dyn FnOnce(Result<()>) + Send>;
 
 impl Zones {
-    /// Creates zones over `backing`. `bad` are its bad blocks, if it has some. A write that fails
-    /// on one advances the write pointer by the transferred part.
+    /// Creates a zoned device over `backing`. `bad` is the bad blocks layer in `backing`, if there
+    /// is one. A write that fails on a bad block advances the write pointer by the transferred
+    /// part.
     ///
     /// # Errors
-    /// [`SetupError`].
+    /// [`SetupError`] if the configuration is invalid, the state cannot be opened, or memory or a
+    /// thread is missing.
     pub fn new(
         backing: Arc<dyn Device>,
         config: Config,
-        state: State<'_>,
+        state: StateLocation<'_>,
         bad: Option<Arc<BadBlocks>>,
     ) -> std::result::Result<Self, SetupError> {
         let geometry = backing.geometry();
@@ -122,12 +127,12 @@ impl Zones {
         let new = |zone| fresh(&layout, config.zone_full, zone);
         let mark = |zone| Mark::of(new(zone));
         let (opened, made) = match state {
-            State::Volatile => (None, None),
-            State::File(path) => {
+            StateLocation::Volatile => (None, None),
+            StateLocation::File(path) => {
                 let (opened, made) = StateFile::open(path, &layout, mark)?;
                 (Some(opened), made)
             }
-            State::Device(device) => (Some(StateFile::open_on(device, &layout, mark)?), None),
+            StateLocation::Device(device) => (Some(StateFile::open_on(device, &layout, mark)?), None),
         };
         let (words, file) = match opened {
             None => (None, None),
@@ -135,13 +140,13 @@ impl Zones {
         };
         let word = |zone: u32| words.as_ref().map_or_else(|| new(zone), |words| words[zone as usize]);
         let table = Table::new(layout, word).ok_or_else(|| {
-            made.iter().for_each(MadeFile::remove);
+            made.iter().for_each(CreatedFile::remove);
             SetupError::NoMemory(layout.zones)
         })?;
-        // After a crash, the state of one zone may be older than the last flush and that of another
-        // newer. So more zones than allowed can be active. They stay writable; empty zones are not
-        // until enough of them are full or reset.
-        let active = (0..layout.zones).filter(|&zone| table.look(zone).condition() == ZoneCondition::Closed);
+        // After a crash, the state of one zone may be older than that of another. So more zones
+        // than allowed can be active. These zones stay writable, but empty zones cannot be written
+        // until enough active zones are full or reset.
+        let active = (0..layout.zones).filter(|&zone| table.load(zone).condition() == ZoneCondition::Closed);
         let active = active.count() as u32;
         if layout.max_active != 0 && active > layout.max_active {
             tracing::warn!("{active} zones are partly written; zone_max_active is {}", layout.max_active);
@@ -164,36 +169,40 @@ impl Zones {
             zone_ops: Counters::default(),
         };
         let zones = Self { inner: Arc::new(inner), made };
-        // The last flush of a server may come when no thread can be started any more.
+        // The threads are started now, since the last flush of a server may happen when no thread
+        // can be started any more.
         if zones.inner.durable.is_some() {
             zones.inner.start_threads().map_err(|error| {
-                zones.made.iter().for_each(MadeFile::remove);
+                zones.made.iter().for_each(CreatedFile::remove);
                 SetupError::Thread(error)
             })?;
         }
         Ok(zones)
     }
 
-    /// Returns the state file if it is new. The caller removes it if creating the device fails.
-    pub const fn made(&self) -> Option<&MadeFile> {
+    /// Returns the state file if it was created, else `None`. The caller removes the file if a
+    /// later step of creating the device fails.
+    pub const fn created_file(&self) -> Option<&CreatedFile> {
         self.made.as_ref()
     }
 
-    /// Sets the sequential zone with byte `offset` read-only, keeping its data. A zone that is
-    /// read-only already is reset to empty. As `zone_readonly` of `null_blk`.
+    /// Makes the sequential zone that contains byte `offset` read-only and keeps its data. If the
+    /// zone is already read-only, resets it to empty instead. Same as `zone_readonly` of
+    /// `null_blk`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::ZoneCondition`] for a conventional zone, [`Error::ReadOnly`]
-    /// for a read-only device, and the device's errors.
+    /// [`Error::OutOfRange`] if `offset` is beyond the device, [`Error::ZoneCondition`] for a
+    /// conventional zone, [`Error::ReadOnly`] for a read-only device, and errors of the backing
+    /// device.
     pub fn set_read_only(&self, offset: u64) -> Result<()> {
         self.count_error(self.inner.set_condition(offset, ZoneCondition::ReadOnly))
     }
 
-    /// Sets the sequential zone with byte `offset` offline. A zone that is offline already is reset
-    /// to empty. As `zone_offline` of `null_blk`.
+    /// Makes the sequential zone that contains byte `offset` offline. If the zone is already
+    /// offline, resets it to empty instead. Same as `zone_offline` of `null_blk`.
     ///
     /// # Errors
-    /// Those of [`set_read_only`](Self::set_read_only).
+    /// The same errors as [`set_read_only`](Self::set_read_only).
     pub fn set_offline(&self, offset: u64) -> Result<()> {
         self.count_error(self.inner.set_condition(offset, ZoneCondition::Offline))
     }
@@ -211,42 +220,43 @@ impl Zones {
             ..ZoneCounts::default()
         };
         for zone in 0..table.layout.zones {
-            counts.add(table.look(zone).condition());
+            counts.add(table.load(zone).condition());
         }
         counts
     }
 
-    /// Cuts the power of `power`, a device below these zones. Waits for requests in flight.
-    /// Requests that wait for a zone fail with [`Error::Gone`].
+    /// Cuts the power of `power`, which must be the power layer under this zoned device. Waits for
+    /// requests in flight. Requests that wait for a zone fail with [`Error::Gone`].
     ///
-    /// Afterwards the zones are as after a restart: open zones are closed, and each write pointer
-    /// is between its last flushed and its last written position, chosen by `seed`. All data below
-    /// it exists.
+    /// Afterwards the zones are as after a restart: open zones are closed, and `seed` has chosen
+    /// each write pointer between its last flushed and its last written position. All data before a
+    /// write pointer survives.
     ///
     /// # Errors
-    /// The device's errors. Data kept before the error survives. If the state file cannot be
-    /// written after an earlier failed write, nothing is cut.
-    pub fn power_cut(&self, power: &power::Power, seed: u64) -> Result<power::Cut> {
+    /// Errors of the backing device and of [`Power::cut`](power::Power::cut). If a suspect part of
+    /// the state file cannot be rewritten, the power is not cut.
+    pub fn power_cut(&self, power: &power::Power, seed: u64) -> Result<power::CutReport> {
         self.inner.power_cut(power, seed)
     }
 
     /// Resets all zones to their state at the creation of the device, and all data to zeroes.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`], and the device's errors.
+    /// [`Error::ReadOnly`] for a read-only device, and errors of the backing device.
     pub fn wipe(&self) -> Result<()> {
         self.inner.wipe()
     }
 
     fn count_error<T>(&self, outcome: Result<T>) -> Result<T> {
         if outcome.is_err() {
-            self.inner.ops.error();
+            self.inner.ops.count_error();
         }
         outcome
     }
 }
 
-/// Returns the state of a zone of a new device.
+/// Returns the initial state word of a zone of a new device. With `full`, sequential zones are
+/// full.
 fn fresh(layout: &Layout, full: bool, zone: u32) -> Word {
     if !layout.is_sequential(zone) {
         Word::new(ZoneCondition::NotWritePointer, 0)
@@ -258,18 +268,19 @@ fn fresh(layout: &Layout, full: bool, zone: u32) -> Word {
 }
 
 impl Inner {
-    /// Checks the range and permission of a request.
+    /// Checks the range of a request, and that it does not write to a read-only device.
     #[inline]
     fn check(&self, request: &Request) -> Result<()> {
         let layout = &self.table.layout;
-        request.check_place(layout.size, layout.block)?;
+        request.check_range(layout.size, layout.block)?;
         if self.read_only && !matches!(request.op, Op::Read | Op::Flush) {
             return Err(Error::ReadOnly);
         }
         Ok(())
     }
 
-    /// Returns the sequential zone of a write, or `None` for conventional zones.
+    /// Returns the number of the sequential zone of a write, or `None` for conventional zones.
+    /// Fails if the write crosses the boundary of a sequential zone.
     #[inline]
     fn written_zone(&self, request: &Request) -> Result<Option<u32>> {
         let layout = &self.table.layout;
@@ -282,7 +293,8 @@ impl Inner {
         }
     }
 
-    /// Returns the sequential zone of an append.
+    /// Returns the number of the sequential zone of an append of `len` bytes, or the error if the
+    /// append is invalid.
     fn appended_zone(&self, offset: u64, len: u64) -> Result<u32> {
         let layout = &self.table.layout;
         if layout.max_append == 0 {
@@ -291,7 +303,7 @@ impl Inner {
         if len == 0 || !len.is_multiple_of(u64::from(layout.block)) {
             return Err(Error::Misaligned);
         }
-        // Checked before the zone, as in the kernel's block layer.
+        // The size is checked before the zone, as in the kernel's block layer.
         if len > u64::from(layout.max_append) {
             return Err(Error::OutOfRange);
         }
@@ -299,7 +311,7 @@ impl Inner {
     }
 
     #[inline]
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.check(request)?;
         match request.op {
             Op::Read => match buffer {
@@ -312,9 +324,9 @@ impl Inner {
                 };
                 let data = if let Buffer::Write(data) = buffer { data } else { &[] };
                 let wrote = self.try_write(zone, Place::At(request.offset), *request, data)?;
-                Ok(wrote.map_or(Tried::WouldBlock, |_| Tried::Done))
+                Ok(wrote.map_or(TryResult::WouldBlock, |_| TryResult::Done))
             }
-            Op::Discard => Ok(Tried::Done),
+            Op::Discard => Ok(TryResult::Done),
             Op::Flush => self.try_flush(request),
         }
     }
@@ -327,7 +339,7 @@ impl Inner {
         let zone = match zone {
             Ok(zone) => zone,
             Err(error) => {
-                self.ops.error();
+                self.ops.count_error();
                 return done.complete(Err(error), buffer);
             }
         };
@@ -338,14 +350,14 @@ impl Inner {
                 self.submit_write(Write { zone, place, request, buffer, done: WriteCompletion::Io(done) });
             }
             (Op::Discard, _) => {
-                self.ops.answered(&request, &Ok(()));
+                self.ops.count_completion(&request, &Ok(()));
                 done.complete(Ok(()), buffer);
             }
             (Op::Flush, _) if self.durable.is_some() => self.submit_flush(request, buffer, done),
             _ => {
                 let inner = Arc::clone(self);
                 let done = Completion::new(move |outcome, buffer| {
-                    inner.ops.answered(&request, &outcome);
+                    inner.ops.count_completion(&request, &outcome);
                     done.complete(outcome, buffer);
                 });
                 self.backing.submit(request, buffer, done);
@@ -356,12 +368,12 @@ impl Inner {
     fn submit_flush(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
         let inner = Arc::clone(self);
         self.sync_later(move |outcome| {
-            inner.ops.answered(&request, &outcome);
+            inner.ops.count_completion(&request, &outcome);
             done.complete(outcome, buffer);
         });
     }
 
-    /// Starts the threads that submitted requests may need.
+    /// Starts the threads that submitted requests may need, if they are not running.
     fn start_threads(&self) -> io::Result<()> {
         self.work_queue.start()?;
         if self.durable.is_some() { self.syncer.start() } else { Ok(()) }
@@ -374,7 +386,7 @@ impl Device for Zones {
         Geometry {
             size: self.inner.table.layout.size,
             discard_granularity: 0,
-            // The data is meaningless without the state of the zones.
+            // A padded last block is not part of the zoned device.
             padding: 0,
             volatile_media: below.volatile_media || !self.inner.is_recorded(),
             volatile_cache: below.volatile_cache || self.inner.is_recorded(),
@@ -384,9 +396,9 @@ impl Device for Zones {
     }
 
     #[inline]
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let outcome = self.inner.try_io(request, buffer);
-        self.inner.ops.tried(request, &outcome);
+        self.inner.ops.count_try(request, &outcome);
         outcome
     }
 
@@ -426,7 +438,7 @@ impl Zoned for Zones {
         let zone = self.inner.appended_zone(offset, len);
         let outcome = zone.and_then(|zone| self.inner.try_write(zone, Place::Append, request, data));
         if outcome != Ok(None) {
-            self.inner.ops.appended(len, &outcome);
+            self.inner.ops.count_append(len, &outcome);
         }
         outcome
     }
@@ -441,7 +453,7 @@ impl Zoned for Zones {
                 self.inner.submit_write(Write { zone, place: Place::Append, request, buffer: data, done });
             }
             Err(error) => {
-                self.inner.ops.error();
+                self.inner.ops.count_error();
                 done.complete(Err(error));
             }
         }
@@ -455,8 +467,8 @@ impl Drop for Zones {
         {
             tracing::warn!("the last flush of a zoned device failed: {error}");
         }
-        // Requests in flight below still hold `inner`. Requests that wait for them fail with
-        // "gone".
+        // Requests in flight to the backing device still own `inner`. Requests that wait for them
+        // fail with [`Error::Gone`].
         self.inner.work_queue.stop();
         self.inner.syncer.stop();
     }

@@ -1,4 +1,4 @@
-//! loom models of the zone locks: every interleaving of small cases.
+//! loom models of the zone locks, which check every thread interleaving of small cases.
 //!
 //! Run with `cargo xtask test --only models`.
 
@@ -34,14 +34,15 @@ fn table(layout: Layout, conditions: &[(ZoneCondition, u64)]) -> Arc<Table> {
     Arc::new(Table::new(layout, word).unwrap())
 }
 
-/// Checks every interleaving with at most this many preemptions.
+/// Runs `body` in every thread interleaving with at most `preemptions` preemptions.
 fn bounded(preemptions: usize, body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(preemptions);
     model.check(body);
 }
 
-/// Appends one block like the inline path: the zone's lock is held from the check to the end.
+/// Appends one block like an inline append: the zone's lock is held from the check to the end.
+/// Returns the offset of the block.
 fn append(table: &Table, zone: u32) -> Result<u64, Error> {
     loop {
         let guard = table.lock(zone);
@@ -61,7 +62,7 @@ fn append(table: &Table, zone: u32) -> Result<u64, Error> {
     }
 }
 
-/// Appends one block like the submitted path: the append owns its zone while the data is in flight.
+/// Appends one block like a submitted append, which owns the zone while the data is in flight.
 fn append_slowly(table: &Table, zone: u32) -> Result<(), Error> {
     loop {
         let guard = table.lock(zone);
@@ -89,10 +90,11 @@ fn change(table: &Table, zone: u32, change: Change) -> Result<(), Error> {
     table.change(zone, change, |_| Ok(()))
 }
 
-/// Checks that the resources match the zones and the limits.
+/// Checks that the counted open and active zones match the conditions of the zones, and respect the
+/// limits.
 fn check(table: &Table) {
     let of = |wanted: ZoneCondition| {
-        (0..table.layout.zones).filter(|&zone| table.look(zone).condition() == wanted).count() as u32
+        (0..table.layout.zones).filter(|&zone| table.load(zone).condition() == wanted).count() as u32
     };
     let (open, active) =
         (of(ImplicitOpen) + of(ExplicitOpen), of(ImplicitOpen) + of(ExplicitOpen) + of(Closed));
@@ -112,18 +114,18 @@ fn concurrent_appends_get_different_offsets() {
         let mut places = [append(&table, 0).unwrap(), other.join().unwrap()];
         places.sort_unstable();
         assert_eq!(places, [0, BLOCK]);
-        assert_eq!(table.look(0), Word::new(Full, 2 * BLOCK));
+        assert_eq!(table.load(0), Word::new(Full, 2 * BLOCK));
         assert_eq!(append(&table, 0), Err(Error::ZoneCondition));
     });
 }
 
-/// A reader takes no lock, but accepts only data that the zone held at one moment: below the write
-/// pointer it saw, and never data from before a reset or from a later write.
+/// A reader takes no lock. It accepts only data before the write pointer that it loaded, and
+/// rejects data that a reset or a later write changed meanwhile.
 #[test]
 fn reader_rejects_data_after_reset() {
     bounded(3, || {
         // Data of the zone: first 7, then 0 after the reset, then 8. Each access synchronizes, as
-        // in devices.
+        // the accesses of a device do.
         let data = Arc::new(AtomicU64::new(7));
         let table = table(layout(1, 0, 0), &[(Closed, 1)]);
         let reset = thread::spawn({
@@ -132,21 +134,22 @@ fn reader_rejects_data_after_reset() {
                 let guard = table.lock(0);
                 let word = guard.word();
                 guard.publish(table.emptied_word(0, word).with_busy(true));
-                // Release: pairs with the Acquire of the reader, like a device's own locks.
+                // Release: pairs with the Acquire of the reader. In a device, its own locks have
+                // the same effect.
                 data.store(0, Ordering::Release);
                 let guard = table.lock(0);
                 let word = guard.word();
                 guard.publish(word.with_busy(false));
                 let guard = table.lock(0);
-                // Release: as above.
+                // Release: pairs with the Acquire of the reader.
                 data.store(8, Ordering::Release);
                 let word = guard.word().with_condition(ImplicitOpen);
                 guard.publish(table.advanced_word(0, word, BLOCK));
             }
         });
-        let word = table.look(0);
+        let word = table.load(0);
         if word.pointer() > 0 {
-            // Acquire: pairs with the Release of the writers above.
+            // Acquire: pairs with the Release stores of the resetting thread.
             let found = data.load(Ordering::Acquire);
             if table.is_same_generation(0, word) {
                 let expected = if word.generation() == 0 { 7 } else { 8 };
@@ -154,11 +157,11 @@ fn reader_rejects_data_after_reset() {
             }
         }
         reset.join().unwrap();
-        assert_eq!(table.look(0).pointer(), BLOCK);
+        assert_eq!(table.load(0).pointer(), BLOCK);
     });
 }
 
-/// A reader that sees a write pointer sees all data below it.
+/// A reader that loads a write pointer also sees all data before it.
 #[test]
 fn write_pointer_is_published_after_data() {
     loom::model(|| {
@@ -173,14 +176,15 @@ fn write_pointer_is_published_after_data() {
                 guard.publish(table.advanced_word(0, word, BLOCK));
             }
         });
-        if table.look(0).pointer() > 0 {
+        if table.load(0).pointer() > 0 {
             assert_eq!(data.with(|data| cell::get(data)), 5);
         }
         writer.join().unwrap();
     });
 }
 
-/// One zone may be open. Two threads each write to a zone and must close the other's.
+/// At most one zone may be open. Two threads write to different zones, and each must close the zone
+/// of the other.
 #[test]
 fn two_writers_close_each_others_zone() {
     bounded(3, || {
@@ -189,15 +193,16 @@ fn two_writers_close_each_others_zone() {
             let table = Arc::clone(&table);
             move || append(&table, 1)
         });
-        // Zone 0 is open, or was closed for the other thread.
+        // Zone 0 is still open, or the other thread closed it.
         assert_eq!(append(&table, 0), Ok(BLOCK));
         assert_eq!(other.join().unwrap(), Ok(table.layout.start(1) + BLOCK));
         check(&table);
-        assert_eq!((table.look(0).condition(), table.look(1).condition()), (Full, Full));
+        assert_eq!((table.load(0).condition(), table.load(1).condition()), (Full, Full));
     });
 }
 
-/// The same with zones that stay open: each opening closes the other zone, repeatedly.
+/// At most one zone may be open. Two threads write to empty zones, which stay open afterwards, so
+/// that each must close the zone of the other.
 #[test]
 fn two_empty_zones_close_each_other() {
     bounded(2, || {
@@ -209,11 +214,11 @@ fn two_empty_zones_close_each_other() {
         assert!(append(&table, 0).is_ok());
         assert!(other.join().unwrap().is_ok());
         check(&table);
-        assert_eq!(table.look(2).condition(), Closed);
+        assert_eq!(table.load(2).condition(), Closed);
     });
 }
 
-/// A zone with a write in flight is closed. The write still completes in it.
+/// A write in flight completes in its zone even if another thread closes the zone implicitly.
 #[test]
 fn zone_closed_in_flight_completes_its_write() {
     bounded(2, || {
@@ -222,17 +227,19 @@ fn zone_closed_in_flight_completes_its_write() {
             let table = Arc::clone(&table);
             move || append_slowly(&table, 0)
         });
-        // If the other thread made two zones active, this append gets no room, as in the kernel.
+        // If the other thread has made the second zone active, this append cannot open its zone, as
+        // in the kernel.
         let wrote = append(&table, 1);
         assert!(matches!(wrote, Ok(_) | Err(Error::ZoneTooManyOpen)), "{wrote:?}");
         other.join().unwrap().unwrap();
         check(&table);
-        assert_eq!(table.look(0).pointer(), BLOCK);
-        assert_eq!(table.look(1).pointer(), if wrote.is_ok() { 2 * BLOCK } else { BLOCK });
+        assert_eq!(table.load(0).pointer(), BLOCK);
+        assert_eq!(table.load(1).pointer(), if wrote.is_ok() { 2 * BLOCK } else { BLOCK });
     });
 }
 
-/// The resources match the zones after any two concurrent operations at the limits.
+/// The counted open and active zones match the zones after any two concurrent operations at the
+/// limits.
 #[test]
 fn resources_match_zones_at_limits() {
     let changes = [Change::Open, Change::Close, Change::Finish];
@@ -242,7 +249,7 @@ fn resources_match_zones_at_limits() {
             let other = thread::spawn({
                 let table = Arc::clone(&table);
                 move || {
-                    // The results do not matter, only the resources.
+                    // The results do not matter, only the counted zones.
                     let _ = append(&table, 1);
                     let _ = change(&table, 0, changes[others]);
                 }

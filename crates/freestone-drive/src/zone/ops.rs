@@ -1,4 +1,4 @@
-//! Zone operations. They run on the caller's thread and may wait for the device below.
+//! Zone operations, which run on the caller's thread and may wait for the device under this layer.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use super::{Inner, ZoneCondition};
 use freestone_core::device::zoned::{Zone, ZoneOp, ZoneType};
 use freestone_core::device::{Blocking, Error, Flags, Op, Request, Result};
 
-/// Zones reset together, so that their marks become durable together.
+/// Maximum number of zones that are reset together. Their marks then become durable with one sync.
 const RESET_BATCH: usize = 256;
 
 impl Inner {
-    /// Runs `op` on the zone that starts at `offset`.
+    /// Runs the zone operation `op` on the zone that starts at `offset`.
     pub fn zone_op(self: &Arc<Self>, op: ZoneOp, offset: u64) -> Result<()> {
         let zone = self.zone_at(offset)?;
         let (outcome, counter) = match op {
@@ -34,7 +34,8 @@ impl Inner {
         outcome
     }
 
-    /// Returns the sequential zone that starts at `offset`, if it may be changed.
+    /// Returns the number of the sequential zone that starts at `offset`. Fails if there is none,
+    /// or the device is read-only.
     pub fn zone_at(&self, offset: u64) -> Result<u32> {
         let layout = &self.table.layout;
         if offset >= layout.size {
@@ -55,7 +56,7 @@ impl Inner {
         if self.table.layout.is_sequential(zone) { Ok(()) } else { Err(Error::ZoneCondition) }
     }
 
-    /// Opens, closes or marks a zone as full, under the zone's lock and when no thread owns it.
+    /// Opens, closes or finishes a zone. Waits until no other request or operation owns the zone.
     fn change(self: &Arc<Self>, zone: u32, change: Change) -> Result<()> {
         let mut owned = false;
         let outcome = loop {
@@ -84,8 +85,8 @@ impl Inner {
         outcome
     }
 
-    /// Finishes a zone. A finished zone stays full after a power cut, so its data and then its mark
-    /// become durable first.
+    /// Finishes a zone. If the durable state is tracked, first the data and then the mark of the
+    /// zone are made durable. A finished zone must be full even after a power cut.
     fn finish(self: &Arc<Self>, zone: u32) -> Result<()> {
         if self.durable.is_none() {
             return self.change(zone, Change::Finish);
@@ -99,11 +100,11 @@ impl Inner {
         outcome
     }
 
-    /// Zeroes the data beyond the write pointer of a zone that the caller owns. Writes undone by a
-    /// crash or power cut may be there, and finishing would reveal them.
+    /// Zeroes the data beyond the write pointer of a zone that the caller owns. A crash or power
+    /// cut may have left data of undone writes there, which finishing the zone would make readable.
     fn zero_tail(&self, zone: u32) -> Result<()> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
-        let (layout, word) = (&self.table.layout, self.table.look(zone));
+        let (layout, word) = (&self.table.layout, self.table.load(zone));
         if !matches!(word.condition(), Empty | ImplicitOpen | ExplicitOpen | Closed) {
             return Ok(());
         }
@@ -111,8 +112,9 @@ impl Inner {
         self.zero_range(layout.start(zone) + from, layout.len(zone) - from)
     }
 
-    /// Waits until the caller owns the zone. The caller holds no lock, and owns no zone with a
-    /// smaller number; only [`with_all_zones`](Self::with_all_zones) does.
+    /// Waits until the caller owns the zone. The caller must not hold a lock or own another zone.
+    /// Only [`with_all_zones`](Self::with_all_zones) owns zones meanwhile, which it takes in
+    /// ascending order.
     pub fn take_zone(&self, zone: u32) {
         let guard = self.table.lock(zone);
         let word = guard.word();
@@ -122,7 +124,8 @@ impl Inner {
         self.wait_for_turn(zone, guard);
     }
 
-    /// Waits for an owned zone. Afterwards the caller owns it.
+    /// Queues the calling thread for a zone that is owned, and waits. Afterwards the caller owns
+    /// the zone.
     fn wait_for_turn(&self, zone: u32, guard: Guard<'_>) {
         let waiter = Arc::new(OwnershipWaiter::default());
         self.queues.push(zone, ZoneWaiter::Thread(Arc::clone(&waiter)));
@@ -142,8 +145,8 @@ impl Inner {
 
     // ---- reset ----------------------------------------------------------------------------------
 
-    /// Resets every sequential zone with data. Waits for one zone at a time, and owns none
-    /// meanwhile.
+    /// Resets every sequential zone that is not empty, read-only or offline. Waits for one zone at
+    /// a time, and owns no zone while it waits.
     pub fn reset_all(self: &Arc<Self>) -> Result<()> {
         if self.read_only {
             return Err(Error::ReadOnly);
@@ -170,14 +173,14 @@ impl Inner {
     }
 
     fn has_data(&self, zone: u32) -> bool {
-        let condition = self.table.look(zone).condition();
+        let condition = self.table.load(zone).condition();
         !matches!(condition, ZoneCondition::Empty | ZoneCondition::ReadOnly | ZoneCondition::Offline)
     }
 
-    /// Resets zones that the caller owns, and releases them.
+    /// Resets zones that the caller owns, and releases them, even after an error.
     fn reset_owned(self: &Arc<Self>, zones: &[u32]) -> Result<()> {
         let can = |zone: &u32| {
-            !matches!(self.table.look(*zone).condition(), ZoneCondition::ReadOnly | ZoneCondition::Offline)
+            !matches!(self.table.load(*zone).condition(), ZoneCondition::ReadOnly | ZoneCondition::Offline)
         };
         let outcome = if zones.iter().all(can) { self.empty_owned(zones) } else { Err(Error::ZoneCondition) };
         for &zone in zones {
@@ -189,13 +192,13 @@ impl Inner {
         outcome
     }
 
-    /// Empties zones that the caller owns, in any condition. First their marks become durable, so
-    /// that later data never meets an old write pointer. Then the words change, so that readers
-    /// reject the old data. The data comes last.
+    /// Empties zones that the caller owns, in any condition. First the empty marks become durable,
+    /// so that new data never has an old write pointer. Then the state words change, so that
+    /// readers reject the old data. The data is zeroed last.
     fn empty_owned(&self, zones: &[u32]) -> Result<()> {
         if let Some(durable) = &self.durable {
             let next =
-                |&zone: &u32| (zone, self.table.look(zone).next_generation().generation(), Mark::EMPTY);
+                |&zone: &u32| (zone, self.table.load(zone).next_generation().generation(), Mark::EMPTY);
             durable.force(zones.iter().map(next).collect())?;
         }
         for &zone in zones {
@@ -206,12 +209,13 @@ impl Inner {
         zones.iter().try_for_each(|&zone| self.zero(zone))
     }
 
-    /// Zeroes the data of a zone and frees its space.
+    /// Zeroes the data of a zone and may free its space.
     pub fn zero(&self, zone: u32) -> Result<()> {
         self.zero_range(self.table.layout.start(zone), self.table.layout.len(zone))
     }
 
-    /// Zeroes a range, bad blocks included: they do not affect zone operations.
+    /// Zeroes a range, including bad blocks, which do not affect zone operations. Does nothing if
+    /// the device stores no data.
     pub fn zero_range(&self, offset: u64, len: u64) -> Result<()> {
         if !self.stores || len == 0 {
             return Ok(());
@@ -222,8 +226,8 @@ impl Inner {
 
     // ---- read-only and offline ------------------------------------------------------------------
 
-    /// Puts the zone with byte `offset` into this condition, or empties it if it has the condition
-    /// already.
+    /// Puts the zone that contains byte `offset` into `condition`, or empties the zone if it is
+    /// already in this condition.
     pub fn set_condition(self: &Arc<Self>, offset: u64, condition: ZoneCondition) -> Result<()> {
         if offset >= self.table.layout.size {
             return Err(Error::OutOfRange);
@@ -231,7 +235,7 @@ impl Inner {
         let zone = self.table.layout.zone_of(offset);
         self.check_changeable(zone)?;
         self.take_zone(zone);
-        let outcome = if self.table.look(zone).condition() == condition {
+        let outcome = if self.table.load(zone).condition() == condition {
             self.empty_owned(&[zone])
         } else {
             self.mark_owned(zone, condition)
@@ -242,9 +246,10 @@ impl Inner {
 
     fn mark_owned(&self, zone: u32, condition: ZoneCondition) -> Result<()> {
         if let Some(durable) = &self.durable {
-            // The data is kept, and without a write pointer all of it must be durable.
+            // The zone keeps its data but has no write pointer any more, so all of the data must be
+            // durable.
             self.sync()?;
-            let next = self.table.look(zone).next_generation();
+            let next = self.table.load(zone).next_generation();
             durable.force(vec![(zone, next.generation(), Mark::of(next.with_condition(condition)))])?;
         }
         let guard = self.table.lock(zone);
@@ -255,14 +260,15 @@ impl Inner {
 
     // ---- report ---------------------------------------------------------------------------------
 
-    /// Reports the zones from the one with byte `offset` on.
+    /// Calls `row` for each zone, from the one that contains byte `offset` on, until `row` returns
+    /// false.
     pub fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         let layout = &self.table.layout;
         if offset >= layout.size {
             return Err(Error::OutOfRange);
         }
         for zone in layout.zone_of(offset)..layout.zones {
-            let word = self.table.look(zone);
+            let word = self.table.load(zone);
             let (start, len, condition) = (layout.start(zone), layout.len(zone), word.condition());
             let sequential = layout.is_sequential(zone);
             let write_pointer = match condition {

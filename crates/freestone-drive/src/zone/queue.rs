@@ -1,4 +1,5 @@
-//! Queues of requests and threads that wait for busy zones, in order of arrival.
+//! Queues of requests and threads that wait for busy zones, each in order of arrival. A busy zone
+//! is owned by a request or an operation.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -9,14 +10,15 @@ use freestone_core::device::{Completion, Error, IoBuf, Request, Result};
 use freestone_core::pin::wait;
 use freestone_core::sync::{Condvar, Mutex};
 
-/// Number of shards of the queues, to avoid contention between zones.
+/// Number of shards of the queues, so that different zones seldom contend for a lock.
 const SHARDS: usize = 64;
 
-/// A submitted write, write of zeroes or append to one sequential zone.
+/// Submitted write, write of zeroes or append to one sequential zone.
 pub struct Write {
     pub zone: u32,
     pub place: Place,
-    /// Request with its target; the offset of an append is not known yet.
+    /// The request. For an append, its offset is the start of the zone, since the final offset is
+    /// not known yet.
     pub request: Request,
     pub buffer: IoBuf,
     pub done: WriteCompletion,
@@ -27,7 +29,7 @@ pub enum WriteCompletion {
     Append(AppendDone),
 }
 
-/// Completion of an append. Dropping it fails the append with [`Error::Gone`].
+/// Completion of a zone append. Dropping it fails the append with [`Error::Gone`].
 pub struct AppendDone(Option<AppendCompletion>);
 
 impl AppendDone {
@@ -70,7 +72,7 @@ impl OwnershipWaiter {
         }
     }
 
-    /// Passes the ownership to the waiting thread.
+    /// Passes the ownership of the zone to the waiting thread, and wakes it.
     pub fn give(&self) {
         *self.owned.lock() = true;
         self.changed.notify_one();
@@ -79,10 +81,10 @@ impl OwnershipWaiter {
 
 type Shard = Mutex<HashMap<u32, VecDeque<ZoneWaiter>>>;
 
-/// Queues of all busy zones.
+/// Queues of all busy zones of a device.
 ///
-/// Lock order: a zone's own lock, then the shard. A queue changes only under its zone's lock, so a
-/// zone without an owner has no queue.
+/// Lock order: the lock of a zone, then the shard. A queue changes only under the lock of its zone,
+/// so a zone without an owner has no queue.
 pub struct Queues(Box<[Shard]>);
 
 impl Default for Queues {
@@ -96,12 +98,13 @@ impl Queues {
         &self.0[zone as usize % SHARDS]
     }
 
-    /// Appends a waiter to the queue of a zone that is locked and busy.
+    /// Appends a waiter to the queue of a zone, which must be locked by the caller and busy.
     pub fn push(&self, zone: u32, waiter: ZoneWaiter) {
         self.shard(zone).lock().entry(zone).or_default().push_back(waiter);
     }
 
-    /// Removes the first waiter of a locked zone.
+    /// Removes and returns the first waiter of a zone that the caller has locked, or `None` if none
+    /// waits.
     pub fn pop(&self, zone: u32) -> Option<ZoneWaiter> {
         let mut queues = self.shard(zone).lock();
         let queue = queues.get_mut(&zone)?;
@@ -112,7 +115,8 @@ impl Queues {
         waiter
     }
 
-    /// Removes the waiting writes of a locked zone. Threads stay queued.
+    /// Removes and returns the waiting writes of a zone that the caller has locked. Waiting threads
+    /// stay queued.
     pub fn writes(&self, zone: u32) -> Vec<Write> {
         let mut queues = self.shard(zone).lock();
         let mut writes = Vec::new();

@@ -1,21 +1,21 @@
-//! Numbers of open and active zones, and the choice of the next zone to close.
+//! Counts the open and active zones of a device, and chooses the next zone to close implicitly.
 
 use super::layout::Layout;
 use freestone_core::device::zoned::ZoneCondition::{self, Closed, ExplicitOpen, ImplicitOpen};
 
-/// Maximum number of implicitly open zones reserved in advance; more allocate later.
+/// Maximum number of implicitly open zones for which memory is reserved in advance.
 const RESERVED_ZONES: u32 = 1 << 16;
 
-/// Resources of a device with limited open or active zones.
+/// Open and active zones of a device that limits their number.
 #[derive(Debug)]
 pub struct Resources {
-    /// Implicitly open zones in ascending order.
+    /// Numbers of the implicitly open zones in ascending order.
     implicit: Vec<u32>,
     explicit: u32,
     closed: u32,
-    /// Start of the search for the next zone to close.
+    /// Zone at which the search for the next zone to close starts.
     cursor: u32,
-    /// First sequential zone and number of zones: the range of the cursor.
+    /// First sequential zone, and number of zones of the device: the range of the cursor.
     zones: (u32, u32),
     closes: u64,
 }
@@ -32,7 +32,7 @@ impl Resources {
         self.implicit() + self.explicit
     }
 
-    /// Returns the number of open and closed zones.
+    /// Returns the number of active zones: open or closed.
     pub fn active(&self) -> u32 {
         self.open() + self.closed
     }
@@ -41,12 +41,13 @@ impl Resources {
         self.implicit.len() as u32
     }
 
-    /// Returns how many zones were closed to make room.
+    /// Returns the number of zones that were closed implicitly so far.
     pub fn closes(&self) -> u64 {
         self.closes
     }
 
-    /// Counts a change of a zone's condition.
+    /// Updates the counters for a zone that changes from the condition `from` to the condition
+    /// `to`.
     pub fn change(&mut self, zone: u32, from: ZoneCondition, to: ZoneCondition) {
         match from {
             ImplicitOpen => {
@@ -74,13 +75,13 @@ impl Resources {
         }
     }
 
-    /// Returns the `nth` implicitly open zone from the cursor on, wrapping around.
+    /// Returns the `nth` implicitly open zone (from 0) after the cursor, wrapping around.
     pub fn candidate(&self, nth: u32) -> u32 {
         let first = self.implicit.partition_point(|&zone| zone < self.cursor);
         self.implicit[(first + nth as usize) % self.implicit.len()]
     }
 
-    /// Counts an implicit close to make room. The next search starts after the zone.
+    /// Counts the implicit close of the zone `victim`. The next search starts after this zone.
     pub fn close(&mut self, victim: u32, to: ZoneCondition) {
         self.change(victim, ImplicitOpen, to);
         self.cursor = if victim + 1 == self.zones.1 { self.zones.0 } else { victim + 1 };

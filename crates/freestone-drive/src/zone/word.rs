@@ -1,4 +1,4 @@
-//! State of a zone in one word.
+//! State of a zone in one 64-bit word.
 //!
 //! | bits | field |
 //! |---|---|
@@ -9,8 +9,9 @@
 //! | 7-47 | write pointer, in sectors of 512 bytes from the start of the zone |
 //! | 48-63 | generation: changes whenever data disappears or reappears, as by a reset |
 //!
-//! Readers without a lock check the generation after they have read. It wraps around after 65 536
-//! changes, all of which would have to happen during one read to go unnoticed.
+//! Readers take no lock, but check the generation after they have read the data. The generation
+//! wraps around after 65 536 changes. A reader would miss a change only if exactly that many
+//! happened during one read.
 
 use std::fmt;
 
@@ -24,19 +25,19 @@ const POINTER_SHIFT: u32 = 7;
 const POINTER_BITS: u32 = 41;
 const POINTER_MASK: u64 = ((1 << POINTER_BITS) - 1) << POINTER_SHIFT;
 const GENERATION_SHIFT: u32 = POINTER_SHIFT + POINTER_BITS;
-/// log2 of a sector in bytes.
+/// log2 of the size of a sector in bytes.
 pub const SECTOR_SHIFT: u32 = 9;
 
 const _: () = assert!(GENERATION_SHIFT + u16::BITS == u64::BITS);
 const _: () = assert!(super::layout::ZONE_SIZE_MAX_BYTES >> SECTOR_SHIFT < 1 << POINTER_BITS);
 
-/// Zone word without the bits of its lock.
+/// State word of a zone, without the bits of the lock.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Word(u64);
 
 impl Word {
-    /// Creates a word with generation 0, not busy. `pointer` is in bytes from the start of the
-    /// zone.
+    /// Creates the state word of a zone that is not busy, with generation 0. `pointer` is the write
+    /// pointer in bytes from the start of the zone.
     pub const fn new(condition: ZoneCondition, pointer: u64) -> Self {
         Self(code(condition) << CONDITION_SHIFT).with_pointer(pointer)
     }
@@ -51,7 +52,7 @@ impl Word {
             4 => ZoneCondition::Closed,
             0xD => ZoneCondition::ReadOnly,
             0xE => ZoneCondition::Full,
-            // `code` produces no other values.
+            // `code` produces no other value than 0xF here.
             _ => ZoneCondition::Offline,
         }
     }
@@ -68,7 +69,7 @@ impl Word {
         ((self.0 & POINTER_MASK) >> POINTER_SHIFT) << SECTOR_SHIFT
     }
 
-    /// Sets the write pointer in bytes from the start of the zone.
+    /// Returns the word with this write pointer, in bytes from the start of the zone.
     #[inline]
     #[must_use]
     pub const fn with_pointer(self, bytes: u64) -> Self {
@@ -76,20 +77,21 @@ impl Word {
         Self(self.0 & !POINTER_MASK | (bytes >> SECTOR_SHIFT) << POINTER_SHIFT)
     }
 
-    /// Returns true if a request or operation owns the zone.
+    /// Returns true if a request or an operation owns the zone.
     #[inline]
     pub const fn is_busy(self) -> bool {
         self.0 & BUSY != 0
     }
 
-    /// Sets or clears the owner bit.
+    /// Returns the word with the busy bit set or cleared.
     #[inline]
     #[must_use]
     pub const fn with_busy(self, busy: bool) -> Self {
         if busy { Self(self.0 | BUSY) } else { Self(self.0 & !BUSY) }
     }
 
-    /// Returns the counter of changes that readers must not miss.
+    /// Returns the generation, which changes whenever data disappears or reappears, so that readers
+    /// must repeat a read.
     #[inline]
     pub const fn generation(self) -> u16 {
         (self.0 >> GENERATION_SHIFT) as u16

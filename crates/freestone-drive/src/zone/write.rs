@@ -1,4 +1,5 @@
-//! Writes and appends: inline on the caller's thread, or submitted while the write owns its zone.
+//! Writes and appends to sequential zones. Inline ones hold the zone's lock; submitted ones own the
+//! zone while the data is in flight.
 
 use std::sync::Arc;
 
@@ -8,15 +9,15 @@ use super::states::Guard;
 use super::states::{Change, ChangeResult, Place};
 use super::word::Word;
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
-use freestone_core::handoff::{Put, try_put};
+use freestone_core::handoff::{PutResult, try_put};
 
-/// Write in flight to the device below.
+/// Write or append in flight to the device under this layer.
 struct WriteInFlight {
     zone: u32,
     request: Request,
-    /// The zone was empty before this write.
+    /// True if the zone was empty before this write.
     was_empty: bool,
-    /// Bytes transferred if the write fails on a bad block.
+    /// Number of bytes that are transferred if the write fails on a bad block.
     bytes_before_bad: u64,
     done: WriteCompletion,
 }
@@ -24,8 +25,8 @@ struct WriteInFlight {
 impl Inner {
     // ---- tried ----------------------------------------------------------------------------------
 
-    /// Writes to a sequential zone inline, completely or not at all. Returns the offset, or `None`
-    /// if the write would wait.
+    /// Writes to a sequential zone inline, completely or not at all. Returns the offset of the data
+    /// on the device, or `None` if the write would wait.
     #[inline]
     pub fn try_write(&self, zone: u32, place: Place, request: Request, data: &[u8]) -> Result<Option<u64>> {
         if self.is_recorded() && request.flags.contains(Flags::FUA) {
@@ -51,19 +52,20 @@ impl Inner {
             let bytes_before_bad = self.bytes_before_bad(&request);
             let data = (request.op == Op::Write).then_some(data);
             return match try_put(&*self.backing, request, data) {
-                Put::Done(Ok(())) => {
+                PutResult::Done(Ok(())) => {
                     let after = self.table.advanced_word(zone, opened, request.len);
                     guard.publish(after);
-                    self.wrote_through(zone, after, &request);
+                    self.record_fua_write(zone, after, &request);
                     Ok(Some(at))
                 }
-                Put::Rest(..) => {
-                    // Data written below lies beyond the write pointer, so it stays invisible: the
-                    // zone is unchanged. (A zone closed to make room stays closed.)
+                PutResult::Rest(..) => {
+                    // The part already written lies beyond the write pointer, so it is not
+                    // readable, and the zone is unchanged. (A zone that was closed implicitly stays
+                    // closed.)
                     self.table.settle(zone, opened, before.condition());
                     Ok(None)
                 }
-                Put::Done(Err(error)) => {
+                PutResult::Done(Err(error)) => {
                     let was_empty = before.condition() == super::ZoneCondition::Empty;
                     let transferred = if error == Error::Media { bytes_before_bad } else { 0 };
                     guard.publish(self.table.failed_word(zone, opened, was_empty, transferred));
@@ -89,7 +91,7 @@ impl Inner {
         self.start_write(write);
     }
 
-    /// Starts a write that owns its zone.
+    /// Starts a write that already owns its zone: opens the zone and submits the data.
     pub fn start_write(self: &Arc<Self>, write: Write) {
         let Write { zone, place, request, buffer, done } = write;
         let (at, was_empty) = match self.open(zone, place, request.len) {
@@ -101,7 +103,7 @@ impl Inner {
         };
         let mut below = Request { offset: at, ..request };
         if self.is_recorded() {
-            // The sync at the end makes data and write pointer durable together.
+            // The sync after the write makes the data and the write pointer durable together.
             below.flags.remove(Flags::FUA);
         }
         let bytes_before_bad = self.bytes_before_bad(&below);
@@ -112,8 +114,8 @@ impl Inner {
         self.backing.submit(below, buffer, done);
     }
 
-    /// Opens the zone of a write that owns it. Returns the write's offset, and true if the zone was
-    /// empty.
+    /// Opens the zone for a write that owns the zone. Returns the offset of the write on the
+    /// device, and true if the zone was empty.
     fn open(&self, zone: u32, place: Place, len: u64) -> Result<(u64, bool)> {
         self.table.change(zone, Change::Write, |before| {
             let at = self.table.position(zone, before, place, len)?;
@@ -121,7 +123,8 @@ impl Inner {
         })
     }
 
-    /// Ends a write that the device below has completed.
+    /// Ends a write that the device under this layer has completed with `outcome`, and releases the
+    /// zone.
     fn end(self: &Arc<Self>, write: WriteInFlight, outcome: Result<()>, buffer: IoBuf) {
         let WriteInFlight { zone, request, was_empty, bytes_before_bad, done } = write;
         let guard = self.table.lock(zone);
@@ -137,7 +140,7 @@ impl Inner {
                 let inner = Arc::clone(self);
                 return self.sync_later(move |outcome| inner.complete(done, request, outcome, buffer));
             }
-            self.wrote_through(zone, after, &request);
+            self.record_fua_write(zone, after, &request);
         }
         self.complete(done, request, outcome, buffer);
     }
@@ -145,11 +148,11 @@ impl Inner {
     fn complete(&self, done: WriteCompletion, request: Request, outcome: Result<()>, buffer: IoBuf) {
         match done {
             WriteCompletion::Io(done) => {
-                self.ops.answered(&request, &outcome);
+                self.ops.count_completion(&request, &outcome);
                 done.complete(outcome, buffer);
             }
             WriteCompletion::Append(done) => {
-                self.ops.appended(request.len, &outcome);
+                self.ops.count_append(request.len, &outcome);
                 done.complete(outcome.map(|()| request.offset));
             }
         }
@@ -163,7 +166,8 @@ impl Inner {
         self.publish_and_pass(zone, guard, word);
     }
 
-    /// Publishes the word of an owned zone, and passes the ownership to the first waiter.
+    /// Publishes the state word of an owned zone, and passes the ownership to the first waiter, if
+    /// there is one.
     pub fn publish_and_pass(self: &Arc<Self>, zone: u32, guard: Guard<'_>, word: Word) {
         let next = self.queues.pop(zone);
         guard.publish(word.with_busy(next.is_some()));
@@ -177,11 +181,12 @@ impl Inner {
         }
     }
 
-    /// Returns how many bytes of a write are transferred if it fails on a bad block.
+    /// Returns the number of bytes of a write that are transferred if it fails on a bad block.
+    /// Returns 0 if it touches none.
     #[inline]
     fn bytes_before_bad(&self, request: &Request) -> u64 {
         match &self.bad {
-            Some(bad) => bad.verdict(request.offset, request.len).unwrap_or(0),
+            Some(bad) => bad.bytes_before_bad(request.offset, request.len).unwrap_or(0),
             None => 0,
         }
     }

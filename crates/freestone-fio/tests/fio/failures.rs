@@ -1,4 +1,4 @@
-//! Errors are reported, and fail the run.
+//! Tests that errors are reported, and fail the fio run.
 
 use crate::harness::WorkDir;
 
@@ -35,7 +35,7 @@ fn unsupported_options_are_refused() {
         dir.job(device, options).fails_with(sentence);
     }
     dir.job("n=null,size=1M,readonly=1", "rw=read").ok();
-    // Refused by fio: this mode hangs with events.
+    // fio refuses offloaded submission: the engine sets FIO_NO_OFFLOAD, because that mode can hang.
     dir.job(plain, "rw=read io_submit_mode=offload").fails_with("can't be used with offloaded submit");
     let engine = crate::harness::engine();
     dir.jobs(&format!("[job]\nioengine={engine}\nrw=read\n")).fails_with("freestone: device is missing");
@@ -48,7 +48,7 @@ fn device_errors_fail_the_job() {
         ("read error=EIO after=10", "rw=read iodepth=1", EIO),
         ("write error=ENOSPC after=10", "rw=randwrite iodepth=8", ENOSPC),
         ("discard error=EIO", "rw=trim iodepth=4", EIO),
-        // The flushes reach the device.
+        // fio's flushes reach the device, where they fail.
         ("flush error=EIO", "rw=write fsync=4", EIO),
         ("flush error=EIO", "rw=write fdatasync=4", EIO),
     ] {
@@ -56,11 +56,11 @@ fn device_errors_fail_the_job() {
         let run = dir.job(&device, &format!("{options} bs=4k")).fails_with("error");
         assert_eq!(run.errors(), [errno], "{faults}");
     }
-    // Errors that arrive late.
+    // The device returns errors late: after 20 writes, and with a delay.
     let device = "n=null,size=1M,memory_backed=1,'faults=write error=EIO delay=2ms after=20',seed=1";
     let run = dir.job(device, "rw=randwrite bs=4k iodepth=8").fails_with("error");
     assert_eq!(run.errors(), [EIO]);
-    // With continue_on_error, the job goes on.
+    // With continue_on_error, the job continues after errors.
     let run = dir.job(device, "rw=randwrite bs=4k iodepth=8 continue_on_error=all");
     assert!(run.sum("write", "total_ios") > 200);
 }

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Timeout of a run, far longer than any of these tests takes.
+/// Timeout of a fio run, far longer than any of these tests takes.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Returns the engine as an `ioengine` value.
+/// Returns the path of the engine as a value of fio's `ioengine` option.
 pub fn engine() -> String {
-    // Beside the test or in the parent directory, depending on the cargo version.
+    // The engine is beside the test program or in the parent directory, depending on the cargo version.
     let test = env::current_exe().unwrap();
     let dir = test.parent().unwrap();
     let found = [dir, dir.parent().unwrap()].map(|dir| dir.join("libfreestone_fio.so"));
@@ -86,12 +86,12 @@ impl Run {
         self.each_job(|job| job["error"].as_i64().unwrap())
     }
 
-    /// Returns the sum of a number over all jobs.
+    /// Returns the sum over all jobs of the number `key` in the section `part` of fio's report.
     pub fn sum(&self, part: &str, key: &str) -> u64 {
         self.each_job(|job| job[part][key].as_u64().unwrap()).iter().sum()
     }
 
-    /// Returns the percentage of requests at a queue depth.
+    /// Returns the percentage of requests that fio issued at a queue depth, added up over all jobs.
     pub fn depth(&self, level: &str) -> f64 {
         self.each_job(|job| job["iodepth_level"][level].as_f64().unwrap()).iter().sum()
     }

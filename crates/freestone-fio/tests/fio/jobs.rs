@@ -1,10 +1,10 @@
-//! Jobs of one run share a device if their specifications are the same.
+//! Tests that jobs of one run share a device if their device specifications are the same.
 
 use freestone::power::log::Reader;
 
 use crate::harness::{WorkDir, engine};
 
-/// Two jobs: the second verifies data that the first has written.
+/// Returns a fio configuration with two jobs: the second job verifies data that the first job has written.
 fn pair(first: &str, second: &str, more: &str) -> String {
     format!(
         "[global]\nioengine={}\nbs=64k\nverify=pattern\nverify_pattern=0xa5\n{more}\n[fill]\ndevice={first}\n\
@@ -18,7 +18,8 @@ fn jobs_with_same_spec_share_device() {
     let dir = WorkDir::new();
     let (a, b) = ("r=ram,disksize=4M,mem_limit=64M", "r=ram,disksize=4M,mem_limit=65M");
     dir.jobs(&pair(a, a, "")).ok();
-    // With set-up in the job threads, one after the other: the device outlives the first job.
+    // With set-up in the job threads, the jobs run one after the other, and the device outlives the first
+    // job.
     dir.jobs(&pair(a, a, "create_serialize=0\nthread=1")).ok();
     let run = dir.jobs(&pair(a, b, "")).fails_with("verify");
     assert_eq!(run.errors()[0], 0);
@@ -53,7 +54,7 @@ fn file_is_complete_after_run() {
     let device = format!("d=file,path={path},size=16M,zoned=1,zone_size=4M");
     let written = "zonemode=zbd bs=64k verify=pattern verify_pattern=0x77";
     dir.job(&device, &format!("rw=write do_verify=0 {written}")).ok();
-    // The file has the data, and its zones are recorded as full.
+    // The file contains the written data, and its zones are recorded as full.
     assert!(std::fs::read(&path).unwrap().iter().all(|&byte| byte == 0x77));
     let run = dir.job(&device, &format!("rw=read {written}")).ok();
     assert_eq!(run.sum("read", "io_bytes"), 16 << 20);
@@ -73,7 +74,7 @@ fn sync_writes_and_flushes_reach_device() {
         let log = dir.path("log");
         let device = format!("n=null,size=64K,memory_backed=1,record={}", log.display());
         dir.job(&device, &format!("rw=write bs=4k {options}")).ok();
-        // The log is complete, as the device ended with the run.
+        // The log is complete, because the device was closed at the end of the run.
         let mut reader = Reader::open(&log).unwrap();
         let mut found = (0, 0, 0);
         while let Some(entry) = reader.next_entry().unwrap() {
@@ -81,7 +82,7 @@ fn sync_writes_and_flushes_reach_device() {
             found.1 += u64::from(entry.is_fua());
             found.2 += u64::from(entry.is_flush());
         }
-        // The device adds a flush when it ends.
+        // The device issues one more flush when it is closed.
         assert_eq!(found, (16, fua, flushes + 1), "{options}");
         std::fs::remove_file(&log).unwrap();
     }

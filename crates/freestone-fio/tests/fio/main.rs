@@ -1,4 +1,4 @@
-//! Runs fio with the engine, over every kind of device.
+//! Runs fio with Freestone's I/O engine, on every kind of device.
 
 mod failures;
 mod harness;

@@ -1,15 +1,15 @@
-//! Data is read back correctly, for all devices and queue depths.
+//! Tests that data is read back correctly, for all devices and queue depths.
 
 use crate::harness::WorkDir;
 
 const RANDRW: &str = "rw=randrw bs=4k verify=crc32c verify_fatal=1";
 
-/// Runs at depth 1 and 32.
+/// Runs a random job with verification at queue depths 1 and 32.
 fn both_depths(device: &str) {
     let dir = WorkDir::new();
     for depth in [1, 32] {
         let run = dir.job(device, &format!("{RANDRW} iodepth={depth}")).ok();
-        // Everything is read once, and written data once more for verification.
+        // Each block is read once: by the job itself, or to verify a write.
         let written = run.sum("write", "io_bytes");
         assert!(written > 0, "{device}");
         assert_eq!(run.sum("read", "io_bytes"), (16 << 20), "{device}");
@@ -44,7 +44,7 @@ fn delayed_completions_are_verified() {
     let run = dir.job(device, &format!("{RANDRW} iodepth=32")).ok();
     // The requests wait concurrently: 512 sequential ones would take a second.
     assert!(run.depth("32") > 50.0 && run.sum("write", "runtime") < 700, "{}", run.depth("32"));
-    // Several sizes, so that buffers are reused.
+    // Requests of several sizes, so that buffers are reused.
     dir.job(device, "rw=randrw bsrange=4k-64k verify=crc32c verify_fatal=1 iodepth=8").ok();
     dir.job(device, "rw=randwrite bs=4k verify=crc32c iodepth=16 iodepth_batch_complete_min=4").ok();
 }

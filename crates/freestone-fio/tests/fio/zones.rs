@@ -1,4 +1,4 @@
-//! Zoned devices with `zonemode=zbd`.
+//! Tests of zoned devices with fio's `zonemode=zbd`.
 
 use crate::harness::WorkDir;
 
@@ -25,7 +25,7 @@ fn writes_are_read_back() {
 fn several_jobs_write_and_reset() {
     for drive in DRIVES {
         let dir = WorkDir::new();
-        // More than the size of the device, so that zones are reset.
+        // The jobs write more than the size of the device, so that fio resets zones.
         let options = "zonemode=zbd rw=randwrite bs=64k iodepth=4 numjobs=3 io_size=128m group_reporting=1";
         let run = dir.job(drive, options).ok();
         assert_eq!(run.sum("write", "io_bytes"), 3 * (128 << 20), "{drive}");
@@ -62,7 +62,7 @@ fn trims_reset_zones() {
 fn offline_and_read_only_zones_are_avoided() {
     let dir = WorkDir::new();
     let drive = "n=null,size=32M,memory_backed=1,zoned=1,zone_size=4M,zone_offline=4M,zone_readonly=8M";
-    // Other zones work; these are refused.
+    // Writes to normal zones succeed; writes to the read-only zone fail.
     dir.job(drive, "zonemode=zbd rw=write bs=64k offset=12m").ok();
     dir.job(drive, "zonemode=zbd rw=write bs=64k offset=8m size=4m").fails_with("error");
 }

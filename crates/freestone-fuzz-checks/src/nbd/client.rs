@@ -1,4 +1,4 @@
-//! A client that sends given bytes and collects everything that it receives.
+//! An NBD client that sends given bytes and collects everything that the server sends.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -13,32 +13,32 @@ use rustix::net::sockopt::{
 
 use super::device::Memory;
 
-/// Maximum wait. Nothing should take that long.
+/// Timeout after which a check fails, far above the time that any check needs.
 pub const WAIT: Duration = Duration::from_secs(60);
 
-/// Behaviour of a client.
+/// Behaviour of the client during an [`exchange`].
 pub struct ClientBehaviour<'a> {
-    /// Device whose held requests are completed while the connection is idle.
+    /// Device whose held requests the client completes while the connection is idle, if any.
     pub device: Option<&'a Memory>,
-    /// The client disconnects after sending everything, without receiving the rest.
+    /// True if the client disconnects after sending everything, without receiving the rest of the replies.
     pub leaves: bool,
 }
 
-/// Bytes that a small message can occupy in a socket buffer.
+/// Number of bytes that the overhead of a message can occupy in a socket buffer.
 const MESSAGE_BYTES: usize = 2048;
 
-/// Sends `bytes` and receives everything, with the server on this thread: `serve` gets the other
-/// socket. `most` has the maximum bytes and messages of the server. Returns None if socket buffers cannot
-/// hold them.
+/// Sends `bytes`, runs the server on this thread, and returns everything that the server sent. `serve`
+/// receives the other socket. `most` has the maximum number of bytes and of messages from the server. Returns
+/// None if the socket buffers cannot hold these.
 pub fn exchange_inline(bytes: &[u8], most: (usize, usize), serve: impl FnOnce(OwnedFd)) -> Option<Vec<u8>> {
     let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
     for (socket, bytes, messages) in [(&ours, bytes.len(), 1), (&theirs, most.0, most.1)] {
-        // The kernel also counts its overhead, so request twice the bytes.
+        // The kernel also counts its overhead as content of the buffer, so request twice the bytes.
         let wanted = bytes * 2 + messages * MESSAGE_BYTES;
         if socket_send_buffer_size(socket).is_ok_and(|size| size < wanted)
             && set_socket_send_buffer_size_force(socket, wanted).is_err()
         {
-            // The kernel doubles the requested size, up to its limit.
+            // Without the privilege to force a size, the kernel doubles the requested size up to its limit.
             let _ = set_socket_send_buffer_size(socket, wanted);
             if socket_send_buffer_size(socket).unwrap_or(0) < wanted {
                 return None;
@@ -53,7 +53,7 @@ pub fn exchange_inline(bytes: &[u8], most: (usize, usize), serve: impl FnOnce(Ow
     Some(received)
 }
 
-/// Sends `bytes`, and receives everything until the server ends the connection.
+/// Sends `bytes`, and returns everything that the server sends until the connection ends.
 pub fn exchange(stream: &UnixStream, bytes: &[u8], behaviour: &ClientBehaviour<'_>) -> Vec<u8> {
     stream.set_nonblocking(true).expect("a socket");
     let start = Instant::now();
@@ -65,7 +65,7 @@ pub fn exchange(stream: &UnixStream, bytes: &[u8], behaviour: &ClientBehaviour<'
             if behaviour.leaves {
                 return received;
             }
-            // Fails if the server has ended the connection.
+            // The shutdown fails if the server has already ended the connection.
             let _ = stream.shutdown(Shutdown::Write);
             open = false;
         }
@@ -92,7 +92,7 @@ pub fn exchange(stream: &UnixStream, bytes: &[u8], behaviour: &ClientBehaviour<'
             match (&mut &*stream).write(&bytes[sent..]) {
                 Ok(n) => sent += n,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                // The server has ended the connection. Its last replies can still be received.
+                // The server has ended the connection, but the last replies can still be received.
                 Err(_) => sent = bytes.len(),
             }
         }

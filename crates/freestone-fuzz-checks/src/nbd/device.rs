@@ -8,7 +8,7 @@ use freestone::device::zoned::{
 };
 use freestone::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
-    Request, Result, Tried,
+    Request, Result, TryResult,
 };
 use freestone_nbd::MAX_IN_FLIGHT;
 use freestone_testkit::Rng;
@@ -20,34 +20,36 @@ pub const BLOCK: u64 = 512;
 /// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoMode {
-    /// Inline.
+    /// Requests complete inline.
     Inline,
-    /// Inline, at most this number of bytes per try.
+    /// Requests complete inline, with at most this number of bytes per try.
     Partly(u64),
-    /// Submitted. The check completes them.
+    /// Requests are submitted, and held until the check completes them.
     Held,
-    /// Submitted, and completed when later requests arrive, at the latest at a flush.
+    /// Requests are submitted, and completed when later requests arrive, at the latest at a flush.
     Late,
-    /// Every second one as `Late`, the others inline with at most this number of bytes per try.
+    /// Every second request is executed as in `Late`, the others inline with at most this number of bytes per
+    /// try.
     Mixed(u64),
 }
 
-/// Properties of the device.
+/// Properties of the test device.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceConfig {
-    /// Size in bytes.
+    /// Size of the device in bytes.
     pub size: u64,
-    /// How requests are executed.
+    /// How the device executes requests.
     pub mode: IoMode,
-    /// The device reports zones, so large writes must not be split.
+    /// True if the device reports zones, so large writes must not be split.
     pub zoned: bool,
-    /// Requests that contain this byte fail.
+    /// Offset of a bad byte: requests that contain it fail. `None` if no byte is bad.
     pub bad: Option<u64>,
-    /// Seed of the order of completions.
+    /// Seed of the random order of completions.
     pub seed: u64,
-    /// Some submitted requests are dropped without completion.
+    /// True if some submitted requests are dropped without completion.
     pub forgets: bool,
-    /// At the last of this number of flushes, all held requests complete, and later ones at once.
+    /// Number of flushes. At the last of them, all held requests complete, and later requests complete at
+    /// once.
     pub flushes: usize,
 }
 
@@ -55,28 +57,28 @@ pub struct DeviceConfig {
 pub struct Memory {
     config: DeviceConfig,
     state: Mutex<State>,
-    /// Readable after a submit.
+    /// Event descriptor that is readable after a submit.
     submitted: OwnedFd,
 }
 
 /// State of the device.
 pub struct State {
-    /// Content.
+    /// Content of the device.
     pub data: Vec<u8>,
     /// Extent kind of each block.
     pub kinds: Vec<ExtentKind>,
-    /// Blocks that were written, zeroed or discarded.
+    /// True for each block that was written, zeroed or discarded.
     pub own: Vec<bool>,
     held: Vec<(Result<()>, IoBuf, Completion)>,
     tries: u64,
     rng: Rng,
     flushes: usize,
-    /// Submitted requests complete at once.
+    /// True if submitted requests complete at once.
     at_once: bool,
 }
 
 impl Memory {
-    /// Creates a device of zeroes.
+    /// Creates a device whose content is all zeroes.
     pub fn new(config: DeviceConfig) -> Self {
         let blocks = (config.size / BLOCK) as usize;
         let state = State {
@@ -94,19 +96,19 @@ impl Memory {
         Self { config, state: Mutex::new(state), submitted }
     }
 
-    /// Locks the state.
+    /// Locks the state of the device.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a descriptor that is readable after a submit.
+    /// Returns the event descriptor that is readable after a submit.
     pub fn submitted(&self) -> BorrowedFd<'_> {
         self.submitted.as_fd()
     }
 
-    /// Completes or drops one held request. Returns false if none is held.
+    /// Completes or drops one held request. Returns false if no request is held.
     pub fn release(&self) -> bool {
-        // The read fails if nothing was submitted.
+        // The read resets the event descriptor. The read fails if nothing was submitted.
         let _ = rustix::io::read(&self.submitted, &mut [0; 8]);
         let mut state = self.lock();
         if state.held.is_empty() {
@@ -123,7 +125,7 @@ impl Memory {
         true
     }
 
-    /// Completes all held requests, and later ones at once.
+    /// Completes all held requests. Later requests complete at once.
     pub fn release_all(&self) {
         self.lock().at_once = true;
         while self.release() {}
@@ -189,7 +191,7 @@ impl Device for Memory {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         match &buffer {
             Buffer::None => {}
@@ -200,15 +202,15 @@ impl Device for Memory {
         state.tries += 1;
         let most = match self.config.mode {
             IoMode::Inline => u64::MAX,
-            // Flushes are submitted, because the last one completes all held requests.
-            IoMode::Mixed(_) if request.op == Op::Flush => return Ok(Tried::WouldBlock),
-            IoMode::Held | IoMode::Late => return Ok(Tried::WouldBlock),
-            IoMode::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(Tried::WouldBlock),
+            // Flushes are submitted, because the last flush completes all held requests.
+            IoMode::Mixed(_) if request.op == Op::Flush => return Ok(TryResult::WouldBlock),
+            IoMode::Held | IoMode::Late => return Ok(TryResult::WouldBlock),
+            IoMode::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(TryResult::WouldBlock),
             IoMode::Partly(most) | IoMode::Mixed(most) => most,
         };
         if request.len <= most {
             self.apply(&mut state, request, buffer)?;
-            return Ok(Tried::Done);
+            return Ok(TryResult::Done);
         }
         let part = Request { len: most, ..*request };
         let buffer = match buffer {
@@ -217,7 +219,7 @@ impl Device for Memory {
             Buffer::Write(buffer) => Buffer::Write(&buffer[..most as usize]),
         };
         self.apply(&mut state, &part, buffer)?;
-        Ok(Tried::Partly(most))
+        Ok(TryResult::Partly(most))
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -241,7 +243,8 @@ impl Device for Memory {
         if self.config.mode != IoMode::Held && state.flushes >= self.config.flushes {
             state.at_once = true;
         }
-        // Hold only few and small requests. If the connection waited for them, nobody would complete them.
+        // Hold only few and small requests. If the connection waited for held requests before it sent more,
+        // nobody would complete them.
         let all = request.op == Op::Flush || self.config.size > 1 << 20;
         let remaining = if all { 0 } else { state.rng.below(MAX_IN_FLIGHT as u64 / 8) as usize };
         drop(state);
@@ -251,7 +254,7 @@ impl Device for Memory {
             }
             return;
         }
-        // The write fails only if the counter is full, and then it is readable.
+        // The write fails only if the counter is full, and then the descriptor is already readable.
         let _ = rustix::io::write(&self.submitted, &1_u64.to_ne_bytes());
     }
 
@@ -296,7 +299,7 @@ impl Changes for Memory {
     }
 }
 
-/// One conventional zone. Exports need no more.
+/// The device reports one conventional zone, which is enough for exports.
 impl Zoned for Memory {
     fn report(&self, _: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         row(Zone {

@@ -1,4 +1,4 @@
-//! Handshake of a client with arbitrary bytes.
+//! NBD handshake of a client with arbitrary bytes.
 //!
 //! The input is one byte of options, then the bytes of the client. A reference parser finds the expected
 //! reply to each option of the client. Properties:
@@ -46,7 +46,7 @@ const ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 const ALLOCATION: &[u8] = b"base:allocation";
 const CHANGED: &[u8] = b"freestone:changed";
 
-/// Exports: name, size, read-only, default.
+/// Exports of the server: name, size in bytes, true if read-only, true for the default export.
 const EXPORTS: [(&str, u64, bool, bool); 3] = [
     ("disk", 9 * 512, false, true),
     ("read-only \u{fc}", 64 << 10, true, false),
@@ -59,9 +59,9 @@ const DESCRIPTION: &str = "for people";
 struct ClientOption<'a> {
     kind: u32,
     data: &'a [u8],
-    /// Type of the final reply.
+    /// Type of the expected final reply.
     last: u32,
-    /// Types and data of the replies before the final one.
+    /// Types and data of the expected replies before the final one.
     replies: Vec<(u32, Vec<u8>)>,
 }
 
@@ -70,7 +70,8 @@ struct ClientOption<'a> {
 enum End {
     /// The connection ends without an export.
     Left,
-    /// Transmission of this export begins after `at` bytes. `by_name`: with a reply to `EXPORT_NAME`.
+    /// Transmission of the export with index `export` begins after `at` bytes of the client. `by_name` is
+    /// true if the client used `EXPORT_NAME`.
     Chosen { at: usize, export: usize, by_name: bool },
 }
 
@@ -88,7 +89,7 @@ impl Nbd {
             self.server.publish(&self.address, name, device, options).expect("the names are free");
         }
         let mut client_bytes = client_bytes.to_vec();
-        // The input has only the beginning of a very long option.
+        // An input is too short for a very long option, so its data is appended here.
         if choices & 1 != 0 {
             client_bytes.resize(client_bytes.len() + (MAX_OPTION_BYTES + 4096), choices);
         }
@@ -101,7 +102,7 @@ impl Nbd {
             bytes.extend(header(headers, 0, DISC, 0, 0, 0));
         }
         let most = 300 + options.iter().map(|option| 300 + option.data.len()).sum::<usize>();
-        let serve = |socket| self.server.serve_here(&self.address, socket);
+        let serve = |socket| self.server.serve_socket(&self.address, socket);
         let received = exchange_inline(&bytes, (most, options.len() + 2), serve).unwrap_or_else(|| {
             panic!("a socket buffer holds {} and {most} bytes", bytes.len());
         });
@@ -137,10 +138,10 @@ const DEVICE: DeviceConfig = DeviceConfig {
     flushes: 0,
 };
 
-/// Returns the transmission flags of an export.
+/// Returns the transmission flags that the server must report for an export.
 fn flags(export: usize, headers: Headers, has_contexts: bool) -> u16 {
-    // Flags, flush, FUA, multi-conn, cache; then those of writable exports only: trim, zeroes,
-    // fast zeroes.
+    // All exports: flags, flush, FUA, multi-conn, cache. Read-only exports: read-only. Writable exports:
+    // trim, write zeroes, fast zeroes.
     let common = 1 | 1 << 2 | 1 << 3 | 1 << 8 | 1 << 10;
     let writes = if EXPORTS[export].2 { 1 << 1 } else { 1 << 5 | 1 << 6 | 1 << 11 };
     let chunks = match headers {
@@ -171,7 +172,7 @@ fn check_replies(option: &ClientOption<'_>, received: &mut ReplyReader<'_>) {
     }
 }
 
-/// Reference parser of the handshake.
+/// Reference parser of the client's side of the handshake.
 struct ReferenceHandshake<'a> {
     options: Vec<ClientOption<'a>>,
     end: End,
@@ -181,7 +182,7 @@ struct ReferenceHandshake<'a> {
     selected: Option<&'a [u8]>,
 }
 
-/// Reads numbers and strings. Returns None if the input is too short or invalid.
+/// Reader of numbers and strings. The methods return None if the input is too short or invalid.
 struct ByteReader<'a>(&'a [u8]);
 
 impl<'a> ByteReader<'a> {
@@ -215,7 +216,7 @@ impl<'a> ReferenceHandshake<'a> {
             headers: Headers::Simple,
             selected: None,
         };
-        // None is the end of the input or the first invalid byte.
+        // The parser returns None at the end of the input or at the first invalid byte.
         let _ = reference.read(bytes);
         reference
     }
@@ -238,7 +239,7 @@ impl<'a> ReferenceHandshake<'a> {
                 self.end = End::Chosen { at: bytes.len() - reader.0.len(), export, by_name: true };
                 return Some(());
             }
-            // The server has no TLS.
+            // The server does not support TLS, so it refuses the option.
             if kind == STARTTLS {
                 reader.bytes(len).filter(|_| len <= STARTTLS_BYTES_MAX)?;
                 let last = if len > 0 { ERR_INVALID } else { ERR_POLICY };
@@ -267,7 +268,8 @@ impl<'a> ReferenceHandshake<'a> {
         }
     }
 
-    /// Returns the type of an option's final reply, and the export that it selected.
+    /// Returns the type of an option's final reply, and the index of the export that the option selected.
+    /// Adds the earlier replies to `replies`.
     fn answer(
         &mut self,
         kind: u32,

@@ -1,4 +1,4 @@
-//! NBD servers with arbitrary bytes of clients: a server in this process, connected through sockets.
+//! NBD server with arbitrary bytes of clients. The server runs in this process, connected through sockets.
 
 mod client;
 mod device;
@@ -12,11 +12,11 @@ use tempfile::TempDir;
 
 pub use client::WAIT;
 
-/// A server with one address, for any number of consecutive checks.
+/// An NBD server with one address, for any number of consecutive checks.
 pub struct Nbd {
     server: Server,
     address: Address,
-    /// Directory of the socket.
+    /// Directory of the server's socket, deleted on drop.
     _directory: TempDir,
 }
 
@@ -35,7 +35,7 @@ impl Nbd {
         Self { server, address, _directory: directory }
     }
 
-    /// Asserts that nothing panicked and no client was refused.
+    /// Asserts that the server did not panic and refused no client.
     fn assert_sound(&self) {
         let stats = self.server.stats();
         assert_eq!((stats.panics, stats.refused), (0, 0));

@@ -1,8 +1,8 @@
-//! Parses the replies of a server. A malformed reply panics.
+//! Parses the replies of an NBD server. A malformed reply causes a panic.
 
 use super::requests::Headers;
 
-/// Reads big-endian numbers and bytes.
+/// Reader of big-endian numbers and bytes. Panics at the end of the input.
 pub struct ReplyReader<'a>(pub &'a [u8]);
 
 impl<'a> ReplyReader<'a> {
@@ -30,28 +30,28 @@ impl<'a> ReplyReader<'a> {
     }
 }
 
-/// Reply to a request.
+/// Complete reply to one request.
 #[derive(Debug, Default)]
 pub struct Answer<'a> {
-    /// Error number of the final reply; 0 is success. None: there was no final reply.
+    /// Error number of the final reply; 0 is success. None if there was no final reply.
     pub outcome: Option<u32>,
-    /// Data, with its offset on the device.
+    /// Chunks of data, each with its offset on the device.
     pub data: Vec<(u64, &'a [u8])>,
-    /// Zeroes: offset and length.
+    /// Chunks of zeroes: offset on the device and length in bytes.
     pub holes: Vec<(u64, u32)>,
-    /// Lengths and flags of block status, by context.
+    /// Block status for each context ID: lengths in bytes and flags of the extents.
     pub status: Vec<(u32, Vec<(u64, u64)>)>,
 }
 
 impl Answer<'_> {
-    /// Returns true if the reply has only an outcome.
+    /// Returns true if the reply has an outcome but no data, zeroes or block status.
     pub fn is_plain(&self) -> bool {
         self.data.is_empty() && self.holes.is_empty() && self.status.is_empty()
     }
 }
 
-/// Parses the replies of a session. The cookies of requests are 0, 1, …. `range_of` returns the offset of a
-/// request, and its length if its simple reply carries data.
+/// Parses the replies of a session to `count` requests, whose cookies are 0, 1, …. Returns the reply to each
+/// request. `range_of` returns the offset of a request, and its length if its simple reply carries data.
 pub fn answers<'a>(
     reader: &'a [u8],
     count: usize,

@@ -1,4 +1,4 @@
-//! Generates a stream of requests from an input.
+//! Generates a stream of NBD requests from an input.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -24,10 +24,11 @@ pub const BLOCK_STATUS: u16 = 7;
 
 pub const PAYLOAD_LEN: u16 = 32;
 
-/// Maximum bytes sent and requested in one session, so that an input takes about a millisecond.
+/// Maximum number of bytes sent and requested in one session, so that the check of an input takes about a
+/// millisecond.
 const BUDGET_BYTES: u64 = 600 << 10;
 
-/// Negotiated form of headers and replies.
+/// Negotiated form of the request headers and of the replies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Headers {
     Simple,
@@ -36,7 +37,7 @@ pub enum Headers {
 }
 
 impl Headers {
-    /// Returns the length of a request header.
+    /// Returns the length of a request header in bytes.
     const fn bytes(self) -> usize {
         match self {
             Self::Simple | Self::Structured => 28,
@@ -49,9 +50,10 @@ impl Headers {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload {
     None,
-    /// Data of the length in the header.
+    /// Data as long as the range of the request.
     Data,
-    /// A range, the first `count` identifiers, and `extra` surplus bytes.
+    /// Payload of a block status: the length of the range, the first `count` context IDs, and `extra` surplus
+    /// bytes.
     Contexts {
         ids: [u32; 3],
         count: usize,
@@ -59,13 +61,13 @@ pub enum Payload {
     },
 }
 
-/// A complete request.
+/// A complete request of the client.
 #[derive(Debug, Clone, Copy)]
 pub struct SentRequest {
     pub command: u16,
     pub flags: u16,
     pub offset: u64,
-    /// Length of the range.
+    /// Length of the range on the device, in bytes.
     pub len: u64,
     pub payload: Payload,
 }
@@ -83,7 +85,7 @@ impl SentRequest {
         self.offset.saturating_add(self.len)
     }
 
-    /// Returns the length of the payload.
+    /// Returns the length of the payload in bytes.
     fn payload_bytes(&self) -> u64 {
         match self.payload {
             Payload::None => 0,
@@ -92,13 +94,13 @@ impl SentRequest {
         }
     }
 
-    /// Returns the length of the request with its payload.
+    /// Returns the length of the request on the wire, with header and payload, in bytes.
     pub fn wire_bytes(&self, headers: Headers) -> usize {
         headers.bytes() + self.payload_bytes() as usize
     }
 }
 
-/// Session of a client.
+/// Session of a client that is generated from an input.
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[derive(Debug)]
 pub struct Script {
@@ -107,19 +109,19 @@ pub struct Script {
     pub read_only: bool,
     pub without_fua: bool,
     pub leaves: bool,
-    /// The server has a thread for the connection.
+    /// True if the server uses a thread of its own for the connection.
     pub own_thread: bool,
     pub device: DeviceConfig,
-    /// Requests. The cookie of each is its index.
+    /// Complete requests of the session. The cookie of a request is its index.
     pub requests: Vec<SentRequest>,
     pub bytes: Vec<u8>,
 }
 
 impl Script {
-    /// Returns None if the input is too short.
+    /// Generates the session of an input. Returns None if the input is too short.
     pub fn new(input: &[u8]) -> Option<Self> {
         let (&[modes, kind, seed], rest) = input.split_first_chunk()?;
-        // The largest size is rare, because it is slow.
+        // The largest size is rare, because checks with it are slow.
         let size = match kind & 3 {
             0 => 9 * 512,
             1 => 64 << 10,
@@ -146,7 +148,7 @@ impl Script {
             _ => (Headers::Extended, &["base:allocation", "freestone:changed"]),
         };
         let contexts = contexts.to_vec();
-        // Rare, because it takes a thread.
+        // A thread for the connection is rare, because it is slow to create.
         let own_thread = modes >> 6 == 3 && kind >> 6 == 3;
         let bad = (kind & 32 != 0).then_some(size / 2 + 100);
         let mut script = Self {
@@ -177,7 +179,7 @@ impl Script {
         Some(script)
     }
 
-    /// Returns the maximum bytes of the replies.
+    /// Returns the maximum total length of the replies in bytes.
     pub fn max_reply_bytes(&self) -> usize {
         let most = |request: &SentRequest| match request.command {
             READ if request.end() <= self.device.size => {
@@ -191,7 +193,7 @@ impl Script {
         self.requests.iter().map(most).sum()
     }
 
-    /// Returns the maximum number of messages of the replies.
+    /// Returns the maximum number of messages in which the server sends the replies.
     pub fn max_reply_messages(&self) -> usize {
         let tries = match self.device.mode {
             IoMode::Partly(most) | IoMode::Mixed(most) => {
@@ -203,7 +205,7 @@ impl Script {
         tries + 64
     }
 
-    /// Adds the requests of the input.
+    /// Adds the requests that `rest` of the input encodes.
     fn fill(&mut self, mut rest: &[u8]) {
         let mut requested_bytes = 0_u64;
         let headers = self.headers;
@@ -216,13 +218,14 @@ impl Script {
             match command {
                 8 => command = l,
                 9 => {
-                    // Arbitrary bytes, which most likely end the session.
+                    // Arbitrary bytes, after which the server most likely ends the session.
                     let n = usize::from(flags).min(rest.len());
                     if n == 0 {
                         continue;
                     }
                     self.flush();
-                    // No request starts with this bit set.
+                    // The first byte of a request never has the highest bit set, so these bytes are not a
+                    // request.
                     self.bytes.push(rest[0] | 0x80);
                     self.bytes.extend_from_slice(&rest[1..n]);
                     return;
@@ -237,7 +240,7 @@ impl Script {
                 _ => {}
             }
             let flags = if flags & 0x80 == 0 { u16::from(flags & 0x3f) } else { u16::from(flags) << 8 };
-            // Valid commands mostly have no flags.
+            // Commands selected by tags above 10 are valid, and have no flag but FUA.
             let flags = if tag & 15 > 10 { flags & 1 } else { flags };
             let (offset, len) = if command == FLUSH && tag >> 4 == 0 { (0, 0) } else { (offset, len) };
             let payload = match (headers, command) {
@@ -252,7 +255,7 @@ impl Script {
                     }
                 }
                 (Headers::Extended, DISC) => Payload::None,
-                // A write has data with and without the flag.
+                // A write has data with and without the flag `PAYLOAD_LEN`.
                 (_, WRITE) => Payload::Data,
                 (Headers::Extended, _) if flags & PAYLOAD_LEN != 0 => Payload::Data,
                 _ => Payload::None,
@@ -296,7 +299,7 @@ impl Script {
         self.flush();
     }
 
-    /// Adds a flush before the end, at which the device completes everything.
+    /// Adds a flush before the end of the session, at which the device completes all held requests.
     fn flush(&mut self) {
         self.bytes.extend(header(self.headers, 0, FLUSH, self.requests.len() as u64, 0, 0));
         self.requests.push(SentRequest {
@@ -332,7 +335,7 @@ impl Script {
     }
 }
 
-/// Returns the header of a request.
+/// Returns the encoded header of a request.
 pub fn header(headers: Headers, flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
     let extended = headers == Headers::Extended;
     let magic = if extended { 0x21e4_1c71_u32 } else { 0x2560_9513 };

@@ -1,11 +1,11 @@
-//! Transmission phase of a connection with a stream of requests.
+//! Transmission phase of an NBD connection with a stream of requests. Properties:
 //!
 //! * The connection ends after the last byte of the client, and nothing panics.
 //! * Every request has one well-formed reply. Only after a client that disconnects early, or an invalid
 //!   request, the last replies may be missing.
-//! * An invalid request is refused with an appropriate error. A valid one succeeds unless the device fails.
-//! * Read data equals a byte vector that executes the same requests, block status equals the device's extents,
-//!   and the final content of the device equals the byte vector.
+//! * An invalid request fails with an appropriate error. A valid request succeeds unless the device fails.
+//! * Read data equals the content of a byte vector to which the same requests are applied. Block status
+//!   equals the device's extents, and the final content of the device equals the byte vector.
 //! * The device never holds more requests than the server's limit.
 
 use std::ops::Range;
@@ -39,7 +39,7 @@ const REQ_ONE: u16 = 8;
 const FAST_ZERO: u16 = 16;
 
 const MAX_PAYLOAD_BYTES: u64 = 64 << 20;
-/// Limit of an unsplit read chunk, and of a write to zones.
+/// Maximum length in bytes of a read that must not be split (`DF`), and of a write to a zoned device.
 const MAX_PIECE_BYTES: u64 = 32 << 20;
 
 impl Nbd {
@@ -61,7 +61,7 @@ impl Nbd {
         bytes.extend_from_slice(&script.bytes);
         let run_inline = || {
             let most = (greeting + script.max_reply_bytes(), script.max_reply_messages());
-            exchange_inline(&bytes, most, |socket| self.server.serve_here(&self.address, socket))
+            exchange_inline(&bytes, most, |socket| self.server.serve_socket(&self.address, socket))
         };
         let received = if script.own_thread { None } else { run_inline() }.unwrap_or_else(|| {
             let Address::Unix(path) = &self.address else { panic!("a Unix address") };
@@ -69,7 +69,7 @@ impl Nbd {
             exchange(&stream, &bytes, &ClientBehaviour { device: Some(&device), leaves: script.leaves })
         });
         device.release_all();
-        // Also waits until the connection has ended.
+        // The call also waits until the connection has ended.
         self.server.unpublish("disk", true).expect("it is published");
         assert_eq!(self.server.connections("disk"), 0, "the connection did not end");
         self.assert_sound();
@@ -82,7 +82,7 @@ impl Nbd {
     }
 }
 
-/// Returns the client's bytes of a handshake, and the number of bytes that the server sends.
+/// Returns the client's side of a valid handshake, and the number of bytes that the server sends in it.
 fn handshake(script: &Script) -> (Vec<u8>, usize) {
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     let mut received = 18;
@@ -116,15 +116,16 @@ fn handshake(script: &Script) -> (Vec<u8>, usize) {
     (bytes, received + 20 + 12 + 20 + 14 + 20)
 }
 
-/// Returns the identifier of a context.
+/// Returns the ID of a metadata context.
 fn id_of(name: &str) -> u32 {
     if name == "base:allocation" { 1 } else { 2 }
 }
 
-/// Expected state of the device.
+/// Expected state of the device after the same requests.
 struct Expected {
     data: Vec<u8>,
-    /// Extent kind of each block. None: unknown, because a request failed and may have had an effect.
+    /// Extent kind of each block. None if the kind is unknown, because a request failed and may have had an
+    /// effect.
     kinds: Vec<Option<ExtentKind>>,
     own: Vec<bool>,
 }
@@ -181,7 +182,7 @@ fn check_replies(script: &Script, device: &Memory, received: &[u8]) -> bool {
     done
 }
 
-/// Returns the errors of which the request must get one.
+/// Returns the errors with one of which the request must fail. Returns none for a valid request.
 fn faults(script: &Script, request: &SentRequest) -> Vec<u32> {
     let mut faults = Vec::new();
     let mut request = *request;
@@ -245,13 +246,13 @@ fn faults(script: &Script, request: &SentRequest) -> Vec<u32> {
     faults
 }
 
-/// Returns the complete blocks of a request.
+/// Returns the blocks that are completely inside the range of a request.
 fn whole(request: &SentRequest) -> Range<u64> {
     let start = request.offset.div_ceil(BLOCK);
     start..(request.end() / BLOCK).max(start)
 }
 
-/// Returns the blocks of the request on the device. A trim skips incomplete blocks.
+/// Returns the blocks that a request reads or changes, at least in part. A trim skips incomplete blocks.
 fn touched(request: &SentRequest) -> Range<u64> {
     match request.command {
         TRIM => whole(request),
@@ -360,7 +361,8 @@ impl Expected {
                 assert!(number == 0 || rows[number - 1].1 != flags, "neighbours of one kind");
                 for block in (at / BLOCK) as usize..end.div_ceil(BLOCK) as usize {
                     let wanted = match (context, self.kinds[block]) {
-                        // A failed request may have had an effect on a part of its range.
+                        // A failed request may have changed a part of its range, so the status of its blocks
+                        // is unknown.
                         (_, None) => continue,
                         (1, Some(ExtentKind::Data)) => 0,
                         (1, Some(ExtentKind::Zero)) => 2,

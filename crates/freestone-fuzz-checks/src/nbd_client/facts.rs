@@ -1,27 +1,30 @@
-//! Reference parser of a server's side of the handshake.
+//! Reference parser of the server's side of an NBD handshake.
 
 use freestone_nbd_proto::{TransmissionFlags, option};
 
 const FLAGS: u16 = TransmissionFlags::HAS_FLAGS.bits();
-/// Maximum bytes of a reply to an option, and maximum number of replies.
+/// Maximum length of one reply to an option, in bytes.
 const REPLY_MAX: usize = 64 << 10;
+/// Maximum number of replies to one option.
 const REPLIES_MAX: usize = 256;
 const PAYLOAD_MAX: u32 = 32 << 20;
 
-/// Result of a handshake.
+/// Result of a valid handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
     pub size: u64,
     pub flags: u16,
-    /// Smallest and largest request in bytes.
+    /// Smallest request in bytes.
     pub minimum: u32,
+    /// Largest request in bytes.
     pub maximum: u32,
     pub structured: bool,
     pub context: Option<u32>,
-    /// Flags and options that the client must send.
+    /// Handshake flags that the client must send.
     pub client_flags: u32,
+    /// Options that the client must send, in this order.
     pub options: Vec<u32>,
-    /// Bytes of the server's side.
+    /// Length of the server's side of the handshake in bytes.
     pub len: usize,
 }
 
@@ -52,7 +55,7 @@ impl<'a> Bytes<'a> {
         Some(number(self.take(len)?))
     }
 
-    /// Parses a reply to an option. Returns its type and data.
+    /// Parses a reply to `option`. Returns the type and the data of the reply, or None if it is invalid.
     fn reply(&mut self, option: u32) -> Option<(u32, &'a [u8])> {
         let is_one = self.number(8)? == 0x0003_e889_0455_65a9;
         let is_of = self.number(4)? == u64::from(option);
@@ -71,7 +74,7 @@ const META_CONTEXT: u32 = 4;
 const UNSUP: u32 = (1 << 31) + 1;
 const SHUTDOWN: u32 = (1 << 31) + 7;
 
-/// Parses the server's bytes. Returns None if the client must refuse the handshake.
+/// Parses the server's side of a handshake. Returns None if the client must refuse the handshake.
 pub fn read(server: &[u8]) -> Option<Facts> {
     let mut bytes = Bytes { all: server, at: 0 };
     if bytes.take(8)? != b"NBDMAGIC" || bytes.take(8)? != b"IHAVEOPT" {
@@ -109,8 +112,8 @@ pub fn read(server: &[u8]) -> Option<Facts> {
     Some(Facts { size, flags, minimum, maximum, structured, context, client_flags: offered, options, len })
 }
 
-/// Parses the reply to `SET_META_CONTEXT`. Returns None if the client must refuse it, else the identifier of the
-/// context, if the server has it.
+/// Parses the reply to `SET_META_CONTEXT`. Returns None if the client must refuse the reply. Otherwise
+/// returns the context ID, or `Some(None)` if the server does not support the context.
 #[expect(clippy::option_option, reason = "refused, not supported, or the identifier")]
 fn context_of(bytes: &mut Bytes<'_>) -> Option<Option<u32>> {
     let mut chosen = None;
@@ -129,8 +132,8 @@ fn context_of(bytes: &mut Bytes<'_>) -> Option<Option<u32>> {
 
 type ExportInfo = (u64, u16, (u32, u32, u32));
 
-/// Parses the reply to GO. Returns None if the client must refuse it, else the information about the export, or
-/// None if the server does not support the option.
+/// Parses the reply to GO. Returns None if the client must refuse the reply. Otherwise returns the
+/// information about the export, or `Some(None)` if the server does not support the option.
 #[expect(clippy::option_option, reason = "refused, not supported, or the information")]
 fn go(bytes: &mut Bytes<'_>) -> Option<Option<ExportInfo>> {
     let (mut export, mut blocks) = (None, (1, 4096, PAYLOAD_MAX));
@@ -155,7 +158,7 @@ fn go(bytes: &mut Bytes<'_>) -> Option<Option<ExportInfo>> {
     None
 }
 
-/// Returns the smallest and the largest request, if the values are valid for a device.
+/// Returns the smallest and the largest request in bytes, or None if the values are invalid for a device.
 fn checked(size: u64, flags: u16, (minimum, preferred, maximum): (u32, u32, u32)) -> Option<(u32, u32)> {
     let is_size = size > 0 && size <= i64::MAX as u64 - 4096 && flags & FLAGS != 0;
     let is_minimum = minimum.is_power_of_two() && minimum <= 4096 && size.is_multiple_of(minimum.into());

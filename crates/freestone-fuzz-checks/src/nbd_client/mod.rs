@@ -1,4 +1,4 @@
-//! NBD client with an arbitrary server.
+//! NBD client that connects to a server with arbitrary replies.
 //!
 //! The server sends its side of the handshake, receives the client's requests, sends its replies, and
 //! disconnects. `script.rs` generates these bytes from an input. Properties:
@@ -6,9 +6,9 @@
 //!   expected options, and the device has the reported size and flags.
 //! * A request has the outcome that the reference parser of the replies finds, with exactly the data sent for it,
 //!   up to the first violation of the protocol or the end of the replies.
-//! * Extents report as zero only what the server reported as zero.
-//! * Requests without a reply are sent again to a sound server, which completes them, or they fail when the device
-//!   is dropped.
+//! * Extents report only those bytes as zero that the server reported as zero.
+//! * Requests without a reply are sent again to a sound server (a second server with valid replies), which
+//!   completes them. Without a sound server, they fail when the device is dropped.
 //! * Everything completes in time.
 
 mod facts;
@@ -32,7 +32,7 @@ use tempfile::TempDir;
 use requests::{Answer, SentRequest};
 use script::Script;
 
-/// Maximum wait. Nothing should take that long.
+/// Timeout after which a check fails, far above the time that any check needs.
 const WAIT: Duration = Duration::from_secs(60);
 
 /// Directory for the sockets of servers, for any number of consecutive checks.
@@ -42,7 +42,7 @@ pub struct NbdClient {
 }
 
 impl NbdClient {
-    /// Creates the directory.
+    /// Creates the directory for the sockets.
     ///
     /// # Panics
     /// Panics if the directory cannot be created.
@@ -52,7 +52,7 @@ impl NbdClient {
         Self { directory: directory.expect("a directory for sockets"), next: AtomicU64::new(0) }
     }
 
-    /// Returns the path of a new socket.
+    /// Returns the path for a new socket in the directory.
     fn socket(&self) -> PathBuf {
         self.directory.path().join(self.next.fetch_add(1, Ordering::SeqCst).to_string())
     }
@@ -66,7 +66,7 @@ impl NbdClient {
         let path = self.socket();
         let listener = UnixListener::bind(&path).expect("a socket");
         let uri: Uri = format!("nbd+unix:///x?socket={}", path.display()).parse().expect("a URI");
-        // No check waits for this timeout.
+        // The timeout is longer than `WAIT`, so no check waits until this timeout.
         let config = Config { timeout: 2 * WAIT, connections: 1, name: "fuzz".into(), ..Config::new(uri) };
         let (script, (sender, received)) = (&script, mpsc::channel());
         let answered = thread::scope(|scope| {
@@ -85,7 +85,8 @@ impl NbdClient {
     }
 }
 
-/// Submits the requests of the script and checks their outcomes.
+/// Submits the requests of the script and checks their outcomes. Returns true if at least one request
+/// succeeded.
 fn run_requests<'scope>(
     scope: &'scope thread::Scope<'scope, '_>,
     device: Nbd,
@@ -100,7 +101,8 @@ fn run_requests<'scope>(
         expected = received.recv_timeout(WAIT).expect("the server has received all requests");
     }
     let recovers = script.recovers(&expected);
-    // A server without a successor ends when the client has received everything. Other servers end with the device.
+    // If the script has requests and no sound server follows, the server ends when the client has received
+    // everything. Otherwise the server ends when the device is dropped.
     let (join_before, join_after) = if expected.is_empty() || recovers {
         (None, Some(server_thread))
     } else {
@@ -117,7 +119,7 @@ fn run_requests<'scope>(
             request.check(expected, outcome);
         }
     }
-    // The threads with block status requests have dropped their clones.
+    // The threads with block status requests have dropped their clones of the device.
     drop(Arc::into_inner(device).expect("the only clone"));
     join_after.map(join);
     for (wait, expected) in waits.iter().zip(&expected) {
@@ -130,12 +132,12 @@ fn run_requests<'scope>(
     has_success
 }
 
-/// Returns the content of a sound server at an offset.
+/// Returns the byte at an offset of the sound server's disk.
 fn sound_byte(offset: u64) -> u8 {
     (offset / 512 * 7 + offset % 251) as u8
 }
 
-/// Returns the data that a request writes, at offset `at` of the request.
+/// Returns the byte that a write request writes at the offset `at` from its start.
 fn written_byte(request: &SentRequest, at: usize) -> u8 {
     (request.offset / 4096 * 31 + at as u64 % 253) as u8
 }

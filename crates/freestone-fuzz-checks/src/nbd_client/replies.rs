@@ -1,4 +1,4 @@
-//! Reference parser of a server's replies.
+//! Reference parser of the replies of an NBD server.
 
 use freestone_nbd_proto::command;
 
@@ -6,16 +6,17 @@ use super::facts::{Facts, number};
 use super::requests::{Answer, SentRequest};
 
 const SHUTDOWN: u32 = 108;
-/// Longest error and block status chunks that are accepted.
+/// Maximum length of an error chunk that the client accepts, in bytes.
 const ERROR_MAX: usize = 4 + 2 + 65_535 + 8;
+/// Maximum length of a block status chunk that the client accepts, in bytes.
 const STATUS_MAX: usize = 4 + (128 << 20) / 512 * 8;
 
-/// A request and the reply received so far.
+/// A request, with the part of the reply that was received.
 struct OpenRequest<'a> {
     request: &'a SentRequest,
     cookie: u64,
     data: Vec<u8>,
-    /// Marks the received bytes of `data`.
+    /// True for each received byte of `data`.
     have: Vec<bool>,
     error: Option<u32>,
     status: Vec<(u32, u32)>,
@@ -32,7 +33,8 @@ impl OpenRequest<'_> {
         Some(())
     }
 
-    /// Completes the request at its last chunk. Returns None if the reply is incomplete, or the server shuts down.
+    /// Completes the request at its last chunk. Returns None, which ends the connection, if the reply is
+    /// incomplete or the server shuts down.
     fn end(&mut self) -> Option<()> {
         let answer = match (self.error, self.request.command) {
             (Some(SHUTDOWN), _) => return None,
@@ -47,7 +49,8 @@ impl OpenRequest<'_> {
     }
 }
 
-/// Returns the answer of the replies to each request. `requests` has the requests with their cookies.
+/// Parses the replies, and returns the answer to each request. `requests` has the requests with their
+/// cookies.
 pub fn read<'a>(facts: &Facts, requests: &'a [(SentRequest, u64)], replies: &[u8]) -> Vec<Answer> {
     let open = |(request, cookie): &'a (SentRequest, u64)| {
         let len = if request.command == command::READ { request.len as usize } else { 0 };
@@ -70,7 +73,8 @@ fn find<'a, 'b>(all: &'a mut [OpenRequest<'b>], cookie: u64) -> Option<&'a mut O
     all.iter_mut().find(|open| open.answer.is_none() && open.cookie == cookie)
 }
 
-/// Parses a reply or a chunk. Returns None if the connection ends with it.
+/// Parses a simple reply, or one chunk of a structured reply. Returns None if the client must end the
+/// connection there.
 fn reply(facts: &Facts, all: &mut [OpenRequest<'_>], rest: &mut &[u8]) -> Option<()> {
     let magic = number(take(rest, 4)?);
     if magic == 0x6744_6698 {
@@ -98,7 +102,7 @@ fn reply(facts: &Facts, all: &mut [OpenRequest<'_>], rest: &mut &[u8]) -> Option
     match (kind, open.request.command) {
         (0, _) if len == 0 && is_last => {}
         (1, command::READ) => {
-            // The length is checked before the whole chunk is received.
+            // The client checks the length before it receives the whole chunk.
             let end = len.checked_sub(8).filter(|bytes| *bytes <= open.request.len as usize)?;
             let offset = number(take(rest, 8)?);
             open.store(offset, take(rest, end)?)?;

@@ -1,4 +1,4 @@
-//! Requests to the device, and the check of their outcomes.
+//! Requests to the NBD client device, and the check of their outcomes.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -9,24 +9,24 @@ use freestone_nbd_proto::command;
 
 use super::{sound_byte, written_byte};
 
-/// A request that the client sends unsplit. Each request has its own part of the disk.
+/// A request that the client sends without splitting it. Each request has its own part of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SentRequest {
     pub command: u16,
     pub offset: u64,
     pub len: u32,
-    /// Block size of the device.
+    /// Block size of the device in bytes.
     pub block: u32,
 }
 
-/// Answer to a request by the replies of the script.
+/// Expected answer to a request, according to the replies of the script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// No reply.
+    /// The request has no complete reply.
     None,
-    /// Success, with the data of a read.
+    /// Success, with the data of a read. Other requests have no data.
     Done(Vec<u8>),
-    /// Success of a block status, with lengths and flags.
+    /// Success of a block status, with the length in bytes and the flags of each extent.
     Status(Vec<(u32, u32)>),
     /// Failure with this error number.
     Failed(u32),
@@ -52,13 +52,13 @@ impl SentRequest {
         }
     }
 
-    /// Returns the data of a write.
+    /// Returns the data of a write, or no data for other requests.
     pub fn payload(&self) -> Vec<u8> {
         let len = if self.command == command::WRITE { self.len as usize } else { 0 };
         (0..len).map(|at| written_byte(self, at)).collect()
     }
 
-    /// Submits the request. The outcome is sent to the receiver.
+    /// Submits the request to the device. The returned receiver receives the outcome.
     pub fn begin<'scope>(
         &self,
         scope: &'scope thread::Scope<'scope, '_>,
@@ -99,10 +99,10 @@ impl SentRequest {
         received
     }
 
-    /// Compares the outcome with the expected answer.
+    /// Asserts that the outcome of the request matches the expected answer.
     pub fn check(&self, expected: &Answer, outcome: Result<RequestResult>) {
         match (expected, outcome) {
-            // The sound server completed the request.
+            // The sound server that followed has completed the request.
             (Answer::None, Ok(result)) => match result {
                 RequestResult::Data(data) if self.command == command::READ => {
                     assert!(
@@ -132,7 +132,8 @@ impl SentRequest {
         }
     }
 
-    /// Extents are contiguous and consist of whole blocks. Only bytes that the server reported as zero are zero.
+    /// Asserts that the extents are contiguous and consist of whole blocks, and that zero extents contain
+    /// only bytes that the server reported as zero.
     fn check_rows(&self, rows: &[Extent], received: &[(u32, u32)]) {
         assert!(!rows.is_empty(), "no extents");
         let block = u64::from(self.block);
@@ -157,7 +158,7 @@ impl SentRequest {
             }
             assert_eq!(covered, row.len, "{row:?} of {received:?}");
         }
-        // Extents cover all whole blocks whose status was reported.
+        // The extents must cover the whole range whose status the server reported.
         let all: u64 = received.iter().map(|(len, _)| u64::from(*len)).sum();
         assert!(at - self.offset >= all.min(u64::from(self.len)), "{rows:?} of {received:?}");
     }

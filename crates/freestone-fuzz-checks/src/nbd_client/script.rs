@@ -1,4 +1,4 @@
-//! Generates the bytes of a server from an input.
+//! Generates the bytes of an NBD server from an input.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -9,8 +9,8 @@
 //! | for each request, 2 bytes | command; length and offset |
 //! | for each reply, 4 bytes | kind (4 bits), request (4 bits), 3 numbers |
 //!
-//! The handshake is valid, except for the changes. There are no requests if its result is not a disk with room for
-//! them, or if it has surplus bytes.
+//! The handshake is valid, except for the changes. The script has no requests if the disk of the handshake
+//! has no room for them, or if the handshake has surplus bytes.
 
 use freestone::device::Geometry;
 use freestone_nbd_proto::{TransmissionFlags, command, option};
@@ -19,15 +19,16 @@ use super::facts::{self, Facts};
 use super::requests::{Answer, SentRequest};
 
 const SIZE: u64 = 1 << 20;
-/// Bytes of the part of the disk for one request.
+/// Size in bytes of the part of the disk for one request.
 const PART: u64 = 64 << 10;
 const REPLIES_MAX: usize = 64;
 const CONTEXT: u32 = 7;
 
 #[derive(Debug)]
 pub struct Script {
-    /// Server's side of the handshake, and its expected result.
+    /// Server's side of the handshake.
     pub handshake: Vec<u8>,
+    /// Expected result of the handshake; None if the client must refuse it.
     pub facts: Option<Facts>,
     pub requests: Vec<SentRequest>,
     replies: Vec<[u8; 4]>,
@@ -39,7 +40,7 @@ pub fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     [&0x0003_e889_0455_65a9_u64.to_be_bytes()[..], words.as_flattened(), data].concat()
 }
 
-/// Returns a valid handshake.
+/// Returns the server's side of a valid handshake.
 fn handshake(modes: u8, export_kind: u8) -> Vec<u8> {
     let has = |bit: u8| modes & bit != 0;
     let flags = u16::from(!has(8)) | u16::from(!has(16)) << 1;
@@ -80,7 +81,7 @@ fn handshake(modes: u8, export_kind: u8) -> Vec<u8> {
     bytes
 }
 
-/// Returns a handshake with the same export, for a sound server that follows.
+/// Returns the server's side of a handshake with the same export, for the sound server that follows.
 pub fn sound_handshake(facts: &Facts) -> Vec<u8> {
     let mut bytes = [&b"NBDMAGICIHAVEOPT"[..], &3_u16.to_be_bytes()].concat();
     bytes.extend(option_reply(option::STRUCTURED_REPLY, 1, &[]));
@@ -106,7 +107,7 @@ fn change(bytes: &mut Vec<u8>, [at, how, value, more]: [u8; 4]) {
         4 => drop(bytes.drain(at..at + len - usize::from(len == bytes.len()))),
         5 => bytes[at..at + len].fill(value),
         6 => {
-            // Repeats a part of about the length of a reply.
+            // Repeat a part of the handshake of about the length of a reply.
             let end = bytes.len().min(at + 20 + usize::from(value));
             let part = bytes[at..end].to_vec();
             drop(bytes.splice(end..end, part));
@@ -119,7 +120,7 @@ fn change(bytes: &mut Vec<u8>, [at, how, value, more]: [u8; 4]) {
     }
 }
 
-/// Numbers near limits.
+/// Numbers near limits of the protocol and of the disk.
 const EDGES: [u64; 16] = [
     0,
     1,
@@ -141,7 +142,7 @@ const EDGES: [u64; 16] = [
 const ERRNOS: [u32; 10] = [0, 1, 5, 12, 22, 28, 75, 95, 108, u32::MAX];
 
 impl Script {
-    /// Returns None if the input is too short.
+    /// Generates the script of an input. Returns None if the input is too short.
     pub fn new(input: &[u8]) -> Option<Self> {
         let (&[modes, export_kind, counts], mut rest) = input.split_first_chunk()?;
         let mut handshake = handshake(modes, export_kind);
@@ -163,7 +164,7 @@ impl Script {
         Some(Self { handshake, facts, requests, replies, is_followed: modes >> 5 & 3 == 3 })
     }
 
-    /// Asserts that the device has the reported properties.
+    /// Asserts that the device has the properties that the server reported.
     pub fn assert_geometry(&self, geometry: &Geometry) {
         let facts = self.facts.as_ref().expect("there is a device");
         let block = u64::from(facts.block());
@@ -175,15 +176,15 @@ impl Script {
         assert!(geometry.io_min.is_power_of_two() && geometry.io_min >= geometry.logical_block);
     }
 
-    /// Returns true if a sound server follows. It must follow if a block status request is open, because that could
-    /// not be ended otherwise.
+    /// Returns true if a sound server follows, to which the client sends open requests again. An open block
+    /// status request requires a sound server, because the request could not end otherwise.
     pub fn recovers(&self, answers: &[Answer]) -> bool {
         let mut open = self.requests.iter().zip(answers).filter(|(_, answer)| **answer == Answer::None);
         let is_open = open.clone().next().is_some();
         is_open && (self.is_followed || open.any(|(request, _)| request.command == command::BLOCK_STATUS))
     }
 
-    /// Returns the replies to requests with these cookies.
+    /// Returns the server's replies to requests with these cookies.
     pub fn replies(&self, requests: &[(SentRequest, u64)]) -> Vec<u8> {
         let structured = self.facts.as_ref().is_some_and(|facts| facts.structured);
         let mut bytes = Vec::new();
@@ -194,7 +195,7 @@ impl Script {
     }
 }
 
-/// Returns true if the disk has room for all requests, and none is split.
+/// Returns true if the disk has room for all requests, and the client splits none of them.
 fn is_usable(facts: &Facts, handshake: &[u8]) -> bool {
     facts.len == handshake.len() && facts.size >= 8 * PART && facts.maximum >= 16 << 10
 }
@@ -234,12 +235,12 @@ fn simple(cookie: u64, errno: u32, data: &[u8]) -> Vec<u8> {
     [&0x6744_6698_u32.to_be_bytes()[..], &errno.to_be_bytes(), &cookie.to_be_bytes(), data].concat()
 }
 
-/// Returns the data of a reply, different for each reply.
+/// Returns generated data of `len` bytes, different for each reply.
 fn data(number: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| (number * 67 + at / 512 * 5 + at % 249 + 1) as u8).collect()
 }
 
-/// Adds a reply or a chunk of one.
+/// Adds a reply, or a chunk of a structured reply, to `bytes`.
 fn add(
     bytes: &mut Vec<u8>,
     number: u64,

@@ -1,4 +1,4 @@
-//! The server: sends the bytes of the script, and checks the bytes of the client.
+//! The NBD server: sends the bytes of the script, and checks the bytes of the client.
 
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
@@ -15,7 +15,7 @@ use super::{WAIT, sound_byte};
 
 const HEADER_BYTES: usize = 28;
 
-/// One connection.
+/// Server's side of one connection.
 struct Peer(UnixStream);
 
 impl Peer {
@@ -26,7 +26,7 @@ impl Peer {
         Self(stream)
     }
 
-    /// Sends bytes. The client may have disconnected.
+    /// Sends bytes. Errors are ignored, as the client may have disconnected.
     fn send(&mut self, bytes: &[u8]) {
         let _ = self.0.write_all(bytes);
     }
@@ -37,7 +37,7 @@ impl Peer {
         bytes
     }
 
-    /// Ends the server's side, and receives until the client disconnects.
+    /// Shuts down the server's side of the connection, and receives until the client disconnects.
     fn end(mut self) {
         let _ = self.0.shutdown(Shutdown::Write);
         let mut rest = Vec::new();
@@ -46,7 +46,7 @@ impl Peer {
         }
     }
 
-    /// Receives and checks the client's side of the handshake.
+    /// Receives the client's side of the handshake, and asserts that it is the expected one.
     fn check_handshake(&mut self, facts: &Facts) {
         assert_eq!(number(&self.receive(4)), u64::from(facts.client_flags));
         for expected in &facts.options {
@@ -65,7 +65,7 @@ impl Peer {
         }
     }
 
-    /// Receives these requests in any order, each once. Returns them with their cookies.
+    /// Receives the given requests in any order, each once. Returns the requests with their cookies.
     fn receive_requests(&mut self, requests: &[SentRequest]) -> Vec<(SentRequest, u64)> {
         let mut cookies = vec![None; requests.len()];
         for _ in requests {
@@ -74,7 +74,7 @@ impl Peer {
             let (flags, command) = (number(&header[4..6]), number(&header[6..8]) as u16);
             let (cookie, offset) = (number(&header[8..16]), number(&header[16..24]));
             let len = number(&header[24..]) as u32;
-            // Write zeroes must have NO_HOLE.
+            // Only write zeroes requests have a flag, which is NO_HOLE.
             assert_eq!(flags, if command == command::WRITE_ZEROES { 2 } else { 0 });
             let matches = |request: &SentRequest| {
                 (request.command, request.offset, request.len) == (command, offset, len)
@@ -87,7 +87,7 @@ impl Peer {
         requests.iter().cloned().zip(cookies.into_iter().flatten()).collect()
     }
 
-    /// Sends correct replies.
+    /// Sends a correct reply to each request.
     fn send_sound_replies(&mut self, requests: &[(SentRequest, u64)]) {
         for (request, cookie) in requests {
             let (kind, payload): (u16, Vec<u8>) = match request.command {
@@ -107,7 +107,7 @@ impl Peer {
     }
 }
 
-/// Serves a client. Sends the answers of the script to each request to `answers_to`.
+/// Serves a client with the replies of the script. Sends the expected answer to each request to `answers_to`.
 pub fn serve(listener: UnixListener, script: &Script, answers_to: &mpsc::Sender<Vec<Answer>>) {
     let mut peer = Peer::accept(&listener);
     peer.send(&script.handshake);
@@ -121,7 +121,7 @@ pub fn serve(listener: UnixListener, script: &Script, answers_to: &mpsc::Sender<
     let answers = replies::read(facts, &requests, &bytes);
     let recovers = script.recovers(&answers);
     if !recovers {
-        // The client must not be able to reconnect.
+        // The client must not be able to reconnect, so that its open requests stay open.
         drop(listener);
         peer.send(&bytes);
         peer.end();
@@ -144,6 +144,6 @@ pub fn serve(listener: UnixListener, script: &Script, answers_to: &mpsc::Sender<
     peer.check_handshake(&facts::read(&bytes).expect("a sound handshake"));
     let requests = peer.receive_requests(&open);
     peer.send_sound_replies(&requests);
-    // Then the device or this server ends.
+    // The connection ends at the latest when the check drops the device.
     peer.end();
 }

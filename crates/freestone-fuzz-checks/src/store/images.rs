@@ -1,4 +1,4 @@
-//! An image over changed objects.
+//! Reads of an image whose stored objects were changed.
 //!
 //! | byte | content |
 //! |---|---|
@@ -12,20 +12,20 @@ use std::time::Duration;
 use freestone::device::{Blocking as _, Error};
 use freestone::store::cache::{BYTES_MIN, Cache};
 use freestone::store::format::PAGE;
-use freestone::store::format::map::Place;
+use freestone::store::format::map::PageLocation;
 use freestone::store::format::name::Name;
 use freestone::store::image::{Config, Image};
-use freestone::store::objects::{Objects, Until};
+use freestone::store::objects::{CallLimits, Objects};
 use freestone::store::store::{Store, chunk_key};
 
 use super::reference::{Object, PAGES, Reference, memory, soon};
 
-/// Maximum number of changes of an input.
+/// Maximum number of object changes in an input.
 const MOST: usize = 16;
-/// Timeout of a read from damaged objects.
+/// Timeout of a read that may need damaged objects, which are retried until the timeout.
 const TRIES: Duration = Duration::from_millis(3);
 const LONG: Duration = Duration::from_secs(60);
-/// Bytes of a read.
+/// Size of a read in bytes.
 const READ: usize = 48 * PAGE;
 
 fn change(objects: &mut [Object], [object, how, low, high, value, more]: [u8; 6]) {
@@ -33,7 +33,8 @@ fn change(objects: &mut [Object], [object, how, low, high, value, more]: [u8; 6]
     let other = objects[usize::from(value) % count].1.clone();
     let bytes = &mut objects[usize::from(object) % count].1;
     let wide = usize::from(high) << 8 | usize::from(low);
-    // Small numbers are offsets in the header.
+    // Numbers below 512 are offsets in the header of the object. Larger numbers are spread over the whole
+    // object.
     let at = if wide < 512 { wide } else { wide * 31 }.min(bytes.len().saturating_sub(1));
     let len = (usize::from(more) + 1).min(bytes.len() - at);
     match how % 10 {
@@ -60,7 +61,7 @@ fn change(objects: &mut [Object], [object, how, low, high, value, more]: [u8; 6]
     }
 }
 
-/// Returns the key of the object of each page, or None for pages of zeroes.
+/// Returns the key of the chunk that contains each page, or None for pages of zeroes.
 fn chunks(reference: &Reference) -> Vec<Option<String>> {
     let store = Store::open(memory(&reference.objects), None, soon()).expect("a store");
     let manifest = store.manifest(&reference.image, soon()).expect("an image");
@@ -68,9 +69,9 @@ fn chunks(reference: &Reference) -> Vec<Option<String>> {
         manifest.maps(0).iter().rev().map(|of| store.map(&of.map, soon()).expect("a map")).collect();
     let chunk = |page: usize| {
         maps.iter().find_map(|map| match map.place(page) {
-            Place::Below => None,
-            Place::Zero => Some(None),
-            Place::In { chunk, .. } => Some(Some(chunk_key(&map.chunks()[chunk].name))),
+            PageLocation::Below => None,
+            PageLocation::Zero => Some(None),
+            PageLocation::In { chunk, .. } => Some(Some(chunk_key(&map.chunks()[chunk].name))),
         })
     };
     (0..PAGES).map(|page| chunk(page).flatten()).collect()
@@ -85,7 +86,7 @@ struct Read<'a> {
 }
 
 impl Read<'_> {
-    /// Opens the image within `within`. Reads have the timeout `time`.
+    /// Opens the image with the timeout `within`. Later reads have the timeout `time`.
     fn open(
         &self,
         objects: &Arc<impl Objects + 'static>,
@@ -96,18 +97,18 @@ impl Read<'_> {
         let description = &self.reference.domain.description;
         let store = Arc::new(Store::open_known(objects, description, None).expect("a store"));
         let config = Config { timeout: time, prefetch: self.prefetch };
-        let (name, until): (Name, _) = (self.reference.image, Until::within(within));
+        let (name, until): (Name, _) = (self.reference.image, CallLimits::within(within));
         Image::open(store, self.cache.clone(), name, config, until).map_err(|error| error.to_string())
     }
 
-    /// Returns true if all objects that the pages need are unchanged.
+    /// Returns true if all objects that a read of these pages needs are unchanged.
     fn is_sound(&self, pages: std::ops::Range<usize>) -> bool {
         let describes = |key: &str| key.starts_with("maps/") || key.starts_with("manifests/");
         !self.changed.iter().any(|key| describes(key))
             && !self.chunks[pages].iter().flatten().any(|key| self.changed.contains(key.as_str()))
     }
 
-    /// Reads the whole image. Returns the number of failed reads.
+    /// Reads the whole image, and asserts that all data is correct. Returns the number of failed reads.
     fn all(&self, objects: &Arc<impl Objects + 'static>) -> usize {
         let image = match self.open(objects, TRIES, TRIES) {
             Ok(image) => image,
@@ -140,7 +141,7 @@ impl Read<'_> {
     }
 }
 
-/// Checks an image. Returns true if all of it was read.
+/// Checks an image over changed objects. Returns true if all reads succeeded.
 pub fn check(reference: &Reference, options: u8, input: &[u8]) -> bool {
     let mut objects = reference.objects.clone();
     for how in input.as_chunks().0.iter().copied().take(MOST) {
@@ -148,7 +149,7 @@ pub fn check(reference: &Reference, options: u8, input: &[u8]) -> bool {
     }
     let changed = objects.iter().zip(&reference.objects).filter(|(now, before)| now.1 != before.1);
     let changed = changed.map(|(_, (key, _))| key.as_str()).collect();
-    // An empty object stands for a missing one.
+    // An object that a change has emptied is removed, so that missing objects are tested too.
     objects.retain(|(_, bytes)| !bytes.is_empty());
     let directory = (options & 1 != 0).then(|| {
         let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
@@ -160,7 +161,7 @@ pub fn check(reference: &Reference, options: u8, input: &[u8]) -> bool {
     let mut read = Read { reference, chunks: chunks(reference), changed, cache, prefetch };
     let failed = read.all(&memory(&objects));
     if read.cache.is_some() {
-        // The cache must not contain damaged data.
+        // The cache must not contain damaged data, so all reads with unchanged objects must succeed.
         read.changed.clear();
         assert_eq!(read.all(&memory(&reference.objects)), 0);
     }

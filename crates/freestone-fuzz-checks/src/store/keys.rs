@@ -1,6 +1,6 @@
-//! Independent implementation of the format's names and keys.
+//! Independent implementation of the object names and keys of the store format.
 
-use freestone::store::format::domain::{Domain, Secret, Written};
+use freestone::store::format::domain::{Domain, DomainDescription, Secret};
 use serde_json::json;
 
 pub const CHUNK: u8 = 1;
@@ -15,16 +15,17 @@ const CHECK: u8 = 9;
 const SECRET: [u8; 32] = [0x5a; 32];
 const ID: &str = "6b1d4c5e-92c7-4c39-9d3a-5f0b7f2a8e11";
 
-/// Format version.
+/// Version of the store format.
 pub const FORMAT: u64 = 2;
 
 pub type Hash = [u8; 32];
 
-/// Key of the object names of a domain.
+/// Key of the keyed hashes that are the object names of a domain.
 pub struct Keys(Hash);
 
 impl Keys {
-    /// Derives the key from the salt in `freestone.json` and from the key file.
+    /// Derives the key from the salt in `freestone.json`, and from the content of the key file if there is
+    /// one.
     pub fn new(salt: &Hash, secret: Option<&Hash>) -> Self {
         let root = match secret {
             None => blake3::derive_key("freestone 2026 object storage: key of an open domain", salt),
@@ -41,13 +42,13 @@ impl Keys {
         *blake3::keyed_hash(of_kind.as_bytes(), &parts.concat()).as_bytes()
     }
 
-    /// Returns the correct `check` of `freestone.json`.
+    /// Returns the correct value of the `check` field of `freestone.json`.
     pub fn check(&self, numbers: [u64; 4], id: &[u8], salt: &str) -> String {
         let numbers = numbers.map(u64::to_le_bytes);
         hex(&self.name(CHECK, &[id, numbers.as_flattened(), salt.as_bytes()]))
     }
 
-    /// Returns the correct seal of a tag.
+    /// Returns the correct value of the `seal` field of a tag.
     pub fn seal(&self, numbers: [u64; 3], manifest: &Hash, push: &[u8], name: &str) -> String {
         let numbers = numbers.map(u64::to_le_bytes);
         hex(&self.name(TAG, &[numbers.as_flattened(), manifest, push, name.as_bytes()]))
@@ -62,7 +63,7 @@ pub fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Parses 64 hexadecimal digits.
+/// Parses 64 hexadecimal digits. Returns None for any other text.
 pub fn unhex(text: &str) -> Option<Hash> {
     let digits: Option<Vec<u8>> = text.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect();
     let digits = digits.filter(|digits| digits.len() == 64)?;
@@ -70,7 +71,7 @@ pub fn unhex(text: &str) -> Option<Hash> {
     bytes.try_into().ok()
 }
 
-/// A fixed domain, either without a key or with a key and encryption. It is the same in each run.
+/// A fixed domain, either without a key or with a key and encryption. The domain is the same in each run.
 pub struct FixedDomain {
     pub keys: Keys,
     pub domain: Domain,
@@ -93,13 +94,13 @@ impl FixedDomain {
             "check": keys.check(numbers, id.as_bytes(), &salt),
         });
         let description = description.to_string().into_bytes();
-        let written = Written::parse(&description).expect("a description");
+        let written = DomainDescription::parse(&description).expect("a description");
         let domain = written.open(keyed.then(secret).as_ref()).expect("it fits its key");
         Self { keys, domain, description }
     }
 }
 
-/// Returns the secret of the keyed domain.
+/// Returns the secret from the key file of the keyed domain.
 pub fn secret() -> Secret {
     Secret::parse(&hex(&SECRET)).expect("64 digits")
 }

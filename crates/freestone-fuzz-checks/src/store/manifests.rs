@@ -1,14 +1,15 @@
 //! Manifests of images.
 //!
-//! The input is the text of a manifest. With option 1 the text is normalised first, so that each key occurs once, as
-//! the reference parser requires. The manifest gets its correct name.
+//! The input is the text of an image's manifest, and options. If bit 0 of the options is set, the text is
+//! normalised first, so that each JSON key occurs once, as the reference parser in this file requires. The
+//! check stores the manifest under the hash of its text, and opens the image.
 
 use freestone::device::{Device as _, ExtentKind};
 use freestone::store::format::manifest::{BYTES_MAX, Manifest};
 use freestone::store::format::meta;
 use freestone::store::format::name::Kind;
 use freestone::store::image::{Config, Image};
-use freestone::store::objects::{Objects as _, When};
+use freestone::store::objects::{Objects as _, WriteCondition};
 use freestone::store::store::Store;
 use serde_json::Value;
 
@@ -19,8 +20,9 @@ use super::words::{name, number, text};
 const SEGMENT_BYTES: u64 = 1 << 30;
 const SIZE_MAX: u64 = 256 << 40;
 const MAPS_MAX: usize = 8;
-/// Pages of a segment, and maximum bytes of its chunks.
+/// Number of pages in a segment.
 const PAGES_MAX: u64 = SEGMENT_BYTES / 4096;
+/// Maximum stored size of the chunks of one map, in bytes.
 const STORED_MAX: u64 = 2048 * (512 * 1024 + 32 + 8 * (36 + 16));
 
 fn map(value: &Value) -> Option<(u64, u64)> {
@@ -30,7 +32,7 @@ fn map(value: &Value) -> Option<(u64, u64)> {
     Some((pages, number(value, "stored").filter(|stored| *stored <= STORED_MAX)?))
 }
 
-/// Number of a segment, and the pages and bytes of its maps.
+/// Number of a segment, and for each of its maps the number of pages and the stored size in bytes.
 type Segment = (u64, Vec<(u64, u64)>);
 
 fn segment(value: &Value) -> Option<Segment> {
@@ -55,7 +57,8 @@ fn reference_manifest(value: &Value) -> Option<(u64, Vec<Segment>)> {
     (is_sorted && is_within).then_some((size, segments))
 }
 
-/// Returns true if a list stands in place of an object. The reference parser does not support that form.
+/// Returns true if the JSON has a list instead of an object. The manifest parser may accept that form, but
+/// the reference parser does not support it.
 fn is_odd(value: &Value) -> bool {
     let all =
         |value: &Value, key: &str| value.get(key).and_then(Value::as_array).cloned().unwrap_or_default();
@@ -64,7 +67,7 @@ fn is_odd(value: &Value) -> bool {
         .any(|segment| segment.is_array() || all(segment, "maps").iter().any(Value::is_array))
 }
 
-/// Checks a manifest.
+/// Checks a manifest. Returns true if the manifest was accepted.
 pub fn check(options: u8, input: &[u8]) -> bool {
     let FixedDomain { keys, domain, description } = FixedDomain::new(false);
     let mut input = input.to_vec();
@@ -94,7 +97,7 @@ pub fn check(options: u8, input: &[u8]) -> bool {
     let (name, object) = meta::stored(&domain, Kind::Manifest, &input).expect("it is small");
     assert_eq!(name.0, keys.name(MANIFEST, &[&input]));
     let objects = memory(&[("freestone.json".into(), description)]);
-    objects.put(&format!("manifests/{name}"), &object, When::Always, soon()).expect("memory");
+    objects.put(&format!("manifests/{name}"), &object, WriteCondition::Always, soon()).expect("memory");
     let store = std::sync::Arc::new(Store::open(objects, None, soon()).expect("a store"));
     let from_store = store.manifest(&name, soon());
     assert_eq!(from_store.is_ok(), read.is_ok() && input.len() <= BYTES_MAX);
@@ -103,7 +106,8 @@ pub fn check(options: u8, input: &[u8]) -> bool {
     let config = Config { timeout: std::time::Duration::from_millis(1), prefetch: false };
     let image = Image::open(store, None, name, config, soon()).expect("it was read before");
     assert_eq!(image.geometry().size, manifest.size);
-    // A segment that is not listed is a hole. The maps of the others do not exist in this store.
+    // A segment that is not listed is a hole. The maps of the listed segments do not exist in this store, so
+    // their extents cannot be read.
     let numbers = manifest.segments.iter().map(|segment| u64::from(segment.number)).take(3);
     for number in numbers.chain([0, u64::from(manifest.segment_count()) - 1]) {
         let len = SEGMENT_BYTES.min(manifest.size - number * SEGMENT_BYTES);

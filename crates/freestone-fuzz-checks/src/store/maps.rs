@@ -1,4 +1,4 @@
-//! Maps from pages to chunks.
+//! Page maps, which locate the pages of a segment in chunks.
 //!
 //! | byte | content |
 //! |---|---|
@@ -7,16 +7,16 @@
 //! | then, for each run of consecutive bits | start, 3 bytes, with the highest bit in the second bitmap; length, 2 bytes |
 
 use freestone::store::format::chunk::STORED_BYTES_MAX;
-use freestone::store::format::map::{Hashes, Map, Place};
+use freestone::store::format::map::{Hashes, Map, PageLocation};
 use freestone::store::format::{SEGMENT_CHUNKS, SEGMENT_PAGES};
 
-/// Maximum number of chunks of a map whose hashes are checked.
+/// Page hashes are checked only for maps with at most this number of chunks.
 const HASHED_MAX: usize = 8;
 
-/// Independent implementation of a map.
+/// Independent implementation of a page map.
 struct ReferenceMap {
     is_full: bool,
-    /// A bit for each chunk of a full map, else for each page.
+    /// A bit for each chunk of a full map, or for each page of a delta.
     held: Vec<bool>,
     zero: Vec<bool>,
     count: usize,
@@ -47,12 +47,12 @@ impl ReferenceMap {
         Some(reference)
     }
 
-    /// Returns the number of pages or chunks with content.
+    /// Returns the number of chunks of a full map, or of pages of a delta, with data other than zeroes.
     fn data(&self) -> usize {
         self.held.iter().zip(&self.zero).filter(|(held, zero)| **held && !**zero).count()
     }
 
-    /// Returns the number of chunks that hold the content.
+    /// Returns the correct number of chunks of the map.
     fn chunks(&self) -> usize {
         if self.is_full { self.data() } else { self.data().div_ceil(128) }
     }
@@ -101,13 +101,13 @@ impl ReferenceMap {
             let at = if self.is_full { page / 128 } else { page };
             let bits = (self.held[at], self.zero[at]);
             let place = match bits {
-                (true, false) if self.is_full => Place::In { chunk: data, page: page % 128 },
-                (true, false) => Place::In { chunk: data / 128, page: data % 128 },
-                (true, true) => Place::Zero,
-                _ if self.is_full => Place::Zero,
-                _ => Place::Below,
+                (true, false) if self.is_full => PageLocation::In { chunk: data, page: page % 128 },
+                (true, false) => PageLocation::In { chunk: data / 128, page: data % 128 },
+                (true, true) => PageLocation::Zero,
+                _ if self.is_full => PageLocation::Zero,
+                _ => PageLocation::Below,
             };
-            // Check pages at changes, and some others.
+            // Check the pages at which the bits change, and a sample of the other pages.
             if before != Some(bits) || page % 61 == 5 || page + 1 == SEGMENT_PAGES {
                 assert_eq!(map.place(page), place, "page {page}");
             }
@@ -138,7 +138,7 @@ impl ReferenceMap {
     }
 }
 
-/// Checks a map.
+/// Checks a page map. Returns true if the map was accepted.
 pub fn check(options: u8, input: &[u8]) -> bool {
     let Some(reference) = ReferenceMap::new(options, input) else { return false };
     let bytes = reference.bytes(options);

@@ -13,7 +13,7 @@
 //! * A parsed object is written as the same bytes, or as bytes that parse to the same object.
 //! * An image over changed objects returns correct data or an error, and an error only if an object that it needs was
 //!   changed. The cache stores only correct data.
-//! * No call requests more bytes than a valid object can have, or none.
+//! * No call requests an empty range, or more bytes than a valid object can have.
 
 mod images;
 mod keys;
@@ -29,7 +29,7 @@ use reference::Reference;
 pub struct Stores(Reference);
 
 impl Stores {
-    /// Pushes the reference image.
+    /// Pushes the reference image to a store in memory.
     ///
     /// # Panics
     /// Panics if the push fails.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use freestone::store::format::chunk::{self, HEAD_BYTES_MAX, Head};
 use freestone::store::format::meta;
 use freestone::store::format::name::{Kind, Name};
-use freestone::store::objects::{Objects as _, Until, When};
+use freestone::store::objects::{CallLimits, Objects as _, WriteCondition};
 use freestone::store::store::Store;
 
 use super::keys::{CHUNK, FixedDomain, Hash, Keys, MAP, TRACE, UNIT};
@@ -25,7 +25,7 @@ fn word(bytes: &[u8], at: usize) -> usize {
     bytes[at..at + 4].try_into().map_or(0, u32::from_le_bytes) as usize
 }
 
-/// Decompresses a part that is not encrypted.
+/// Decompresses a part that is not encrypted. Returns None if the content does not have `len` bytes.
 fn unpacked(stored: &[u8], len: usize) -> Option<Vec<u8>> {
     if stored.len() == len {
         return Some(stored.to_vec());
@@ -34,7 +34,7 @@ fn unpacked(stored: &[u8], len: usize) -> Option<Vec<u8>> {
     (zstd_safe::decompress(&mut content[..], stored) == Ok(len)).then_some(content)
 }
 
-/// Encrypts these parts of the object.
+/// Returns the object with the given parts encrypted.
 fn seal(domain: &FixedDomain, name: Hash, object: &[u8], parts: &[std::ops::Range<usize>]) -> Vec<u8> {
     let sealing = domain.domain.sealing.as_ref().expect("it is encrypted");
     let key = sealing.key(&Name(name)).expect("a key");
@@ -51,8 +51,8 @@ fn seal(domain: &FixedDomain, name: Hash, object: &[u8], parts: &[std::ops::Rang
 
 // ---- chunks -------------------------------------------------------------------------------------
 
-/// Returns the length of a chunk and the ranges of its units according to its header, or None if the header is
-/// invalid.
+/// Returns the uncompressed length of a chunk and the byte ranges of its units according to its header, or
+/// None if the header is invalid.
 fn units(object: &[u8]) -> Option<(usize, Vec<std::ops::Range<usize>>)> {
     let len = Some(word(object, 8)).filter(|len| (4096..=CHUNK_BYTES).contains(len) && len % 4096 == 0)?;
     let count = len.div_ceil(UNIT_BYTES);
@@ -86,7 +86,7 @@ fn pages(keys: &Keys, object: &[u8], len: usize, places: &[std::ops::Range<usize
     places.iter().enumerate().map(unit).collect()
 }
 
-/// Checks a chunk.
+/// Checks a chunk object. Returns true if all its pages were accepted.
 pub fn chunk(options: u8, input: &[u8]) -> bool {
     let mut object = input.to_vec();
     object.resize(object.len().max(HEADER), 0);
@@ -114,7 +114,7 @@ pub fn chunk(options: u8, input: &[u8]) -> bool {
         places.iter().all(|place| (1..=UNIT_BYTES).contains(&place.len()))
     };
     let found = found.filter(|(_, places)| is_sound && fits(places) && options & 4 == 0);
-    // Expected content of each unit. Empty if the header is refused.
+    // Expected content of each unit. The list is empty if the header must be refused.
     let mut expected: Vec<Option<Vec<u8>>> = Vec::new();
     let mut is_whole = false;
     let mut plain_places = Vec::new();
@@ -172,10 +172,10 @@ fn chunk_of_store(
 ) {
     let objects = memory(&[("freestone.json".into(), fixed.description.clone())]);
     let key = freestone::store::store::chunk_key(object_name);
-    objects.put(&key, object, When::Always, soon()).expect("memory");
+    objects.put(&key, object, WriteCondition::Always, soon()).expect("memory");
     let store = Store::open(objects, None, soon()).expect("a store");
-    // Valid objects get a long timeout, because the machine may be slow.
-    let until = |good: bool| if good { soon() } else { Until::within(TRIES) };
+    // Reads of valid objects have a long timeout, because the machine may be slow.
+    let until = |good: bool| if good { soon() } else { CallLimits::within(TRIES) };
     assert_eq!(store.chunk(object_name, until(whole.is_some())).ok().as_ref(), whole);
     for number in 0..=units.len() {
         let expected = match units.get(number) {
@@ -193,14 +193,15 @@ fn chunk_of_store(
 
 // ---- descriptions -------------------------------------------------------------------------------
 
-/// Returns the content of an object. The caller checks its hash.
+/// Returns the unpacked content of a metadata object, or None if the object is invalid or has more than
+/// `most` bytes. The caller checks the hash.
 fn content(object: &[u8], most: usize) -> Option<Vec<u8>> {
     let is_sound = object[..8] == *b"FSTMETA1" && object[12..16] == [0; 4] && object[28..32] == [0; 4];
     let len = Some(word(object, 8)).filter(|len| is_sound && *len <= most)?;
     unpacked(&object[HEADER..], len)
 }
 
-/// Checks a metadata object with arbitrary content.
+/// Checks a metadata object with arbitrary content. Returns true if the object was accepted.
 pub fn description(options: u8, input: &[u8]) -> bool {
     let mut object = input.to_vec();
     object.resize(object.len().max(HEADER), 0);
@@ -240,12 +241,12 @@ pub fn description(options: u8, input: &[u8]) -> bool {
 const IMAGE: Name = Name([0x33; 32]);
 const TRACE_BYTES_MAX: usize = (1 + 65_536) * 32;
 
-/// Checks the trace of an image.
+/// Checks the trace of an image. Returns true if the trace was accepted.
 pub fn trace(options: u8, input: &[u8]) -> bool {
     let fixed = FixedDomain::new(false);
     let mut object = input.to_vec();
     if options & 1 != 0 {
-        // The image, or another; then the chunks.
+        // The content is the name of this image, or of another image, and then the names of the chunks.
         let image = if options & 4 != 0 { [0x34; 32] } else { IMAGE.0 };
         let content = [&image[..], input].concat();
         let header = [&b"FSTMETA1"[..], &(content.len() as u32).to_le_bytes(), &[0; 20]].concat();
@@ -260,7 +261,7 @@ pub fn trace(options: u8, input: &[u8]) -> bool {
             (is_sound && *of == IMAGE.0).then(|| names.iter().copied().map(Name).collect::<Vec<_>>())
         });
     let objects = memory(&[("freestone.json".into(), fixed.description)]);
-    objects.put(&format!("traces/{IMAGE}"), &object, When::Always, soon()).expect("memory");
+    objects.put(&format!("traces/{IMAGE}"), &object, WriteCondition::Always, soon()).expect("memory");
     let store = Arc::new(Store::open(objects, None, soon()).expect("a store"));
     let read = store.trace(&IMAGE, soon());
     assert_eq!(read.ok(), expected);

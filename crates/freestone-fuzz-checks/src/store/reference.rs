@@ -8,18 +8,20 @@ use freestone::device::{Blocking as _, Flags};
 use freestone::store::format::chunk::STORED_BYTES_MAX;
 use freestone::store::format::name::Name;
 use freestone::store::format::{PAGE, meta};
-use freestone::store::objects::{Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Version, When};
-use freestone::store::push::{self, Options, Pushed, Source};
+use freestone::store::objects::{
+    CallLimits, Head, KEY_BYTES_MAX, ListEntry, Objects, Read, Result, Version, WriteCondition,
+};
+use freestone::store::push::{self, Options, PushReport, Source};
 use freestone::store::store::{self, Store};
-use freestone_testkit::objects::Memory;
+use freestone_testkit::objects::MemoryStore;
 use freestone_testkit::{Model, Rng};
 
 use super::keys::FixedDomain;
 
-/// Pages of the image: two chunks, the second one shorter.
+/// Number of pages in the image. The image has two chunks, of which the second is shorter.
 pub const PAGES: usize = 150;
 
-/// Key and bytes of an object.
+/// Key and content of a stored object.
 pub type Object = (String, Vec<u8>);
 
 pub struct Reference {
@@ -29,20 +31,20 @@ pub struct Reference {
     pub content: Vec<u8>,
 }
 
-/// Deadline that no call should reach.
-pub fn soon() -> Until<'static> {
-    Until::within(Duration::from_secs(60))
+/// Returns limits with a deadline that no call should reach.
+pub fn soon() -> CallLimits<'static> {
+    CallLimits::within(Duration::from_secs(60))
 }
 
-/// A store in memory that asserts that requests are within the limits.
-pub struct Guarded(Memory);
+/// An object store in memory that asserts that reads request a non-empty range within the size limits.
+pub struct Guarded(MemoryStore);
 
 impl Objects for Guarded {
     fn url(&self) -> &str {
         self.0.url()
     }
 
-    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: CallLimits<'_>) -> Result<Read> {
         assert!(!part.as_ref().is_some_and(Range::is_empty), "{key}: an empty range is requested");
         let bound =
             if key.starts_with("chunks/") { STORED_BYTES_MAX as u64 } else { meta::STORED_BYTES_MAX + 32 };
@@ -50,23 +52,34 @@ impl Objects for Guarded {
         self.0.get(key, part, most, until)
     }
 
-    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+    fn put(
+        &self,
+        key: &str,
+        bytes: &[u8],
+        when: WriteCondition<'_>,
+        until: CallLimits<'_>,
+    ) -> Result<Option<Version>> {
         self.0.put(key, bytes, when, until)
     }
 
-    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+    fn head(&self, key: &str, until: CallLimits<'_>) -> Result<Head> {
         self.0.head(key, until)
     }
 
-    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+    fn list(
+        &self,
+        prefix: &str,
+        each: &mut dyn FnMut(ListEntry) -> bool,
+        until: CallLimits<'_>,
+    ) -> Result<()> {
         self.0.list(prefix, each, until)
     }
 
-    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+    fn delete(&self, key: &str, until: CallLimits<'_>) -> Result<()> {
         self.0.delete(key, until)
     }
 
-    fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
+    fn delete_unchanged(&self, key: &str, read: &Version, until: CallLimits<'_>) -> Result<()> {
         self.0.delete_unchanged(key, read, until)
     }
 
@@ -75,23 +88,23 @@ impl Objects for Guarded {
     }
 }
 
-/// Creates a store with these objects.
+/// Creates an object store in memory with the given objects.
 pub fn memory(objects: &[Object]) -> Arc<Guarded> {
-    let memory = Memory::default();
+    let memory = MemoryStore::default();
     for (key, bytes) in objects {
-        memory.put(key, bytes, When::Always, soon()).expect("memory");
+        memory.put(key, bytes, WriteCondition::Always, soon()).expect("memory");
     }
     Arc::new(Guarded(memory))
 }
 
-/// Creates a device. Some of its pages depend on the version.
+/// Creates a device to push. Every seventh page depends on `version`.
 pub fn device(version: u64) -> Model {
     let device = Model::new(PAGES * PAGE, 512);
     let mut page = [0; PAGE];
     for number in 0..PAGES as u64 {
         let changed = if number % 7 == 3 { version } else { 1 };
         let mut rng = Rng::new(number * 64 + changed);
-        // Most pages compress well, so that mutations reach headers and frames.
+        // Most pages compress well, so objects are small and mutations often change headers and frames.
         if rng.chance(5) {
             rng.fill(&mut page);
         } else {
@@ -102,8 +115,8 @@ pub fn device(version: u64) -> Model {
     device
 }
 
-pub fn push(store: &Store, device: &Model, tag: &str) -> store::Result<Pushed> {
-    let source = Source { device, label: "disk", over: None };
+pub fn push(store: &Store, device: &Model, tag: &str) -> store::Result<PushReport> {
+    let source = Source { device, label: "disk", base_image: None };
     let options = Options { tag, full: false, threads: 2, is_new: false };
     push::push(store, source, options, &|_, _| {}, soon())
 }
@@ -119,7 +132,7 @@ impl Reference {
         let image = push(&store, &device, "v1").expect("it can be pushed").manifest;
         let mut content = vec![0; PAGES * PAGE];
         device.read_at(0, &mut content).expect("memory");
-        let keys = objects.0.under("").into_keys();
+        let keys = objects.0.object_sizes("").into_keys();
         let object = |key: String| {
             let bytes = objects.get(&key, None, 1 << 19, soon()).expect("it is there").bytes;
             (key, bytes)

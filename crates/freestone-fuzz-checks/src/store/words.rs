@@ -1,14 +1,14 @@
-//! JSON objects with a seal: `freestone.json` and tags.
+//! JSON objects with a keyed hash of their fields (seal): `freestone.json` and tags.
 //!
-//! The input is the text. Option 1 corrects the seal, if the fields that it covers exist, and normalises the text.
-//! With option 2 a tag refers to the reference image, and another push goes to the tag. With option 4 the tag is read
-//! under another name.
+//! The input is the text. Option 1 corrects the seal, if the fields that it covers exist, and normalises the
+//! text. With option 2 a tag refers to the reference image, and the check pushes to the tag again. With
+//! option 4 the tag is read under another name.
 
 use std::ops::RangeInclusive;
 
-use freestone::store::format::domain::{BYTES_MAX, Written};
+use freestone::store::format::domain::{BYTES_MAX, DomainDescription};
 use freestone::store::format::tag::{self, Tag};
-use freestone::store::objects::{Objects as _, When};
+use freestone::store::objects::{Objects as _, WriteCondition};
 use freestone::store::store::Store;
 use serde_json::Value;
 use uuid::Uuid;
@@ -31,7 +31,7 @@ pub fn name(value: &Value, key: &str) -> Option<Hash> {
     unhex(text(value, key)?)
 }
 
-/// Parses a UUID in its canonical form only.
+/// Parses a UUID. Returns None unless the UUID has its canonical form.
 fn id(value: &Value, key: &str) -> Option<Uuid> {
     let text = text(value, key)?;
     Uuid::parse_str(text).ok().filter(|id| id.to_string() == text.to_ascii_lowercase())
@@ -71,7 +71,7 @@ impl Description {
     }
 }
 
-/// Checks a `freestone.json`.
+/// Checks a `freestone.json`. Returns true if the store was opened.
 pub fn description(options: u8, input: &[u8]) -> bool {
     let mut input = input.to_vec();
     let mut value: Option<Value> = serde_json::from_slice(&input).ok();
@@ -81,15 +81,15 @@ pub fn description(options: u8, input: &[u8]) -> bool {
         if let Some(described) = reference_description(value) {
             value["check"] = described.check(value).into();
         }
-        // The normalised text has each key once.
+        // The normalised text contains each key once.
         input = value.to_string().into_bytes();
     }
-    let written = Written::parse(&input);
+    let written = DomainDescription::parse(&input);
     if let Ok(written) = &written {
-        assert_eq!(Written::parse(&written.bytes()).as_ref(), Ok(written));
+        assert_eq!(DomainDescription::parse(&written.bytes()).as_ref(), Ok(written));
         let keyed = FixedDomain::new(true);
         if written.open(Some(&secret())).is_ok() {
-            let own = Written::parse(&keyed.description);
+            let own = DomainDescription::parse(&keyed.description);
             assert_eq!(own.as_ref(), Ok(written), "it cannot be created without the key file");
         }
     }
@@ -109,7 +109,7 @@ pub fn description(options: u8, input: &[u8]) -> bool {
         }
     }
     let objects = memory(&[]);
-    objects.put("freestone.json", &input, When::Always, soon()).expect("memory");
+    objects.put("freestone.json", &input, WriteCondition::Always, soon()).expect("memory");
     let store = Store::open(objects, None, soon());
     assert_eq!(store.is_ok(), opened.is_some() && input.len() as u64 <= BYTES_MAX);
     store.is_ok()
@@ -119,14 +119,14 @@ pub fn description(options: u8, input: &[u8]) -> bool {
 
 const NAME: &str = "v1";
 
-/// Returns the correct seal of a tag.
+/// Returns the correct seal of a tag, or None if a sealed field is missing or invalid.
 fn seal(keys: &Keys, value: &Value) -> Option<String> {
     let format = number(value, "format").filter(|format| *format == FORMAT)?;
     let numbers = [format, number(value, "generation")?, number(value, "pushed")?];
     Some(keys.seal(numbers, &name(value, "manifest")?, id(value, "push")?.as_bytes(), NAME))
 }
 
-/// Checks a tag.
+/// Checks a tag. Returns true if the tag was accepted.
 pub fn tag(reference: &Reference, options: u8, input: &[u8]) -> bool {
     let FixedDomain { keys, domain, .. } = &reference.domain;
     let mut input = input.to_vec();
@@ -157,14 +157,14 @@ pub fn tag(reference: &Reference, options: u8, input: &[u8]) -> bool {
         assert_eq!(Tag::parse(domain, called, &tag.bytes()).as_ref(), Ok(tag));
     }
     let objects = memory(&reference.objects);
-    objects.put(&format!("tags/{called}"), &input, When::Always, soon()).expect("memory");
+    objects.put(&format!("tags/{called}"), &input, WriteCondition::Always, soon()).expect("memory");
     let store = Store::open(objects, None, soon()).expect("a store");
     let from_store = store.tag(called, soon());
     assert_eq!(from_store.is_ok(), read.is_ok() && input.len() as u64 <= tag::BYTES_MAX);
     let Ok(Some(before)) = from_store else { return false };
     assert_eq!(Ok(&before.tag), read.as_ref());
     if before.tag.manifest == reference.image {
-        // A push of a device with other content.
+        // Push a device with other content, so the tag must be set again.
         let pushed = push(&store, &device(3), called);
         match before.tag.generation.checked_add(1) {
             Some(next) => {

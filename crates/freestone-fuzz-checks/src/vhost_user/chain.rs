@@ -4,52 +4,53 @@ use std::ops::Range;
 
 use super::wire::{GUEST, NEXT, TABLE, WRITE};
 
-/// Maximum descriptors of a chain, including those of indirect tables.
+/// Maximum number of descriptors of a chain, including the descriptors of indirect tables.
 const MOST: usize = 1024;
 
-/// A buffer: guest address and length. It can be outside of the memory.
+/// A buffer of a request: guest address and length in bytes. The buffer can be outside of the guest memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Piece {
     pub addr: u64,
     pub len: u64,
 }
 
-/// A request in a chain.
+/// A request that was parsed from a descriptor chain.
 #[derive(Debug)]
 pub struct ParsedRequest {
     pub head: u16,
     pub kind: u32,
     pub sector: u64,
-    /// Data after the header.
+    /// Readable buffers with the data after the 16-byte request header.
     pub readable: Vec<Piece>,
-    /// Buffers before the status.
+    /// Writable buffers before the status byte.
     pub writable: Vec<Piece>,
-    /// Offset of the status; None if it is outside of the memory.
+    /// Offset of the status byte in the guest memory; None if it is outside of the memory.
     pub status: Option<usize>,
-    /// Ranges of the memory that are read for the request.
+    /// Ranges of the guest memory that are read for the request.
     pub reads: Vec<Range<usize>>,
-    /// Ranges of the memory that may be written for the request.
+    /// Ranges of the guest memory that may be written for the request.
     pub writes: Vec<Range<usize>>,
 }
 
-/// Returns the length of all pieces.
+/// Returns the total length of all pieces in bytes.
 pub fn total(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|piece| piece.len).sum()
 }
 
-/// Returns the offset of a guest address in the memory.
+/// Returns the offset of a guest address in the memory, or None if the address is outside of the memory.
 pub fn at(memory: &[u8], addr: u64) -> Option<usize> {
     let at = usize::try_from(addr.checked_sub(GUEST)?).ok()?;
     (at < memory.len()).then_some(at)
 }
 
-/// Returns the part of a buffer that is in the memory.
+/// Returns the part of a buffer that is in the memory, or None if the buffer starts outside of the memory.
 fn range(memory: &[u8], piece: &Piece) -> Option<Range<usize>> {
     let from = at(memory, piece.addr)?;
     Some(from..memory.len().min(from.saturating_add(piece.len as usize)))
 }
 
-/// Returns the offsets of the first `most` bytes, or None if some of them are outside of the memory.
+/// Returns the memory offsets of the first `most` bytes of the pieces, or None if some of them are outside of
+/// the memory.
 pub fn places(memory: &[u8], pieces: &[Piece], most: usize) -> Option<Vec<usize>> {
     let mut places = Vec::new();
     for piece in pieces {
@@ -63,7 +64,8 @@ pub fn places(memory: &[u8], pieces: &[Piece], most: usize) -> Option<Vec<usize>
     Some(places)
 }
 
-/// Returns the first `most` bytes, or None if some of them are outside of the memory.
+/// Returns the content of the first `most` bytes of the pieces, or None if some of them are outside of the
+/// memory.
 pub fn bytes(memory: &[u8], pieces: &[Piece], most: usize) -> Option<Vec<u8>> {
     Some(places(memory, pieces, most)?.into_iter().map(|at| memory[at]).collect())
 }
@@ -86,8 +88,8 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("there are as many")
 }
 
-/// Parses the chain at `head` of a ring of `size` descriptors at the beginning of the memory. An error means that the
-/// chain is invalid, so the queue stops; it has the ranges that were read up to there.
+/// Parses the chain at `head` of a ring of `size` descriptors at the beginning of the memory. An error means
+/// that the chain is invalid, so the queue stops. The error has the memory ranges that were read until then.
 pub fn read(memory: &[u8], size: u16, indirect: bool, head: u16) -> Result<ParsedRequest, Vec<Range<usize>>> {
     let mut reads = Vec::new();
     match walk(memory, size, indirect, head, &mut reads) {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use freestone::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
 use freestone::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone_testkit::{Model, ModelZoned, Rng, ZonedConfig};
 use rustix::event::{EventfdFlags, eventfd};
@@ -18,42 +18,42 @@ pub const ZONE: u64 = 16 << 10;
 /// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoMode {
-    /// Inline.
+    /// Requests complete inline.
     Inline,
-    /// Inline, at most this number of bytes per try.
+    /// Requests complete inline, with at most this number of bytes per try.
     Partly(u64),
-    /// Submitted, and completed at once.
+    /// Requests are submitted, and completed at once.
     Later,
-    /// Submitted. The check completes them.
+    /// Requests are submitted, and held until the check completes them.
     Held,
-    /// Every second try as `Held`, the others inline with at most this number of bytes.
+    /// Every second try is executed as in `Held`, the others inline with at most this number of bytes.
     Mixed(u64),
 }
 
-/// Properties of the device.
+/// Properties of the test device.
 #[derive(Debug, Clone, Copy)]
 pub struct DiskConfig {
-    /// How requests are executed.
+    /// How the device executes requests.
     pub mode: IoMode,
-    /// The device has zones.
+    /// True if the device has zones.
     pub zoned: bool,
-    /// Requests that contain this byte fail.
+    /// Offset of a bad byte: requests that contain it fail. `None` if no byte is bad.
     pub bad: Option<u64>,
-    /// Some submitted requests are dropped without completion.
+    /// True if some submitted requests are dropped without completion.
     pub forgets: bool,
-    /// Seed of the order of completions.
+    /// Seed of the random order of completions.
     pub seed: u64,
 }
 
-/// Completes a held request. Its argument is true if the request is dropped instead.
+/// Function that completes a held request, or drops the request if the argument is true.
 type HeldCompletion = Box<dyn FnOnce(bool) + Send>;
 
-/// A test device over a model in memory.
+/// A test device that stores its content in a model device in memory.
 pub struct Disk {
     config: DiskConfig,
     inner: Arc<dyn Device>,
     state: Mutex<State>,
-    /// Readable after a request is held.
+    /// Event descriptor that is readable after a request is held.
     submitted: OwnedFd,
 }
 
@@ -61,11 +61,11 @@ struct State {
     held: Vec<HeldCompletion>,
     rng: Rng,
     tries: u64,
-    /// Requests are not held any more.
+    /// True if submitted requests complete at once instead of being held.
     at_once: bool,
 }
 
-/// Creates the zones of a zoned device.
+/// Creates a model of a zoned device, with four zones.
 pub fn zones() -> ModelZoned {
     ModelZoned::new(ZonedConfig {
         zone_size: ZONE,
@@ -78,7 +78,7 @@ pub fn zones() -> ModelZoned {
 }
 
 impl Disk {
-    /// Creates a device of zeroes.
+    /// Creates a device whose content is all zeroes.
     pub fn new(config: DiskConfig) -> Self {
         let inner: Arc<dyn Device> =
             if config.zoned { Arc::new(zones()) } else { Arc::new(Model::new(SIZE as usize, 512)) };
@@ -88,22 +88,22 @@ impl Disk {
         Self { config, inner, state: Mutex::new(state), submitted }
     }
 
-    /// Returns the content.
+    /// Returns the content of the device.
     pub fn content(&self) -> Vec<u8> {
         let mut bytes = vec![0; SIZE as usize];
         let read = self.inner.try_io(&Request::read(0, SIZE), Buffer::Read(&mut bytes));
-        assert_eq!(read, Ok(Tried::Done));
+        assert_eq!(read, Ok(TryResult::Done));
         bytes
     }
 
-    /// Returns a descriptor that is readable after a request is held.
+    /// Returns the event descriptor that is readable after a request is held.
     pub fn submitted(&self) -> BorrowedFd<'_> {
         self.submitted.as_fd()
     }
 
-    /// Completes or drops one held request. Returns false if none is held.
+    /// Completes or drops one held request. Returns false if no request is held.
     pub fn release(&self) -> bool {
-        // The read fails if nothing was held.
+        // The read resets the event descriptor. The read fails if no request was held.
         let _ = rustix::io::read(&self.submitted, &mut [0; 8]);
         let mut state = self.lock();
         if state.held.is_empty() {
@@ -118,7 +118,7 @@ impl Disk {
         true
     }
 
-    /// Completes all held requests, and later ones at once.
+    /// Completes all held requests. Later requests complete at once.
     pub fn release_all(&self) {
         self.lock().at_once = true;
         while self.release() {}
@@ -136,11 +136,11 @@ impl Disk {
         }
         state.held.push(complete);
         drop(state);
-        // The write fails only if the counter is full, and then it is readable.
+        // The write fails only if the counter is full, and then the descriptor is already readable.
         let _ = rustix::io::write(&self.submitted, &1_u64.to_ne_bytes());
     }
 
-    fn apply(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn apply(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let range = request.offset..request.offset + request.len;
         if request.op != Op::Flush && self.config.bad.is_some_and(|bad| range.contains(&bad)) {
             return Err(Error::Media);
@@ -155,7 +155,7 @@ impl Device for Disk {
         Geometry { volatile_cache: !self.config.zoned, ..geometry }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         match &buffer {
             Buffer::None => {}
@@ -165,8 +165,8 @@ impl Device for Disk {
         let mut state = self.lock();
         state.tries += 1;
         let most = match self.config.mode {
-            IoMode::Later | IoMode::Held => return Ok(Tried::WouldBlock),
-            IoMode::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(Tried::WouldBlock),
+            IoMode::Later | IoMode::Held => return Ok(TryResult::WouldBlock),
+            IoMode::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(TryResult::WouldBlock),
             // Writes to zones must not be split.
             IoMode::Partly(most) | IoMode::Mixed(most) if !self.config.zoned => most,
             _ => u64::MAX,
@@ -182,7 +182,7 @@ impl Device for Disk {
             Buffer::Write(buffer) => Buffer::Write(&buffer[..most as usize]),
         };
         self.apply(&part, buffer)?;
-        Ok(Tried::Partly(most))
+        Ok(TryResult::Partly(most))
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -239,7 +239,7 @@ impl Zoned for Disk {
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
         let outcome = self.zones().try_append(offset, &data, flags);
         let outcome = outcome.and_then(|at| at.ok_or(Error::Media));
-        // An append cannot be dropped.
+        // The completion of an append is always called: an append is never dropped.
         self.hold(Box::new(move |_| done(outcome)));
     }
 }

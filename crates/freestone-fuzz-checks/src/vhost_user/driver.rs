@@ -1,5 +1,5 @@
-//! A valid frontend, with a driver that writes given bytes to the memory. The driver keeps a copy of everything that
-//! it has written, and of the completions that it has checked.
+//! A valid vhost-user frontend, with a driver that writes given bytes to the guest memory. The driver keeps a
+//! copy of everything that it has written, and of the completions that it has checked.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,23 +17,26 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use super::device::Disk;
 use super::wire::{self, EVENT_IDX, GUEST, USER};
 
-/// Bytes of the memory, and the boundary of its two regions.
+/// Size of the guest memory in bytes.
 pub const MEMORY_BYTES: u64 = 0x2_0000;
+/// Offset in the guest memory of the boundary between the two regions.
 const CUT: u64 = 0x1_2000;
-/// User address of the second region.
+/// User address of the second memory region.
 const USER_BEHIND: u64 = 0x5000_0000;
-/// Offsets in the memory.
+/// Offset of the descriptor table in the guest memory.
 pub const DESC: u64 = 0;
+/// Offset of the available ring in the guest memory.
 pub const AVAIL: u64 = 0x1000;
+/// Offset of the used ring in the guest memory.
 pub const USED: u64 = 0x2000;
-/// Offset of the requests, after the rings.
+/// Offset of the requests in the guest memory, after the rings.
 pub const SLOTS: u64 = 0x4000;
-/// Bytes of a queue's header in the inflight area. An entry has the same size.
+/// Size in bytes of a queue's header in the inflight area. An entry has the same size.
 const INFLIGHT_HEADER_BYTES: usize = 16;
-/// Maximum wait. Nothing should take that long.
+/// Timeout after which a check fails, far above the time that any check needs.
 const WAIT: Duration = Duration::from_secs(30);
 
-/// Setup of the queue and its driver.
+/// Setup of the virtqueue and its driver.
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[derive(Debug, Clone, Copy)]
 pub struct QueueConfig {
@@ -44,13 +47,13 @@ pub struct QueueConfig {
     /// Initial index of the used ring.
     pub used: u16,
     pub two_regions: bool,
-    /// The queue has an inflight area.
+    /// True if the queue has an inflight area.
     pub has_inflight: bool,
-    /// Seed of an inflight area of a previous server.
+    /// Seed of the entries that a previous server left in the inflight area; None if the area is new.
     pub inherited: Option<u64>,
-    /// The driver requests notifications. Otherwise it polls.
+    /// True if the driver requests notifications of completions. Otherwise the driver polls.
     pub notified: bool,
-    /// The driver notifies the queue only if the queue requests it.
+    /// True if the driver notifies the queue only when the queue requests notifications.
     pub kicks_if_requested: bool,
 }
 
@@ -58,15 +61,16 @@ pub struct QueueConfig {
 pub struct Driver {
     socket: UnixStream,
     file: File,
-    /// Copy of the memory, as far as the driver knows it.
+    /// Copy of the guest memory with everything that the driver has written or checked.
     pub memory: Vec<u8>,
     kick: OwnedFd,
     call: OwnedFd,
     err: OwnedFd,
     has_inflight: Option<File>,
     config: QueueConfig,
-    /// Next index of the available ring, and next index of the used ring to check.
+    /// Index of the available ring for the next chain.
     pub next: u16,
+    /// Index of the used ring for the next completion to check.
     pub used_seen: u16,
     disk: Arc<Disk>,
 }
@@ -92,7 +96,7 @@ fn readable(fd: &OwnedFd) -> bool {
 }
 
 impl Driver {
-    /// Creates a frontend on `socket`, and sets up the queue.
+    /// Creates a frontend that is connected by `socket`, and sets up the queue.
     pub fn new(socket: UnixStream, config: QueueConfig, disk: Arc<Disk>) -> Self {
         socket.set_read_timeout(Some(WAIT)).expect("a socket");
         let mut driver = Self {
@@ -137,7 +141,7 @@ impl Driver {
         self.start(self.config.base);
     }
 
-    /// Fills the inflight area, as after a killed server, or with invalid content.
+    /// Fills the inflight area with random entries, as after a killed server, or with invalid content.
     fn fill_inflight(&self) {
         let (Some(has_inflight), Some(seed)) = (&self.has_inflight, self.config.inherited) else { return };
         let mut rng = Rng::new(seed);
@@ -159,7 +163,7 @@ impl Driver {
         assert_eq!(wire::send(&self.socket, &message, files), message.len(), "the server has gone");
     }
 
-    /// Starts the queue at `base`, and waits for that.
+    /// Starts the queue at index `base` of the available ring, and waits until the queue runs.
     pub fn start(&mut self, base: u16) {
         self.send(wire::SET_VRING_BASE, &wire::u32s(&[0, base.into()]), &[]);
         self.send(wire::SET_VRING_KICK, &wire::u64s(&[0]), &[self.kick.as_fd()]);
@@ -168,7 +172,7 @@ impl Driver {
         assert_eq!(self.reply(wire::SET_VRING_ENABLE, 8), [0; 8], "the queue does not start");
     }
 
-    /// Stops the queue. Returns the index at which it would continue.
+    /// Stops the queue. Returns the index of the available ring at which the queue would continue.
     pub fn stop(&mut self) -> u32 {
         self.send(wire::GET_VRING_BASE, &wire::u32s(&[0, 0]), &[]);
         let body = self.reply(wire::GET_VRING_BASE, 8);
@@ -184,13 +188,13 @@ impl Driver {
         body
     }
 
-    /// Writes to the memory and its copy.
+    /// Writes bytes to the guest memory and to its copy.
     pub fn put(&mut self, at: u64, bytes: &[u8]) {
         self.file.write_all_at(bytes, at).expect("a file in memory");
         self.memory[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Reads the whole memory.
+    /// Reads the whole guest memory.
     pub fn read_memory(&self) -> Vec<u8> {
         let mut bytes = vec![0; MEMORY_BYTES as usize];
         self.file.read_exact_at(&mut bytes, 0).expect("a file in memory");
@@ -203,28 +207,29 @@ impl Driver {
         u16::from_le_bytes(bytes)
     }
 
-    /// Adds a chain to the available ring, without publishing its index.
+    /// Adds the chain that starts at `head` to the available ring, without publishing the new index.
     pub fn offer(&mut self, head: u16) {
         let slot = u64::from(self.next % self.config.size);
         self.put(AVAIL + 4 + 2 * slot, &head.to_le_bytes());
         self.next = self.next.wrapping_add(1);
     }
 
-    /// Publishes the chains from `old` to `index`, and waits for a number of completions. `ends`: the queue will
-    /// stop.
+    /// Publishes the chains from index `old` to `index`, and waits for `answers` completions. `ends` is true
+    /// if the queue will stop at an invalid chain.
     pub fn publish(&mut self, old: u16, index: u16, answers: u16, ends: bool) {
         let until = self.used_seen.wrapping_add(answers);
         let event_idx = self.config.features & EVENT_IDX != 0;
         let notified = self.config.notified && !ends;
         let at = AVAIL + 4 + 2 * u64::from(self.config.size);
-        // Request a notification for the last completion, or for none.
+        // The event index requests a notification for the last completion, or for none.
         let event = if notified { until.wrapping_sub(1) } else { self.used_seen.wrapping_sub(1) };
         if event_idx {
             self.put(at, &event.to_le_bytes());
         }
         self.put(AVAIL, &u16::from(!notified && !event_idx).to_le_bytes());
         self.put(AVAIL + 2, &index.to_le_bytes());
-        // The queue writes its event index, then reads the available index. The driver does it in the other order.
+        // The queue writes its event index, then reads the available index. The driver has written the
+        // available index, and reads the event index after this fence.
         fence(Ordering::SeqCst);
         let wanted = if event_idx {
             passes_event(self.number(USED + 4 + 8 * u64::from(self.config.size)), index, old)
@@ -249,7 +254,7 @@ impl Driver {
             let used = self.number(USED + 2);
             let (done, all) = (used.wrapping_sub(self.used_seen), until.wrapping_sub(self.used_seen));
             assert!(done <= all, "{done} answers, of {all} requests");
-            // With an event index there is one notification, for the last completion.
+            // With the event index feature, the queue sends one notification, for the last completion.
             let last = notified && all > 0 && self.config.features & EVENT_IDX != 0;
             if done == all && (was_notified || !last) {
                 return;
@@ -285,13 +290,14 @@ impl Driver {
         readable(&self.err)
     }
 
-    /// Publishes an index and notifies the queue, without waiting.
+    /// Publishes an index of the available ring and notifies the queue, without waiting for completions.
     pub fn publish_only(&mut self, index: u16) {
         self.put(AVAIL + 2, &index.to_le_bytes());
         self.kick();
     }
 
-    /// Returns the next entry of the used ring: head and length.
+    /// Returns the next entry of the used ring: head of the chain, and length in bytes. `memory` is the guest
+    /// memory.
     pub fn used(&mut self, memory: &[u8]) -> (u32, u32) {
         let at = (USED + 4 + 8 * u64::from(self.used_seen % self.config.size)) as usize;
         self.used_seen = self.used_seen.wrapping_add(1);
@@ -307,7 +313,7 @@ impl Driver {
         assert!(entries.chunks(16).all(|entry| entry[0] == 0), "a request is marked as in flight");
     }
 
-    /// Truncates the memory, notifies the queue, and waits until the connection has ended.
+    /// Truncates the guest memory file, notifies the queue, and waits until the connection has ended.
     pub fn cut_off(&mut self) {
         self.file.set_len(0).expect("a file in memory");
         self.kick();
@@ -316,13 +322,14 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Completes held requests, also after a panic, because the server waits for them.
+    /// Completes held requests, also after a panic, because the server waits for these requests before it
+    /// ends.
     fn drop(&mut self) {
         self.disk.release_all();
     }
 }
 
-/// Returns the guest address of an offset.
+/// Returns the guest address of an offset in the guest memory.
 pub fn guest(at: u64) -> u64 {
     GUEST + at
 }

@@ -13,34 +13,35 @@ use super::wire::{
 };
 
 const BLOCK: u64 = 512;
-/// Maximum data of a request, and maximum sectors of a range.
+/// Maximum length of the data of a request, in bytes.
 const MAX_BYTES: u64 = 32 << 20;
+/// Maximum number of sectors of a discard or write zeroes request.
 const MAX_SECTORS: u32 = 1 << 30;
 
-/// Expected state of a device.
+/// Expected state of the device.
 pub struct Expected {
     config: DiskConfig,
     read_only: bool,
     content: ExpectedContent,
 }
 
-/// Expected content.
+/// Expected content of the device.
 enum ExpectedContent {
     Bytes {
         data: Vec<u8>,
-        /// Marks blocks whose content is unknown, because a request failed and may have had an effect.
+        /// True for each block whose content is unknown, because a request failed and may have had an effect.
         unknown: Vec<bool>,
     },
-    /// A second zoned device, which executes the same requests.
+    /// A second model of the zoned device, which executes the same requests.
     Zones(Box<ModelZoned>),
 }
 
 /// Expected completion of a request.
 #[derive(Debug)]
 pub struct ExpectedReply {
-    /// Possible statuses.
+    /// Status bytes that are allowed.
     pub statuses: Vec<u8>,
-    /// Data at the beginning of the driver's buffers after success. None is any byte.
+    /// Expected data at the beginning of the driver's writable buffers after success. None allows any byte.
     pub data: Vec<Option<u8>>,
 }
 
@@ -50,7 +51,7 @@ impl ExpectedReply {
     }
 }
 
-/// Returns the status of an error of a request for data.
+/// Returns the status byte for a device error of a data request.
 fn status(error: Error) -> u8 {
     match error {
         Error::Unsupported => UNSUPP,
@@ -62,7 +63,7 @@ fn status(error: Error) -> u8 {
     }
 }
 
-/// Returns the status of an error of a request for zones.
+/// Returns the status byte for a device error of a zone request.
 fn zone_status(error: Error) -> u8 {
     match error {
         Error::Misaligned | Error::OutOfRange => ZONE_INVALID,
@@ -71,7 +72,7 @@ fn zone_status(error: Error) -> u8 {
 }
 
 impl Expected {
-    /// Creates the state of a device of zeroes.
+    /// Creates the expected state of a device whose content is all zeroes.
     pub fn new(config: DiskConfig, read_only: bool) -> Self {
         let content = if config.zoned {
             ExpectedContent::Zones(Box::new(zones()))
@@ -144,7 +145,8 @@ impl Expected {
         }
     }
 
-    /// Also allows an error if the device may have dropped the request.
+    /// Returns the expected completion, in which an error is also allowed if the device may have dropped the
+    /// request.
     fn or_dropped(&self, mut reply: ExpectedReply) -> ExpectedReply {
         if self.config.forgets && matches!(self.config.mode, IoMode::Held | IoMode::Mixed(_)) {
             reply.statuses.push(IOERR);
@@ -185,7 +187,7 @@ impl Expected {
         self.or_dropped(reply)
     }
 
-    /// Executes a write, discard or write zeroes.
+    /// Executes a write, discard or write zeroes request on the expected content.
     fn change(&mut self, request: &Request, from: Option<&[u8]>, done: bool) -> ExpectedReply {
         let inside = request.offset <= SIZE && request.len <= SIZE - request.offset;
         let bad = inside && self.is_bad(request);
@@ -198,7 +200,7 @@ impl Expected {
             }
             ExpectedContent::Bytes { data, unknown } => {
                 let range = request.offset as usize..(request.offset + request.len) as usize;
-                // A failed request may have had an effect.
+                // A failed request may have had an effect, so the content of its blocks is unknown.
                 unknown[range.start / BLOCK as usize..range.end / BLOCK as usize].fill(bad || !done);
                 match from {
                     Some(from) => data[range].copy_from_slice(from),
@@ -213,7 +215,7 @@ impl Expected {
         if total(&parsed.readable) != 16 {
             return ExpectedReply::only(IOERR);
         }
-        // The queue stops if the range is outside of the memory.
+        // The request fails if the buffer with the range of sectors is outside of the memory.
         let Some(raw) = bytes(memory, &parsed.readable, 16) else { return ExpectedReply::only(IOERR) };
         let number = |at: usize| u32::from_le_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
         let (sectors, flags) = (number(8), number(12));
@@ -284,13 +286,14 @@ impl Expected {
     }
 }
 
-/// Returns a request for whole sectors, or None if it is invalid.
+/// Returns a request for whole sectors, or None if the offset or the length is invalid.
 fn request(op: Op, offset: Option<u64>, len: u64) -> Option<Request> {
     let possible = len > 0 && len.is_multiple_of(512) && len <= MAX_BYTES;
     Some(Request::new(op, offset?, len)).filter(|_| possible)
 }
 
-/// Returns success with this data, or an error if the buffers are outside of the memory.
+/// Returns the completion with success and `data`, or with an error if the driver's buffers are outside of
+/// the memory.
 fn scattered(data: Vec<Option<u8>>, pieces: &[Piece], memory: &[u8]) -> ExpectedReply {
     match places(memory, pieces, data.len()) {
         Some(_) => ExpectedReply { statuses: vec![OK], data },
@@ -298,7 +301,7 @@ fn scattered(data: Vec<Option<u8>>, pieces: &[Piece], memory: &[u8]) -> Expected
     }
 }
 
-/// Formats a zone for the driver.
+/// Returns the encoded entry of a zone in a zone report.
 fn row(zone: &Zone) -> Vec<u8> {
     let kind = match zone.kind {
         ZoneType::Conventional => 1,

@@ -1,7 +1,7 @@
 //! Files that a frontend sends, and the check that the backend has closed them.
 //!
-//! The check does not count descriptors. A pollable file stays in an epoll set until its last descriptor is closed.
-//! The lock of a memory file is held until its last descriptor and mapping are gone.
+//! The check does not count descriptors. A pollable file stays in an epoll set until its last descriptor is
+//! closed. The lock of a memory file is held until its last descriptor and mapping are closed.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -13,14 +13,17 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::fs::{FlockOperation, MemfdFlags, flock, memfd_create};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// Bytes of the guest memory, and of the memory that is too short.
+/// Size of the guest memory in bytes.
 pub const MEMORY_BYTES: u64 = 0x4000;
+/// Size in bytes of the memory file that is too short for a guest memory region.
 const SHORT_BYTES: u64 = 100;
-/// Offsets in the guest memory.
+/// Offset of the descriptor table in the guest memory.
 pub const DESC: u64 = 0;
+/// Offset of the available ring in the guest memory.
 pub const AVAIL: u64 = 0x1000;
+/// Offset of the used ring in the guest memory.
 pub const USED: u64 = 0x2000;
-/// Offset of the inflight area.
+/// Offset of the inflight area in the guest memory.
 pub const INFLIGHT: u64 = 0x3c00;
 const HEADER: u64 = 0x3000;
 /// Size of the valid queue, in descriptors.
@@ -35,13 +38,13 @@ pub enum Kind {
     Err,
     Pipe,
     Socket,
-    /// Memory that is too short.
+    /// Memory file that is too short.
     Short,
-    /// Memory that cannot be written to.
+    /// Memory file whose descriptor is read-only.
     Unwritable,
 }
 
-/// All kinds, in this order.
+/// All kinds of files, in the order of `Files::each`.
 pub const KINDS: [Kind; 8] = [
     Kind::Memory,
     Kind::Kick,
@@ -53,16 +56,16 @@ pub const KINDS: [Kind; 8] = [
     Kind::Unwritable,
 ];
 
-/// A file of each kind.
+/// Files that a frontend can send, one of each kind.
 pub struct Files {
     each: [OwnedFd; 8],
     epoll: OwnedFd,
-    /// Second descriptors of the memory files.
+    /// Second descriptors of the memory files, which the check tries to lock at the end.
     second: Vec<File>,
     _ends: (OwnedFd, UnixStream),
 }
 
-/// Opens the same file again.
+/// Opens the file of a descriptor again, with an open file description of its own.
 fn reopen(fd: &OwnedFd, write: bool) -> File {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     OpenOptions::new().read(true).write(write).open(path).expect("a file in memory opens")
@@ -83,7 +86,7 @@ fn lock(file: impl AsFd) -> bool {
 }
 
 impl Files {
-    /// Creates the files. The memory contains an available read request of one sector.
+    /// Creates the files. The guest memory contains an available read request of one sector.
     pub fn new() -> Self {
         let (end, pipe) = pipe_with(PipeFlags::CLOEXEC).expect("a descriptor is left");
         let (socket, other) = UnixStream::pair().expect("a descriptor is left");
@@ -105,11 +108,11 @@ impl Files {
         self.each[at].as_fd()
     }
 
-    /// Closes the files, and asserts that no other descriptor or mapping is left.
+    /// Closes the files, and asserts that the backend has no descriptor or mapping of them left.
     pub fn assert_closed(self) {
         let Self { each, epoll, mut second, _ends } = self;
         let [memory, kick, call, err, pipe, socket, short, unwritable] = each;
-        // The unwritable file shares this open file description, and so its lock.
+        // The unwritable file shares the open file description of this last descriptor, and so its lock.
         drop(second.pop());
         for file in [&short, &unwritable] {
             assert!(lock(file), "the file can be locked");
@@ -126,7 +129,7 @@ impl Files {
     }
 }
 
-/// Closes a received file, and asserts that no other descriptor or mapping is left.
+/// Closes a file that the backend sent, and asserts that no other descriptor or mapping of it is left.
 pub fn assert_last(file: OwnedFd) {
     let second = reopen(&file, false);
     assert!(lock(&file), "the file can be locked");
@@ -134,7 +137,7 @@ pub fn assert_last(file: OwnedFd) {
     assert!(lock(&second), "a file is not closed, or is mapped");
 }
 
-/// Writes a queue with one request to the memory.
+/// Writes a queue with one read request to the guest memory.
 fn fill(file: &File) {
     let guest = super::wire::GUEST;
     let entry = |addr: u64, len: u32, flags: u16, next: u16| {

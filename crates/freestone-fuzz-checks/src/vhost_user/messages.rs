@@ -1,4 +1,4 @@
-//! Arbitrary messages of a frontend, with files.
+//! Arbitrary messages of a vhost-user frontend, with files. Properties:
 //!
 //! * The session ends when the frontend disconnects, and nothing panics.
 //! * The replies are those that the reference parser of the messages expects, one each, in order. A message that is
@@ -18,10 +18,10 @@ use super::files::{Files, assert_last};
 use super::reference::{Message, Reference, Verdict, messages};
 use super::requests::well_behaved;
 use super::script::Script;
-use super::wire::{ALWAYS, HEADER_BYTES, hear, send, u32s};
+use super::wire::{ALWAYS, HEADER_BYTES, receive_until_close, send, u32s};
 
 impl VhostUser {
-    /// Checks one input. Returns true if the server accepted all messages, at least one.
+    /// Checks one input. Returns true if there was at least one message and the server accepted all messages.
     ///
     /// # Panics
     /// Panics if a property does not hold.
@@ -50,7 +50,7 @@ impl VhostUser {
             }
             bytes.extend_from_slice(&part.bytes[..sent]);
             if sent < part.bytes.len() {
-                // The rest is dropped, as if the frontend had disconnected.
+                // The rest of the messages is dropped, as if the frontend had disconnected.
                 break;
             }
         }
@@ -63,7 +63,7 @@ impl VhostUser {
         }
         ours.shutdown(std::net::Shutdown::Write).expect("a socket");
         self.serve(device(), script.read_only, theirs.into());
-        let (received, got) = hear(&ours);
+        let (received, got) = receive_until_close(&ours);
         for file in got {
             assert_last(file);
         }
@@ -76,7 +76,7 @@ impl VhostUser {
         completed && accepted == bytes.len() && !messages.is_empty()
     }
 
-    /// Runs a valid frontend.
+    /// Runs a valid frontend, which reads from the device.
     fn well_behaved(&self, disk: &Arc<Disk>, read_only: bool) {
         let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
         std::thread::scope(|scope| {
@@ -98,7 +98,7 @@ impl VhostUser {
     }
 }
 
-/// Replies that are not checked yet.
+/// Replies of the server that are not checked yet.
 struct ReplyReader<'a>(&'a [u8]);
 
 impl<'a> ReplyReader<'a> {
@@ -119,7 +119,7 @@ impl<'a> ReplyReader<'a> {
 /// Checks the replies. Returns true if the session accepted all messages.
 fn check_replies(script: &Script, messages: &[Message], received: &mut ReplyReader<'_>) -> bool {
     let mut reference = Reference::new(script.read_only, script.zoned);
-    // A message without a reply may have been refused.
+    // True after a message without a reply that the server may have refused, which ends the session.
     let mut may_have_ended = false;
     for message in messages {
         let wants_answer = message.wants_answer() && reference.acks;

@@ -20,9 +20,9 @@ use freestone::budget::{self, Budget};
 use freestone::device::Device;
 use freestone_nbd::Workers;
 use freestone_testkit::vhost_user::wire;
-use freestone_vhost_user::{Options, serve_here};
+use freestone_vhost_user::{Options, serve_socket};
 
-/// Number of panics of queue threads. Such a panic ends only its thread, so a hook counts it.
+/// Number of panics of queue threads. A panic ends only its own thread, so a panic hook counts the panics.
 static PANICS: LazyLock<Arc<AtomicUsize>> = LazyLock::new(|| {
     let panics = Arc::new(AtomicUsize::new(0));
     let (count, before) = (Arc::clone(&panics), panic::take_hook());
@@ -54,10 +54,11 @@ impl VhostUser {
     fn serve(&self, device: Arc<dyn Device>, read_only: bool, socket: OwnedFd) {
         let options =
             Options { read_only, workers: self.workers.clone(), ..Options::new(Arc::clone(&self.budget)) };
-        serve_here(device, &options, socket);
+        serve_socket(device, &options, socket);
     }
 
-    /// Asserts that nothing panicked, and that no memory of the budget is in use. No frontend may be connected.
+    /// Asserts that no queue thread panicked, and that no memory of the budget is in use. No frontend may be
+    /// connected.
     fn assert_sound(&self) {
         assert_eq!(PANICS.load(Ordering::SeqCst), 0, "a queue's thread has panicked");
         assert_eq!(self.budget.bytes().1, 0, "memory of the budget is in use");

@@ -9,15 +9,20 @@ use super::wire::{
     SET_VRING_BASE, SET_VRING_CALL, SET_VRING_ENABLE, SET_VRING_ERR, SET_VRING_KICK, SET_VRING_NUM, ZONED,
 };
 
-/// Limits: queues, descriptors of a queue, memory regions, bytes of the configuration and of a body, files.
+/// Maximum number of queues.
 const QUEUES: u32 = 64;
+/// Maximum number of descriptors of a queue.
 const MAX_QUEUE: u32 = 1024;
+/// Maximum number of memory regions.
 const REGIONS: u64 = 128;
+/// Size of the configuration space in bytes.
 const CONFIG_BYTES: u64 = 256;
+/// Maximum length of the body of a message, in bytes.
 const MAX_BODY: usize = 1024;
+/// Maximum number of files of a message.
 const MAX_FILES: usize = 8;
 
-/// A complete message.
+/// A complete message of a frontend.
 #[derive(Debug)]
 pub struct Message {
     pub request: u32,
@@ -31,28 +36,29 @@ pub struct Message {
 pub enum Verdict {
     Done,
     Refused,
-    /// Done or refused: it depends on the memory and the system.
+    /// Done or refused: the result depends on the content of the memory and on the system.
     Either,
     /// A reply with this number.
     Number(u64),
-    /// A reply with the base of this queue.
+    /// A reply with the available ring index of this queue.
     Base(u32),
-    /// A reply with this header and a number of configuration bytes.
+    /// A reply with this header, and with this number of configuration bytes.
     Config(Vec<u8>, usize),
-    /// A reply of this length, with a file.
+    /// A reply of this length in bytes, with the file of the inflight area.
     Area(usize),
 }
 
-/// State of a session, for the expected results.
+/// State of a session on which the expected results depend.
 pub struct Reference {
     offered: u64,
-    /// `REPLY_ACK` was negotiated.
+    /// True if `REPLY_ACK` was negotiated.
     pub acks: bool,
-    /// A queue may start, and its start can fail.
+    /// True after `SET_VRING_ADDR`: later messages may start a queue, which can fail.
     may_begin: bool,
 }
 
-/// Parses all messages up to the first invalid one. Each entry of `files` comes with the byte at its offset.
+/// Parses all messages up to the first invalid one. Each entry of `files` was sent with the byte at its
+/// offset in `bytes`.
 pub fn messages(mut bytes: &[u8], files: &[(usize, Vec<Kind>)]) -> Vec<Message> {
     let mut messages = Vec::new();
     let mut at = 0;
@@ -100,7 +106,7 @@ impl Reference {
         let Message { request, body, files, .. } = message;
         let done_or_either = if self.may_begin { Verdict::Either } else { Verdict::Done };
         let sized = |bytes: usize| body.len() == bytes;
-        // A queue and a number.
+        // True if the body is a valid queue number and another number.
         let queue = sized(8) && number(body, 0) < QUEUES;
         let done_if = |done: bool| if done { Verdict::Done } else { Verdict::Refused };
         let either_if = |possible: bool| if possible { Verdict::Either } else { Verdict::Refused };
@@ -173,7 +179,8 @@ impl Reference {
     }
 }
 
-/// Returns the size of the inflight area for the queues of a message, or None if the queues are invalid.
+/// Returns the size in bytes of the inflight area for the queues of a message, or None if the queues are
+/// invalid.
 fn queues_of(body: &[u8]) -> Option<u64> {
     let (queues, size) = (short(body, 16), short(body, 18));
     let possible = (1..=QUEUES).contains(&queues) && (1..=MAX_QUEUE).contains(&size);
@@ -181,7 +188,7 @@ fn queues_of(body: &[u8]) -> Option<u64> {
 }
 
 impl Message {
-    /// Returns true if the message requests a reply that it does not have by itself.
+    /// Returns true if the message requests an acknowledgement with `NEED_REPLY`.
     pub fn wants_answer(&self) -> bool {
         self.flags & NEED_REPLY != 0
     }

@@ -1,4 +1,4 @@
-//! Generates the requests of a driver from an input.
+//! Generates the requests of a virtio-blk driver from an input.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -18,15 +18,21 @@ use super::wire::{
     ZONE_RESET, ZONE_RESET_ALL, ZONED,
 };
 
-/// Maximum requests of a batch and of an input, so that it takes less than a millisecond.
+/// Maximum number of requests of a batch.
 pub const BATCH: usize = 8;
+/// Maximum number of requests of an input, so that its check takes less than a millisecond.
 const MOST: usize = 24;
-/// Bytes of a request's part of the memory, and offsets in it.
+/// Size in bytes of the part of the guest memory for one request.
 const SLOT_BYTES: u64 = 0x3000;
+/// Offset of the indirect descriptor table in the part of a request.
 const TABLE_AT: u64 = 0x100;
+/// Offset of the status byte in the part of a request.
 const STATUS_AT: u64 = 0x800;
+/// Offset of the sector that a zone append returns, in the part of a request.
 const SECTOR_AT: u64 = 0x900;
+/// Offset of the data in the part of a request.
 const DATA_AT: u64 = 0x1000;
+/// Maximum size in bytes of the data in the part of a request.
 const DATA_BYTES: u32 = 0x2000;
 
 const KINDS: [u32; 16] = [
@@ -47,24 +53,24 @@ const KINDS: [u32; 16] = [
     ZONE_RESET_ALL,
     99,
 ];
-/// Lengths in bytes.
+/// Data lengths in bytes that inputs select instead of the valid ones.
 const LENGTHS: [u32; 16] =
     [0, 1, 8, 15, 17, 20, 63, 64, 127, 511, 513, 4095, 64 << 10, 33 << 20, u32::MAX - 511, u32::MAX];
 
-/// Session of a driver.
+/// Session of a driver that is generated from an input.
 #[derive(Debug)]
 pub struct Script {
     pub driver: driver::QueueConfig,
     pub disk: DiskConfig,
     pub read_only: bool,
-    /// The queue is stopped and started again between batches.
+    /// True if the queue is stopped and started again between batches.
     pub stops: bool,
-    /// The memory is truncated at the end.
+    /// True if the guest memory is truncated at the end of the session.
     pub cuts: bool,
     pub requests: Vec<Raw>,
 }
 
-/// A request as the input has it.
+/// A request as the input encodes it.
 #[derive(Debug, Clone, Copy)]
 pub struct Raw {
     tag: u8,
@@ -74,20 +80,21 @@ pub struct Raw {
     defect: u8,
 }
 
-/// How a chain is made available.
+/// How a chain is made available to the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offer {
-    /// The chain at this descriptor.
+    /// The chain that starts at this descriptor.
     Chain(u16),
-    /// The same, and the published index has more chains than the queue can hold.
+    /// The chain that starts at this descriptor, with a published index that implies more chains than the
+    /// queue can hold.
     TooMuch(u16),
 }
 
-/// A descriptor: address, length, flags.
+/// A descriptor: guest address, length in bytes, flags.
 type Entry = (u64, u32, u16);
 
 impl Script {
-    /// Returns None if the input is too short.
+    /// Generates the session of an input. Returns None if the input is too short.
     pub fn new(input: &[u8]) -> Option<Self> {
         let (&[rings, kind, more], rest) = input.split_first_chunk()?;
         let zoned = rings & 64 != 0;
@@ -119,7 +126,8 @@ impl Script {
             size: 1 << (rings & 7).min(6),
             features,
             base,
-            // The inflight area refers to used indexes.
+            // The entries of an inflight area refer to used indexes, so both rings then start at the same
+            // index.
             used: if has_inflight { base } else { base.wrapping_mul(3) },
             two_regions: rings & 128 != 0,
             has_inflight,
@@ -172,7 +180,7 @@ impl Raw {
         }
     }
 
-    /// Returns the bytes of readable and of writable data.
+    /// Returns the length of the readable and of the writable data, in bytes.
     fn data(self) -> (u32, u32) {
         let n = u32::from(self.len);
         let odd = (n >= 0xc0).then(|| LENGTHS[(n & 15) as usize]);
@@ -205,7 +213,7 @@ impl Raw {
         if first + needed > size {
             return None;
         }
-        // Descriptors are in ascending or descending order.
+        // The descriptors of the chain are in ascending or descending order in the table.
         let count = entries.len() as u16;
         let place = |i: u16| {
             let i = if self.layout & 64 != 0 && !in_table { count - 1 - i } else { i };
@@ -246,12 +254,13 @@ impl Raw {
         Some((needed, offer))
     }
 
-    /// Returns the defect; 0 is none.
+    /// Returns the number of the defect, or 0 if the request has no defect.
     fn defect(self) -> u8 {
         if self.defect < 0xa0 { 0 } else { self.defect % 26 }
     }
 
-    /// Writes two arbitrary bytes to a descriptor, a table, or the header and data.
+    /// If the defect selects it, writes two arbitrary bytes to a descriptor, to the indirect table, or to the
+    /// header and data.
     fn poke(self, driver: &mut Driver, base: u64, head: u16) {
         let n = u64::from(self.place);
         let at = match self.defect() {
@@ -263,11 +272,11 @@ impl Raw {
         driver.put(at, &[self.len, self.len ^ self.layout]);
     }
 
-    /// Writes the header, data and status. Returns the descriptors for them.
+    /// Writes the header, the data and the status byte of the request. Returns the descriptors of the chain.
     fn entries(self, driver: &mut Driver, base: u64) -> Vec<Entry> {
         let (kind, defect) = (self.kind(), self.defect());
         let (given, wanted) = self.data();
-        // The data follows the header.
+        // The data directly follows the 16-byte header, so one descriptor can contain both.
         let header = base + DATA_AT - 16;
         let request_header = [&kind.to_le_bytes()[..], &[0; 4], &self.sector().to_le_bytes()].concat();
         driver.put(header, &request_header);
@@ -315,13 +324,14 @@ impl Raw {
             entries.insert(entries.len() / 2, (addr, 0, flags));
         }
         if defect == 19 {
-            // Readable descriptors after writable ones.
+            // Readable descriptors after writable ones are invalid.
             entries.reverse();
         }
         entries
     }
 
-    /// Writes the readable data: a range, or different bytes in each block.
+    /// Writes the readable data of the request: the range of a discard or write zeroes, or different bytes in
+    /// each block.
     fn fill(self, driver: &mut Driver, base: u64, given: u32) {
         let mut data = vec![0; given.min(DATA_BYTES) as usize];
         if matches!(self.kind(), DISCARD | WRITE_ZEROES) {
@@ -345,7 +355,7 @@ impl Raw {
         driver.put(base + DATA_AT, &data);
     }
 
-    /// Splits `len` bytes of data into the pieces of the layout.
+    /// Adds `len` bytes of data to `pieces`, split into as many pieces as the layout selects.
     fn cut(self, pieces: &mut Vec<(u64, u32)>, base: u64, len: u32) {
         if len > 0 {
             let count = u64::from(self.layout & 3) + 1;
@@ -361,7 +371,7 @@ fn entry(addr: u64, len: u32, flags: u16, next: u16) -> Vec<u8> {
     [&addr.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
 }
 
-/// Reads the first bytes of the device with a valid request.
+/// Reads the first bytes of the device with a valid request, and asserts that they are zeroes.
 pub fn well_behaved(driver: &mut Driver) {
     const LEN: u32 = 4096;
     let old = driver.next;

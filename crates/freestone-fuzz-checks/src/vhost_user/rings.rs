@@ -1,8 +1,9 @@
 //! Arbitrary contents of a driver's memory: rings, descriptors, headers, data.
 //!
-//! * Nothing panics, and no queue hangs. A queue completes each chain once, and notifies the driver if requested. Or
-//!   it stops and reports that, after the chains before the invalid one.
-//! * An invalid request gets an appropriate status. A valid one succeeds unless the device fails.
+//! * Nothing panics, and no queue hangs. A queue completes each chain once, and notifies the driver if
+//!   requested. At an invalid chain, the queue completes the chains before it, stops and reports that.
+//! * An invalid request completes with an appropriate status. A valid request succeeds unless the device
+//!   fails.
 //! * Read data and the final content of the device equal those of a byte vector, or of another zoned device, that
 //!   executes the same requests.
 //! * The memory changes only in the buffers of requests and in the used ring.
@@ -44,7 +45,7 @@ struct Rings<'a> {
     expected: Expected,
     /// Index of the available ring at which the queue continues.
     next_avail: u16,
-    /// A request other than a flush succeeded.
+    /// True if a request other than a flush succeeded.
     done: bool,
 }
 
@@ -115,7 +116,8 @@ impl Rings<'_> {
         assert_eq!(self.driver.stop(), u32::from(self.next_avail), "a queue continues where it was");
     }
 
-    /// Makes a batch of requests available to the queue. Returns their number, and how the batch ended.
+    /// Makes a batch of requests available to the queue. Returns the number of these requests, and how the
+    /// batch ended.
     fn batch(&mut self, requests: &[Raw]) -> (usize, End) {
         let shape = &self.script.driver;
         let indirect = shape.features & INDIRECT != 0;
@@ -124,7 +126,7 @@ impl Rings<'_> {
         let (mut broken, mut unreadable, mut too_much) = (false, false, false);
         for raw in requests.iter().take(BATCH) {
             let Some((used, offer)) = raw.put(&mut self.driver, shape, offered, first) else {
-                // A request that never fits is skipped.
+                // A request that does not fit even into an empty batch is skipped.
                 offered += usize::from(offered == 0);
                 break;
             };
@@ -144,11 +146,11 @@ impl Rings<'_> {
             return (offered, End::Completed);
         }
         if too_much {
-            // The queue detects this before any request.
+            // The queue detects the invalid index before it reads any request.
             heads.clear();
             unreadable = false;
         }
-        // Later requests may have overwritten earlier ones, so parse all of them again.
+        // Later requests may have overwritten earlier requests in the memory, so parse all of them again.
         let (mut chains, mut torn) = (Vec::new(), None);
         for head in &heads {
             match chain::read(&self.driver.memory, shape.size, indirect, *head) {
@@ -185,8 +187,9 @@ impl Rings<'_> {
         (offered, if broken { End::Stopped } else { End::Completed })
     }
 
-    /// Returns true if memory written for one chain may be read for another or as a ring, or if memory read for a
-    /// chain is a ring. `torn` has the ranges read for an invalid chain.
+    /// Returns true if memory that is written for one chain may be read for another chain or as a ring. Also
+    /// returns true if memory that is read for a chain overlaps a ring. `torn` has the ranges read for an
+    /// invalid chain.
     fn is_unpredictable(&self, chains: &[ParsedRequest], torn: &[Range<usize>]) -> bool {
         let size = usize::from(self.script.driver.size);
         let ring = |at: u64, bytes: usize| at as usize..at as usize + bytes;
@@ -205,7 +208,7 @@ impl Rings<'_> {
         })
     }
 
-    /// Checks the completions and the whole memory.
+    /// Checks the completions of the chains and the content of the whole guest memory.
     fn check_completions(&mut self, chains: &[ParsedRequest]) {
         let actual = self.driver.read_memory();
         let size = u64::from(self.script.driver.size);
@@ -221,7 +224,7 @@ impl Rings<'_> {
             assert_eq!(more, 1, "{request:?} is completed {more} times");
             self.follow(request, answer.map_or(0, |used| used.1), &actual);
         }
-        // The queue's notification settings and its used index.
+        // The queue also writes its notification settings, which may have any value, and its used index.
         let index = self.driver.used_seen.to_le_bytes();
         let memory = &mut self.driver.memory;
         for at in [USED as usize, (USED + 4 + 8 * size) as usize] {

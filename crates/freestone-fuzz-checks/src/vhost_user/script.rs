@@ -1,4 +1,4 @@
-//! Generates the messages of a frontend from an input.
+//! Generates the messages of a vhost-user frontend from an input.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -17,11 +17,12 @@ use super::wire::{
     addresses, message, region, u32s, u64s,
 };
 
-/// Maximum messages and files of an input, so that it takes less than a millisecond.
+/// Maximum number of messages of an input, so that its check takes less than a millisecond.
 const MOST: usize = 32;
+/// Maximum number of files of an input. No message is added after this number is reached.
 const MOST_FILES: usize = 100;
 
-/// Requests that inputs select more often than by their numbers.
+/// Request types that inputs select by additional numbers, so that they occur more often.
 const OFTEN: [u32; 24] = [
     GET_FEATURES,
     SET_FEATURES,
@@ -84,35 +85,35 @@ const NUMBERS: [u64; 32] = [
     u64::MAX,
 ];
 
-/// Bytes that are sent in one call, with files.
+/// Bytes and files that the frontend sends in one call.
 #[derive(Debug)]
 pub struct Part {
     pub bytes: Vec<u8>,
     pub files: Vec<Kind>,
 }
 
-/// Session of a frontend.
+/// Session of a frontend that is generated from an input.
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[derive(Debug)]
 pub struct Script {
-    /// The device is read-only.
+    /// True if the device is read-only.
     pub read_only: bool,
-    /// The device is zoned.
+    /// True if the device is zoned.
     pub zoned: bool,
-    /// A valid frontend connects next.
+    /// True if the check connects a second, valid frontend after the session of this script.
     pub another: bool,
-    /// The frontend disconnects without receiving anything.
+    /// True if the frontend disconnects without receiving any reply.
     pub is_deaf: bool,
     pub parts: Vec<Part>,
 }
 
 impl Script {
-    /// Returns None if the input is too short.
+    /// Generates the session of an input. Returns None if the input is empty.
     pub fn new(input: &[u8]) -> Option<Self> {
         let (&modes, mut rest) = input.split_first()?;
         let mut parts = Vec::new();
         if modes & 16 != 0 {
-            // REPLY_ACK must be negotiated for replies.
+            // The server acknowledges messages only after REPLY_ACK was negotiated.
             for request in [SET_PROTOCOL_FEATURES, SET_FEATURES] {
                 parts.push(valid_message(request, 0));
             }
@@ -147,7 +148,7 @@ impl Script {
     }
 }
 
-/// Adds the next message. Returns the rest of the input.
+/// Adds the next message of the input to `parts`. Returns the rest of the input.
 fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [u8]) -> &'a [u8] {
     let request = u32::from(tag & 63);
     let request = if request < 40 { request } else { OFTEN[request as usize - 40] };
@@ -178,11 +179,11 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
     };
     match shape >> 4 {
         9 => {
-            // The header has another size.
+            // The size field of the header is replaced.
             let size = [0, 1, 8, 24, 40, 256, 1024, 1025][number(8)];
             part.bytes[8..12].copy_from_slice(&u32s(&[size]));
         }
-        // Another version, or undefined flags.
+        // The flags of the header are replaced: another version, or undefined flags.
         10 => part.bytes[4..8].copy_from_slice(&u32s(&[number(256) as u32])),
         11 => {
             let more = number(64);
@@ -195,7 +196,7 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
             part = whole(part);
         }
         13 => {
-            // The body is a part of the input.
+            // The body is replaced with bytes of the input.
             let n = number(64).min(rest.len());
             part.bytes.truncate(12);
             part.bytes.extend_from_slice(&rest[..n]);
@@ -203,13 +204,13 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
             part = whole(part);
         }
         14 => {
-            // No header.
+            // The whole message is replaced with bytes of the input, without a valid header.
             let n = number(32).min(rest.len());
             part.bytes = rest[..n].to_vec();
             rest = &rest[n..];
         }
         15 => {
-            // Two parts; the second one may be missing.
+            // The message is sent in two parts, of which the second may be missing.
             let second_part = part.bytes.split_off(number(part.bytes.len()));
             let files = part.files.split_off(part.files.len() / 2);
             parts.push(part);
@@ -221,7 +222,7 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
         _ => {}
     }
     if part.files.len() > 8 {
-        // One call sends at most 8 files.
+        // A call sends at most 8 files, so the body is sent with the other files in a second call.
         let second_part = part.bytes.split_off(part.bytes.len().min(12));
         let files = part.files.split_off(8);
         parts.push(part);
@@ -231,14 +232,14 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
     rest
 }
 
-/// Corrects the size in the header.
+/// Corrects the size field in the header of a message.
 fn whole(mut part: Part) -> Part {
     let size = part.bytes.len() as u32 - 12;
     part.bytes[8..12].copy_from_slice(&u32s(&[size]));
     part
 }
 
-/// Returns a valid message.
+/// Returns a valid message for the given request type.
 fn valid_message(request: u32, flags: u32) -> Part {
     let area = |bytes: u64, offset: u64| {
         [&u64s(&[bytes, offset])[..], &1_u16.to_ne_bytes(), &QUEUE.to_ne_bytes(), &[0; 4]].concat()

@@ -1,5 +1,5 @@
-//! The open file: its descriptor, size and capabilities, and a sequence count that orders inline
-//! reads against writes.
+//! The open image file: its descriptor, size and capabilities, and a sequence count that detects
+//! writes concurrent with inline reads.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -10,37 +10,38 @@ use rustix::fs::SeekFrom;
 use rustix::io::{Errno, ReadWriteFlags};
 
 use freestone_core::device::{Error, Geometry, Result};
-use freestone_core::file_locks::{self, Held};
+use freestone_core::file_locks::{self, FileRegistration};
 use freestone_core::sync::Arc;
 
-use super::watch::Watched;
+use super::watch::FileWatch;
 
-/// An open file or block device, shared by the device and its engine.
+/// An open file or block device, shared by the [`File`](super::File) and its I/O engine.
 #[derive(Debug)]
 pub(super) struct Backing {
     pub fd: OwnedFd,
-    /// Entry in the process's list of open files.
-    pub lock_entry: Option<Held>,
-    /// Modification time (nanoseconds since 1970) and size in bytes before the file was opened.
+    /// Registration of the file in this process's table of open files.
+    pub lock_entry: Option<FileRegistration>,
+    /// Modification time (nanoseconds since 1970) and size in bytes of the file before it was
+    /// opened.
     pub modified_at_open: Option<(i128, u64)>,
-    /// Watches a read-only file for changes.
-    pub watched: Option<Arc<Watched>>,
+    /// Watch that detects changes of a read-only file; `None` for a writable file.
+    pub watched: Option<Arc<FileWatch>>,
     pub path: PathBuf,
     pub is_block_device: bool,
     pub direct: bool,
     pub writes: Writes,
-    /// Supported `fallocate` modes; cleared when the file system refuses one.
+    /// True if this `fallocate` mode can be used; cleared when the file system refuses the mode.
     pub can_punch: AtomicBool,
     pub can_zero_range: AtomicBool,
-    /// The file supports `RWF_NOWAIT` reads.
+    /// True if reads can use `RWF_NOWAIT`: with the page cache, until the file system refuses one.
     can_nowait: AtomicBool,
-    /// A sync has failed and its data is lost, so no later sync may succeed.
+    /// True after a failed sync, whose data is lost. No later sync may succeed.
     sync_failed: AtomicBool,
-    /// The file may end within a block.
+    /// True if the file may end within a block; the last block is then padded.
     pub padded: bool,
-    /// Bytes of the file that belong to the device; whole blocks, unless `padded`.
+    /// Bytes of the file that belong to the device: whole blocks, unless `padded`.
     bytes: AtomicU64,
-    /// Geometry at opening; size and padding are replaced from `bytes`.
+    /// Geometry at opening. [`geometry`](Self::geometry) computes size and padding from `bytes`.
     geometry: Geometry,
 }
 
@@ -71,12 +72,12 @@ impl Backing {
         Geometry { size, padding: (size - bytes) as u32, ..self.geometry }
     }
 
-    /// Returns the bytes of the device that lie in the file, without the padding.
+    /// Returns the size of the device in bytes, without the padding that is not in the file.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(SeqCst)
     }
 
-    /// Returns the current length of the file in bytes and picks up growth.
+    /// Returns the current length of the file in bytes, and adds growth of the file to the device.
     pub fn refresh(&self) -> Result<u64> {
         let real = if self.is_block_device {
             rustix::fs::seek(&self.fd, SeekFrom::End(0)).map_err(error)?
@@ -88,7 +89,7 @@ impl Backing {
         Ok(real)
     }
 
-    /// Returns the bytes after the device's end, less than a block.
+    /// Returns the bytes of the file after the device's end, less than a block.
     pub fn tail(&self) -> io::Result<Vec<u8>> {
         let geometry = self.geometry();
         let mut tail = vec![0; geometry.logical_block as usize - 1];
@@ -103,8 +104,8 @@ impl Backing {
         Ok(tail)
     }
 
-    /// Reads cached data at `offset`. Returns the number of bytes, or `None` if the read would
-    /// block.
+    /// Reads data at `offset` that is in the page cache. Returns the number of bytes read, or
+    /// `None` if the read would block or failed.
     pub fn read_nowait(&self, offset: u64, out: &mut [u8]) -> Option<u64> {
         if !self.can_nowait.load(SeqCst) {
             return None;
@@ -113,17 +114,17 @@ impl Backing {
         match rustix::io::preadv2(&self.fd, &mut slices, offset, ReadWriteFlags::NOWAIT) {
             Ok(n) => Some(n as u64),
             Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => {
-                // tmpfs, for example. Remembered, since another attempt would cost a system call
-                // per request.
+                // Some file systems, for example tmpfs. Remember it, since each further attempt
+                // would cost a system call.
                 self.can_nowait.store(false, SeqCst);
                 None
             }
-            // Not cached, or an error that the submitted request will see again.
+            // The data is not cached, or there is an error that the submitted request will return.
             Err(_) => None,
         }
     }
 
-    /// Records the outcome of a sync. Fails if this or any earlier sync failed.
+    /// Records the result of a sync. Fails if this sync or any earlier one failed.
     pub fn record_sync(&self, outcome: Result<()>) -> Result<()> {
         if outcome.is_err() {
             self.sync_failed.store(true, SeqCst);
@@ -134,8 +135,8 @@ impl Backing {
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        // Closing releases the lock too, but a request that has just ended may keep the file open a
-        // little longer.
+        // Closing the file releases its lock, too. But a request that has just ended may keep the
+        // file open a little longer, so unlock it now.
         file_locks::unlock(self.fd.as_fd());
     }
 }
@@ -148,30 +149,33 @@ pub(super) struct Writes {
     ended: AtomicU64,
 }
 
-/// A moment at which no write was running: the number of writes begun until then.
+/// Number of writes begun until a moment at which no write was in progress.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct IdleMark(u64);
 
 impl Writes {
-    /// Counts a write. Called before its first system call.
+    /// Counts the begin of a write. Called before the first system call of the write.
     pub fn begin(&self) {
         self.begun.fetch_add(1, SeqCst);
     }
 
-    /// Counts the end of a write. Called after its last system call, before the completion.
+    /// Counts the end of a write. Called after the last system call of the write, before its
+    /// completion.
     pub fn end(&self) {
         self.ended.fetch_add(1, SeqCst);
     }
 
-    /// Returns a mark if no write is running.
+    /// Returns a mark for [`is_unchanged_since`](Self::is_unchanged_since); `None` if a write is in
+    /// progress.
     pub fn idle_mark(&self) -> Option<IdleMark> {
-        // `ended` is read first. Both counters only rise and `ended` never passes `begun`, so equal
-        // values mean that no write was running in between (SeqCst keeps this order).
+        // `ended` is read first. Both counters only rise, and `ended` never exceeds `begun`. So
+        // equal values mean that no write was in progress between the two loads (SeqCst keeps their
+        // order).
         let ended = self.ended.load(SeqCst);
         (self.begun.load(SeqCst) == ended).then_some(IdleMark(ended))
     }
 
-    /// Returns true if no write has begun since the mark.
+    /// Returns true if no write has begun since `idle_mark`.
     pub fn is_unchanged_since(&self, idle_mark: IdleMark) -> bool {
         self.begun.load(SeqCst) == idle_mark.0
     }

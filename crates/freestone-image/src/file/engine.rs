@@ -1,4 +1,4 @@
-//! Selection of the I/O engine.
+//! Selection of the I/O engine of a file: `io_uring` or threads.
 
 use std::io;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::job::Job;
 use super::ring::Ring;
 use super::threads::Threads;
 
-/// A running engine. Dropping it waits until all submitted requests have completed.
+/// A running I/O engine. Dropping the engine waits until all submitted requests have completed.
 #[derive(Debug)]
 pub(super) enum ActiveEngine {
     Ring(Ring),
@@ -21,8 +21,8 @@ impl ActiveEngine {
         match kind {
             Engine::IoUring => Ring::start(backing).map(Self::Ring),
             Engine::Threads => Threads::start(backing).map(Self::Threads),
-            // The simulator needs deterministic completions; the kernel completes a ring at any
-            // time.
+            // The simulator needs deterministic completions, but the kernel completes requests of a
+            // ring at any time.
             Engine::Auto if cfg!(freestone_sim) => Threads::start(backing).map(Self::Threads),
             Engine::Auto => match Ring::start(backing) {
                 Ok(ring) => Ok(Self::Ring(ring)),

@@ -1,4 +1,4 @@
-//! A request as a sequence of system calls, independent of the engine that makes them.
+//! A request as a sequence of system calls, independent of the I/O engine that makes the calls.
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering::SeqCst;
@@ -11,12 +11,14 @@ use freestone_core::zeroes::ZEROES_BYTES;
 
 use super::backing::{Backing, error};
 
-/// Maximum number of bytes of one read or write: the kernel's own limit is a little below 2 GiB.
+/// Maximum number of bytes of one read or write system call. The kernel's own limit is a little
+/// below 2 GiB.
 const MAX_IO_BYTES: u64 = 1 << 30;
-/// Retries of an interrupted or refused system call before it counts as failed.
+/// Maximum number of retries of an interrupted or refused system call before the request fails.
 const MAX_RETRIES: u32 = 1000;
 
-/// A system call of a job. `at` is the byte offset in the file, `from` that in the job's buffer.
+/// A system call of a job. `at` is the byte offset in the file, `from` the offset in the job's
+/// buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Io {
     Read {
@@ -30,7 +32,7 @@ pub(super) enum Io {
         len: usize,
         dsync: bool,
     },
-    /// A write of zeroes from [`ZEROES`](freestone_core::zeroes::ZEROES).
+    /// A write of zeroes, with [`ZEROES`](freestone_core::zeroes::ZEROES) as the data.
     Zeroes {
         at: u64,
         len: usize,
@@ -58,22 +60,22 @@ enum Phase {
     Sync,
 }
 
-/// A request in progress. If it is dropped before [`Job::finish`], its request completes with
-/// [`Error::Gone`] and its buffer is leaked, because the kernel may still use it.
+/// A request in progress. A job that is dropped before [`Job::finish`] completes its request with
+/// [`Error::Gone`] and leaks the buffer, because the kernel may still use the buffer.
 #[derive(Debug)]
 pub(super) struct Job {
     pub request: Request,
     buffer: ManuallyDrop<IoBuf>,
     done: Completion,
     phase: Phase,
-    /// Bytes of the request that lie in the file, without the padding.
+    /// Bytes of the request that are in the file, without the padding.
     len: u64,
-    /// Bytes finished in this phase.
+    /// Bytes finished in the current phase.
     at: u64,
     retries: u32,
-    /// Error of the current synchronous write, while it is repeated without the sync.
+    /// Error of a synchronous write, while the write is repeated without the sync.
     dsync_error: Option<Errno>,
-    /// Counted as begun in [`Backing::writes`].
+    /// True after the job was counted in [`Backing::writes`].
     counted: bool,
 }
 
@@ -97,14 +99,14 @@ impl Job {
         &mut self.buffer
     }
 
-    /// Returns true if the request may change content.
+    /// Returns true if the request may change the content of the file.
     pub fn changes(&self) -> bool {
         !matches!(self.request.op, Op::Read | Op::Flush)
     }
 
     pub fn begin(&mut self, backing: &Backing) -> Step {
         if self.request.op != Op::Read {
-            // Checking the size costs little compared with a write or flush.
+            // Check the size of the file, which costs little compared with a write or flush.
             match backing.refresh() {
                 Ok(real) if self.end(backing) <= real => {}
                 Ok(_) => return Step::Done(Err(Error::Media)),
@@ -125,7 +127,8 @@ impl Job {
             Op::Read | Op::Write => Phase::Data,
             Op::Flush => Phase::Sync,
             Op::Discard if backing.can_punch.load(SeqCst) => Phase::Punch,
-            // Discard is a hint; without support it succeeds without an effect.
+            // Discard is a hint. If the file system does not support it, the request succeeds
+            // without an effect.
             Op::Discard => return self.finish_change(),
             Op::WriteZeroes => {
                 let may_free = self.request.flags.contains(Flags::MAY_FREE);
@@ -139,12 +142,12 @@ impl Job {
         Step::Io(self.io(backing))
     }
 
-    /// Returns the end of the request in the file.
+    /// Returns the end of the request in the file in bytes, without the padding.
     fn end(&self, backing: &Backing) -> u64 {
         (self.request.offset + self.request.len).min(backing.bytes())
     }
 
-    /// Returns the next step after the result of the last system call.
+    /// Returns the next step, given the result of the last system call.
     pub fn advance(&mut self, backing: &Backing, result: std::result::Result<u64, Errno>) -> Step {
         if matches!(result, Err(Errno::INTR | Errno::AGAIN)) && self.retries < MAX_RETRIES {
             self.retries += 1;
@@ -173,12 +176,13 @@ impl Job {
                 Step::Io(self.io(backing))
             }
             (Phase::Data, Err(errno)) if self.is_dsync() && errno == Errno::IO => {
-                // Either the write or the sync may have failed; assume the sync.
+                // The write or the sync may have failed. Assume the sync, so that later syncs fail,
+                // too.
                 Step::Done(backing.record_sync(Err(error(errno))))
             }
             (Phase::Data, Err(errno @ (Errno::NOSPC | Errno::DQUOT))) if self.is_dsync() => {
-                // Either the write or its sync ran out of space; only a failed sync may have lost
-                // earlier writes. Repeating the write without a sync tells them apart.
+                // The write or its sync ran out of space, but only a failed sync may have lost
+                // earlier writes. The write is repeated without a sync to distinguish the two.
                 self.dsync_error = Some(errno);
                 Step::Io(self.io(backing))
             }
@@ -201,7 +205,7 @@ impl Job {
         if backing.can_zero_range.load(SeqCst) { Phase::ZeroRange } else { Phase::ZeroPieces }
     }
 
-    /// Returns the system call of the current step.
+    /// Returns the system call for the rest of the current phase.
     pub fn io(&self, backing: &Backing) -> Io {
         let Request { op, offset, .. } = self.request;
         let (at, len, left) = (offset + self.at, self.len, self.len - self.at);
@@ -219,7 +223,8 @@ impl Job {
                 Io::Allocate { mode: FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, len }
             }
             Phase::ZeroRange => {
-                // A block device has no size to keep, and some kernels refuse the flag there.
+                // A block device has no size to keep, and some kernels refuse `KEEP_SIZE` for block
+                // devices.
                 let keep =
                     if backing.is_block_device { FallocateFlags::empty() } else { FallocateFlags::KEEP_SIZE };
                 Io::Allocate { mode: FallocateFlags::ZERO_RANGE | keep, at, len }
@@ -228,11 +233,12 @@ impl Job {
         }
     }
 
-    /// Accounts for `n` more bytes read or written.
+    /// Adds `n` bytes read or written to the progress, and returns the next step.
     fn add_transferred(&mut self, backing: &Backing, n: u64) -> Step {
         let block = u64::from(backing.geometry().logical_block);
-        // O_DIRECT continues only at a block boundary. The page cache continues at any byte, so a
-        // read of a file that ends within a block reaches its end and then returns 0.
+        // With O_DIRECT, the next call must begin at a block boundary. With the page cache it may
+        // begin at any byte. So a read of a file that ends within a block reaches the end, and the
+        // next call returns 0.
         let new_at = if backing.direct { (self.at + n) / block * block } else { self.at + n };
         if new_at == self.at {
             return Step::Done(Err(Error::Media));
@@ -247,7 +253,7 @@ impl Job {
         if self.is_dsync() { Step::Done(backing.record_sync(Ok(()))) } else { Step::Done(Ok(())) }
     }
 
-    /// Follows a discard or write zeroes with a sync if FUA was requested.
+    /// Finishes a discard or write zeroes, with a sync first if FUA was requested.
     fn finish_change(&mut self) -> Step {
         if self.request.flags.contains(Flags::FUA) {
             self.phase = Phase::Sync;
@@ -289,11 +295,11 @@ mod tests {
         assert_eq!(job.advance(&b, Err(Errno::INTR)), read(4796, 700, 3396));
         assert_eq!(job.advance(&b, Ok(3396)), Step::Done(Ok(())));
 
-        // O_DIRECT continues from the last whole block.
+        // With O_DIRECT, the next call begins at the last block boundary.
         let b = backing(true);
         let (mut job, _) = begin_job(&b, Request::read(4096, 4096));
         assert_eq!(job.advance(&b, Ok(700)), read(4608, 512, 3584));
-        // A result of less than a block, or of 0, is the end of the file.
+        // A result of 0 or less than a block means that the file has ended.
         assert_eq!(job.advance(&b, Ok(100)), Step::Done(Err(Error::Media)));
         let (mut job, _) = begin_job(&b, Request::read(4096, 4096));
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Err(Error::Media)));
@@ -329,7 +335,7 @@ mod tests {
         assert_eq!(job.advance(&b, Ok(piece as u64)), Step::Io(rest));
         assert_eq!(job.advance(&b, Ok(36 << 10)), Step::Io(Io::Sync));
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Ok(())));
-        // The refusal is remembered, and a discard becomes a no-op.
+        // The engine remembers the refused modes, and a discard does nothing.
         assert_eq!(begin_job(&b, request).1, Step::Io(Io::Zeroes { at: 512, len: piece }));
         assert_eq!(begin_job(&b, Request::new(Op::Discard, 0, 512)).1, Step::Done(Ok(())));
     }
@@ -350,7 +356,7 @@ mod tests {
         }
     }
 
-    /// The kernel reports a lost write once; the device keeps failing.
+    /// The kernel reports a lost write only once, so the device must keep failing later syncs.
     #[test]
     fn sync_fails_after_failed_sync() {
         for failing in [Request::flush(), Request::write(0, 512).with(Flags::FUA)] {
@@ -370,14 +376,14 @@ mod tests {
     #[test]
     fn write_enospc_differs_from_sync_enospc() {
         let fua = Request::write(0, 512).with(Flags::FUA);
-        // The write itself has no space: only this request fails.
+        // The write has no space: only this request fails.
         let b = backing(false);
         let (mut job, _) = begin_job(&b, fua);
         assert!(matches!(job.advance(&b, Err(Errno::NOSPC)), Step::Io(Io::Write { dsync: false, .. })));
         assert_eq!(job.advance(&b, Err(Errno::NOSPC)), Step::Done(Err(Error::NoSpace)));
         let (mut job, _) = begin_job(&b, Request::flush());
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Ok(())));
-        // The sync had no space: the data it lost stays lost.
+        // The sync has no space: it may have lost earlier writes, so later syncs fail.
         let (mut job, _) = begin_job(&b, fua);
         assert!(matches!(job.advance(&b, Err(Errno::NOSPC)), Step::Io(Io::Write { dsync: false, .. })));
         assert_eq!(job.advance(&b, Ok(512)), Step::Done(Err(Error::Media)));
@@ -400,7 +406,7 @@ mod tests {
         assert_eq!(job.advance(&b, Ok(612)), Step::Done(Ok(())));
         let step = begin_job(&b, Request::new(Op::WriteZeroes, SIZE, 512)).1;
         assert!(matches!(step, Step::Io(Io::Allocate { at: SIZE, len: 100, .. })), "{step:?}");
-        // A truncated file is not extended again.
+        // A write does not extend a file that was truncated.
         rustix::fs::ftruncate(&b.fd, SIZE + 50).unwrap();
         assert_eq!(begin_job(&b, Request::write(SIZE, 512)).1, Step::Done(Err(Error::Media)));
         assert_eq!(
@@ -422,7 +428,7 @@ mod tests {
         assert!(b.writes.idle_mark().is_none());
         second.finish(&b, Ok(()));
         assert!(b.writes.idle_mark().is_some() && !b.writes.is_unchanged_since(idle_mark));
-        // Reads and flushes are not counted.
+        // Reads and flushes are not counted as writes.
         let idle_mark = b.writes.idle_mark().unwrap();
         let _ = begin_job(&b, Request::read(0, 512));
         let _ = begin_job(&b, Request::flush());

@@ -4,15 +4,15 @@
 //! completions. If the kernel forbids `io_uring`, [`Engine::Threads`] makes the same system calls
 //! on a fixed number of threads. Only buffered reads of cached pages complete inline.
 //!
-//! **Size.** The device takes the size that the file has when it is opened, and grows with the
-//! file. [`File::refresh`], each write and flush, and each request or extent query beyond the known
-//! end pick up growth. (The NBD server rejects requests beyond the known end itself; there a write,
-//! a flush or [`File::refresh`] picks up growth, and clients see the new size when they connect.)
-//! The device never shrinks. If the file is truncated, requests beyond its real end fail with
-//! [`Error::Media`]; writes, discards and write zeroes would otherwise extend the file again behind
-//! its owner's back. A truncation between the submission and the completion of a write can still be
-//! undone by that write. The rest of the file stays usable. The file is never mapped, so a
-//! truncation cannot raise `SIGBUS`.
+//! **Size.** The device has the size of the file at opening, and grows with the file.
+//! [`File::refresh`], each write and flush, and each request or extent query beyond the known end
+//! pick up growth. (The NBD server itself rejects requests beyond the known end. Exported files
+//! therefore grow only by a write, a flush or [`File::refresh`], and clients see the new size when
+//! they connect.) The device never shrinks. If the file is truncated, requests beyond its real end
+//! fail with [`Error::Media`]. Otherwise writes, discards and write zeroes would extend the file
+//! again, against the intention of its owner. A truncation between the submission and the
+//! completion of a write can still be undone by that write. The rest of the file stays usable. The
+//! file is never mapped, so a truncation cannot raise `SIGBUS`.
 //!
 //! **Ordering.** The kernel may return half of a concurrent write to a read; this device does not.
 //! Overlapping requests run in submission order, all others concurrently.
@@ -22,56 +22,57 @@
 //! therefore fails with [`Error::Media`] until the file is opened again.
 //!
 //! **Locks.** A writable device holds an exclusive `flock`, a read-only device a shared one. Both
-//! also hold qemu's byte-range locks. qemu can open a file that is writable here only with
-//! `--force-share`, and can read but not write a file that is read-only here. By the same rules,
-//! files that qemu has open are refused here. A writable block device is opened with `O_EXCL`, which
-//! refuses mounted ones.
+//! also hold qemu's byte-range locks. If this process has a file open for writing, qemu can open
+//! the file only with `--force-share`. If this process has a file open read-only, qemu can read but
+//! not write the file. By the same rules, this process refuses files that qemu has open. A writable
+//! block device is opened with `O_EXCL`, which refuses mounted ones.
 //!
 //! **Changed files.** A read-only file is assumed to be immutable. Programs that ignore locks may
-//! still change it, so a thread checks its size, modification time and path periodically:
-//! [`File::changed`].
+//! still change the file, so a thread checks size, modification time and path periodically:
+//! [`File::change`].
 
 mod backing;
 mod engine;
 mod extents;
 mod job;
-mod notes;
 mod open;
 mod ring;
 mod schedule;
 mod threads;
 mod watch;
+mod xattrs;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 
 use backing::Backing;
 use job::Job;
 pub use open::SetupError;
 use open::Tail;
-pub use watch::{Changed, look_now, look_soon};
+pub use watch::{FileChange, check_now, request_check};
 
 /// Maximum number of bytes that one inline read copies from the page cache.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
 
-/// Use of the page cache.
+/// Use of the page cache for a file or block device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Direct {
     /// `O_DIRECT` for block devices, the page cache for files.
     #[default]
     Auto,
-    /// `O_DIRECT`; an error if the file system does not support it. The file system or disk
+    /// `O_DIRECT`; opening fails if the file system does not support it. The file system or disk
     /// determines the logical block size.
     On,
-    /// Page cache. The logical block is 512 bytes for a file, and the disk's for a block device.
+    /// Page cache. The logical block size is 512 bytes for a file, and that of the disk for a block
+    /// device.
     Off,
 }
 
-/// Mechanism that makes the system calls.
+/// Mechanism that makes the system calls for requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Engine {
     /// `io_uring` if the kernel allows it, otherwise threads.
@@ -79,34 +80,35 @@ pub enum Engine {
     Auto,
     /// `io_uring`; opening fails if it is not available.
     IoUring,
-    /// Fixed number of threads with blocking system calls.
+    /// A fixed number of threads with blocking system calls.
     Threads,
 }
 
 /// Options for opening a [`File`].
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// A regular file or a block device.
+    /// Path of a regular file or a block device.
     pub path: PathBuf,
     /// Opens the file read-only and serves only reads.
     pub read_only: bool,
-    /// Use of the page cache.
+    /// Whether to use the page cache.
     pub direct: Direct,
-    /// Size in bytes. If the file does not exist, a sparse file of this size is created (mode
-    /// 0600). An existing file must have this size.
+    /// Size in bytes. A missing file is created as a sparse file of this size (mode 0600). An
+    /// existing file must have this size.
     pub size: Option<u64>,
-    /// A newly created file gets no name, so it disappears with the device, even after a crash.
+    /// Gives a newly created file no name, so that the file disappears with the device, even after
+    /// a crash.
     pub nameless: bool,
-    /// Mechanism that makes the system calls.
+    /// Mechanism that makes the system calls for requests.
     pub engine: Engine,
     /// With the page cache, accepts a file of any length, including 0, and
-    /// [pads](Geometry::padding) the last block. Without this, the length must be a multiple of the
-    /// block size, as for a file that serves as a store.
+    /// [pads](Geometry::padding) the last block. Otherwise the length must be a multiple of the
+    /// block size.
     pub padded: bool,
 }
 
 impl Config {
-    /// Returns options for an existing file, writable, with all other options at their defaults.
+    /// Returns options for an existing writable file, with all other options at their defaults.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
@@ -120,33 +122,34 @@ impl Config {
     }
 }
 
-/// A raw image file or a block device.
+/// An open raw image file or block device.
 #[derive(Debug)]
 pub struct File {
-    /// Declared before `backing`, so that the engine's threads end first.
+    /// Declared before `backing`, so that the engine's threads end before the file is closed.
     engine: engine::ActiveEngine,
     backing: Arc<Backing>,
 }
 
 impl File {
-    /// Opens a file or block device. Retries for a second if it is in use: the kernel may still be
-    /// finishing requests of a closed or killed user.
+    /// Opens a file or block device. Retries for a second if the file is in use: the kernel may
+    /// still be finishing requests of a closed or killed user.
     ///
     /// # Errors
-    /// Each [`SetupError`] names the path and the remedy.
+    /// Fails with a [`SetupError`], whose message contains the path and the remedy.
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
         let tail = if config.padded { Tail::Padded } else { Tail::Refused };
         Self::start(config, open::open(config, tail)?)
     }
 
-    /// Opens a file or block device as a backing device for a RAM disk's writeback. Uses `O_DIRECT`
-    /// if the file system supports it, since pages in the page cache would still occupy memory. If
-    /// `size` is given and the file does not exist, creates a file of that size in the directory of
-    /// `path`. The file never gets a name, so it disappears with the device, even after a crash.
+    /// Opens a file or block device as a backing device for the writeback of a RAM disk. Uses
+    /// `O_DIRECT` if the file system supports it, since pages in the page cache would still occupy
+    /// memory. If `size` is given and the file does not exist, creates a file of that size in the
+    /// directory of `path`. The new file never has a name, so it disappears with the device, even
+    /// after a crash.
     ///
     /// # Errors
-    /// Same as [`open`](Self::open).
-    pub fn open_for_spilling(
+    /// Fails like [`open`](Self::open).
+    pub fn open_for_writeback(
         path: impl Into<PathBuf>,
         size: Option<u64>,
     ) -> std::result::Result<Self, SetupError> {
@@ -163,8 +166,8 @@ impl File {
         }
     }
 
-    /// Like [`open`](Self::open), but accepts a file that ends within a block. The device ends at
-    /// the last whole block; the bytes after it are returned separately.
+    /// Opens a file like [`open`](Self::open), but accepts a file that ends within a block. The
+    /// device ends at the last whole block; the bytes after that block are returned separately.
     pub(crate) fn open_with_tail(config: &Config) -> std::result::Result<(Self, Vec<u8>), SetupError> {
         let file = Self::start(config, open::open(config, Tail::Separate)?)?;
         let tail = file.backing.tail().map_err(|source| SetupError::Call {
@@ -182,28 +185,29 @@ impl File {
         Ok(Self { engine, backing })
     }
 
-    /// Picks up growth of the file and returns the device's size in bytes.
+    /// Picks up growth of the file, and returns the size of the device in bytes.
     ///
     /// # Errors
-    /// [`Error::Media`] if the system call for the size fails.
+    /// Fails if the system call for the size of the file fails.
     pub fn refresh(&self) -> Result<u64> {
         self.backing.refresh()?;
         Ok(self.backing.geometry().size)
     }
 
-    /// Returns the path that was opened.
+    /// Returns the path at which the file was opened.
     pub fn path(&self) -> &Path {
         &self.backing.path
     }
 
-    /// Returns the change found by the last check ([`look_now`]) of a read-only file.
-    pub fn changed(&self) -> Option<Changed> {
-        self.backing.watched.as_ref()?.changed()
+    /// Returns the change that the last check ([`check_now`]) of a read-only file found; `None` if
+    /// the file is unchanged, or writable.
+    pub fn change(&self) -> Option<FileChange> {
+        self.backing.watched.as_ref()?.change()
     }
 
-    /// Returns size, modification time and inode of a read-only file as text. A different text
-    /// means that the file may have changed. Returns `None` for a block device and for a writable
-    /// file.
+    /// Returns size, modification time and inode of a read-only file at opening, as text. A
+    /// different text at another opening means that the file may have changed. Returns `None` for a
+    /// block device and for a writable file.
     pub fn identity(&self) -> Option<String> {
         self.backing.watched.as_ref()?.identity()
     }
@@ -213,7 +217,7 @@ impl File {
         self.backing.direct
     }
 
-    /// Returns the engine in use, never [`Engine::Auto`].
+    /// Returns the engine in use, which is never [`Engine::Auto`].
     pub fn engine(&self) -> Engine {
         self.engine.kind()
     }
@@ -228,24 +232,24 @@ impl File {
         }
     }
 
-    /// Reads data that is in the page cache.
-    fn read_cached(&self, request: &Request, out: &mut [u8]) -> Tried {
+    /// Reads as much of the request as is in the page cache, without blocking.
+    fn read_cached(&self, request: &Request, out: &mut [u8]) -> TryResult {
         let backing = &self.backing;
-        let Some(idle_mark) = backing.writes.idle_mark() else { return Tried::WouldBlock };
+        let Some(idle_mark) = backing.writes.idle_mark() else { return TryResult::WouldBlock };
         let want = request.len.min(INLINE_MAX_BYTES) as usize;
         let Some(found) = out.get_mut(..want).and_then(|out| backing.read_nowait(request.offset, out)) else {
-            return Tried::WouldBlock;
+            return TryResult::WouldBlock;
         };
         let block = u64::from(backing.geometry().logical_block);
         let whole = found / block * block;
-        // A write that began meanwhile may leave a block half old and half new, so the data is
-        // discarded.
+        // A concurrent write may leave a block half old and half new, so the data is discarded if a
+        // write has begun meanwhile.
         if whole == 0 || !backing.writes.is_unchanged_since(idle_mark) {
-            Tried::WouldBlock
+            TryResult::WouldBlock
         } else if whole == request.len {
-            Tried::Done
+            TryResult::Done
         } else {
-            Tried::Partly(whole)
+            TryResult::Partly(whole)
         }
     }
 }
@@ -255,11 +259,11 @@ impl Device for File {
         self.backing.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.check(request)?;
         Ok(match buffer {
             Buffer::Read(out) => self.read_cached(request, out),
-            _ => Tried::WouldBlock,
+            _ => TryResult::WouldBlock,
         })
     }
 
@@ -267,8 +271,8 @@ impl Device for File {
         if let Err(error) = self.check(&request) {
             return done.complete(Err(error), buffer);
         }
-        // The kernel writes to or reads from this memory: a wrong length must not reach beyond the
-        // buffer.
+        // The kernel writes to or reads from the buffer, so a wrong length must not reach beyond
+        // its end.
         if matches!(request.op, Op::Read | Op::Write) && buffer.len() as u64 != request.len {
             return done.complete(Err(Error::Misaligned), buffer);
         }

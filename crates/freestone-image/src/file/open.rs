@@ -1,4 +1,4 @@
-//! Opens a file or block device: checks, locks, and the geometry that the file system or disk
+//! Opening of a file or block device: checks, locks, and the geometry that the file system or disk
 //! reports.
 
 use std::fs;
@@ -15,138 +15,139 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use freestone_core::device::{Geometry, IO_ALIGN_BYTES, IoBuf};
-use freestone_core::file_locks::{self, Access, Held};
-use freestone_core::file_size_limit::Explained;
-use freestone_core::replace::{NEW_PREFIX, Place, Unfinished};
+use freestone_core::file_locks::{self, Access, FileRegistration};
+use freestone_core::file_size_limit::WriteErrorText;
+use freestone_core::replace::{NEW_PREFIX, ReplaceTarget, TemporaryFile};
 use freestone_core::sync::thread;
 
 use super::backing::Backing;
-use super::watch::Watched;
+use super::watch::FileWatch;
 use super::{Config, Direct};
 
-/// Smallest logical block in bytes, used if nothing requires a larger one.
+/// Smallest logical block size in bytes, used if nothing requires a larger one.
 const MIN_BLOCK_BYTES: u32 = 512;
-/// Largest logical block that [`Geometry`] allows, in bytes.
+/// Largest logical block size that [`Geometry`] allows, in bytes.
 const MAX_BLOCK_BYTES: u32 = 4096;
-/// Largest preferred block size accepted from a file system, in bytes.
+/// Largest preferred block size that is accepted from a file system, in bytes.
 const MAX_PREFERRED_BYTES: u32 = 1 << 20;
-/// Open attempts on a file that is in use: one second in total.
+/// Maximum number of attempts to open a file that is in use: one second in total.
 const IN_USE_TRIES: u32 = 100;
 const IN_USE_PAUSE: Duration = Duration::from_millis(10);
-/// Request size at which streaming stops getting faster, in bytes.
+/// Preferred request size (`io_opt`) in bytes, above which streaming is not faster.
 const STREAM_BYTES: u32 = 1 << 20;
 
 /// Errors from opening a file or block device.
 #[derive(Debug, Error)]
 pub enum SetupError {
     /// A system call failed, for example because the file is missing or access is denied.
-    #[error("{}: cannot {what}: {}", path.display(), Explained(source))]
+    #[error("{}: cannot {what}: {}", path.display(), WriteErrorText(source))]
     Call {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Failed action.
+        /// Action that failed, for example "open".
         what: &'static str,
-        /// System error.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// A directory, pipe, socket or character device.
+    /// The path is a directory, pipe, socket or character device.
     #[error("{}: is {kind}; a regular file or a block device is needed", path.display())]
     Kind {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Type of the file.
+        /// Type of the file, for example "a directory".
         kind: &'static str,
     },
-    /// The file is empty.
+    /// The file is empty, so the device would have no size.
     #[error("{}: is empty; truncate it to the size that the device should have", path.display())]
     Empty {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The length is not a multiple of the block size.
+    /// The length of the file is not a multiple of the block size.
     #[error(
         "{}: is {size} bytes long, which is not a multiple of its {block}-byte blocks; truncate it to {} bytes",
         path.display(), size.next_multiple_of(u64::from(*block))
     )]
     Size {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Length in bytes.
+        /// Length of the file in bytes.
         size: u64,
-        /// Required logical block in bytes.
+        /// Required logical block size in bytes.
         block: u32,
     },
-    /// The requested size is not a possible file size.
+    /// The requested size is not possible for a file.
     #[error("{}: size is {size}; it must be from 512 to {} bytes", path.display(), i64::MAX)]
-    AskedSize {
-        /// The file.
+    InvalidSize {
+        /// Path of the file.
         path: PathBuf,
-        /// Requested size in bytes.
+        /// Requested size of the file in bytes.
         size: u64,
     },
     /// The existing file does not have the requested size.
     #[error("{}: is {found} bytes long and size is {asked}; leave size out to take the file as it is", path.display())]
-    SizeDiffers {
-        /// The file.
+    SizeMismatch {
+        /// Path of the file.
         path: PathBuf,
-        /// Length in bytes.
+        /// Length of the file in bytes.
         found: u64,
-        /// Requested size in bytes.
+        /// Requested size of the file in bytes.
         asked: u64,
     },
-    /// Another process or device has the file open.
+    /// Another process, or another device of this process, has the file open.
     #[error("{}: is in use by another device or process", path.display())]
     InUse {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// `O_DIRECT` was requested and is not possible.
+    /// `O_DIRECT` was requested but is not possible.
     #[error("{}: cannot be opened with direct=on: {reason}", path.display())]
     Direct {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Reason.
+        /// Reason, for example that the file system does not support `O_DIRECT`.
         reason: String,
     },
-    /// The logical block size of the block device is not supported.
+    /// The block device has a logical block size that is not supported.
     #[error("{}: has blocks of {block} bytes; 512 to 4096 are supported", path.display())]
     Block {
-        /// The block device.
+        /// Path of the block device.
         path: PathBuf,
-        /// Logical block in bytes.
+        /// Logical block size of the block device in bytes.
         block: u32,
     },
-    /// Neither `io_uring` nor threads could be started.
+    /// The I/O engine (`io_uring` or threads) could not be started.
     #[error("{}: cannot start its I/O engine: {source}", path.display())]
     Engine {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// System error.
+        /// Error of the system call.
         source: io::Error,
     },
 }
 
 type Setup<T> = Result<T, SetupError>;
 
-/// Handling of a file that ends within a block.
+/// Handling of a file whose last block is partial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tail {
-    /// Opening fails.
+    /// Opening the file fails.
     Refused,
-    /// The device ends at the last whole block.
+    /// The device ends at the last whole block, and the bytes after it are not part of the device.
     Separate,
-    /// The last block is padded; only with the page cache, which can write part of a block.
+    /// The last block is padded, which requires the page cache: only the page cache can write part
+    /// of a block.
     Padded,
 }
 
 /// Opens and locks the file and determines its geometry. Retries for a second if the file is in
-/// use: the previous user may be closed or killed while the kernel still finishes its requests,
-/// which keep the file open.
+/// use. The previous user may be closed or killed while the kernel still finishes requests, which
+/// keep the file open.
 pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
     if let Some(size) = config.size
         && !(u64::from(MIN_BLOCK_BYTES)..=i64::MAX as u64).contains(&size)
     {
-        return Err(SetupError::AskedSize { path: config.path.clone(), size });
+        return Err(SetupError::InvalidSize { path: config.path.clone(), size });
     }
     for _ in 1..IN_USE_TRIES {
         match open_once(config, tail) {
@@ -160,10 +161,10 @@ pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
 fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
     let mut unnamed = None;
     let backing = OpenAttempt::new(config, &mut unnamed)?.finish(tail)?;
-    // Named last, so that a failed or interrupted open leaves no file behind.
+    // Name the new file last, so that a failed or interrupted open leaves no file behind.
     if let Some(NewFile { place, file }) = unnamed {
         place.put_new(file).map_err(|source| match source.kind() {
-            // Another process has just created the file.
+            // Another process has created the file meanwhile.
             io::ErrorKind::AlreadyExists => SetupError::InUse { path: config.path.clone() },
             _ => SetupError::Call { path: config.path.clone(), what: "create", source },
         })?;
@@ -172,13 +173,13 @@ fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
 }
 
 struct NewFile {
-    place: Place,
-    file: Unfinished,
+    place: ReplaceTarget,
+    file: TemporaryFile,
 }
 
 impl NewFile {
     fn begin(path: &Path) -> io::Result<Self> {
-        let place = Place::new(path)?;
+        let place = ReplaceTarget::new(path)?;
         let file = place.begin(NEW_PREFIX)?;
         Ok(Self { place, file })
     }
@@ -187,7 +188,7 @@ impl NewFile {
 struct OpenAttempt<'a> {
     config: &'a Config,
     fd: OwnedFd,
-    held: Held,
+    held: FileRegistration,
     stat: Stat,
     is_block_device: bool,
     direct: bool,
@@ -197,7 +198,8 @@ impl<'a> OpenAttempt<'a> {
     fn new(config: &'a Config, unnamed: &mut Option<NewFile>) -> Setup<Self> {
         let path = &config.path;
         let call = |what| move |errno: Errno| failed(path, what, errno);
-        // Checked before opening: opening a pipe blocks, and opening a tape device rewinds it.
+        // Check the type before opening, as opening a pipe blocks, and opening a tape device
+        // rewinds it.
         let found = match rustix::fs::stat(path) {
             Ok(stat) => Some(kind(path, &stat)?),
             Err(Errno::NOENT) if config.size.is_some() && !config.read_only => None,
@@ -220,7 +222,7 @@ impl<'a> OpenAttempt<'a> {
         } else {
             let made = NewFile::begin(path).and_then(|new| {
                 let fd = new.file.as_file().try_clone()?;
-                // Dropping `new` removes the temporary name, if the file system needed one.
+                // Dropping `new` removes the temporary name, if the file system required one.
                 *unnamed = (!config.nameless).then_some(new);
                 Ok(fd.into())
             });
@@ -242,14 +244,14 @@ impl<'a> OpenAttempt<'a> {
         {
             rustix::fs::ftruncate(&fd, size).map_err(call("set the size"))?;
         }
-        // The path may have been replaced between `stat` and `open`.
+        // The path may have been replaced by another file between `stat` and `open`.
         let stat = rustix::fs::fstat(&fd).map_err(call("examine"))?;
         let opened = kind(path, &stat)?;
         if found.is_some_and(|found| found != opened) {
             return Err(SetupError::InUse { path: path.clone() });
         }
-        let held = Held::new(&stat);
-        // Before the lock was taken, another process may have replaced the file.
+        let held = FileRegistration::new(&stat);
+        // Another process may have replaced the file before the lock was taken.
         if found.is_some() {
             match rustix::fs::stat(path) {
                 Ok(at) if is_same(&at, &stat) => {}
@@ -257,8 +259,8 @@ impl<'a> OpenAttempt<'a> {
                 Err(errno) => return Err(failed(path, "examine", errno)),
             }
         }
-        // `O_NONBLOCK` was only for opening; io_uring would return EAGAIN with it. `O_DIRECT` is
-        // set last so that its EINVAL cannot be confused with another error.
+        // Clear `O_NONBLOCK`, which was needed only for opening: io_uring would return EAGAIN.
+        // `O_DIRECT` is set last, so that its EINVAL cannot be confused with another error.
         let keep = if direct { OFlags::DIRECT } else { OFlags::empty() };
         rustix::fs::fcntl_setfl(&fd, keep).map_err(|errno| match errno {
             Errno::INVAL if direct => {
@@ -285,7 +287,7 @@ impl<'a> OpenAttempt<'a> {
         if let Some(asked) = self.config.size
             && asked != size
         {
-            return Err(SetupError::SizeDiffers { path: path.clone(), found: size, asked });
+            return Err(SetupError::SizeMismatch { path: path.clone(), found: size, asked });
         }
         let logical = self.logical_block()?;
         let block = u64::from(logical);
@@ -319,7 +321,7 @@ impl<'a> OpenAttempt<'a> {
         };
         let (bytes, size) = (geometry.size, geometry.size.next_multiple_of(block));
         let geometry = Geometry { size, padding: (size - bytes) as u32, ..geometry };
-        let watched = self.config.read_only.then(|| Watched::new(path, self.fd.as_fd(), &self.stat));
+        let watched = self.config.read_only.then(|| FileWatch::new(path, self.fd.as_fd(), &self.stat));
         let watched = watched.transpose().map_err(call("examine"))?;
         let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
         backing.lock_entry = Some(self.held);
@@ -329,7 +331,7 @@ impl<'a> OpenAttempt<'a> {
         Ok(backing)
     }
 
-    /// Returns the required alignment of requests, in bytes.
+    /// Returns the logical block size in bytes: the required alignment of requests.
     fn logical_block(&self) -> Setup<u32> {
         let path = &self.config.path;
         if self.is_block_device {
@@ -351,8 +353,8 @@ impl<'a> OpenAttempt<'a> {
             .map(|found| (found.stx_dio_offset_align, found.stx_dio_mem_align));
         let block = match align {
             Some((0, _)) => return Err(refuse("its file system has no O_DIRECT for this file".into())),
-            // After a short transfer, the memory address advances with the offset. One alignment
-            // therefore has to satisfy both.
+            // After a short transfer, the memory address advances with the file offset. Therefore a
+            // single alignment must satisfy both requirements.
             Some((offset, memory)) => offset.max(memory).max(MIN_BLOCK_BYTES),
             None => self.probe().ok_or_else(|| refuse("no read of up to 4096 bytes succeeds".into()))?,
         };
@@ -363,8 +365,8 @@ impl<'a> OpenAttempt<'a> {
         }
     }
 
-    /// Returns the smallest aligned read that succeeds. Used on kernels before 6.1 and file systems
-    /// that do not report their alignment.
+    /// Returns the size of the smallest aligned read that succeeds with `O_DIRECT`; `None` if none
+    /// does. Used on kernels before 6.1 and on file systems that do not report their alignment.
     fn probe(&self) -> Option<u32> {
         let mut memory = IoBuf::zeroed(IO_ALIGN_BYTES).ok()?;
         let mut block = MIN_BLOCK_BYTES;
@@ -377,8 +379,8 @@ impl<'a> OpenAttempt<'a> {
         None
     }
 
-    /// Restores the modification time, which the probe in `discard_granularity` may have changed.
-    /// Only the owner may set it; failures are ignored.
+    /// Restores the modification time, which the test punch in `discard_granularity` may have
+    /// changed. Only the owner of the file may set it, so failures are ignored.
     fn restore_modified_time(&self) {
         let at = |tv_sec, tv_nsec| Timespec { tv_sec, tv_nsec };
         let times = Timestamps {
@@ -391,20 +393,20 @@ impl<'a> OpenAttempt<'a> {
     /// Returns the smallest range that a discard frees, in bytes; 0 if discards are not supported.
     fn discard_granularity(&self, size: u64, block: u32) -> u32 {
         if !self.is_block_device {
-            // The probe punches a range beyond the end, which holds no data.
+            // Test the support by punching a range beyond the end of the file, where no data is.
             let beyond_end = size.next_multiple_of(u64::from(MAX_PREFERRED_BYTES));
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let punched = rustix::fs::fallocate(&self.fd, mode, beyond_end, u64::from(block));
             self.restore_modified_time();
             return if punched.is_ok() { block } else { 0 };
         }
-        // `fallocate` on a block device is "write zeroes with unmap"; the queue limits show whether
-        // the disk supports it.
+        // `fallocate` on a block device is "write zeroes with unmap". The queue limits in sysfs
+        // show if the disk supports that.
         let (major, minor) = (rustix::fs::major(self.stat.st_rdev), rustix::fs::minor(self.stat.st_rdev));
         let queue = |name: &str| {
             let device = format!("/sys/dev/block/{major}:{minor}");
             let of = |dir: &str| fs::read_to_string(format!("{device}/{dir}/{name}"));
-            // A partition uses the queue of its disk.
+            // A partition does not have a queue directory; it uses the queue of its disk.
             let text = of("queue").or_else(|_| of("../queue")).unwrap_or_default();
             text.trim().parse::<u64>().unwrap_or(0)
         };
@@ -420,13 +422,14 @@ fn is_same(a: &Stat, b: &Stat) -> bool {
     (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 }
 
-/// Returns the modification time in nanoseconds since 1970 and the size in bytes.
+/// Returns the modification time in nanoseconds since 1970 and the size in bytes; `None` if the
+/// size is negative.
 pub(super) fn modified(stat: &Stat) -> Option<(i128, u64)> {
     let time = i128::from(stat.st_mtime) * 1_000_000_000 + i128::from(stat.st_mtime_nsec);
     Some((time, u64::try_from(stat.st_size).ok()?))
 }
 
-/// Returns the type of a regular file or block device, or an error that names any other type.
+/// Returns the type of a regular file or block device; fails for any other type.
 fn kind(path: &Path, stat: &Stat) -> Setup<FileType> {
     let refuse = |kind| Err(SetupError::Kind { path: path.to_owned(), kind });
     match FileType::from_raw_mode(stat.st_mode) {

@@ -5,15 +5,15 @@
 //! system calls, starts jobs that had to wait, and runs the completions of requests.
 //!
 //! The kernel may refuse a submission (`EAGAIN` when memory is short). The ring's thread then
-//! retries every millisecond (see [`handover`](crate::handover)). It waits with `poll`, which uses
-//! no entry of the ring. After [`MAX_FAILURES`] failures in a row the thread abandons the ring and
-//! makes the system calls itself, one at a time. Completions of entries that the kernel already has
-//! still arrive through the ring.
+//! retries every millisecond (see [`handover`](crate::handover)). The thread waits with `poll`,
+//! which uses no entry of the ring. After [`MAX_FAILURES`] failures in a row the thread abandons
+//! the ring and makes the system calls itself, one at a time. Completions of entries that the
+//! kernel has already taken still arrive through the ring.
 //!
-//! The kernel works on a request in the context of the submitting thread. This may interrupt that
-//! thread's blocking calls (most restart by themselves; `epoll_wait` and a few others return
-//! `EINTR`). When that thread exits, the kernel cancels its requests; the ring's thread submits
-//! them again.
+//! The kernel executes a request in the context of the submitting thread. Such execution may
+//! interrupt blocking calls of the thread (most restart by themselves; `epoll_wait` and a few
+//! others return `EINTR`). When a submitting thread exits, the kernel cancels its requests, and the
+//! ring's thread submits them again.
 #![expect(unsafe_code)]
 // UNSAFETY: io_uring gets pointers that must stay valid until the kernel completes the entry, and
 // its queues are shared.
@@ -46,23 +46,25 @@ use super::schedule::Schedule;
 use super::threads::carry_out;
 use crate::handover::Submission;
 
-/// Maximum number of jobs in the kernel; the others wait in the schedule.
+/// Maximum number of jobs whose entries are queued or in the kernel; other jobs wait in the
+/// schedule.
 const DEPTH_JOBS: usize = 128;
-/// Entries of the submission queue; each job has one. The completion queue has twice as many, so it
-/// never overflows.
+/// Number of entries in the submission queue; each job uses one. The completion queue has twice as
+/// many entries, so it never overflows.
 const RING_ENTRIES: u32 = 128;
 const _: () = assert!(DEPTH_JOBS <= RING_ENTRIES as usize);
-/// Submission calls that the ring's thread makes in one hand-over: enough for every entry the
-/// kernel can have.
+/// Maximum number of submission calls that the ring's thread makes in one hand-over: enough for
+/// every entry that can be queued.
 const REAPER_CALLS: usize = RING_ENTRIES as usize;
-/// Queued entries at which a plug submits at once: an idle disk loses more by waiting than extra
-/// system calls cost.
+/// Number of queued entries at which a plug submits at once: an idle disk loses more by waiting
+/// than extra system calls cost.
 const PLUGGED_MAX: usize = 4;
-/// Pause after a failed system call.
+/// Pause before a failed submission is retried.
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
-/// Failed hand-overs by the ring's thread in a row (about one second) before the ring is abandoned.
+/// Number of failed hand-overs by the ring's thread in a row (about one second) after which the
+/// ring is abandoned.
 const MAX_FAILURES: u32 = if cfg!(test) { 20 } else { 1000 };
-/// Attempts to enter a new ring before it is considered unusable.
+/// Number of attempts to enter a new ring before the ring is considered unusable.
 const MAX_PROBE_TRIES: u32 = 10;
 
 #[derive(Debug)]
@@ -71,29 +73,31 @@ pub(super) struct Ring {
     thread: Option<JoinHandle<()>>,
 }
 
-/// State shared by submitters and the ring's thread. Only the thread uses the completion queue.
+/// State shared by submitters and the ring's thread. Only the ring's thread uses the completion
+/// queue.
 struct RingShared {
     backing: Arc<Backing>,
     ring: IoUring,
-    /// The only lock here. Held for a few instructions, never across a system call or a completion.
+    /// The only lock of the ring. Held for a few instructions, never across a system call or a
+    /// completion.
     state: Mutex<RingState>,
-    /// Eventfd that wakes the thread: to stop, for entries that a submitter could not hand over,
-    /// and for new jobs after the ring is abandoned.
+    /// Eventfd that wakes the ring's thread: to stop, for entries that a submitter could not
+    /// submit, and for new jobs after the ring is abandoned.
     wake: OwnedFd,
-    /// Number of next submission calls that fail (fault injection).
+    /// Number of following submission calls that fail (fault injection).
     #[cfg(test)]
     refusals: std::sync::atomic::AtomicU32,
 }
 
-/// State of the ring. Its lock also protects the submission queue.
+/// Mutable state of the ring. The lock of this state also protects the submission queue.
 #[derive(Debug, Default)]
 struct RingState {
     schedule: Schedule,
-    /// Jobs whose entry is queued or in the kernel.
+    /// Number of jobs whose entry is queued or in the kernel.
     in_kernel: usize,
     /// Jobs whose entries are queued, oldest first. The kernel takes entries in this order.
     queued: VecDeque<usize>,
-    /// A thread is submitting entries; it checks for more before it stops.
+    /// True while a thread submits entries; that thread checks for more entries before it stops.
     handing_over: bool,
     mode: Mode,
     stop: bool,
@@ -104,9 +108,9 @@ enum Mode {
     /// Jobs go to the kernel through the ring.
     #[default]
     Ring,
-    /// The ring is abandoned: the thread makes the system calls.
+    /// The ring is abandoned: the ring's thread makes the system calls.
     Syscalls,
-    /// The thread has ended: jobs are failed at once.
+    /// The ring's thread has ended: new jobs fail at once.
     Dead,
 }
 
@@ -141,13 +145,13 @@ impl Ring {
 
     pub fn submit(&self, mut job: Job) {
         let shared = &self.shared;
-        // May query the file's size, so not under the lock.
+        // `begin` may query the size of the file, so it is called without the lock.
         if let Step::Done(outcome) = job.begin(&shared.backing) {
             return shared.finish(job, outcome);
         }
         let mut state = shared.lock();
         if state.mode == Mode::Dead {
-            // Dropping the job completes it with `Gone`, outside the lock.
+            // Dropping the job completes its request with `Gone`. Drop it without the lock.
             drop(state);
             return drop(job);
         }
@@ -166,8 +170,8 @@ impl Ring {
     }
 }
 
-/// Submits a no-op to find out if the kernel lets the ring be entered: a seccomp filter may allow
-/// only the setup call.
+/// Submits a no-op to find out if the ring can be entered: a seccomp filter may allow only the
+/// setup call.
 fn check_enter(ring: &mut IoUring) -> io::Result<()> {
     // SAFETY: the entry refers to no memory.
     let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
@@ -198,7 +202,7 @@ impl Submission for RingShared {
     }
 
     fn is_empty(&self, state: &mut RingState) -> bool {
-        // After the ring is abandoned, entries left in it are never submitted.
+        // After the ring is abandoned, entries left in the queue are never submitted.
         if state.mode == Mode::Syscalls {
             return true;
         }
@@ -243,7 +247,8 @@ impl Drop for Ring {
         self.shared.lock().stop = true;
         self.shared.wake_reaper();
         if let Some(thread) = self.thread.take()
-            // A completion on that thread may drop the last reference.
+            // A completion on the ring's thread may drop the last reference, and a thread cannot
+            // join itself.
             && thread.thread().id() != thread::current().id()
         {
             let _ = thread.join();
@@ -252,7 +257,7 @@ impl Drop for Ring {
 }
 
 impl RingShared {
-    /// Queues ready jobs up to the kernel limit.
+    /// Queues entries of ready jobs until [`DEPTH_JOBS`] are queued or in the kernel.
     fn start_ready(&self, state: &mut RingState) {
         while state.in_kernel < DEPTH_JOBS
             && state.mode == Mode::Ring
@@ -290,7 +295,7 @@ impl RingShared {
         entry.user_data(id as u64)
     }
 
-    /// Returns the submission queue, which the locked state protects.
+    /// Returns the submission queue, which the lock of the state protects.
     ///
     /// # Safety
     /// `state` must be locked and belong to this ring.
@@ -299,7 +304,7 @@ impl RingShared {
         unsafe { self.ring.submission_shared() }
     }
 
-    /// Queues the entry of a job.
+    /// Queues the entry of the job `id`.
     ///
     /// # Safety
     /// `state` must belong to this ring. `entry` must come from [`entry`](Self::entry) for a job in
@@ -313,14 +318,15 @@ impl RingShared {
         // descriptor stays open while `self` lives; the kernel takes its own reference when it
         // accepts the entry.
         let pushed = unsafe { queue.push(entry) };
-        // Cannot fail: each job has one entry at a time, and the queue has an entry for every job.
+        // `push` cannot fail: each job has one entry at a time, and the queue has an entry for
+        // every job.
         debug_assert!(pushed.is_ok(), "the submission queue has {RING_ENTRIES} entries");
         drop(queue);
         state.queued.push_back(id);
     }
 
-    /// Abandons the ring, unless another thread is submitting. Entries that the kernel has not
-    /// taken become ready jobs again, and nothing is submitted any more.
+    /// Abandons the ring and returns true; returns false if another thread is submitting or the
+    /// queue is empty. Jobs whose entries the kernel has not taken become ready again.
     fn abandon(&self) -> bool {
         let mut state = self.lock();
         if state.handing_over || self.is_empty(&mut state) {
@@ -336,7 +342,7 @@ impl RingShared {
     }
 
     fn finish(&self, job: Job, outcome: Result<()>) {
-        // A panicking completion ends its request, not the device.
+        // A panic in a completion must not end the ring's thread.
         let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));
     }
 }
@@ -349,7 +355,7 @@ impl fmt::Debug for RingShared {
 
 struct Worker {
     shared: Arc<RingShared>,
-    /// Reaped completions: job id and result.
+    /// Reaped completions, as pairs of job id and result.
     completions: Vec<(usize, i32)>,
     finished: Vec<(Job, Result<()>)>,
     failures: u32,
@@ -381,7 +387,7 @@ impl Worker {
         }
     }
 
-    /// Pauses before the next hand-over, or abandons the ring.
+    /// Pauses before the next hand-over, or abandons the ring after too many failures.
     fn retry_later(&mut self, error: &io::Error) {
         self.failures += 1;
         if self.failures >= MAX_FAILURES && self.shared.abandon() {
@@ -395,7 +401,7 @@ impl Worker {
         }
     }
 
-    /// Runs one ready job with blocking system calls if the ring is abandoned. Returns false if no
+    /// If the ring is abandoned, runs one ready job with blocking system calls. Returns false if no
     /// job ran.
     fn carry_out_next(&self) -> bool {
         let shared = &*self.shared;
@@ -423,7 +429,8 @@ impl Worker {
             [PollFd::from_borrowed_fd(ring, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
         match poll(&mut fds, None) {
             Ok(_) if fds[1].revents().is_empty() => {}
-            // Cleared before the next round looks for work, so that a later wake-up is not lost.
+            // Clear the eventfd before the next round looks for work, so that a later wake-up is
+            // not lost.
             Ok(_) => {
                 let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
             }
@@ -432,8 +439,8 @@ impl Worker {
         }
     }
 
-    /// Reaps all completions and starts ready jobs. Returns if this thread must submit entries, and
-    /// if it must end.
+    /// Reaps all completions and starts ready jobs. Returns two flags: this thread must submit
+    /// entries, and this thread must end.
     fn process_completions(&mut self) -> (bool, bool) {
         let shared = &*self.shared;
         // SAFETY: only the ring's thread uses the completion queue.
@@ -468,14 +475,15 @@ fn entry_result(result: i32) -> std::result::Result<u64, Errno> {
     match u64::try_from(result) {
         Ok(n) => Ok(n),
         // The kernel cancels requests of a thread that exits while they wait. EFAULT has the same
-        // cause here, as the buffers are valid. The job's retry limit bounds repetition.
+        // cause here, as the buffers are valid. INTR repeats the system call, and the job's retry
+        // limit bounds repetition.
         Err(_) if matches!(-result, libc::ECANCELED | libc::EFAULT) => Err(Errno::INTR),
         Err(_) => Err(Errno::from_raw_os_error(-result)),
     }
 }
 
 impl Drop for Worker {
-    /// Fails all remaining jobs, also if the thread panicked.
+    /// Fails all remaining jobs, even if the thread panicked.
     fn drop(&mut self) {
         let mut left = {
             let mut state = self.shared.lock();

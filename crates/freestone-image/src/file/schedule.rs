@@ -1,58 +1,60 @@
-//! Scheduling of jobs: overlapping jobs run in submission order, ready jobs oldest first.
+//! Scheduling of jobs: overlapping jobs run in submission order, and ready jobs run oldest first.
 
 use std::collections::VecDeque;
 
-use freestone_core::overlap::Overlap;
+use freestone_core::overlap::OverlapTracker;
 
 use super::job::Job;
 
-/// Unfinished jobs, by id.
+/// Unfinished jobs of a file, by id.
 #[derive(Debug, Default)]
 pub(super) struct Schedule {
-    /// Ranges of all unfinished jobs, and the jobs that are not taken.
-    overlap: Overlap<Job>,
-    /// Jobs that no overlapping job blocks, oldest first.
+    /// Ranges of all unfinished jobs, and the jobs that are not [taken](Self::take).
+    overlap: OverlapTracker<Job>,
+    /// Ids of jobs that no overlapping job blocks and that are not started, oldest first.
     ready: VecDeque<usize>,
 }
 
 impl Schedule {
-    /// Adds a job, which may be ready at once.
+    /// Adds a job, which is ready at once if it does not overlap an unfinished job.
     pub fn add(&mut self, job: Job) {
         let (start, len) = (job.request.offset, job.request.len);
         let (id, ready) = self.overlap.enter(start..start + len, job.changes());
-        self.overlap.keep(id, job);
+        self.overlap.store(id, job);
         if ready {
             self.ready.push_back(id);
         }
     }
 
-    /// Returns the id of the oldest ready job.
+    /// Removes the oldest ready job from the ready queue and returns its id; `None` if no job is
+    /// ready.
     pub fn next_ready(&mut self) -> Option<usize> {
         self.ready.pop_front()
     }
 
-    /// Puts a started job back to the front of the ready queue.
+    /// Adds a started job to the front of the ready queue again.
     pub fn put_back(&mut self, id: usize) {
         self.ready.push_front(id);
     }
 
-    /// Returns a job that is not taken.
+    /// Returns the job with this id; `None` if it is [taken](Self::take).
     pub fn job(&mut self, id: usize) -> Option<&mut Job> {
-        self.overlap.kept(id)
+        self.overlap.value_mut(id)
     }
 
-    /// Removes a job from the schedule; its range stays occupied until [`Schedule::finish`].
+    /// Removes a job from the schedule. The range of the job stays occupied until
+    /// [`Schedule::finish`].
     pub fn take(&mut self, id: usize) -> Option<Job> {
         self.overlap.take(id)
     }
 
-    /// Releases the range of a job, which may make jobs that waited for it ready. Returns the job
-    /// unless it was taken.
+    /// Releases the range of a job, so that jobs that waited for this range may become ready.
+    /// Returns the job unless it was taken.
     pub fn finish(&mut self, id: usize) -> Option<Job> {
         self.overlap.finish(id, |id, _| self.ready.push_back(id))
     }
 
-    /// Removes and returns all jobs that are not taken.
+    /// Removes and returns all jobs that are not taken, and clears the schedule.
     pub fn drain(&mut self) -> impl Iterator<Item = Job> {
         self.ready.clear();
         self.overlap.drain()

@@ -1,5 +1,5 @@
-//! The thread engine: a fixed number of threads with blocking system calls, used if `io_uring` is
-//! not available.
+//! The thread engine: a fixed number of threads that make blocking system calls, used if `io_uring`
+//! is not available.
 
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ use freestone_core::sync::{
 };
 use freestone_core::zeroes::ZEROES;
 
-/// Number of threads, and so of system calls in flight.
+/// Number of threads, and so the maximum number of system calls in flight.
 const THREADS: usize = 4;
 
 #[derive(Debug)]
@@ -30,7 +30,8 @@ pub(super) struct Threads {
 #[derive(Debug)]
 struct ThreadsShared {
     backing: Arc<Backing>,
-    /// Held for a few instructions, never across a system call or a completion.
+    /// Lock of the engine's state. Held for a few instructions, never across a system call or a
+    /// completion.
     state: Mutex<ThreadsState>,
     changed: Condvar,
 }
@@ -78,10 +79,10 @@ impl ThreadsShared {
                     let first = job.begin(&self.backing);
                     let outcome = carry_out(&mut job, first, &self.backing);
                     self.lock().schedule.finish(id);
-                    // Several jobs may have waited for this one, and the last thread may wait for
-                    // the schedule to become empty.
+                    // Notify all threads: several jobs may have waited for this one, and a stopping
+                    // thread may wait for the schedule to become empty.
                     self.changed.notify_all();
-                    // A panicking completion ends its request, not the device.
+                    // A panic in a completion must not end this thread.
                     let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));
                 }
                 state = self.lock();
@@ -94,7 +95,7 @@ impl ThreadsShared {
     }
 }
 
-/// Makes all system calls of a job, starting with `step`.
+/// Makes all system calls of a job, starting with `step`, and returns the result of the request.
 pub(super) fn carry_out(job: &mut Job, mut step: Step, backing: &Backing) -> Result<()> {
     loop {
         match step {
@@ -123,10 +124,10 @@ fn call(io: Io, job: &mut Job, fd: &OwnedFd) -> std::result::Result<u64, Errno> 
     }
 }
 
-/// Writes `data` durably (FUA).
+/// Writes `data` at byte `at` durably (FUA); returns the number of bytes written.
 fn write_through(fd: &OwnedFd, data: &[u8], at: u64) -> std::result::Result<usize, Errno> {
     match rustix::io::pwritev2(fd, &[IoSlice::new(data)], at, ReadWriteFlags::DSYNC) {
-        // Some process emulators, for example user-mode qemu, lack this call.
+        // Some emulators, for example user-mode qemu, do not support `pwritev2`.
         Err(Errno::NOSYS) => {
             let written = rustix::io::pwrite(fd, data, at)?;
             rustix::fs::fdatasync(fd)?;
@@ -141,7 +142,8 @@ impl Drop for Threads {
         self.shared.lock().stop = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
-            // A completion on one of these threads may drop the last reference.
+            // A completion on one of these threads may drop the last reference, and a thread cannot
+            // join itself.
             if thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }

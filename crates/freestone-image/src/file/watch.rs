@@ -1,8 +1,10 @@
-//! Detects changes of read-only files, whose devices assume that they are immutable.
+//! Detection of changes of read-only files. The devices over them assume that the files are
+//! immutable.
 //!
-//! One thread per process checks size, modification time and path of all watched files. It runs
-//! every ten seconds and when [`look_soon`] or [`look_now`] requests a check. I/O requests never
-//! wait for a check; `look_now` waits at most for its timeout, since a disk may hang.
+//! One thread per process checks size, modification time and path of all watched files. The thread
+//! runs every ten seconds and when [`request_check`] or [`check_now`] requests a check. I/O
+//! requests never wait for a check. `check_now` waits no longer than its timeout, since a disk may
+//! hang.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -16,22 +18,22 @@ use rustix::io::Errno;
 
 use freestone_core::sync::{Arc, Condvar, Instant, LazyLock, Mutex, MutexGuard, thread};
 
-/// Interval of periodic checks.
+/// Interval between periodic checks of the watched files.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Change of a read-only file since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Changed {
+pub enum FileChange {
     /// Size or modification time differ. Reads may return a mixture of old and new data.
     Modified = 1,
-    /// Another file has taken the path. Reads still return the old file.
+    /// The path refers to another file now. Reads still return the old file.
     Replaced = 2,
     /// The path does not exist any more. Reads still return the old file.
     Removed = 3,
 }
 
-impl Changed {
+impl FileChange {
     const fn of(number: u8) -> Option<Self> {
         match number {
             1 => Some(Self::Modified),
@@ -42,7 +44,7 @@ impl Changed {
     }
 }
 
-impl fmt::Display for Changed {
+impl fmt::Display for FileChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Modified => "modified",
@@ -52,10 +54,10 @@ impl fmt::Display for Changed {
     }
 }
 
-/// Properties that identify an unchanged file.
+/// Properties of a file that are equal as long as the file is unchanged.
 #[derive(Debug, PartialEq, Eq)]
 enum Identity {
-    /// Device number of a block device, whose size and times say nothing.
+    /// Device number of a block device, whose size and times do not show changes.
     Disk(u64),
     File {
         place: (u64, u64),
@@ -74,29 +76,29 @@ impl Identity {
     }
 }
 
-/// A watched file. Checks stop when it is dropped.
+/// A watched file. Checks of the file stop when the last reference is dropped.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct FileWatch {
     path: PathBuf,
     opened: Identity,
-    /// On FUSE, inode numbers may change with the next mount.
+    /// True on FUSE, where inode numbers may change with the next mount.
     is_fuse: bool,
-    /// A [`Changed`] as a number, or 0.
+    /// The [`FileChange`] found by the last check as a number, or 0 for an unchanged file.
     found: AtomicU8,
 }
 
-/// File system type of FUSE, from statfs(2).
+/// File system type of FUSE, as statfs(2) reports it.
 const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
 
-impl Watched {
-    /// Starts watching the file opened at `path`.
+impl FileWatch {
+    /// Starts watching the file `fd`, which was opened at `path`.
     ///
     /// # Errors
-    /// `fstatfs` failed.
+    /// Fails if `fstatfs` fails.
     pub fn new(path: &Path, fd: BorrowedFd<'_>, stat: &Stat) -> rustix::io::Result<Arc<Self>> {
         let is_fuse = match rustix::fs::fstatfs(fd) {
             Ok(fs) => fs.f_type as u64 == FUSE_SUPER_MAGIC,
-            // Only FUSE file systems lack the call.
+            // Only FUSE file systems can lack `fstatfs`.
             Err(Errno::NOSYS) => true,
             Err(errno) => return Err(errno),
         };
@@ -111,13 +113,14 @@ impl Watched {
                 Err(error) => tracing::warn!(%error, "cannot start the thread that detects changed files"),
             }
         }
-        // Wakes the thread, which may have had no files to check.
+        // Wake the watcher thread, which may have had no files to check.
         WATCHER_CHANGED.notify_all();
         Ok(watched)
     }
 
-    /// Returns size in bytes, modification time and inode at opening as text; `None` for a block
-    /// device. The inode is 0 on FUSE, which may renumber files with each mount.
+    /// Returns size in bytes, modification time and inode of the file at opening, as text; `None`
+    /// for a block device. The inode is given as 0 on FUSE, which may renumber files with each
+    /// mount.
     pub fn identity(&self) -> Option<String> {
         let Identity::File { place: (_, inode), size, modified: (seconds, nanos) } = self.opened else {
             return None;
@@ -126,9 +129,9 @@ impl Watched {
         Some(format!("{size} {seconds}.{nanos:09} {inode}"))
     }
 
-    /// Returns the change found by the last check.
-    pub fn changed(&self) -> Option<Changed> {
-        Changed::of(self.found.load(SeqCst))
+    /// Returns the change found by the last check; `None` if the file was unchanged.
+    pub fn change(&self) -> Option<FileChange> {
+        FileChange::of(self.found.load(SeqCst))
     }
 
     fn check(&self) {
@@ -136,12 +139,12 @@ impl Watched {
             Ok(stat) => match (&self.opened, Identity::of(&stat)) {
                 (opened, now) if *opened == now => None,
                 (Identity::File { place: old, .. }, Identity::File { place: new, .. }) if *old == new => {
-                    Some(Changed::Modified)
+                    Some(FileChange::Modified)
                 }
-                _ => Some(Changed::Replaced),
+                _ => Some(FileChange::Replaced),
             },
-            Err(Errno::NOENT | Errno::NOTDIR) => Some(Changed::Removed),
-            // The next check may succeed.
+            Err(Errno::NOENT | Errno::NOTDIR) => Some(FileChange::Removed),
+            // Keep the last result: the path could not be examined, but the next check may succeed.
             Err(_) => return,
         };
         let before = self.found.swap(found.map_or(0, |found| found as u8), SeqCst);
@@ -150,10 +153,10 @@ impl Watched {
         {
             let path = self.path.display();
             match found {
-                Changed::Modified => tracing::warn!(
+                FileChange::Modified => tracing::warn!(
                     "{path}: was modified while it is served read-only; reads may return a mixture of old and new data"
                 ),
-                Changed::Replaced | Changed::Removed => {
+                FileChange::Replaced | FileChange::Removed => {
                     tracing::warn!(
                         "{path}: was {found} while it is served read-only; the old file is still served"
                     );
@@ -165,25 +168,25 @@ impl Watched {
 
 #[derive(Default)]
 struct Watcher {
-    files: Vec<Weak<Watched>>,
+    files: Vec<Weak<FileWatch>>,
     running: bool,
-    /// Number of checks requested, and of the last one that finished.
+    /// Number of checks requested, and the number of the last requested check that finished.
     requested: u64,
     finished: u64,
 }
 
-/// Leaf lock: no other lock is taken under it. Not held while files are checked.
+/// Leaf lock: no other lock is taken under it. The lock is not held while files are checked.
 static WATCHER: LazyLock<Mutex<Watcher>> = LazyLock::new(Mutex::default);
 static WATCHER_CHANGED: Condvar = Condvar::new();
 
-/// Requests a check of all watched files without waiting for it.
-pub fn look_soon() {
+/// Requests a check of all watched files without waiting.
+pub fn request_check() {
     WATCHER.lock().requested += 1;
     WATCHER_CHANGED.notify_all();
 }
 
-/// Requests a check of all watched files and waits for it, at most for `most`.
-pub fn look_now(most: Duration) {
+/// Requests a check of all watched files, and waits until it has finished, for `most` at most.
+pub fn check_now(most: Duration) {
     let until = Instant::now() + most;
     let mut state = WATCHER.lock();
     if !state.running {
@@ -205,7 +208,7 @@ fn wait(state: MutexGuard<'_, Watcher>, most: Duration) -> MutexGuard<'_, Watche
     WATCHER_CHANGED.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
 }
 
-/// Runs the thread that checks files.
+/// Main function of the watcher thread.
 fn run() {
     let mut last = Instant::now();
     loop {

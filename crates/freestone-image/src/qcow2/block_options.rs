@@ -1,13 +1,14 @@
-//! Parses block device options in JSON, which qemu accepts as a backing file name after `json:`.
-//! libvirt and oVirt write such names. Only local files are supported: a format driver (`raw`,
-//! `qcow2`) over a protocol driver (`file`, `host_device`), nested or with dotted keys. Unknown
-//! options, such as `offset` of `raw`, may change the content and make the name invalid.
+//! Parsing of block device options in JSON, which qemu accepts as a backing file name after
+//! `json:`. libvirt and oVirt write such names. Only local files are supported: a format driver
+//! (`raw`, `qcow2`) over a protocol driver (`file`, `host_device`), with nested objects or dotted
+//! keys. Unknown options, such as `offset` of `raw`, may change the content, so a name with them is
+//! refused.
 
 use std::path::PathBuf;
 
 use serde_json::{Map, Value};
 
-/// Keys that do not affect the content.
+/// Option keys that do not affect the content of the image.
 const HARMLESS: [&str; 9] = [
     "aio",
     "auto-read-only",
@@ -23,12 +24,12 @@ const HARMLESS: [&str; 9] = [
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct BackingName {
     pub path: PathBuf,
-    /// Format, if the options name it.
+    /// Format of the file, if the options contain it.
     pub format: Option<String>,
 }
 
-/// Parses options. Returns `None` unless they name a local file by an absolute path: qemu resolves
-/// a relative path from its working directory.
+/// Parses the options. Returns `None` unless they name a local file by an absolute path. A relative
+/// path is refused, because qemu resolves it from its working directory.
 pub(super) fn parse(text: &[u8]) -> Option<BackingName> {
     let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
     let mut options = nested(serde_json::from_slice(&text[..end]).ok()?)?;
@@ -40,12 +41,12 @@ pub(super) fn parse(text: &[u8]) -> Option<BackingName> {
             is_harmless(&options).then_some(())?;
             (file, driver)
         }
-        // Without a format driver the file is raw.
+        // Without a format driver the file has raw content.
         None => {
             is_protocol(driver.as_deref()?).then_some(())?;
             (options, Some("raw".to_owned()))
         }
-        // The name of a block node in another process.
+        // The value is the name of a block node of a qemu process, not a file.
         Some(_) => return None,
     };
     let mut file = file;
@@ -53,8 +54,8 @@ pub(super) fn parse(text: &[u8]) -> Option<BackingName> {
     (path.is_absolute() && is_harmless(&file)).then_some(BackingName { path, format })
 }
 
-/// Converts dotted keys to objects: `file.driver` becomes `driver` of `file`. Only one level is
-/// supported.
+/// Converts dotted keys to objects: `file.driver` becomes `driver` of the object `file`. Only one
+/// level is supported; returns `None` for contradictory keys.
 fn nested(options: Map<String, Value>) -> Option<Map<String, Value>> {
     let mut nested = Map::new();
     for (key, value) in options {
@@ -74,7 +75,8 @@ fn nested(options: Map<String, Value>) -> Option<Map<String, Value>> {
     Some(nested)
 }
 
-/// Removes and returns a string option. An error is a value of another type.
+/// Removes and returns the string option `key`; `None` if it is absent. The error is a value that
+/// is not a string.
 fn take_text(options: &mut Map<String, Value>, key: &str) -> Result<Option<String>, Value> {
     match options.remove(key) {
         Some(Value::String(text)) => Ok(Some(text)),

@@ -1,4 +1,4 @@
-//! An image and its backing chain, opened once; layer 0 is the image itself.
+//! A qcow2 image and its backing chain, opened once; layer 0 is the image itself.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,20 +13,20 @@ use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::Task;
 
-/// Maximum number of layers of a chain. Each uses a descriptor, metadata caches and a thread.
+/// Maximum number of layers in a chain. Each layer uses a descriptor, metadata caches and a thread.
 pub(super) const MAX_LAYERS: usize = 64;
 
-/// Format of a backing file.
+/// Format of a backing file or base image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// Raw disk content.
+    /// Raw disk content, without metadata.
     Raw,
     /// A qcow2 image.
     Qcow2,
 }
 
 impl Format {
-    /// Returns the name of the format in qcow2 headers.
+    /// Returns the name of the format, as in qcow2 headers.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -35,31 +35,31 @@ impl Format {
     }
 }
 
-/// One image of a chain.
+/// One image of a backing chain.
 pub(super) struct Layer {
-    /// Bytes of the disk, whole sectors.
+    /// Size of the layer's disk in bytes, a multiple of 512.
     pub size: u64,
     pub source: Source,
     /// The external data file, if the image has one.
     pub data: Option<Source>,
-    /// Metadata of a qcow2 image; `None` for a raw file.
+    /// Cluster mapping of a qcow2 image; `None` for a raw file.
     pub table: Option<Table>,
 }
 
-/// Images of a backing chain, each backed by the next.
+/// The images of a backing chain; each is backed by the next one.
 pub(super) struct Chain {
     pub layers: Vec<Layer>,
-    /// Compressed clusters (layer, number) that are being decompressed, with the requests that wait
-    /// for each. Leaf lock, held for a few instructions.
+    /// Compressed clusters that are being decompressed, by layer and cluster number, with the
+    /// requests that wait for each. Leaf lock, held for a few instructions.
     pub unpacking: Mutex<HashMap<(usize, u64), Vec<Task>>>,
-    /// Limits the log lines about damage and read errors, per layer.
+    /// Rate limit, per layer, of log lines about damage and read errors.
     lines: LogLimit<usize>,
 }
 
 type Setup<T> = Result<T, SetupError>;
 
 impl Chain {
-    /// Opens an image and its backing chain. Blocks.
+    /// Opens an image and its backing chain. Blocks during the reads of headers and tables.
     pub fn open(path: &Path, standalone: bool) -> Setup<Arc<Self>> {
         let mut layers = Vec::new();
         let mut next = Some((path.to_owned(), Some(Format::Qcow2)));
@@ -73,7 +73,7 @@ impl Chain {
                 None => probe(&source, &path)?,
             };
             let layer = match format {
-                // As in qemu, the length is rounded up to whole sectors.
+                // The length is rounded up to whole sectors, as qemu does.
                 Format::Raw => {
                     Layer { size: source.len().next_multiple_of(512), source, data: None, table: None }
                 }
@@ -96,17 +96,17 @@ impl Chain {
         Arc::new(Self { layers, unpacking: Mutex::default(), lines: LogLimit::default() })
     }
 
-    /// Logs damage of a layer that byte `at` of the disk depends on, and returns the error for reads
-    /// of that byte.
+    /// Logs damage of a layer at metadata on which byte `at` of the disk depends. Returns the error
+    /// for reads of that byte.
     pub fn damaged(&self, layer: usize, at: u64, damage: Damage) -> device::Error {
-        if let Some(suppressed) = self.lines.line(layer) {
+        if let Some(suppressed) = self.lines.admit(layer) {
             let file = self.layers[layer].source.path();
             tracing::warn!(file = %file.display(), disk_byte = at, "the image is damaged: {damage}{suppressed}");
         }
         device::Error::Media
     }
 
-    /// Logs that `source`, a file of a layer, cannot be read at byte `host`, and returns the error.
+    /// Logs that `source`, a file of a layer, cannot be read at byte `host`, and returns `error`.
     pub fn unreadable(
         &self,
         layer: usize,
@@ -115,7 +115,7 @@ impl Chain {
         error: device::Error,
     ) -> device::Error {
         if error == device::Error::Media
-            && let Some(suppressed) = self.lines.line(layer)
+            && let Some(suppressed) = self.lines.admit(layer)
         {
             let file = source.path();
             tracing::warn!(file = %file.display(), byte = host, "the file cannot be read: {error}{suppressed}");
@@ -127,7 +127,7 @@ impl Chain {
         self.layers.first().map_or(0, |top| top.size)
     }
 
-    /// Returns every file, the image itself first.
+    /// Returns the sources (files) of all layers, that of the image itself first.
     pub fn sources(&self) -> impl Iterator<Item = &Source> {
         self.layers.iter().flat_map(|layer| [Some(&layer.source), layer.data.as_ref()]).flatten()
     }
@@ -167,7 +167,7 @@ impl Layer {
         Ok(Self { size, source, data, table: Some(table) })
     }
 
-    /// Returns the file that holds the clusters.
+    /// Returns the file that contains the clusters: the external data file or the image.
     pub fn clusters(&self) -> &Source {
         self.data.as_ref().unwrap_or(&self.source)
     }
@@ -180,7 +180,7 @@ fn read_header(source: &Source, path: &Path) -> Setup<Header> {
     Header::parse(&head).map_err(|fault| refuse(path, fault))
 }
 
-/// Returns the first `len` bytes of a file, or all of a shorter file.
+/// Returns the first `len` bytes of a file, or the whole file if it is shorter.
 fn head(source: &Source, len: usize, path: &Path) -> Setup<Vec<u8>> {
     let mut head = vec![0; source.len().min(len as u64) as usize];
     source.read(0, &mut head).map_err(|error| SetupError::Read {
@@ -192,13 +192,13 @@ fn head(source: &Source, len: usize, path: &Path) -> Setup<Vec<u8>> {
 }
 
 /// Probes the format of a backing file if the image does not name it, as qemu does. A guest may
-/// have written a qcow2 header into a raw disk; for that reason qemu-img asks for the format.
+/// have written a qcow2 header into a raw disk; because of that risk, qemu-img requires the format.
 fn probe(source: &Source, path: &Path) -> Setup<Format> {
     let head = head(source, 4, path)?;
     Ok(if head == header::MAGIC.to_be_bytes() { Format::Qcow2 } else { Format::Raw })
 }
 
-/// Returns path and format of the backing file.
+/// Returns the path and the format (if named) of the backing file; `None` without a backing file.
 fn backing(path: &Path, header: &Header, standalone: bool) -> Setup<Option<(PathBuf, Option<Format>)>> {
     let Some(name) = &header.backing else { return Ok(None) };
     if standalone {
@@ -213,7 +213,7 @@ fn backing(path: &Path, header: &Header, standalone: bool) -> Setup<Option<(Path
     Ok(Some((resolve_relative(path, name), format)))
 }
 
-/// Resolves a name in an image, which is relative to the image's directory.
+/// Resolves a file name in an image; a relative name is relative to the directory of the image.
 pub(super) fn resolve_relative(image: &Path, name: &Path) -> PathBuf {
     match image.parent() {
         Some(dir) => dir.join(name),
@@ -226,5 +226,5 @@ fn refuse(path: &Path, fault: Fault) -> SetupError {
 }
 
 fn not_standalone(path: &Path, what: &'static str, name: &Path) -> SetupError {
-    refuse(path, Fault::NotAlone { what, name: name.to_string_lossy().into_owned() })
+    refuse(path, Fault::NotStandalone { what, name: name.to_string_lossy().into_owned() })
 }

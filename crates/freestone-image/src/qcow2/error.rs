@@ -1,4 +1,4 @@
-//! Errors for qcow2 images.
+//! Errors of qcow2 images.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,73 +9,73 @@ use freestone_core::device;
 
 use crate::file;
 
-/// Errors from opening an image.
+/// Errors from opening an image with its backing chain.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// The image, or a file that it names, cannot be opened.
+    /// The image, or a file that it refers to, cannot be opened.
     #[error(transparent)]
     File(#[from] file::SetupError),
-    /// The content of the file is not acceptable.
+    /// The image is invalid or not supported.
     #[error("{}: {fault}", path.display())]
     Image {
-        /// The image, or a backing file.
+        /// Path of the image or backing file.
         path: PathBuf,
-        /// Fault.
+        /// Reason why the image is refused.
         fault: Fault,
     },
-    /// Reading the file failed.
+    /// A part of the file cannot be read.
     #[error("{}: cannot read the {what}: {error}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Part of the file.
+        /// Part of the file, for example "header".
         what: &'static str,
-        /// Device error.
+        /// Error of the read.
         error: device::Error,
     },
-    /// The threads that continue requests could not be started.
+    /// The threads that continue requests after disk reads could not be started.
     #[error("cannot start the threads for qcow2 images: {0}")]
     Threads(io::Error),
 }
 
-/// Fault of an image.
+/// Reason why an image is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Fault {
-    /// The magic number is missing.
+    /// The magic number at the start of the file is missing.
     #[error("is not a qcow2 image")]
     NotQcow2,
-    /// The version is not supported.
+    /// The qcow2 version of the image is not supported.
     #[error("has qcow2 version {0}; versions 2 and 3 are supported")]
     Version(u32),
-    /// The image is encrypted.
+    /// The image is encrypted, which is not supported.
     #[error("is encrypted ({0}), which is not supported; decrypt it with qemu-img convert")]
     Encrypted(&'static str),
-    /// The image needs unknown incompatible features.
+    /// The image requires incompatible features that are not supported.
     #[error("needs features that are not supported: {0}")]
     Features(String),
-    /// The compression type is not supported.
+    /// The compression type of the image is not supported.
     #[error("has compression type {0}; 0 (deflate) and 1 (zstd) are supported")]
     Compression(u8),
-    /// The metadata is inconsistent.
+    /// The metadata of the image is inconsistent.
     #[error("is corrupt: {0}")]
     Corrupt(String),
-    /// The disk is smaller than a sector.
+    /// The disk in the image is smaller than a sector (512 bytes).
     #[error("has a disk size of less than one sector")]
     Empty,
-    /// The disk is larger than a device can be.
+    /// The disk in the image is larger than a device can be.
     #[error("has a disk size of {0} bytes, which is too large")]
     TooLarge(u64),
-    /// A name does not denote a local file.
+    /// The name of a backing file or data file does not denote a local file.
     #[error(
         "names {name:?} as its {what}; only paths of local files are supported, and absolute ones in json:"
     )]
     Name {
-        /// Backing file or data file.
+        /// Which file the name is for: backing file or data file.
         what: &'static str,
-        /// The name; invalid UTF-8 is replaced.
+        /// The refused name; invalid UTF-8 is replaced.
         name: String,
     },
-    /// The format of the backing file is not supported.
+    /// The image declares a format of its backing file that is not supported.
     #[error("has a backing file of format {0:?}; raw and qcow2 are supported")]
     BackingFormat(String),
     /// The backing chain has too many images.
@@ -83,12 +83,12 @@ pub enum Fault {
         "exceeds the limit of {0} images in a backing chain; check for a cycle, or shorten the chain with qemu-img rebase"
     )]
     TooDeep(usize),
-    /// The image names another file although it was opened as standalone.
+    /// The image refers to another file although it was opened as standalone.
     #[error("names {name:?} as its {what}, but was opened as an image that stands alone")]
-    NotAlone {
-        /// Backing file or data file.
+    NotStandalone {
+        /// Which file the image refers to: backing file or data file.
         what: &'static str,
-        /// The name.
+        /// The name of that file; invalid UTF-8 is replaced.
         name: String,
     },
 }

@@ -1,4 +1,4 @@
-//! The header of an image, as in qemu's `docs/interop/qcow2.txt`. All numbers are big-endian.
+//! The header of a qcow2 image, as in qemu's `docs/interop/qcow2.txt`. All numbers are big-endian.
 //!
 //! ```text
 //!   0 magic "QFI\xfb"          32 crypt_method              72 incompatible features   (from here on: version 3)
@@ -21,26 +21,26 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::block_options::{self, BackingName};
 use super::error::Fault;
 
-/// Field name of the backing file in errors.
+/// Name of the backing file field in errors.
 const BACKING: &str = "backing file";
 pub(super) const MAGIC: u32 = 0x5146_49fb;
-/// Header length of version 2, and minimum of version 3, in bytes.
+/// Length of a version 2 header in bytes, without extensions.
 const V2_BYTES: u32 = 72;
 pub(super) const V3_BYTES: u32 = 104;
-/// Cluster sizes that qemu supports: 512 bytes to 2 MiB.
+/// Supported cluster sizes as powers of two: 512 bytes to 2 MiB, as in qemu.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Subclusters per cluster with extended L2 entries.
+/// Number of subclusters per cluster with extended L2 entries.
 pub(super) const SUBCLUSTERS: u64 = 32;
-/// Smallest subcluster in bytes.
+/// Size of the smallest subcluster in bytes.
 const SECTOR_BYTES: u64 = 512;
-/// Longest name of a backing file in bytes.
+/// Longest name of a backing file in bytes, as in qemu.
 pub(super) const MAX_NAME_BYTES: u64 = 1023;
-/// Largest L1 table in bytes, as in qemu.
+/// Size of the largest L1 table in bytes, as in qemu.
 pub(super) const MAX_L1_BYTES: u64 = 32 << 20;
-/// Maximum number of header extensions that are parsed; qemu defines five.
+/// Maximum number of header extensions that are parsed; qemu defines only five.
 const MAX_EXTENSIONS: usize = 64;
 
-/// Refcounts may be inconsistent, which does not affect reads.
+/// The refcounts of the image may be inconsistent, which does not affect reads.
 const INCOMPATIBLE_DIRTY: u64 = 1;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
 const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
@@ -56,10 +56,10 @@ const EXTENSION_END: u32 = 0;
 pub(super) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
-/// Bytes of one row of the feature name table: type, bit, name.
+/// Size in bytes of one row of the feature name table: type, bit number, name.
 const FEATURE_NAME_BYTES: usize = 48;
 
-/// Largest disk in bytes: the largest signed file offset.
+/// Size of the largest disk in bytes: the largest signed file offset.
 const MAX_DISK_BYTES: u64 = i64::MAX as u64;
 
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -97,25 +97,25 @@ pub(super) enum Compression {
 pub(super) struct Header {
     pub version: u32,
     pub cluster_bits: u32,
-    /// Bytes of the disk, whole sectors.
+    /// Size of the disk in bytes, a multiple of 512.
     pub size: u64,
-    /// Entries of the L1 table that the disk needs; the table may have more.
+    /// Number of L1 entries that the disk needs; the L1 table may have more.
     pub l1_entries: u64,
     pub l1_offset: u64,
     pub compression: Compression,
-    /// Bytes of an L2 entry: 8, or 16 with a subcluster bitmap.
+    /// Size of an L2 entry in bytes: 8, or 16 with a subcluster bitmap.
     pub entry_bytes: u64,
     pub backing: Option<PathBuf>,
     pub backing_format: Option<String>,
-    /// The image uses an external data file.
+    /// True if the image stores its clusters in an external data file.
     pub has_data_file: bool,
     pub data_file: Option<PathBuf>,
-    /// qemu marked the image as corrupt.
+    /// True if qemu has marked the image as corrupt.
     pub is_corrupt: bool,
 }
 
-/// Returns the cluster size in bytes from the first bytes of a file. Fails if the file is not a
-/// qcow2 image.
+/// Returns the cluster size in bytes, given the first bytes of a file. Fails if the file is not a
+/// qcow2 image of a supported version.
 pub(super) fn cluster_bytes(head: &[u8]) -> Result<u64, Fault> {
     let (raw, _) = RawHeader::read_from_prefix(head).map_err(|_| Fault::NotQcow2)?;
     if raw.magic.get() != MAGIC {
@@ -132,12 +132,13 @@ pub(super) fn cluster_bytes(head: &[u8]) -> Result<u64, Fault> {
 }
 
 impl Header {
-    /// Parses and checks a header. `head` is the first cluster, or the whole file if it is shorter.
+    /// Parses and verifies a header. `head` is the first cluster, or the whole file if it is
+    /// shorter.
     pub fn parse(head: &[u8]) -> Result<Self, Fault> {
         let cluster = cluster_bytes(head)?;
         let (mut raw, _) = RawHeader::read_from_prefix(head).map_err(|_| Fault::NotQcow2)?;
         if raw.version.get() == 2 {
-            // Version 2 has no such fields; other data follows its header.
+            // A version 2 header does not have these fields; other data follows it.
             let v2 = RawHeader { refcount_order: 4.into(), header_length: V2_BYTES.into(), ..raw };
             raw = RawHeader { incompatible: 0.into(), compatible: 0.into(), autoclear: 0.into(), ..v2 };
         } else if !(V3_BYTES..=cluster as u32).contains(&raw.header_length.get()) {
@@ -149,8 +150,8 @@ impl Header {
             2 => return Err(Fault::Encrypted("LUKS")),
             _ => return Err(Fault::Encrypted("by an unknown method")),
         }
-        // Parsed before anything that an unknown feature may redefine, since extensions name the
-        // features.
+        // Parse the extensions before any field that an unknown feature may redefine, since they
+        // contain the names of the features for the error.
         let extensions = Extensions::parse(head, &raw, cluster)?;
         let incompatible = raw.incompatible.get();
         if incompatible & !INCOMPATIBLE_KNOWN != 0 {
@@ -188,12 +189,13 @@ impl Header {
         1 << self.cluster_bits
     }
 
-    /// Returns true if L2 entries have subcluster bitmaps.
+    /// Returns true if L2 entries have subcluster bitmaps (extended L2 entries).
     pub const fn has_subclusters(&self) -> bool {
         self.entry_bytes == 16
     }
 
-    /// Returns the bytes that one L2 entry or subcluster bit describes: a cluster or a subcluster.
+    /// Returns the size in bytes of the unit that one L2 entry or subcluster bit describes: a
+    /// cluster or a subcluster.
     pub fn unit_bytes(&self) -> u64 {
         if self.has_subclusters() { self.cluster_bytes() / SUBCLUSTERS } else { self.cluster_bytes() }
     }
@@ -214,7 +216,7 @@ fn compression(head: &[u8], raw: &RawHeader) -> Result<Compression, Fault> {
     }
 }
 
-/// Returns the size of the disk in bytes and the number of L1 entries that it needs.
+/// Returns the size of the disk in bytes, and the number of L1 entries that the disk needs.
 fn size(raw: &RawHeader, cluster: u64, entry_bytes: u64) -> Result<(u64, u64), Fault> {
     let declared = raw.size.get();
     let size = declared - declared % 512;
@@ -224,7 +226,8 @@ fn size(raw: &RawHeader, cluster: u64, entry_bytes: u64) -> Result<(u64, u64), F
     if declared > MAX_DISK_BYTES {
         return Err(Fault::TooLarge(declared));
     }
-    // An L2 table is one cluster of entries. At most 2^21 * 2^18 bytes, so this cannot overflow.
+    // An L2 table is one cluster of entries. The product is at most 2^21 * 2^18 bytes, so it cannot
+    // overflow.
     let l1_entries = declared.div_ceil(cluster * (cluster / entry_bytes));
     if l1_entries * 8 > MAX_L1_BYTES {
         return Err(Fault::TooLarge(declared));
@@ -257,13 +260,13 @@ fn backing(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Option<BackingN
     }
 }
 
-/// Parses the name of a local file, with the `file:` prefix that qemu allows.
+/// Parses the name of a local file, with or without the prefix `file:` that qemu allows.
 fn name(what: &'static str, found: &[u8]) -> Result<PathBuf, Fault> {
     let refuse = || Fault::Name { what, name: String::from_utf8_lossy(found).into_owned() };
-    // Some writers pad the name with zero bytes.
+    // Some programs pad the name with zero bytes.
     let text = found.split(|&b| b == 0).next().unwrap_or_default();
     let path = text.strip_prefix(b"file:").unwrap_or(text);
-    // As in qemu, a colon before the first slash ends a protocol name.
+    // As in qemu, a colon before the first slash marks a protocol name.
     let first = path.split(|&b| b == b'/').next().unwrap_or_default();
     if path.is_empty() || (path.len() == text.len() && first.contains(&b':')) {
         return Err(refuse());
@@ -275,14 +278,14 @@ fn name(what: &'static str, found: &[u8]) -> Result<PathBuf, Fault> {
 struct Extensions {
     backing_format: Option<String>,
     data_file: Option<PathBuf>,
-    /// Bit and name of incompatible features.
+    /// Bit number and name of each incompatible feature that the image defines.
     features: Vec<(u8, String)>,
 }
 
 impl Extensions {
     fn parse(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Self, Fault> {
         let mut found = Self::default();
-        // As in qemu, extensions end before the name of the backing file.
+        // As in qemu, extensions end at the name of the backing file.
         let end = match raw.backing_file_offset.get() {
             0 => cluster,
             offset => offset.min(cluster),
@@ -326,7 +329,8 @@ impl Extensions {
         Ok(())
     }
 
-    /// Returns the names of feature bits, as far as the image defines them.
+    /// Returns the names of the features `bits`; a feature that the image does not name is given by
+    /// its bit number.
     fn names(&self, bits: u64) -> String {
         let one = |bit: u8| match self.features.iter().find(|(named, _)| *named == bit) {
             Some((_, name)) => format!("{name} (bit {bit})"),

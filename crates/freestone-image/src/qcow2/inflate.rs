@@ -1,4 +1,4 @@
-//! Decompression of clusters.
+//! Decompression of compressed clusters.
 
 use flate2::{Decompress, FlushDecompress, Status};
 use zstd_safe::{DCtx, DParameter, InBuffer, OutBuffer};
@@ -8,10 +8,11 @@ use freestone_core::device::{Error, Result};
 use super::header::Compression;
 
 /// Largest zstd window accepted, as a power of two: 8 MiB, which RFC 8878 requires of every
-/// decoder. qemu's windows have at most 2 MiB, one cluster; a corrupt frame could demand 128 MiB.
+/// decoder. qemu's windows have at most 2 MiB, one cluster; a corrupt frame could require 128 MiB.
 const MAX_WINDOW_LOG: u32 = 23;
 
-/// Decompresses exactly one cluster from `packed`, which may have trailing bytes.
+/// Decompresses exactly one cluster from `packed`, which may have trailing bytes. Fails if `packed`
+/// does not fill the cluster.
 pub(super) fn inflate(kind: Compression, packed: &[u8], cluster: &mut [u8]) -> Result<()> {
     let whole = match kind {
         Compression::Deflate => deflated(packed, cluster),
@@ -21,13 +22,14 @@ pub(super) fn inflate(kind: Compression, packed: &[u8], cluster: &mut [u8]) -> R
 }
 
 fn deflated(packed: &[u8], cluster: &mut [u8]) -> bool {
-    // Raw deflate, without a zlib header.
+    // The clusters are raw deflate streams, without a zlib header.
     let mut stream = Decompress::new(false);
     let size = cluster.len() as u64;
     loop {
         let before = (stream.total_in(), stream.total_out());
         let (input, output) = (&packed[before.0 as usize..], &mut cluster[before.1 as usize..]);
-        // Not `Finish`: the decoder would take missing input as zeroes, which may decode to data.
+        // Do not use `Finish`: the decoder would treat missing input as zeroes, which may decode to
+        // data.
         let status = stream.decompress(input, output, FlushDecompress::None);
         let now = (stream.total_in(), stream.total_out());
         // As in qemu, a full cluster is enough, even if the stream continues.
@@ -88,12 +90,12 @@ mod tests {
             for data in [&one, &text] {
                 let mut packed = pack(data);
                 let len = packed.len();
-                // With trailing bytes in the last sector.
+                // A compressed cluster has trailing bytes in its last sector.
                 packed.extend([0xa5; 300]);
                 assert_eq!(inflate(kind, &packed, &mut out), Ok(()));
                 assert!(out == *data);
-                // Truncated input. (A stream decodes without its end marker, so the last bytes are
-                // kept.)
+                // Truncated input fails. (A stream can be decoded without its end marker, so cuts
+                // of the last bytes are not tested.)
                 for cut in [0, 1, len / 4, len / 2, len * 3 / 4] {
                     assert_eq!(
                         inflate(kind, &packed[..cut], &mut out),
@@ -101,7 +103,8 @@ mod tests {
                         "{kind:?} {cut} of {len}"
                     );
                 }
-                // Content that is too short fails; content that is too long is cut to a cluster.
+                // Content that is too short fails; content that is too long is truncated to a
+                // cluster.
                 assert_eq!(inflate(kind, &pack(&data[1..]), &mut out), Err(Error::Media));
                 assert_eq!(inflate(kind, &pack(&[data.as_slice(), b"more"].concat()), &mut out), Ok(()));
             }
@@ -109,10 +112,11 @@ mod tests {
         }
     }
 
-    /// A frame that asks for a window of 128 MiB is refused.
+    /// A frame that requires a window of 128 MiB is refused.
     #[test]
     fn zstd_window_above_limit_is_refused() {
-        // Magic, descriptor without content size, window of 2^(10 + 17), and one RLE block.
+        // Magic number, descriptor without content size, window of 2^(10 + 17) bytes, and one RLE
+        // block.
         let mut frame = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, 17 << 3];
         let block: u32 = 1 | 1 << 1 | (SIZE as u32) << 3;
         frame.extend(&block.to_le_bytes()[..3]);

@@ -1,4 +1,4 @@
-//! A submitted read: fetches metadata and clusters until its buffer is full.
+//! A submitted read of an image, which fetches metadata and clusters until its buffer is full.
 
 use std::mem;
 use std::sync::Arc;
@@ -11,21 +11,22 @@ use super::chain::Chain;
 use super::reader::{Cursor, Fetch};
 use super::table::Table;
 
-/// Maximum number of threads; decompression is their only long work.
+/// Maximum number of threads. Decompression is their only long work, so more threads are not
+/// needed.
 const THREADS_MAX: usize = 4;
 
 /// Threads that continue requests after disk reads: a fixed number for all images of the process.
-/// They never wait for a disk, so a slow disk does not delay other requests.
+/// These threads never wait for a disk, so a slow disk does not delay other requests.
 pub(super) static THREADS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     WorkQueue::with_threads("qcow2", threads)
 });
 
-/// Maximum number of bytes read at once into a separate buffer.
+/// Maximum number of bytes that one read fetches into a separate buffer.
 const MAX_PIECE_BYTES: u64 = 1 << 20;
 
-/// A read in progress. Whatever continues it owns it: a thread, a disk read, or the list of
-/// requests that wait for a cluster. A dropped job completes with `Gone`.
+/// A read in progress. A job is owned by what continues it: a thread, a disk read, or the list of
+/// requests that wait for a cluster. A dropped job completes its request with `Gone`.
 pub(super) struct Job {
     chain: Arc<Chain>,
     request: Request,
@@ -35,13 +36,14 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Creates a job. `request` must be a checked read, and `buffer` must have its length.
+    /// Creates a job. `request` must be a read whose range was checked, and `buffer` must have the
+    /// length of the request.
     pub fn new(chain: Arc<Chain>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         let cursor = Cursor::new(request.offset, request.len);
         Self { chain, request, cursor, buffer, done }
     }
 
-    /// Continues until a disk read is needed.
+    /// Continues the request until a disk read is needed or the request completes.
     pub fn run(mut self) {
         match self.chain.advance(&mut self.cursor, self.request.offset, &mut self.buffer) {
             Ok(Some(need)) => self.fetch(need),
@@ -66,8 +68,8 @@ impl Job {
             Fetch::Data { layer, host, len } => {
                 let source = self.chain.layers[layer].clusters();
                 if len == self.request.len && source.is_aligned(host, len) {
-                    // The common case: one read into the request's own buffer, completed on the
-                    // disk's thread.
+                    // The common case is one read into the request's own buffer, which completes on
+                    // the thread of the disk.
                     let chain = Arc::clone(&self.chain);
                     let buffer = mem::replace(&mut self.buffer, IoBuf::empty());
                     let done = self.done;
@@ -97,7 +99,8 @@ impl Job {
                 let Some((job, claim)) = Claim::take(self, layer, number) else { return };
                 job.read(layer, false, host, len as usize, move |mut job, packed| {
                     let taken = job.chain.store_cluster(&mut job.cursor, layer, number, packed);
-                    // Released only now, so that waiting requests find the cluster in the cache.
+                    // Drop the claim only now, so that waiting requests find the cluster in the
+                    // cache.
                     drop(claim);
                     match taken {
                         Ok(()) => job.run(),
@@ -108,8 +111,8 @@ impl Job {
         }
     }
 
-    /// Reads bytes of an image file, or of its data file if `clusters` is true, and continues with
-    /// them on one of [`THREADS`].
+    /// Reads bytes of an image file, or of its data file if `clusters` is true. Then calls `resume`
+    /// with the bytes on one of [`THREADS`].
     fn read(
         self,
         layer: usize,
@@ -123,7 +126,7 @@ impl Job {
         let of = &this.layers[layer];
         let source = if clusters { of.clusters() } else { &of.source };
         source.start(host, len, move |blocks| {
-            // The disk's thread must not block, so it only queues the work.
+            // The thread of the disk must not block, so it only queues the work.
             THREADS.push(move || {
                 let of = &chain.layers[layer];
                 let source = if clusters { of.clusters() } else { &of.source };
@@ -145,14 +148,16 @@ impl Job {
 }
 
 /// The exclusive right to decompress a cluster. Other requests for the cluster wait until the claim
-/// is dropped. They then find the cluster in the cache, or the next one claims it.
+/// is dropped. Then the other requests find the cluster in the cache, or one of them claims the
+/// cluster.
 struct Claim {
     chain: Arc<Chain>,
     cluster: (usize, u64),
 }
 
 impl Claim {
-    /// Returns the claim and the job, or `None` if the job now waits for another claim.
+    /// Returns the claim and the job; `None` if another job has the claim, so that this one must
+    /// wait.
     fn take(job: Job, layer: usize, number: u64) -> Option<(Job, Self)> {
         let chain = Arc::clone(&job.chain);
         let cluster = (layer, number);

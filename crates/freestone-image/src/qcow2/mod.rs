@@ -1,34 +1,34 @@
 //! qcow2 images as read-only devices ([`Image`]), and the changes of a fork as a qcow2 overlay
 //! ([`delta`]).
 //!
-//! Supported: versions 2 and 3, deflate and zstd compressed clusters, zero clusters, subclusters
-//! (extended L2 entries), backing chains (raw or qcow2, at most 64 files), external data files, and
-//! images on block devices. Internal snapshots and bitmaps are ignored. Encryption and unknown
-//! incompatible features are refused by name. As in qemu, an image that is marked dirty or corrupt
-//! can be read; refcounts are not read.
+//! Supported are versions 2 and 3, deflate and zstd compressed clusters, zero clusters, and
+//! subclusters (extended L2 entries). Also supported are backing chains (raw or qcow2, at most 64
+//! files), external data files, and images on block devices. Internal snapshots and bitmaps are
+//! ignored. Encryption and unknown incompatible features are refused, with an error that names
+//! them. As in qemu, an image that is marked dirty or corrupt can be read; refcounts are not read.
 //!
-//! **Corrupt images** cause no panic and use no more memory than sound ones. A read through an
-//! invalid entry (not aligned, beyond the end of the file, or not a whole cluster when
-//! decompressed) fails with [`Error::Media`]; other reads succeed. The log names the file of the
-//! chain and the damage, at most once a minute per file. A file that ends within its last cluster
-//! is padded with zeroes, as in qemu. Clusters that lie beyond the end of the file are an error,
-//! unlike in qemu: zeroes would hide a truncated file.
+//! **Corrupt images** do not cause a panic, and use no more memory than sound ones. A read through
+//! an invalid entry fails with [`Error::Media`]; other reads succeed. An entry is invalid if it is
+//! not aligned, beyond the end of the file, or not a whole cluster when decompressed. The log
+//! contains the file of the chain and the damage, at most once a minute per file. A file that ends
+//! within its last cluster is padded with zeroes, as in qemu. Unlike in qemu, clusters beyond the
+//! end of the file are an error: zeroes would hide that the file was truncated.
 //!
 //! **Blocking.** Each image of the chain caches its whole L1 table (at most 32 MiB; 16 KiB for 1
-//! TiB with 64 KiB clusters), parts of its L2 tables and decompressed clusters (at most 16 MiB of
-//! each). Reads of cached data, here or in the page cache, complete inline. At most four threads,
-//! shared by all images, decompress clusters. No request blocks a thread on a disk; opening an
-//! image and [`Device::extents`] do.
+//! TiB with 64 KiB clusters). Each image also caches parts of its L2 tables, and decompressed
+//! clusters (at most 16 MiB of each). Reads of data in these caches or in the page cache complete
+//! inline. At most four threads, shared by all images, decompress clusters. Requests never block a
+//! thread on a disk; opening an image and [`Device::extents`] do.
 //!
 //! **Trust.** An image names other files, which are opened with the rights of this process;
 //! [`Config::standalone`] refuses such images. If the format of a backing file is not given, it is
 //! probed, as in qemu.
 //!
-//! **Why not a library.** imago 0.2.6 lacks zstd, refuses images marked dirty or corrupt, and
-//! ignores the encryption field, so an encrypted image would be read as it is. It either blocks the
-//! caller's thread or needs tokio's locks, as two features that exclude each other in one program.
-//! That rules out inline reads combined with requests that block no thread. Decompression uses
-//! flate2 and zstd.
+//! **Why not imago.** The crate imago 0.2.6 does not support zstd, and refuses images marked dirty
+//! or corrupt. Because imago ignores the encryption field, it would return encrypted data. The
+//! crate either blocks the caller's thread or needs tokio's locks, as two features that exclude
+//! each other in one program. So inline reads cannot be combined with requests that do not block a
+//! thread. Decompression uses flate2 and zstd.
 
 mod block_options;
 mod cache;
@@ -49,11 +49,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, TryResult,
     range_end,
 };
 
-use crate::file::Changed;
+use crate::file::FileChange;
 
 use chain::Chain;
 pub use chain::Format;
@@ -63,43 +63,43 @@ use reader::{Cursor, Location};
 
 /// Maximum number of bytes that one inline read returns.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
-/// Maximum number of runs that one extent query examines.
+/// Maximum number of runs (ranges in one place of a file) that one extent query examines.
 const MAX_EXTENT_STEPS: u32 = 1024;
-/// Logical block size in bytes.
+/// Logical block size of the device in bytes.
 const SECTOR_BYTES: u32 = 512;
-/// Preferred request size in bytes.
+/// Preferred smallest request size (physical block, `io_min`) in bytes.
 const PREFERRED_BYTES: u32 = 4096;
-/// Request size at which streaming stops getting faster, in bytes.
+/// Preferred request size (`io_opt`) in bytes, above which streaming is not faster.
 const STREAM_BYTES: u32 = 1 << 20;
 
 /// Options for opening an [`Image`].
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The image: a regular file or a block device.
+    /// Path of the image: a regular file or a block device.
     pub path: PathBuf,
-    /// Refuses an image that names a backing file or a data file.
+    /// Refuses an image that names a backing file or an external data file.
     pub standalone: bool,
 }
 
 impl Config {
-    /// Returns options for an image together with its backing chain.
+    /// Returns options for opening an image together with its backing chain.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), standalone: false }
     }
 }
 
 /// A qcow2 image with its backing chain, as a read-only device. The files stay locked (shared, as
-/// by [`File`](crate::file::File)) while it is open. Programs that ignore such locks must not
-/// change them; [`changed`](Self::changed) reports if one did.
+/// by [`File`](crate::file::File)) while the image is open. Programs that ignore such locks must
+/// not change the files; [`change`](Self::change) reports if one did.
 pub struct Image {
     chain: Arc<Chain>,
 }
 
-/// Returns true if a file begins with the qcow2 magic number. (A raw disk may too: a guest can
-/// write its first sector.)
+/// Returns true if a file begins with the qcow2 magic number. (A raw disk may begin with it, too,
+/// as a guest can write the first sector.)
 ///
 /// # Errors
-/// The file cannot be read.
+/// Fails if the file cannot be read.
 pub fn is_qcow2(path: &Path) -> io::Result<bool> {
     let mut magic = Vec::new();
     fs::File::open(path)?.take(4).read_to_end(&mut magic)?;
@@ -107,35 +107,35 @@ pub fn is_qcow2(path: &Path) -> io::Result<bool> {
 }
 
 impl Image {
-    /// Opens an image and its backing chain. Blocks.
+    /// Opens an image and its backing chain. Blocks during the reads of headers and tables.
     ///
     /// # Errors
-    /// Each [`SetupError`] names the file and what is wrong with it.
+    /// Fails with a [`SetupError`], whose message contains the file and the reason.
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
         job::THREADS.start().map_err(SetupError::Threads)?;
         Ok(Self { chain: Chain::open(&config.path, config.standalone)? })
     }
 
-    /// Returns the paths of all files: the image itself, its data file, and so on down to the last
+    /// Returns the paths of all files: the image itself, its data file, and so on to the last
     /// backing file.
     pub fn files(&self) -> Vec<PathBuf> {
         self.chain.paths().collect()
     }
 
     /// Returns the first file that changed since it was opened, and the change, as of the last
-    /// check ([`look_now`](crate::file::look_now)).
-    pub fn changed(&self) -> Option<(PathBuf, Changed)> {
-        self.chain.sources().find_map(|source| Some((source.path(), source.changed()?)))
+    /// check ([`check_now`](crate::file::check_now)); `None` if all files are unchanged.
+    pub fn change(&self) -> Option<(PathBuf, FileChange)> {
+        self.chain.sources().find_map(|source| Some((source.path(), source.change()?)))
     }
 
-    /// Returns each file with its [identity](crate::file::File::identity). Block devices have none
-    /// and are omitted.
+    /// Returns each file with its [identity](crate::file::File::identity). Block devices do not
+    /// have an identity and are omitted.
     pub fn identities(&self) -> Vec<(PathBuf, String)> {
         self.chain.sources().filter_map(|source| Some((source.path(), source.identity()?))).collect()
     }
 
-    /// Returns kind and length of a located run. For a run in a raw file, the file system may
-    /// report a hole.
+    /// Returns the kind and length in bytes of the run that was located at the cursor. For a run in
+    /// a raw file, the file system may report a hole.
     fn extent(&self, cursor: &Cursor, found: Location) -> Result<(ExtentKind, u64)> {
         let run = cursor.run();
         let (layer, host) = match found {
@@ -144,7 +144,7 @@ impl Image {
             Location::Nowhere | Location::Zero { allocated: false } => return Ok((ExtentKind::Hole, run)),
             Location::Cluster { .. } | Location::Fetch(_) => return Ok((ExtentKind::Data, run)),
         };
-        // Holes of a qcow2 file reflect only how its clusters were allocated.
+        // Holes of a qcow2 file only show how its clusters were allocated, so report them as data.
         if layer.table.is_some() || !layer.source.is_aligned(host, run) {
             return Ok((ExtentKind::Data, run));
         }
@@ -177,16 +177,16 @@ impl Device for Image {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
-        let Buffer::Read(out) = buffer else { return Ok(Tried::Done) };
+        let Buffer::Read(out) = buffer else { return Ok(TryResult::Done) };
         let mut cursor = Cursor::new(request.offset, request.len.min(INLINE_MAX_BYTES));
         self.chain.advance(&mut cursor, request.offset, out)?;
-        // A whole number of sectors, as all runs are.
+        // The number of bytes is a multiple of 512, as all runs consist of whole sectors.
         Ok(match cursor.at - request.offset {
-            0 => Tried::WouldBlock,
-            done if done == request.len => Tried::Done,
-            done => Tried::Partly(done),
+            0 => TryResult::WouldBlock,
+            done if done == request.len => TryResult::Done,
+            done => TryResult::Partly(done),
         })
     }
 
@@ -199,7 +199,7 @@ impl Device for Image {
                 Job::new(Arc::clone(&self.chain), request, buffer, done).run();
             }
             Op::Read => done.complete(Err(Error::Misaligned), buffer),
-            // A flush has nothing to write.
+            // The device is read-only, so a flush has nothing to write.
             _ => done.complete(Ok(()), buffer),
         }
     }
@@ -207,14 +207,14 @@ impl Device for Image {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let end = range_end(offset, len, self.chain.size())?;
         let mut cursor = Cursor::new(offset, end - offset);
-        // Adjacent runs of one kind in different tables or files become one row.
+        // Merge adjacent runs of the same kind in different tables or files into one extent.
         let mut pending: Option<Extent> = None;
         for _ in 0..MAX_EXTENT_STEPS {
             let at = cursor.at;
             let next = self.chain.locate_blocking(&mut cursor).and_then(|found| self.extent(&cursor, found));
             let (kind, len) = match (next, pending) {
                 (Ok(next), _) => next,
-                // Rows found before the error are reported; the next call meets the error again.
+                // Report the extents found before the error; the next call returns the error.
                 (Err(_), Some(_)) => break,
                 (Err(error), None) => return Err(error),
             };

@@ -1,4 +1,4 @@
-//! Reads through a backing chain as far as possible without blocking.
+//! Reads through a backing chain, as far as possible without blocking.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use super::inflate::inflate;
 use super::source::Source;
 use super::table::{Entry, SliceAt};
 
-/// Position of a read in its range. The cursor also keeps the slice and cluster that it waited for:
-/// another request may evict them from the caches at once.
+/// Position of a read in its range. The cursor also keeps the slice and cluster for which the read
+/// waited, as another request may evict them from the caches at once.
 #[derive(Default)]
 pub(super) struct Cursor {
-    /// Next byte and end of the range.
+    /// Next byte to read, and end of the range.
     pub at: u64,
     pub end: u64,
     /// Layer that is searched for the next byte, and length of the current run in bytes.
@@ -27,25 +27,26 @@ pub(super) struct Cursor {
 /// Data that must be read from a disk before a cursor can advance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fetch {
-    /// A slice of an L2 table.
+    /// A slice of an L2 table of a layer.
     Slice { layer: usize, slice: SliceAt },
-    /// Data of the next `len` bytes, at byte `host` of the file.
+    /// Data of the next `len` bytes of the range, at byte `host` of the layer's file.
     Data { layer: usize, host: u64, len: u64 },
-    /// A compressed cluster; `number` is its index on the virtual disk.
+    /// A compressed cluster: `len` bytes from byte `host` on. `number` is its index on the virtual
+    /// disk.
     Cluster { layer: usize, number: u64, host: u64, len: u64 },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Location {
-    /// Not allocated in any layer.
+    /// The run is not allocated in any layer, and reads as zeroes.
     Nowhere,
-    /// Reads as zeroes; `allocated` if the zero cluster has space in the file.
+    /// The run reads as zeroes. `allocated` is true if the zero cluster has space in the file.
     Zero { allocated: bool },
-    /// Data at byte `host` of a layer's file.
+    /// The run is at byte `host` of the layer's file.
     Data { layer: usize, host: u64 },
-    /// Part of a compressed cluster.
+    /// The run is a part of a compressed cluster.
     Cluster { layer: usize, number: u64, host: u64, len: u64 },
-    /// Unknown until metadata is read.
+    /// The location is unknown until this metadata is read.
     Fetch(Fetch),
 }
 
@@ -55,7 +56,7 @@ impl Cursor {
         Self { at: offset, end, run: len, ..Self::default() }
     }
 
-    /// Returns the length of the located run in bytes.
+    /// Returns the length in bytes of the run that was located last.
     pub fn run(&self) -> u64 {
         self.run
     }
@@ -68,12 +69,12 @@ impl Cursor {
 }
 
 impl Chain {
-    /// Locates the run at the cursor and sets [`Cursor::run`]. Reads metadata only if that does not
-    /// block.
+    /// Locates the run (bytes in one place of a file) at the cursor, and sets [`Cursor::run`].
+    /// Reads metadata only if that does not block.
     pub fn locate(&self, cursor: &mut Cursor) -> Result<Location> {
         while let Some(layer) = self.layers.get(cursor.layer) {
-            // A backing image that is smaller than its overlay is followed by zeroes, whatever its
-            // own backing file holds.
+            // Beyond the end of a backing image that is smaller than its overlay, the disk reads as
+            // zeroes. The backing file of that image is not used there.
             let Some(rest) = layer.size.checked_sub(cursor.at).filter(|&rest| rest > 0) else { break };
             cursor.run = cursor.run.min(rest);
             let Some(table) = &layer.table else {
@@ -104,7 +105,7 @@ impl Chain {
                 }
                 Entry::Zero { allocated } => Location::Zero { allocated },
                 Entry::Data { host } => {
-                    // A data file may be short, and so may the last cluster of an image; a whole
+                    // A data file may be short, and so may the last cluster of an image. A whole
                     // missing cluster is damage.
                     if layer.data.is_none() {
                         let cluster = table.header.cluster_bytes();
@@ -115,8 +116,8 @@ impl Chain {
                     Location::Data { layer: cursor.layer, host }
                 }
                 Entry::Compressed { host, len } => {
-                    // The length is counted in sectors, and the file may end within the last one.
-                    // The decompressor must not get zeroes in place of missing bytes.
+                    // The length is a number of sectors, and the file may end within the last one.
+                    // The decompressor must not receive zeroes in place of missing bytes.
                     let len = len.min(layer.source.len().saturating_sub(host));
                     if len == 0 {
                         return Err(damaged(Damage::Place(host)));
@@ -129,7 +130,8 @@ impl Chain {
         Ok(Location::Nowhere)
     }
 
-    /// Returns the entries of a slice if they are cached or can be read without blocking.
+    /// Returns the entries of a slice of an L2 table; `None` if they are not cached and a read
+    /// would block.
     fn slice(&self, number: usize, at: u64, slice: SliceAt) -> Result<Option<Arc<[u64]>>> {
         let layer = &self.layers[number];
         let Some(table) = &layer.table else { return Err(Error::Media) };
@@ -145,9 +147,9 @@ impl Chain {
         Ok((found == bytes.len()).then(|| table.cache_slice(slice, &bytes)))
     }
 
-    /// Reads as much of the cursor's range as possible without blocking. `out` is the buffer of the
-    /// range that starts at byte `base`. Returns the read that must happen first, or `None` at the
-    /// end of the range.
+    /// Reads as much of the cursor's range as possible without blocking. `out` is the buffer for
+    /// the range that starts at byte `base`. Returns the disk read that is needed before the next
+    /// call, or `None` at the end of the range.
     pub fn advance(&self, cursor: &mut Cursor, base: u64, out: &mut [u8]) -> Result<Option<Fetch>> {
         while cursor.at < cursor.end {
             let found = self.locate(cursor)?;
@@ -190,7 +192,7 @@ impl Chain {
         }
     }
 
-    /// Caches a slice that was read for the cursor.
+    /// Caches a slice of an L2 table that was read for the cursor.
     pub fn store_slice(&self, cursor: &mut Cursor, layer: usize, slice: SliceAt, bytes: &[u8]) {
         if let Some(table) = &self.layers[layer].table {
             cursor.slice = Some((layer, slice, table.cache_slice(slice, bytes)));
@@ -215,7 +217,8 @@ impl Chain {
         source.read(host, out).map_err(|error| self.unreadable(layer, source, host, error))
     }
 
-    /// Performs a pending read and blocks. `base` and `out` are as in [`advance`](Self::advance).
+    /// Performs the disk read `need` and blocks. `base` and `out` are as in
+    /// [`advance`](Self::advance).
     pub fn perform(&self, cursor: &mut Cursor, need: Fetch, base: u64, out: &mut [u8]) -> Result<()> {
         match need {
             Fetch::Slice { layer, slice } => {
@@ -239,7 +242,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Reads a range. Blocks.
+    /// Reads a range of the disk from byte `offset` on. Blocks on disk reads.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let mut cursor = Cursor::new(offset, out.len() as u64);
         while let Some(need) = self.advance(&mut cursor, offset, out)? {
@@ -248,7 +251,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Like [`locate`](Self::locate), but blocks to read metadata.
+    /// Locates the run at the cursor like [`locate`](Self::locate), but blocks to read metadata.
     pub fn locate_blocking(&self, cursor: &mut Cursor) -> Result<Location> {
         loop {
             match self.locate(cursor)? {

@@ -1,5 +1,5 @@
-//! Cluster mapping of one image: its L1 table, cached slices of its L2 tables, and the decoding of
-//! their entries.
+//! Cluster mapping of one image: the L1 table, cached slices of the L2 tables, and the decoding of
+//! L2 entries.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use super::error::Damage;
 use super::header::{Header, SUBCLUSTERS};
 use super::source::Source;
 
-/// Bytes of one slice of an L2 table, the unit of reading and caching. Smaller clusters make the
-/// whole table one slice.
+/// Size in bytes of one slice of an L2 table, the unit of reading and caching. With clusters below
+/// this size, a slice is a whole table.
 const SLICE_BYTES: u64 = 4096;
-/// Maximum number of bytes of cached slices per image: enough for a disk of 128 GiB with 64 KiB
+/// Maximum number of bytes of L2 slices cached per image: enough for a disk of 128 GiB with 64 KiB
 /// clusters.
 const MAX_SLICES_BYTES: u64 = 16 << 20;
 /// Maximum number of bytes of decompressed clusters cached per image.
@@ -21,10 +21,11 @@ const MAX_UNPACKED_BYTES: u64 = 16 << 20;
 
 const L1_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 const L2_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// The cluster has refcount 1. With a data file, also marks offset 0 as allocated.
+/// Flag of an entry whose cluster has refcount 1. With a data file, the flag also marks offset 0 as
+/// allocated.
 pub(super) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-/// The cluster reads as zeroes, allocated or not.
+/// Flag of an L2 entry whose cluster reads as zeroes, whether it is allocated or not.
 pub(super) const ZERO: u64 = 1;
 
 pub(super) struct Table {
@@ -32,24 +33,24 @@ pub(super) struct Table {
     l1: Box<[u64]>,
     slice_bytes: u64,
     slices: Cache<[u64]>,
-    /// Cache of decompressed clusters.
+    /// Cache of decompressed clusters, by cluster number on the disk.
     pub unpacked: Cache<[u8]>,
 }
 
 /// Decoded L2 entry of a cluster or subcluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Entry {
-    /// Not allocated: the backing file has the data.
+    /// Not allocated: the backing file contains the data.
     Absent,
-    /// Reads as zeroes; `allocated` if it has space in the file.
+    /// Reads as zeroes. `allocated` is true if the cluster has space in the file.
     Zero { allocated: bool },
-    /// Data at byte `host`.
+    /// Data at byte `host` of the file.
     Data { host: u64 },
-    /// Compressed data of at most `len` bytes from byte `host`.
+    /// Compressed data of at most `len` bytes, from byte `host` of the file on.
     Compressed { host: u64, len: u64 },
 }
 
-/// A slice of an L2 table: its index on the virtual disk, and its byte in the file.
+/// A slice of an L2 table: the index of the slice on the virtual disk, and its offset in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SliceAt {
     pub number: u64,
@@ -57,10 +58,10 @@ pub(super) struct SliceAt {
 }
 
 impl Table {
-    /// Reads the L1 table. Blocks. Returns `None` if the table lies beyond the end of the file.
+    /// Reads the L1 table. Blocks. Returns `None` if the table is beyond the end of the file.
     pub fn load(header: Header, source: &Source) -> device::Result<Option<Self>> {
         let len = header.l1_entries * 8;
-        // Checked before memory is allocated for the table.
+        // Check the offset before memory is allocated for the table.
         if header.l1_offset + len > source.len() {
             return Ok(None);
         }
@@ -79,8 +80,8 @@ impl Table {
         }))
     }
 
-    /// Returns the slice with the entry for byte `at`, or `None` if the L2 table is not allocated,
-    /// and the first byte that another slice or table describes.
+    /// Returns the slice with the entry for byte `at` of the disk, or `None` if the L2 table is not
+    /// allocated. Also returns the first byte that another slice or table describes.
     pub fn slice_at(&self, at: u64) -> Result<(Option<SliceAt>, u64), Damage> {
         let cluster = self.header.cluster_bytes();
         let covered = self.slice_covers();
@@ -98,17 +99,17 @@ impl Table {
         Ok((Some(SliceAt { number, host }), (number + 1) * covered))
     }
 
-    /// Returns the bytes of the disk that a slice describes.
+    /// Returns the number of bytes of the disk that a slice describes.
     fn slice_covers(&self) -> u64 {
         self.slice_bytes / self.header.entry_bytes * self.header.cluster_bytes()
     }
 
-    /// Returns the first byte of each allocated L2 table.
+    /// Returns the offset in the file of each allocated L2 table.
     pub fn tables(&self) -> impl Iterator<Item = u64> {
         self.l1.iter().map(|entry| entry & L1_OFFSET).filter(|&host| host != 0)
     }
 
-    /// Returns the bytes of a slice in the file.
+    /// Returns the size of a slice in bytes.
     pub fn slice_bytes(&self) -> usize {
         self.slice_bytes as usize
     }
@@ -117,15 +118,15 @@ impl Table {
         self.slices.get(slice.number)
     }
 
-    /// Decodes and caches a slice that was read.
+    /// Decodes and caches a slice that was read from the file.
     pub fn cache_slice(&self, slice: SliceAt, bytes: &[u8]) -> Arc<[u64]> {
         let slice_of = Arc::from(numbers(bytes));
         self.slices.put(slice.number, Arc::clone(&slice_of));
         slice_of
     }
 
-    /// Decodes the entry for byte `at`. Also returns how many bytes from there continue it, at most
-    /// `most` and within this slice.
+    /// Decodes the entry for byte `at`. Also returns the number of bytes from there on that have
+    /// the same kind and contiguous places, at most `most` and within this slice.
     pub fn entry(&self, slice: &[u64], at: u64, most: u64) -> Result<(Entry, u64), Damage> {
         let (cluster, unit) = (self.header.cluster_bytes(), self.header.unit_bytes());
         let within = at % unit;
@@ -136,7 +137,7 @@ impl Table {
         } else {
             let end = (at / self.slice_covers() + 1) * self.slice_covers();
             while len < most && at + len < end {
-                // Damage of the next entry is reported when that entry is read.
+                // Damage of the next entry is reported when that entry itself is located.
                 let Ok(next) = self.decode(slice, at + len) else { break };
                 let expected = match first {
                     Entry::Data { host } => Entry::Data { host: host + within + len },
@@ -188,16 +189,16 @@ impl Table {
             return match entry & ZERO {
                 0 if is_allocated => Ok(Entry::Data { host: host + within }),
                 0 => Ok(Entry::Absent),
-                // Version 2 has no zero clusters; a reader of that version would interpret the bit
-                // differently.
+                // Version 2 does not define zero clusters; a reader of version 2 would interpret
+                // the bit differently.
                 _ if header.version < 3 => Err(bad),
-                _ => Ok(Entry::Zero { allocated: host != 0 }),
+                _ => Ok(Entry::Zero { allocated: is_allocated }),
             };
         };
         let number = within / header.unit_bytes();
         let is = |bit: u64| subclusters >> bit & 1 == 1;
         match (is(number), is(number + SUBCLUSTERS)) {
-            // Extended entries express a zero cluster with subcluster bits only.
+            // With extended entries, a zero cluster is marked only by the subcluster bits.
             _ if entry & ZERO != 0 => Err(bad),
             (true, false) if is_allocated => Ok(Entry::Data { host: host + within }),
             (true, _) => Err(Damage::Subclusters { entry, subclusters }),
@@ -209,4 +210,58 @@ impl Table {
 
 fn numbers(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks().0.iter().map(|&bytes| u64::from_be_bytes(bytes)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::header::Compression;
+    use super::*;
+
+    const CLUSTER: u64 = 64 << 10;
+
+    /// Returns a table for a disk of three clusters, whose L2 table is not read.
+    fn table(version: u32, has_data_file: bool) -> Table {
+        let header = Header {
+            version,
+            cluster_bits: CLUSTER.ilog2(),
+            size: 3 * CLUSTER,
+            l1_entries: 1,
+            l1_offset: CLUSTER,
+            compression: Compression::Deflate,
+            entry_bytes: 8,
+            backing: None,
+            backing_format: None,
+            has_data_file,
+            data_file: None,
+            is_corrupt: false,
+        };
+        Table {
+            l1: Box::new([0]),
+            slice_bytes: SLICE_BYTES,
+            slices: Cache::new(1, 1),
+            unpacked: Cache::new(3, 1),
+            header,
+        }
+    }
+
+    /// Offset 0 is a cluster of the data file if bit 63 (`COPIED`) is set, even for a preallocated
+    /// zero cluster.
+    #[test]
+    fn data_file_cluster_at_offset_0_is_allocated() {
+        let slice = [COPIED | ZERO, COPIED | CLUSTER | ZERO, ZERO];
+        let decode = |table: &Table, slice: &[u64]| {
+            [0, 1, 2].map(|cluster| table.decode(slice, cluster * CLUSTER).ok())
+        };
+        let zero = |allocated| Some(Entry::Zero { allocated });
+        assert_eq!(decode(&table(3, true), &slice), [zero(true), zero(true), zero(false)]);
+        assert_eq!(decode(&table(3, false), &slice), [zero(false), zero(true), zero(false)]);
+        assert_eq!(decode(&table(2, false), &slice), [None; 3]);
+        let data = |host| Some(Entry::Data { host });
+        let slice = [COPIED, COPIED | CLUSTER, 0];
+        assert_eq!(decode(&table(3, true), &slice), [data(0), data(CLUSTER), Some(Entry::Absent)]);
+        // In a data file, each cluster must be at the same offset as on the disk.
+        let slice = [COPIED | CLUSTER, COPIED, COPIED | CLUSTER];
+        assert_eq!(decode(&table(3, true), &slice), [None; 3]);
+        assert_eq!(decode(&table(3, false), &slice), [data(CLUSTER), Some(Entry::Absent), data(CLUSTER)]);
+    }
 }

@@ -1,4 +1,4 @@
-//! Conformance suite over exports of our own server: plain, deferred, with one and several
+//! Conformance suite over exports of Freestone's NBD server: plain, deferred, with one and several
 //! connections, read-only, without flush, and with larger blocks.
 
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use freestone_core::device::Device;
 use freestone_drive::null::{self, Null};
 use freestone_ram::ram::{Config, Ram};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Model, Policy};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model};
 
 use crate::harness::Served;
 
@@ -34,7 +34,7 @@ fn ram_disk_over_four_and_one_connections() {
 #[test]
 fn deferring_wrapper_over_client() {
     let make = || -> Arc<dyn Device> {
-        Arc::new(Deferred::new(Arc::new(Served::new(ram())), Policy::Sometimes(30), 5))
+        Arc::new(DeferringDevice::new(Arc::new(Served::new(ram())), DeferPolicy::Sometimes(30), 5))
     };
     conformance::check("deferred", &make, options(2));
 }
@@ -42,7 +42,7 @@ fn deferring_wrapper_over_client() {
 #[test]
 fn client_over_deferring_device() {
     let make = || -> Arc<dyn Device> {
-        let slow = Deferred::new(ram(), Policy::Sometimes(50), 6);
+        let slow = DeferringDevice::new(ram(), DeferPolicy::Sometimes(50), 6);
         Arc::new(Served::new(Arc::new(slow)))
     };
     conformance::check("over deferred", &make, options(3));
@@ -69,10 +69,10 @@ fn client_over_null_device() {
         let config = null::Config::plain(SIZE, 512);
         Arc::new(Served::new(Arc::new(Null::new(config).unwrap())))
     };
-    conformance::check("null", &make, Options { stores: false, ..options(6) });
+    conformance::check("null", &make, Options { stores_data: false, ..options(6) });
 }
 
-/// The RAM disk writes pages back to the export all the time.
+/// During the suite, the RAM disk writes pages back to the export all the time.
 #[test]
 fn client_as_backing_device_of_ram_disk() {
     for packed in [true, false] {

@@ -1,4 +1,4 @@
-//! A scripted NBD server.
+//! An NBD server that runs a script for each connection.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -14,16 +14,17 @@ use freestone_nbd_proto::{
 };
 use zerocopy::FromBytes as _;
 
-/// Flags `HAS_FLAGS`, `SEND_FLUSH`, `SEND_FUA`, `SEND_TRIM` and `SEND_WRITE_ZEROES`.
+/// Transmission flags `HAS_FLAGS`, `SEND_FLUSH`, `SEND_FUA`, `SEND_TRIM` and `SEND_WRITE_ZEROES`.
 pub const FLAGS: u16 = 1 | 4 | 8 | 32 | 64;
 pub const SIZE: u64 = 1 << 20;
 
-/// The server's side of one connection. An error ends the script, as when the client disconnects.
+/// The server's side of one connection. An I/O error ends the script, for example if the client
+/// disconnects.
 pub struct Peer(pub UnixStream);
 
 pub type PeerResult<T> = Result<T, std::io::Error>;
 
-/// A request, with the data of a write.
+/// A request of the client, with the data of a write.
 #[derive(Debug)]
 pub struct ClientRequest {
     pub command: u16,
@@ -42,7 +43,7 @@ pub struct ExportSpec {
     pub blocks: Option<(u32, u32, u32)>,
     pub structured: bool,
     pub context: bool,
-    /// Supports `GO`.
+    /// True if the server supports the option `GO`.
     pub go: bool,
 }
 
@@ -102,7 +103,7 @@ impl Peer {
         self.reply(option::GO, reply::INFO, &data)
     }
 
-    /// Performs a valid handshake.
+    /// Performs a valid handshake and reports the export `told`.
     pub fn welcome(&mut self, told: ExportSpec) -> PeerResult<()> {
         self.greet(3)?;
         loop {
@@ -157,7 +158,7 @@ impl Peer {
         self.send(&[&payload])
     }
 
-    /// Sends only the header of a chunk.
+    /// Sends the header of a chunk without the payload.
     pub fn head(&mut self, cookie: u64, kind: u16, done: bool, len: u32) -> PeerResult<()> {
         self.send(&[
             &STRUCTURED_REPLY_MAGIC.to_be_bytes(),
@@ -184,7 +185,8 @@ impl Peer {
 
 type Script = dyn Fn(usize, &mut Peer) -> PeerResult<()> + Send + Sync;
 
-/// A server that runs a script for each connection; the script gets the connection's number.
+/// A server that runs a script for each connection. The script receives the number of the
+/// connection, from 0 on.
 pub struct Fake {
     dir: tempfile::TempDir,
     stop: Arc<AtomicBool>,

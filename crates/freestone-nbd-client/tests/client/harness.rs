@@ -1,17 +1,17 @@
-//! Servers in the test process.
+//! Freestone's NBD servers in the test process, and client devices.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone_core::device::{Buffer, Completion, Device, IoBuf, Op, Request, Result, Tried};
+use freestone_core::device::{Buffer, Completion, Device, IoBuf, Op, Request, Result, TryResult};
 use freestone_nbd::{Address, ExportOptions, Limits, Server};
 use freestone_nbd_client::{Config, Nbd, Uri};
 use tempfile::TempDir;
 
-/// Timeout of every wait.
+/// Longest time that a test waits for an event.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A directory with the socket path of a server.
+/// A temporary directory with the socket path of a server.
 pub struct TestAddress {
     _dir: TempDir,
     pub address: Address,
@@ -45,10 +45,10 @@ impl TestAddress {
     }
 }
 
-/// A client device with its server.
+/// An NBD client device with its server.
 pub struct Served {
     pub nbd: Nbd,
-    /// Dropped after the device.
+    /// The server is dropped after the client device.
     _server: Server,
     _place: TestAddress,
 }
@@ -67,13 +67,14 @@ impl Served {
     }
 }
 
-/// Forwards to the client device, so that the conformance suite can own both.
+/// Forwards requests to the client device, so that the conformance suite can own device and server
+/// together.
 impl Device for Served {
     fn geometry(&self) -> freestone_core::device::Geometry {
         self.nbd.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.nbd.try_io(request, buffer)
     }
 
@@ -91,7 +92,7 @@ impl Device for Served {
     }
 }
 
-/// Submits a request; the receiver gets its result.
+/// Submits a request. The returned channel receives the result.
 pub fn begin(device: &dyn Device, request: Request, data: &[u8]) -> std::sync::mpsc::Receiver<Result<IoBuf>> {
     let (tell, told) = std::sync::mpsc::channel();
     let buffer = match request.op {
@@ -107,12 +108,12 @@ pub fn begin(device: &dyn Device, request: Request, data: &[u8]) -> std::sync::m
     told
 }
 
-/// Waits for the result.
+/// Waits for the result of a submitted request.
 pub fn wait_result(told: &std::sync::mpsc::Receiver<Result<IoBuf>>) -> Result<IoBuf> {
     told.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no answer"))
 }
 
-/// Waits until `condition` is true.
+/// Waits until `condition` is true, for at most [`PATIENCE`].
 pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !condition() {

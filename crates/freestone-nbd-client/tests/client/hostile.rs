@@ -1,4 +1,4 @@
-//! Broken or malicious servers cause errors in time, and never a panic.
+//! Tests with broken or malicious servers: the client returns errors in time, and never panics.
 
 use std::time::{Duration, Instant};
 
@@ -106,7 +106,7 @@ fn invalid_handshakes_are_refused() {
 }
 
 impl Peer {
-    /// Refuses all options up to `wanted`, which gets no reply.
+    /// Refuses all options of the client up to `wanted`, and sends no reply to `wanted`.
     fn welcome_to(&mut self, wanted: u32) -> PeerResult<()> {
         self.greet(3)?;
         loop {
@@ -134,8 +134,8 @@ fn silent_handshake_times_out() {
     assert!((9..60).contains(&begun.elapsed().as_secs()));
 }
 
-/// Checks that a read of 8192 bytes at 4096 fails soon after the timeout. The client reconnects
-/// repeatedly meanwhile.
+/// Checks that a read of 8192 bytes at 4096 fails soon after the timeout, although the client
+/// reconnects repeatedly.
 fn fails(told: ExportSpec, name: &str, answer: fn(&mut Peer, &ClientRequest) -> PeerResult<()>) {
     let fake = Fake::serving(told, answer);
     let device = Nbd::open(&fake.config()).unwrap();
@@ -208,7 +208,8 @@ fn invalid_replies_end_the_connection() {
         for (name, answer) in without.into_iter().take(2) {
             scope.spawn(move || fails(OLD, name, answer));
         }
-        // The bytes after the data are not a valid reply.
+        // The read succeeds, and the client disconnects because the bytes after the data are not a
+        // valid reply.
         scope.spawn(move || {
             let fake = Fake::serving(OLD, without[2].1);
             let device = Nbd::open(&fake.config()).unwrap();
@@ -218,7 +219,8 @@ fn invalid_replies_end_the_connection() {
     });
 }
 
-/// A block status reply is cut off: the query is sent again, and its first half is not used.
+/// The connection is lost within a block status reply: the client repeats the query, and drops the
+/// first chunk.
 #[test]
 fn partial_block_status_is_dropped() {
     let fake = Fake::new(|number, peer| {
@@ -233,7 +235,7 @@ fn partial_block_status_is_dropped() {
     assert_eq!(fake.connections(), 2);
 }
 
-/// Replies with a flipped bit or truncated anywhere.
+/// The server flips one bit of each reply, and truncates some replies.
 #[test]
 fn damaged_reply_gives_data_or_error() {
     std::thread::scope(|scope| {
@@ -257,7 +259,7 @@ fn damaged_reply_gives_data_or_error() {
                         answer.extend((payload.len() as u32).to_be_bytes());
                         answer.extend(payload);
                     }
-                    // Damages only the chunk headers, which are validated.
+                    // Damages only the chunk headers, which the client validates.
                     let at = [rng.below(28), 540 + rng.below(32)][rng.below(2) as usize] as usize;
                     answer[at] ^= 1 << rng.below(8);
                     if rng.chance(20) {
@@ -269,7 +271,7 @@ fn damaged_reply_gives_data_or_error() {
                 let mut data = [9; 1024];
                 let begun = Instant::now();
                 match device.read_at(2048, &mut data) {
-                    // The damaged flag has no meaning.
+                    // The damaged flag bit has no meaning.
                     Ok(()) => assert!(data[..512] == [1; 512] && data[512..] == [0; 512], "{seed}"),
                     Err(error) => assert_eq!(error, Error::Media, "{seed}"),
                 }
@@ -282,7 +284,7 @@ fn damaged_reply_gives_data_or_error() {
 #[test]
 fn request_without_reply_times_out() {
     let fake = Fake::serving(DEFAULT_EXPORT, |peer, request| {
-        // Only reads get no reply.
+        // The server replies to all requests except reads.
         if request.command == command::READ { Ok(()) } else { peer.chunk(request.cookie, 0, true, &[]) }
     });
     let device = Nbd::open(&fake.config()).unwrap();
@@ -290,7 +292,8 @@ fn request_without_reply_times_out() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while begun.elapsed() < Duration::from_millis(2500) {
-                // The connection is not idle. Writes that are cut off with it are sent again.
+                // Writes keep the connection busy. Writes that are cut off with the connection are
+                // sent again.
                 assert_eq!(device.write_at(65536, &[1; 512], Flags::empty()), Ok(()));
             }
         });
@@ -322,7 +325,7 @@ fn server_errors_are_mapped_and_connection_stays() {
     let fake = Fake::serving(DEFAULT_EXPORT, |peer, request| {
         let number = request.offset as u32 / 512;
         if request.command == command::READ {
-            // Data before the error, and the longest possible text.
+            // The reply has data before the error, and the longest possible error text.
             peer.data(request.cookie, false, request.offset, &[1; 256])?;
         }
         peer.error(request.cookie, false, number, &vec![b'x'; u16::MAX as usize])?;
@@ -368,13 +371,14 @@ fn requests_are_resent_after_server_shutdown() {
 
 #[test]
 fn old_handshakes_are_supported() {
-    // Without structured replies; also without `GO`, and with the padding of the oldest servers.
+    // Servers without structured replies, some also without `GO`, and one with the padding of the
+    // oldest servers.
     for (told, padded) in
         [(OLD, false), (ExportSpec { go: false, ..OLD }, false), (ExportSpec { go: false, ..OLD }, true)]
     {
         let fake = Fake::new(move |_, peer| {
             if padded {
-                // Not fixed newstyle.
+                // The server does not offer the fixed newstyle handshake.
                 peer.greet(0)?;
                 assert_eq!(peer.option()?, (option::EXPORT_NAME, b"x".to_vec()));
                 peer.send(&[&told.size.to_be_bytes(), &told.flags.to_be_bytes(), &[0; 124]])?;

@@ -1,5 +1,5 @@
-//! Lost connections and restarted servers: flushed data survives, flushes report possible losses,
-//! and no request waits forever.
+//! Tests of lost connections and restarted servers: flushed data survives, flushes report possible
+//! losses, and no request waits forever.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use freestone_core::device::{
     Blocking as _, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
-    Tried,
+    TryResult,
 };
 use freestone_core::plug::Plug;
 use freestone_nbd::{ExportOptions, Server};
@@ -20,7 +20,7 @@ use crate::harness::{TestAddress, begin, eventually, wait_result};
 const SIZE: usize = 1 << 20;
 const BLOCK: usize = 512;
 
-/// A disk with a volatile cache; `stable` holds the flushed content.
+/// A disk with a volatile cache. `stable` contains the content that was flushed.
 struct CachedDisk {
     cache: Model,
     stable: Mutex<Vec<u8>>,
@@ -49,9 +49,9 @@ impl Device for CachedDisk {
         Geometry { volatile_cache: true, ..self.cache.geometry() }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let done = self.cache.try_io(request, buffer)?;
-        assert_eq!(done, Tried::Done);
+        assert_eq!(done, TryResult::Done);
         if request.op == Op::Flush {
             self.settle(0, self.geometry().size);
         } else if request.flags.contains(Flags::FUA) {
@@ -88,18 +88,19 @@ impl CrashServer {
         self.running = Some((self.place.serve(disk.clone()), disk));
     }
 
-    /// Crashes the server: cuts all connections without replies and loses the cache.
+    /// Crashes the server: cuts all connections without replies, and discards the disk's cache.
     fn kill(&mut self) {
         let (server, disk) = self.running.take().unwrap();
-        server.restart("disk", || {});
+        server.cut_connections_during("disk", || {});
         drop(server);
-        // A client may have reconnected after the restart.
+        // A client may reconnect after the cut, so the flushed content is read after the server has
+        // ended.
         self.stable = disk.stable();
     }
 
-    /// Cuts all connections; the cache stays.
+    /// Cuts all connections; the disk keeps its cache.
     fn cut(&self) {
-        self.running.as_ref().unwrap().0.restart("disk", || {});
+        self.running.as_ref().unwrap().0.cut_connections_during("disk", || {});
     }
 
     fn config(&self, timeout: Duration) -> Config {
@@ -121,10 +122,10 @@ fn flush_fails_once_after_unflushed_writes_are_lost() {
         machine.kill();
         machine.start();
     };
-    // Nothing was written.
+    // Nothing was written before the crash, so the next flush succeeds.
     again(&mut machine);
     assert_eq!(device.flush(), Ok(()));
-    // Written and flushed.
+    // Data that was written and flushed survives the crash.
     device.write_at(0, &[1; BLOCK], Flags::empty()).unwrap();
     assert_eq!(device.flush(), Ok(()));
     again(&mut machine);
@@ -132,13 +133,13 @@ fn flush_fails_once_after_unflushed_writes_are_lost() {
     let mut data = [0; BLOCK];
     device.read_at(0, &mut data).unwrap();
     assert_eq!(data, [1; BLOCK]);
-    // Written with FUA.
+    // Data that was written with FUA survives the crash.
     device.write_at(0, &[2; BLOCK], Flags::FUA).unwrap();
     again(&mut machine);
     assert_eq!(device.flush(), Ok(()));
     device.read_at(0, &mut data).unwrap();
     assert_eq!(data, [2; BLOCK]);
-    // Written without a flush: completed writes are gone.
+    // Without a flush, completed writes are lost in the crash, and the next flush fails.
     for change in [
         |device: &Nbd| device.write_at(0, &[3; BLOCK], Flags::empty()),
         |device: &Nbd| device.write_zeroes(0, BLOCK as u64, Flags::empty()),
@@ -151,7 +152,7 @@ fn flush_fails_once_after_unflushed_writes_are_lost() {
         device.read_at(0, &mut data).unwrap();
         assert_eq!(data, [2; BLOCK]);
     }
-    // A loss is reported late, and two losses are reported together.
+    // A single flush reports two earlier losses together, even after a later write with FUA.
     device.write_at(0, &[4; BLOCK], Flags::empty()).unwrap();
     again(&mut machine);
     device.write_at(0, &[5; BLOCK], Flags::empty()).unwrap();
@@ -171,7 +172,7 @@ fn requests_without_reply_are_resent() {
     let write = begin(&device, Request::write(0, BLOCK as u64).with(Flags::FUA), &data);
     let read = begin(&device, Request::read(BLOCK as u64, BLOCK as u64), &[]);
     let flush = begin(&device, Request::flush(), &[]);
-    // Waits for the write, which it overlaps.
+    // The second read waits for the write to the same block.
     let after = begin(&device, Request::read(0, BLOCK as u64), &[]);
     std::thread::sleep(Duration::from_millis(300));
     assert!(write.try_recv().is_err() && read.try_recv().is_err());
@@ -185,12 +186,12 @@ fn requests_without_reply_are_resent() {
     assert!(rows > 0);
 }
 
-/// As the NBD server does with requests that arrive together.
+/// Blocks under a plug, as the NBD server does with requests that arrive together.
 #[test]
 fn blocking_call_under_plug_completes() {
     let machine = CrashServer::new();
     let device = machine.open(LONG);
-    // Idle connections sleep.
+    // Waits until the threads of idle connections sleep.
     eventually("all are connected", || device.connections() == freestone_nbd_client::DEFAULT_CONNECTIONS);
     std::thread::sleep(Duration::from_millis(100));
     let (tell, told) = std::sync::mpsc::channel();
@@ -222,7 +223,7 @@ fn requests_fail_after_timeout_until_reconnected() {
         assert!(matches!(wait_result(told), Err(Error::Media)));
     }
     assert!((timeout / 2..LONG).contains(&begun.elapsed()), "{:?}", begun.elapsed());
-    // After the timeout, requests fail at once.
+    // After the timeout, requests fail at once until the client reconnects.
     let begun = Instant::now();
     assert_eq!(device.read_at(0, &mut [0; BLOCK]), Err(Error::Media));
     assert_eq!(device.extents(0, 4096, &mut |_| true), Err(Error::Media));
@@ -259,7 +260,8 @@ fn reconnect_refuses_changed_but_accepts_grown_export() {
 
 #[test]
 fn fua_is_emulated_with_flush() {
-    // Without SEND_FUA. The connection is cut once, between the write and its flush.
+    // The server does not offer SEND_FUA, and cuts the connection once, between the write and its
+    // flush.
     let told = ExportSpec { flags: DEFAULT_EXPORT.flags & !8, ..DEFAULT_EXPORT };
     let seen = Arc::new(Mutex::new(Vec::new()));
     let fake = Fake::new({
@@ -278,12 +280,12 @@ fn fua_is_emulated_with_flush() {
     });
     let device = Nbd::open(&fake.config()).unwrap();
     device.write_at(0, &[1; 512], Flags::FUA).unwrap();
-    // The server may have lost the write, so it is written again.
+    // The server may have lost the write, so the client sends the write again.
     assert_eq!(*seen.lock().unwrap(), [(0, 1, 0), (0, 3, 0), (1, 1, 0), (1, 3, 0)]);
 }
 
 /// The connection is lost while a flush is in flight. The next server completes the flush, but may
-/// not have the write that it covers.
+/// not have the write that the flush covers.
 #[test]
 fn resent_flush_fails_if_writes_may_be_lost() {
     for writes in [1, 0] {
@@ -309,7 +311,7 @@ fn resent_flush_fails_if_writes_may_be_lost() {
 
 #[test]
 fn dropped_device_completes_requests_in_flight() {
-    // A server that never replies, and an unreachable one.
+    // The first server never replies, and the second server is unreachable.
     let fake = Fake::new(|_, peer| {
         peer.welcome(DEFAULT_EXPORT)?;
         loop {
@@ -343,8 +345,8 @@ fn dropped_device_completes_requests_in_flight() {
 }
 
 /// Random writes and flushes while the server crashes, cuts connections and restarts. Each thread
-/// has its own blocks and knows their possible content. A loss is reported once, so all threads
-/// share the failure count.
+/// uses its own blocks and knows their possible content. Only one flush reports a loss, so all
+/// threads share the count of failed flushes.
 #[test]
 fn flushed_data_survives_crashes() {
     const THREADS: u64 = 4;
@@ -375,7 +377,7 @@ fn flushed_data_survives_crashes() {
                 let blocks = SIZE as u64 / BLOCK as u64 / THREADS;
                 let base = thread * blocks;
                 let mut rng = Rng::new(10 + thread);
-                // Per block: the value if nothing was lost, and all possible values.
+                // For each block: the value if nothing was lost, and all possible values.
                 let mut now = vec![0_u8; blocks as usize];
                 let mut maybe: Vec<Vec<u8>> = vec![vec![0]; blocks as usize];
                 let mut value = 0_u8;
@@ -396,7 +398,8 @@ fn flushed_data_survives_crashes() {
                                 continue;
                             }
                             assert!(matches!(flushed, Ok(()) | Err(Error::Media)));
-                            // After a failed flush, the thread continues with the content it finds.
+                            // After a failed flush, the thread reads its blocks and continues with
+                            // that content.
                             known = *failures;
                             drop(failures);
                             for (number, maybe) in maybe.iter_mut().enumerate() {
@@ -428,7 +431,7 @@ fn flushed_data_survives_crashes() {
     println!("{} flushes failed", failures.lock().unwrap());
 }
 
-/// Returns the content of a block, which must be one of `maybe`.
+/// Returns the value of all bytes of a block, which must be one of `maybe`.
 fn found(device: &Nbd, offset: u64, maybe: &[u8]) -> u8 {
     let mut data = [0; BLOCK];
     device.read_at(offset, &mut data).unwrap();
@@ -437,7 +440,7 @@ fn found(device: &Nbd, offset: u64, maybe: &[u8]) -> u8 {
     data[0]
 }
 
-/// The device matches a model, whenever connections are cut.
+/// Checks that the device matches a model, whenever the server cuts connections.
 mod model {
     use proptest::prelude::*;
 

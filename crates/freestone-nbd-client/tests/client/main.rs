@@ -1,4 +1,4 @@
-//! Tests of the client with our own server, broken servers, and servers that restart.
+//! Tests of the NBD client with Freestone's server, broken servers, and servers that restart.
 
 // `#[test]` passes if a tool is missing, except in continuous integration.
 #[macro_use]

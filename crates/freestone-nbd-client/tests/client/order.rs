@@ -1,4 +1,4 @@
-//! Ordering of overlapping requests, use of connections, and the in-flight limit.
+//! Tests of the order of overlapping requests, the use of connections, and the in-flight limit.
 
 use std::collections::HashSet;
 use std::io::ErrorKind;
@@ -12,14 +12,14 @@ use freestone_nbd_proto::{chunk, command};
 use crate::fake::{ClientRequest, DEFAULT_EXPORT, ExportSpec, Fake, Peer, PeerResult};
 use crate::harness::{begin, eventually, wait_result};
 
-/// Time that a server waits to see that no request arrives.
+/// Time that a server waits before it concludes that no request arrives.
 const WAIT: Duration = Duration::from_millis(200);
-/// In-flight limit of one connection.
+/// In-flight limit of one connection, in requests.
 const IN_FLIGHT: usize = 32;
-/// The `CAN_MULTI_CONN` flag.
+/// The transmission flag `CAN_MULTI_CONN`.
 const SEVERAL: u16 = 1 << 8;
 
-/// Returns true if no request arrives.
+/// Returns true if no request arrives within [`WAIT`].
 fn is_silent(peer: &mut Peer) -> bool {
     peer.0.set_read_timeout(Some(WAIT)).unwrap();
     let came = peer.request();
@@ -44,7 +44,7 @@ fn overlapping_requests_wait_for_write() {
         done(peer, &elsewhere)?;
         assert!(is_silent(peer));
         done(peer, &write)?;
-        // Both reads, but not the write that overlaps them.
+        // The server receives both reads, but not yet the second write, which overlaps them.
         let (first, second) = (peer.request()?, peer.request()?);
         assert_eq!((first.command, second.command), (0, 0));
         assert!(is_silent(peer));
@@ -112,7 +112,7 @@ fn several_connections_need_multi_conn() {
                 loop {
                     let request = peer.request()?;
                     used.lock().unwrap().insert(number);
-                    // Long enough for another request to use another connection.
+                    // The delay is long enough for another request to use another connection.
                     std::thread::sleep(Duration::from_millis(5));
                     done(peer, &request)?;
                 }

@@ -1,4 +1,4 @@
-//! TLS with qemu-nbd and nbdkit as servers and generated certificates, and refused configurations.
+//! Tests of TLS: qemu-nbd and nbdkit with generated certificates, and refused configurations.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ use freestone_testkit::tools::is_listening;
 use crate::fake::{DEFAULT_EXPORT, Fake};
 use crate::harness::PATIENCE;
 
-/// A server process, killed on drop.
+/// A server process, which is killed on drop.
 struct Process(Child);
 
 impl Process {
@@ -37,7 +37,7 @@ impl Drop for Process {
     }
 }
 
-/// Starts qemu-nbd with TLS at a Unix socket; clients need a certificate.
+/// Starts qemu-nbd with TLS at a Unix socket. Clients must present a certificate.
 fn qemu_nbd(dir: &Path, tls: &Path) -> Process {
     let image = dir.join("disk.img");
     fs::write(&image, vec![5; 1 << 20]).unwrap();
@@ -87,19 +87,19 @@ fn qemu_nbd_certificates_are_verified() {
     device.read_at(512 << 10, &mut found).unwrap();
     assert!(found == data && device.flush() == Ok(()));
     assert!(device.extents(0, 1 << 20, &mut |_| true).unwrap() > 0);
-    // The certificate is for another host.
+    // The server's certificate is for another host name.
     let elsewhere = TlsFiles { hostname: Some("example.org".into()), ..tls.clone() };
     assert!(why(&config(dir, "nbds", "qemu", elsewhere)).contains("certificate not valid for name"));
-    // The CA is not trusted.
+    // The client does not trust the server's CA.
     let stranger = TlsFiles { ca: Some(other.file("ca-cert.pem")), ..tls.clone() };
     assert!(why(&config(dir, "nbds", "qemu", stranger)).contains("certificate"));
-    // The client's certificate is not trusted by the server, or missing.
+    // The server does not trust the client's certificate, or the client has none.
     let (cert, key) = (Some(other.file("client-cert.pem")), Some(other.file("client-key.pem")));
     why(&config(dir, "nbds", "qemu", TlsFiles { cert, key, ..tls.clone() }));
     why(&config(dir, "nbds", "qemu", TlsFiles { cert: None, key: None, ..tls.clone() }));
-    // Without TLS.
+    // The server refuses a client without TLS.
     assert!(why(&config(dir, "nbd", "qemu", TlsFiles::default())).contains("only with TLS"));
-    // Files that are not certificates.
+    // TLS files that do not exist, contain no certificate, or do not match are refused.
     let none = TlsFiles { ca: Some(dir.join("none")), ..tls.clone() };
     assert!(why(&config(dir, "nbds", "qemu", none)).starts_with("tls_ca="));
     let image = TlsFiles { ca: Some(dir.join("disk.img")), ..tls.clone() };
@@ -141,12 +141,13 @@ fn tls_cannot_be_bypassed() {
         (config.uri.tls, config.tls) = (true, tls.clone());
         why(&config)
     };
-    // The server has no TLS.
+    // The server does not support TLS.
     let fake = Fake::new(|_, peer| peer.welcome(DEFAULT_EXPORT));
     assert!(with_tls(&fake).contains("it does not support TLS"));
     let fake = Fake::new(|_, peer| peer.greet(0));
     assert!(with_tls(&fake).contains("it does not support TLS"));
-    // The server continues in plain text, as a man in the middle could.
+    // After acknowledging STARTTLS, the server continues in plain text, as a man in the middle
+    // could.
     let fake = Fake::new(|_, peer| {
         peer.greet(3)?;
         assert_eq!(peer.option()?.0, option::STARTTLS);
@@ -157,14 +158,14 @@ fn tls_cannot_be_bypassed() {
         peer.drain()
     });
     assert!(with_tls(&fake).contains("TLS"));
-    // A reply before the TLS reply.
+    // The server sends another reply before its reply to STARTTLS.
     let fake = Fake::new(|_, peer| {
         peer.greet(3)?;
         peer.option()?;
         peer.export(1 << 20, 1)
     });
     assert!(with_tls(&fake).contains("does not match the option"));
-    // A TLS reply with data.
+    // The server's reply to STARTTLS contains data.
     let fake = Fake::new(|_, peer| {
         peer.greet(3)?;
         peer.option()?;

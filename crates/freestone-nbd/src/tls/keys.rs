@@ -15,7 +15,7 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Takes the keys of a finished handshake.
+    /// Creates the keys from a finished handshake.
     pub fn new(kernel: KernelConnection<ServerConnectionData>) -> Self {
         Self { kernel: RefCell::new(kernel), update_requested: Cell::new(false) }
     }
@@ -34,7 +34,7 @@ impl Keys {
         common.confidentiality_limit
     }
 
-    /// Returns true if keys can be updated.
+    /// Returns true if keys can be updated, which needs TLS 1.3.
     pub fn can_change(&self) -> bool {
         matches!(self.suite(), SupportedCipherSuite::Tls13(_))
     }
@@ -44,7 +44,7 @@ impl Keys {
         self.update_requested.set(true);
     }
 
-    /// Returns true once after the client requested a key update.
+    /// Returns true if the client requested a key update since the last call.
     #[inline]
     pub fn take_update_request(&self) -> bool {
         self.update_requested.replace(false)

@@ -3,7 +3,7 @@
 //! rustls does the handshake and derives the keys. Afterwards the connection's thread processes records
 //! itself with rustls' ciphers. Records are decrypted in the receive buffer, and several replies share one
 //! record. Each byte is copied once in each direction, and a large receive or send is one system call.
-//! rustls' own buffers would take 4 KiB at a time.
+//! rustls' own buffers would receive 4 KiB at a time.
 //!
 //! Session tickets are disabled, so every client is checked against the current certificate authority.
 
@@ -16,9 +16,9 @@ pub mod start;
 #[cfg(test)]
 mod tests;
 
-/// Longest data of a record, in bytes.
+/// Longest plaintext of a record, in bytes.
 pub const RECORD_BYTES: usize = 16 << 10;
 /// Length of a record header, in bytes.
 pub const RECORD_HEADER_BYTES: usize = 5;
-/// Largest difference between an encrypted record and its data, in bytes.
+/// Largest difference in bytes between an encrypted record and its plaintext.
 pub const RECORD_OVERHEAD_BYTES: usize = 256;

@@ -5,7 +5,7 @@ use webpki::EndEntityCert;
 
 /// Maximum number of names taken from one certificate.
 const MAX_NAMES: usize = 64;
-/// DER tags of the parts of a name, and of its string types that are valid UTF-8.
+/// DER tags of the parts of a distinguished name, and of the string types that are valid UTF-8.
 const SEQUENCE: u8 = 0x30;
 const SET: u8 = 0x31;
 const OBJECT_IDENTIFIER: u8 = 0x06;
@@ -15,7 +15,7 @@ const IA5_STRING: u8 = 0x16;
 /// `id-at-commonName`, 2.5.4.3.
 const COMMON_NAME: [u8; 3] = [0x55, 0x04, 0x03];
 
-/// Returns the names in a verified certificate, without duplicates.
+/// Returns the names in a verified certificate, at most [`MAX_NAMES`], without duplicates.
 pub fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
     let Ok(parsed) = EndEntityCert::try_from(certificate) else { return Vec::new() };
     let dns = parsed.valid_dns_names().chain(parsed.valid_uri_names()).map(str::to_owned);
@@ -29,7 +29,8 @@ pub fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
     names
 }
 
-/// Returns the common names of a subject. The input is the content of its sequence of sets of pairs.
+/// Returns the common names of a subject. `subject` is the content of the DER sequence: sets of pairs of type
+/// and value.
 fn common_names(mut subject: &[u8]) -> Vec<String> {
     let mut names = Vec::new();
     while let Some((SET, mut pairs)) = element(&mut subject) {
@@ -52,14 +53,15 @@ fn common_names(mut subject: &[u8]) -> Vec<String> {
     names
 }
 
-/// Splits off the next DER element. Returns its tag and content.
+/// Splits off the next DER element. Returns its tag and content, or None if the bytes are not a valid
+/// element.
 fn element<'a>(bytes: &mut &'a [u8]) -> Option<(u8, &'a [u8])> {
     let [tag, first, rest @ ..] = *bytes else { return None };
     let (len, rest) = match first {
         0..=0x7f => (usize::from(*first), rest),
         0x81 => (usize::from(*rest.first()?), &rest[1..]),
         0x82 => (usize::from(u16::from_be_bytes(*rest.first_chunk()?)), &rest[2..]),
-        // No element of a name is that long.
+        // No element of a name is longer than 65535 bytes.
         _ => return None,
     };
     let (content, rest) = rest.split_at_checked(len)?;

@@ -17,16 +17,16 @@ use super::{RECORD_BYTES, RECORD_OVERHEAD_BYTES};
 const BATCH_RECORDS: usize = 8;
 /// Largest size of a batch of encrypted records, in bytes.
 pub const BATCH_BYTES: usize = BATCH_RECORDS * (RECORD_BYTES + RECORD_OVERHEAD_BYTES);
-/// The key update and close messages.
+/// Content of the key update message and of the close alert.
 const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
 const CLOSE_NOTIFY: [u8; 2] = [1, 0];
 
 pub struct Sealer {
     keys: Rc<Keys>,
     encrypter: Box<dyn MessageEncrypter>,
-    /// Number of the next record.
+    /// Sequence number of the next record.
     number: u64,
-    /// Maximum number of records for one key.
+    /// Maximum number of records encrypted with one key.
     pub(super) records_max: u64,
     /// Encrypted records of the current batch; empty between sends.
     records: Vec<Vec<u8>>,
@@ -39,11 +39,12 @@ impl Sealer {
         Self { keys, encrypter, number, records_max, records: Vec::new() }
     }
 
-    /// Encrypts and sends all parts, and waits for the peer to read them. Returns the number of system calls.
+    /// Encrypts and sends all parts, and blocks while the socket accepts no more. Returns the number of
+    /// system calls.
     ///
     /// # Errors
-    /// Errors of the system calls. [`Errno::PROTO`] if encryption fails, or the key must be updated and
-    /// cannot be.
+    /// Errors of the system calls. [`Errno::PROTO`] if encryption fails, or a TLS 1.2 key has reached its
+    /// record limit and cannot be updated.
     pub fn send<'a>(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -91,7 +92,7 @@ impl Sealer {
         self.seal(ContentType::ApplicationData, OutboundChunks::new(chunks))
     }
 
-    /// Sends a key update message, and updates the key.
+    /// Encrypts a key update message with the old key, and updates the key.
     #[cold]
     fn change_key(&mut self) -> Result<(), Errno> {
         if !self.keys.can_change() {
@@ -111,7 +112,8 @@ impl Sealer {
         Ok(())
     }
 
-    /// Sends the encrypted records. None is left afterwards, even on error.
+    /// Sends the encrypted records. Returns the number of system calls. No record is left afterwards, even on
+    /// error.
     fn flush(&mut self, socket: BorrowedFd<'_>, flags: SendFlags) -> Result<u64, Errno> {
         let records = std::mem::take(&mut self.records);
         let result = send_all(socket, &records, flags);

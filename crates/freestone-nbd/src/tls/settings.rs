@@ -11,13 +11,13 @@ use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 use thiserror::Error;
 
-/// Which clients use TLS.
+/// Which clients must use TLS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsMode {
     /// TLS is optional, except for exports that require it.
-    On,
+    Optional,
     /// TLS is required for all clients.
-    Require,
+    Required,
 }
 
 /// TLS files in PEM format.
@@ -27,13 +27,13 @@ pub struct TlsFiles {
     pub cert: PathBuf,
     /// The server's private key.
     pub key: PathBuf,
-    /// Authorities for client certificates. None: clients need no certificate.
+    /// Authorities that sign client certificates. `None`: clients need no certificate.
     pub client_ca: Option<PathBuf>,
-    /// Revocation lists of these authorities. None: revocation is not checked.
+    /// Revocation lists of the client authorities. `None`: revocation is not checked.
     pub client_crl: Option<PathBuf>,
 }
 
-/// Why TLS files cannot be used. `key` is the option's name in a configuration file.
+/// Errors from loading TLS files. `key` is the name of the option in a configuration file.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{key}={}: {why}", .path.display())]
 pub struct TlsError {
@@ -53,7 +53,7 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Loads the files.
+    /// Loads the certificates and keys from `files`.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -86,9 +86,10 @@ impl Credentials {
             }
         };
         let mut config = builder.with_single_cert(chain, key).map_err(of_cert)?;
-        // `Sealer` and `Opener` process the records.
+        // `Sealer` and `Opener` process the records, and need the secrets.
         config.enable_secret_extraction = true;
-        // No session resumption: a certificate may have been revoked since.
+        // Session resumption is disabled: a certificate may have been revoked since the first
+        // session.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         Ok(Self { config: Arc::new(config), verifies: files.client_ca.is_some() })
@@ -109,7 +110,7 @@ impl fmt::Debug for Credentials {
 /// The TLS settings of a server.
 #[derive(Debug)]
 pub struct Policy {
-    /// Which clients use TLS.
+    /// Which clients must use TLS.
     pub mode: TlsMode,
     /// Locked only to read or replace the value.
     credentials: Mutex<Credentials>,
@@ -122,7 +123,7 @@ impl Policy {
     }
 
     /// Replaces the credentials for new connections.
-    pub fn renew(&self, credentials: Credentials) {
+    pub fn renew_credentials(&self, credentials: Credentials) {
         *self.credentials.lock().unwrap_or_else(PoisonError::into_inner) = credentials;
     }
 

@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use freestone_core::mapped::Mapped;
+use freestone_core::mapped_buffer::MappedBuffer;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, send};
 use rustls::server::UnbufferedServerConnection;
@@ -26,16 +26,16 @@ pub struct TlsConnection {
     pub sealer: Sealer,
     /// Data that arrived directly behind the handshake, already decrypted.
     pub early: Vec<u8>,
-    /// The names in the client's certificate, if it has sent one.
+    /// The names in the client's certificate; empty if the client sent none.
     pub names: Vec<String>,
 }
 
 /// Why TLS did not start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StartError {
-    Left,
+    Disconnected,
     TimedOut,
-    /// One side rejected the other, with the reason.
+    /// The client or the server rejected the handshake, with the reason.
     Refused(String),
 }
 
@@ -43,15 +43,15 @@ impl From<WaitError> for StartError {
     fn from(end: WaitError) -> Self {
         match end {
             WaitError::TimedOut => Self::TimedOut,
-            WaitError::Left => Self::Left,
+            WaitError::Disconnected => Self::Disconnected,
         }
     }
 }
 
 impl From<Errno> for StartError {
     fn from(errno: Errno) -> Self {
-        // The socket's send timeout expired.
-        if errno == Errno::WOULDBLOCK { Self::TimedOut } else { Self::Left }
+        // WOULDBLOCK: the socket's send timeout expired.
+        if errno == Errno::WOULDBLOCK { Self::TimedOut } else { Self::Disconnected }
     }
 }
 
@@ -61,15 +61,15 @@ impl From<Error> for StartError {
     }
 }
 
-enum Next {
-    Go,
+enum HandshakeStep {
+    Continue,
     Receive,
     Done,
     Failed(Error),
 }
 
-/// Does the TLS handshake after the reply to `OPT_STARTTLS`. The client may send at most `most` bytes before
-/// it is authenticated.
+/// Performs the TLS handshake after the reply to `OPT_STARTTLS`. The client may send at most `most` bytes
+/// before it is authenticated.
 pub fn start(
     config: Arc<ServerConfig>,
     socket: BorrowedFd<'_>,
@@ -77,7 +77,7 @@ pub fn start(
     most: usize,
 ) -> Result<TlsConnection, StartError> {
     let mut connection = UnbufferedServerConnection::new(config)?;
-    let mut buf = Mapped::new(SEALED_BUFFER_BYTES, 0).map_err(|_| StartError::Left)?;
+    let mut buf = MappedBuffer::new(SEALED_BUFFER_BYTES, 0).map_err(|_| StartError::Disconnected)?;
     let (mut at, mut end, mut total) = (0, 0, 0);
     let (mut out, mut early) = (Vec::new(), Vec::new());
     loop {
@@ -85,30 +85,30 @@ pub fn start(
         let next = match state {
             Ok(ConnectionState::EncodeTlsData(data)) => {
                 encode(data, &mut out)?;
-                Next::Go
+                HandshakeStep::Continue
             }
             Ok(ConnectionState::TransmitTlsData(transmit)) => {
                 send_all(socket, &out)?;
                 out.clear();
                 transmit.done();
-                Next::Go
+                HandshakeStep::Continue
             }
             Ok(ConnectionState::ReadTraffic(mut traffic)) => {
                 while let Some(record) = traffic.next_record() {
                     early.extend_from_slice(record?.payload);
                 }
-                Next::Go
+                HandshakeStep::Continue
             }
-            Ok(ConnectionState::BlockedHandshake) => Next::Receive,
-            Ok(ConnectionState::WriteTraffic(_)) => Next::Done,
-            Ok(_) => return Err(StartError::Left),
-            Err(error) => Next::Failed(error),
+            Ok(ConnectionState::BlockedHandshake) => HandshakeStep::Receive,
+            Ok(ConnectionState::WriteTraffic(_)) => HandshakeStep::Done,
+            Ok(_) => return Err(StartError::Disconnected),
+            Err(error) => HandshakeStep::Failed(error),
         };
         at += discard;
         match next {
-            Next::Go => {}
-            Next::Done => break,
-            Next::Failed(error) => {
+            HandshakeStep::Continue => {}
+            HandshakeStep::Done => break,
+            HandshakeStep::Failed(error) => {
                 // A second call returns the alert for the client. Further calls would parse the same bytes
                 // again.
                 let UnbufferedStatus { state, .. } = connection.process_tls_records(&mut buf[at..end]);
@@ -119,7 +119,7 @@ pub fn start(
                 }
                 return Err(error.into());
             }
-            Next::Receive => {
+            HandshakeStep::Receive => {
                 buf.copy_within(at..end, 0);
                 (at, end) = (0, end - at);
                 if total == most {
@@ -128,7 +128,7 @@ pub fn start(
                 timeouts.wait(socket)?;
                 let stop = end + (most - total);
                 match receive_into(socket, RecvFlags::DONTWAIT, &mut buf[end..stop]) {
-                    Ok(0) => return Err(StartError::Left),
+                    Ok(0) => return Err(StartError::Disconnected),
                     Ok(n) => (end, total) = (end + n, total + n),
                     Err(Errno::WOULDBLOCK) => {}
                     Err(errno) => return Err(errno.into()),

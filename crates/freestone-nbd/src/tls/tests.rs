@@ -14,7 +14,7 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
 
-use super::opener::Closed;
+use super::opener::TlsClosed;
 use super::settings::{Credentials, TlsFiles};
 use super::start::{StartError, TlsConnection, start};
 use crate::limits::MAX_HANDSHAKE_BYTES;
@@ -94,7 +94,7 @@ fn data_behind_handshake_is_kept() {
         stream.conn.send_close_notify();
         stream.flush().unwrap();
         started.opener.receive(ours.as_fd(), RecvFlags::empty(), usize::MAX).unwrap();
-        assert_eq!(started.opener.take(&mut [0; 4]), Err(Closed));
+        assert_eq!(started.opener.take(&mut [0; 4]), Err(TlsClosed));
         started.sealer.close(ours.as_fd());
         assert_eq!(stream.read(&mut [0; 4]).unwrap(), 0);
     }

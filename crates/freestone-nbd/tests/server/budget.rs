@@ -1,4 +1,4 @@
-//! The memory budget that connections share.
+//! Tests of the memory budget that all connections share.
 
 use std::collections::HashMap;
 use std::net::Shutdown;
@@ -13,24 +13,24 @@ use crate::waiting::{LONG, MIB, connect, split};
 use freestone_nbd::Limits;
 use freestone_testkit::effort;
 
-/// Connections, each with the thread that sends its requests.
+/// Client connections, each with the thread that sends its requests.
 type Connections = Vec<(Client, JoinHandle<()>)>;
 
-/// Creates a server with the smallest budget, and a hung device whose connections use all of the device's
-/// share.
+/// Creates a server with the smallest memory budget, and a hung device. Connections to the device have used
+/// up the device's share of the budget.
 fn with_hung_device() -> (Fixture, Arc<MemDevice>, Connections) {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::with(Limits { max_memory_in_flight: 64 * MIB, ..Limits::default() });
     fixture.publish("disk", &device);
     device.set(Manner::Held);
-    // Three connections that would use half of the budget each.
+    // Each of the three connections would use half of the budget.
     let large = (0..3).map(|_| split(&fixture.address, WRITE, 256 << 10, 128)).collect();
     eventually(|| held(&device) >= 8 * MIB);
     std::thread::sleep(Duration::from_millis(20));
     (fixture, device, large)
 }
 
-/// Returns the bytes of the requests that the device holds.
+/// Returns the total length in bytes of the requests that the device holds.
 fn held(device: &MemDevice) -> u64 {
     device.held().iter().map(|request| request.len).sum()
 }
@@ -39,10 +39,10 @@ fn held(device: &MemDevice) -> u64 {
 fn hung_device_leaves_budget_to_others() {
     let (fixture, device, large) = with_hung_device();
     assert!(held(&device) <= 16 * MIB, "{}", held(&device));
-    // A reply that is larger than the limit on bytes in flight.
+    // The client requests a reply that is larger than the limit on bytes in flight.
     let mut simple = fixture.enter(false);
     let cookie = simple.ask(0, READ, 0, 40 << 20);
-    // A small request is served as if it were alone.
+    // A small request is served although the device's share is used up.
     let mut small = fixture.enter(true);
     let asked = small.ask(0, READ, 0, 4096);
     let at = || device.held().iter().position(|request| request.len == 4096);
@@ -52,7 +52,7 @@ fn hung_device_leaves_budget_to_others() {
     }
     let mut wanted = HashMap::from([(asked, (0, 4096))]);
     assert!(small.read_replies(&mut wanted)[&asked].is_ok());
-    // Requests to another device are served too.
+    // Requests to another device are served, as each device has its own share.
     let other = MemDevice::new(64 * MIB);
     other.set(Manner::Thread);
     fixture.publish("other", &other);
@@ -66,7 +66,7 @@ fn hung_device_leaves_budget_to_others() {
         wanted.insert(cookie, (0, len));
     }
     assert!(neighbour.read_replies(&mut wanted).values().all(Result::is_ok));
-    // All other requests complete in the end.
+    // When the device continues, all other requests complete.
     device.set(Manner::Inline);
     device.release_all_backwards();
     for (mut reader, writer) in large {
@@ -97,7 +97,7 @@ fn stalled_connection_ends_when_client_leaves() {
     let connections = || fixture.server.stats().connections;
     assert_eq!(connections(), 9);
     drop(stalled);
-    // The device may hold a request of one of them.
+    // The count may include one stalled connection, because the device may hold one of its requests.
     eventually(|| connections() <= 4);
     device.set(Manner::Inline);
     device.release_all_backwards();
@@ -108,7 +108,7 @@ fn stalled_connection_ends_when_client_leaves() {
     fixture.assert_sound();
 }
 
-/// The protocol requires that requests before a disconnect are completed.
+/// The protocol requires that the server completes requests sent before a disconnect.
 #[test]
 fn stalled_requests_before_disconnect_are_done() {
     let (fixture, device, large) = with_hung_device();
@@ -143,13 +143,14 @@ fn connection_waiting_for_budget_can_be_cut() {
     device.set(Manner::Held);
     let held = || device.held().len();
     let two: Vec<_> = (0..2).map(|_| split(&fixture.address, READ, 256 << 10, 128)).collect();
-    // The whole share of the device, except the reserve for small requests.
+    // The reads use the device's whole share, except the reserve for small requests.
     eventually(|| held() >= 32);
     let waits = split(&fixture.address, READ, 1 << 20, 1);
     std::thread::sleep(Duration::from_millis(20));
-    // A cut ends the connection, although the budget is not granted.
+    // A connection that waits for budget can be ended.
     let begun = Instant::now();
-    // Both end the connections after a grace time. That of `unpublish` is fixed and long.
+    // `shutdown` and `unpublish` end the connections after a grace time. The grace time of `unpublish` is
+    // fixed and long, so only the slow lane tests `unpublish`.
     if effort(true, false) {
         fixture.server.shutdown(Duration::from_millis(200));
     } else {

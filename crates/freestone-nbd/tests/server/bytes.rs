@@ -1,4 +1,4 @@
-//! Requests of any offset and length over NBD.
+//! Tests of NBD requests with any offset and length, not only whole blocks.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ const EXPORT_NAME: u32 = 1;
 const GO: u32 = 7;
 const MIB: u64 = 1 << 20;
 
-/// Compares random writes, zeroes and trims with a model after each request.
+/// Compares the export with a model after each random write, write zeroes or trim.
 #[test]
 fn random_requests_match_model() {
     let size = 4 * MIB - 300;
@@ -57,7 +57,7 @@ fn random_requests_match_model() {
                 assert!(found == model[from..to], "round {round}: {offset}, {len}");
             }
             assert!(client.read(0, size as u32).unwrap() == model);
-            // Beyond the end.
+            // Requests beyond the end of the export fail.
             assert_eq!(client.read(size, 1), Err(22));
             assert_eq!(client.write(0, size - 1, &[1; 2]), 28);
         }
@@ -106,7 +106,7 @@ fn partial_block_writes_keep_bytes_of_others() {
     }
 }
 
-/// The client negotiates nothing, like old clients.
+/// The client negotiates nothing and chooses the export with `OPT_EXPORT_NAME`, like old clients.
 #[test]
 fn export_name_without_negotiation_serves_bytes() {
     let device = MemDevice::with(MIB, |geometry| geometry.padding = 24);
@@ -133,14 +133,15 @@ fn block_status_is_cut_to_requested_range() {
     assert_eq!(client.write(0, 8192, &[1; 4096]), 0);
     assert_eq!(client.status(0, 8000, 5000), Ok(vec![(192, 3), (4096, 0), (712, 3)]));
     assert_eq!(client.status(0, 9000, 10), Ok(vec![(10, 0)]));
-    // A partly zeroed block counts as data.
+    // A block that was zeroed only in part is reported as data.
     assert_eq!(client.run(0, WRITE_ZEROES, 20001, 1), 0);
     assert_eq!(client.status(0, 20001, 1), Ok(vec![(1, 0)]));
     assert_eq!(client.run(0, TRIM, 8193, 4000), 0);
     assert_eq!(client.read(8193, 1), Ok(vec![1]));
 }
 
-/// Many small parts in flight do not exceed the memory limit.
+/// The server widens small reads to whole blocks. 200 of them in flight do not exceed a connection's memory
+/// limit.
 #[test]
 fn small_parts_in_flight_stay_in_memory_limit() {
     let device = MemDevice::with(MIB, |geometry| geometry.logical_block = 4096);

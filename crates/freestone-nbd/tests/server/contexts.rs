@@ -1,4 +1,4 @@
-//! Metadata contexts: listing, selection, and block status with one or both.
+//! Tests of metadata contexts: listing, selection, and block status with one or both contexts.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
@@ -24,7 +24,7 @@ fn fork(size: u64) -> Arc<MemDevice> {
     device
 }
 
-/// Returns a client in the transmission phase of "disk", with these contexts.
+/// Returns a client in the transmission phase of "disk" that has selected these contexts.
 fn enter(fixture: &Fixture, contexts: &[&str]) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
@@ -55,11 +55,11 @@ fn contexts_listed_and_selected_by_query() {
     assert_eq!(ask(LIST_META, "disk", &["freestone:"]), both[1..]);
     assert_eq!(ask(LIST_META, "disk", &[CHANGED, "freestone:", "x:"]), both[1..]);
     assert!(ask(LIST_META, "disk", &["freestone", "freestone:change", "freestone:changed ", ":"]).is_empty());
-    // Only a fork offers the second context.
+    // Only a fork offers the context `freestone:changed`.
     assert_eq!(ask(LIST_META, "plain", &[]), both[..1]);
     assert!(ask(LIST_META, "plain", &["freestone:", CHANGED]).is_empty());
     assert!(ask(SET_META, "plain", &[CHANGED]).is_empty());
-    // Selection: no wildcards, no duplicates, distinct identifiers.
+    // Selection ignores wildcards and duplicates, and gives each context its own identifier.
     assert!(ask(SET_META, "disk", &["freestone:", "base:"]).is_empty());
     assert_eq!(ask(SET_META, "disk", &[CHANGED, CHANGED]), [told(2, CHANGED)]);
     assert_eq!(ask(SET_META, "disk", &[CHANGED, ALLOCATION]), [told(1, ALLOCATION), told(2, CHANGED)]);
@@ -82,13 +82,13 @@ fn block_status_has_one_chunk_per_context() {
     assert_eq!(both.statuses(0, 0, all), Ok(vec![(1, holes.clone()), (2, own.clone())]));
     assert_eq!(changed.statuses(0, 0, all), Ok(vec![(2, own)]));
     assert_eq!(allocation.statuses(0, 0, all), Ok(vec![(1, holes)]));
-    // Within a page, and one extent of each context.
+    // A query within a page, and a query with REQ_ONE, which returns one extent of each context.
     assert_eq!(changed.statuses(0, 8192 - 512, 1024), Ok(vec![(2, vec![(1024, 1)])]));
     assert_eq!(
         both.statuses(REQ_ONE, 4096, 4 * PAGE),
         Ok(vec![(1, vec![(PAGE, 0)]), (2, vec![(2 * PAGE, 1)])])
     );
-    // The flag of the last chunk is set on the last chunk only. The next chunk belongs to another reply.
+    // The DONE flag is set only on the last chunk of a reply. The next chunk belongs to another reply.
     let first = both.ask(0, BLOCK_STATUS, 0, PAGE);
     let second = both.ask(REQ_ONE, BLOCK_STATUS, 0, PAGE);
     let chunks: Vec<_> = (0..4).map(|_| both.chunk()).collect();
@@ -112,7 +112,7 @@ fn block_status_error_in_one_context_fails_reply() {
     }
     assert_eq!(both.statuses(0, MIB, PAGE), Err(EINVAL));
     assert_eq!(both.statuses(0, 0, 0), Err(EINVAL));
-    // The device no longer reports changes.
+    // Block status fails if the device no longer reports changes.
     device.forked.store(false, SeqCst);
     assert_eq!(both.statuses(0, 0, PAGE), Err(EINVAL));
     assert_eq!(both.read(0, 512), Ok(vec![0; 512]));
@@ -128,7 +128,7 @@ fn descriptors_are_limited_in_each_context() {
     }
     let fixture = Fixture::serving(&device);
     let mut both = enter(&fixture, &[ALLOCATION, CHANGED]);
-    // Many replies at once, to reach the end of the reply buffer.
+    // The client requests many replies at once, so that they reach the end of the reply buffer.
     let cookies: Vec<_> = (0..20).map(|_| both.ask(0, BLOCK_STATUS, 0, (pages * 4096) as u32)).collect();
     for wanted in cookies {
         for (id, flags) in [(1, [0, 3]), (2, [1, 0])] {

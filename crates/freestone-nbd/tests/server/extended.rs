@@ -1,4 +1,4 @@
-//! Extended headers: negotiation, payloads, 64-bit lengths, contexts by identifier.
+//! Tests of extended headers: negotiation, payloads, 64-bit lengths, and contexts by identifier.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
@@ -22,7 +22,7 @@ const EOVERFLOW: u32 = 75;
 
 const MIB: u64 = 1 << 20;
 
-/// Returns a client in the transmission phase of "disk", with these contexts.
+/// Returns a client in the transmission phase of "disk" that has selected these contexts.
 fn enter(fixture: &Fixture, contexts: &[&str]) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
@@ -50,7 +50,7 @@ fn extended_headers_negotiated_with_or_without_structured() {
     assert_eq!(client.outcome(EXTENDED, &[]), ACK);
     assert_eq!(client.outcome(STRUCTURED, &[]), ERR_EXT_HEADER_REQD);
     assert_eq!(client.outcome(EXTENDED, &[]), ACK);
-    // The flags reflect the selected contexts, also for a client that only queries.
+    // The transmission flags depend on the selected contexts, also in the reply to INFO.
     let flags = |client: &mut Client, name: &str| {
         let replies = client.option(6, &info_data(name, &[]));
         assert!(replies.iter().any(|reply| reply.kind == INFO));
@@ -67,14 +67,14 @@ fn extended_headers_negotiated_with_or_without_structured() {
     (client.structured, client.extended) = (true, true);
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     client.disconnect();
-    // Without extended headers the payload flag is not offered.
+    // Without extended headers, the server does not offer the flag for block status payloads.
     let mut compact = fixture.connect();
     compact.greet(3);
     compact.structured();
     compact.set_context("disk");
     assert_eq!(compact.go("disk").1 & STATUS_PAYLOAD, 0);
     compact.disconnect();
-    // OPT_EXPORT_NAME has no error reply, so the connection ends.
+    // OPT_EXPORT_NAME is refused after extended headers, and has no error reply, so the connection ends.
     let mut client = fixture.connect();
     client.greet(3);
     client.extended();
@@ -157,13 +157,13 @@ fn extended_read_is_limited_to_max_payload() {
     assert!(client.read(0, MAX_PAYLOAD_BYTES).unwrap() == pattern(3, 64 << 20));
 }
 
-/// Payloads of commands without one, and of writes.
+/// The server receives the payloads of writes, and skips the payloads of commands that use none.
 #[test]
 fn payload_follows_announced_length() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Extended);
-    // With the flag a payload of this length follows any command.
+    // With the payload flag, a payload of this length follows the header of any command.
     for command in [READ, FLUSH, TRIM, CACHE, WRITE_ZEROES, 8, 77, u16::MAX] {
         for len in [0, 1, 4096, 700 << 10] {
             let cookie = client.cookie();
@@ -180,7 +180,7 @@ fn payload_follows_announced_length() {
     assert!(device.log.lock().unwrap().is_empty(), "a refused request reached the device");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
     assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]));
-    // Without the flag, which QEMU's client omits, a write still has its payload.
+    // A write without the payload flag, which QEMU's client omits, still has a payload.
     for (len, outcome) in [(4096, 0), (700 << 10, 0), (2 << 20, ENOSPC)] {
         let cookie = client.cookie();
         let mut bytes = client.header(0, WRITE, cookie, 0, len);
@@ -190,7 +190,7 @@ fn payload_follows_announced_length() {
     }
     assert_eq!(client.read(0, 4096), Ok(vec![0x21; 4096]));
     client.disconnect();
-    // The payload is too large: the server does not wait for it.
+    // If the payload is too large, the server closes the connection without waiting for the payload.
     let more = u64::from(MAX_PAYLOAD_BYTES) + 1;
     for (flags, command, len) in [
         (PAYLOAD_LEN, WRITE, more),
@@ -222,11 +222,11 @@ fn block_status_payload_selects_contexts() {
     }
     let one = [&PAGE.to_be_bytes()[..], &[0, 0, 0, 2]].concat();
     assert_eq!(client.status_with(REQ_ONE, 4096, &one), Ok(vec![(2, vec![(PAGE, 1)])]));
-    // Unknown identifiers, duplicates, and none.
+    // Unknown identifiers, duplicate identifiers, and a payload without identifiers are refused.
     for ids in [&[0][..], &[3], &[1, 3], &[1, 1], &[2, 1, 2], &[1; 100], &[u32::MAX], &[]] {
         assert_eq!(client.status_of(0, MIB, ids), Err(EINVAL), "{ids:?}");
     }
-    // Invalid payload lengths.
+    // Payloads of an invalid length are refused.
     let good = [&MIB.to_be_bytes()[..], &[0, 0, 0, 1, 0, 0, 0, 2]].concat();
     for len in [0, 1, 7, 8, 9, 11, 13, 15] {
         assert_eq!(client.status_with(0, 0, &good[..len]), Err(EINVAL), "{len} bytes");
@@ -237,7 +237,7 @@ fn block_status_payload_selects_contexts() {
         assert_eq!(client.status_with(0, 0, &long), Err(EINVAL), "{len} bytes");
     }
     assert_eq!(client.status_with(DF, 0, &good), Err(EINVAL));
-    // Byte by byte.
+    // Sends the request one byte at a time.
     let cookie = client.cookie();
     let bytes = client.header(PAYLOAD_LEN, BLOCK_STATUS, cookie, 0, 12);
     for byte in [bytes, MIB.to_be_bytes().to_vec(), vec![0, 0, 0, 2]].concat() {
@@ -246,7 +246,7 @@ fn block_status_payload_selects_contexts() {
     let (context, extents) = own;
     assert_eq!(client.chunk(), Chunk::LongStatus { cookie, done: true, context, extents });
     client.disconnect();
-    // Only selected contexts can be named.
+    // A payload can name only contexts that the client selected.
     let mut one = enter(&fixture, &both[1..]);
     assert_eq!(one.status_of(0, MIB, &[1]), Err(EINVAL));
     assert_eq!(one.status_of(0, MIB, &[2]).unwrap().len(), 1);
@@ -267,7 +267,7 @@ fn extended_descriptors_are_limited() {
     }
     let fixture = Fixture::serving(&device);
     let mut client = enter(&fixture, &["base:allocation", "freestone:changed"]);
-    // Many replies at once, to reach the end of the reply buffer.
+    // The client requests many replies at once, so that they reach the end of the reply buffer.
     let cookies: Vec<_> = (0..20).map(|_| client.ask_long(0, BLOCK_STATUS, 0, pages * PAGE)).collect();
     for wanted in cookies {
         for (id, flags) in [(1, [0, 3]), (2, [1, 0])] {

@@ -1,4 +1,4 @@
-//! Disconnects at every byte of a session, and invalid data.
+//! Tests of clients that disconnect at any byte of a session, or send invalid data.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 
 const SIZE: u64 = 1 << 20;
 
-/// Returns the bytes that a client sends in a session with every option and command.
+/// Returns the bytes that a client sends in a session with most options and all commands.
 fn session() -> Vec<u8> {
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     bytes.extend(option(99, b"what"));
@@ -49,7 +49,8 @@ fn raw(fixture: &Fixture) -> UnixStream {
     stream
 }
 
-/// Sends bytes and disconnects in one of three ways. The server may have closed before.
+/// Sends bytes and disconnects in one of three ways. Ignores errors, as the server may close the connection
+/// first.
 fn talk(fixture: &Fixture, bytes: &[u8], manner: usize) {
     let mut stream = raw(fixture);
     let _ = stream.write_all(bytes);
@@ -104,13 +105,13 @@ fn session_sent_byte_by_byte_gets_same_replies() {
     fixture.assert_sound();
 }
 
-/// Creates a server for each case, so that a failure identifies its case.
+/// Creates a server. Each generated case uses its own server, so that a failure identifies the case.
 fn fixture() -> (Fixture, Arc<MemDevice>) {
     let device = MemDevice::new(SIZE);
     (Fixture::serving(&device), device)
 }
 
-/// Checks that nothing panicked or leaked, and that the next client is served.
+/// Checks that the server counted no panic, has no connection left, and serves a new client.
 fn check(fixture: &Fixture) -> Result<(), TestCaseError> {
     fixture.assert_sound();
     prop_assert_eq!(fixture.server.stats().panics, 0);
@@ -127,7 +128,7 @@ fn handshake(structured: bool) -> Vec<u8> {
     bytes
 }
 
-/// Generates a request with values near the limits.
+/// Generates a request with valid, random and boundary values of flags, command, offset and length.
 fn any_request() -> impl Strategy<Value = Vec<u8>> {
     let flags = prop_oneof![4 => Just(0_u16), 2 => 0_u16..32, 1 => any::<u16>()];
     let offset = prop_oneof![
@@ -201,7 +202,7 @@ proptest! {
             all.extend(request);
         }
         all.extend(tail);
-        // Reads while it writes, as the replies may exceed the socket's buffer.
+        // Reads replies while a thread writes requests, as the replies may exceed the socket's buffer.
         let stream = raw(&fixture);
         let mut reader = stream.try_clone().unwrap();
         std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Handshake options, one by one.
+//! Tests of handshake options, one by one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +20,8 @@ const LIST_META: u32 = 9;
 const SET_META: u32 = 10;
 
 const MIB: u64 = 1 << 20;
-/// `HAS_FLAGS`, flush, FUA, trim, zeroes, multi-conn, cache, fast zero.
+/// Transmission flags of a default device: `HAS_FLAGS`, flush, FUA, trim, write zeroes, multi-conn, cache and
+/// fast zero.
 const USUAL_FLAGS: u16 = 1 | 4 | 8 | 32 | 64 | 256 | 1024 | 2048;
 
 fn fixture() -> Fixture {
@@ -46,7 +47,8 @@ fn go_returns_size_flags_and_block_sizes() {
     fixture.assert_sound();
 }
 
-/// Replies are sent even if the violation arrived together with the options.
+/// The server replies to the options before a protocol violation, even if options and violation arrive
+/// together.
 #[test]
 fn options_before_violation_get_replies() {
     let long_name = option(EXPORT_NAME, &[b'x'; 5000]);
@@ -120,14 +122,14 @@ fn info_block_sizes_follow_device() {
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
     assert_eq!(sizes.data, b"\x00\x03\x00\x00\x00\x01\x00\x01\x00\x00\x04\x00\x00\x00");
 
-    // Writes to zones consist of whole blocks and are not split.
+    // Writes to zoned devices consist of whole blocks (minimum 512 bytes) and are not split (maximum 32 MiB).
     fixture.publish("zones", &MemDevice::zoned(64 * MIB));
     let replies = client.option(OPT_INFO, &info_data("zones", &[3]));
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
     assert_eq!(sizes.data, b"\x00\x03\x00\x00\x02\x00\x00\x00\x10\x00\x02\x00\x00\x00");
 
-    // The maximum request size need not be a power of two. The preferred size must be one, and at most the
-    // maximum.
+    // The maximum request size of a device need not be a power of two. The preferred block size must be a
+    // power of two, and at most the maximum.
     let device = MemDevice::with(MIB, |geometry| {
         geometry.io_min = 1 << 20;
         geometry.max_request = 96 << 10;
@@ -229,7 +231,7 @@ fn unknown_options_are_refused() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
-    // OPT_PEEK_EXPORT and unassigned numbers.
+    // The server supports neither OPT_PEEK_EXPORT (4) nor unassigned option numbers.
     for kind in [0, 4, 12, 0xffff, u32::MAX] {
         for data in [&[][..], &[7; 100]] {
             assert_eq!(client.outcome(kind, data), ERR_UNSUP, "option {kind}");
@@ -262,12 +264,12 @@ fn malformed_options_are_refused() {
         for cut in 0..good.len() {
             assert_eq!(client.outcome(kind, &good[..cut]), ERR_INVALID, "{cut}");
         }
-        // The count promises more queries than the data has.
+        // The query count exceeds the number of queries in the data.
         let mut bytes = context_data("disk", &[]);
         let at = bytes.len() - 4;
         bytes[at..].copy_from_slice(&u32::MAX.to_be_bytes());
         assert_eq!(client.outcome(kind, &bytes), ERR_INVALID);
-        // A query longer than the data, or longer than a string may be.
+        // A query is longer than the data, or a string is longer than the protocol allows (4096 bytes).
         let mut bytes = context_data("disk", &["x"]);
         let at = bytes.len() - 5;
         bytes[at..at + 4].copy_from_slice(&u32::MAX.to_be_bytes());
@@ -287,7 +289,7 @@ fn oversized_option_is_skipped_or_ends_connection() {
         assert_eq!(client.outcome(kind, &vec![1; MAX_OPTION_BYTES + 1]), ERR_TOO_BIG);
         assert_ne!(client.outcome(kind, &vec![1; MAX_OPTION_BYTES]), ERR_TOO_BIG);
     }
-    // Skipped to the last byte: the next option is parsed.
+    // The server skips the data of an oversized option completely, and parses the next option.
     assert_eq!(client.outcome(LIST, &vec![1; 3 << 20]), ERR_TOO_BIG);
     assert_eq!(client.outcome(LIST, &[]), ACK);
     let mut header = option(LIST, &[]);
@@ -303,7 +305,7 @@ fn metadata_context_queries_are_matched() {
     fixture.publish("other", &MemDevice::new(MIB));
     let mut client = fixture.connect();
     client.greet(3);
-    // Before structured replies.
+    // The server refuses metadata contexts before structured replies are negotiated.
     let ask = context_data("disk", &["base:allocation"]);
     assert_eq!(client.outcome(SET_META, &ask), ERR_INVALID);
     assert_eq!(client.outcome(LIST_META, &ask), ERR_INVALID);
@@ -332,7 +334,7 @@ fn selected_contexts_apply_to_their_export_only() {
     let fixture = fixture();
     fixture.publish("other", &MemDevice::new(MIB));
     let good = context_data("disk", &["base:allocation"]);
-    // The selections, and whether block status works afterwards.
+    // Each case lists SET_META_CONTEXT requests, and states whether block status works afterwards.
     let other = context_data("other", &["base:allocation"]);
     let empty = context_data("disk", &[]);
     let unknown = context_data("nothing", &["base:allocation"]);
@@ -372,7 +374,7 @@ fn invalid_client_flags_or_magic_end_connection() {
     client.greet(3);
     client.send(b"IHAVEOPS\x00\x00\x00\x03\x00\x00\x00\x00");
     client.assert_closed();
-    // A request instead of an option.
+    // The client sends a request instead of an option.
     let mut client = fixture.connect();
     client.greet(3);
     client.send(&request(0, 0, 1, 0, 512));
@@ -384,14 +386,14 @@ fn invalid_client_flags_or_magic_end_connection() {
 fn handshake_timeouts_end_silent_or_slow_client() {
     let limits = Limits {
         handshake_idle_timeout: Duration::from_millis(300),
-        handshake_total: Duration::from_millis(900),
+        handshake_timeout: Duration::from_millis(900),
         ..Limits::default()
     };
     let fixture = Fixture::with(limits);
     let mut silent = fixture.connect();
     silent.greet(3);
     silent.assert_closed();
-    // A long option, one byte at a time.
+    // The client sends a long option, one byte at a time.
     let mut slow = fixture.connect();
     slow.greet(3);
     let mut bytes = option(77, &[]);
@@ -402,7 +404,7 @@ fn handshake_timeouts_end_silent_or_slow_client() {
         slow.stream.write_all(&[0]).is_err()
     });
     fixture.assert_no_connections();
-    // The transmission phase has no timeouts.
+    // Handshake timeouts do not apply to the transmission phase.
     fixture.publish("disk", &MemDevice::new(MIB));
     let mut client = fixture.enter(true);
     std::thread::sleep(Duration::from_millis(400));
@@ -430,13 +432,13 @@ fn connect_rate_delays_connections_after_burst() {
     fixture.publish("disk", &device);
     let mut here = fixture.enter(false);
     let begun = Instant::now();
-    // The kernel accepts all connects at once. The server greets them at the limited rate.
+    // The kernel accepts all connections at once, but the server greets them at the limited rate.
     let mut others: Vec<_> = (0..100).map(|_| fixture.connect()).collect();
-    // Existing connections do not wait.
+    // Requests on existing connections are not delayed.
     assert_eq!(here.write(0, 0, &[1; 512]), 0);
     others[99].greet(3);
     let all = begun.elapsed();
-    // 64 are free; the other 36 take 10 ms each.
+    // The burst of 64 connections is not delayed; the other 36 wait 10 ms each.
     assert!(all >= Duration::from_millis(360), "{all:?}");
     assert_eq!(fixture.server.stats().refused, 0);
     drop(others);
@@ -444,14 +446,14 @@ fn connect_rate_delays_connections_after_burst() {
     fixture.assert_sound();
 }
 
-/// Many small options fill the reply buffer to its last bytes just before the last reply.
+/// Replies to many small options fill the reply buffer almost completely before the `OPT_EXPORT_NAME` reply.
 #[test]
 fn export_name_reply_fits_full_reply_buffer() {
     let fixture = Fixture::new();
     let options = ExportOptions { description: "d".repeat(4000), ..ExportOptions::default() };
     fixture.server.publish(&fixture.address, "a", MemDevice::new(MIB), options).unwrap();
     let Address::Unix(path) = &fixture.address else { panic!("the fixture listens on a Unix socket") };
-    // With 129 of them 5 bytes are left.
+    // After 129 STRUCTURED options, 5 bytes of the reply buffer are left.
     for structured in 120..135 {
         let mut bytes = 3_u32.to_be_bytes().to_vec();
         for (kind, count) in [(LIST, 131), (STRUCTURED, structured)] {

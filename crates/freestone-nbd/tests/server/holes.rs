@@ -1,4 +1,4 @@
-//! The data of read replies: zeroes as hole chunks, and no data from failed reads.
+//! Tests of the data in read replies: zeroes are sent as hole chunks, and failed reads send no data.
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -10,7 +10,8 @@ const EIO: u32 = 5;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Returns the chunks of a read in the order of their offsets, with data or the length of a hole.
+/// Reads a range. Returns the offset of each chunk with the data, or with the length of the hole as `Err`, in
+/// order of offset.
 fn read(client: &mut Client, flags: u16, offset: u64, len: u32) -> Vec<(u64, Result<Vec<u8>, u32>)> {
     let wanted = client.ask(flags, READ, offset, len);
     let mut parts = Vec::new();
@@ -41,20 +42,21 @@ fn zero_pieces_are_sent_as_holes() {
         for manner in [Manner::Inline, Manner::Thread] {
             device.set(manner);
             let mut client = fixture.enter(headers);
-            // One piece is one hole, also with DF.
+            // A read in one piece returns one chunk: data, or a hole for zeroes, also with DF (do not
+            // fragment).
             for flags in [0, DF] {
                 assert_eq!(read(&mut client, flags, 512, 4096), [(512, Err(4096))]);
                 assert_eq!(read(&mut client, flags, 1, 700), [(1, Err(700))]);
                 assert_eq!(read(&mut client, flags, MIB, 4096), [(MIB, Ok(data.clone()))]);
             }
             assert_eq!(read(&mut client, DF, 0, 1 << 20), [(0, Err(1 << 20))]);
-            // Short zeroes are sent as data.
+            // Zeroes shorter than 512 bytes are sent as data.
             assert_eq!(read(&mut client, 0, 0, 511), [(0, Ok(vec![0; 511]))]);
-            // Each piece of a large read is data or a hole.
+            // The server splits a large read into pieces, and sends each piece as data or as a hole.
             let parts = read(&mut client, 0, MIB - 512 * KIB, 1 << 20);
             let told: Vec<_> = parts.iter().map(|(at, part)| (at / KIB, part.is_ok())).collect();
             assert_eq!(told, [(512, false), (768, false), (1024, true), (1280, false)]);
-            // A single chunk with any data in it is sent as data.
+            // With DF, the whole read is one chunk, which is sent as data if any byte is not zero.
             let all = read(&mut client, DF, 0, 2 << 20);
             let Ok(all) = &all[0].1 else { panic!("a hole over data") };
             assert!(all[..1 << 20].iter().all(|byte| *byte == 0) && all[1 << 20..][..4096] == data);
@@ -92,8 +94,8 @@ fn read_of_holes_sends_few_bytes() {
     assert!(sent <= 256 * 40, "{sent} bytes for 256 pieces");
 }
 
-/// A device leaves data in the buffer of a failed read, inline or submitted, whole or in parts. Replies do
-/// not contain that data.
+/// The device fills the buffer of a failed read with other bytes, inline or submitted, whole or in parts.
+/// Replies do not contain these bytes.
 #[test]
 fn failed_read_buffer_is_not_sent() {
     let device = MemDevice::new(8 * MIB);
@@ -129,7 +131,7 @@ fn failed_read_buffer_is_not_sent() {
                     }
                 }
                 device.bad_byte.store(u64::MAX, SeqCst);
-                // The same buffers are used again.
+                // Later reads reuse the same buffers, and return the right data.
                 assert!(client.read(0, len).unwrap() == data[..len as usize]);
                 assert_eq!(client.read(4 * MIB, len), Ok(vec![0; len as usize]));
             }
@@ -139,7 +141,7 @@ fn failed_read_buffer_is_not_sent() {
     }
 }
 
-/// Descriptors of the first context are discarded if the second context fails.
+/// Descriptors of the first context are discarded if the query of the second context fails.
 #[test]
 fn failed_block_status_sends_no_descriptors() {
     let device = MemDevice::new(MIB);
@@ -153,7 +155,7 @@ fn failed_block_status_sends_no_descriptors() {
     client.extended();
     assert_eq!(client.set_contexts("disk", &["base:allocation", "freestone:changed"]).len(), 2);
     client.go("disk");
-    // The second context fails.
+    // The query of the second context, `freestone:changed`, fails.
     device.bad_byte.store(1, SeqCst);
     let mut cookies = Vec::new();
     for flags in [0, REQ_ONE] {

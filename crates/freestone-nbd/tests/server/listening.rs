@@ -1,4 +1,4 @@
-//! Listening addresses, and errors of listening and publishing.
+//! Tests of listening addresses, and of errors from listening and publishing.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -38,7 +38,7 @@ fn unix_socket_is_private_and_removed_at_end() {
     let metadata = fs::symlink_metadata(path_of(&address)).unwrap();
     assert!(metadata.file_type().is_socket());
     assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
-    // Listening again changes nothing.
+    // Listening again at the same address has no effect.
     assert_eq!(server.listen(&address).unwrap(), address);
     assert_eq!(server.addresses(), std::slice::from_ref(&address));
     drop(server);
@@ -71,7 +71,7 @@ fn listen_at_live_socket_fails() {
     assert!(error.to_string().contains(&listener), "{error}");
     first.publish(&address, "disk", MemDevice::new(4096), ExportOptions::default()).unwrap();
     Client::connect(&address).greet(3);
-    // Also a busy socket, whose backlog is full.
+    // A socket whose listener never accepts is also in use.
     let address = unix(directory.path().join("busy.sock"));
     let _listener = UnixListener::bind(path_of(&address)).unwrap();
     assert!(matches!(listen(&address), Err(ListenError::SocketInUse(..))));
@@ -101,7 +101,7 @@ fn listen_at_invalid_path_fails() {
         Err(ListenError::PathTooLong { len, .. }) => assert_eq!(len, MAX_SOCKET_PATH_BYTES + 1),
         other => panic!("{other:?}"),
     }
-    // Even root cannot create sockets there.
+    // Even root cannot create sockets in `/sys`.
     let error = listen(&unix("/sys/freestone.sock")).unwrap_err();
     assert!(matches!(error, ListenError::Permission(_)), "{error}");
 }
@@ -131,7 +131,7 @@ fn listen_at_tcp_port_returns_chosen_port() {
     client.greet(3);
     client.go("disk");
     assert!(client.read(0, 512).is_ok());
-    // A server can restart at once, although old connections are in TIME_WAIT.
+    // The port can be used again at once, although old connections are in TIME_WAIT.
     server.shutdown(std::time::Duration::from_secs(30));
     client.assert_closed();
     listen(&address).unwrap();
@@ -139,10 +139,10 @@ fn listen_at_tcp_port_returns_chosen_port() {
 
 #[test]
 fn listen_at_tcp_host_uses_all_its_addresses() {
-    // An address reserved for documentation.
-    assert!(matches!(listen(&tcp("192.0.2.1", 0)), Err(ListenError::NotOurs(_))));
+    // 192.0.2.1 is reserved for documentation, so the test machine does not have this address.
+    assert!(matches!(listen(&tcp("192.0.2.1", 0)), Err(ListenError::NotLocal(_))));
     assert!(matches!(listen(&tcp("no such host", 0)), Err(ListenError::Host { .. })));
-    // A host name: all its addresses, with one port.
+    // For a host name, the server listens at all addresses of the host with the same port.
     let server = Server::new(Limits::default());
     let address = server.listen(&tcp("localhost", 0)).unwrap();
     let Address::Tcp { port, .. } = address else { panic!("a TCP address") };
@@ -170,7 +170,7 @@ fn closed_address_can_be_listened_at_again() {
     fixture.server.listen(&fixture.address).unwrap();
     let mut client = fixture.connect();
     client.greet(3);
-    // The exports were removed with the address.
+    // Closing the address removed its exports.
     assert_ne!(client.outcome(7, &info_data("disk", &[])), 1);
 }
 
@@ -195,7 +195,7 @@ fn publish_invalid_export_fails() {
     let taken = PublishError::DefaultTaken { name: "disk".to_owned(), address: here.clone() };
     assert_eq!(publish(here, "x", true, ""), Err(taken));
     assert_eq!(fixture.server.exports().len(), 1);
-    // The longest name and description allowed.
+    // The longest allowed name and description are accepted.
     let longest = "x".repeat(MAX_STRING_BYTES);
     publish(here, &longest, false, &longest).unwrap();
     let mut client = fixture.connect();
@@ -248,9 +248,10 @@ fn addresses_closed_concurrently_with_connects() {
                     let infos = fixture.server.exports_named(&name);
                     assert_eq!(infos[0].address, address);
                     assert_eq!(fixture.server.exports_at(&address), infos);
-                    assert!(fixture.server.listens_at(&address));
+                    assert!(fixture.server.is_listening_at(&address));
                     let mut client = Client::connect(&address);
-                    // Never accepted, just accepted, or in handshake when the address is closed.
+                    // Clients that are not accepted yet, just accepted, or in the handshake when the address
+                    // is closed.
                     let _hasty: Vec<_> = (0..3).map(|_| Client::connect(&address)).collect();
                     client.greet(3);
                     client.go(&name);
@@ -260,7 +261,7 @@ fn addresses_closed_concurrently_with_connects() {
                     assert!(!path_of(&address).exists());
                     assert_eq!(fixture.server.exports_named(&name), []);
                     assert_eq!(fixture.server.exports_at(&address), []);
-                    assert!(!fixture.server.listens_at(&address));
+                    assert!(!fixture.server.is_listening_at(&address));
                     assert_eq!(fixture.server.connections(&name), 0);
                 }
             });

@@ -1,4 +1,4 @@
-//! Tests of the server over sockets, with a client that encodes each byte itself.
+//! Tests of the NBD server over sockets, with a client that encodes each byte itself.
 #![allow(missing_docs, reason = "test code")]
 
 mod allowed;

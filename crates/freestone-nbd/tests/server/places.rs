@@ -1,23 +1,24 @@
-//! Client limits: a further client waits in the handshake.
+//! Tests of client limits: a client above the limit waits in the handshake.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common::client::{ACK, ERR_POLICY, info_data, option};
 use crate::common::{Client, Fixture, MemDevice, eventually};
+use freestone_core::concurrency_limit::ConcurrencyLimit;
 use freestone_core::device::Device;
-use freestone_core::places::Places;
 use freestone_nbd::{Address, ExportOptions, Limits};
 
 const GO: u32 = 7;
 const EXPORT_NAME: u32 = 1;
 const SHORT: Duration = Duration::from_millis(300);
 
-/// Publishes "disk" at two addresses, with a limit for the first address and one over both.
-fn serving(limits: Limits, here: u64, both: u64) -> (Fixture, Address, [Arc<Places>; 2]) {
+/// Publishes "disk" at two addresses. `here` limits the clients of the first address, and `both` those of
+/// both addresses together; 0 means unlimited.
+fn serving(limits: Limits, here: u64, both: u64) -> (Fixture, Address, [Arc<ConcurrencyLimit>; 2]) {
     let fixture = Fixture::with(limits);
     let other = fixture.server.listen(&Address::Unix(fixture.directory.path().join("other.sock"))).unwrap();
-    let (own, all) = (Arc::new(Places::default()), Arc::new(Places::default()));
+    let (own, all) = (Arc::new(ConcurrencyLimit::default()), Arc::new(ConcurrencyLimit::default()));
     own.set(here);
     all.set(both);
     let device: Arc<dyn Device> = MemDevice::new(1 << 20);
@@ -36,7 +37,7 @@ fn enter(address: &Address) -> Client {
     client
 }
 
-/// Returns a client that has chosen the export and waits for the reply.
+/// Returns a client that has sent `GO` for the export and waits for the reply.
 fn begin(address: &Address) -> Client {
     let mut client = Client::connect(address);
     client.greet(3);
@@ -50,15 +51,15 @@ fn client_above_limit_waits_and_enters() {
     let first = enter(&fixture.address);
     let mut second = enter(&fixture.address);
     let mut third = begin(&fixture.address);
-    // The other address has a place left; afterwards the shared limit is reached.
+    // The other address admits one client, which reaches the limit that both addresses share.
     let mut there = enter(&other);
     let mut fifth = begin(&other);
-    assert_eq!((own.taken(), all.taken()), (2, 3));
+    assert_eq!((own.in_use(), all.in_use()), (2, 3));
     std::thread::sleep(SHORT);
-    assert_eq!((own.taken(), all.taken()), (2, 3), "no client may enter");
+    assert_eq!((own.in_use(), all.in_use()), (2, 3), "no client may enter");
     first.disconnect();
-    // One of the two waiting clients gets the place.
-    eventually(|| all.taken() == 3 && fixture.server.connections("disk") == 3);
+    // Either of the two waiting clients enters.
+    eventually(|| all.in_use() == 3 && fixture.server.connections("disk") == 3);
     there.read(0, 512).unwrap();
     second.read(0, 512).unwrap();
     all.set(0);
@@ -69,12 +70,12 @@ fn client_above_limit_waits_and_enters() {
         client.disconnect();
     }
     fixture.assert_no_connections();
-    assert_eq!((own.taken(), all.taken()), (0, 0), "all places must be released");
+    assert_eq!((own.in_use(), all.in_use()), (0, 0), "all places must be released");
 }
 
 #[test]
 fn client_limit_timeout_returns_error_and_can_retry() {
-    let limits = Limits { handshake_total: SHORT, ..Limits::default() };
+    let limits = Limits { handshake_timeout: SHORT, ..Limits::default() };
     let (fixture, _, [own, _]) = serving(limits, 1, 0);
     let first = enter(&fixture.address);
     let begun = Instant::now();
@@ -84,12 +85,12 @@ fn client_limit_timeout_returns_error_and_can_retry() {
     let text = String::from_utf8(reply.data).unwrap();
     assert_eq!(text, "client limit reached: 1 (max_clients)");
     assert!(begun.elapsed() >= SHORT / 2);
-    // OPT_EXPORT_NAME has no error reply.
+    // OPT_EXPORT_NAME has no error reply, so the server closes the connection.
     let mut old = Client::connect(&fixture.address);
     old.greet(3);
     old.send(&option(EXPORT_NAME, b"disk"));
     old.assert_closed();
-    assert_eq!(own.taken(), 1);
+    assert_eq!(own.in_use(), 1);
     first.disconnect();
     drop(late);
     fixture.assert_no_connections();
@@ -104,7 +105,7 @@ fn client_leaving_while_waiting_takes_no_place() {
     eventually(|| fixture.server.stats().connections == 21);
     drop(waiting);
     eventually(|| fixture.server.stats().connections == 1);
-    assert_eq!(own.taken(), 1);
+    assert_eq!(own.in_use(), 1);
     first.disconnect();
     fixture.assert_no_connections();
 }

@@ -1,4 +1,4 @@
-//! Trims and write zeroes of very large ranges.
+//! Tests of sweeps: trims and write zeroes of very large ranges, which the server executes in steps.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use crate::common::client::{DISC, FLUSH, NO_HOLE, REQ_ONE, TRIM, WRITE_ZEROES};
 use crate::common::vast::Vast;
 use crate::common::{Client, Fixture, Headers, eventually};
 use freestone_core::device::{Op, Request};
-use freestone_nbd::{Address, END_GRACE, MAX_SWEEPS, STEP_BYTES};
+use freestone_nbd::{Address, MAX_SWEEPS, SHUTDOWN_GRACE, SWEEP_STEP_BYTES};
 use freestone_testkit::effort;
 
 const GIB: u64 = 1 << 30;
@@ -25,7 +25,7 @@ fn serving(size: u64, per_try: u64) -> (Fixture, Arc<Vast>, Client) {
     (fixture, device, client)
 }
 
-/// Checks that the steps cover one range, in order.
+/// Checks that the logged steps of a sweep cover the whole range, in order.
 fn assert_covered(steps: &[Request], op: Op, offset: u64, len: u64) {
     let mut at = offset;
     for step in steps {
@@ -70,7 +70,7 @@ fn requests_behind_sweep_are_served() {
                 if step == 13 {
                     break;
                 }
-                assert!(device.held()[0].len <= STEP_BYTES);
+                assert!(device.held()[0].len <= SWEEP_STEP_BYTES);
                 if step == 12 {
                     device.release();
                     assert_eq!(client.plain_reply(sweep), 0);
@@ -87,7 +87,7 @@ fn requests_behind_sweep_are_served() {
 
 #[test]
 fn inline_sweep_steps_do_not_delay_requests() {
-    // So many steps that the test would not end if a request waited for all.
+    // The steps are small: the test would not end if a request waited for the whole sweep.
     let (fixture, device, mut client) = serving(HUGE, 1 << 20);
     client.ask_long(0, WRITE_ZEROES, 0, HUGE);
     let mut bystander = fixture.enter(Headers::Structured);
@@ -96,7 +96,7 @@ fn inline_sweep_steps_do_not_delay_requests() {
         assert_eq!(client.run(0, TRIM, 0, 4096), 0);
         assert_eq!(bystander.read(round * GIB, 512), Ok(vec![0; 512]));
     }
-    // The sweep ends with its client.
+    // The server ends the sweep when the client disconnects.
     drop(client);
     eventually(|| fixture.server.stats().connections == 1);
     let steps = device.steps.lock().unwrap().len();
@@ -112,7 +112,7 @@ fn sweep_stops_when_client_leaves() {
     client.ask_long(0, TRIM, 0, HUGE);
     eventually(|| device.held().len() == 1);
     drop(client);
-    // The part in flight is waited for.
+    // The connection stays open until the device completes the step in flight.
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(fixture.server.stats().connections, 1);
     device.release();
@@ -120,7 +120,7 @@ fn sweep_stops_when_client_leaves() {
     assert_eq!(device.steps.lock().unwrap().len(), 1);
 }
 
-/// Also if so many sweeps are in progress that the server does not receive.
+/// The server notices the disconnect even while it receives nothing because the limit on sweeps is reached.
 #[test]
 fn client_leave_is_noticed_behind_many_sweeps() {
     for per_try in [0, 1 << 20] {
@@ -195,7 +195,7 @@ fn device_error_ends_sweep() {
 #[test]
 fn sweeps_above_limit_wait() {
     let (fixture, device, mut client) = serving(HUGE, 0);
-    let len = 2 * STEP_BYTES;
+    let len = 2 * SWEEP_STEP_BYTES;
     let cookies: Vec<_> =
         (0..2 * MAX_SWEEPS as u64).map(|at| client.ask_long(0, TRIM, at * len, len)).collect();
     let flush = client.ask(0, FLUSH, 0, 0);
@@ -232,13 +232,14 @@ fn shutdown_cuts_sweep_after_grace() {
     eventually(|| !device.steps.lock().unwrap().is_empty());
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     let began = Instant::now();
-    // Both end the connections after a grace time. That of `unpublish` is fixed and long.
+    // `shutdown` and `unpublish` end the connections after a grace time. The grace time of `unpublish` is
+    // fixed and long, so only the slow lane tests `unpublish`.
     if effort(true, false) {
         fixture.server.shutdown(Duration::from_millis(200));
     } else {
         fixture.server.unpublish("disk", true).unwrap();
     }
     fixture.assert_no_connections();
-    assert!(began.elapsed() < END_GRACE * 4, "{:?}", began.elapsed());
+    assert!(began.elapsed() < SHUTDOWN_GRACE * 4, "{:?}", began.elapsed());
     client.assert_closed();
 }

@@ -1,4 +1,5 @@
-//! Templates: every connection gets its own device, which ends exactly once, however the connection ends.
+//! Tests of templates: the server creates a device for each connection, and ends the device exactly once,
+//! however the connection ends.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -11,7 +12,9 @@ use crate::common::client::{
 use crate::common::device::Manner;
 use crate::common::{Client, Fixture, MemDevice, eventually};
 use freestone_core::device::Device;
-use freestone_nbd::{ExportOptions, Fresh, Limits, MAX_STRING_BYTES, Make, PublishError, TemplateOptions};
+use freestone_nbd::{
+    ConnectionDevice, DeviceFactory, ExportOptions, Limits, MAX_STRING_BYTES, PublishError, TemplateOptions,
+};
 
 const MIB: u64 = 1 << 20;
 const EXPORT_NAME: u32 = 1;
@@ -21,26 +24,27 @@ const GO: u32 = 7;
 const MULTI_CONN: u16 = 256;
 const SHORT: Duration = Duration::from_millis(100);
 
-/// Creates devices and counts them.
+/// Device factory that counts the devices it creates and the devices that end.
 #[derive(Default)]
 struct Maker {
     made: AtomicUsize,
     ended: AtomicUsize,
-    /// Weak references, to detect who holds a device.
+    /// Weak references to the created devices, to detect that the server still holds an ended device.
     devices: Mutex<Vec<Weak<MemDevice>>>,
-    /// Error that the next call returns.
+    /// Error that the next call of the factory returns.
     fails: Mutex<Option<String>>,
     panics: AtomicBool,
     end_panics: AtomicBool,
-    /// Set if the test or a device thread also holds devices.
+    /// True if the test or a device thread also holds devices, which disables the check for leaked
+    /// references.
     shared: AtomicBool,
-    /// Blocks device creation while true.
+    /// While true, calls of the factory block.
     held: Mutex<bool>,
     released: Condvar,
 }
 
 impl Maker {
-    fn make(self: &Arc<Self>) -> Make {
+    fn make(self: &Arc<Self>) -> DeviceFactory {
         let maker = Arc::clone(self);
         Arc::new(move || {
             let mut held = maker.held.lock().unwrap();
@@ -64,7 +68,7 @@ impl Maker {
                 maker.ended.fetch_add(1, SeqCst);
                 assert!(!maker.end_panics.load(SeqCst), "injected");
             });
-            Ok(Fresh { device: device as Arc<dyn Device>, on_end })
+            Ok(ConnectionDevice { device: device as Arc<dyn Device>, on_end })
         })
     }
 
@@ -90,7 +94,8 @@ fn serving(ttl: Option<Duration>) -> (Fixture, Arc<Maker>) {
     (fixture, maker)
 }
 
-/// Enters like [`Fixture::enter`], but without contexts: no query precedes the choice of the export.
+/// Enters the transmission phase like [`Fixture::enter`], but selects no contexts: no query precedes the
+/// choice of the export.
 fn enter(fixture: &Fixture) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
@@ -120,7 +125,7 @@ fn template_gives_each_connection_a_device() {
     two.disconnect();
     eventually(|| maker.counts() == (2, 2));
     fixture.assert_no_connections();
-    // Also with OPT_EXPORT_NAME and the empty name.
+    // The server also creates a device for a client that uses OPT_EXPORT_NAME with the empty name.
     let mut client = fixture.connect();
     client.greet(3);
     client.send(&option(EXPORT_NAME, b""));
@@ -176,7 +181,7 @@ fn template_failure_is_reported_and_can_be_retried() {
     client.structured();
     *maker.fails.lock().unwrap() = Some("no".to_owned());
     assert_eq!(client.outcome(9, &context_data("disk", &[])), ERR_POLICY);
-    // A message longer than the protocol allows is truncated between two characters.
+    // An error message longer than the protocol allows is truncated at a character boundary.
     *maker.fails.lock().unwrap() = Some("x".to_owned() + &"ü".repeat(MAX_STRING_BYTES));
     let replies = client.option(GO, &info_data("disk", &[]));
     assert_eq!(replies[0].data.len(), MAX_STRING_BYTES - 1);
@@ -184,7 +189,7 @@ fn template_failure_is_reported_and_can_be_retried() {
     assert_eq!(fixture.server.unpublish("nothing", false), Err(PublishError::NotPublished("nothing".into())));
     assert_eq!(client.outcome(GO, &info_data("other", &[])), ACK);
     client.disconnect();
-    // OPT_EXPORT_NAME has no error reply.
+    // OPT_EXPORT_NAME has no error reply, so the server closes the connection.
     *maker.fails.lock().unwrap() = Some("no".to_owned());
     let mut client = fixture.connect();
     client.greet(3);
@@ -193,7 +198,7 @@ fn template_failure_is_reported_and_can_be_retried() {
     fixture.assert_no_connections();
     assert_eq!(maker.counts(), (0, 0));
     assert_eq!(fixture.server.stats().panics, 0);
-    // A later attempt succeeds.
+    // After these failures, another attempt succeeds.
     enter(&fixture).disconnect();
     eventually(|| maker.counts() == (1, 1));
 }
@@ -206,7 +211,7 @@ fn client_killed_with_requests_ends_device() {
         let threads = round % 2 == 1;
         maker.shared.store(threads, SeqCst);
         maker.device(round).set(if threads { Manner::Thread } else { Manner::Inline });
-        // An incomplete write, behind reads whose replies are not read.
+        // An incomplete write follows reads whose replies the client does not receive.
         let mut bytes = Vec::new();
         for cookie in 0..20 {
             bytes.extend(request(0, READ, cookie, 0, 1 << 20));
@@ -243,7 +248,7 @@ fn device_end_waits_for_requests_or_cut() {
     assert_eq!(fixture.server.connections("disk"), 1);
     device.release(0);
     eventually(|| maker.counts() == (1, 1));
-    // A server shutdown does not wait forever.
+    // A server shutdown cuts the connection after its grace time, although a request still hangs.
     let (mut client, device) = enter_and_wait(1);
     fixture.server.shutdown(SHORT);
     assert_eq!(maker.counts(), (2, 2));
@@ -260,7 +265,7 @@ fn panic_ends_template_device() {
     client.send(&request(0, READ, 1, 0, 512));
     client.assert_closed();
     eventually(|| maker.counts() == (1, 1) && fixture.server.stats().panics == 1);
-    // While creating a device.
+    // The factory panics while it creates a device.
     maker.panics.store(true, SeqCst);
     let mut client = fixture.connect();
     client.greet(3);
@@ -268,7 +273,7 @@ fn panic_ends_template_device() {
     client.assert_closed();
     eventually(|| fixture.server.stats().panics == 2);
     maker.panics.store(false, SeqCst);
-    // While ending a device.
+    // The end callback of a device panics.
     maker.end_panics.store(true, SeqCst);
     enter(&fixture).disconnect();
     eventually(|| fixture.server.stats().panics == 3);
@@ -288,7 +293,7 @@ fn unpublish_close_and_shutdown_end_devices() {
     assert_eq!(fixture.server.unpublish("disk", false), Err(busy));
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     assert_eq!(fixture.server.unpublish("disk", true), Ok(1));
-    // The devices have ended when `unpublish` returns.
+    // `unpublish` returns only after the devices have ended.
     assert_eq!(maker.counts(), (1, 1));
     client.assert_closed();
     let options = TemplateOptions::default();
@@ -313,7 +318,7 @@ fn unpublish_while_device_is_created_waits() {
     client.greet(3);
     client.send(&option(GO, &info_data("disk", &[])));
     eventually(|| fixture.server.connections("disk") == 1);
-    // The server's locks are free meanwhile.
+    // While the factory blocks, the server holds no lock: other exports can be published and used.
     fixture
         .server
         .publish(&fixture.address, "other", MemDevice::new(4096), ExportOptions::default())
@@ -350,12 +355,13 @@ fn connection_ends_after_time_to_live() {
     }
     eventually(|| maker.counts() == (6, 6));
     fixture.assert_no_connections();
-    assert!(start.elapsed() < freestone_nbd::END_GRACE, "they were cut, not drained");
-    // A busy connection ends between two requests, and each reply is complete.
+    assert!(start.elapsed() < freestone_nbd::SHUTDOWN_GRACE, "they were cut, not drained");
+    // A busy connection is ended between two requests, and each reply is complete.
     let mut busy = enter(&fixture);
     let mut answered = 0;
     loop {
-        // Few bytes are sent as data, even zeroes.
+        // Reads shorter than 512 bytes are sent as data even if they are zeroes, so all replies have the same
+        // length.
         let bytes = request(0, READ, answered, 0, 256);
         if busy.stream.write_all(&bytes).is_err() {
             break;
@@ -399,7 +405,7 @@ fn templates_and_devices_share_export_names() {
     let mut client = fixture.connect();
     client.greet(3);
     assert_eq!(client.go("ro").1 & (2 | MULTI_CONN), 2);
-    // EPERM.
+    // Error 1 is EPERM.
     assert_eq!(client.write(0, 0, &[1; 512]), 1);
     client.disconnect();
     assert_eq!(fixture.server.unpublish("ro", true), Ok(1));

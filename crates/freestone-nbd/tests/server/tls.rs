@@ -1,4 +1,4 @@
-//! TLS: exports, client certificates, and attacks between client and server.
+//! Tests of TLS: exports, client certificates, and attacks on the connection between client and server.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use freestone_nbd::{Clients, Credentials, Limits, MAX_HANDSHAKE_BYTES, TlsFiles, TlsMode};
+use freestone_nbd::{Credentials, Limits, MAX_HANDSHAKE_BYTES, TlsFiles, TlsMode, Visibility};
 use freestone_testkit::certificates::{Authority, Usage};
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConnection, StreamOwned};
@@ -28,14 +28,14 @@ const GO: u32 = 7;
 fn serving(mode: TlsMode) -> (Secure, Arc<MemDevice>) {
     let secure = Secure::new(mode);
     let device = MemDevice::new(64 << 20);
-    secure.publish("disk", &device, Clients::All);
+    secure.publish("disk", &device, Visibility::All);
     (secure, device)
 }
 
-/// A client's stream that the test can access too.
+/// A client's TLS stream that the test can access too.
 struct Shared {
     stream: Arc<Mutex<StreamOwned<ClientConnection, UnixStream>>>,
-    /// Updates the keys with each write, and requests the same from the server.
+    /// If true, each write updates the client's keys and requests a key update from the server.
     changes_keys: bool,
 }
 
@@ -68,7 +68,7 @@ fn listed(client: &mut Client) -> Vec<String> {
 
 #[test]
 fn requests_of_all_sizes_work_in_both_tls_versions() {
-    let (secure, device) = serving(TlsMode::Require);
+    let (secure, device) = serving(TlsMode::Required);
     let lens = [1, 512, 4096, 16_383, 16_384, 16_385, 100_000, 128 << 10, 256 << 10, 300_000, 5 << 20];
     for versions in [&[&TLS12][..], &[&TLS13]] {
         for manner in [Manner::Inline, Manner::Thread] {
@@ -87,7 +87,8 @@ fn requests_of_all_sizes_work_in_both_tls_versions() {
         }
     }
     device.set(Manner::Inline);
-    // In one piece, in windows, and of a zoned device, which receives a write completely first.
+    // Transfers 33 MiB in one piece and in windows. Writes to a zoned device, which receives each write as a
+    // whole.
     let mut client = secure.client();
     client.structured();
     client.go("disk");
@@ -100,7 +101,7 @@ fn requests_of_all_sizes_work_in_both_tls_versions() {
     assert!(client.read(4096, 33 << 20).unwrap() == data);
     client.disconnect();
     let zoned = MemDevice::zoned(8 << 20);
-    secure.publish("zoned", &zoned, Clients::All);
+    secure.publish("zoned", &zoned, Visibility::All);
     let mut client = secure.client();
     client.go("zoned");
     for len in [300 << 10, 2 << 20] {
@@ -114,7 +115,7 @@ fn requests_of_all_sizes_work_in_both_tls_versions() {
 
 #[test]
 fn pipelined_requests_over_tls_get_replies() {
-    let (secure, device) = serving(TlsMode::Require);
+    let (secure, device) = serving(TlsMode::Required);
     for manner in [Manner::Inline, Manner::Thread] {
         device.set(manner);
         let mut client = secure.client();
@@ -148,7 +149,7 @@ fn pipelined_requests_over_tls_get_replies() {
 
 #[test]
 fn tls_required_refuses_options_without_tls() {
-    let (secure, _device) = serving(TlsMode::Require);
+    let (secure, _device) = serving(TlsMode::Required);
     let mut client = secure.clear();
     for kind in [0, LIST, 4, INFO, GO, 8, 9, 10, 11, u32::MAX] {
         for data in
@@ -162,7 +163,7 @@ fn tls_required_refuses_options_without_tls() {
     }
     assert_eq!(client.outcome(ABORT, &[]), ACK);
     client.assert_closed();
-    // OPT_EXPORT_NAME has no error reply.
+    // OPT_EXPORT_NAME has no error reply, so the server closes the connection.
     let mut client = secure.clear();
     client.send(&option(1, b"disk"));
     client.assert_closed();
@@ -174,7 +175,7 @@ fn tls_required_refuses_options_without_tls() {
 
 #[test]
 fn starttls_resets_negotiated_state() {
-    let (secure, _device) = serving(TlsMode::On);
+    let (secure, _device) = serving(TlsMode::Optional);
     for headers in [Headers::Structured, Headers::Extended] {
         let socket = secure.socket();
         let mut clear = Client::over(Box::new(socket.try_clone().unwrap()));
@@ -185,11 +186,11 @@ fn starttls_resets_negotiated_state() {
         assert_eq!(clear.outcome(STARTTLS, &[]), ACK);
         let connection = connection(&secure.ours, &secure.ours, Some("alice"), rustls::ALL_VERSIONS);
         let mut client = Client::over(Box::new(StreamOwned::new(connection, socket)));
-        // TLS cannot start twice.
+        // TLS can be started only once per connection.
         for data in [&[][..], b"x"] {
             assert_eq!(client.outcome(STARTTLS, data), ERR_INVALID);
         }
-        // Contexts need chunks, which were not negotiated.
+        // Metadata contexts require structured replies, which were not negotiated.
         assert_eq!(client.outcome(10, &context_data("disk", &["base:allocation"])), ERR_INVALID);
         let (_, flags) = client.go("disk");
         assert_eq!(flags & (1 << 7), 0, "DF is for replies with chunks");
@@ -205,15 +206,15 @@ fn starttls_resets_negotiated_state() {
     client.disconnect();
 }
 
-/// Other requests are served during a sweep. The sweep ends if the client closes or sends the TLS close
+/// Other requests are served during a sweep. The sweep ends if the client disconnects or sends the TLS close
 /// alert.
 #[test]
 fn sweep_over_tls_ends_with_client() {
     const HUGE: u64 = 1 << 60;
     const ESHUTDOWN: u32 = 108;
-    let secure = Secure::new(TlsMode::Require);
+    let secure = Secure::new(TlsMode::Required);
     let device = Arc::new(Vast::new(HUGE, 1 << 20));
-    secure.publish("disk", &device, Clients::All);
+    secure.publish("disk", &device, Visibility::All);
     for goes in [true, false] {
         let stream = secure.stream(&secure.ours, Some("alice"), rustls::ALL_VERSIONS);
         let stream = Arc::new(Mutex::new(stream));
@@ -255,14 +256,14 @@ fn starttls_without_tls_is_refused() {
     client.disconnect();
 }
 
-/// Data injected before TLS must not count as sent by the client.
+/// The server must not accept data injected before TLS as data of the client.
 #[test]
 fn injected_bytes_around_starttls_end_connection() {
-    let (secure, device) = serving(TlsMode::On);
+    let (secure, device) = serving(TlsMode::Optional);
     let extras: [Vec<u8>; 4] =
         [option(GO, &info_data("disk", &[])), option(8, &[]), vec![0], vec![22, 3, 1, 0, 5]];
     for extra in &extras {
-        // Together with the option.
+        // The injected data follows the STARTTLS option directly.
         let mut socket = secure.socket();
         let mut client = Client::over(Box::new(socket.try_clone().unwrap()));
         client.greet(3);
@@ -272,11 +273,11 @@ fn injected_bytes_around_starttls_end_connection() {
         assert_ends(&mut socket);
     }
     for extra in &extras[..2] {
-        // After the reply, before the handshake.
+        // The injected data follows the reply to STARTTLS, before the TLS handshake.
         let mut socket = secure.upgraded();
         socket.write_all(extra).unwrap();
         assert_ends(&mut socket);
-        // After the handshake.
+        // The injected plaintext follows the TLS handshake.
         let mut stream = secure.stream(&secure.ours, Some("alice"), rustls::ALL_VERSIONS);
         stream.conn.complete_io(&mut stream.sock).unwrap();
         stream.sock.write_all(extra).unwrap();
@@ -288,14 +289,14 @@ fn injected_bytes_around_starttls_end_connection() {
 
 #[test]
 fn tampered_record_ends_connection_without_effect() {
-    let (secure, device) = serving(TlsMode::Require);
+    let (secure, device) = serving(TlsMode::Required);
     for versions in [&[&TLS12][..], &[&TLS13]] {
         for (at, change) in [(0, 1), (3, 0x40), (4, 1), (5, 1), (20, 1), (40, 0x80)] {
             let mut stream = secure.stream(&secure.ours, Some("alice"), versions);
             stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
             let mut client = Client::over(Box::new(stream.sock.try_clone().unwrap()));
             stream.flush().unwrap();
-            // Lets the replies arrive, which the test ignores.
+            // Waits until the server's replies have arrived; the test ignores them.
             std::thread::sleep(Duration::from_millis(20));
             let mut sealed = Vec::new();
             stream.conn.writer().write_all(&request(0, WRITE, 1, 0, 512)).unwrap();
@@ -304,7 +305,7 @@ fn tampered_record_ends_connection_without_effect() {
                 stream.conn.write_tls(&mut sealed).unwrap();
             }
             sealed[at] ^= change;
-            // Enough data to complete a record whose length was changed.
+            // Appends enough data to complete a TLS record whose length was changed.
             sealed.extend(vec![0; 20_000]);
             client.stream.write_all(&sealed).unwrap();
             assert_ends(&mut stream.sock);
@@ -317,7 +318,7 @@ fn tampered_record_ends_connection_without_effect() {
 
 #[test]
 fn client_key_updates_are_followed() {
-    let (secure, _device) = serving(TlsMode::Require);
+    let (secure, _device) = serving(TlsMode::Required);
     let mut stream = secure.stream(&secure.ours, Some("alice"), &[&TLS13]);
     stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
     let socket = stream.sock.try_clone().unwrap();
@@ -336,13 +337,14 @@ fn client_key_updates_are_followed() {
 
 #[test]
 fn export_access_follows_certificate_names() {
-    let secure = Secure::new(TlsMode::On);
+    let secure = Secure::new(TlsMode::Optional);
     let ours = &secure.ours;
     ours.sign("bob", "bob.example", Usage::Client);
     let device = MemDevice::new(1 << 20);
-    let named = |names: &[&str]| Clients::Named(names.iter().map(|name| (*name).to_owned()).collect());
-    secure.publish("disk", &device, Clients::All);
-    secure.publish("for-tls", &device, Clients::Secure);
+    let named =
+        |names: &[&str]| Visibility::Certificates(names.iter().map(|name| (*name).to_owned()).collect());
+    secure.publish("disk", &device, Visibility::All);
+    secure.publish("for-tls", &device, Visibility::Tls);
     secure.publish("for-alice", &device, named(&["alice"]));
     secure.publish("for-bob", &device, named(&["nobody", "bob.example"]));
     let seen = |client: &mut Client, names: &[&str]| {
@@ -378,15 +380,15 @@ fn export_access_follows_certificate_names() {
 
 #[test]
 fn untrusted_certificate_is_refused() {
-    let (secure, _device) = serving(TlsMode::Require);
+    let (secure, _device) = serving(TlsMode::Required);
     let others = Authority::new(secure.directory.path().join("others"));
     others.sign("alice", "alice.example", Usage::Client);
-    secure.ours.sign("past", "past.example", Usage::ClientOnce);
+    secure.ours.sign("past", "past.example", Usage::ExpiredClient);
     for versions in [&[&TLS12][..], &[&TLS13]] {
         for (of, who) in [
             (&others, Some("alice")),
             (&secure.ours, Some("past")),
-            // A server certificate, which is not valid for clients.
+            // A server certificate is not valid for clients.
             (&secure.ours, Some("server")),
             (&secure.ours, None),
         ] {
@@ -400,8 +402,8 @@ fn untrusted_certificate_is_refused() {
     }
     secure.assert_sound();
     // Without a client CA, clients need no certificate.
-    let open = Secure::with(TlsMode::Require, Limits::default(), false);
-    open.publish("disk", &MemDevice::new(1 << 20), Clients::Secure);
+    let open = Secure::with(TlsMode::Required, Limits::default(), false);
+    open.publish("disk", &MemDevice::new(1 << 20), Visibility::Tls);
     for who in [None, Some("alice")] {
         let mut client = open.client_as(who, rustls::ALL_VERSIONS);
         client.go("disk");
@@ -411,7 +413,7 @@ fn untrusted_certificate_is_refused() {
 
 #[test]
 fn revoked_certificate_is_refused() {
-    let (secure, _device) = serving(TlsMode::Require);
+    let (secure, _device) = serving(TlsMode::Required);
     let ours = &secure.ours;
     ours.sign("bob", "bob.example", Usage::Client);
     let others = Authority::new(secure.directory.path().join("others"));
@@ -423,7 +425,7 @@ fn revoked_certificate_is_refused() {
     };
     let with = |list| {
         let files = TlsFiles { client_crl: Some(list), ..files(ours, true) };
-        Credentials::load(&files).map(|credentials| secure.server.renew(credentials))
+        Credentials::load(&files).map(|credentials| secure.server.renew_credentials(credentials))
     };
     ours.revoke("crl.pem", &["bob", "nobody"], 2100);
     with(ours.file("crl.pem")).unwrap();
@@ -431,7 +433,7 @@ fn revoked_certificate_is_refused() {
     ours.revoke("crl.pem", &[], 2100);
     with(ours.file("crl.pem")).unwrap();
     assert!(comes("alice") && comes("bob"));
-    // An expired revocation list, or one of another authority: no certificate is trusted.
+    // With an expired revocation list, or a list of another authority, no client certificate is trusted.
     ours.revoke("old.pem", &["bob"], 2002);
     for list in [ours.file("old.pem"), others.file("crl.pem")] {
         with(list.clone()).unwrap();
@@ -447,14 +449,14 @@ fn revoked_certificate_is_refused() {
 
 #[test]
 fn renewed_credentials_apply_to_new_connections() {
-    let (secure, _device) = serving(TlsMode::Require);
+    let (secure, _device) = serving(TlsMode::Required);
     let mut before = secure.client();
     before.structured();
     before.go("disk");
     let next = Authority::new(secure.directory.path().join("next"));
     next.sign("server", "localhost", Usage::Server);
     next.sign("alice", "alice.example", Usage::Client);
-    // Mismatched files change nothing.
+    // Loading a certificate and a key that do not match fails, and the server keeps its credentials.
     let mut mixed = files(&next, true);
     mixed.key = secure.ours.file("server-key.pem");
     let error = Credentials::load(&mixed).unwrap_err().to_string();
@@ -462,7 +464,7 @@ fn renewed_credentials_apply_to_new_connections() {
     mixed.key = next.dir().join("none");
     assert!(Credentials::load(&mixed).unwrap_err().to_string().starts_with("tls_key="));
     secure.assert_serves();
-    secure.server.renew(Credentials::load(&files(&next, true)).unwrap());
+    secure.server.renew_credentials(Credentials::load(&files(&next, true)).unwrap());
     before.read(0, 512).unwrap();
     let renewed = Secure { ours: next, ..secure };
     let mut after = renewed.client();
@@ -475,7 +477,7 @@ fn renewed_credentials_apply_to_new_connections() {
 
 #[test]
 fn bytes_before_tls_are_limited() {
-    assert_eq!(Limits::default().handshake_bytes, MAX_HANDSHAKE_BYTES);
+    assert_eq!(Limits::default().max_handshake_bytes, MAX_HANDSHAKE_BYTES);
     for most in [MAX_HANDSHAKE_BYTES, 8 << 10] {
         check_limit_before_tls(most);
     }
@@ -483,10 +485,10 @@ fn bytes_before_tls_are_limited() {
 
 fn check_limit_before_tls(most: usize) {
     let handshake_idle_timeout = Duration::from_millis(300);
-    let limits = Limits { handshake_idle_timeout, handshake_bytes: most, ..Limits::default() };
-    let secure = Secure::with(TlsMode::Require, limits, true);
-    secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
-    // Endless options.
+    let limits = Limits { handshake_idle_timeout, max_handshake_bytes: most, ..Limits::default() };
+    let secure = Secure::with(TlsMode::Required, limits, true);
+    secure.publish("disk", &MemDevice::new(1 << 20), Visibility::All);
+    // The client sends options without end.
     let mut socket = secure.socket();
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     while bytes.len() <= most + 1000 {
@@ -498,25 +500,25 @@ fn check_limit_before_tls(most: usize) {
     let mut answers = Vec::new();
     let _ = std::io::Read::read_to_end(&mut socket, &mut answers);
     assert!(answers.len() < most / 8, "{}", answers.len());
-    // One option that is too long.
+    // The client announces one option above the limit.
     let mut client = secure.clear();
     client.send(&[&b"IHAVEOPT"[..], &LIST.to_be_bytes(), &(1_u32 << 20).to_be_bytes()].concat());
     client.assert_closed();
     let mut client = secure.clear();
     client.send(&[&b"IHAVEOPT"[..], &LIST.to_be_bytes(), &(most as u32 + 1).to_be_bytes()].concat());
     client.assert_closed();
-    // Endless handshake messages.
+    // The client sends TLS handshake messages without end.
     let mut socket = secure.upgraded();
     let record = [&[22, 3, 1, 0x40, 0][..], &[1, 0, 0xff, 0xff][..], &[0; 0x4000 - 4]].concat();
     let end = Instant::now() + Duration::from_secs(5);
     for _ in 0..=most / record.len() {
         let _ = socket.write_all(&record);
     }
-    // Later data is discarded for a moment.
+    // Above the limit, the server discards data for a short time and then closes the connection.
     while socket.write_all(&record).is_ok() {
         assert!(Instant::now() < end, "the server reads without limit");
     }
-    // Silence, at each step.
+    // The client becomes silent before the TLS handshake, or within its first message.
     let started = Instant::now();
     let mut socket = secure.upgraded();
     assert_ends(&mut socket);
@@ -530,7 +532,7 @@ fn check_limit_before_tls(most: usize) {
 #[test]
 fn close_over_tls_replies_to_received_requests() {
     for round in 0..20 {
-        let (secure, device) = serving(TlsMode::Require);
+        let (secure, device) = serving(TlsMode::Required);
         device.set(if round % 2 == 0 { Manner::Inline } else { Manner::Thread });
         let mut client = secure.client();
         client.structured();
@@ -541,7 +543,7 @@ fn close_over_tls_replies_to_received_requests() {
             bytes.extend(pattern(n, 65536));
         }
         let writer = std::thread::spawn(move || {
-            // Until the server stops reading.
+            // Writes until the server stops reading.
             let _ = client.stream.write_all(&bytes);
             let mut answered = 0;
             while let Ok(()) = client.stream.read_exact(&mut [0; 16]) {
@@ -561,9 +563,9 @@ fn close_over_tls_replies_to_received_requests() {
 #[test]
 fn oldest_pending_handshake_makes_room() {
     let limits = Limits { max_pending_handshakes: 4, ..Limits::default() };
-    let secure = Secure::with(TlsMode::Require, limits, true);
-    secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
-    // Connections with an export do not count.
+    let secure = Secure::with(TlsMode::Required, limits, true);
+    secure.publish("disk", &MemDevice::new(1 << 20), Visibility::All);
+    // Connections with an export do not count as pending handshakes.
     let users: Vec<_> = (0..6)
         .map(|_| {
             let mut client = secure.client();
@@ -573,13 +575,13 @@ fn oldest_pending_handshake_makes_room() {
         .collect();
     let idle: Vec<_> = (0..4).map(|_| secure.upgraded()).collect();
     let started = Instant::now();
-    // Waits until the grace time of the oldest handshake is over.
+    // The new client waits until the grace time of the oldest pending handshake is over.
     let mut client = secure.client();
     client.go("disk");
     let waited = started.elapsed();
     assert!(waited > Duration::from_millis(500) && waited < Duration::from_secs(20), "{waited:?}");
     assert_ends(&mut { &idle[0] });
-    // When a handshake ends, its place is free at once.
+    // When a pending handshake ends, another client can connect at once.
     let fresh: Vec<_> = (0..2).map(|_| secure.upgraded()).collect();
     drop(idle);
     drop(fresh);

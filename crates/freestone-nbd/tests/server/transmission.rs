@@ -1,4 +1,4 @@
-//! Commands, one by one, on a device that executes everything inline.
+//! Tests of commands, one by one, on a device that executes requests inline.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
@@ -28,7 +28,7 @@ fn written_data_reads_back() {
     let fixture = Fixture::serving(&device);
     for headers in Headers::ALL {
         let mut client = fixture.enter(headers);
-        // Up to and across the sizes of the buffers.
+        // Lengths below, at and above the sizes of the server's buffers.
         for (round, len) in [512, 4096, 64 << 10, 256 << 10, (256 << 10) + 4096, (264 << 10) + 512, 3 << 20]
             .into_iter()
             .enumerate()
@@ -57,7 +57,7 @@ fn large_read_is_split_unless_df() {
         let mut count = 0;
         loop {
             match client.chunk() {
-                // Workers may complete the pieces out of order.
+                // Workers may complete the pieces of a read out of order.
                 Chunk::Data { data, done, offset, .. } => {
                     assert!(flags == DF || data.len() <= 256 << 10);
                     count += 1;
@@ -96,14 +96,15 @@ fn replies_of_32_requests_share_sends() {
             let at = (cookie - 1000) as usize * 8192;
             assert!(result.unwrap() == data[at..at + 4096]);
         }
-        // The counters are published one by one.
+        // The server updates its counters one by one, so the test waits for both counters.
         eventually(|| {
             let now = fixture.server.stats();
             now.replies == before.replies + 32 && now.receives > before.receives
         });
         let after = fixture.server.stats();
         assert_eq!(after.requests - before.requests, 32);
-        // 896 bytes arrive at once. Their replies are 128 KiB, which a socket may accept in a few parts.
+        // The 32 requests (896 bytes) arrive at once. A socket may accept their 128 KiB of replies in a few
+        // parts.
         assert_eq!(after.receives - before.receives, 1);
         assert!(after.sends - before.sends <= 3, "{} sends", after.sends - before.sends);
         assert_eq!(after.submitted, 0);
@@ -167,7 +168,7 @@ fn zero_and_maximum_length_are_refused() {
         assert_eq!(client.read(0, u32::MAX), Err(EINVAL));
         assert_eq!(client.read(MIB - 1, 2), Err(EINVAL));
         assert_eq!(client.write(0, MIB - 511, &[1; 512]), 28);
-        // The longest payload possible is discarded in bounded memory.
+        // The server discards the longest possible payload in bounded memory.
         let cookie = client.ask(0, WRITE, 0, u32::MAX);
         let waste = vec![9; 1 << 20];
         let mut left = u32::MAX as usize;
@@ -198,14 +199,14 @@ fn payload_above_maximum_is_refused() {
     let data = pattern(3, max);
     assert_eq!(client.write(FUA, 511, &data), 0);
     assert!(client.read(511, MAX_PAYLOAD_BYTES).unwrap() == data);
-    // One chunk needs one buffer.
+    // With DF, a read is one chunk, which must fit into one buffer of 32 MiB.
     let mut wanted = HashMap::new();
     for (len, answer) in [((32 << 20) + 1, Err(EOVERFLOW)), (32 << 20, Ok(data[..32 << 20].to_vec()))] {
         let cookie = client.ask(DF, READ, 511, len);
         wanted.insert(cookie, (511, len));
         assert!(client.read_replies(&mut wanted)[&cookie] == answer);
     }
-    // A simple reply does not: it is sent in two windows.
+    // A simple reply needs no buffer for all its data: the server sends the data in two windows.
     for manner in [Manner::Inline, Manner::Thread] {
         device.set(manner);
         let mut simple = fixture.enter(false);
@@ -215,7 +216,7 @@ fn payload_above_maximum_is_refused() {
                     == data[offset as usize - 511..][..max - 1]
             );
         }
-        // Requests in flight before the large read, and requests after it.
+        // Other requests are in flight before and after the large read.
         let bytes = [(1, READ, 4096), (2, READ, 48 << 20), (3, FLUSH, 0), (4, READ, 7)];
         let bytes: Vec<u8> =
             bytes.iter().flat_map(|(cookie, command, len)| request(0, *command, *cookie, 0, *len)).collect();
@@ -225,7 +226,7 @@ fn payload_above_maximum_is_refused() {
         let got = simple.read_replies(&mut wanted);
         assert!(got[&2].as_ref().unwrap()[511..] == data[..(48 << 20) - 511]);
         assert_eq!(got[&4], Ok(vec![0; 7]));
-        // Failures within the first window, and after it.
+        // A failure in the first window gives an error reply. A later failure ends the connection.
         device.bad_byte.store(1, SeqCst);
         assert_eq!(simple.read(0, 48 << 20), Err(EIO));
         assert!(simple.read(512, 512).is_ok());
@@ -237,7 +238,7 @@ fn payload_above_maximum_is_refused() {
         device.bad_byte.store(u64::MAX, SeqCst);
     }
     device.set(Manner::Inline);
-    // The limit does not apply to commands without a payload.
+    // The payload limit does not apply to commands without a payload.
     assert_eq!(client.run(0, WRITE_ZEROES, 0, 64 << 20), 0);
     assert_eq!(client.run(0, TRIM, 0, 64 << 20), 0);
     assert_eq!(client.run(0, CACHE, 0, 64 << 20), 0);
@@ -280,7 +281,7 @@ fn unknown_flags_and_commands_are_refused() {
         assert_eq!(client.write(1 << bit, 0, &[1; 4096]), EINVAL);
     }
     assert_eq!(client.read(0, 4096), Ok(vec![0; 4096]));
-    // DF needs structured replies.
+    // DF and block status require structured replies.
     let mut simple = fixture.enter(false);
     assert_eq!(simple.run(DF, READ, 0, 512), EINVAL);
     assert_eq!(simple.run(0, BLOCK_STATUS, 0, 512), EINVAL);
@@ -338,7 +339,7 @@ fn request_flags_reach_device() {
     assert!(writes.len() > 4, "in pieces");
     assert!(writes[2..].iter().all(|write| write.flags == Flags::FUA));
     assert_eq!(writes[2..].iter().map(|write| write.len).sum::<u64>(), 768 * KIB);
-    // All but the first piece start at a block boundary.
+    // All pieces except the first start at a block boundary.
     assert!(writes[3..].iter().all(|write| write.offset % 4096 == 0));
 }
 
@@ -380,7 +381,7 @@ fn block_status_reports_data_zeroes_and_holes() {
     device.bad_byte.store(4096, SeqCst);
     assert_eq!(client.status(0, 4096, 4096), Err(EIO));
     device.bad_byte.store(u64::MAX, SeqCst);
-    // Block status needs a context.
+    // Block status fails if the client selected no context.
     let mut other = fixture.connect();
     other.greet(3);
     other.structured();
@@ -422,11 +423,11 @@ fn device_error_fails_only_its_request() {
         assert_eq!(client.read(0, 2 << 20), Err(EIO));
         assert_eq!(client.write(0, 4096, &[1; 4096]), EIO);
         assert_eq!(client.run(0, WRITE_ZEROES, 4096, 4096), EIO);
-        // In the middle of a large write: the rest is discarded and not written.
+        // The device fails in the middle of a large write: the server discards the rest of the payload.
         device.bad_byte.store(600 * KIB, SeqCst);
         device.log.lock().unwrap().clear();
         assert_eq!(client.write(0, 0, &vec![8; 24 << 20]), EIO);
-        // Workers may have started some of the next of the 96 pieces.
+        // Workers may have started some of the 96 pieces after the failed piece.
         let begun = device.requests(Op::Write).len();
         assert!((3..96).contains(&begun), "{begun}");
         assert_eq!(client.read(24 << 20, 1 << 20), Ok(vec![0; 1 << 20]));
@@ -458,7 +459,7 @@ fn partly_done_requests_are_continued() {
             }
             assert_eq!(client.run(0, WRITE_ZEROES, 0, 1 << 20), 0);
             assert!(client.read(0, 1 << 20).unwrap() == vec![0; 1 << 20]);
-            // Replies that were pending before are not damaged.
+            // A read that is executed in parts does not damage replies that were pending before.
             let mut bytes = client.header(0, FLUSH, 1, 0, 0);
             bytes.extend(client.header(0, READ, 2, 4096, 128 << 10));
             bytes.extend(client.header(0, FLUSH, 3, 0, 0));
@@ -499,7 +500,7 @@ fn invalid_request_ends_only_its_connection() {
     let fixture = Fixture::serving(&MemDevice::new(MIB));
     let mut bystander = fixture.enter(true);
     let mut client = fixture.enter(true);
-    // Requests before the garbage are completed.
+    // Requests before the invalid bytes are completed.
     let mut bytes = request(0, FLUSH, 5, 0, 0);
     bytes.extend([0x42; 100]);
     client.send(&bytes);

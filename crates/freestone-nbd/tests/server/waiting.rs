@@ -1,5 +1,5 @@
-//! Devices that would block: completions in any order, limits, and connections that end with requests in
-//! flight.
+//! Tests of devices that would block: completions in any order, limits, and connections that end with
+//! requests in flight.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
@@ -59,7 +59,7 @@ fn replies_follow_completion_order() {
     }
     client.send(&bytes);
     eventually(|| device.held().len() == 32);
-    // In order of arrival.
+    // The device received the requests in order of arrival.
     let offsets: Vec<_> = device.held().iter().map(|request| request.offset / 4096).collect();
     assert_eq!(offsets, (0..32).collect::<Vec<_>>());
     device.release_all_backwards();
@@ -77,7 +77,7 @@ fn writes_to_zones_start_in_order_of_arrival() {
     let fixture = Fixture::serving(&device);
     device.set(Manner::Held);
     let mut client = fixture.enter(true);
-    // Small writes, writes that fill the receive buffer, and gathered writes.
+    // Small writes, writes that fill the receive buffer, and larger writes that the server gathers.
     let lengths = [512, 64 << 10, 1 << 20, 512, 300 << 10, 2 << 20, 4096, 255 << 10, 256 << 10, 512];
     let mut bytes = Vec::new();
     let (mut at, mut wanted) = (0, Vec::new());
@@ -90,7 +90,7 @@ fn writes_to_zones_start_in_order_of_arrival() {
     client.send(&bytes);
     eventually(|| device.held().len() == lengths.len());
     let started: Vec<_> = device.held().iter().map(|request| (request.offset, request.len)).collect();
-    // Each write is submitted as a whole.
+    // The server submits each write to a zoned device as a whole.
     assert_eq!(started, wanted);
     device.release_all_backwards();
 }
@@ -111,19 +111,19 @@ fn restart_cuts_connections_and_holds_new_ones() {
     eventually(|| device.held().len() == 1);
 
     let address = fixture.address.clone();
-    let (ended, late) = fixture.server.restart("disk", || {
-        // Requests in flight get no reply and are not waited for.
+    let (ended, late) = fixture.server.cut_connections_during("disk", || {
+        // The server neither waits for requests in flight nor replies to them.
         idle.assert_closed();
         busy.assert_closed();
         assert_eq!(device.held().len(), 1);
         let late = std::thread::spawn(move || {
             let mut late = Client::connect(&address);
             late.greet(3);
-            // The empty name selects the same export.
+            // The empty name also selects "disk", the default export.
             late.go("");
             late
         });
-        // Clients of other exports can connect meanwhile.
+        // Clients of other exports can connect while new clients of "disk" wait.
         let mut free = fixture.connect();
         free.greet(3);
         free.go("other");
@@ -142,12 +142,12 @@ fn restart_cuts_connections_and_holds_new_ones() {
     late.disconnect();
     untouched.disconnect();
 
-    // No client is connected, and a panic releases the hold.
+    // No client is connected. A panic in the closure lets new clients connect again.
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        fixture.server.restart("disk", || panic!("injected"))
+        fixture.server.cut_connections_during("disk", || panic!("injected"))
     }));
     assert!(outcome.is_err());
-    assert_eq!(fixture.server.restart("disk", || 5), (0, 5));
+    assert_eq!(fixture.server.cut_connections_during("disk", || 5), (0, 5));
     fixture.assert_sound();
 }
 
@@ -215,7 +215,7 @@ fn requests_in_flight_are_limited() {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::serving(&device);
     device.set(Manner::Held);
-    // Limits on number and bytes; payloads of writes count too.
+    // Both the number and the bytes of requests in flight are limited; write payloads count too.
     for (command, len, count, most) in [
         (READ, 4096_u32, 400_u64, MAX_IN_FLIGHT),
         (READ, 256 << 10, 300, MAX_IN_FLIGHT_BYTES / (256 << 10)),
@@ -251,7 +251,8 @@ fn idle_connection_continues() {
             assert_eq!(client.write(0, 512, &data), 0);
             assert!(client.read(512, len as u32).unwrap() == data, "round {round}, {len} bytes");
         }
-        // Longer than the idle time after which memory is freed, with half a header received before.
+        // The client pauses after half a header, longer than the idle time after which the server frees
+        // buffers.
         let cookie = client.cookie();
         let bytes = request(0, FLUSH, cookie, 0, 0);
         client.send(&bytes[..9]);
@@ -266,7 +267,7 @@ fn idle_connection_continues() {
     fixture.assert_sound();
 }
 
-/// Connects, and returns the client and its socket.
+/// Connects a client to "disk". Returns the client and a second handle of its socket.
 pub fn connect(address: &Address) -> (Client, UnixStream) {
     let Address::Unix(path) = address else { panic!("a Unix address") };
     let stream = UnixStream::connect(path).unwrap();
@@ -278,7 +279,7 @@ pub fn connect(address: &Address) -> (Client, UnixStream) {
     (client, stream)
 }
 
-/// Connects, and sends requests from a thread, as the server stops reading at its limits.
+/// Connects, and sends requests from a thread, as sending blocks when the server reaches its limits.
 pub fn split(address: &Address, command: u16, len: u32, count: u64) -> (Client, JoinHandle<()>) {
     let (client, mut stream) = connect(address);
     let thread = std::thread::spawn(move || {
@@ -320,12 +321,12 @@ fn flush_covers_completed_writes_of_all_connections() {
         device.set(if i % 2 == 0 { Manner::Thread } else { Manner::Inline });
         device.log.lock().unwrap().clear();
         assert_eq!(first.write(0, i * 4096, &[1; 4096]), 0);
-        // From another connection: CAN_MULTI_CONN.
+        // A flush on another connection covers the write, because the server reports CAN_MULTI_CONN.
         assert_eq!(second.run(0, FLUSH, 0, 0), 0);
         let ops: Vec<_> = device.log.lock().unwrap().iter().map(|request| request.op).collect();
         assert_eq!(ops, [Op::Write, Op::Flush]);
     }
-    // The reply to a flush waits for the device.
+    // The server replies to a flush only after the device has completed the flush.
     device.set(Manner::Held);
     let cookie = second.ask(0, FLUSH, 0, 0);
     eventually(|| device.held().len() == 1);
@@ -348,7 +349,7 @@ fn writes_of_client_that_leaves_complete() {
     }
     eventually(|| device.held().len() == 2);
     drop(client);
-    // The connection lasts as long as the device holds its buffers.
+    // The connection stays open until the device returns the connection's buffers.
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(fixture.server.stats().connections, 1);
     device.release_all_backwards();
@@ -408,7 +409,7 @@ fn shutdown_replies_to_received_requests() {
             for i in 0..200 {
                 bytes.extend(request(0, FLUSH, i, 0, 0));
             }
-            // The last request is incomplete and gets no reply.
+            // The last request is incomplete, so the server sends no reply to it.
             bytes.extend(&request(0, FLUSH, 999, 0, 0)[..20]);
             client.send(&bytes);
             fixture.server.shutdown(LONG);
@@ -452,7 +453,7 @@ fn shutdown_with_hung_device_times_out() {
     fixture.server.shutdown(Duration::from_millis(50));
     assert_eq!(fixture.server.stats().connections, 0);
     client.assert_closed();
-    // A late completion is harmless.
+    // A completion after the end of the connection is harmless.
     device.release(0);
 }
 
@@ -483,7 +484,7 @@ fn unpublish_in_use_needs_force() {
     assert_eq!(other.run(0, FLUSH, 0, 0), 0);
     let unknown = PublishError::NotPublished("disk".to_owned());
     assert_eq!(fixture.server.unpublish("disk", true), Err(unknown));
-    // The device is dropped with its last connection.
+    // The server releases the device when the last connection to it ends.
     assert_eq!(fixture.server.unpublish("other", true), Ok(1));
     eventually(|| Arc::strong_count(&device) == 1);
 }

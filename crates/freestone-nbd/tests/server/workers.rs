@@ -1,5 +1,5 @@
-//! Workers: large requests do not starve, blocked peers do not hold workers, and writes to zones keep their
-//! order.
+//! Tests of worker threads: requests do not starve, a stalled device or client does not hold a worker, and
+//! writes to zones keep their order.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
@@ -11,7 +11,7 @@ use freestone_core::device::Op;
 
 const MIB: u64 = 1 << 20;
 const PIECE: u32 = 64 << 10;
-/// CPU time of a request, longer than the handover to a worker.
+/// CPU time of a request in microseconds, longer than the handover to a worker.
 const COST_US: u64 = 120;
 const DEPTH: u64 = 16;
 
@@ -28,11 +28,11 @@ fn answered(client: &mut Client) -> u64 {
     u64::from_be_bytes(reply[8..].try_into().unwrap())
 }
 
-/// Keeps [`DEPTH`] reads in flight. Returns the largest number of later reads that completed before an
-/// earlier one.
+/// Keeps [`DEPTH`] reads in flight. Returns the largest number of later reads that completed before the same
+/// earlier read.
 fn overtakers(client: &mut Client, requests: u64) -> u64 {
     let (mut sent, mut most) = (0, 0);
-    // By cookie: the number of later requests that completed before it.
+    // For each read in flight, by cookie: the number of later reads that completed before it.
     let mut waiting = HashMap::new();
     for _ in 0..requests {
         while sent < requests && waiting.len() < DEPTH as usize {
@@ -63,21 +63,21 @@ fn requests_are_not_starved_by_workers() {
     fixture.publish("disk", &device);
     let most = overtakers(&mut fixture.enter(false), REQUESTS);
     assert!(device.by_workers.load(SeqCst) > REQUESTS / 20, "{:?} by workers", device.by_workers);
-    // A worker without a CPU for some milliseconds delays its piece.
+    // A worker thread may get no CPU for some milliseconds, which delays the read that it executes.
     assert!(most < REQUESTS / 8, "{most} later requests completed before one");
 }
 
 #[test]
 fn stalled_device_or_client_does_not_hold_worker() {
     let (stalled, disk) = (slow_device(4 * MIB), slow_device(4 * MIB));
-    // The server has one worker.
+    // With 2 CPUs, the server has one worker thread.
     let fixture = Fixture::with_workers(2);
     fixture.publish("stalled", &stalled);
     fixture.publish("disk", &disk);
     let mut client = fixture.connect();
     client.greet(3);
     client.go("stalled");
-    // Measures the cost of requests.
+    // Lets the server measure the cost of requests.
     overtakers(&mut client, 100);
     assert!(stalled.by_workers.load(SeqCst) > 0);
     stalled.set(Manner::Held);
@@ -117,8 +117,8 @@ fn writes_to_zones_keep_order_beside_workers() {
     client.go("zones");
     std::thread::scope(|scope| {
         scope.spawn(|| overtakers(&mut fixture.enter(false), 1000));
-        // Some writes are followed by a read, which a worker may execute. The replies of one turn fit into
-        // the socket.
+        // Every fourth write is followed by a read, which a worker may execute. The 10 replies of one round
+        // fit into the socket's buffer.
         let writes = 16 * MIB / u64::from(PIECE);
         for first in (0..writes).step_by(8) {
             let mut bytes = Vec::new();

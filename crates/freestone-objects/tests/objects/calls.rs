@@ -1,4 +1,4 @@
-//! Calls without failures.
+//! Tests of object store calls without failures.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
@@ -6,14 +6,14 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use freestone_objects::{Options, open};
-use freestone_store::objects::{Fault, Objects, Version, When};
+use freestone_store::objects::{Fault, Objects, Version, WriteCondition};
 use freestone_testkit::Rng;
 
 use crate::{Store, soon};
 
 fn keys(store: &dyn Objects, prefix: &str) -> Vec<String> {
     let mut keys = Vec::new();
-    let mut each = |listed: freestone_store::objects::Listed| {
+    let mut each = |listed: freestone_store::objects::ListEntry| {
         keys.push(listed.key);
         true
     };
@@ -31,7 +31,7 @@ fn objects_are_written_read_listed_and_deleted() {
     objects.delete("x", soon()).unwrap();
     let time = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
     server.set_time(Some(time));
-    let version = objects.put("x/y z+%&", b"0123456789", When::Always, soon()).unwrap();
+    let version = objects.put("x/y z+%&", b"0123456789", WriteCondition::Always, soon()).unwrap();
     assert!(version.as_ref().is_some_and(|version| !version.0.contains('"')), "{version:?}");
     assert_eq!(server.object("disks", "a/b/x/y z+%&").as_deref(), Some(&b"0123456789"[..]));
     let get = |part, most| objects.get("x/y z+%&", part, most, soon());
@@ -47,7 +47,7 @@ fn objects_are_written_read_listed_and_deleted() {
     assert_eq!(get(Some(20..21), 12).unwrap().bytes, b"");
     let head = objects.head("x/y z+%&", soon()).unwrap();
     assert_eq!((head.bytes, head.modified, head.version), (10, time, version));
-    objects.put("empty", b"", When::Always, soon()).unwrap();
+    objects.put("empty", b"", WriteCondition::Always, soon()).unwrap();
     assert_eq!(objects.get("empty", None, 0, soon()).unwrap().bytes, b"");
     assert_eq!(objects.get("empty", Some(0..5), 5, soon()).unwrap().bytes, b"");
     objects.delete("x/y z+%&", soon()).unwrap();
@@ -90,16 +90,16 @@ fn listing_reads_all_pages() {
 fn conditional_write_fails_if_object_changed() {
     let objects = &Store::new().objects;
     let put = |bytes: &[u8], when| objects.put("t", bytes, when, soon());
-    let first = put(b"1", When::Absent).unwrap().unwrap();
-    assert_eq!(put(b"2", When::Absent), Err(Fault::Condition));
-    let second = put(b"2", When::Unchanged(&first)).unwrap().unwrap();
-    assert_eq!(put(b"3", When::Unchanged(&first)), Err(Fault::Condition));
+    let first = put(b"1", WriteCondition::Absent).unwrap().unwrap();
+    assert_eq!(put(b"2", WriteCondition::Absent), Err(Fault::Condition));
+    let second = put(b"2", WriteCondition::Unchanged(&first)).unwrap().unwrap();
+    assert_eq!(put(b"3", WriteCondition::Unchanged(&first)), Err(Fault::Condition));
     assert_eq!(objects.get("t", None, 1, soon()).unwrap().bytes, b"2");
     objects.delete("t", soon()).unwrap();
-    assert_eq!(put(b"3", When::Unchanged(&second)), Err(Fault::Condition));
+    assert_eq!(put(b"3", WriteCondition::Unchanged(&second)), Err(Fault::Condition));
     let no_version = Version("a b".to_owned());
-    assert!(matches!(put(b"3", When::Unchanged(&no_version)), Err(Fault::Other(_))));
-    put(b"4", When::Absent).unwrap();
+    assert!(matches!(put(b"3", WriteCondition::Unchanged(&no_version)), Err(Fault::Other(_))));
+    put(b"4", WriteCondition::Absent).unwrap();
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn one_of_concurrent_conditional_writes_wins() {
             for writer in 0..8_u8 {
                 let (store, won, before) = (&store, &won, &before);
                 scope.spawn(move || {
-                    let when = before.as_ref().map_or(When::Absent, When::Unchanged);
+                    let when = before.as_ref().map_or(WriteCondition::Absent, WriteCondition::Unchanged);
                     match store.objects.put("t", &[round, writer], when, soon()) {
                         Ok(_) => won.fetch_add(1, SeqCst),
                         Err(fault) => {
@@ -139,7 +139,7 @@ fn concurrent_calls_of_many_threads_succeed() {
                     let key = format!("{thread}/{round}");
                     let mut bytes = vec![0; rng.below(300_000) as usize];
                     rng.fill(&mut bytes);
-                    objects.put(&key, &bytes, When::Absent, soon()).unwrap();
+                    objects.put(&key, &bytes, WriteCondition::Absent, soon()).unwrap();
                     let read = objects.get(&key, None, 300_000, soon()).unwrap();
                     assert!(read.bytes == bytes, "{key}");
                     let end = bytes.len() as u64;
@@ -155,7 +155,7 @@ fn concurrent_calls_of_many_threads_succeed() {
         }
     });
     assert_eq!(keys(&*store.objects, "").len(), 32 * 4);
-    // One request for each write.
+    // Each write takes one request.
     assert!(store.server.traffic().of("PUT") == 256);
 }
 
@@ -163,10 +163,10 @@ fn concurrent_calls_of_many_threads_succeed() {
 fn invalid_keys_are_refused() {
     let objects = &Store::new().objects;
     for key in ["", "/a", "a//b", "../a", "a/../b", "a/", &"a".repeat(1021)] {
-        let refused = objects.put(key, b"", When::Always, soon());
+        let refused = objects.put(key, b"", WriteCondition::Always, soon());
         assert!(matches!(refused, Err(Fault::Other(_))), "{key:?}: {refused:?}");
     }
-    objects.put(&"a".repeat(1020), b"", When::Always, soon()).unwrap();
+    objects.put(&"a".repeat(1020), b"", WriteCondition::Always, soon()).unwrap();
 }
 
 #[test]
@@ -176,9 +176,9 @@ fn wrong_access_key_is_denied() {
     let host = store.server.address();
     let denied = Fault::Denied(format!("{host} answers 403 InvalidAccessKeyId"));
     assert_eq!(store.objects.get("x", None, 1, soon()), Err(denied.clone()));
-    assert_eq!(store.objects.put("x", b"", When::Always, soon()), Err(denied.clone()));
+    assert_eq!(store.objects.put("x", b"", WriteCondition::Always, soon()), Err(denied.clone()));
     assert_eq!(store.objects.list("", &mut |_| true, soon()), Err(denied));
-    // The response to HEAD has no body with an error code.
+    // The response to HEAD has no body, so the fault contains no error code.
     let denied = Fault::Denied(format!("{host} answers 403 Forbidden"));
     assert_eq!(store.objects.head("x", soon()), Err(denied));
 

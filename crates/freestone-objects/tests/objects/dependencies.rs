@@ -1,4 +1,4 @@
-//! Build dependencies: one cryptography library, and no C code that needs more than a compiler.
+//! Checks the build dependencies: one cryptography library, and no C code that needs more than a compiler.
 
 use std::process::Command;
 

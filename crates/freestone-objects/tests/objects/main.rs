@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use freestone_objects::{Options, open};
-use freestone_store::objects::{Objects, Until};
+use freestone_store::objects::{CallLimits, Objects};
 use freestone_testkit::s3::{Conditions, Server};
 use tempfile::TempDir;
 
@@ -23,7 +23,7 @@ const KEY: &str = "AKTESTKEY";
 const SECRET: &str = "geheimgeheim";
 const TOKEN: &str = "tokentokentoken";
 
-/// A server with the bucket `disks`, and the store `s3://disks/a/b` on it.
+/// An S3 server with the bucket `disks`, and the object store `s3://disks/a/b` on that server.
 struct Store {
     server: Server,
     objects: Arc<dyn Objects>,
@@ -53,13 +53,14 @@ impl Store {
         Self { server, objects, _dir: dir }
     }
 
-    /// Returns the number of requests with this method for a key of the store.
+    /// Returns the number of requests with this method that the server received for a key of the object
+    /// store.
     fn requests(&self, method: &str, key: &str) -> u64 {
         let key = (method.to_owned(), format!("a/b/{key}"));
         self.server.traffic().requests.get(&key).copied().unwrap_or_default()
     }
 }
 
-fn soon() -> Until<'static> {
-    Until::within(Duration::from_secs(20))
+fn soon() -> CallLimits<'static> {
+    CallLimits::within(Duration::from_secs(20))
 }

@@ -1,11 +1,11 @@
-//! Secrets do not appear in messages, logs or `Debug` output.
+//! Tests that secrets do not appear in messages, logs or `Debug` output.
 
 use std::fmt::Write as _;
 use std::io;
 use std::sync::{Arc, Mutex};
 
-use freestone_store::objects::{Fault, When};
-use freestone_testkit::s3::Trouble;
+use freestone_store::objects::{Fault, WriteCondition};
+use freestone_testkit::s3::ServerFault;
 use tracing_subscriber::fmt::MakeWriter;
 
 use crate::{SECRET, Store, TOKEN, soon};
@@ -51,18 +51,18 @@ fn secrets_are_not_logged() {
         echo.len()
     );
     for trouble in [
-        Trouble::Status(403, "SignatureDoesNotMatch"),
-        Trouble::Status(404, "NoSuchKey"),
-        Trouble::Raw(echo.into_bytes()),
-        Trouble::ResetBefore,
-        Trouble::Cut(1),
-        Trouble::Flip(0),
+        ServerFault::Status(403, "SignatureDoesNotMatch"),
+        ServerFault::Status(404, "NoSuchKey"),
+        ServerFault::Raw(echo.into_bytes()),
+        ServerFault::ResetBefore,
+        ServerFault::Cut(1),
+        ServerFault::Flip(0),
     ] {
         let store = Store::new();
-        store.objects.put("before", b"1", When::Always, soon()).unwrap();
-        store.server.trouble(|_| true, trouble);
+        store.objects.put("before", b"1", WriteCondition::Always, soon()).unwrap();
+        store.server.add_fault(|_| true, trouble);
         note(store.objects.get("x", None, 1, soon()).err());
-        note(store.objects.put("x", b"1", When::Absent, soon()).err());
+        note(store.objects.put("x", b"1", WriteCondition::Absent, soon()).err());
         note(store.objects.head("x", soon()).err());
         note(store.objects.list("", &mut |_| true, soon()).err());
         note(store.objects.delete("x", soon()).err());

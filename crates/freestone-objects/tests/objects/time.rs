@@ -1,4 +1,4 @@
-//! Deadlines, cancellation, and hedged reads.
+//! Tests of deadlines, cancellation, and hedged reads.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -6,62 +6,62 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use freestone_store::objects::{Fault, Until, When};
-use freestone_testkit::Latency;
-use freestone_testkit::s3::Trouble;
+use freestone_store::objects::{CallLimits, Fault, WriteCondition};
+use freestone_testkit::LatencyProxy;
+use freestone_testkit::s3::ServerFault;
 
 use crate::{Store, soon};
 
-/// Longest accepted delay after a deadline on a busy machine. The server stalls forever.
+/// Longest accepted delay of a call after its deadline, on a busy machine. The server itself stalls forever.
 const LATE_MAX: Duration = Duration::from_secs(15);
 
-fn stalled(trouble: Trouble) -> Store {
+fn stalled(trouble: ServerFault) -> Store {
     let store = Store::new();
     store.server.set_object("disks", "a/b/x", &[7; 1000]);
-    store.server.trouble(|_| true, trouble);
+    store.server.add_fault(|_| true, trouble);
     store
 }
 
 #[test]
 fn calls_end_at_their_deadline() {
-    for trouble in [Trouble::Stall(None), Trouble::StallInBody(10, None)] {
+    for trouble in [ServerFault::Stall(None), ServerFault::StallInBody(10, None)] {
         let store = stalled(trouble.clone());
         let objects = &store.objects;
         let time = Duration::from_millis(300);
         let calls: [(&str, &(dyn Fn() -> Option<Fault> + Sync)); 3] = [
-            ("get", &|| objects.get("x", None, 1000, Until::within(time)).err()),
-            ("part", &|| objects.get("x", Some(0..100), 1000, Until::within(time)).err()),
-            ("list", &|| objects.list("", &mut |_| true, Until::within(time)).err()),
+            ("get", &|| objects.get("x", None, 1000, CallLimits::within(time)).err()),
+            ("part", &|| objects.get("x", Some(0..100), 1000, CallLimits::within(time)).err()),
+            ("list", &|| objects.list("", &mut |_| true, CallLimits::within(time)).err()),
         ];
         for (name, call) in calls {
             let since = Instant::now();
-            assert_eq!(call(), Some(Fault::Late), "{trouble:?} {name}");
+            assert_eq!(call(), Some(Fault::TimedOut), "{trouble:?} {name}");
             let took = since.elapsed();
             assert!(took >= time && took < LATE_MAX, "{trouble:?} {name}: {took:?}");
         }
     }
-    let store = stalled(Trouble::Stall(None));
+    let store = stalled(ServerFault::Stall(None));
     let since = Instant::now();
-    let until = || Until::within(Duration::from_millis(100));
-    assert_eq!(store.objects.put("y", b"", When::Always, until()), Err(Fault::Late));
-    assert_eq!(store.objects.head("x", until()), Err(Fault::Late));
-    assert_eq!(store.objects.delete("x", until()), Err(Fault::Late));
+    let limits = || CallLimits::within(Duration::from_millis(100));
+    assert_eq!(store.objects.put("y", b"", WriteCondition::Always, limits()), Err(Fault::TimedOut));
+    assert_eq!(store.objects.head("x", limits()), Err(Fault::TimedOut));
+    assert_eq!(store.objects.delete("x", limits()), Err(Fault::TimedOut));
     assert!(since.elapsed() < LATE_MAX, "{:?}", since.elapsed());
-    assert_eq!(store.objects.get("x", None, 1, Until::within(Duration::ZERO)), Err(Fault::Late));
+    assert_eq!(store.objects.get("x", None, 1, CallLimits::within(Duration::ZERO)), Err(Fault::TimedOut));
 }
 
 #[test]
 fn cancelled_call_ends_promptly() {
-    let store = stalled(Trouble::Stall(None));
-    let is_over = AtomicBool::new(false);
+    let store = stalled(ServerFault::Stall(None));
+    let is_cancelled = AtomicBool::new(false);
     thread::scope(|scope| {
         let call = scope.spawn(|| {
-            let asks = || is_over.load(SeqCst);
-            let until = Until { is_over: &asks, ..soon() };
-            store.objects.get("x", None, 1000, until)
+            let asks = || is_cancelled.load(SeqCst);
+            let limits = CallLimits { is_cancelled: &asks, ..soon() };
+            store.objects.get("x", None, 1000, limits)
         });
         thread::sleep(Duration::from_millis(100));
-        is_over.store(true, SeqCst);
+        is_cancelled.store(true, SeqCst);
         let since = Instant::now();
         assert_eq!(call.join().unwrap(), Err(Fault::Cancelled));
         assert!(since.elapsed() < LATE_MAX, "{:?}", since.elapsed());
@@ -72,13 +72,14 @@ fn cancelled_call_ends_promptly() {
 fn stalled_calls_do_not_block_others() {
     let store = Store::new();
     store.server.set_object("disks", "a/b/x", b"1");
-    store.server.trouble(|asked| asked.key.ends_with("stalls"), Trouble::Stall(None));
-    let is_over = AtomicBool::new(false);
+    store.server.add_fault(|asked| asked.key.ends_with("stalls"), ServerFault::Stall(None));
+    let is_cancelled = AtomicBool::new(false);
     thread::scope(|scope| {
         for _ in 0..32 {
             scope.spawn(|| {
-                let asks = || is_over.load(SeqCst);
-                let ended = store.objects.get("stalls", None, 1, Until { is_over: &asks, ..soon() });
+                let asks = || is_cancelled.load(SeqCst);
+                let ended =
+                    store.objects.get("stalls", None, 1, CallLimits { is_cancelled: &asks, ..soon() });
                 assert_eq!(ended, Err(Fault::Cancelled));
             });
         }
@@ -88,7 +89,7 @@ fn stalled_calls_do_not_block_others() {
         for _ in 0..20 {
             store.objects.get("x", None, 1, soon()).unwrap();
         }
-        is_over.store(true, SeqCst);
+        is_cancelled.store(true, SeqCst);
     });
 }
 
@@ -100,9 +101,9 @@ fn hedging(after: u64) -> Store {
 
 #[test]
 fn hanging_read_is_hedged() {
-    for trouble in [Trouble::Stall(None), Trouble::StallInBody(10, None)] {
+    for trouble in [ServerFault::Stall(None), ServerFault::StallInBody(10, None)] {
         let store = hedging(100);
-        store.server.trouble(|asked| asked.nth == 1, trouble);
+        store.server.add_fault(|asked| asked.nth == 1, trouble);
         let since = Instant::now();
         assert_eq!(store.objects.get("x", None, 1000, soon()).unwrap().bytes, [7; 1000]);
         let took = since.elapsed();
@@ -118,29 +119,29 @@ fn fast_read_is_not_hedged() {
         store.objects.get("x", None, 1000, soon()).unwrap();
     }
     assert_eq!(store.requests("GET", "x"), 3);
-    // A fault is a response, too. Only callers retry.
-    store.server.trouble(|_| true, Trouble::Status(503, "SlowDown"));
+    // A read that returns a fault in time is not hedged or retried. Only callers retry.
+    store.server.add_fault(|_| true, ServerFault::Status(503, "SlowDown"));
     store.objects.get("x", None, 1000, soon()).unwrap_err();
     assert_eq!(store.requests("GET", "x"), 4);
     // Writes are never hedged.
     let store = hedging(50);
-    store.server.trouble(|_| true, Trouble::Stall(Some(Duration::from_millis(300))));
-    store.objects.put("y", b"", When::Absent, soon()).unwrap();
+    store.server.add_fault(|_| true, ServerFault::Stall(Some(Duration::from_millis(300))));
+    store.objects.put("y", b"", WriteCondition::Absent, soon()).unwrap();
     assert_eq!(store.requests("PUT", "y"), 1);
 }
 
 #[test]
 fn hedged_read_returns_good_response() {
-    // The second request fails at once, the first one succeeds late.
+    // The second request fails at once, and the first request succeeds late.
     let store = hedging(50);
-    store.server.trouble(|asked| asked.nth == 1, Trouble::Stall(Some(Duration::from_millis(400))));
-    store.server.trouble(|asked| asked.nth == 2, Trouble::Status(500, "InternalError"));
+    store.server.add_fault(|asked| asked.nth == 1, ServerFault::Stall(Some(Duration::from_millis(400))));
+    store.server.add_fault(|asked| asked.nth == 2, ServerFault::Status(500, "InternalError"));
     assert_eq!(store.objects.get("x", None, 1000, soon()).unwrap().bytes, [7; 1000]);
     assert_eq!(store.requests("GET", "x"), 2);
-    // Both requests fail.
+    // Both requests of the hedged read fail.
     let store = hedging(50);
-    store.server.trouble(|asked| asked.nth == 1, Trouble::Stall(Some(Duration::from_millis(200))));
-    store.server.trouble(|asked| asked.nth == 2, Trouble::Status(500, "InternalError"));
+    store.server.add_fault(|asked| asked.nth == 1, ServerFault::Stall(Some(Duration::from_millis(200))));
+    store.server.add_fault(|asked| asked.nth == 2, ServerFault::Status(500, "InternalError"));
     store.server.remove_bucket("disks");
     let missing = Fault::Other("the bucket disks is not there".to_owned());
     assert_eq!(store.objects.get("x", None, 1000, soon()), Err(missing));
@@ -150,16 +151,16 @@ fn hedged_read_returns_good_response() {
 fn slow_link_only_delays_calls() {
     let near = Store::new();
     near.server.set_object("disks", "a/b/x", &vec![7; 1 << 20]);
-    let line = Latency::start(near.server.address(), Duration::from_millis(20), Some(100_000_000));
+    let line = LatencyProxy::start(near.server.address(), Duration::from_millis(20), Some(100_000_000));
     let far = Store::with(|options| options.endpoint = Some(line.endpoint()));
     far.objects.head("x", soon()).unwrap();
     let since = Instant::now();
     assert_eq!(far.objects.get("x", None, 1 << 20, soon()).unwrap().bytes.len(), 1 << 20);
-    // 20 ms round trip, and 84 ms for the data.
+    // The read takes a round trip of 20 ms, and 84 ms for the data at 100 Mbit/s.
     assert!((95..5000).contains(&since.elapsed().as_millis()), "{:?}", since.elapsed());
     assert!(line.bytes().1 > 1 << 20);
     // The proxy and the server count the same requests.
-    far.objects.put("y", &vec![7; 100_000], When::Always, soon()).unwrap();
+    far.objects.put("y", &vec![7; 100_000], WriteCondition::Always, soon()).unwrap();
     far.objects.list("", &mut |_| true, soon()).unwrap();
     let path = |key: String| if key == "disks/" { "/disks".to_owned() } else { format!("/disks/{key}") };
     let asked = near.server.traffic().requests.into_iter();

@@ -1,4 +1,4 @@
-//! TLS with a trusted authority, with an unknown authority, and with a server without TLS.
+//! Tests of TLS with a trusted authority, with an unknown authority, and with a server without TLS.
 //!
 //! The files in `tls/` were created with `openssl` and are valid for a hundred years: an authority, whose key
 //! was deleted, and a certificate for `localhost` and `127.0.0.1`, whose key is public.
@@ -10,7 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 
-use freestone_store::objects::{Fault, When};
+use freestone_store::objects::{Fault, WriteCondition};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
@@ -54,13 +54,13 @@ fn unknown_authority_is_refused() {
     let store = store(serve());
     for fault in [
         store.objects.get("x", None, 2, soon()).unwrap_err(),
-        store.objects.put("x", b"", When::Always, soon()).unwrap_err(),
+        store.objects.put("x", b"", WriteCondition::Always, soon()).unwrap_err(),
     ] {
         assert!(matches!(&fault, Fault::Other(said) if said.contains("certificate")), "{fault:?}");
     }
 }
 
-/// The TLS library reads the variable once per process, so the test runs itself in a child process.
+/// The TLS library reads `SSL_CERT_FILE` once per process, so the test runs itself in a child process.
 #[test]
 fn authority_in_ssl_cert_file_is_trusted() {
     if env::var_os(CHILD).is_some() {

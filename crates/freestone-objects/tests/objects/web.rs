@@ -1,10 +1,10 @@
-//! Read-only files of a web server.
+//! Tests of read-only objects: files of a web server.
 
 use std::time::Duration;
 
 use freestone_objects::{OpenError, Options, open};
-use freestone_store::objects::{Fault, Until, When};
-use freestone_testkit::s3::{Server, Trouble};
+use freestone_store::objects::{CallLimits, Fault, WriteCondition};
+use freestone_testkit::s3::{Server, ServerFault};
 
 use crate::soon;
 
@@ -23,9 +23,9 @@ fn web_files_are_read_only() {
     assert_eq!(head.bytes, 10);
     assert_eq!(objects.get("a/x y", None, 10, soon()).unwrap().version, head.version);
     assert_eq!(objects.head("a/y", soon()), Err(Fault::NotFound));
-    server.forget_traffic();
+    server.reset_traffic();
     let refused = [
-        objects.put("a/y", b"", When::Always, soon()).err(),
+        objects.put("a/y", b"", WriteCondition::Always, soon()).err(),
         objects.delete("a/x y", soon()).err(),
         objects.list("", &mut |_| true, soon()).err(),
     ];
@@ -39,7 +39,7 @@ fn web_files_are_read_only() {
 fn web_server_without_ranges_is_read_from_start() {
     let server = Server::start(&["www"]);
     server.set_object("www", "x", b"0123456789");
-    server.trouble(|asked| asked.method == "GET", Trouble::NoRange);
+    server.add_fault(|asked| asked.method == "GET", ServerFault::NoRange);
     let objects = open(&format!("{}/www", server.endpoint()), &Options::default()).unwrap();
     assert_eq!(objects.get("x", Some(3..5), 2, soon()).unwrap().bytes, b"34");
     assert_eq!(objects.get("x", Some(12..15), 10, soon()).unwrap().bytes, b"");
@@ -49,7 +49,7 @@ fn web_server_without_ranges_is_read_from_start() {
 fn web_server_with_minimal_headers_is_enough() {
     let server = Server::start(&["www"]);
     let bare = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 3\r\n\r\nabc".to_vec();
-    server.trouble(|_| true, Trouble::Raw(bare));
+    server.add_fault(|_| true, ServerFault::Raw(bare));
     let objects = open(&format!("{}/www", server.endpoint()), &Options::default()).unwrap();
     let read = objects.get("x", None, 3, soon()).unwrap();
     assert_eq!((&read.bytes[..], read.version), (&b"abc"[..], None));
@@ -61,7 +61,7 @@ fn leads_to(target: &str) -> Server {
     let server = Server::start(&[]);
     let answer =
         format!("HTTP/1.1 302 Found\r\nConnection: close\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n");
-    server.trouble(|_| true, Trouble::Raw(answer.into_bytes()));
+    server.add_fault(|_| true, ServerFault::Raw(answer.into_bytes()));
     server
 }
 
@@ -74,7 +74,7 @@ fn web_redirects_are_followed_up_to_limit() {
     assert_eq!(objects.get("x", Some(3..5), 2, soon()).unwrap().bytes, b"34");
     let circle = leads_to("/again");
     let objects = open(&circle.endpoint(), &Options::default()).unwrap();
-    let fault = objects.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err();
+    let fault = objects.get("x", None, 1, CallLimits::within(Duration::from_secs(10))).unwrap_err();
     assert!(matches!(fault, Fault::Other(_)), "{fault:?}");
 }
 

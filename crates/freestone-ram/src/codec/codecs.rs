@@ -1,5 +1,5 @@
-//! The algorithms of one disk: a primary one for writes, and up to three secondary ones for
-//! recompression.
+//! The compression algorithms of one disk: a primary one for writes, and up to three secondary ones
+//! for recompression.
 
 use std::sync::Arc;
 
@@ -7,50 +7,51 @@ use super::{Page, Streams};
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::OnceLock;
 
-/// Number of priorities of secondary algorithms, which start at 1.
+/// Number of secondary algorithms of a disk; their priorities are 1 to this number.
 pub const PRIORITIES: usize = 3;
 
-/// A disk's algorithms by priority. A slot stores the priority of the algorithm that compressed its
-/// object; 0 is the primary one. Algorithms cannot be replaced, as objects depend on them.
+/// A disk's compression algorithms by priority. A slot stores the priority of the algorithm that
+/// compressed its page; 0 is the primary one. An algorithm cannot be replaced, as stored pages
+/// depend on it.
 pub struct Codecs {
     primary: Arc<Streams>,
     secondary: [OnceLock<Arc<Streams>>; PRIORITIES],
 }
 
-/// Errors of setting a secondary algorithm.
+/// Errors from [`Codecs::set`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SetError {
-    /// The priority is 0 or too high.
+    /// The priority is 0 or above [`PRIORITIES`].
     #[error("priority {0} does not exist: secondary algorithms have 1 to {PRIORITIES}")]
     Range(usize),
-    /// The priority has an algorithm, which cannot be replaced.
+    /// The priority already has an algorithm, which cannot be replaced.
     #[error("priority {0} has an algorithm already")]
     Taken(usize),
 }
 
 impl Codecs {
-    /// Creates a set with a primary algorithm only.
+    /// Creates a set of algorithms that contains only the primary one.
     pub fn new(primary: Arc<Streams>) -> Self {
         Self { primary, secondary: [const { OnceLock::new() }; PRIORITIES] }
     }
 
-    /// Sets the secondary algorithm of a priority, 1 to [`PRIORITIES`]. Can be called once per
-    /// priority.
+    /// Sets the secondary algorithm with priority 1 to [`PRIORITIES`]. Each priority can be set
+    /// only once.
     ///
     /// # Errors
-    /// Fails if the priority does not exist or is already set.
+    /// Fails if the priority does not exist or already has an algorithm.
     pub fn set(&self, priority: usize, streams: Arc<Streams>) -> std::result::Result<(), SetError> {
         let place = priority.checked_sub(1).and_then(|index| self.secondary.get(index));
         place.ok_or(SetError::Range(priority))?.set(streams).map_err(|_| SetError::Taken(priority))
     }
 
-    /// Returns the algorithm for newly written pages.
+    /// Returns the primary algorithm, which compresses newly written pages.
     #[inline]
     pub fn primary(&self) -> &Streams {
         &self.primary
     }
 
-    /// Returns the algorithm of a priority, 0 for the primary; `None` if unset.
+    /// Returns the algorithm with a priority (0: the primary one); `None` if it is not set.
     pub fn get(&self, priority: usize) -> Option<&Streams> {
         match priority {
             0 => Some(&self.primary),
@@ -58,16 +59,16 @@ impl Codecs {
         }
     }
 
-    /// Iterates over the secondary algorithms, lowest priority first.
+    /// Iterates over the secondary algorithms with their priorities, lowest priority first.
     pub fn secondary(&self) -> impl DoubleEndedIterator<Item = (usize, &Streams)> {
         (1..=PRIORITIES).filter_map(|priority| Some((priority, self.get(priority)?)))
     }
 
-    /// Decompresses `object`, which algorithm number `algorithm` compressed, into `page`.
+    /// Decompresses `object`, compressed by the algorithm with priority `algorithm`, into `page`.
     ///
     /// # Errors
-    /// [`Error::Media`] if the object is not a page compressed by this algorithm, or the algorithm
-    /// is not set.
+    /// [`Error::Media`] if the object is not a page compressed by this algorithm, or if the
+    /// priority has no algorithm.
     #[inline]
     pub fn decompress(&self, algorithm: usize, object: &[u8], page: &mut Page) -> Result<()> {
         if algorithm == 0 {
@@ -80,8 +81,8 @@ impl Codecs {
         self.get(algorithm).ok_or(Error::Media)?.decompress(object, page)
     }
 
-    /// Returns the bytes of all streams and dictionaries. Disks with the same algorithm and
-    /// parameters share them.
+    /// Returns the memory use of all streams and dictionaries in bytes. Disks with the same
+    /// algorithm and parameters share this memory.
     pub fn bytes(&self) -> u64 {
         self.primary.bytes() + self.secondary().map(|(_, streams)| streams.bytes()).sum::<u64>()
     }

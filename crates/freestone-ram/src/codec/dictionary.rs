@@ -1,35 +1,35 @@
-//! Compression dictionaries.
+//! Compression dictionaries for zstd.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Size of the largest dictionary read or trained, in bytes.
+/// Largest dictionary that can be read or trained, in bytes.
 pub const DICTIONARY_BYTES_MAX: u64 = 1 << 20;
-/// Size of the smallest trained dictionary in bytes: the library's minimum.
+/// Smallest dictionary that can be trained, in bytes: the minimum of libzstd.
 const TRAINED_BYTES_MIN: usize = 256;
 
-/// A compression dictionary. Clones share its content.
+/// A compression dictionary. Clones share the content.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Dictionary {
-    /// File that the dictionary was read from; `None` if trained.
+    /// File from which the dictionary was read; `None` if it was trained.
     path: Option<PathBuf>,
     bytes: Arc<[u8]>,
 }
 
 impl Dictionary {
-    /// Creates a dictionary from the content of a file: any kind that zstd accepts, trained or just
-    /// typical content.
+    /// Creates a dictionary from the content of the file `path`. zstd accepts a trained dictionary
+    /// or just typical content.
     pub(super) fn of_file(path: &Path, bytes: Vec<u8>) -> Self {
         Self { path: Some(path.into()), bytes: bytes.into() }
     }
 
     /// Trains a dictionary of at most `max_bytes` (limited to [`DICTIONARY_BYTES_MAX`]) on samples.
-    /// `samples` has them one after the other, `sizes` their lengths. Takes about a second of CPU
-    /// time for 8 MiB.
+    /// `samples` contains the samples one after the other, and `sizes` contains their lengths.
+    /// Training with 8 MiB of samples uses about a second of CPU time.
     ///
-    /// Returns `None` if the sizes do not add up to the samples, if there is too little data (the
-    /// library recommends 100 times `max_bytes` but accepts less), or if memory is short.
+    /// Returns `None` if the sizes do not add up to the length of `samples`, if memory is short, or
+    /// if there is too little data. (libzstd recommends 100 times `max_bytes` but accepts less.)
     pub fn train(samples: &[u8], sizes: &[usize], max_bytes: usize) -> Option<Self> {
         let total = sizes.iter().try_fold(0_usize, |sum, &size| sum.checked_add(size));
         let capacity = max_bytes.min(DICTIONARY_BYTES_MAX as usize);
@@ -42,19 +42,19 @@ impl Dictionary {
         Some(Self { path: None, bytes: bytes.into() })
     }
 
-    /// Creates a dictionary of 1 to [`DICTIONARY_BYTES_MAX`] bytes that another process trained;
-    /// `None` for another size.
+    /// Creates a dictionary from bytes that another process trained. Returns `None` unless there
+    /// are 1 to [`DICTIONARY_BYTES_MAX`] bytes.
     pub fn trained(bytes: &[u8]) -> Option<Self> {
         let fits = (1..=DICTIONARY_BYTES_MAX).contains(&(bytes.len() as u64));
         fits.then(|| Self { path: None, bytes: bytes.into() })
     }
 
-    /// Returns the file that the dictionary was read from; `None` if trained.
+    /// Returns the file from which the dictionary was read; `None` if it was trained.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// Returns the content.
+    /// Returns the content of the dictionary.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }

@@ -1,8 +1,9 @@
-//! Block functions of liblz4 with caller-provided state, which lz4-sys does not declare.
+//! The block functions of liblz4 with caller-provided state, which lz4-sys does not declare.
 //!
-//! liblz4 was chosen over `lz4_flex` 0.14 after measuring both on pages: liblz4 reads real files 7 to
-//! 12 % faster. `lz4_flex` reads pages of noise and zeroes twice as fast, but only without its bounds
-//! checks; `LZ4_decompress_safe_partial` for the whole page reaches that speed with checks.
+//! liblz4 was chosen over `lz4_flex` 0.14 after measuring both on pages: liblz4 decompresses pages
+//! of real files 7 to 12 % faster. `lz4_flex` decompresses pages of noise and zeroes twice as fast,
+//! but only without bounds checks. `LZ4_decompress_safe_partial` for the whole page reaches that
+//! speed with bounds checks.
 #![expect(unsafe_code)]
 // UNSAFETY: calls into a C library.
 
@@ -11,7 +12,7 @@ use std::mem::MaybeUninit;
 
 use freestone_core::PAGE_BYTES;
 
-// Links liblz4, which this crate builds.
+// Links liblz4, which the crate lz4-sys builds.
 use lz4_sys as _;
 
 unsafe extern "C" {
@@ -53,7 +54,7 @@ unsafe extern "C" {
 pub struct Lz4 {
     state: Box<[u64]>,
     acceleration: c_int,
-    /// Whether the state holds the table of a successful compression and need not be cleared.
+    /// True if the last compression succeeded, so its table in the state need not be cleared.
     clean: bool,
 }
 
@@ -67,7 +68,8 @@ impl Lz4 {
         Self { state: state(unsafe { LZ4_sizeofState() }), acceleration, clean: false }
     }
 
-    /// Compresses a page into `out`; `None` if the result does not fit.
+    /// Compresses a page into `out` and returns the size in bytes; `None` if the result does not
+    /// fit.
     pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
         let state = self.state.as_mut_ptr().cast();
         let (from, to) = (page.as_ptr().cast(), out.as_mut_ptr().cast());
@@ -97,7 +99,8 @@ impl Lz4hc {
         Self { state: state(unsafe { LZ4_sizeofStateHC() }), level }
     }
 
-    /// Compresses a page into `out`; `None` if the result does not fit.
+    /// Compresses a page into `out` and returns the size in bytes; `None` if the result does not
+    /// fit.
     pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
         // SAFETY: the state has the size and alignment (8) that the library requires and is cleared
         // by the call; reads PAGE_BYTES, writes at most out.len() bytes.
@@ -119,12 +122,13 @@ impl Lz4hc {
     }
 }
 
-/// Decompresses an object of either; false if the result is not a whole page. Needs no working
-/// memory.
+/// Decompresses a page that [`Lz4`] or [`Lz4hc`] compressed; returns false if the result is not a
+/// whole page. Needs no working memory.
 ///
-/// Uses the "partial" function with the whole page as the part: it stops when the page is full
-/// instead of checking the block's last bytes, and keeps its fast path near the end of the object.
-/// A page of noise and zeroes takes half the time of `LZ4_decompress_safe`, others the same.
+/// Uses the "partial" function with the whole page as the part. The function stops when the page is
+/// full instead of checking the last bytes of the object. Near the end of the object, its fast path
+/// remains usable. A page of noise and zeroes takes half the time of `LZ4_decompress_safe`, other
+/// pages the same.
 #[inline]
 pub fn decompress(object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
     let size = PAGE_BYTES as c_int;

@@ -1,13 +1,13 @@
-//! Compression: algorithms, parameters, and one stream per CPU.
+//! Page compression: algorithms, parameters, and one stream per CPU.
 //!
 //! A *stream* is the working memory of an algorithm. A thread uses the stream of the CPU it runs
-//! on, so memory is bounded by CPUs, not by threads. Disks with the same algorithm and parameters
-//! share streams.
+//! on, so memory is bounded by the number of CPUs, not of threads. Disks with the same algorithm
+//! and parameters share streams.
 //!
-//! No memory is allocated and no page fault is taken while a stream is held (the kernel had to
-//! choose between waiting for memory with the stream locked and compressing twice). The object is
-//! written to the caller's stack, which was touched before. The stream is released before the
-//! object is stored in the pool.
+//! While a thread holds a stream, it allocates no memory and takes no page fault. (The kernel had
+//! to choose between waiting for memory with the stream locked and compressing twice.) The
+//! compressed page is written to a buffer on the caller's stack, which was touched before. The
+//! thread releases the stream before it stores the compressed page in the pool.
 
 mod codecs;
 mod dictionary;
@@ -28,18 +28,18 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::Mutex;
 
-/// Content of a page.
+/// Uncompressed content of a page.
 pub type Page = [u8; PAGE_BYTES];
 
-/// Buffer for a compressed page on the caller's stack. Pages that need more are stored
-/// uncompressed.
+/// Buffer on the caller's stack for a compressed page. A page whose compressed form does not fit is
+/// stored uncompressed.
 pub struct Scratch([MaybeUninit<u8>; Scratch::BYTES]);
 
 impl Scratch {
-    /// Size of the largest object stored compressed, in bytes.
+    /// Largest compressed page that is stored compressed, in bytes.
     pub const BYTES: usize = crate::pool::class::HUGE_LINE_BYTES;
 
-    /// Creates an uninitialised buffer.
+    /// Creates a buffer with uninitialised content.
     #[inline]
     pub fn new() -> Self {
         Self([MaybeUninit::uninit(); Self::BYTES])
@@ -52,7 +52,7 @@ impl Default for Scratch {
     }
 }
 
-/// Working memory of an algorithm, for one thread at a time.
+/// Working memory of a compression algorithm, for one thread at a time.
 enum Stream {
     Lz4(lz4::Lz4),
     Lz4hc(lz4::Lz4hc),
@@ -86,22 +86,24 @@ impl Stream {
 
 /// The streams of one algorithm, one per CPU.
 ///
-/// Lock order: a stream is locked with no other lock held, except the page's slot for a read or a
-/// partial write. No lock is taken, nothing allocated and nothing waited for under a stream.
+/// Lock order: a thread locks a stream while it holds no other lock, except the page's slot for a
+/// read or a partial write. While it holds a stream, it takes no lock, allocates nothing and does
+/// not wait.
 pub struct Streams {
     algorithm: Algorithm,
     level: i32,
     dictionary: Option<Dictionary>,
-    /// Digested dictionary, shared by all streams.
+    /// Dictionary digested by libzstd, shared by all streams.
     digest: Option<Arc<zstd::Digest>>,
     per_cpu: Lender<Stream>,
 }
 
 impl Streams {
-    /// Returns the streams of an algorithm with these parameters, shared by the process.
+    /// Returns the process-wide streams of an algorithm with these parameters; creates them if no
+    /// disk uses them.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Fails if the parameters do not fit the algorithm, or memory is short.
     pub fn shared(algorithm: Algorithm, params: &Params) -> std::result::Result<Arc<Self>, StreamsError> {
         static SHARED: Mutex<Vec<Weak<Streams>>> = Mutex::new(Vec::new());
         let level = params.check(algorithm)?;
@@ -117,7 +119,7 @@ impl Streams {
         Ok(streams)
     }
 
-    /// Creates the streams of all CPUs and touches all their memory.
+    /// Creates the streams of all CPUs, and touches all their memory to avoid later page faults.
     ///
     /// # Errors
     /// Fails if the parameters do not fit the algorithm, or memory is short.
@@ -140,17 +142,17 @@ impl Streams {
         Ok(Self { algorithm, level, dictionary: params.dictionary.clone(), digest, per_cpu })
     }
 
-    /// Compresses `page` into `scratch`; `None` if the result exceeds [`Scratch::BYTES`].
+    /// Compresses `page` into `scratch`; returns `None` if the result exceeds [`Scratch::BYTES`].
     #[inline]
     pub fn compress<'s>(&self, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
         touch::scratch(scratch);
         touch::packed(&mut self.per_cpu.take(), page, scratch)
     }
 
-    /// Decompresses `object` into `page`.
+    /// Decompresses the compressed page `object` into `page`.
     ///
     /// # Errors
-    /// [`Error::Media`] if the object is not a page compressed by this algorithm.
+    /// [`Error::Media`] if `object` is not a page compressed by this algorithm.
     #[inline]
     pub fn decompress(&self, object: &[u8], page: &mut Page) -> Result<()> {
         let whole = match self.algorithm {
@@ -168,7 +170,8 @@ impl Streams {
         if whole { Ok(()) } else { Err(Error::Media) }
     }
 
-    /// Returns the pages compressed in about a millisecond, to bound a piece of work.
+    /// Returns the number of pages compressed in about a millisecond; callers limit a piece of work
+    /// to this number.
     pub fn pages_per_millisecond(&self) -> u64 {
         match self.algorithm {
             Algorithm::Lz4 | Algorithm::Store => 256,
@@ -179,22 +182,22 @@ impl Streams {
         }
     }
 
-    /// Returns the algorithm.
+    /// Returns the algorithm of the streams.
     pub fn algorithm(&self) -> Algorithm {
         self.algorithm
     }
 
-    /// Returns the level; 0 if the algorithm has none.
+    /// Returns the compression level; 0 if the algorithm does not have levels.
     pub fn level(&self) -> i32 {
         self.level
     }
 
-    /// Returns the dictionary.
+    /// Returns the dictionary, or `None` if compression uses none.
     pub fn dictionary(&self) -> Option<&Dictionary> {
         self.dictionary.as_ref()
     }
 
-    /// Returns the bytes of all streams, and of the dictionary in all its forms.
+    /// Returns the memory use in bytes of all streams, the dictionary and its digested form.
     pub fn bytes(&self) -> u64 {
         let streams: usize = self.per_cpu.all().map(|stream| stream.lock().bytes()).sum();
         let dictionary = self.dictionary.as_ref().map_or(0, |dictionary| dictionary.bytes().len());
@@ -203,13 +206,13 @@ impl Streams {
     }
 }
 
-/// Errors of creating streams.
+/// Errors from creating streams.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamsError {
-    /// The parameters are invalid.
+    /// The parameters do not fit the algorithm.
     #[error(transparent)]
     Params(#[from] ParamsError),
-    /// Memory is short.
+    /// Memory for the streams or the digested dictionary is short.
     #[error(transparent)]
     Device(Error),
 }
@@ -231,7 +234,8 @@ fn warm_up(stream: &mut Stream) {
         for (index, byte) in page.iter_mut().enumerate() {
             *byte = match kind {
                 0 => next() as u8,
-                // Many short matches; long matches; text from a small alphabet.
+                // The kinds after noise: many short matches; long matches; text from a small
+                // alphabet.
                 1 => [1, 2, 3, next() as u8][index % 4],
                 2 => (index / 512) as u8,
                 _ => b"etaoin sr"[next() as usize % 9],
@@ -250,7 +254,7 @@ mod touch {
 
     use super::{Page, Scratch, Stream};
 
-    /// Writes to every page of the buffer, to avoid page faults later.
+    /// Writes to every memory page of the buffer now, to avoid page faults while a stream is held.
     #[inline]
     pub fn scratch(scratch: &mut Scratch) {
         let last = Scratch::BYTES - 1;
@@ -261,7 +265,8 @@ mod touch {
         }
     }
 
-    /// Writes to a page about to be filled, to avoid page faults under a stream.
+    /// Writes to the memory of a page about to be filled, to avoid page faults while a stream is
+    /// held.
     #[inline]
     pub fn page(page: &mut Page) {
         for at in [0, page.len() - 1] {
@@ -270,7 +275,8 @@ mod touch {
         }
     }
 
-    /// Compresses a page with a stream.
+    /// Compresses a page into `scratch` and returns the compressed bytes; `None` if they do not
+    /// fit.
     #[inline]
     pub fn packed<'s>(stream: &mut Stream, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
         let bytes = stream.compress(page, &mut scratch.0)?;

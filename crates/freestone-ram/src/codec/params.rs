@@ -1,4 +1,4 @@
-//! Algorithm names and parameters, in the kernel's syntax.
+//! Algorithm names and parameters, in the syntax of the kernel's zram.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,27 +8,28 @@ use thiserror::Error;
 
 use super::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
 
-/// A compression algorithm. The kernel's default, `lzo-rle`, is missing: no library provides it.
+/// A compression algorithm. The kernel's default, `lzo-rle`, is missing, as no library provides it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Algorithm {
-    /// LZ4, the default: fastest.
+    /// LZ4, the default: the fastest.
     #[default]
     Lz4,
-    /// LZ4 with a slower, better search; decompresses as fast as LZ4.
+    /// LZ4 with a slower, more thorough search; decompresses as fast as LZ4.
     Lz4hc,
-    /// LZO, the kernel's algorithm before lzo-rle; slower than the kernel's, with smaller results.
+    /// LZO, the kernel's default before lzo-rle. Here it is slower than the kernel's and compresses
+    /// better.
     Lzo,
-    /// Zstandard: smallest, several times slower.
+    /// Zstandard: the smallest results, several times slower than LZ4.
     Zstd,
-    /// No compression: same-filled pages are detected, all others stored as they are.
+    /// No compression: same-filled pages are detected, all others are stored uncompressed.
     Store,
 }
 
 impl Algorithm {
-    /// All algorithms.
+    /// All algorithms that can be selected.
     pub const ALL: [Self; 5] = [Self::Lz4, Self::Lz4hc, Self::Lzo, Self::Zstd, Self::Store];
 
-    /// Returns the name as typed by users.
+    /// Returns the algorithm's name in options and parameters.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lz4 => "lz4",
@@ -39,8 +40,9 @@ impl Algorithm {
         }
     }
 
-    /// Returns the minimum, default and maximum `level`. For lz4 the level is the acceleration, as
-    /// in the kernel: higher is faster and compresses less.
+    /// Returns the minimum, default and maximum `level`; `None` if the algorithm does not have
+    /// levels. For lz4 the level is the acceleration, as in the kernel: a higher level is faster
+    /// and compresses less.
     const fn levels(self) -> Option<(i32, i32, i32)> {
         match self {
             Self::Lz4 => Some((1, 1, 65537)),
@@ -68,7 +70,7 @@ impl FromStr for Algorithm {
     }
 }
 
-/// Errors of parsing algorithms and parameters.
+/// Errors from parsing or checking algorithm names and parameters.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "each variant's message is its documentation")]
 pub enum ParamsError {
@@ -94,57 +96,57 @@ pub enum ParamsError {
     DictionarySize { path: PathBuf, bytes: u64 },
 }
 
-/// Values set by `algorithm_params`.
+/// Parameters of a compression algorithm, as set by zram's `algorithm_params`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Params {
-    /// Level; `None` for the algorithm's default.
+    /// Compression level; `None` for the algorithm's default.
     pub level: Option<i32>,
-    /// Dictionary (zstd only; the kernel also supports one for lz4 and lz4hc).
+    /// Compression dictionary (zstd only; the kernel also supports one for lz4 and lz4hc).
     pub dictionary: Option<Dictionary>,
-    /// Algorithm for which the parameters were written, if given.
+    /// Name of the algorithm for which the parameters were written (`algo=NAME`), if given.
     pub algo: Option<String>,
 }
 
 impl Params {
     /// Parses the kernel's syntax: `level=NUMBER`, `dict=PATH` and `algo=NAME`, separated by
-    /// spaces. Reads the dictionary.
+    /// spaces. Reads the dictionary file.
     ///
     /// # Errors
-    /// Fails if a word is invalid or the dictionary cannot be read.
+    /// Fails if a word is invalid or the dictionary file cannot be read.
     pub fn parse(text: &str) -> Result<Self, ParamsError> {
         Self::parse_with(text, |path| path.into())
     }
 
-    /// As [`parse`](Self::parse), with `path` decoding the written form of paths (which may not be
-    /// UTF-8).
+    /// Parses like [`parse`](Self::parse); `path` decodes the written form of the dictionary's
+    /// path, which may not be UTF-8.
     ///
     /// # Errors
-    /// As [`parse`](Self::parse).
+    /// Fails if a word is invalid or the dictionary file cannot be read.
     pub fn parse_with(text: &str, path: impl Fn(&str) -> PathBuf) -> Result<Self, ParamsError> {
         let Words { level, dict, algo } = Words::parse(text)?;
         let dictionary = dict.map(|dict| read_dictionary(&path(&dict))).transpose()?;
         Ok(Self { level, dictionary, algo })
     }
 
-    /// Checks that `text` can be parsed and fits `algorithm`, without reading the dictionary.
+    /// Checks that `text` can be parsed and fits `algorithm`, without reading the dictionary file.
     ///
     /// # Errors
-    /// Fails if a word is invalid or does not fit, with the valid range.
+    /// Fails if a word is invalid or does not fit `algorithm`; the error contains the valid range.
     pub fn check_words(text: &str, algorithm: Algorithm) -> Result<(), ParamsError> {
         let words = Words::parse(text)?;
         fits(algorithm, words.level, words.dict.is_some(), words.algo.as_deref()).map(drop)
     }
 
-    /// Checks that the parameters fit `algorithm` and returns the effective level.
+    /// Checks that the parameters fit `algorithm`, and returns the given level or the default one.
     ///
     /// # Errors
-    /// Fails if a parameter does not fit, with the valid range.
+    /// Fails if a parameter does not fit `algorithm`; the error contains the valid range.
     pub fn check(&self, algorithm: Algorithm) -> Result<i32, ParamsError> {
         fits(algorithm, self.level, self.dictionary.is_some(), self.algo.as_deref())
     }
 }
 
-/// The parsed words, before the dictionary is read.
+/// The parsed words of the parameters, before the dictionary file is read.
 #[derive(Default)]
 struct Words {
     level: Option<i32>,
@@ -174,7 +176,7 @@ impl Words {
     }
 }
 
-/// Checks the parameters of `algorithm` and returns the effective level.
+/// Checks that the parameters fit `algorithm`, and returns the given level or the default one.
 fn fits(
     algorithm: Algorithm,
     level: Option<i32>,
@@ -207,8 +209,8 @@ fn read_dictionary(path: &Path) -> Result<Dictionary, ParamsError> {
     Ok(Dictionary::of_file(path, std::fs::read(path).map_err(failed)?))
 }
 
-/// Prints the words that [`Params::parse`] accepts; for a dictionary trained by this process, its
-/// description.
+/// Prints the words that [`Params::parse`] accepts. A trained dictionary is printed as
+/// `dict=(trained,N)`.
 impl fmt::Display for Params {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let words = [

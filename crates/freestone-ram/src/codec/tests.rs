@@ -38,7 +38,7 @@ fn algorithms_round_trip() {
             let mut back = [0; PAGE_BYTES];
             streams.decompress(object, &mut back).unwrap();
             assert!(back == page, "{algorithm}");
-            // A truncated object is an error, not a wrong page.
+            // Decompressing a truncated object fails, and does not return a wrong page.
             assert_eq!(
                 streams.decompress(&object[..object.len() - 1], &mut back),
                 Err(Error::Media),
@@ -53,12 +53,12 @@ fn algorithms_round_trip() {
     }
 }
 
-/// The object follows the format description in the kernel's documentation.
+/// The stream is built from the format description in the kernel's documentation.
 #[test]
 fn lzo_reads_reference_stream() {
     let streams = Streams::new(Algorithm::Lzo, &Params::default()).unwrap();
-    // Three literals, then a match of 4093 bytes at distance 3 (33 by the instruction, 255 for each
-    // zero, and the rest), then the end.
+    // Three literals, then a match of 4093 bytes at distance 3, then the end. The match length is
+    // 33 by the instruction, 255 for each zero, and the rest.
     let mut object = vec![17 + 3, b'a', b'b', b'c', 0x20];
     object.extend([0; 15]);
     object.extend([(4093 - 33 - 15 * 255) as u8, 2 << 2, 0, 0x11, 0, 0]);
@@ -118,8 +118,8 @@ fn streams_are_bounded_by_cpus() {
 
 #[test]
 fn compress_takes_no_page_fault() {
-    // Field 10 of the thread's stat counts minor faults. Read without an allocation, which could
-    // cause a fault.
+    // Field 10 of the thread's stat counts minor faults. The file is read without an allocation,
+    // which could cause a fault itself.
     fn faults() -> u64 {
         let mut stat = [0; 1024];
         let len = std::io::Read::read(&mut std::fs::File::open("/proc/thread-self/stat").unwrap(), &mut stat)
@@ -133,7 +133,7 @@ fn compress_takes_no_page_fault() {
         let pages = pages();
         let mut scratch = Scratch::new();
         touch::scratch(&mut scratch);
-        // Test the streams of all CPUs, not only this one's.
+        // Test the streams of all CPUs, not only that of this CPU.
         for stream in streams.per_cpu.all() {
             let mut stream = stream.lock();
             let before = faults();
@@ -153,7 +153,7 @@ fn streams_share_one_dictionary() {
     let params = Params::parse(&format!("dict={}", file.path().display())).unwrap();
     let with = Streams::new(Algorithm::Zstd, &params).unwrap();
     let digest = with.digest.as_ref().unwrap();
-    // One reference per CPU, and `digest` here.
+    // There is one reference per CPU, and `digest` in the streams.
     assert_eq!(Arc::strong_count(digest), percpu::cpus() + 1);
     let streams: u64 = with.per_cpu.all().map(|stream| stream.lock().bytes() as u64).sum();
     assert_eq!(with.bytes(), streams + (bytes.len() + digest.bytes()) as u64);
@@ -164,7 +164,7 @@ fn streams_share_one_dictionary() {
             "{stream} bytes: a stream has a dictionary of its own"
         );
     }
-    // The streams keep it alive.
+    // The per-CPU streams keep the digested dictionary alive.
     let weak = Arc::downgrade(digest);
     let Streams { per_cpu, digest: own, .. } = with;
     drop(own);
@@ -175,7 +175,7 @@ fn streams_share_one_dictionary() {
 
 #[test]
 fn trained_dictionary_shrinks_pages() {
-    // Pages that share more words with other pages than within themselves.
+    // Pages whose words repeat in other pages rather than within a page.
     let mut state = 1_u64;
     let words: Vec<[u8; 16]> = (0..2048)
         .map(|_| {

@@ -1,4 +1,4 @@
-//! Zstandard with minimal frames: no magic, content size, checksum or dictionary id.
+//! Zstandard with minimal frames: without magic number, content size, checksum and dictionary id.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use super::dictionary::Dictionary;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 
-/// A dictionary digested for compressors and decompressors. Shared by all streams, as it is several
+/// A dictionary digested for compressors and decompressors. All streams share it, as it is several
 /// times as large as the dictionary.
 pub struct Digest {
-    // `'static`: each context keeps its own copy of the dictionary.
+    // `'static`: each digest has its own copy of the dictionary's content.
     compress: CDict<'static>,
     decompress: DDict<'static>,
 }
@@ -29,14 +29,14 @@ impl Digest {
     }
 }
 
-/// A compressor and a decompressor, which borrow their digest.
+/// A compressor and a decompressor, which borrow the digested dictionary.
 struct Contexts<'d> {
     compressor: CCtx<'d>,
     decompressor: DCtx<'d>,
 }
 
 self_cell::self_cell!(
-    /// Contexts together with the digest they borrow.
+    /// Contexts together with the digested dictionary that they borrow.
     struct Joined {
         owner: Option<Arc<Digest>>,
         #[not_covariant]
@@ -44,8 +44,8 @@ self_cell::self_cell!(
     }
 );
 
-/// Working memory of one compressor and decompressor. A pointer in size: the contexts are on the
-/// heap.
+/// Working memory of one compressor and one decompressor. The value has the size of a pointer: the
+/// contexts are on the heap.
 pub struct Zstd(Joined);
 
 impl<'d> Contexts<'d> {
@@ -78,13 +78,15 @@ impl Zstd {
         Joined::try_new(digest, |digest| Contexts::new(level, digest.as_deref())).map(Self)
     }
 
-    /// Compresses a page into `out`; `None` if the result does not fit.
+    /// Compresses a page into `out` and returns the size in bytes; `None` if the result does not
+    /// fit.
     pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
         let mut target = Target { out, written: 0 };
         self.0.with_dependent_mut(|_, contexts| contexts.compressor.compress2(&mut target, page).ok())
     }
 
-    /// Decompresses an object; false if the result is not a whole page.
+    /// Decompresses the compressed page `object` into `page`; returns false if the result is not a
+    /// whole page.
     pub fn decompress(&mut self, object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
         let page = page.as_mut_slice();
         self.0.with_dependent_mut(|_, contexts| contexts.decompressor.decompress(page, object))
@@ -96,7 +98,7 @@ impl Zstd {
     }
 }
 
-/// Uninitialised memory as a target of the library.
+/// Uninitialised memory as an output buffer of `zstd_safe`.
 struct Target<'a> {
     out: &'a mut [MaybeUninit<u8>],
     written: usize,

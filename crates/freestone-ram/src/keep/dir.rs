@@ -1,10 +1,11 @@
 //! The directory of kept devices, and the choice of the present chain: a whole file and the
 //! increments that continue it.
 //!
-//! A file's name gives its place, `NUMBER.whole` or `NUMBER-INCREMENT.part`; its header repeats it,
-//! with the salt of the file that it continues. There is no other list. A file gets its name
-//! atomically when it is durable, so every file is complete, and the newest whole file with its
-//! increments is always the present chain. A list would be another file that could be torn.
+//! A file's name contains its generation and number in the chain, `NUMBER.whole` or
+//! `NUMBER-INCREMENT.part`. The header of the file repeats both, with the salt of the file that it
+//! continues. The directory does not have another list of files, as a crash could tear one. A file
+//! is renamed to its final name atomically when it is durable, so every file is complete. The
+//! newest whole file with its increments is always the present chain.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,7 +16,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use rustix::fs::FlockOperation;
 
 use super::file::scan;
-use super::{Damaged, KeepError};
+use super::{DamagePolicy, KeepError};
 use crate::save::format::KeptRecord;
 use crate::save::reader::Reader;
 use crate::save::{Contents, RestoreError, contents};
@@ -26,7 +27,7 @@ const PART: &str = "part";
 
 pub struct Dir {
     pub path: PathBuf,
-    /// Locked while the directory is open. Its fsync makes names durable.
+    /// The opened directory, locked while in use. An fsync of it makes file names durable.
     lock: File,
 }
 
@@ -34,20 +35,20 @@ pub struct Dir {
 pub struct ChainFile {
     pub path: PathBuf,
     pub bytes: u64,
-    /// Salt by which the next file refers to this one.
+    /// Random number in the file's header, by which the next file refers to this one.
     pub salt: u64,
-    pub when: SystemTime,
+    pub saved_at: SystemTime,
     pub has_lost: bool,
 }
 
-/// The files of the newest save.
+/// The files of the newest save that can be restored.
 pub struct Chain {
     pub generation: u64,
-    /// The whole file first.
+    /// The files in order, the whole one first.
     pub files: Vec<ChainFile>,
     pub contents: Contents,
-    /// Number of newer, unusable files.
-    pub left_out: usize,
+    /// Number of newer files that cannot be used.
+    pub unusable_files: usize,
 }
 
 impl Chain {
@@ -55,14 +56,15 @@ impl Chain {
         self.files.iter().map(|file| file.bytes).sum()
     }
 
-    /// Returns true if a file has lost pages, which older files may still have.
+    /// Returns true if a file contains lost (unreadable) pages, which files of older chains may
+    /// still have.
     pub fn has_lost(&self) -> bool {
         self.files.iter().any(|file| file.has_lost)
     }
 }
 
 impl Dir {
-    /// Creates the directory if necessary, and removes unfinished files of a crash.
+    /// Opens the directory, creates it if necessary, and removes unfinished files of a crash.
     pub fn open(path: &Path) -> Result<Self, KeepError> {
         let failed = |source| KeepError::Directory { path: path.to_owned(), source };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
@@ -73,7 +75,7 @@ impl Dir {
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(KeepError::InUse(path)),
             Err(errno) => return Err(failed(errno.into())),
         }
-        for left in replace::left_behind(&path.join("file")) {
+        for left in replace::find_stale_files(&path.join("file")) {
             fs::remove_file(left).map_err(failed)?;
         }
         Ok(Self { path, lock })
@@ -90,12 +92,12 @@ impl Dir {
         KeepError::Directory { path: self.path.clone(), source }
     }
 
-    /// Returns the files with valid names, in order.
+    /// Returns the generation and number of each file with a valid name, in ascending order.
     fn files(&self) -> Result<Vec<(u64, u32)>, KeepError> {
         let mut files = Vec::new();
         for row in fs::read_dir(&self.path).map_err(|error| self.failed(error))? {
             let name = row.map_err(|error| self.failed(error))?.file_name();
-            // Accept the canonical form of a name only.
+            // Accept only the exact spelling that `place` produces.
             let is_ours = |&(generation, number): &(u64, u32)| {
                 self.place(generation, number).file_name() == Some(&name)
             };
@@ -105,14 +107,15 @@ impl Dir {
         Ok(files)
     }
 
-    /// Returns an unused generation.
+    /// Returns a generation above those of all files.
     pub fn next_generation(&self) -> Result<u64, KeepError> {
         Ok(self.files()?.last().map_or(1, |(newest, _)| newest + 1))
     }
 
-    /// Returns the present chain. An older chain is used only if a newer one is damaged: a file
-    /// that is just unreadable now might be readable later, and would then supersede newer saves.
-    pub fn chain(&self, damaged: Damaged) -> Result<Option<Chain>, KeepError> {
+    /// Returns the present chain, or `None` if there is none. An older chain is used only if the
+    /// newer one is damaged. A file that is unreadable only for now must fail the call: if it were
+    /// readable later, it would supersede newer saves.
+    pub fn chain(&self, damaged: DamagePolicy) -> Result<Option<Chain>, KeepError> {
         let files = self.files()?;
         let mut generations: Vec<u64> = files.iter().map(|(generation, _)| *generation).collect();
         generations.dedup();
@@ -122,7 +125,7 @@ impl Dir {
             let parts = files.iter().filter(is_part).count();
             match self.chain_of(generation, parts, damaged) {
                 Ok(mut chain) => {
-                    chain.left_out += files.iter().filter(|(of, _)| *of > generation).count();
+                    chain.unusable_files += files.iter().filter(|(of, _)| *of > generation).count();
                     return Ok(Some(chain));
                 }
                 Err(error) if !is_damage(&error) => return Err(error.into()),
@@ -133,12 +136,12 @@ impl Dir {
             }
         }
         match first_error {
-            Some(error) if damaged == Damaged::Refuse => Err(error.into()),
+            Some(error) if damaged == DamagePolicy::Refuse => Err(error.into()),
             _ => Ok(None),
         }
     }
 
-    fn chain_of(&self, generation: u64, parts: usize, damaged: Damaged) -> Result<Chain, RestoreError> {
+    fn chain_of(&self, generation: u64, parts: usize, damaged: DamagePolicy) -> Result<Chain, RestoreError> {
         let (whole, mut contents) = self.member(generation, 0, 0, damaged)?;
         let mut chain = vec![whole];
         for number in 1..=parts as u32 {
@@ -152,20 +155,20 @@ impl Dir {
                     let what = "the increment has other devices than the file before it";
                     return Err(RestoreError::Damaged { path: file.path, at: 0, what });
                 }
-                // A save that was never completed.
+                // The last increment may be a save that was never completed.
                 Err(error @ RestoreError::Incomplete(_)) if number as usize == parts => {
                     tracing::warn!("kept devices: {error}; using the save before it");
                     break;
                 }
-                Err(error) if damaged == Damaged::LeaveOut && is_damage(&error) => {
+                Err(error) if damaged == DamagePolicy::UseOlder && is_damage(&error) => {
                     tracing::warn!("kept devices: {error}; using the save before it");
                     break;
                 }
                 Err(error) => return Err(error),
             }
         }
-        let left_out = parts + 1 - chain.len();
-        Ok(Chain { generation, files: chain, contents, left_out })
+        let unusable_files = parts + 1 - chain.len();
+        Ok(Chain { generation, files: chain, contents, unusable_files })
     }
 
     fn member(
@@ -173,7 +176,7 @@ impl Dir {
         generation: u64,
         number: u32,
         continues: u64,
-        damaged: Damaged,
+        damaged: DamagePolicy,
     ) -> Result<(ChainFile, Contents), RestoreError> {
         let path = self.place(generation, number);
         let reader = Reader::open_any(&path)?;
@@ -186,12 +189,12 @@ impl Dir {
                 what: "the file name does not match the header",
             });
         }
-        if damaged == Damaged::LeaveOut {
+        if damaged == DamagePolicy::UseOlder {
             scan(&path, 0)?;
         }
-        let (salt, bytes, when) = (reader.salt, reader.end.file_bytes, when(&kept));
+        let (salt, bytes, saved_at) = (reader.salt, reader.end.file_bytes, saved_at(&kept));
         let has_lost = reader.has_lost();
-        Ok((ChainFile { path, bytes, salt, when, has_lost }, contents(&reader)))
+        Ok((ChainFile { path, bytes, salt, saved_at, has_lost }, contents(&reader)))
     }
 
     pub fn remove_others(&self, present: u64) -> Result<(), KeepError> {
@@ -199,7 +202,7 @@ impl Dir {
     }
 
     pub fn remove(&self, which: impl Fn((u64, u32)) -> bool) -> Result<(), KeepError> {
-        // Newest first: the remaining files are a valid chain at any time.
+        // Newest first, so that the remaining files are a valid chain at any time.
         let mut gone = self.files()?;
         gone.retain(|file| which(*file));
         for &(generation, number) in gone.iter().rev() {
@@ -212,14 +215,15 @@ impl Dir {
         replace::sync_dir(&self.lock).map_err(|error| self.failed(error))
     }
 
-    /// Returns the bytes that this process can still write there.
+    /// Returns the bytes that this process can still write in the directory's file system.
     pub fn free_bytes(&self) -> Result<u64, KeepError> {
         let stat = rustix::fs::statvfs(&self.path).map_err(|errno| self.failed(errno.into()))?;
         Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 }
 
-/// Returns true if the error is permanent: the file is missing, or not what was written.
+/// Returns true if the error is permanent: the file is missing, or its content is not what was
+/// written.
 fn is_damage(error: &RestoreError) -> bool {
     match error {
         RestoreError::Foreign(_) | RestoreError::Incomplete(_) | RestoreError::Damaged { .. } => true,
@@ -228,7 +232,7 @@ fn is_damage(error: &RestoreError) -> bool {
     }
 }
 
-/// Parses a file name into its place.
+/// Parses a file name into generation and number (0: the whole file); `None` if it is invalid.
 fn parse_name(name: &str) -> Option<(u64, u32)> {
     let (stem, kind) = name.rsplit_once('.')?;
     match (kind, stem.split_once('-')) {
@@ -240,7 +244,7 @@ fn parse_name(name: &str) -> Option<(u64, u32)> {
     }
 }
 
-/// Returns true if an increment has the same devices, which may have grown.
+/// Returns true if the increment `after` has the same devices as `before`; they may have grown.
 fn same_devices(before: &Contents, after: &Contents) -> bool {
     before.bases == after.bases
         && before.devices.len() == after.devices.len()
@@ -250,8 +254,8 @@ fn same_devices(before: &Contents, after: &Contents) -> bool {
         })
 }
 
-/// Returns the time at which the devices had this content.
-pub fn when(kept: &KeptRecord) -> SystemTime {
+/// Returns the time at which the devices held the content of the file.
+pub fn saved_at(kept: &KeptRecord) -> SystemTime {
     let since =
         Duration::from_secs(kept.seconds.get()).saturating_add(Duration::from_nanos(kept.nanos.get().into()));
     UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH)

@@ -4,29 +4,29 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use crate::save::{RestoreError, SaveError};
-use freestone_core::file_size_limit::Explained;
+use freestone_core::file_size_limit::WriteErrorText;
 
-/// Errors of keeping devices.
+/// Errors of the directory of kept devices.
 #[derive(Debug, Error)]
 pub enum KeepError {
     /// The directory cannot be created, read or changed.
-    #[error("cannot use {}: {}", path.display(), Explained(source))]
+    #[error("cannot use {}: {}", path.display(), WriteErrorText(source))]
     Directory {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// The directory is in use by this or another process.
+    /// The directory is in use by this process or another one.
     #[error("{} is in use; one server keeps devices in it at a time", .0.display())]
     InUse(PathBuf),
-    /// The directory is empty.
+    /// The directory does not contain kept devices.
     #[error("{} holds nothing yet", .0.display())]
-    Nothing(PathBuf),
-    /// A file cannot be read, or the devices cannot be created.
+    Empty(PathBuf),
+    /// A file of the chain cannot be read, or the devices cannot be created.
     #[error(transparent)]
     Read(#[from] RestoreError),
-    /// The devices cannot be saved, or the files cannot be merged.
+    /// The devices cannot be saved, or the files of the chain cannot be merged.
     #[error(transparent)]
     Save(#[from] SaveError),
 }

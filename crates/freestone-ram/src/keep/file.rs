@@ -1,4 +1,4 @@
-//! A file of kept devices: its metadata, and page data on demand.
+//! A file of kept devices: metadata in memory, and page data read on demand.
 
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -10,9 +10,9 @@ use rustix::fs::Advice;
 
 use super::index::Entry;
 use crate::codec::{Algorithm, Dictionary};
-use crate::save::file_codec::{FileCodec, Refused};
+use crate::save::file_codec::{ContentError, FileCodec};
 use crate::save::format::{KeptRecord, block_sum, form};
-use crate::save::reader::{BlockPlace, Node, Reader, Skimmed};
+use crate::save::reader::{BlockMetadata, BlockPlace, Node, Reader};
 use crate::save::{BaseIdentity, RestoreError};
 use freestone_core::device::Error;
 use freestone_core::fail_points::{self, Call};
@@ -26,8 +26,8 @@ pub struct FileAlgorithm {
     pub dictionary: Option<Dictionary>,
 }
 
-/// Metadata of a file: everything but page data.
-pub struct Scanned {
+/// Metadata of a file of kept devices: everything but page data.
+pub struct FileMetadata {
     pub kept: KeptRecord,
     pub bases: Vec<BaseIdentity>,
     pub nodes: Arc<[Node]>,
@@ -36,7 +36,7 @@ pub struct Scanned {
     pub blocks: Blocks,
 }
 
-/// The blocks of a file. Data is verified before use.
+/// The blocks of a file. The data of a block is verified before use.
 pub struct Blocks {
     file: File,
     path: PathBuf,
@@ -50,12 +50,12 @@ pub struct Blocks {
 struct BlockState {
     place: BlockPlace,
     node: u32,
-    /// [`UNKNOWN`], [`RIGHT`] or [`DAMAGED`]; from [`UNREADABLE`] on: the second, since the scan,
-    /// of the last failed read.
+    /// [`UNKNOWN`], [`RIGHT`] or [`DAMAGED`]. A value from [`UNREADABLE`] on adds the time of the
+    /// last failed read, in seconds since the scan.
     state: AtomicU32,
 }
 
-/// Size of the read-ahead in bytes.
+/// Size of each read-ahead request in bytes.
 const AHEAD_BYTES: u64 = 8 << 20;
 
 const UNKNOWN: u32 = 0;
@@ -63,18 +63,19 @@ const RIGHT: u32 = 1;
 const DAMAGED: u32 = 2;
 const UNREADABLE: u32 = 3;
 
-/// Read attempts before a block counts as unreadable: an error may be transient.
+/// Read attempts before a block counts as unreadable: a read error may be transient.
 const READ_TRIES: u32 = 3;
-/// Seconds before an unreadable block is retried, so that a save does not wait for a bad sector
-/// once per page.
+/// Seconds before an unreadable block is read again, so that a save does not wait for the same bad
+/// sector once per page.
 const UNREADABLE_SECS: u32 = 1;
 
-/// Reads the metadata of a file. `number` is the file's number in its chain.
+/// Reads the metadata of a file and verifies its records. `number` is the file's number in its
+/// chain.
 ///
 /// # Errors
-/// As [`inspect`](crate::save::inspect); also if a record is invalid, or the file is not one of
+/// As [`inspect`](crate::save::inspect); also if a record is invalid, or the file is not a file of
 /// kept devices.
-pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
+pub fn scan(path: &Path, number: usize) -> Result<FileMetadata, RestoreError> {
     let mut reader = Reader::open_any(path)?;
     let Some(kept) = reader.kept else { return Err(RestoreError::Foreign(path.to_owned())) };
     let mut entries: Vec<Vec<Entry>> = reader.nodes.iter().map(|_| Vec::new()).collect();
@@ -83,12 +84,12 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
         let at = reader.at();
         match reader.skim()? {
             None => break,
-            Some(Skimmed::Algorithm { algorithm, level, trained, dictionary }) => {
+            Some(BlockMetadata::Algorithm { algorithm, level, trained, dictionary }) => {
                 let dictionary = FileCodec::dictionary(dictionary)
                     .map_err(|refused| to_restore_error(path, at, refused))?;
                 algorithms.push(FileAlgorithm { algorithm, level, trained, dictionary });
             }
-            Some(Skimmed::Pages { node, place, records }) => {
+            Some(BlockMetadata::Pages { node, place, records }) => {
                 let mut data = 0;
                 let of_node = &mut entries[node as usize];
                 for record in records {
@@ -105,14 +106,14 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
     let (file, path) = (reader.into_file(), path.to_owned());
     let blocks =
         Blocks { file, path, salt, bytes, places, scanned: Instant::now(), lines: LogLimit::default() };
-    Ok(Scanned { kept, bases, nodes, algorithms, entries, blocks })
+    Ok(FileMetadata { kept, bases, nodes, algorithms, entries, blocks })
 }
 
-/// Converts a refusal of content at byte `at` to an error.
-pub fn to_restore_error(path: &Path, at: u64, refused: Refused) -> RestoreError {
+/// Converts an error of the content at byte `at` of the file `path`.
+pub fn to_restore_error(path: &Path, at: u64, refused: ContentError) -> RestoreError {
     match refused {
-        Refused::Damaged(what) => RestoreError::Damaged { path: path.to_owned(), at, what },
-        Refused::Other(error) => error,
+        ContentError::Damaged(what) => RestoreError::Damaged { path: path.to_owned(), at, what },
+        ContentError::Other(error) => error,
     }
 }
 
@@ -121,7 +122,7 @@ impl Blocks {
         self.places.len()
     }
 
-    /// Returns the node whose pages a block has.
+    /// Returns the number of the node (device or snapshot) whose pages are in a block.
     pub fn node(&self, block: u32) -> u32 {
         self.places[block as usize].node
     }
@@ -130,7 +131,7 @@ impl Blocks {
         &self.path
     }
 
-    /// Reads a whole block and verifies its checksum.
+    /// Reads a whole block into `into` and verifies its checksum.
     ///
     /// # Errors
     /// [`Error::Media`] if the block is damaged or unreadable.
@@ -141,8 +142,8 @@ impl Blocks {
         self.read_exact(of, into, place.at)?;
         let sum = block_sum(into, self.salt).to_le_bytes();
         let right = into[..sum.len()] == sum;
-        // Relaxed: the state describes data that the caller has read, or a file that does not
-        // change.
+        // Relaxed: the state describes data that the caller has read itself, or a file that does
+        // not change.
         state.store(if right { RIGHT } else { DAMAGED }, Ordering::Relaxed);
         if !right {
             self.log_unusable(place.at, &"a block's checksum is wrong");
@@ -151,10 +152,10 @@ impl Blocks {
         Ok(())
     }
 
-    /// Reads part of a block, with retries.
+    /// Reads part of a block, with retries. Fails at once if a read failed in the last second.
     fn read_exact(&self, of: &BlockState, into: &mut [u8], at: u64) -> Result<(), Error> {
         let now = self.scanned.elapsed().as_secs() as u32;
-        // Relaxed: as in `load`.
+        // Relaxed: the state describes a file that does not change.
         let state = of.state.load(Ordering::Relaxed);
         if state >= UNREADABLE && now.saturating_sub(state - UNREADABLE) < UNREADABLE_SECS {
             return Err(Error::Media);
@@ -165,22 +166,22 @@ impl Blocks {
         };
         self.log_unusable(of.place.at, &error);
         let now = self.scanned.elapsed().as_secs() as u32;
-        // Relaxed: as in `load`.
+        // Relaxed: the state describes a file that does not change.
         of.state.store(UNREADABLE.saturating_add(now), Ordering::Relaxed);
         Err(Error::Media)
     }
 
-    /// Returns true if a block was read and is damaged.
+    /// Returns true if the block was read and its checksum was wrong.
     pub fn is_damaged(&self, block: u32) -> bool {
-        // Relaxed: as in `load`.
+        // Relaxed: the state describes a file that does not change.
         self.places[block as usize].state.load(Ordering::Relaxed) == DAMAGED
     }
 
-    /// Requests read-ahead by the system before blocks are loaded in order. `asked` is the end of
+    /// Requests read-ahead from the kernel before blocks are loaded in order. `asked` is the end of
     /// the range already requested.
     pub fn read_ahead(&self, block: u32, asked: &mut u64) {
         let place = self.places[block as usize].place;
-        // In large pieces: each call costs the system a scan of the range.
+        // Request large pieces, as each call makes the kernel scan the range.
         if place.at + AHEAD_BYTES / 2 > *asked {
             let from = place.at.max(*asked);
             *asked = place.at + AHEAD_BYTES;
@@ -189,7 +190,8 @@ impl Blocks {
         }
     }
 
-    /// Returns the data of an entry from a [loaded](Self::load) block.
+    /// Returns the data of an entry from a [loaded](Self::load) block; fails if it is outside the
+    /// block.
     pub fn data<'a>(&self, entry: &Entry, loaded: &'a [u8]) -> Result<&'a [u8], Error> {
         let place = self.places[entry.block as usize].place;
         let (at, len) = entry.data(place);
@@ -197,13 +199,13 @@ impl Blocks {
         loaded.get(from..from + len).ok_or(Error::Media)
     }
 
-    /// Reads the data of one entry, after its block was verified.
+    /// Reads the data of one entry; the first read of a block loads and verifies the whole block.
     ///
     /// # Errors
-    /// As [`load`](Self::load).
+    /// [`Error::Media`] if the block is damaged or unreadable.
     pub fn read(&self, entry: &Entry, into: &mut Vec<u8>) -> Result<(), Error> {
         let of = &self.places[entry.block as usize];
-        // Relaxed: as in `load`.
+        // Relaxed: the state describes a file that does not change.
         match of.state.load(Ordering::Relaxed) {
             DAMAGED => return Err(Error::Media),
             RIGHT => {}
@@ -222,7 +224,7 @@ impl Blocks {
 
     #[cold]
     fn log_unusable(&self, at: u64, why: &dyn std::fmt::Display) {
-        if let Some(held_back) = self.lines.line(()) {
+        if let Some(held_back) = self.lines.admit(()) {
             tracing::error!(
                 "{}: block at byte {at}: {why}; its pages are lost{held_back}",
                 self.path.display()

@@ -1,16 +1,16 @@
-//! Index of pages in the files of a chain.
+//! Index of the pages that are stored in the files of a chain.
 
 use crate::save::format::{PageRecord, form};
 use crate::save::reader::{BlockPlace, Page};
 
-/// A page, or a run of pages without data, and its place: 24 bytes.
+/// Index entry of a page, or of a run of pages without data, with its place in a file: 24 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// Page number; from bit [`FILE_SHIFT`] on the file's number in its chain.
+    /// Page number in the low bits; the file's number in its chain from bit [`FILE_SHIFT`] on.
     page_and_file: u64,
-    /// Number of the block in the file.
+    /// Number of the block in the file, counted from 0.
     pub block: u32,
-    /// Offset of the data behind the block's records; for runs the pattern.
+    /// Offset of the data behind the block's records; for runs, the fill pattern.
     place: u32,
     len: u16,
     form: u8,
@@ -22,7 +22,7 @@ const FILE_SHIFT: u32 = 48;
 const _: () = assert!(freestone_core::slot::MAX_SLOTS < 1 << FILE_SHIFT);
 
 impl Entry {
-    /// Creates the entry of a checked record whose data begins at `place`.
+    /// Creates the entry of a verified page record whose data begins at `place`.
     pub fn new(record: &PageRecord, file: usize, block: u32, place: u32) -> Self {
         let place = if form::is_run(record.form) { u32::from_ne_bytes(record.pattern) } else { place };
         Self {
@@ -51,7 +51,7 @@ impl Entry {
         self.form == form::BELOW
     }
 
-    /// Returns true if the page was unreadable when saved.
+    /// Returns true if the page could not be read when it was saved.
     pub fn is_lost(&self) -> bool {
         self.form == form::LOST
     }
@@ -60,13 +60,14 @@ impl Entry {
         self.page() + if self.is_run() { u64::from(self.len) } else { 1 }
     }
 
-    /// Returns the place and length of the data in the file.
+    /// Returns the offset of the data in the file and its length in bytes; the length is 0 for
+    /// runs.
     pub fn data(&self, block: BlockPlace) -> (u64, usize) {
         let bytes = if self.is_run() { 0 } else { usize::from(self.len) };
         (block.at + u64::from(block.data) + if self.is_run() { 0 } else { u64::from(self.place) }, bytes)
     }
 
-    /// Returns the record for a file in which the algorithm has number `algorithm`.
+    /// Returns the page record for a file in which the algorithm has number `algorithm`.
     pub fn record(&self, algorithm: u8) -> PageRecord {
         PageRecord {
             page: self.page().into(),
@@ -77,17 +78,17 @@ impl Entry {
         }
     }
 
-    /// Returns the algorithm's number in its file; `None` for forms without one.
+    /// Returns the algorithm's number in the entry's file; `None` for forms without an algorithm.
     pub fn algorithm(&self) -> Option<u8> {
         matches!(self.form, form::COMPRESSED | form::HUGE).then_some(self.algorithm)
     }
 
-    /// Combines the entry with its data.
+    /// Combines the entry with its data; returns `None` if they do not form a valid page.
     pub fn page_of<'a>(&self, data: &'a [u8]) -> Option<Page<'a>> {
         Page::of(&self.record(self.algorithm), data)
     }
 
-    /// Returns the part of the entry in `[from, to)`.
+    /// Returns the part of the entry in the page range `[from, to)`; `None` if it is empty.
     fn cut(&self, from: u64, to: u64) -> Option<Self> {
         let (from, to) = (from.max(self.page()), to.min(self.end()));
         let file = self.page_and_file >> FILE_SHIFT << FILE_SHIFT;
@@ -96,8 +97,8 @@ impl Entry {
     }
 }
 
-/// Splits `entries` into the pages that `by` has and the others. All lists are sorted and have no
-/// page twice.
+/// Splits `entries` into the pages that `by` contains and the others. All lists are sorted, and
+/// none contains a page twice.
 pub fn divide(entries: &[Entry], by: &[Entry]) -> (Vec<Entry>, Vec<Entry>) {
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     let mut by = by.iter().peekable();
@@ -114,17 +115,17 @@ pub fn divide(entries: &[Entry], by: &[Entry]) -> (Vec<Entry>, Vec<Entry>) {
     (inside, outside)
 }
 
-/// Merges two sorted lists with distinct pages.
+/// Merges two sorted lists that have no page in common.
 pub fn join(mut entries: Vec<Entry>, more: Vec<Entry>) -> Vec<Entry> {
     if !more.is_empty() {
         entries.extend(more);
-        // A stable sort merges two sorted runs in linear time.
+        // The stable sort merges two sorted runs in linear time.
         entries.sort_by_key(Entry::page);
     }
     entries
 }
 
-/// Returns `older` overlaid with `newer`.
+/// Returns the pages of both lists; `newer` replaces pages of `older`.
 pub fn overlay(older: Vec<Entry>, newer: Vec<Entry>) -> Vec<Entry> {
     if older.is_empty() || newer.is_empty() {
         return join(older, newer);
@@ -132,7 +133,8 @@ pub fn overlay(older: Vec<Entry>, newer: Vec<Entry>) -> Vec<Entry> {
     join(divide(&older, &newer).1, newer)
 }
 
-/// Returns the entry of a page, or else the start of the next entry if there is one.
+/// Returns the entry of a page. The error is the first page of the next entry, or `None` without
+/// one.
 pub fn find(entries: &[Entry], page: u64) -> Result<&Entry, Option<u64>> {
     let behind = entries.partition_point(|entry| entry.page() <= page);
     match behind.checked_sub(1).map(|at| &entries[at]) {
@@ -165,7 +167,7 @@ mod tests {
         map
     }
 
-    /// Compares with a map implementation.
+    /// Compares the results with those of a `BTreeMap`.
     #[test]
     fn overlay_and_divide_match_maps() {
         let mut state = 1_u64;

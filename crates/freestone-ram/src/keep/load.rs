@@ -1,5 +1,5 @@
-//! Loading of kept devices: moves all pages from the files into memory, block by block in the order
-//! of the files, while the devices are in use.
+//! Loading of kept devices: moves all pages from the files into memory while the devices are in
+//! use. Blocks are loaded in the order of the files.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use crate::ram::Loader;
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::thread;
 
-/// Pauses between retries when memory is short.
+/// First and longest pause between retries when memory is short.
 const PAUSE_FIRST: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// A chain of devices with pages in files.
+/// A device with its snapshots whose pages are still in files.
 pub struct Stage {
     loader: Loader,
     index: Arc<Index>,
     blocks: u32,
     failed: bool,
-    /// Whether memory was short: other stages go first.
+    /// True if memory was short for this stage: other stages continue first.
     waits: bool,
 }
 
@@ -32,49 +32,51 @@ impl Stage {
 
 type BlockId = (usize, u32);
 
-/// Result of loading a block or page.
+/// Result of loading one block or page.
 enum LoadResult {
     Done,
-    NoRoom,
+    NoSpace,
     Cancelled,
 }
 
-/// Remaining load of [restored](super::Keep::restore) devices, which are in use meanwhile. Pages
-/// not loaded are read from the files. Dropping the value leaves them there.
-pub struct Loading {
+/// Remaining load of [restored](super::Keep::restore) devices, which are in use meanwhile. Reads of
+/// pages that are not loaded yet use the files. Dropping the value ends the load and leaves these
+/// pages in the files.
+pub struct BackgroundLoad {
     parts: Arc<[Part]>,
-    /// Stages; `None` once loaded.
+    /// Stages of the load; `None` once all blocks of a stage are loaded.
     stages: Vec<Option<Stage>>,
-    /// Index into `stages` by node.
+    /// Index into `stages` by node (device or snapshot).
     by_node: Vec<Option<usize>>,
-    /// By file and block: first and last index position of the block's entries, if any.
+    /// By file and block: index positions of the block's first and last entry; `None` if no page is
+    /// needed.
     wanted: Vec<Vec<Option<(u32, u32)>>>,
-    /// Next block among those never tried.
+    /// Next block among those that were never tried.
     next: BlockId,
-    /// Blocks to try before `next`, and blocks to retry when all have been tried.
+    /// Blocks to try before `next`, and blocks to retry after all others were tried.
     first: Vec<BlockId>,
     later: Vec<BlockId>,
     done: u64,
     all: u64,
     left: u64,
     block: Vec<u8>,
-    /// File and end of the read-ahead already requested.
+    /// File number, and end of the read-ahead already requested in that file.
     asked: (usize, u64),
 }
 
-/// Result of loading.
+/// Result of [`BackgroundLoad::run`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Loaded {
+pub enum LoadOutcome {
     /// All pages are in memory, and the files are closed.
-    All,
-    /// All pages but this many are in memory; the rest is unreadable, as a block of a file is
-    /// damaged. Reads of them fail until they are written.
-    AllBut(u64),
-    /// The caller cancelled the load, which can be continued.
+    Complete,
+    /// All pages except this number are in memory. The others are unreadable, as a block of a file
+    /// is damaged: reads of them fail until they are written.
+    Incomplete(u64),
+    /// The caller cancelled the load; another call of [`run`](BackgroundLoad::run) continues it.
     Cancelled,
 }
 
-impl Loading {
+impl BackgroundLoad {
     pub(super) fn new(parts: Arc<[Part]>, stages: Vec<Stage>, by_node: Vec<Option<usize>>) -> Self {
         let none = |part: &Part| vec![None; part.blocks.len()];
         let mut wanted: Vec<Vec<Option<(u32, u32)>>> = parts.iter().map(none).collect();
@@ -103,16 +105,16 @@ impl Loading {
         }
     }
 
-    /// Returns the blocks (about 1 MiB each) loaded and the total.
+    /// Returns the number of loaded blocks (about 1 MiB each) and of all blocks.
     pub fn progress(&self) -> (u64, u64) {
         (self.done, self.all)
     }
 
-    /// Loads the remaining pages until `cancelled` returns true; it is polled between blocks and
-    /// while waiting. If memory is short, continues with other devices and retries later; pages are
-    /// read from the files meanwhile. `progress` receives the values of
-    /// [`progress`](Self::progress).
-    pub fn run(&mut self, cancelled: &dyn Fn() -> bool, progress: &mut dyn FnMut(u64, u64)) -> Loaded {
+    /// Loads the remaining pages until `cancelled` returns true. `cancelled` is polled between
+    /// blocks and during waits. If memory is short, the load continues with other devices and
+    /// retries later; meanwhile the pages are read from the files. `progress` receives the values
+    /// of [`progress`](Self::progress).
+    pub fn run(&mut self, cancelled: &dyn Fn() -> bool, progress: &mut dyn FnMut(u64, u64)) -> LoadOutcome {
         loop {
             while let Some(at) = self.take_next() {
                 let came = if cancelled() { LoadResult::Cancelled } else { self.load(at, cancelled) };
@@ -121,17 +123,17 @@ impl Loading {
                         self.done += 1;
                         progress(self.done, self.all);
                     }
-                    LoadResult::NoRoom => self.later.push(at),
+                    LoadResult::NoSpace => self.later.push(at),
                     LoadResult::Cancelled => {
                         self.first.push(at);
-                        return Loaded::Cancelled;
+                        return LoadOutcome::Cancelled;
                     }
                 }
             }
             if self.later.is_empty() {
                 break;
             }
-            // The next block is taken from the end.
+            // `take_next` pops blocks from the end.
             self.later.reverse();
             self.first = std::mem::take(&mut self.later);
             self.stages.iter_mut().flatten().for_each(|stage| stage.waits = false);
@@ -140,10 +142,10 @@ impl Loading {
         if self.stages.iter().all(Option::is_none) {
             self.parts = Arc::default();
         }
-        if self.left == 0 { Loaded::All } else { Loaded::AllBut(self.left) }
+        if self.left == 0 { LoadOutcome::Complete } else { LoadOutcome::Incomplete(self.left) }
     }
 
-    /// Returns the next block with needed pages.
+    /// Returns the next block with needed pages, or `None` after the last one.
     fn take_next(&mut self) -> Option<BlockId> {
         if let Some(at) = self.first.pop() {
             return Some(at);
@@ -158,14 +160,15 @@ impl Loading {
         }
     }
 
-    /// Loads a block. If it stops midway, a later retry finds the loaded slots full.
+    /// Loads the pages of a block. If the load stops midway, a retry finds the loaded slots full
+    /// and skips them.
     fn load(&mut self, (file, block): BlockId, cancelled: &dyn Fn() -> bool) -> LoadResult {
         let Some((first, last)) = self.wanted[file][block as usize] else { return LoadResult::Done };
         let blocks = &self.parts[file].blocks;
         let Some(place) = self.by_node[blocks.node(block) as usize] else { return LoadResult::Done };
         let Some(stage) = &mut self.stages[place] else { return LoadResult::Done };
         if stage.waits {
-            return LoadResult::NoRoom;
+            return LoadResult::NoSpace;
         }
         let mut failed = 0;
         if stage.loader.is_wanted() {
@@ -182,7 +185,7 @@ impl Loading {
                     match put {
                         Ok(LoadResult::Done) => {}
                         Ok(came) => {
-                            stage.waits = matches!(came, LoadResult::NoRoom);
+                            stage.waits = matches!(came, LoadResult::NoSpace);
                             return came;
                         }
                         Err(_) => failed += 1,
@@ -201,7 +204,7 @@ impl Loading {
     }
 }
 
-/// Stores one page, with short retries if memory is short.
+/// Stores one page in memory, with short retries if memory is short.
 fn put(
     stage: &Stage,
     page: u64,
@@ -214,7 +217,7 @@ fn put(
     loop {
         match stage.index.unpack(page, entry, data, |incoming| stage.loader.put(page, incoming)) {
             Err(Error::NoSpace | Error::NoMemory) => {}
-            // No device needs the page any more.
+            // Every device that shared the page was removed or has overwritten it.
             Err(Error::Gone) => return Ok(LoadResult::Done),
             put => return put.map(|()| LoadResult::Done),
         }
@@ -225,7 +228,7 @@ fn put(
             return Ok(LoadResult::Done);
         }
         if pause > PAUSE_MAX {
-            return Ok(LoadResult::NoRoom);
+            return Ok(LoadResult::NoSpace);
         }
         stage.loader.request_space();
         thread::sleep(pause);

@@ -1,6 +1,6 @@
-//! Merging of a chain into one whole file, from the files alone.
+//! Merging of a chain into one whole file. The merge reads the files only, not the devices.
 //!
-//! The newest record of each page is copied unchanged. Memory use: the index of 24 bytes per record
+//! The newest record of each page is copied unchanged. Memory use: an index of 24 bytes per record
 //! (twice that temporarily), and one block of each file.
 
 use std::collections::HashMap;
@@ -9,24 +9,24 @@ use std::sync::Arc;
 use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 
 use super::KeepError;
-use super::file::{Blocks, Scanned, scan};
+use super::file::{Blocks, FileMetadata, scan};
 use super::index::Entry;
 use super::restore::MergedChain;
-use crate::save::format::{KeptRecord, NodeRecord, Over, algorithm_id};
+use crate::save::format::{KeptRecord, NodeParent, NodeRecord, algorithm_id};
 use crate::save::reader::Node;
 use crate::save::writer::{AlgorithmSpec, Contents, Writer};
-use crate::save::{RestoreError, SaveError, Saved};
+use crate::save::{RestoreError, SaveError, SaveReport};
 
-/// Entries copied between two polls of `cancelled`.
+/// Number of entries copied between two polls of `cancelled`.
 const TURN_ENTRIES: usize = 256;
 
 #[derive(Default)]
-struct Loaded {
+struct LoadedBlock {
     block: Option<u32>,
     bytes: Vec<u8>,
 }
 
-impl Loaded {
+impl LoadedBlock {
     fn data<'a>(&'a mut self, blocks: &Blocks, entry: &Entry) -> Result<&'a [u8], RestoreError> {
         let damaged = || RestoreError::Damaged {
             path: blocks.path().to_owned(),
@@ -49,15 +49,15 @@ pub fn merge(
     generation: u64,
     cancelled: &dyn Fn() -> bool,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Saved, KeepError> {
-    let files: Result<Vec<Scanned>, _> =
+) -> Result<SaveReport, KeepError> {
+    let files: Result<Vec<FileMetadata>, _> =
         paths.enumerate().map(|(number, path)| scan(&path, number)).collect();
     let files = files?;
     let all: u64 = files.iter().map(|file| file.blocks.bytes).sum();
     let Some(newest) = files.last().map(|file| file.kept) else {
-        return Err(SaveError::Nothing.into());
+        return Err(SaveError::NoDevices.into());
     };
-    let Some(whole) = MergedChain::new(files) else { return Err(SaveError::Nothing.into()) };
+    let Some(whole) = MergedChain::new(files) else { return Err(SaveError::NoDevices.into()) };
     let kept =
         KeptRecord { generation: U64::new(generation), number: U32::ZERO, continues: U64::ZERO, ..newest };
     let nodes: Arc<[Node]> = Arc::clone(&whole.nodes);
@@ -79,10 +79,10 @@ pub fn merge(
             numbers.insert((number, algorithm), writer.algorithm(known)?);
         }
     }
-    let mut loaded: Vec<Loaded> = whole.files.iter().map(|_| Loaded::default()).collect();
+    let mut loaded: Vec<LoadedBlock> = whole.files.iter().map(|_| LoadedBlock::default()).collect();
     let mut done = 0;
     for (node, entries) in whole.entries.iter().enumerate() {
-        let may_be_below = matches!(nodes[node].over, Over::After(_));
+        let may_be_below = matches!(nodes[node].over, NodeParent::After(_));
         for (at, entry) in entries.iter().enumerate() {
             if at % TURN_ENTRIES == 0 {
                 if cancelled() {

@@ -1,14 +1,15 @@
-//! Content of devices kept in a directory across restarts of the server.
+//! The content of devices, kept in a directory across restarts of the server.
 //!
-//! [`Keep::save`] writes what devices of a family hold at one moment: a whole file first, later
-//! increments with the changes since the last save. For this, changed pages of saved devices are
-//! recorded in a bitmap; other devices pay nothing. [`Keep::merge_if_due`] merges the files,
-//! independently of the devices. [`Keep::restore`] recreates the devices: they can be used at once
-//! and read missing pages from the files, while [`Loading`] loads these into memory.
+//! [`Keep::save`] writes the content of a family's devices at one moment (a family is a base and
+//! its forks, which share memory). The first save writes a whole file; later saves write increments
+//! with the changes since the previous one. For this, changed pages of saved devices are recorded
+//! in a bitmap; other devices have no overhead. [`Keep::merge_if_due`] merges the files without
+//! using the devices. [`Keep::restore`] recreates the devices. Restored devices can be used at once
+//! and read missing pages from the files, while [`BackgroundLoad`] loads these pages into memory.
 //!
-//! A file appears atomically when it is complete, as in [`save`](crate::save). The newest whole
-//! file and the increments that continue it are restored. `docs/save-format.md` describes the
-//! format.
+//! A file appears atomically when it is complete, as in [`save`](crate::save). A restore uses the
+//! newest whole file and the increments that continue it. `docs/reference/save-format.md` describes
+//! the format.
 //!
 //! The module has no threads or timers: the caller decides when to save, merge and load.
 
@@ -32,156 +33,160 @@ use std::time::SystemTime;
 use self::dir::{Chain, ChainFile, Dir};
 pub use self::errors::KeepError;
 use self::file::scan;
-pub use self::load::{Loaded, Loading};
+pub use self::load::{BackgroundLoad, LoadOutcome};
 use self::restore::{MergedChain, RestoredDevices};
-use self::save::{LastSave, SavePoint, Unread};
-use crate::ram::{Family, Lower, Ram};
-use crate::save::format::Over;
+use self::save::{LastSave, SavePoint, UnreadablePages};
+use crate::ram::{Family, ParentDevice, Ram};
+use crate::save::format::NodeParent;
 use crate::save::writer::Writer;
 use crate::save::{self as saved, Base, BaseCheck, Contents, RestoreError, SaveError};
 use freestone_core::PAGE_BYTES;
 use freestone_core::mutants::{self, Mutant};
-use freestone_core::replace::{Durability, MayGo, Place, SAVE_PREFIX};
+use freestone_core::replace::{Durability, ReplaceCheck, ReplaceTarget, SAVE_PREFIX};
 
-/// Number of increments above which they are [merged](Keep::merge_if_due).
+/// Number of increments above which [`Keep::merge_if_due`] merges the files.
 pub const INCREMENTS_MAX: usize = 16;
-/// Size of all increments, in percent of the whole file, above which they are merged.
+/// Size of all increments, in percent of the whole file, above which the files are merged.
 pub const INCREMENTS_PERCENT_MAX: u64 = 50;
-/// Number of unmerged files at which the next save writes a whole file.
+/// Number of unmerged files at which the next save writes a whole file instead of an increment.
 const FILES_MAX: usize = 200;
-/// Bytes of a page's record in a file, without data.
+/// Size of a page's record in a file without page data, in bytes; used for estimates.
 const RECORD_BYTES: u64 = 16;
-/// Approximate bytes of a file without pages.
+/// Approximate size of a file without pages, in bytes; used for estimates.
 const FILE_BYTES: u64 = 4096;
 
-/// A directory with kept devices. Locked against other openers; used by one thread at a time.
+/// A directory with kept devices, locked against other processes and used by one thread at a time.
 pub struct Keep {
     dir: Dir,
     check: BaseCheck,
     chain: Option<Chain>,
-    kept: Option<Kept>,
-    /// State of the newest save in terms of this process's devices; `None` if it has none of them.
+    kept: Option<KeepContents>,
+    /// State of the newest save, which links its nodes to live devices; `None` if this process has
+    /// none of the saved devices.
     last: Option<LastSave>,
-    /// Whether a crash may undo the last file. If so, the next save starts a new generation with a
+    /// True if a crash may undo the last file. The next save then starts a new generation with a
     /// whole file.
     next_is_whole: bool,
 }
 
-/// Policy for damaged files.
+/// Policy for damaged files of kept devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Damaged {
-    /// Fail to open the directory. Only the end of the newest file may be missing: that save was
-    /// incomplete, and the previous one is used.
+pub enum DamagePolicy {
+    /// Opening the directory fails. Only the end of the newest file may be missing: that save was
+    /// incomplete, and the previous save is used.
     #[default]
     Refuse,
-    /// Use the saves before the damaged files, if any. Everything but page data is checked.
-    LeaveOut,
+    /// Use the newest save before the damaged files, if any. Everything but page data is checked.
+    UseOlder,
 }
 
-/// Contents of a directory.
+/// Description of the devices kept in a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kept {
-    /// The devices, and the requirements to restore them. `pages` are those of the newest file.
+pub struct KeepContents {
+    /// The saved devices, and what is required to restore them. `pages` counts those of the newest
+    /// file.
     pub contents: Contents,
     /// Time at which the devices held this content.
-    pub when: SystemTime,
-    /// Bytes of all files.
+    pub saved_at: SystemTime,
+    /// Size of all files of the chain in bytes.
     pub file_bytes: u64,
-    /// Number of increments.
+    /// Number of increments after the whole file.
     pub increments: usize,
-    /// Number of newer, unusable files.
-    pub left_out: usize,
+    /// Number of newer files that cannot be used.
+    pub unusable_files: usize,
 }
 
-/// Kind of a save.
+/// Kind of file that a save writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wrote {
-    /// A whole file with all content.
+pub enum SaveKind {
+    /// A whole file with all content of the devices.
     Whole,
     /// An increment with the changes since the previous save.
     Increment,
-    /// No file, as nothing changed.
-    Nothing,
+    /// No file, as the devices did not change.
+    Unchanged,
 }
 
-/// Result of a complete and durable save.
+/// Result of a save that is complete and durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct KeptNow {
-    /// Kind of the save.
-    pub wrote: Wrote,
-    /// Pages in the file.
+pub struct KeepReport {
+    /// Kind of file that the save wrote.
+    pub kind: SaveKind,
+    /// Number of pages in the file.
     pub pages: u64,
-    /// Pages in the file that could not be read.
+    /// Number of pages in the file that are marked as lost, as they could not be read.
     pub lost: u64,
-    /// Bytes of the file.
+    /// Size of the file in bytes; 0 if no file was written.
     pub file_bytes: u64,
-    /// Time at which the devices held the content.
-    pub when: SystemTime,
+    /// Time at which the devices held the saved content.
+    pub saved_at: SystemTime,
 }
 
-/// Estimate of the next save.
+/// Estimate of the next save, for a check of the free space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Estimate {
-    /// Expected kind of the save. (Later events may turn it into a whole one.)
-    pub wrote: Wrote,
-    /// Bytes of the file. Old files are removed only after the new one is complete.
+pub struct SaveEstimate {
+    /// Expected kind of the save. Later events may require a whole file instead of an increment.
+    pub kind: SaveKind,
+    /// Expected size in bytes of the new file. Free space is needed for it beside the old files,
+    /// which are removed only when it is complete.
     pub bytes: u64,
     /// Free bytes of the directory's file system.
     pub free_bytes: u64,
 }
 
-impl Estimate {
-    /// Returns true if the file fits in the free space.
+impl SaveEstimate {
+    /// Returns true if the expected file fits in the free space.
     pub fn fits(&self) -> bool {
         self.bytes <= self.free_bytes
     }
 }
 
 impl Keep {
-    /// Opens a directory, creating it with mode 0700 if necessary, and removes unfinished files of
-    /// a crash. Bases are identified by samples.
+    /// Opens a directory, creates it with mode 0700 if necessary, and removes unfinished files of a
+    /// crash. Bases are identified by samples of their content.
     ///
     /// # Errors
-    /// Fails if the directory is unusable or in use, or if its files are of a newer Freestone
-    /// version or visibly damaged (without reading their data).
+    /// Fails if the directory is unusable or in use, or if a newer version of Freestone wrote the
+    /// files. Also fails if the files are visibly damaged (page data is not read).
     pub fn open(dir: &Path) -> Result<Self, KeepError> {
-        Self::open_with(dir, BaseCheck::default(), Damaged::default())
+        Self::open_with(dir, BaseCheck::default(), DamagePolicy::default())
     }
 
-    /// As [`open`](Self::open), with a choice of base identification and of the policy for damaged
-    /// files.
+    /// Opens a directory like [`open`](Self::open), with a choice of base identification and of the
+    /// policy for damaged files.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
-    pub fn open_with(dir: &Path, check: BaseCheck, damaged: Damaged) -> Result<Self, KeepError> {
+    /// Fails like [`open`](Self::open). With [`DamagePolicy::UseOlder`], damaged files do not cause
+    /// an error.
+    pub fn open_with(dir: &Path, check: BaseCheck, damaged: DamagePolicy) -> Result<Self, KeepError> {
         let dir = Dir::open(dir)?;
         let chain = dir.chain(damaged)?;
         let mut keep = Self { dir, check, chain, kept: None, last: None, next_is_whole: false };
         keep.update_contents();
-        // The previous process may have ended before its last file's name was durable, or before it
+        // The previous process may have ended before the last file's name was durable, or before it
         // removed the old files.
         if let Err(error) = keep.dir.sync() {
             tracing::warn!("kept devices: the next save will be a whole file: {error}");
             keep.next_is_whole = true;
-        } else if keep.chain.as_ref().is_some_and(|chain| chain.left_out == 0 && !chain.has_lost()) {
+        } else if keep.chain.as_ref().is_some_and(|chain| chain.unusable_files == 0 && !chain.has_lost()) {
             keep.remove_old(None, true);
         }
         Ok(keep)
     }
 
-    /// Returns the contents of the directory; `None` if it is empty.
-    pub fn contents(&self) -> Option<&Kept> {
+    /// Returns a description of the kept devices; `None` if the directory does not contain any.
+    pub fn contents(&self) -> Option<&KeepContents> {
         self.kept.as_ref()
     }
 
     fn update_contents(&mut self) {
         self.kept = self.chain.as_ref().and_then(|chain| {
-            Some(Kept {
+            Some(KeepContents {
                 contents: chain.contents.clone(),
-                when: chain.files.last()?.when,
+                saved_at: chain.files.last()?.saved_at,
                 file_bytes: chain.bytes(),
                 increments: chain.files.len() - 1,
-                left_out: chain.left_out,
+                unusable_files: chain.unusable_files,
             })
         });
     }
@@ -191,8 +196,8 @@ impl Keep {
     /// Returns an estimate of the next [`save`](Self::save) of these devices.
     ///
     /// # Errors
-    /// Fails if the file system does not report its free space.
-    pub fn estimate(&self, devices: &[(&str, &Ram)]) -> Result<Estimate, KeepError> {
+    /// Fails if the file system does not report the number of free bytes.
+    pub fn estimate(&self, devices: &[(&str, &Ram)]) -> Result<SaveEstimate, KeepError> {
         let free_bytes = self.dir.free_bytes()?;
         let (mut bytes, mut pages) = (0, 0);
         for (of_device, of_pages) in devices.iter().map(|(_, ram)| ram.stored_bytes()) {
@@ -203,46 +208,49 @@ impl Keep {
         let changed =
             self.last.as_ref().filter(|_| self.may_continue()).and_then(|last| last.estimate_pages(devices));
         let (wrote, bytes) = match changed {
-            Some(0) => (Wrote::Nothing, 0),
+            Some(0) => (SaveKind::Unchanged, 0),
             Some(changed) => {
                 let a_page = if pages == 0 { PAGE_BYTES as u64 } else { bytes.div_ceil(pages) };
-                (Wrote::Increment, changed * (a_page + RECORD_BYTES) + FILE_BYTES)
+                (SaveKind::Increment, changed * (a_page + RECORD_BYTES) + FILE_BYTES)
             }
-            // Pages not loaded yet are in the files.
-            None => (Wrote::Whole, (bytes + pages * RECORD_BYTES).max(files) + FILE_BYTES),
+            // Pages that are not loaded yet are only in the files, so the new file may be as large
+            // as those.
+            None => (SaveKind::Whole, (bytes + pages * RECORD_BYTES).max(files) + FILE_BYTES),
         };
-        Ok(Estimate { wrote, bytes, free_bytes })
+        Ok(SaveEstimate { kind: wrote, bytes, free_bytes })
     }
 
     /// Saves the content of these devices (of one family) at one moment, with the names under which
     /// to restore them. Snapshots are saved as snapshots. The next whole file contains only the
-    /// devices given to its save. If the same devices were saved here before, or restored from
-    /// here, only changes are written, unless snapshots were added or removed or a device was
+    /// devices given to its save.
+    ///
+    /// If the same devices were saved in this directory before, or restored from it, only changes
+    /// are written. A whole file is written if snapshots were added or removed, or if a device was
     /// rewound. `progress` receives the bytes processed and the total. `cancelled` is polled
     /// between pieces of up to 2 MiB.
     ///
-    /// The file is durable on return. During the save, writers move overwritten pages to a
+    /// The file is durable on return. During the save, writers preserve overwritten pages in a
     /// temporary snapshot.
     ///
-    /// An unreadable page is saved as lost: after a restore, reads of it fail as they do now. If a
-    /// retry may succeed, the next save retries.
+    /// An unreadable page is saved as lost: after a restore, reads of that page fail as they do
+    /// now. If reading it again may succeed, the next save tries again.
     ///
     /// # Errors
-    /// [`KeepError::Save`]: the directory has its old content, or the new file without a durable
-    /// name. The next save includes the changes of this one.
+    /// [`KeepError::Save`]: the directory has its old content, or the new file under a name that
+    /// may not be durable. The next save includes the changes of the failed one.
     pub fn save(
         &mut self,
         devices: &[(&str, &Ram)],
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<KeptNow, KeepError> {
+    ) -> Result<KeepReport, KeepError> {
         saved::plan::check(devices)?;
         let moment = SavePoint::new(devices)?;
         let before = self.replaced();
         match self.save_moment(&moment, cancelled, progress) {
             Ok((now, bases, unread)) => {
                 self.last = Some(moment.into_last(bases, &unread));
-                if now.wrote == Wrote::Whole {
+                if now.kind == SaveKind::Whole {
                     self.next_is_whole = false;
                     self.remove_old(before, unread.is_empty());
                 }
@@ -250,7 +258,8 @@ impl Keep {
             }
             Err(error) => {
                 moment.put_back();
-                // The changes are recorded in new bitmaps, which now include the old ones.
+                // The next changes are recorded in new bitmaps, into which the old ones were
+                // merged.
                 if let Some(last) = &mut self.last {
                     last.adopt_new_bitmaps(&moment);
                 }
@@ -259,10 +268,13 @@ impl Keep {
         }
     }
 
-    /// Returns true if an increment may continue the present files.
+    /// Returns true if an increment can continue the files of the present chain.
     fn may_continue(&self) -> bool {
         !self.next_is_whole
-            && self.chain.as_ref().is_some_and(|chain| chain.files.len() < FILES_MAX && chain.left_out == 0)
+            && self
+                .chain
+                .as_ref()
+                .is_some_and(|chain| chain.files.len() < FILES_MAX && chain.unusable_files == 0)
     }
 
     fn save_moment(
@@ -270,19 +282,20 @@ impl Keep {
         moment: &SavePoint,
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<(KeptNow, Vec<saved::BaseIdentity>, Unread), KeepError> {
+    ) -> Result<(KeepReport, Vec<saved::BaseIdentity>, UnreadablePages), KeepError> {
         let last = self.last.as_ref().filter(|_| self.may_continue());
         let changes = last.and_then(|last| Some((last, moment.changes(last)?)));
-        let when = moment.when;
+        let saved_at = moment.saved_at;
         if let (Some((last, changes)), Some(chain)) = (&changes, &self.chain) {
             if moment.is_unchanged(last, changes) {
-                let now = KeptNow { wrote: Wrote::Nothing, pages: 0, lost: 0, file_bytes: 0, when };
-                return Ok((now, last.identities(), Unread::new()));
+                let now =
+                    KeepReport { kind: SaveKind::Unchanged, pages: 0, lost: 0, file_bytes: 0, saved_at };
+                return Ok((now, last.identities(), UnreadablePages::new()));
             }
             let (generation, number) = (chain.generation, chain.files.len() as u32);
             let continues = chain.files.last().map_or(0, |file| file.salt);
             let (kept, bases) = (moment.record(generation, number, continues), last.identities());
-            let (now, unread) = self.publish_file(generation, number, when, cancelled, |writer| {
+            let (now, unread) = self.publish_file(generation, number, saved_at, cancelled, |writer| {
                 Ok(moment.write_changes(writer, (kept, &bases), changes, cancelled, progress)?)
             })?;
             return Ok((now, bases, unread));
@@ -290,29 +303,29 @@ impl Keep {
         let bases = moment.plan.identify_bases(self.check, cancelled)?;
         let generation = self.dir.next_generation()?;
         let kept = moment.record(generation, 0, 0);
-        let (now, unread) = self.publish_file(generation, 0, when, cancelled, |writer| {
+        let (now, unread) = self.publish_file(generation, 0, saved_at, cancelled, |writer| {
             Ok(moment.write_whole(writer, (kept, &bases), cancelled, progress)?)
         })?;
         Ok((now, bases, unread))
     }
 
-    /// Writes a file, publishes it when it is complete and durable, and then updates the chain.
-    /// Nothing between these two steps can fail.
+    /// Writes a file, publishes it when it is complete and durable, and then updates the chain. No
+    /// step between publishing and updating can fail.
     fn publish_file(
         &mut self,
         generation: u64,
         number: u32,
-        when: SystemTime,
+        saved_at: SystemTime,
         cancelled: &dyn Fn() -> bool,
-        write: impl FnOnce(Writer<'_>) -> Result<(saved::Saved, Unread), KeepError>,
-    ) -> Result<(KeptNow, Unread), KeepError> {
+        write: impl FnOnce(Writer<'_>) -> Result<(saved::SaveReport, UnreadablePages), KeepError>,
+    ) -> Result<(KeepReport, UnreadablePages), KeepError> {
         let path = self.dir.place(generation, number);
         let failed = |source| SaveError::Write { path: path.clone(), source };
-        let place = Place::new(&path).map_err(failed)?;
+        let place = ReplaceTarget::new(&path).map_err(failed)?;
         let unfinished = place.begin(SAVE_PREFIX).map_err(failed)?;
         let writer = Writer::new(unfinished.as_file(), &place.path);
         let salt = writer.salt();
-        let (saved::Saved { pages, lost, file_bytes }, unread) = write(writer)?;
+        let (saved::SaveReport { pages, lost, file_bytes }, unread) = write(writer)?;
         if cancelled() {
             return Err(SaveError::Cancelled.into());
         }
@@ -320,8 +333,8 @@ impl Keep {
         let contents = saved::contents(&saved::reader::Reader::from_file(file, &path)?);
         let is_unseen =
             mutants::on(if number == 0 { Mutant::KeptFileUnseen } else { Mutant::IncrementUnseen });
-        let durability = place.put(unfinished, MayGo::Nothing).map_err(|source| {
-            // An unknown file has this name: start another generation.
+        let durability = place.put(unfinished, ReplaceCheck::Nothing).map_err(|source| {
+            // Another file with this name exists: let the next save start another generation.
             self.next_is_whole |= source.kind() == io::ErrorKind::AlreadyExists && !is_unseen;
             failed(source)
         })?;
@@ -329,13 +342,13 @@ impl Keep {
             Durability::Unknown(source) if is_unseen => return Err(failed(source).into()),
             durability => durability,
         };
-        let member = ChainFile { path: path.clone(), bytes: file_bytes, salt, when, has_lost: lost > 0 };
+        let member = ChainFile { path: path.clone(), bytes: file_bytes, salt, saved_at, has_lost: lost > 0 };
         match &mut self.chain {
             Some(chain) if number > 0 => {
                 chain.contents = contents;
                 chain.files.push(member);
             }
-            chain => *chain = Some(Chain { generation, files: vec![member], contents, left_out: 0 }),
+            chain => *chain = Some(Chain { generation, files: vec![member], contents, unusable_files: 0 }),
         }
         match durability {
             Durability::Durable => self.update_contents(),
@@ -343,17 +356,19 @@ impl Keep {
             Durability::Unknown(_) => self.next_is_whole = true,
         }
         durability.into_result().map_err(failed)?;
-        let extent = if number > 0 { Wrote::Increment } else { Wrote::Whole };
-        Ok((KeptNow { wrote: extent, pages, lost, file_bytes, when }, unread))
+        let extent = if number > 0 { SaveKind::Increment } else { SaveKind::Whole };
+        Ok((KeepReport { kind: extent, pages, lost, file_bytes, saved_at }, unread))
     }
 
-    /// Returns the generation of the present chain, and whether it has lost pages.
+    /// Returns the generation of the present chain, and whether it contains lost pages; `None`
+    /// without a chain.
     fn replaced(&self) -> Option<(u64, bool)> {
         self.chain.as_ref().map(|chain| (chain.generation, chain.has_lost()))
     }
 
-    /// Removes files replaced by a whole file. If that lacks pages (not `has_all`), keeps the files
-    /// that may still have them: the chain `before` it, or files that that one kept.
+    /// Removes the files that a new whole file replaces. If the new file lacks pages (not
+    /// `has_all`), keeps older files that may still have these pages. Such files are the replaced
+    /// chain `before`, or files that were kept beside it because it had lost pages.
     fn remove_old(&self, before: Option<(u64, bool)>, has_all: bool) {
         let removed = match (&self.chain, before) {
             (Some(chain), _) if has_all => self.dir.remove_others(chain.generation),
@@ -361,7 +376,7 @@ impl Keep {
             _ => Ok(()),
         };
         if let Err(error) = removed {
-            // They only take space; the next removal includes them.
+            // The obsolete files only take space, and the next removal includes them.
             tracing::warn!("kept devices: cannot remove obsolete files: {error}");
         }
     }
@@ -379,15 +394,15 @@ impl Keep {
         })
     }
 
-    /// Merges the files into one if that [is due](Self::is_merge_due), and removes them; the
-    /// devices are not involved. Returns the bytes of the new file, or `None` if no merge was due.
-    /// `progress` receives the bytes copied and the approximate total. `cancelled` is polled every
-    /// 256 records.
+    /// Merges the files into one whole file if a merge [is due](Self::is_merge_due), and removes
+    /// the old files. The devices are not involved. Returns the size of the new file in bytes, or
+    /// `None` if no merge was due. `progress` receives the bytes copied and the approximate total.
+    /// `cancelled` is polled every 256 records.
     ///
     /// # Errors
     /// [`KeepError::Read`]: a file is damaged; the next save writes a whole file.
     /// [`KeepError::Save`]: the new file could not be written, or the merge was cancelled. The old
-    /// files are unchanged; if a crash may undo the new file's name, the next save writes a whole
+    /// files are unchanged. If a crash may undo the new file's name, the next save writes a whole
     /// file.
     pub fn merge_if_due(
         &mut self,
@@ -397,22 +412,26 @@ impl Keep {
         if self.is_merge_due() { self.merge(cancelled, progress).map(Some) } else { Ok(None) }
     }
 
-    /// Merges the files unconditionally; see [`merge_if_due`](Self::merge_if_due).
+    /// Merges the files even if no merge is due, and returns the size of the new file in bytes; see
+    /// [`merge_if_due`](Self::merge_if_due).
     ///
     /// # Errors
-    /// As [`merge_if_due`](Self::merge_if_due); [`KeepError::Nothing`] if the directory is empty.
+    /// As [`merge_if_due`](Self::merge_if_due); [`KeepError::Empty`] if the directory is empty.
     pub fn merge(
         &mut self,
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<u64, KeepError> {
         let before = self.replaced();
-        let Some(chain) = &self.chain else { return Err(KeepError::Nothing(self.dir.path.clone())) };
+        let Some(chain) = &self.chain else { return Err(KeepError::Empty(self.dir.path.clone())) };
         let generation = self.dir.next_generation()?;
-        let when = chain.files.last().map_or(SystemTime::UNIX_EPOCH, |file| file.when);
+        let saved_at = chain.files.last().map_or(SystemTime::UNIX_EPOCH, |file| file.saved_at);
         let paths: Vec<_> = chain.files.iter().map(|file| file.path.clone()).collect();
-        let put = self.publish_file(generation, 0, when, cancelled, |writer| {
-            Ok((merge::merge(paths.into_iter(), writer, generation, cancelled, progress)?, Unread::new()))
+        let put = self.publish_file(generation, 0, saved_at, cancelled, |writer| {
+            Ok((
+                merge::merge(paths.into_iter(), writer, generation, cancelled, progress)?,
+                UnreadablePages::new(),
+            ))
         });
         if matches!(put, Err(KeepError::Read(_)))
             && let Some(last) = self.last.take()
@@ -426,36 +445,36 @@ impl Keep {
 
     // ---- restoring ------------------------------------------------------------------------------
 
-    /// Recreates the devices of the directory and returns them with their names. They can be used
-    /// at once: missing pages are read from the files until [`Loading`] has loaded them. Pages of
-    /// snapshots that their origin overwrote are in memory on return. `bases` are as for
+    /// Recreates the devices of the directory and returns them with their names. The devices can be
+    /// used at once: missing pages are read from the files until [`BackgroundLoad`] has loaded
+    /// them. Snapshot pages that the origin overwrote are in memory on return. `bases` are as for
     /// [`restore`](crate::save::restore). The next [`save`](Self::save) of all these devices is an
     /// increment.
     ///
-    /// An index of the files, 24 bytes a page, stays in memory until everything is loaded.
+    /// An index of the files, 24 bytes per page, stays in memory until everything is loaded.
     ///
     /// # Errors
-    /// [`KeepError::Nothing`] if the directory is empty. [`KeepError::Read`] if the files are
-    /// damaged (except data of pages that stay in them), a base is missing or different, a device
-    /// cannot be created, or memory is short for snapshots' pages. Devices already created are
-    /// removed.
+    /// [`KeepError::Empty`] if the directory is empty. [`KeepError::Read`] if the files are damaged
+    /// (except data of pages that stay in the files), or a base is missing or different.
+    /// [`KeepError::Read`] also if a device cannot be created, or memory is short for the pages of
+    /// snapshots. Devices already created are removed.
     pub fn restore(
         &mut self,
         family: &Family,
         bases: &[Base],
         cancelled: &dyn Fn() -> bool,
-    ) -> Result<(Vec<(String, Ram)>, Loading), KeepError> {
-        let Some(chain) = &self.chain else { return Err(KeepError::Nothing(self.dir.path.clone())) };
+    ) -> Result<(Vec<(String, Ram)>, BackgroundLoad), KeepError> {
+        let Some(chain) = &self.chain else { return Err(KeepError::Empty(self.dir.path.clone())) };
         let files: Result<Vec<_>, RestoreError> =
             chain.files.iter().enumerate().map(|(number, file)| scan(&file.path, number)).collect();
         let Some(whole) = MergedChain::new(files?) else {
-            return Err(KeepError::Nothing(self.dir.path.clone()));
+            return Err(KeepError::Empty(self.dir.path.clone()));
         };
         let (nodes, identities) = (Arc::clone(&whole.nodes), whole.bases.clone());
         let RestoredDevices { devices, loading } = restore::make(whole, family, bases, cancelled)?;
         let below = |number: usize| {
-            let at = nodes.iter().position(|node| node.over == Over::Base(number as u32))?;
-            if let Lower::Device(device) = devices[at].lower() { Some(device) } else { None }
+            let at = nodes.iter().position(|node| node.over == NodeParent::Base(number as u32))?;
+            if let ParentDevice::Device(device) = devices[at].parent_device() { Some(device) } else { None }
         };
         let lower: Vec<_> = (0..identities.len()).filter_map(below).collect();
         if let Some(last) = self.last.take() {
@@ -466,11 +485,12 @@ impl Keep {
         Ok((named.filter_map(|(node, ram)| Some((node.name.clone()?, ram))).collect(), loading))
     }
 
-    /// Removes all files permanently. Restored devices must be fully loaded; pages that are not are
-    /// read from the removed files while the [`Loading`] or the device exists.
+    /// Removes all files permanently. Restored devices should be fully loaded: while the
+    /// [`BackgroundLoad`] or the device exists, pages not loaded yet are read from the removed
+    /// files.
     ///
     /// # Errors
-    /// Fails if a file cannot be removed.
+    /// Fails if one of the files cannot be removed.
     pub fn forget(&mut self) -> Result<(), KeepError> {
         if let Some(last) = self.last.take() {
             last.stop_tracking();

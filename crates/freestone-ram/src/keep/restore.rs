@@ -1,39 +1,41 @@
 //! Restoring of kept devices: devices are created at once, and their pages stay in the files until
 //! they are loaded.
 //!
-//! A snapshot stores only pages that differ from the next younger one of its chain. Those pages are
-//! loaded before the devices are published: the origin's writers could not preserve a snapshot page
-//! that is still in a file. Pages common to the origin and all of its snapshots, and the origin's
-//! pages without a counterpart, can stay in the files.
+//! A snapshot stores only pages that differ from the next younger node of its chain (the snapshots
+//! of a device and the device itself). Those pages are loaded before the devices are published: the
+//! origin's writers could not preserve a snapshot page that is still in a file. Other pages can
+//! stay in the files: pages common to the origin and all of its snapshots, and pages that only the
+//! origin has.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::file::{Scanned, to_restore_error};
+use super::file::{FileMetadata, to_restore_error};
 use super::index::{Entry, divide, join, overlay};
-use super::load::{Loading, Stage};
+use super::load::{BackgroundLoad, Stage};
 use super::source::{Index, Part};
-use crate::ram::{Family, ForkConfig, Incoming, Lower, Ram};
+use crate::ram::{Family, ForkConfig, Incoming, ParentDevice, Ram};
 use crate::save::file_codec::FileCodec;
-use crate::save::format::Over;
+use crate::save::format::NodeParent;
 use crate::save::reader::Node;
 use crate::save::restore::{Base, find_bases};
 use crate::save::{BaseIdentity, RestoreError};
 use freestone_core::device::{Blocking as _, Device as _, Error, Flags};
 use freestone_core::{PAGE_BYTES, device};
 
-/// The merged content of a chain's files.
+/// The merged content of the files of a chain.
 pub struct MergedChain {
     pub bases: Vec<BaseIdentity>,
     pub nodes: Arc<[Node]>,
     pub entries: Vec<Vec<Entry>>,
-    /// The files, the whole one first.
-    pub files: Vec<Scanned>,
+    /// The files in order, the whole one first.
+    pub files: Vec<FileMetadata>,
 }
 
 impl MergedChain {
-    /// Merges the files, given in order from the whole one to the newest increment.
-    pub fn new(mut files: Vec<Scanned>) -> Option<Self> {
+    /// Merges the files, given in order from the whole one to the newest increment; `None` without
+    /// a file.
+    pub fn new(mut files: Vec<FileMetadata>) -> Option<Self> {
         let mut entries: Vec<Vec<Entry>> = Vec::new();
         for file in &mut files {
             let newer = std::mem::take(&mut file.entries);
@@ -49,13 +51,13 @@ impl MergedChain {
 
 pub struct RestoredDevices {
     pub devices: Vec<Ram>,
-    pub loading: Loading,
+    pub loading: BackgroundLoad,
 }
 
-/// Creates the devices.
+/// Creates the devices, with most pages still in the files.
 ///
 /// # Errors
-/// As [`restore`](crate::save::restore), except for pages that stay in the files.
+/// Fails like [`restore`](crate::save::restore), except for pages that stay in the files.
 pub fn make(
     mut whole: MergedChain,
     family: &Family,
@@ -63,14 +65,14 @@ pub fn make(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<RestoredDevices, RestoreError> {
     let bases = find_bases((&whole.bases, &whole.nodes), bases, &mut || cancelled())?;
-    // A base of another family is a plain device, whatever it is itself.
+    // A base of another family is used as a plain device, even if it is a snapshot there.
     let bases = bases.into_iter().map(|base| match base {
         Base::Snapshot(ram) if !family.has(&ram) || !ram.is_snapshot() => Base::Device(Arc::new(ram)),
         base => base,
     });
     let bases = bases.collect();
     let mut parts = Vec::new();
-    for Scanned { algorithms, blocks, .. } in whole.files {
+    for FileMetadata { algorithms, blocks, .. } in whole.files {
         let known = algorithms.into_iter().map(|learned| {
             let super::file::FileAlgorithm { algorithm, level, trained, dictionary } = learned;
             let known = FileCodec::new(family, algorithm, level, trained, dictionary);
@@ -92,16 +94,17 @@ pub fn make(
         maker.chain(&chain, &mut whole.entries)?;
     }
     let devices = maker.made.into_iter().flatten().collect();
-    Ok(RestoredDevices { devices, loading: Loading::new(maker.parts, maker.stages, maker.by_node) })
+    Ok(RestoredDevices { devices, loading: BackgroundLoad::new(maker.parts, maker.stages, maker.by_node) })
 }
 
-/// Groups nodes by chain; each chain comes after its parent.
+/// Groups the nodes into chains (a device and its snapshots); each chain is sorted after its
+/// parent.
 fn chains(nodes: &[Node]) -> Vec<Vec<usize>> {
     let mut chains: Vec<Vec<usize>> = Vec::new();
     let mut by_last: HashMap<usize, usize> = HashMap::new();
     for (number, node) in nodes.iter().enumerate() {
         let chain = match node.over {
-            Over::After(before) => by_last.remove(&(before as usize)),
+            NodeParent::After(before) => by_last.remove(&(before as usize)),
             _ => None,
         };
         let chain = chain.unwrap_or_else(|| {
@@ -111,17 +114,18 @@ fn chains(nodes: &[Node]) -> Vec<Vec<usize>> {
         chains[chain].push(number);
         by_last.insert(number, chain);
     }
-    // Sort by depth: a chain may have a parent that is the last node of a chain begun later.
+    // Sort by depth: a chain's parent may be the last node of a chain that begins later in the
+    // file.
     chains.sort_by_key(|chain| nodes_below(nodes, chain[0]));
     chains
 }
 
-/// Returns the number of parents below a node.
+/// Returns the number of parent chains below the node's chain.
 fn nodes_below(nodes: &[Node], number: usize) -> usize {
     let mut over = nodes[number].over;
     let mut depth = 0;
-    while let Over::Node(below) | Over::After(below) = over {
-        depth += usize::from(matches!(over, Over::Node(_)));
+    while let NodeParent::Node(below) | NodeParent::After(below) = over {
+        depth += usize::from(matches!(over, NodeParent::Node(_)));
         over = nodes[below as usize].over;
     }
     depth
@@ -144,7 +148,7 @@ impl DeviceBuilder<'_> {
         let with = |entries: Vec<Entry>, wanted: fn(&Entry) -> bool| -> Vec<Entry> {
             entries.into_iter().filter(wanted).collect()
         };
-        // By node of the chain: entries to store before the devices are published.
+        // By node of the chain: entries to store in memory before the devices are published.
         let mut put: Vec<Vec<Entry>> = Vec::new();
         let (index, stays) = if first == last {
             put.push(Vec::new());
@@ -153,14 +157,15 @@ impl DeviceBuilder<'_> {
             let of = |number: usize| entries[number].clone();
             let changed = chain[1..].iter().fold(Vec::new(), |all, &number| overlay(all, of(number)));
             let has_content = |entry: &Entry| !entry.is_below() && !entry.is_lost();
-            // Pages lost in any node stay in the index: reads of them fail there. A node that has
-            // lost a page gets a mark that refers to the parent.
+            // Pages lost in any node stay in the index, so that reads of them fail. A node that has
+            // lost a page refers to the parent for that page.
             let unreadable =
                 chain.iter().fold(Vec::new(), |all, &number| overlay(all, with(of(number), Entry::is_lost)));
             let oldest = with(of(first), has_content);
             let (eager, common) = divide(&oldest, &changed);
-            // A snapshot without content at a page refers to the parent and would find the origin's
-            // page in the file: such pages of the origin cannot stay.
+            // A snapshot without content at a page refers to the parent. If the origin's page
+            // stayed in the file, the snapshot would find that page: such pages of the origin must
+            // be loaded now.
             let mut known = eager.clone();
             for &number in &chain[1..chain.len() - 1] {
                 known = divide(&known, &with(of(number), Entry::is_below)).1;
@@ -170,7 +175,8 @@ impl DeviceBuilder<'_> {
             put.push(eager);
             put.extend(chain[1..chain.len() - 1].iter().map(|&number| of(number)));
             put.push(join(other, with(of(last), |entry| entry.is_below() || entry.is_lost())));
-            // Snapshot pages stored here leave the origin, as when it is written.
+            // When a snapshot page is stored now, it is removed from the origin's source, as by a
+            // write.
             (join(join(common, stays.clone()), unreadable), stays)
         };
         let size = self.nodes[last].size;
@@ -197,27 +203,27 @@ impl DeviceBuilder<'_> {
         Ok(())
     }
 
-    /// Creates the live device of a chain, with the size of its first node.
+    /// Creates the live device of a chain, with the size of the chain's first node.
     fn live(&mut self, chain: &[usize], index: &Arc<Index>) -> Result<Ram, RestoreError> {
         let node = &self.nodes[chain[0]];
         let failed = |error| RestoreError::Setup { device: node.label(), error };
         let below = match node.over {
-            Over::Nothing => Lower::Nothing,
-            Over::Node(below) | Over::After(below) => match &self.made[below as usize] {
-                Some(ram) => Lower::Snapshot(ram.clone()),
+            NodeParent::Nothing => ParentDevice::Nothing,
+            NodeParent::Node(below) | NodeParent::After(below) => match &self.made[below as usize] {
+                Some(ram) => ParentDevice::Snapshot(ram.clone()),
                 None => unreachable!("chains come after what they lie over"),
             },
-            Over::Base(base) => match &self.bases[base as usize] {
-                Base::Snapshot(ram) => Lower::Snapshot(ram.clone()),
-                Base::Device(device) => Lower::Device(Arc::clone(device)),
+            NodeParent::Base(base) => match &self.bases[base as usize] {
+                Base::Snapshot(ram) => ParentDevice::Snapshot(ram.clone()),
+                Base::Device(device) => ParentDevice::Device(Arc::clone(device)),
             },
         };
         if index.entries.is_empty() {
             let config = ForkConfig { size: Some(node.size), ..ForkConfig::default() };
             let made = match below {
-                Lower::Nothing => self.family.ram(node.size),
-                Lower::Device(device) => self.family.fork(device, &config),
-                Lower::Snapshot(ram) => ram.fork(&config),
+                ParentDevice::Nothing => self.family.ram(node.size),
+                ParentDevice::Device(device) => self.family.fork(device, &config),
+                ParentDevice::Snapshot(ram) => ram.fork(&config),
             };
             return made.map_err(failed);
         }
@@ -230,7 +236,7 @@ impl DeviceBuilder<'_> {
         Ok(ram)
     }
 
-    /// Stores pages in a device that is not published yet.
+    /// Stores the pages of `entries` in a device that is not published yet.
     fn put(
         &self,
         ram: &Ram,
@@ -270,7 +276,7 @@ impl DeviceBuilder<'_> {
     }
 }
 
-/// Stores a page. If space is short, writes it as a request, which waits for evictions.
+/// Stores a page. If memory is short, writes the page as a request, which waits for evictions.
 fn put_or_write(ram: &Ram, page: u64, incoming: Incoming<'_>) -> device::Result<()> {
     match ram.put(page, incoming) {
         Err(Error::NoSpace) if ram.can_spill() => {

@@ -1,9 +1,9 @@
 //! Saving of whole files and increments.
 //!
-//! An increment needs a snapshot only while it is written. A permanent snapshot would keep old pages
-//! in memory. If a save fails, its change bits are put back. What an increment cannot express (other
-//! devices or snapshots, a rewind) is saved as a whole file: that is rare, and keeps the format
-//! small.
+//! An increment needs a snapshot only while it is written; a permanent snapshot would keep old
+//! pages in memory. If a save fails, its change bits are put back. Changes that an increment cannot
+//! express (other devices or snapshots, a rewind) cause a whole file. As these changes are rare,
+//! the format does not support them and stays small.
 
 use std::sync::{Arc, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -11,22 +11,22 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use zerocopy::byteorder::little_endian::{U32, U64};
 
 use crate::ram::{CollectedPages, PendingSnapshot, Ram, SetupError, WeakRam};
-use crate::save::format::{KeptRecord, Over};
+use crate::save::format::{KeptRecord, NodeParent};
 use crate::save::plan::{NamedDevice, Plan};
 use crate::save::writer::{Contents, PageWriter, Writer};
-use crate::save::{BaseIdentity, SaveError, Saved, write_pages};
-use freestone_core::consistency_group::{self, NotInTime};
+use crate::save::{BaseIdentity, SaveError, SaveReport, write_pages};
+use freestone_core::consistency_group::{self, FreezeTimeout};
 use freestone_core::device::Device;
 use freestone_core::slot::LEAF_SLOTS;
 use freestone_core::slot::chain::Dirty;
 
-/// Unreadable pages with their nodes.
-pub type Unread = Vec<(u32, u64)>;
+/// Numbers of unreadable pages, each after the number of its node.
+pub type UnreadablePages = Vec<(u32, u64)>;
 
-/// Maximum pages per step: those of a leaf.
+/// Maximum pages copied per step: those of a leaf of the slot table.
 const TURN_PAGES: usize = LEAF_SLOTS as usize;
 
-/// State of the newest save, as far as the next one needs it.
+/// State of the newest save that the next save needs.
 pub struct LastSave {
     nodes: Vec<SavedNode>,
     bases: Vec<(Weak<dyn Device>, BaseIdentity)>,
@@ -35,27 +35,27 @@ pub struct LastSave {
 struct SavedNode {
     name: Option<String>,
     snapshot: bool,
-    over: Over,
+    over: NodeParent,
     device: WeakRam,
     size: u64,
-    /// Bitmap of changes since the save, for a live device.
+    /// Bitmap of the changes since the save; `None` for a snapshot.
     dirty: Option<Arc<Dirty>>,
-    /// Unreadable pages of a live device, which the next save retries.
+    /// Pages of a live device that the save could not read; the next save reads them again.
     unread: Vec<u64>,
 }
 
-/// The devices at the moment of a save.
+/// The devices at the moment of a save, with frozen content.
 pub struct SavePoint {
     pub plan: Plan,
-    /// The live devices, sorted by name.
+    /// The live devices among those to save, sorted by name.
     live_devices: Vec<LiveDevice>,
-    pub when: SystemTime,
+    pub saved_at: SystemTime,
 }
 
 struct LiveDevice {
     name: String,
     ram: Ram,
-    /// Bitmaps of changes before and after the moment.
+    /// Bitmaps of the changes before and after the moment of the save.
     before: Option<Arc<Dirty>>,
     after: Arc<Dirty>,
 }
@@ -63,7 +63,7 @@ struct LiveDevice {
 impl SavePoint {
     /// Takes snapshots of all live devices at one moment, and starts new bitmaps of changes.
     pub fn new(devices: &[(&str, &Ram)]) -> Result<Self, SaveError> {
-        // Sorted, for the same order in every save.
+        // Sort the devices, so that every save has them in the same order.
         let mut devices = devices.to_vec();
         devices.sort_unstable_by_key(|(name, _)| *name);
         let setup = |name: &str| {
@@ -75,7 +75,7 @@ impl SavePoint {
         for (name, ram) in devices.iter().filter(|(_, ram)| !ram.is_snapshot()) {
             let (after, mut snapshot) =
                 (Arc::new(Dirty::new()), ram.prepare_snapshot().map_err(setup(name))?);
-            snapshot.note_changes(Arc::clone(&after));
+            snapshot.track_changes(Arc::clone(&after));
             pending.push(snapshot);
             live_devices.push(LiveDevice {
                 name: (*name).to_owned(),
@@ -84,18 +84,18 @@ impl SavePoint {
                 after,
             });
         }
-        let mut together: Vec<&mut dyn consistency_group::Pending> =
-            pending.iter_mut().map(|pending| pending as &mut dyn consistency_group::Pending).collect();
-        consistency_group::take(&mut together)
-            .map_err(|late| setup(&live_devices[late.at].name)(SetupError::NotInTime(NotInTime)))?;
-        let when = SystemTime::now();
+        let mut together: Vec<&mut dyn consistency_group::GroupMember> =
+            pending.iter_mut().map(|pending| pending as &mut dyn consistency_group::GroupMember).collect();
+        consistency_group::take_snapshots(&mut together)
+            .map_err(|late| setup(&live_devices[late.index].name)(SetupError::NotInTime(FreezeTimeout)))?;
+        let saved_at = SystemTime::now();
         let mut frozen: Vec<_> = devices.iter().map(NamedDevice::new).collect();
         let places = frozen.iter_mut().filter(|device| !device.ram.is_snapshot());
         for ((place, live), mut pending) in places.zip(&mut live_devices).zip(pending) {
             live.before = pending.take_changes();
             place.freeze(pending.into_snapshot());
         }
-        let mut moment = Self { plan: Plan::default(), live_devices, when };
+        let mut moment = Self { plan: Plan::default(), live_devices, saved_at };
         match Plan::new(frozen) {
             Ok(plan) => moment.plan = plan,
             Err(error) => {
@@ -110,8 +110,8 @@ impl SavePoint {
     pub fn put_back(&self) {
         for live in &self.live_devices {
             match &live.before {
-                Some(before) => live.after.put_back(before),
-                None => live.after.put_back(&Dirty::everything()),
+                Some(before) => live.after.merge(before),
+                None => live.after.merge(&Dirty::everything()),
             }
         }
     }
@@ -121,8 +121,8 @@ impl SavePoint {
         Some(&self.live_devices[at])
     }
 
-    /// Returns the changes since `last` by node (live devices only); `None` if an increment is not
-    /// possible.
+    /// Returns the changes since `last` by node (`None` for snapshots). Returns `None` if an
+    /// increment cannot express them.
     pub fn changes(&self, last: &LastSave) -> Option<Vec<Option<&Dirty>>> {
         let bases = self.plan.bases.iter().map(|base| &base.device);
         let same_bases = last.bases.len() == bases.len()
@@ -154,7 +154,8 @@ impl SavePoint {
             && sizes.into_iter().all(|(node, last)| node.ram.geometry().size == last.size)
     }
 
-    /// Returns the state for the next save. `unread` are unreadable pages with their nodes.
+    /// Returns the state for the next save. `unread` are unreadable pages, each after the number of
+    /// its node.
     pub fn into_last(self, bases: Vec<BaseIdentity>, unread: &[(u32, u64)]) -> LastSave {
         let nodes = (0_u32..).zip(&self.plan.nodes).map(|(number, node)| {
             let live = if node.snapshot { None } else { self.live(node.name.as_ref()) };
@@ -178,14 +179,14 @@ impl SavePoint {
         (kept, bases): (KeptRecord, &[BaseIdentity]),
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<(Saved, Unread), SaveError> {
+    ) -> Result<(SaveReport, UnreadablePages), SaveError> {
         writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
         let mut writer = PageWriter::new(writer, &self.plan).all_algorithms()?;
         write_pages(&self.plan, &mut writer, cancelled, progress)?;
         Ok((writer.to.finish()?, writer.unread))
     }
 
-    /// Writes an increment. `progress` receives bytes of pages.
+    /// Writes an increment. `progress` receives the bytes of pages written and their total.
     pub fn write_changes(
         &self,
         mut writer: Writer<'_>,
@@ -193,9 +194,10 @@ impl SavePoint {
         changes: &[Option<&Dirty>],
         cancelled: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<(Saved, Unread), SaveError> {
+    ) -> Result<(SaveReport, UnreadablePages), SaveError> {
         writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
-        // Algorithms are written on first use: a dictionary may be larger than all else.
+        // Write an algorithm on first use: its dictionary may be larger than the rest of the
+        // increment.
         let mut writer = PageWriter::new(writer, &self.plan);
         let page_bytes = freestone_core::PAGE_BYTES as u64;
         let all = changes.iter().flatten().map(|dirty| dirty.pages()).sum::<u64>() * page_bytes;
@@ -226,9 +228,9 @@ impl SavePoint {
         Ok((writer.to.finish()?, writer.unread))
     }
 
-    /// Returns the chain record for a file with this content.
+    /// Returns the chain record for the header of a file with this content.
     pub fn record(&self, generation: u64, number: u32, continues: u64) -> KeptRecord {
-        let since = self.when.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since = self.saved_at.duration_since(UNIX_EPOCH).unwrap_or_default();
         KeptRecord {
             generation: U64::new(generation),
             number: U32::new(number),
@@ -242,7 +244,7 @@ impl SavePoint {
 }
 
 impl LastSave {
-    /// Creates the state of just restored devices, and starts to record their changes.
+    /// Creates the state of devices that were just restored, and starts to record their changes.
     pub fn of_restored(
         nodes: &[crate::save::reader::Node],
         devices: &[Ram],
@@ -252,7 +254,7 @@ impl LastSave {
         let of_node = |(node, ram): (&crate::save::reader::Node, &Ram)| {
             let dirty = (!node.snapshot).then(|| Arc::new(Dirty::new()));
             if let Some(dirty) = &dirty {
-                ram.note_changes(Some(Arc::clone(dirty)));
+                ram.track_changes(Some(Arc::clone(dirty)));
             }
             SavedNode {
                 name: node.name.clone(),
@@ -272,8 +274,8 @@ impl LastSave {
         self.bases.iter().map(|(_, identity)| *identity).collect()
     }
 
-    /// Returns the approximate number of pages of an increment of these devices, `None` if the next
-    /// save must be a whole one. Does not delay writers.
+    /// Returns the approximate number of pages in an increment of these devices; `None` if the next
+    /// save must write a whole file. Does not delay writers.
     pub fn estimate_pages(&self, devices: &[(&str, &Ram)]) -> Option<u64> {
         let named = self.nodes.iter().filter(|node| node.name.is_some());
         if named.clone().count() != devices.len() {
@@ -311,7 +313,7 @@ impl LastSave {
             if let (Some(dirty), Some(ram)) = (&node.dirty, node.device.get())
                 && ram.dirty().is_some_and(|present| Arc::ptr_eq(&present, dirty) || present.is_everything())
             {
-                ram.note_changes(None);
+                ram.track_changes(None);
             }
         }
     }

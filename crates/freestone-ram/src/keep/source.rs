@@ -1,4 +1,4 @@
-//! Pages of a device that are still in files.
+//! Pages of a device that are still in the files of a chain.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,18 +7,18 @@ use super::file::Blocks;
 use super::index::{Entry, find};
 use crate::codec;
 use crate::ram::{Incoming, Source};
-use crate::save::file_codec::{self, FileCodec, Refused};
+use crate::save::file_codec::{self, ContentError, FileCodec};
 use freestone_core::PAGE_BYTES;
 use freestone_core::client_log;
 use freestone_core::device::{Error, Result};
 
-/// A file of a chain, and the algorithms of its objects.
+/// A file of a chain, and the algorithms that compressed its pages.
 pub struct Part {
     pub blocks: Blocks,
     pub algorithms: Vec<FileCodec>,
 }
 
-/// The index of a device's pages in files.
+/// The index of the pages of a device that are still in files.
 pub struct Index {
     pub entries: Vec<Entry>,
     pub parts: Arc<[Part]>,
@@ -26,12 +26,12 @@ pub struct Index {
 }
 
 thread_local! {
-    /// Buffer for reading one page's object.
+    /// Buffer for reading the stored form of one page.
     static OBJECT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Index {
-    /// Passes a page to `take` in stored form. `data` is the entry's data.
+    /// Passes the page `page` to `take` in stored form. `data` is the entry's data in the file.
     pub fn unpack<R>(
         &self,
         page: u64,
@@ -40,7 +40,7 @@ impl Index {
         take: impl FnOnce(Incoming<'_>) -> Result<R>,
     ) -> Result<R> {
         if entry.is_lost() {
-            // The save already logged lost pages and their number.
+            // Lost pages are not logged again: the save has logged their number.
             return Err(Error::Media);
         }
         let form = entry.page_of(data).ok_or(Error::Media)?;
@@ -54,12 +54,12 @@ impl Index {
         let mut content: codec::Page = [0; PAGE_BYTES];
         match file_codec::incoming(algorithms, &form, bytes, &mut content) {
             Ok(incoming) => take(incoming),
-            Err(Refused::Damaged(what)) => {
+            Err(ContentError::Damaged(what)) => {
                 let path = self.parts[entry.file()].blocks.path().display();
                 client_log!(error, "{path}: page {page}: {what}");
                 Err(Error::Media)
             }
-            Err(Refused::Other(_)) => Err(Error::NoMemory),
+            Err(ContentError::Other(_)) => Err(Error::NoMemory),
         }
     }
 }
@@ -68,7 +68,7 @@ impl Source for Index {
     fn run(&self, page: u64, end: u64) -> (u64, bool) {
         match find(&self.entries, page) {
             Ok(entry) => {
-                // Neighbouring entries are read together.
+                // Count neighbouring entries as one run, so that they are read together.
                 let behind = self.entries.partition_point(|other| other.page() <= entry.page());
                 let mut to = entry.end();
                 for next in &self.entries[behind..] {
@@ -85,7 +85,7 @@ impl Source for Index {
 
     fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()> {
         let entry = find(&self.entries, page).map_err(|_| Error::Media)?;
-        // Taken out: `take` may call this function again.
+        // Take the buffer out of the thread-local, as `take` may call this function again.
         let mut object = OBJECT.take();
         let read = self.parts[entry.file()].blocks.read(entry, &mut object);
         let taken = read.and_then(|()| self.unpack(page, entry, &object, take));

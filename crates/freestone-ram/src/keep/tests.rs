@@ -1,4 +1,4 @@
-//! Kept devices compared with models: round trips, crashes, damage, loading with concurrent
+//! Kept devices compared with models: round trips, crashes, damage, and loading concurrent with
 //! writers.
 
 use std::cell::Cell;
@@ -27,7 +27,7 @@ fn never() -> bool {
     false
 }
 
-/// A random number generator with a seed.
+/// A random number generator (xorshift) with a seed.
 struct Random(u64);
 
 impl Random {
@@ -38,7 +38,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) % end
     }
 
-    /// Returns a page of one of several kinds.
+    /// Returns a page of one of five kinds, for example same-filled or partly random.
     fn page(&mut self) -> Vec<u8> {
         let (kind, word) = (self.below(5), self.below(u64::MAX));
         let mut page = Vec::with_capacity(PAGE_BYTES);
@@ -60,12 +60,12 @@ fn family() -> Family {
     Family::new(Config::default()).unwrap()
 }
 
-fn save(keep: &mut Keep, devices: &[(&str, &Ram)]) -> KeptNow {
+fn save(keep: &mut Keep, devices: &[(&str, &Ram)]) -> KeepReport {
     keep.save(devices, &never, &mut |_, _| {}).unwrap()
 }
 
-fn load(loading: &mut Loading) {
-    assert_eq!(loading.run(&never, &mut |_, _| {}), Loaded::All);
+fn load(loading: &mut BackgroundLoad) {
+    assert_eq!(loading.run(&never, &mut |_, _| {}), LoadOutcome::Complete);
 }
 
 fn content(ram: &Ram) -> Vec<u8> {
@@ -74,7 +74,7 @@ fn content(ram: &Ram) -> Vec<u8> {
     bytes
 }
 
-type Restored = (Keep, Vec<(String, Ram)>, Loading);
+type Restored = (Keep, Vec<(String, Ram)>, BackgroundLoad);
 
 fn restored(dir: &Path, family: &Family, bases: &[Base]) -> Restored {
     let mut keep = Keep::open(dir).unwrap();
@@ -90,7 +90,7 @@ fn borrowed(devices: &[(String, Ram)]) -> Vec<(&str, &Ram)> {
     devices.iter().map(|(name, ram)| (&**name, ram)).collect()
 }
 
-/// Returns the names and content of all files.
+/// Returns the names and content of all files in a directory.
 fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let rows = fs::read_dir(dir).unwrap().map(Result::unwrap);
     rows.map(|row| (row.file_name().into_string().unwrap(), fs::read(row.path()).unwrap())).collect()
@@ -107,22 +107,22 @@ fn disk_restores_from_whole_file_and_increments() {
     }
     let mut keep = Keep::open(&path).unwrap();
     assert_eq!((keep.contents(), ram.unsaved_bytes()), (None, None));
-    assert_eq!(save(&mut keep, &[("a", &ram)]).wrote, Wrote::Whole);
+    assert_eq!(save(&mut keep, &[("a", &ram)]).kind, SaveKind::Whole);
     assert_eq!(ram.unsaved_bytes(), Some(0));
-    assert_eq!(save(&mut keep, &[("a", &ram)]).wrote, Wrote::Nothing);
+    assert_eq!(save(&mut keep, &[("a", &ram)]).kind, SaveKind::Unchanged);
     for round in 0..3 {
         ram.write_at(5 * PAGE, &random.page(), Flags::empty()).unwrap();
         ram.write_at(1000 * PAGE + 512, &[round; 1024], Flags::empty()).unwrap();
         ram.discard(700 * PAGE, 9 * PAGE).unwrap();
         ram.write_zeroes(20 * PAGE + 512, PAGE, Flags::empty()).unwrap();
         let now = save(&mut keep, &[("a", &ram)]);
-        assert_eq!((now.wrote, now.pages), (Wrote::Increment, if round == 0 { 13 } else { 4 }));
+        assert_eq!((now.kind, now.pages), (SaveKind::Increment, if round == 0 { 13 } else { 4 }));
     }
     ram.grow(9 * MIB).unwrap();
-    assert_eq!(save(&mut keep, &[("a", &ram)]).wrote, Wrote::Increment);
+    assert_eq!(save(&mut keep, &[("a", &ram)]).kind, SaveKind::Increment);
     let kept = keep.contents().unwrap();
     assert_eq!((kept.increments, kept.contents.devices[0].size), (4, 9 * MIB));
-    assert!(kept.when.elapsed().unwrap().as_secs() < 600);
+    assert!(kept.saved_at.elapsed().unwrap().as_secs() < 600);
     let before = content(&ram);
     assert!(matches!(Keep::open(&path), Err(KeepError::InUse(_))));
     drop(keep);
@@ -132,7 +132,7 @@ fn disk_restores_from_whole_file_and_increments() {
     assert!(content(named(&devices, "a")) == before, "from the files");
     named(&devices, "a").write_at(8 * MIB, &random.page(), Flags::empty()).unwrap();
     let changed = content(named(&devices, "a"));
-    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Increment, "before it is loaded");
+    assert_eq!(save(&mut keep, &borrowed(&devices)).kind, SaveKind::Increment, "before it is loaded");
     load(&mut loading);
     assert!(content(named(&devices, "a")) == changed);
     drop((keep, loading));
@@ -144,7 +144,7 @@ fn disk_restores_from_whole_file_and_increments() {
     assert_eq!((keep.contents().unwrap().increments, files(&path).len()), (0, 1));
     named(&again, "a").write_at(0, &random.page(), Flags::empty()).unwrap();
     let changed = content(named(&again, "a"));
-    assert_eq!(save(&mut keep, &borrowed(&again)).wrote, Wrote::Increment, "it continues the merged one");
+    assert_eq!(save(&mut keep, &borrowed(&again)).kind, SaveKind::Increment, "it continues the merged one");
     drop((keep, loading));
     let (mut keep, again, mut loading) = restored(&path, &family(), &[]);
     load(&mut loading);
@@ -160,25 +160,25 @@ fn save_after_structural_change_is_whole() {
     let (a, b) = (family.ram(MIB).unwrap(), family.ram(MIB).unwrap());
     a.write_at(0, &[1; 4096], Flags::empty()).unwrap();
     let mut keep = Keep::open(dir.path()).unwrap();
-    assert_eq!(save(&mut keep, &[("a", &a)]).wrote, Wrote::Whole);
-    assert_eq!(save(&mut keep, &[("a", &a), ("b", &b)]).wrote, Wrote::Whole, "another disk");
-    assert_eq!(save(&mut keep, &[("b", &b), ("a", &a)]).wrote, Wrote::Nothing, "in any order");
+    assert_eq!(save(&mut keep, &[("a", &a)]).kind, SaveKind::Whole);
+    assert_eq!(save(&mut keep, &[("a", &a), ("b", &b)]).kind, SaveKind::Whole, "another disk");
+    assert_eq!(save(&mut keep, &[("b", &b), ("a", &a)]).kind, SaveKind::Unchanged, "in any order");
     let snapshot = a.snapshot().unwrap();
     let devices: [(&str, &Ram); 3] = [("a", &a), ("b", &b), ("s", &snapshot)];
-    assert_eq!(save(&mut keep, &devices).wrote, Wrote::Whole, "a snapshot");
+    assert_eq!(save(&mut keep, &devices).kind, SaveKind::Whole, "a snapshot");
     a.write_at(4096, &[2; 4096], Flags::empty()).unwrap();
-    assert_eq!(keep.estimate(&devices).unwrap().wrote, Wrote::Increment);
-    assert_eq!(save(&mut keep, &devices).wrote, Wrote::Increment);
+    assert_eq!(keep.estimate(&devices).unwrap().kind, SaveKind::Increment);
+    assert_eq!(save(&mut keep, &devices).kind, SaveKind::Increment);
     a.rewind().unwrap();
     assert_eq!(a.unsaved_bytes(), Some(0), "it holds nothing");
     a.write_at(8192, &[3; 4096], Flags::empty()).unwrap();
     assert_eq!(a.unsaved_bytes(), Some(4096));
     let estimate = keep.estimate(&devices).unwrap();
-    assert!(estimate.wrote == Wrote::Whole && estimate.fits(), "{estimate:?}");
-    assert_eq!(save(&mut keep, &devices).wrote, Wrote::Whole, "a rewind");
+    assert!(estimate.kind == SaveKind::Whole && estimate.fits(), "{estimate:?}");
+    assert_eq!(save(&mut keep, &devices).kind, SaveKind::Whole, "a rewind");
     b.reset().unwrap();
     b.write_at(0, &[4; 512], Flags::empty()).unwrap();
-    assert_eq!(save(&mut keep, &devices).wrote, Wrote::Whole, "a reset");
+    assert_eq!(save(&mut keep, &devices).kind, SaveKind::Whole, "a reset");
     assert_eq!(files(dir.path()).len(), 1, "old files are gone");
     let all = [content(&a), content(&b), content(&snapshot)];
     drop(keep);
@@ -199,7 +199,7 @@ fn cancelled_save_keeps_changes_for_next() {
     let cancelled = keep.save(&devices, &|| true, &mut |_, _| {});
     assert!(matches!(cancelled, Err(KeepError::Save(SaveError::Cancelled))));
     assert_eq!(files(dir.path()).len(), 0);
-    assert_eq!(save(&mut keep, &devices).wrote, Wrote::Whole);
+    assert_eq!(save(&mut keep, &devices).kind, SaveKind::Whole);
     let mut all = 0;
     for after in 0..7 {
         for page in (after..3000).step_by(5) {
@@ -214,13 +214,14 @@ fn cancelled_save_keeps_changes_for_next() {
         }
     }
     assert!(all >= 1200 * PAGE, "{all}: what was put back twice is all there");
-    assert_eq!(save(&mut keep, &devices).wrote, Wrote::Increment);
+    assert_eq!(save(&mut keep, &devices).kind, SaveKind::Increment);
     drop(keep);
     let (_keep, again, _loading) = restored(dir.path(), &family(), &[]);
     assert!(content(named(&again, "a")) == content(&ram));
 }
 
-/// One in a hundred pages changes at random: the increment has little more than their bytes.
+/// A random page in a hundred changes: the increment must be little larger than the bytes of these
+/// pages.
 #[test]
 fn increment_size_is_close_to_changed_bytes() {
     let dir = tempfile::tempdir().unwrap();
@@ -251,7 +252,7 @@ fn increment_size_is_close_to_changed_bytes() {
     }
     let estimate = keep.estimate(&devices).unwrap();
     let now = save(&mut keep, &devices);
-    assert_eq!((now.wrote, now.pages), (Wrote::Increment, changed.len() as u64));
+    assert_eq!((now.kind, now.pages), (SaveKind::Increment, changed.len() as u64));
     let bytes = changed.len() as u64 * per_page;
     assert!(now.file_bytes * 10 <= bytes * 13, "{} bytes for {bytes}", now.file_bytes);
     let is_near = |estimate: u64, real: u64| estimate * 10 >= real * 9 && estimate * 2 <= real * 3;
@@ -282,13 +283,13 @@ fn merge_if_due_keeps_content() {
         assert!(files(dir.path()).len() <= INCREMENTS_MAX + 1);
     }
     assert_eq!(merges, 3, "after each 17 increments");
-    // Many pages at once exceed half of the whole file.
+    // Changing many pages at once makes the increment exceed half of the whole file.
     for page in 0..700 {
         ram.write_at(page * PAGE, &random.page(), Flags::empty()).unwrap();
     }
     save(&mut keep, &devices);
     assert!(keep.merge_if_due(&never, &mut |_, _| {}).unwrap().is_some());
-    // The merged file is a regular saved file: `restore` reads it.
+    // The merged file is a regular saved file, which `restore` can read.
     let path = dir.path().join(files(dir.path()).keys().next().unwrap());
     let plain = crate::save::restore(&path, &family(), &[], &mut |_, _| {}).unwrap();
     assert!(content(&plain[0].1) == content(&ram));

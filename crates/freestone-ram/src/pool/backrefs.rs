@@ -1,23 +1,24 @@
-//! Back-references from objects to their owners. They make objects movable without an indirection.
+//! Back-references from objects (stored compressed pages) to the slots that hold them. Compaction
+//! finds and locks that slot to move an object, so slots need no indirection.
 #![expect(unsafe_code)]
 // UNSAFETY: one array per span, whose length depends on the span's class and which is replaced when
 // the span changes class.
 
 use super::span_table::SpanTable;
-use super::spans::{Owned, Unused};
+use super::spans::{OwnedSpan, UnusedSpan};
 use freestone_core::sync::{AtomicPtr, AtomicU64, Ordering};
 
-/// Owner of an object: a table of the family and a slot in it.
+/// Owner of an object: the id of a slot table of the family, and a slot in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackRef(u64);
 
 const SLOT_BITS: u32 = 36;
 const _: () = assert!(freestone_core::slot::MAX_SLOTS <= 1 << SLOT_BITS);
-/// Largest table id in a back-reference.
+/// Largest id of a slot table that a back-reference can hold.
 pub const MAX_TABLE_ID: u32 = (1 << (64 - SLOT_BITS)) - 1;
 
 impl BackRef {
-    /// Creates a reference to `slot` of `table`.
+    /// Creates a reference to the slot `slot` of the table `table`.
     #[inline]
     pub const fn new(table: u32, slot: u64) -> Self {
         debug_assert!(table <= MAX_TABLE_ID && slot < 1 << SLOT_BITS);
@@ -41,9 +42,9 @@ impl BackRef {
     }
 }
 
-/// One array per span. The owner of a span creates and drops its array and reads its entries.
-/// Entries are written by the owner, or under the lock of the slot that holds the object: the span
-/// cannot be dropped while it has an object.
+/// The arrays of back-references, one per span. The owner of a span creates and drops its array and
+/// reads its entries. An entry is written by the owner, or under the lock of the slot that holds
+/// the object. The latter is safe because a span with an object cannot be dropped.
 pub struct BackRefs {
     arrays: SpanTable<AtomicPtr<AtomicU64>>,
     entries: AtomicU64,
@@ -54,12 +55,12 @@ impl BackRefs {
         Self { arrays: SpanTable::new(), entries: AtomicU64::new(0) }
     }
 
-    /// Creates the array of a just adopted span of `objects` objects.
-    pub fn open(&self, span: &Owned, objects: u32) {
-        // The first entry is the number of the others.
+    /// Creates the array of a just adopted span with room for `objects` objects.
+    pub fn open(&self, span: &OwnedSpan, objects: u32) {
+        // The first entry is the number of the other entries.
         let entries: Box<[AtomicU64]> =
             std::iter::once(u64::from(objects)).chain((0..objects).map(|_| 0)).map(AtomicU64::new).collect();
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.entries.fetch_add(entries.len() as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `entry` and `take`.
         let before =
@@ -67,8 +68,8 @@ impl BackRefs {
         debug_assert!(before.is_null(), "{span:?} has back-references already");
     }
 
-    /// Drops the array of a span without objects.
-    pub fn close(&self, span: &Unused) {
+    /// Drops the array of back-references of a span without objects.
+    pub fn close(&self, span: &UnusedSpan) {
         self.take(self.arrays.get(span.number()));
     }
 
@@ -85,7 +86,7 @@ impl BackRefs {
         let len = unsafe { &*pointer }.load(Ordering::Relaxed) as usize + 1;
         // SAFETY: allocated in `open` with this length and swapped out once.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(pointer, len)) });
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.entries.fetch_sub(len as u64, Ordering::Relaxed);
     }
 
@@ -107,12 +108,13 @@ impl BackRefs {
     }
 
     #[inline]
-    pub fn set(&self, span: &Owned, object: usize, owner: BackRef) {
+    pub fn set(&self, span: &OwnedSpan, object: usize, owner: BackRef) {
         // SAFETY: the caller owns the span.
         unsafe { self.set_for_object(span.number(), object, owner) };
     }
 
-    /// As [`set`](Self::set), for a caller that does not own the span.
+    /// Sets the owner of an object like [`set`](Self::set), for a caller that does not own the
+    /// span.
     ///
     /// # Safety
     /// The caller must have locked the slot that holds the object, or have removed the object from
@@ -121,25 +123,26 @@ impl BackRefs {
     pub unsafe fn set_for_object(&self, span: u32, object: usize, owner: BackRef) {
         // SAFETY: guaranteed by the caller.
         let entry = unsafe { self.entry(span, object) };
-        // Relaxed: read by the span's next owner, ordered by the transfer of ownership. A reader of
-        // an object's former owner finds that its slot holds something else.
+        // Relaxed: read by the span's next owner, ordered by the transfer of ownership. A reader
+        // that finds the former owner of an object notices that the slot of that owner holds
+        // something else.
         entry.store(owner.0, Ordering::Relaxed);
     }
 
     /// Returns the current or former owner of an object.
-    pub fn get(&self, span: &Owned, object: usize) -> BackRef {
+    pub fn get(&self, span: &OwnedSpan, object: usize) -> BackRef {
         // SAFETY: the caller owns the span.
         let entry = unsafe { self.entry(span.number(), object) };
-        // Relaxed: see `set_for_object`.
+        // Relaxed: ordered by the transfer of the span's ownership, see `set_for_object`.
         BackRef(entry.load(Ordering::Relaxed))
     }
 
     pub fn bytes(&self) -> u64 {
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.entries.load(Ordering::Relaxed) * 8
     }
 
-    /// Returns the bytes of the table of arrays.
+    /// Returns the size in bytes of the table of arrays, without the arrays.
     pub fn overhead_bytes(&self) -> u64 {
         self.arrays.bytes()
     }

@@ -1,29 +1,29 @@
 //! Size classes: object sizes are rounded up to a multiple of 16 bytes. Each class uses the span
-//! length that wastes least.
+//! length that wastes the least memory.
 //!
-//! Spans have up to 32 pages (zsmalloc: 8 by default), so less memory is lost at their ends. The
-//! largest class that saves memory is therefore 3968 bytes: 32 objects in 31 pages.
+//! Spans have up to 32 pages (8 by default in zsmalloc), so less memory is lost at the ends of
+//! spans. The largest class that saves memory is therefore 3968 bytes: 32 objects in 31 pages.
 
-/// Alignment of objects and distance of classes, in bytes.
+/// Alignment of objects, and size difference of neighbouring classes, in bytes.
 pub const CLASS_STEP_BYTES: usize = 16;
-/// Number of classes: 16, 32, ... 4096 bytes.
+/// Number of size classes: 16, 32, ... 4096 bytes.
 pub const CLASSES: usize = freestone_core::PAGE_BYTES / CLASS_STEP_BYTES;
-/// Address space of a span in bytes. A class uses the first `pages` of it.
+/// Address space of a span in bytes. A class uses only the first [`Class::pages`] pages.
 pub const SPAN_BYTES: u64 = 128 << 10;
-/// Pages in a span's address space.
+/// Number of pages in the address space of a span.
 pub const SPAN_PAGES: usize = SPAN_BYTES as usize / freestone_core::PAGE_BYTES;
-/// Maximum objects of a span: the size of its bitmap.
+/// Maximum number of objects in a span, which is the number of bits in its bitmap.
 pub const SPAN_OBJECTS: usize = 256;
 
-/// Span layout of a class.
+/// Span layout of a size class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Class {
-    /// Object size in bytes.
+    /// Size of each object in bytes.
     pub bytes: u32,
     pub pages: u32,
     pub objects: u32,
-    /// Reciprocal for dividing an offset (in 16-byte units) by the object size; see
-    /// [`Class::index_at`].
+    /// Reciprocal of the object size, for dividing an offset in 16-byte units without a division;
+    /// see [`Class::index_at`].
     reciprocal: u32,
 }
 
@@ -37,7 +37,8 @@ impl Class {
         let mut pages = 1;
         while pages <= SPAN_PAGES {
             let objects = pages * freestone_core::PAGE_BYTES / bytes;
-            // Compare used bytes per page crosswise. On a tie prefer more pages: fewer spans.
+            // Compare used bytes per page by cross-multiplication. On a tie prefer more pages, for
+            // fewer spans.
             if objects <= SPAN_OBJECTS && (best == 0 || objects * best >= best_objects * pages) {
                 best = pages;
                 best_objects = objects;
@@ -52,20 +53,20 @@ impl Class {
         }
     }
 
-    /// Returns the index of the object that begins `units` (of 16 bytes) into the span.
+    /// Returns the index of the object that begins `units` units of 16 bytes into the span.
     #[inline]
     pub const fn index_at(&self, units: u64) -> usize {
-        // Exact: units < 2^13, and the relative error of the reciprocal is below 2^-16.
+        // Exact, as units < 2^13 and the relative error of the reciprocal is below 2^-16.
         ((units * self.reciprocal as u64) >> RECIPROCAL_SHIFT) as usize
     }
 
-    /// Returns the memory per object: the span's size divided by its objects.
+    /// Returns the memory per object in bytes: the size of a span divided by its number of objects.
     const fn cost_bytes(&self) -> usize {
         (self.pages as usize * freestone_core::PAGE_BYTES).div_ceil(self.objects as usize)
     }
 }
 
-/// All classes by index.
+/// All size classes, by index.
 pub static CLASS: [Class; CLASSES] = {
     let mut all = [Class::new(0); CLASSES];
     let mut index = 0;
@@ -76,16 +77,16 @@ pub static CLASS: [Class; CLASSES] = {
     all
 };
 
-/// Returns the class of an object of `bytes`, 1 to the page size.
+/// Returns the index of the size class for an object of `bytes` bytes (1 to the page size).
 #[inline]
 pub const fn class_of(bytes: usize) -> usize {
     debug_assert!(bytes >= 1 && bytes <= freestone_core::PAGE_BYTES);
     (bytes - 1) / CLASS_STEP_BYTES
 }
 
-/// Huge-class threshold: a larger object takes as much memory as a whole page, because of the
-/// unused end of its class's spans. Such a page is stored uncompressed, as with zsmalloc's
-/// `huge_class_size`.
+/// Size in bytes of the largest object that is stored compressed. A larger object uses as much
+/// memory as a whole page, because of the unused end of its class's spans. Such a page is stored
+/// uncompressed, as with zsmalloc's `huge_class_size`.
 pub const HUGE_LINE_BYTES: usize = {
     let mut index = CLASSES - 1;
     while Class::new(index).cost_bytes() >= freestone_core::PAGE_BYTES {
@@ -104,7 +105,8 @@ mod tests {
             let span = class.pages as usize * freestone_core::PAGE_BYTES;
             let used = class.objects as usize * class.bytes as usize;
             assert!(used <= span && class.objects as usize <= SPAN_OBJECTS, "{class:?}");
-            // Above the threshold an object costs a page, so only whole pages are stored there.
+            // Above the threshold an object costs a whole page, so only uncompressed pages are
+            // stored there.
             if class.bytes as usize <= HUGE_LINE_BYTES {
                 assert!((span - used) * 100 <= span * 3, "class {index} wastes over 3 %: {class:?}");
             }

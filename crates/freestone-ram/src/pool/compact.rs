@@ -1,29 +1,31 @@
-//! Compaction: moves objects of sparse spans into holes of fuller ones, concurrently with requests.
+//! Compaction: moves objects of sparse spans into free places of fuller ones, concurrently with
+//! requests.
 
 use super::class::{CLASS, CLASSES};
-use super::spans::Owned;
+use super::spans::OwnedSpan;
 use super::{BackRef, NewObject, Place, Pool, pages_to_hold};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::SlotGuard;
 use freestone_core::sync::Ordering;
 
 pub trait Owners {
-    /// Calls `work` with the slot of `owner` locked. Does nothing if its table is gone.
+    /// Calls `work` with the slot of `owner` locked. Does nothing if the slot's table was dropped.
     fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>));
 }
 
 impl Pool {
-    /// Compacts every class into as few pages as possible and returns the number of pages returned
-    /// to the system. A concurrent second call returns 0, as in the kernel. Needs no memory of its
-    /// own.
+    /// Compacts every class into as few pages as possible, and returns the number of pages
+    /// released to the system. If another compaction is running, returns 0 at once, as the kernel does.
+    /// Compaction needs no free memory in the pool.
     ///
-    /// `watch` receives the bytes of the spans visited and of all spans; compaction ends when it
-    /// returns false.
+    /// `watch` receives the bytes of the spans visited and of all spans; compaction ends when
+    /// `watch` returns false.
     pub fn compact(&self, owners: &dyn Owners, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
         self.compact_classes(0..CLASSES, owners, watch)
     }
 
-    /// As [`compact`](Self::compact), for one class: a bounded piece of work.
+    /// Compacts one class only, as a bounded piece of work; returns the same as
+    /// [`compact`](Self::compact).
     pub fn compact_one(&self, class: usize, owners: &dyn Owners) -> u64 {
         self.compact_classes(class..class + 1, owners, &mut |_, _| true)
     }
@@ -36,7 +38,7 @@ impl Pool {
     ) -> u64 {
         let Some(_one) = self.compacting.try_lock() else { return 0 };
         let before = self.pages();
-        // Relaxed: used for progress and as a bound.
+        // Relaxed: the count is used for progress, and to limit the rounds.
         let spans = |class: usize| self.population[class].load(Ordering::Relaxed);
         let span_bytes = |class: usize| u64::from(CLASS[class].pages) * PAGE_BYTES as u64;
         let all = classes.clone().map(|class| u64::from(spans(class)) * span_bytes(class)).sum();
@@ -65,10 +67,11 @@ impl Pool {
         go_on: &mut dyn FnMut(u32) -> bool,
     ) {
         self.list_currents(class);
-        // Owned spans that are finished as source and target.
+        // Owned spans that can be neither emptied nor filled further.
         let mut settled = Vec::new();
         let mut target = None;
-        // Requests fill and empty spans meanwhile: limit the rounds to the present number of spans.
+        // Requests fill and empty spans meanwhile, so limit the rounds to the present number of
+        // spans.
         let mut whole = true;
         for round in 0..rounds {
             whole = go_on(round);
@@ -94,14 +97,14 @@ impl Pool {
         }
     }
 
-    /// Moves the objects of an owned span into holes of others. Returns false if no resident hole
-    /// is left.
+    /// Moves the objects of an owned span into free resident places of other spans. Returns false
+    /// if no such place is left.
     fn empty_span(
         &self,
-        source: &Owned,
+        source: &OwnedSpan,
         class: usize,
-        target: &mut Option<Owned>,
-        settled: &mut Vec<Owned>,
+        target: &mut Option<OwnedSpan>,
+        settled: &mut Vec<OwnedSpan>,
         owners: &dyn Owners,
     ) -> bool {
         for object in self.objects_of(source, class) {
@@ -119,14 +122,14 @@ impl Pool {
         true
     }
 
-    /// Iterates over the objects used at this moment, in order.
-    fn objects_of(&self, span: &Owned, class: usize) -> impl DoubleEndedIterator<Item = usize> {
+    /// Iterates over the objects of a span that are in use at this moment, in ascending order.
+    fn objects_of(&self, span: &OwnedSpan, class: usize) -> impl DoubleEndedIterator<Item = usize> {
         (0..CLASS[class].objects as usize).filter(move |&object| self.spans.is_taken(span, object))
     }
 
-    /// Moves the last objects of an owned span into its first holes, and returns the pages behind
-    /// them to the system.
-    fn pack_span(&self, span: &Owned, class: usize, owners: &dyn Owners) {
+    /// Moves the last objects of an owned span into its first free places, and returns the pages
+    /// behind the remaining objects to the system.
+    fn pack_span(&self, span: &OwnedSpan, class: usize, owners: &dyn Owners) {
         for object in self.objects_of(span, class).rev() {
             let Some(hole) = self.resident_hole(span, class, object) else { break };
             self.move_object(class, (span, object), (span, hole), owners);
@@ -135,13 +138,13 @@ impl Pool {
         self.trim(span, last.map_or(0, |object| pages_to_hold(&CLASS[class], object)));
     }
 
-    /// Moves an object if its slot still holds it. An object in no slot is about to be published or
-    /// freed by its holder, and stays.
+    /// Moves an object if its slot still holds it. An object that no slot holds is about to be
+    /// published or freed by another thread, and stays.
     fn move_object(
         &self,
         class: usize,
-        (source, object): (&Owned, usize),
-        (target, hole): (&Owned, usize),
+        (source, object): (&OwnedSpan, usize),
+        (target, hole): (&OwnedSpan, usize),
         owners: &dyn Owners,
     ) {
         let owner = self.backrefs.get(source, object);

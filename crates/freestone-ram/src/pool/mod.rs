@@ -1,20 +1,20 @@
 //! The object pool: memory for compressed pages, comparable to zsmalloc.
 //!
 //! Objects of 1 to 4096 bytes are rounded up to a size class (16-byte steps) and stored in spans of
-//! their class. Each CPU has a current span per class, so CPUs allocate without contention. Freeing
-//! an object clears a bit. A class's lock is taken only when a span changes its owner or fullness
-//! group; pool-wide locks (the cached empty spans, the arena) only when a span is created or
-//! destroyed, or at the limit.
+//! that class. Each CPU has a current span per class, so CPUs allocate without contention. Freeing
+//! an object clears a bit. The lock of a class is taken only when a span changes its owner or
+//! fullness group. Pool-wide locks (the cached empty spans, the arena) are taken only when a span
+//! is created or destroyed, or at the limit.
 //!
 //! [Compaction](Pool::compact) moves objects without an indirection: each object has a
-//! back-reference to the slot with its location, and moves under that slot's lock.
+//! back-reference to the slot with its location, and moves under the lock of that slot.
 //!
-//! The pool counts resident pages: a span's pages become resident from the front as it fills (a few
-//! in advance in a large class).
+//! The pool counts resident pages. The pages of a span become resident from the front as the span
+//! fills (a few in advance in a class with many spans).
 //!
 //! Invariant: the pool trusts the words of slots. A word with an object is published only by the
-//! thread that allocated the object, or that took it over from a slot it had locked. The thread
-//! that removes the object from the last slot frees it.
+//! thread that allocated the object, or that took over the object from a locked slot. The thread
+//! that removes the object from the last slot frees the object.
 //!
 //! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (several only under `scarce`), a
 //! class's lists, `empties`, the arena.
@@ -22,7 +22,7 @@
 pub mod backrefs;
 pub mod class;
 mod compact;
-mod memory;
+mod object_bytes;
 mod rebuild;
 mod span_table;
 mod spans;
@@ -36,7 +36,7 @@ pub use self::backrefs::BackRef;
 use self::backrefs::BackRefs;
 use self::class::{CLASS, CLASS_STEP_BYTES, CLASSES, Class, SPAN_BYTES, class_of};
 pub use self::compact::Owners;
-use self::spans::{Freed, Owned, Spans, Unused};
+use self::spans::{FreeOutcome, OwnedSpan, Spans, UnusedSpan};
 use freestone_core::PAGE_BYTES;
 use freestone_core::arena::Arena;
 use freestone_core::device::{Error, Result};
@@ -46,52 +46,53 @@ use freestone_core::sync::{Arc, AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLoc
 /// Number of empty spans that keep their memory, to avoid system calls if use oscillates by a few
 /// spans.
 const EMPTIES_MAX: usize = 16;
-/// A growing span makes 1/`AHEAD_SHARE` of its class's pages resident in advance: few system calls
-/// in a large class, little waste in a small one.
+/// A growing span makes 1/`AHEAD_SHARE` of its class's pages resident in advance. So a class with
+/// many spans needs few system calls, and a class with few spans wastes little memory.
 const AHEAD_SHARE: u32 = 512;
 
 const UNITS_PER_SPAN: u64 = SPAN_BYTES / CLASS_STEP_BYTES as u64;
 
-/// Memory for compressed objects, in spans of one size class each.
+/// Memory for compressed pages, in spans of one size class each.
 pub struct Pool {
     arena: Arena,
     spans: Spans,
     backrefs: BackRefs,
-    /// Current spans by CPU, allocated with the CPU's first object.
+    /// Current spans by CPU, allocated when the CPU stores its first object.
     current: Box<[OnceLock<Box<Currents>>]>,
-    empties: Mutex<Vec<Unused>>,
+    empties: Mutex<Vec<UnusedSpan>>,
     compacting: Mutex<()>,
     scarce: Mutex<()>,
-    /// Spans of each class, which determine the pages made resident in advance.
+    /// Number of spans of each class, which determines how many pages are made resident in advance.
     population: Box<[AtomicU32]>,
     pages: AtomicU64,
     pages_max: AtomicU64,
     limit_pages: AtomicU64,
-    /// Pages outside the pool that count against its limit.
+    /// Number of pages outside the pool that count against the pool's limit.
     outside_pages: Arc<AtomicU64>,
-    /// Growth above this number of pages calls `alarm`.
+    /// Number of pages above which growth calls `alarm`.
     alarm_pages: AtomicU64,
     alarm: OnceLock<Alarm>,
 }
 
-/// Callback for growth above the mark. Must not take a lock under which the pool is used.
+/// Callback for growth above [`Pool::set_alarm_pages`]. The callback must not take a lock that is
+/// held while the pool is used.
 pub type Alarm = Box<dyn Fn() + Send + Sync>;
 
-/// A CPU's current spans by class.
-type Currents = CachePadded<[Mutex<Option<Owned>>; CLASSES]>;
+/// The current spans of a CPU, by class.
+type Currents = CachePadded<[Mutex<Option<OwnedSpan>>; CLASSES]>;
 
-/// Parameters of an allocation.
+/// Parameters of an allocation from the pool.
 #[derive(Clone, Copy)]
 struct AllocRequest {
     owner: BackRef,
-    /// Pages of the limit reserved for others.
+    /// Number of pages below the limit that are reserved for others.
     reserved: u64,
-    /// Whether a refusal fails the write (and raises the high-water mark); else another attempt
-    /// follows.
+    /// True if [`Error::NoSpace`] fails the write (and raises the high-water mark); false if
+    /// another attempt follows.
     is_last: bool,
 }
 
-/// Location of an object, decoded.
+/// Decoded location of an object.
 #[derive(Clone, Copy)]
 struct Place {
     span: u32,
@@ -99,7 +100,7 @@ struct Place {
     class: usize,
 }
 
-/// An allocated object that is in no slot yet: only the allocating thread may access its bytes.
+/// An allocated object that no slot holds yet: only the allocating thread may access its bytes.
 struct NewObject(Place);
 
 impl Place {
@@ -115,11 +116,11 @@ impl Pool {
         Self::with_outside_pages(Arc::new(AtomicU64::new(0)))
     }
 
-    /// Creates an empty pool without a limit. `outside_pages` counts pages outside the pool towards
-    /// a limit.
+    /// Creates an empty pool without a limit. `outside_pages` is a number of pages outside the pool
+    /// that count against a limit.
     ///
     /// # Errors
-    /// Fails if `memfd_create(2)` does.
+    /// Fails if `memfd_create(2)` fails.
     pub fn with_outside_pages(outside_pages: Arc<AtomicU64>) -> rustix::io::Result<Self> {
         Ok(Self {
             arena: Arena::new("freestone-pool", SPAN_BYTES)?,
@@ -141,17 +142,18 @@ impl Pool {
 
     // ---- the request path -----------------------------------------------------------------------
 
-    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location, leaving `reserved` pages
-    /// of the limit to others. May take page faults, so no compression stream may be held. (A
-    /// partial write holds its page's slot, which delays that page only.)
+    /// Stores `data` (1 to 4096 bytes) for `owner` and returns the location of the object.
+    /// `reserved` pages below the limit are left to others. The call may take page faults, so the
+    /// caller must not hold a compression stream. (A partial write holds the page's slot, which
+    /// delays only requests for that page.)
     ///
     /// # Errors
-    /// [`Error::NoSpace`] at the limit; [`Error::NoMemory`].
+    /// [`Error::NoSpace`] at the limit; [`Error::NoMemory`] if the system's memory is short.
     #[expect(clippy::inline_always, reason = "a write in memory is one function")]
     #[inline(always)]
     pub fn store(&self, data: &[u8], owner: BackRef, reserved: u64) -> Result<u64> {
         if self.exceeds_lowered_limit() {
-            // The cached empty spans may be the reason.
+            // The cached empty spans may be what exceeds the limit.
             self.release_empties();
             if self.exceeds_lowered_limit() {
                 return Err(self.over_limit(0));
@@ -168,42 +170,44 @@ impl Pool {
         Ok(taken.0.location())
     }
 
-    /// Returns the bytes that an object takes of its span: its class size.
+    /// Returns the bytes that an object of `stored` bytes occupies in its span: its class size.
     pub fn charged_bytes(stored: usize) -> u64 {
         u64::from(CLASS[class_of(stored)].bytes)
     }
 
-    /// Returns true if both sizes are in the same class; size 0 is not an object and has no class.
+    /// Returns true if both sizes are in the same class. Size 0 has no class and returns false.
     #[inline]
     pub fn same_class(bytes: usize, other_bytes: usize) -> bool {
         bytes != 0 && other_bytes != 0 && class_of(bytes) == class_of(other_bytes)
     }
 
-    /// Returns true if the limit was lowered below the pool's size.
+    /// Returns true if the pool is larger than the limit, which can happen after the limit was
+    /// lowered.
     #[inline]
     pub fn exceeds_lowered_limit(&self) -> bool {
         // Relaxed: a changed limit applies from the next write on.
         self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed)
     }
 
-    /// Frees an object that is in no slot any more.
+    /// Frees an object that no slot holds any more.
     #[inline]
     pub fn free(&self, location: u64) {
         let place = self.place(location);
         match self.spans.put(place.span, place.object, CLASS[place.class].objects) {
-            Freed::Fine => {}
-            Freed::Refile => {
+            FreeOutcome::Done => {}
+            FreeOutcome::Refile => {
                 if let Some(span) = self.spans.refile(place.span, place.class, CLASS[place.class].objects) {
                     self.recycle_span(span, place.class);
                 }
             }
-            Freed::EmptyOwned => self.drop_empty_current(place),
+            FreeOutcome::EmptyOwned => self.drop_empty_current(place),
         }
     }
 
-    /// Locks this CPU's current span of a class, or another CPU's if a descheduled thread holds it.
+    /// Locks this CPU's current span of a class, or another CPU's span if a descheduled thread
+    /// holds the lock.
     #[inline]
-    fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<Owned>> {
+    fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<OwnedSpan>> {
         percpu::lock_nearest(|cpu| &self.current[cpu].get_or_init(new_currents)[class])
     }
 
@@ -211,7 +215,7 @@ impl Pool {
     #[inline(always)]
     fn take_from(
         &self,
-        current: &mut Option<Owned>,
+        current: &mut Option<OwnedSpan>,
         class: usize,
         request: AllocRequest,
     ) -> Result<NewObject> {
@@ -233,14 +237,14 @@ impl Pool {
     }
 
     #[inline]
-    fn take(&self, span: &Owned, object: usize, class: usize, owner: BackRef) -> NewObject {
+    fn take(&self, span: &OwnedSpan, object: usize, class: usize, owner: BackRef) -> NewObject {
         self.spans.take(span, object);
         self.backrefs.set(span, object, owner);
         NewObject(Place { span: span.number(), object, class })
     }
 
-    /// Allocates at the limit: takes any free resident object, in any CPU's current span or a
-    /// listed span. (A span that compaction owns is not found.)
+    /// Allocates at the limit from any free resident place, in any CPU's current span or in a
+    /// listed span. (Spans that compaction owns are not considered.)
     #[cold]
     fn take_at_limit(&self, class: usize, request: AllocRequest) -> Result<NewObject> {
         let _one = self.scarce.lock();
@@ -269,17 +273,24 @@ impl Pool {
         self.take_from(current, class, request)
     }
 
-    /// Returns a free resident object below `end` of an owned span.
-    fn resident_hole(&self, span: &Owned, class: usize, end: usize) -> Option<usize> {
+    /// Returns the index of the lowest free place below `end` of an owned span, if its memory is
+    /// resident.
+    fn resident_hole(&self, span: &OwnedSpan, class: usize, end: usize) -> Option<usize> {
         let hole = self.spans.lowest_free(span).filter(|&hole| hole < end)?;
         (pages_to_hold(&CLASS[class], hole) <= self.spans.resident(span)).then_some(hole)
     }
 
-    /// Makes the memory of an object resident. It stays so until the span is retired or trimmed, so
-    /// usually this is only a comparison.
+    /// Makes the memory of an object resident. The memory stays resident until the span is retired
+    /// or trimmed, so this is usually only a comparison.
     #[expect(clippy::inline_always, reason = "as above")]
     #[inline(always)]
-    fn make_resident(&self, span: &Owned, object: usize, class: usize, request: AllocRequest) -> Result<()> {
+    fn make_resident(
+        &self,
+        span: &OwnedSpan,
+        object: usize,
+        class: usize,
+        request: AllocRequest,
+    ) -> Result<()> {
         let needed = pages_to_hold(&CLASS[class], object);
         let resident = self.spans.resident(span);
         if needed <= resident {
@@ -295,7 +306,7 @@ impl Pool {
     #[cold]
     fn grow_resident(
         &self,
-        span: &Owned,
+        span: &OwnedSpan,
         class: usize,
         resident: u32,
         needed: u32,
@@ -303,11 +314,11 @@ impl Pool {
     ) -> Result<()> {
         let pages = CLASS[class].pages;
         let wanted = (needed + self.pages_ahead(class)).min(pages);
-        let target = if self.charge(wanted - resident, reserved) {
+        let target = if self.try_charge(wanted - resident, reserved) {
             wanted
         } else {
             self.release_empties();
-            if !self.charge(needed - resident, reserved) {
+            if !self.try_charge(needed - resident, reserved) {
                 return Err(Error::NoSpace);
             }
             needed
@@ -321,26 +332,26 @@ impl Pool {
         Ok(())
     }
 
-    /// Returns the pages that a growing span of a class makes resident in advance.
+    /// Returns the number of pages that a growing span of a class makes resident in advance.
     fn pages_ahead(&self, class: usize) -> u32 {
-        // Relaxed: a hint.
+        // Relaxed: an approximate number is enough.
         self.population[class].load(Ordering::Relaxed) * CLASS[class].pages / AHEAD_SHARE
     }
 
-    /// Adds pages to the count, unless the limit forbids it. The count never exceeds the limit
-    /// temporarily: another thread would take the pool for over its limit.
-    fn charge(&self, pages: u32, reserved: u64) -> bool {
+    /// Adds pages to the count and returns true, unless that would exceed the limit. The count
+    /// never exceeds the limit even for a moment, as another thread would then fail its write.
+    fn try_charge(&self, pages: u32, reserved: u64) -> bool {
         // Relaxed: a changed limit applies from the next growth on.
         let limit = self.limit_pages.load(Ordering::Relaxed).saturating_sub(reserved);
-        // Relaxed: as above.
+        // Relaxed: a changed number applies from the next growth on.
         let limit = limit.saturating_sub(self.outside_pages.load(Ordering::Relaxed));
         let add = |now: u64| Some(now + u64::from(pages)).filter(|&sum| sum <= limit);
-        // Relaxed: only the sum matters.
+        // Relaxed: the count orders no other memory access.
         let before = self.pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         if let Ok(before) = before {
-            // Relaxed: a statistic.
+            // Relaxed: a statistic, which orders no other memory access.
             self.pages_max.fetch_max(before + u64::from(pages), Ordering::Relaxed);
-            // Relaxed: a changed mark applies from the next growth on.
+            // Relaxed: a changed alarm threshold applies from the next growth on.
             if before + u64::from(pages) > self.alarm_pages.load(Ordering::Relaxed)
                 && let Some(alarm) = self.alarm.get()
             {
@@ -351,14 +362,15 @@ impl Pool {
     }
 
     fn uncharge(&self, pages: u32) {
-        // Relaxed: as in charge.
+        // Relaxed: the count orders no other memory access.
         self.pages.fetch_sub(u64::from(pages), Ordering::Relaxed);
     }
 
-    /// Raises the high-water mark before the refusal, as in the kernel, so it can exceed the limit.
+    /// Raises the high-water mark before the write fails, as the kernel does, so the mark can
+    /// exceed the limit.
     #[cold]
     fn over_limit(&self, pages: u32) -> Error {
-        // Relaxed: statistics.
+        // Relaxed: statistics, which order no other memory access.
         let attempted = self.pages.load(Ordering::Relaxed) + u64::from(pages);
         self.pages_max.fetch_max(attempted, Ordering::Relaxed);
         Error::NoSpace
@@ -366,32 +378,33 @@ impl Pool {
 
     // ---- spans come and go ----------------------------------------------------------------------
 
-    fn new_span(&self, class: usize) -> Result<Owned> {
+    fn new_span(&self, class: usize) -> Result<OwnedSpan> {
         let cached = self.empties.lock().pop();
         let span = match cached {
             Some(span) => span,
             None => self.alloc_span()?,
         };
         let span = self.spans.adopt(span, class, CLASS[class].objects);
-        // A cached span has the memory of its former class, perhaps more than this class needs.
+        // A cached span still has the memory of its former class, perhaps more than this class
+        // needs.
         self.trim(&span, (pages_to_hold(&CLASS[class], 0) + self.pages_ahead(class)).min(CLASS[class].pages));
         self.backrefs.open(&span, CLASS[class].objects);
-        // Relaxed: a hint.
+        // Relaxed: an approximate number is enough.
         self.population[class].fetch_add(1, Ordering::Relaxed);
         Ok(span)
     }
 
-    /// Lists a span.
-    fn release_span(&self, span: Owned, class: usize) {
+    /// Gives up ownership of a span: lists it, or recycles it if it is empty.
+    fn release_span(&self, span: OwnedSpan, class: usize) {
         if let Some(span) = self.spans.disown(span, class, CLASS[class].objects) {
             self.recycle_span(span, class);
         }
     }
 
-    /// Caches or destroys an empty span that was of `class`.
-    fn recycle_span(&self, span: Unused, class: usize) {
+    /// Caches or destroys an empty span, which was in `class` until now.
+    fn recycle_span(&self, span: UnusedSpan, class: usize) {
         self.backrefs.close(&span);
-        // Relaxed: a hint.
+        // Relaxed: an approximate number is enough.
         self.population[class].fetch_sub(1, Ordering::Relaxed);
         {
             let mut empties = self.empties.lock();
@@ -403,14 +416,15 @@ impl Pool {
         self.destroy_span(span);
     }
 
-    /// Returns a span to the arena, and its memory to the system.
-    fn destroy_span(&self, span: Unused) {
-        self.trim(span.as_owned(), 0);
+    /// Returns a span to the arena, and the memory of the span to the system.
+    fn destroy_span(&self, span: UnusedSpan) {
+        self.trim(span.as_owned_span(), 0);
         self.return_span(span);
     }
 
-    /// Returns the memory of a span beyond its first `pages`, where no object is.
-    fn trim(&self, span: &Owned, pages: u32) {
+    /// Returns the memory of a span beyond its first `pages` pages to the system. That memory must
+    /// not contain an object.
+    fn trim(&self, span: &OwnedSpan, pages: u32) {
         let resident = self.spans.resident(span);
         if resident > pages {
             self.release_pages(span, pages..resident);
@@ -419,21 +433,22 @@ impl Pool {
         }
     }
 
-    /// Returns the memory of all cached empty spans.
+    /// Returns the memory of all cached empty spans to the system.
     pub fn release_empties(&self) {
-        // Locked until done: a concurrent caller must find the memory freed, not just the list
-        // empty.
+        // Keep the lock until all are destroyed: a concurrent caller must find the memory freed,
+        // not just the list empty.
         let mut empties = self.empties.lock();
         for span in empties.drain(..) {
             self.destroy_span(span);
         }
     }
 
-    /// Lists a CPU's current span, whose last object was freed, unless the CPU is using the span.
+    /// Releases a CPU's current span, whose last object was freed, unless another thread holds the
+    /// lock of the CPU's current span.
     #[cold]
     fn drop_empty_current(&self, place: Place) {
         let cpu = percpu::current();
-        // Start with this CPU, the most likely one.
+        // Start with this CPU, whose current span is the most likely one.
         for cpu in self.current[cpu..].iter().chain(&self.current[..cpu]).filter_map(OnceLock::get) {
             let Some(mut current) = cpu[place.class].try_lock() else { continue };
             if current.as_ref().is_some_and(|span| span.number() == place.span) {
@@ -449,7 +464,7 @@ impl Pool {
         self.current.iter().filter_map(OnceLock::get).map(|currents| &**currents)
     }
 
-    /// Lists the current spans of a class of all CPUs.
+    /// Releases the current spans of a class of all CPUs, so that they are listed.
     fn list_currents(&self, class: usize) {
         for cpu in self.currents() {
             let span = cpu[class].lock().take();
@@ -470,45 +485,47 @@ impl Pool {
 
     // ---- limits and statistics ------------------------------------------------------------------
 
-    /// Sets the limit in pages; `u64::MAX` means no limit. A limit below the current size evicts
-    /// nothing.
+    /// Sets the limit of the pool in pages; `u64::MAX` means no limit. A limit below the current
+    /// size does not evict pages.
     pub fn set_limit_pages(&self, pages: u64) {
-        // Relaxed: applies from the next allocation on.
+        // Relaxed: a changed limit applies from the next allocation on.
         self.limit_pages.store(pages, Ordering::Relaxed);
     }
 
-    /// Returns true if pages outside the pool take the whole limit.
+    /// Returns true if pages outside the pool use up the whole limit.
     pub fn is_limit_used_outside(&self) -> bool {
-        // Relaxed: as in `charge`. Concurrent callers can exceed the limit by a page each.
+        // Relaxed: a changed limit applies from the next call on. Each concurrent caller can exceed
+        // the limit by a page.
         self.outside_pages.load(Ordering::Relaxed) >= self.limit_pages.load(Ordering::Relaxed)
     }
 
-    /// Sets the callback for growth above [`set_alarm_pages`](Self::set_alarm_pages). Called once.
+    /// Sets the callback for growth above [`set_alarm_pages`](Self::set_alarm_pages). Must be
+    /// called at most once.
     pub fn on_alarm(&self, alarm: Alarm) {
         let first = self.alarm.set(alarm).is_ok();
         debug_assert!(first, "a pool has one alarm");
     }
 
-    /// Sets the size in pages above which growth calls the alarm.
+    /// Sets the pool size in pages above which growth calls the alarm.
     pub fn set_alarm_pages(&self, pages: u64) {
-        // Relaxed: applies from the next growth on.
+        // Relaxed: a changed threshold applies from the next growth on.
         self.alarm_pages.store(pages, Ordering::Relaxed);
     }
 
     pub fn pages(&self) -> u64 {
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.pages.load(Ordering::Relaxed)
     }
 
-    /// Returns the maximum of pages resident or requested since
+    /// Returns the high-water mark: the maximum number of pages resident or requested since
     /// [`reset_pages_max`](Self::reset_pages_max).
     pub fn pages_max(&self) -> u64 {
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.pages_max.load(Ordering::Relaxed)
     }
 
     pub fn reset_pages_max(&self) {
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.pages_max.store(self.pages(), Ordering::Relaxed);
     }
 
@@ -516,7 +533,7 @@ impl Pool {
         self.backrefs.bytes()
     }
 
-    /// Returns the bytes of all other span metadata.
+    /// Returns the bytes of all span metadata except back-references.
     pub fn metadata_bytes(&self) -> u64 {
         let currents = size_of_val(&*self.current) + self.currents().count() * size_of::<Currents>();
         self.spans.bytes() + self.backrefs.overhead_bytes() + currents as u64
@@ -528,7 +545,7 @@ fn new_currents() -> Box<Currents> {
     Box::new(CachePadded::new(std::array::from_fn(|_| Mutex::default())))
 }
 
-/// Returns the pages at the front of a span that contain objects 0 to `object`.
+/// Returns the number of pages at the front of a span that contain objects 0 to `object`.
 fn pages_to_hold(class: &Class, object: usize) -> u32 {
     ((object as u32 + 1) * class.bytes).div_ceil(PAGE_BYTES as u32)
 }

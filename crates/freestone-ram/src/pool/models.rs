@@ -1,26 +1,26 @@
-//! loom models of span states, and of compaction concurrent with readers and writers: two spans of
-//! two objects each.
+//! loom models of span states, and of compaction concurrent with readers and writers. The models
+//! have two spans of two objects each.
 #![expect(unsafe_code)]
-// UNSAFETY: objects are loom's raw cells, which check every access.
+// UNSAFETY: the objects of the models are in loom's `UnsafeCell`, which reports concurrent accesses.
 
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use super::spans::{Freed, Owned, Spans, Unused};
+use super::spans::{FreeOutcome, OwnedSpan, Spans, UnusedSpan};
 use freestone_core::parking::Parking;
 use freestone_core::slot::{Word, lock};
 use freestone_core::sync::{Arc, AtomicU64, Mutex};
 
 const OBJECTS: u32 = 2;
-/// Class of all objects but one: a span that changed its class must be left alone.
+/// Class of all objects but one. A span that was moved to the other class must not be changed.
 const CLASS: usize = 0;
 const OTHER_CLASS: usize = 1;
 
-/// A class with one CPU's current span, as in the pool but without memory.
+/// A class with the current span of one CPU, as in the pool but without memory.
 struct Model {
     spans: Spans,
-    current: Mutex<Option<Owned>>,
-    unused: Mutex<Vec<Unused>>,
+    current: Mutex<Option<OwnedSpan>>,
+    unused: Mutex<Vec<UnusedSpan>>,
     memory: [[UnsafeCell<u32>; OBJECTS as usize]; 2],
 }
 
@@ -30,7 +30,7 @@ fn model() -> Arc<Model> {
         spans: Spans::new(2),
         current: Mutex::new(None),
         // SAFETY: all spans of a new model are unused.
-        unused: Mutex::new([0, 1].map(|span| unsafe { Unused::new(span) }).into()),
+        unused: Mutex::new([0, 1].map(|span| unsafe { UnusedSpan::new(span) }).into()),
         memory,
     })
 }
@@ -52,7 +52,7 @@ impl Model {
             }));
         };
         drop(current);
-        // loom reports an error if the object's last user has not finished.
+        // loom reports an error here if the last user of the object has not finished.
         self.memory[taken.0 as usize][taken.1].with_mut(|_| ());
         taken
     }
@@ -60,15 +60,15 @@ impl Model {
     fn free(&self, (span, object): (u32, usize)) {
         self.memory[span as usize][object].with_mut(|_| ());
         match self.spans.put(span, object, OBJECTS) {
-            Freed::Fine => {}
-            Freed::Refile => {
+            FreeOutcome::Done => {}
+            FreeOutcome::Refile => {
                 if let Some(span) = self.spans.refile(span, CLASS, OBJECTS) {
                     self.unused.lock().push(span);
                 }
             }
-            Freed::EmptyOwned => {
+            FreeOutcome::EmptyOwned => {
                 let mut current = self.current.lock();
-                let empty = |own: &mut Owned| own.number() == span && self.spans.used(own) == 0;
+                let empty = |own: &mut OwnedSpan| own.number() == span && self.spans.used(own) == 0;
                 if let Some(span) = current.take_if(empty) {
                     self.give_up(span);
                 }
@@ -76,13 +76,13 @@ impl Model {
         }
     }
 
-    fn give_up(&self, span: Owned) {
+    fn give_up(&self, span: OwnedSpan) {
         if let Some(span) = self.spans.disown(span, CLASS, OBJECTS) {
             self.unused.lock().push(span);
         }
     }
 
-    /// Checks that all spans are returned when no object is used.
+    /// Checks that all spans are unused again when no object is used.
     fn check_empty(&self) {
         if let Some(span) = self.current.lock().take() {
             self.give_up(span);
@@ -117,7 +117,7 @@ fn span_alloc_and_free_race() {
     });
 }
 
-/// Two threads free the two objects of a full span: exactly one removes the empty span.
+/// Two threads free the two objects of a full span. Exactly one of them must remove the empty span.
 #[test]
 fn full_span_freed_by_two_threads() {
     check(|model| {
@@ -133,7 +133,7 @@ fn full_span_freed_by_two_threads() {
     });
 }
 
-/// A thread frees the last object while the owner releases the span.
+/// A thread frees the last object while the owner gives up the span.
 #[test]
 fn last_free_races_with_disown() {
     check(|model| {
@@ -151,7 +151,7 @@ fn last_free_races_with_disown() {
     });
 }
 
-/// A delayed freer must not touch a span that is in use again.
+/// A thread that is late to refile a span must not change a span that is in use again.
 #[test]
 fn late_refile_of_reused_span() {
     check(|model| {
@@ -169,7 +169,7 @@ fn late_refile_of_reused_span() {
     });
 }
 
-/// As above, with the span in another class when the delayed freer runs.
+/// A thread that is late to refile a span must not change a span that is in another class now.
 #[test]
 fn late_refile_of_span_in_other_class() {
     check(|model| {
@@ -192,7 +192,7 @@ fn late_refile_of_span_in_other_class() {
             let span = model.spans.own_fullest(OTHER_CLASS);
             let span = span.filter(|span| span.number() == number);
             let span = span.expect("the late freer refiled it in its old class");
-            assert_eq!(model.spans.put(number, 0, OBJECTS), Freed::EmptyOwned);
+            assert_eq!(model.spans.put(number, 0, OBJECTS), FreeOutcome::EmptyOwned);
             let span = model.spans.disown(span, OTHER_CLASS, OBJECTS).expect("it is empty");
             model.unused.lock().push(span);
         }
@@ -201,7 +201,7 @@ fn late_refile_of_span_in_other_class() {
     });
 }
 
-/// A slot whose object compaction moves.
+/// A disk with one slot, whose object compaction moves.
 struct Disk {
     model: Arc<Model>,
     slot: AtomicU64,
@@ -232,7 +232,7 @@ impl Disk {
         self.model.memory[span as usize][object].with_mut(|bytes| unsafe { *bytes = value });
     }
 
-    /// Runs one round of compaction of the class, as in `pool::compact`.
+    /// Runs one round of compaction of the class, like `pool::compact`.
     fn compact(&self) {
         let (spans, model) = (&self.model.spans, &self.model);
         if let Some(span) = model.current.lock().take() {
@@ -270,7 +270,7 @@ impl Disk {
         }
     }
 
-    /// Overwrites the object in place.
+    /// Overwrites the object of the slot in place.
     fn overwrite(&self) {
         let guard = lock(&self.slot, &self.parking);
         let word = guard.word();
@@ -278,7 +278,7 @@ impl Disk {
         guard.publish(word);
     }
 
-    /// Stores a new object, if the model has a free one.
+    /// Stores a new object in the slot, if the model has free memory.
     fn write_elsewhere(&self) {
         let taken = {
             let mut current = self.model.current.lock();
@@ -310,7 +310,8 @@ fn move_against(change: Option<fn(&Disk)>) {
     builder.preemption_bound = Some(3);
     builder.check(move || {
         let model = model();
-        // One span with the slot's object and a hole, one with an unrelated object.
+        // The first span contains the slot's object and a free place; the other contains an
+        // unrelated object.
         let (hole, held, other) = (model.alloc(), model.alloc(), model.alloc());
         let disk = Arc::new(Disk { model, slot: AtomicU64::new(0), parking: Parking::default() });
         disk.write(location(held), OLD);

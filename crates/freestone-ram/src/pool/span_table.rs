@@ -1,5 +1,5 @@
-//! Metadata of spans in a table that grows and never moves. Each chunk is twice as long as the one
-//! before, so the table of a small pool is small.
+//! Metadata of spans in a table whose entries never move. The table grows in chunks, each twice as
+//! long as the previous one, so the table of a small pool is small.
 
 #[cfg(loom)]
 pub use model::SpanTable;
@@ -14,12 +14,12 @@ mod real {
     use freestone_core::slot::LOCATION_BITS;
     use freestone_core::sync::OnceLock;
 
-    /// Spans of the first chunk.
+    /// Number of spans in the first chunk.
     const FIRST: usize = 64;
     const SPANS: usize = ((16 << LOCATION_BITS) / SPAN_BYTES) as usize;
     const CHUNKS: usize = ((SPANS + FIRST).ilog2() - FIRST.ilog2() + 1) as usize;
 
-    /// One `T` per span, initially zeroed.
+    /// Table with a `T` per span, initially all zero bytes.
     pub struct SpanTable<T>([OnceLock<Box<[T]>>; CHUNKS]);
 
     impl<T> SpanTable<T> {
@@ -27,7 +27,8 @@ mod real {
             Self(std::array::from_fn(|_| OnceLock::new()))
         }
 
-        /// Returns the entry of a span for which [`get_or_new`](Self::get_or_new) was called.
+        /// Returns the entry of a span for which [`get_or_new`](Self::get_or_new) was called
+        /// before.
         #[inline]
         pub fn get(&self, span: u32) -> &T {
             let (chunk, at) = place(span);
@@ -37,7 +38,7 @@ mod real {
             }
         }
 
-        /// Iterates over all allocated entries, used or not.
+        /// Iterates over the entries of all allocated chunks, including entries of unused spans.
         pub fn iter(&self) -> impl Iterator<Item = &T> {
             self.0.iter().filter_map(OnceLock::get).flatten()
         }
@@ -56,7 +57,7 @@ mod real {
         }
     }
 
-    /// Returns the chunk and the index in it.
+    /// Returns the chunk of a span and the index in that chunk.
     #[inline]
     const fn place(span: u32) -> (usize, usize) {
         let number = span as usize + FIRST;
@@ -64,7 +65,7 @@ mod real {
         ((log - FIRST.ilog2()) as usize, number ^ 1 << log)
     }
 
-    /// The pages of a long chunk become resident as they are used.
+    /// Allocates a zeroed chunk. The pages of a long chunk become resident only when they are used.
     #[cold]
     fn zeroed<T: FromZeros>(len: usize) -> Box<[T]> {
         match <[T]>::new_box_zeroed_with_elems(len) {
@@ -76,7 +77,7 @@ mod real {
 
 #[cfg(loom)]
 mod model {
-    /// The model's pool has two spans.
+    /// Table for loom models, whose pool has two spans.
     pub struct SpanTable<T>([T; 2]);
 
     impl<T: Default> SpanTable<T> {

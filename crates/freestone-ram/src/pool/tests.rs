@@ -1,4 +1,4 @@
-//! Tests of the pool alone: allocation, memory, limits, threads, compaction with a table.
+//! Tests of the pool alone: allocation, memory, limits, threads, and compaction with a slot table.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
 
 mod raw {
     #![expect(unsafe_code)]
-    // UNSAFETY: tests read objects that are in no slot.
+    // UNSAFETY: tests read objects that no slot holds.
 
     /// Returns a copy of an object that belongs to the caller.
     pub fn view(pool: &super::Pool, location: u64, len: usize) -> Vec<u8> {
@@ -28,8 +28,8 @@ mod raw {
 }
 use raw::view;
 
-/// Checks by types that a slice from `object` excludes `overwrite`: one borrows the guard, the
-/// other needs it exclusively.
+/// Checks by types that a slice from `object` excludes `overwrite`: `object` borrows the guard, and
+/// `overwrite` needs exclusive access to the guard.
 #[test]
 fn object_borrow_excludes_overwrite() {
     let object: for<'p, 's> fn(&'p Pool, &'p SlotGuard<'s>) -> &'p [u8] = Pool::object;
@@ -43,7 +43,8 @@ fn object_borrow_excludes_overwrite() {
     assert!(pool.object(&guard) == bytes(4, 700));
 }
 
-/// A word read without its slot's lock may refer to memory that is not mapped yet for this thread.
+/// A word that is read without the slot's lock may refer to memory that is not mapped yet in this
+/// thread's view.
 #[test]
 fn prefetch_unmapped_location_is_ignored() {
     let pool = Pool::new().unwrap();
@@ -80,7 +81,7 @@ fn store_fills_holes_before_growing() {
             live[n] = pool.store(&bytes(n as u64, 995), OWNER, 0).unwrap();
         }
     }
-    // A thread may start a span on another CPU, once per CPU.
+    // A thread may move to another CPU and start a span there, once per CPU.
     let begun = (percpu::cpus() * class::SPAN_PAGES) as u64;
     assert!(pool.pages() <= pages + begun, "{} pages, {pages} at first", pool.pages());
 }
@@ -132,7 +133,7 @@ fn reused_span_releases_excess_memory() {
     pool.set_limit_pages(100);
     let one = pool.store(&bytes(1, 100), OWNER, 0).unwrap();
     pool.free(one);
-    // One page per class and a little more, from spans that held whole pages before.
+    // Now allocate one page per class, from spans that were full of whole pages before.
     pool.set_limit_pages(512);
     let all: Vec<u64> = (0..512).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     for location in all {
@@ -144,7 +145,7 @@ fn reused_span_releases_excess_memory() {
     assert!(pool.pages() <= CLASSES as u64 + 16 * 32, "{} pages", pool.pages());
 }
 
-/// The high-water mark exceeds the limit only if a write is refused.
+/// The high-water mark exceeds the limit only if a write fails.
 #[test]
 fn hole_at_limit_keeps_high_water_mark() {
     let pool = Pool::new().unwrap();
@@ -157,7 +158,7 @@ fn hole_at_limit_keeps_high_water_mark() {
     assert_eq!((pool.pages(), pool.pages_max()), (33, 34));
 }
 
-/// Free objects behind the front of the current span are found, too.
+/// Free objects that are not at the front of the current span are found, too.
 #[test]
 fn limit_uses_holes_behind_front() {
     let pool = Pool::new().unwrap();
@@ -172,7 +173,7 @@ fn limit_uses_holes_behind_front() {
     assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER, 0), Err(Error::NoSpace));
 }
 
-/// At the limit, every free resident object is usable.
+/// At the limit, every free resident object can be used.
 #[test]
 fn limit_uses_every_resident_hole() {
     let pool = Pool::new().unwrap();
@@ -184,7 +185,7 @@ fn limit_uses_every_resident_hole() {
     // If the thread moves to another CPU, the end of one more span may be too short for an object.
     let most = 100 * PAGE_BYTES / 2000;
     assert!((most - 4..=most).contains(&live.len()) && pool.pages() == 100, "{}", live.len());
-    // Holes in every span; some in the current spans of other CPUs.
+    // Make free places in every span; some of the spans are current spans of other CPUs.
     std::thread::scope(|scope| {
         for part in live.chunks(live.len() / 8) {
             scope.spawn(|| {
@@ -201,7 +202,7 @@ fn limit_uses_every_resident_hole() {
     assert_eq!(pool.pages(), 100);
 }
 
-/// Threads allocate, check and free at random, and pass objects to other threads to free.
+/// Threads allocate, check and free objects at random, and pass objects to other threads to free.
 #[test]
 fn threads_alloc_and_free_without_corruption() {
     let pool = Pool::new().unwrap();
@@ -214,7 +215,7 @@ fn threads_alloc_and_free_without_corruption() {
                 let mut state = thread + 1;
                 for step in 0..effort(2000_u64, 8000) {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    // Few classes, for contention.
+                    // Use few classes, for contention between the threads.
                     let len = 16 * (1 + (state >> 40) % 12) as usize * 20;
                     let seed = thread << 32 | step;
                     live.push((pool.store(&bytes(seed, len), BackRef::new(1, seed), 0).unwrap(), seed, len));
@@ -291,7 +292,7 @@ fn compact_packs_classes() {
     for slot in 0..20_000 {
         table.put(&pool, slot, len(slot));
     }
-    // An allocated object that is in no slot yet must stay in place.
+    // An allocated object that no slot holds yet must stay in place.
     let unpublished = pool.store(&bytes(99, 700), BackRef::new(1, 5), 0).unwrap();
     for slot in (0..20_000).filter(|s| s % 4 != 1) {
         table.remove(&pool, slot);
@@ -349,7 +350,7 @@ fn rebuild_restores_free_state() {
     for slot in (0..5000).filter(|s| s % 3 == 0) {
         table.remove(&pool, slot);
     }
-    // A leaked object: allocated, but in no table. The rebuild frees it.
+    // A leaked object is allocated, but in no table. The rebuild must free it.
     let leaked = pool.store(&bytes(1, 3000), BackRef::new(1, 7), 0).unwrap();
     let words: HashMap<u64, Word> = (0..5000).map(|s| (s, table.0.leaf(s).unwrap().peek(s))).collect();
     let slots = || words.iter().map(|(&slot, &word)| (BackRef::new(1, slot), word));
@@ -357,8 +358,8 @@ fn rebuild_restores_free_state() {
     pool.rebuild(slots()).unwrap();
     assert!(pool.pages() <= pages);
     table.check(&pool, (0..5000).filter(|s| s % 3 != 0), len);
-    // Afterwards new objects fill the holes without damage, and compaction finds all
-    // back-references.
+    // After the rebuild, new objects must fill the free places without damage, and compaction must
+    // find all back-references.
     for slot in (0..5000).filter(|s| s % 3 == 0) {
         table.put(&pool, slot, len(slot));
     }
@@ -369,7 +370,7 @@ fn rebuild_restores_free_state() {
     }
     pool.compact(&table, &mut |_, _| true);
     assert_eq!(pool.pages(), 0);
-    // Contradicting tables are refused.
+    // Tables that contradict each other are refused.
     let word = Word::compressed(leaked, 3000, 0);
     assert_eq!(
         pool.rebuild([(BackRef::new(1, 1), word), (BackRef::new(1, 2), word)].into_iter()),

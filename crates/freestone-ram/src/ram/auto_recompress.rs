@@ -1,13 +1,14 @@
-//! Automatic recompression of pages that were not accessed for long, with zstd and a dictionary
-//! trained on the disk's own pages.
+//! Automatic recompression of pages that were not accessed for long. Uses zstd with a dictionary
+//! trained on pages of the family (devices that share a memory pool).
 //!
-//! A page of 4 KiB is too short for a compressor to learn much from; a dictionary provides what it
-//! would learn from other pages. It is trained once, on a sample of pages that are old enough, and
-//! stays for the life of the disk, as its objects need it.
+//! A page of 4 KiB is too short for a compressor to learn much from. A dictionary provides what the
+//! compressor would learn from other pages. The dictionary is trained once, on a sample of pages
+//! that are old enough. The family keeps the dictionary for its lifetime, as objects compressed
+//! with the dictionary need it.
 //!
-//! All work is done in bounded [steps](AutoRecompress::step). Idle marks belong to the user and are
-//! neither used nor changed. A page that does not shrink at the highest priority is marked
-//! incompressible, so that it is not tried repeatedly.
+//! All work is done in bounded [steps](AutoRecompress::step). Idle marks are set and read by the
+//! user only; automatic recompression neither uses nor changes them. A page that does not shrink is
+//! marked incompressible, so that later steps skip it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,42 +27,43 @@ use freestone_core::sync::{AtomicU64, Instant, Mutex, Ordering};
 
 use crate::clock;
 
-/// Duration of a step.
+/// Maximum duration of a step.
 const STEP: Duration = Duration::from_millis(100);
-/// Maximum leaves (2 MiB of disk each) scanned per step.
+/// Maximum slot table leaves (2 MiB of a device each) scanned per step.
 const STEP_LEAVES: u32 = 1024;
-/// Minimum bytes of old objects for training a dictionary.
+/// Minimum compressed bytes of old pages before a dictionary is trained.
 const TRAINING_BYTES_MIN: u64 = 4 << 20;
-/// One of this many sample pages is held out to evaluate the dictionary.
+/// One of this many sample pages is excluded from training, to evaluate the dictionary.
 const HELD_OUT: usize = 8;
-/// Size of the dictionary. On real data 64 KiB compress 0.7 % worse; 256 KiB compress 0.1 % better
-/// and take 2.3 MiB more memory.
+/// Size of the dictionary in bytes. On real data a dictionary of 64 KiB compresses 0.7 % worse. One
+/// of 256 KiB compresses 0.1 % better and needs 2.3 MiB more memory.
 const DICTIONARY_BYTES: usize = 112 << 10;
-/// The first zstd level that makes good use of a dictionary: on real data level 3 gains nothing by
-/// it, 6 gains 5 %, and 12 only 0.7 % more in three times the time.
+/// Lowest zstd level that makes good use of a dictionary. On real data a dictionary gains nothing
+/// at level 3 and 5 % at level 6. Level 12 gains only 0.7 % more in three times the time.
 const LEVEL: i32 = 6;
-/// Pause after a failed training, in milliseconds.
+/// Pause before the next attempt after a failed training, in milliseconds.
 const RETRY_MS: u64 = 600_000;
 
-/// Statistics of the automatic mode.
+/// Statistics of automatic recompression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct AutoRecompressed {
-    /// Pages stored in smaller objects.
+pub struct AutoRecompressStat {
+    /// Number of pages that were replaced by smaller objects.
     pub pages: u64,
-    /// Bytes saved by smaller objects.
+    /// Bytes by which the objects of these pages shrank.
     pub saved_bytes: u64,
-    /// Size of the dictionary; 0 before training, or if a dictionary does not help on this disk.
+    /// Size of the dictionary in bytes; 0 before training, or if a dictionary does not help on this
+    /// disk.
     pub dictionary_bytes: u64,
 }
 
 impl Ram {
-    /// Returns the statistics of the automatic mode; zeroes if `auto_recompress` is not set.
-    pub fn auto_recompressed(&self) -> AutoRecompressed {
+    /// Returns the statistics of automatic recompression; all zero if `auto_recompress` is not set.
+    pub fn auto_recompress_stat(&self) -> AutoRecompressStat {
         let auto = &self.0.family.auto;
         let streams = auto.age.and_then(|_| self.0.pages.codecs.get(PRIORITIES));
         let dictionary = streams.and_then(Streams::dictionary);
-        AutoRecompressed {
-            // Relaxed: statistics.
+        AutoRecompressStat {
+            // Relaxed: statistics that order nothing.
             pages: auto.shrunk.load(Ordering::Relaxed),
             saved_bytes: auto.saved_bytes.load(Ordering::Relaxed),
             dictionary_bytes: dictionary.map_or(0, |dictionary| dictionary.bytes().len() as u64),
@@ -69,15 +71,16 @@ impl Ram {
     }
 }
 
-/// The automatic mode of a family.
+/// Automatic recompression of a family.
 ///
-/// Lock order: `background` of the family, then `state`; under them the order of requests.
+/// Lock order: [`Pages::background`], then `state`, then the locks of the request path.
 pub(super) struct AutoRecompress {
     pages: Arc<Pages>,
-    /// Minimum time without access; `None` if the mode is off.
+    /// Minimum time without access before a page is recompressed; `None` if automatic recompression
+    /// is off.
     age: Option<Duration>,
     state: Mutex<AutoState>,
-    /// Statistics: pages, then bytes saved.
+    /// Statistics: number of recompressed pages, and the bytes saved.
     shrunk: AtomicU64,
     saved_bytes: AtomicU64,
 }
@@ -97,8 +100,8 @@ impl AutoRecompress {
         self.age.is_some()
     }
 
-    /// Runs a step of at most about 100 ms (training runs on another thread). Called about once a
-    /// second. Does nothing while other background work is running.
+    /// Runs a step of at most about 100 ms; a training runs on another thread. Called about once a
+    /// second by the keeper thread. Does nothing while other background work is running.
     pub fn step(&self) {
         let Some(age) = self.age else { return };
         let Some(_one) = self.pages.background.try_lock() else { return };
@@ -112,7 +115,7 @@ impl AutoRecompress {
     }
 
     pub fn clear(&self) {
-        // Relaxed: statistics.
+        // Relaxed: statistics that order nothing.
         self.shrunk.store(0, Ordering::Relaxed);
         self.saved_bytes.store(0, Ordering::Relaxed);
     }
@@ -124,7 +127,7 @@ impl AutoRecompress {
             if let Ok(Some(streams)) = training.join() {
                 let bytes = streams.dictionary().map_or(0, |dictionary| dictionary.bytes().len());
                 tracing::info!(bytes, "auto_recompress: trained a dictionary on the disk's pages");
-                // A disk with another algorithm at this priority is refused at creation.
+                // The priority is unused: creation fails for a disk with another algorithm there.
                 let set = self.pages.codecs.set(PRIORITIES, Arc::new(streams));
                 debug_assert!(set.is_ok(), "{set:?}");
             } else {
@@ -159,7 +162,8 @@ impl AutoRecompress {
         }
     }
 
-    /// Reads those sample pages that still exist.
+    /// Reads the sample pages, given as layer id and slot. Omits pages that were freed or moved to
+    /// the backing device meanwhile.
     fn read_sample(&self, mut pages: Vec<(u32, u64)>) -> Vec<Page> {
         pages.sort_unstable();
         let read = |(layer, slot)| {
@@ -177,7 +181,8 @@ impl AutoRecompress {
 
     fn shrink(&self, state: &mut AutoState, streams: &Streams, old: &[bool; AGES]) {
         let began = Instant::now();
-        // Freed objects are scattered: compact one class at a time to free whole pages.
+        // Freed objects are scattered over the pool's pages: compact one size class at a time, to
+        // free whole pages.
         while state.compacting > 0 {
             state.compacting -= 1;
             self.pages.compact_class(state.compacting);
@@ -188,37 +193,38 @@ impl AutoRecompress {
         let target =
             Target { priority: PRIORITIES as u8, streams, is_last: true, threshold: 0, clears_idle: false };
         let wants = |word: Word| target.may_shrink(word) && old[usize::from(word.age())];
-        let AutoState { cursor, room, .. } = &mut *state;
+        let AutoState { cursor, space, .. } = &mut *state;
         let mut damaged = 0_u32;
         let over = self.walk(cursor, &wants, |layer, slot, _| {
             let Ok(mut attempt) = target.recompress(&self.pages, layer, slot, &wants) else {
-                // Its readers get the error; a scan would find the page again and again.
+                // The page is damaged, which its readers report. A step skips at most 16 such
+                // pages, as every scan finds them again.
                 damaged += 1;
                 return damaged < 16;
             };
-            if attempt == Attempt::NoRoom && room.is_worth_compacting() && self.pages.compact() > 0 {
-                attempt = target.recompress(&self.pages, layer, slot, &wants).unwrap_or(Attempt::NoRoom);
+            if attempt == Attempt::NoSpace && space.is_worth_compacting() && self.pages.compact() > 0 {
+                attempt = target.recompress(&self.pages, layer, slot, &wants).unwrap_or(Attempt::NoSpace);
             }
             if let Attempt::Shrunk { from, to } = attempt {
-                // Relaxed: statistics.
+                // Relaxed: statistics that order nothing.
                 self.shrunk.fetch_add(1, Ordering::Relaxed);
                 self.saved_bytes.fetch_add((from - to) as u64, Ordering::Relaxed);
             }
-            room.count(attempt);
-            attempt != Attempt::Reset && !room.is_exhausted() && began.elapsed() < STEP
+            space.count(attempt);
+            attempt != Attempt::Reset && !space.is_exhausted() && began.elapsed() < STEP
         });
-        if room.is_exhausted() {
-            room.reset_refusals();
+        if space.is_exhausted() {
+            space.reset_refusals();
         }
-        if over && room.is_compaction_due(self.pages.pool.pages() * PAGE) {
+        if over && space.is_compaction_due(self.pages.pool.pages() * PAGE) {
             state.compacting = CLASSES;
-            state.room = RecompressSpace::default();
+            state.space = RecompressSpace::default();
         }
     }
 
-    /// Visits candidates from the cursor on and advances it, until `visit` returns false or enough
-    /// leaves were scanned. Returns true if the last layer was finished; the cursor is then at the
-    /// beginning.
+    /// Visits pages with a `wanted` word from the cursor on, and advances the cursor, until `visit`
+    /// returns false or [`STEP_LEAVES`] leaves were scanned. Returns true after the last layer; the
+    /// cursor is then back at the start.
     fn walk(
         &self,
         cursor: &mut Cursor,
@@ -250,13 +256,14 @@ impl AutoRecompress {
     }
 }
 
-/// Returns true if the page is useful for training: incompressible pages are mostly noise.
+/// Returns true if the page is useful for training: it is compressed. Incompressible pages are
+/// mostly noise.
 fn is_sample(word: Word) -> bool {
     word.kind() == Kind::Compressed
 }
 
-/// Trains a dictionary and returns streams with it, or without one if it does not help. `None`: no
-/// memory.
+/// Trains a dictionary and returns compression streams that use it, or streams without a dictionary
+/// if it does not help. `None` if memory is short.
 fn train(pages: &[Page]) -> Option<Streams> {
     let (mut learned, mut kept) = (Vec::new(), Vec::new());
     learned.try_reserve_exact(pages.len() * PAGE_BYTES).ok()?;

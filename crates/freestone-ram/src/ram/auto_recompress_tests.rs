@@ -1,26 +1,27 @@
-//! Tests of the automatic mode, step by step.
+//! Tests of automatic recompression, step by step.
 
 use super::super::sample::{SAMPLE_PAGES, Sample};
 use super::super::tests::config;
-use super::super::{Config, Recompress, RecompressError, Secondary};
+use super::super::{Config, RecompressError, RecompressOptions, Secondary};
 use super::*;
 use freestone_core::device::{Blocking, Flags};
 
-/// Longer than any test runs.
+/// Age at which pages are recompressed: longer than any test runs, so that only [`grow_old`] makes
+/// pages old.
 const AGE: Duration = Duration::from_secs(24 * 3600);
 
 fn disk(pages: u64) -> Ram {
     Ram::new(Config { auto_recompress: Some(AGE), ..config(pages * PAGE) }).unwrap()
 }
 
-/// A page from a shared vocabulary: 1500 words of 12 bytes, a few of which make a page.
+/// Returns a page of words from a vocabulary that all pages share: 1500 words of 12 bytes.
 fn page(seed: u64) -> Page {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut word = 0;
     std::array::from_fn(|i| {
         if i % 12 == 0 {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            // Some words repeat, for lz4.
+            // Repeat one word often, so that lz4 can compress the page.
             word = if state >> 62 == 0 { 7 } else { (state >> 33) % 1500 };
         }
         ((word * 12 + i as u64 % 12 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93) >> 40) as u8
@@ -33,7 +34,7 @@ fn write(ram: &Ram, slots: std::ops::Range<u64>) {
     }
 }
 
-/// Sets the oldest age for the pages of these slots.
+/// Sets the ages of the pages in these slots to the oldest age.
 fn grow_old(ram: &Ram, slots: std::ops::Range<u64>) {
     for slot in slots {
         {
@@ -45,10 +46,10 @@ fn grow_old(ram: &Ram, slots: std::ops::Range<u64>) {
     }
 }
 
-fn steps_until(ram: &Ram, mut done: impl FnMut(AutoRecompressed) -> bool) {
+fn steps_until(ram: &Ram, mut done: impl FnMut(AutoRecompressStat) -> bool) {
     let began = Instant::now();
-    while !done(ram.auto_recompressed()) {
-        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", ram.auto_recompressed());
+    while !done(ram.auto_recompress_stat()) {
+        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", ram.auto_recompress_stat());
         ram.0.family.auto.step();
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -74,22 +75,22 @@ fn auto_recompress_trains_dictionary_and_shrinks() {
     steps_until(&ram, |done| done.dictionary_bytes > 0);
     let ages: Vec<u8> = (0..PAGES).map(|slot| word(&ram, slot).age()).collect();
     steps_until(&ram, |done| done.pages == PAGES - 100);
-    // The pool is compacted after the round.
+    // The following steps compact the pool.
     let mut steps = 0;
     steps_until(&ram, |_| {
         steps += 1;
         steps > 20
     });
-    let (done, after) = (ram.auto_recompressed(), ram.mm_stat());
+    let (done, after) = (ram.auto_recompress_stat(), ram.mm_stat());
     assert_eq!(after.compr_data_size, before.compr_data_size - done.saved_bytes);
     assert!(done.saved_bytes > before.compr_data_size / 3, "{done:?} of {before:?}");
     assert!(before.mem_used_total - after.mem_used_total > done.saved_bytes * 9 / 10, "{before:?} {after:?}");
     assert!(done.dictionary_bytes <= DICTIONARY_BYTES as u64);
-    assert!(ram.memory().streams_bytes > done.dictionary_bytes);
+    assert!(ram.memory_overhead().streams_bytes > done.dictionary_bytes);
     for slot in 0..PAGES {
         let word = word(&ram, slot);
         assert_eq!(word.algorithm(), if slot < 100 { 0 } else { 3 }, "slot {slot}");
-        // Ages and idle marks are unchanged.
+        // Recompression changed neither ages nor idle marks.
         assert_eq!((word.age(), word.is_idle(), word.is_picked()), (ages[slot as usize], slot == 200, false));
         let mut back = [0; PAGE_BYTES];
         ram.read_at(slot * PAGE, &mut back).unwrap();
@@ -99,8 +100,8 @@ fn auto_recompress_trains_dictionary_and_shrinks() {
     ram.reset().unwrap();
     ram.0.family.auto.clear();
     assert_eq!(
-        ram.auto_recompressed(),
-        AutoRecompressed { dictionary_bytes: done.dictionary_bytes, ..Default::default() }
+        ram.auto_recompress_stat(),
+        AutoRecompressStat { dictionary_bytes: done.dictionary_bytes, ..Default::default() }
     );
     write(&ram, 0..50);
     grow_old(&ram, 0..50);
@@ -115,10 +116,10 @@ fn auto_recompress_small_sample_is_not_trained() {
     for _ in 0..20 {
         ram.0.family.auto.step();
     }
-    assert_eq!(ram.auto_recompressed(), AutoRecompressed::default());
+    assert_eq!(ram.auto_recompress_stat(), AutoRecompressStat::default());
     assert!(ram.0.family.auto.state.lock().training.is_none());
     assert!(ram.0.pages.codecs.get(3).is_none());
-    // Pages in use are not training data either.
+    // Young pages are not used for training, even if there are enough of them.
     write(&ram, 0..3000);
     for _ in 0..20 {
         ram.0.family.auto.step();
@@ -141,7 +142,7 @@ fn auto_recompress_skips_step_during_other_work() {
 
 #[test]
 fn train_useless_dictionary_is_dropped() {
-    // Pages with nothing in common, and no inner redundancy for a dictionary.
+    // Pages of noise with nothing in common, for which a dictionary is useless.
     let noise = |seed| -> Page {
         let bytes = super::super::tests::content(5, seed, PAGE_BYTES);
         std::array::from_fn(|i| if i % 16 < 8 { 0 } else { bytes[i] })
@@ -149,7 +150,7 @@ fn train_useless_dictionary_is_dropped() {
     let pages: Vec<Page> = (0..1024).map(noise).collect();
     let streams = train(&pages).unwrap();
     assert!(streams.dictionary().is_none());
-    // Too few pages for a training.
+    // Too few pages to train a dictionary.
     assert!(train(&pages[..3]).unwrap().dictionary().is_none());
     assert!(train(&[]).unwrap().dictionary().is_none());
     let pages: Vec<Page> = (0..1024).map(page).collect();
@@ -182,12 +183,12 @@ fn recompress_uses_trained_algorithm() {
     })
     .unwrap();
     write(&ram, 0..3000);
-    let third = Recompress { algo: Some(Algorithm::Zstd), ..Recompress::default() };
+    let third = RecompressOptions { algo: Some(Algorithm::Zstd), ..RecompressOptions::default() };
     let (_, error) = ram.recompress(&third).unwrap_err();
     assert_eq!(error, RecompressError::NoAlgorithm(Algorithm::Zstd));
     grow_old(&ram, 0..3000);
     steps_until(&ram, |done| done.dictionary_bytes > 0);
     let by_request = ram.recompress(&third).unwrap().shrunk;
-    // The background thread shrinks pages, too, until the request begins.
-    assert_eq!(by_request + ram.auto_recompressed().pages, 3000);
+    // The background thread shrank some of the pages before the requested run began.
+    assert_eq!(by_request + ram.auto_recompress_stat().pages, 3000);
 }

@@ -1,4 +1,4 @@
-//! Page states for the kernel's `block_state`.
+//! States of a disk's pages, as in the kernel's `block_state` file.
 
 use std::time::Duration;
 
@@ -9,34 +9,34 @@ use crate::clock::now_ms;
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 
-/// Maximum leaves visited per call: 8 GiB of a disk, some milliseconds.
+/// Maximum slot table leaves visited per call: 8 GiB of a disk, which takes some milliseconds.
 const TRY_LEAVES: u32 = 4096;
 
-/// State of a page that is not empty.
+/// State of a page that the device stores itself.
 #[expect(clippy::struct_excessive_bools, reason = "the kernel's six flags")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockState {
-    /// Page number.
+    /// Number of the page in the device.
     pub index: u64,
-    /// Last access, as time since boot: the end of the page's epoch. `None` if the age is unknown:
-    /// the page is on the backing device, or being written there.
+    /// Time of the last access, since boot, rounded up to the end of the page's age epoch. `None`
+    /// if the page is on the backing device or being written there, as its age is then unknown.
     pub accessed: Option<Duration>,
-    /// The page repeats one pattern.
+    /// The page repeats one pattern of 32 or 64 bits.
     pub same: bool,
     /// The page is on the backing device, or being read from there.
     pub written_back: bool,
     /// The page is stored uncompressed because it does not compress.
     pub huge: bool,
-    /// The page was marked idle and not accessed since.
+    /// The page was marked idle and was not accessed since.
     pub idle: bool,
     /// A secondary algorithm compressed the page.
     pub recompressed: bool,
-    /// No algorithm could compress the page.
+    /// No configured algorithm could compress the page.
     pub incompressible: bool,
 }
 
 impl BlockState {
-    /// Returns the kernel's flag letters, with a dot for each flag not set.
+    /// Returns the kernel's six flag letters (`swhirn`), with a dot for each flag that is not set.
     pub fn flags(&self) -> String {
         let flags = [
             (self.same, 's'),
@@ -65,15 +65,16 @@ impl BlockState {
 }
 
 impl Ram {
-    /// Passes the device's own pages of `[first, end)` to `row` in order, until `row` returns false
-    /// or the call has visited many leaves. Returns the page to continue at, `end` if nothing is
-    /// left. Each page is shown as of some moment during the call; the call holds no lock.
+    /// Passes the device's own pages among the pages `[first, end)` to `row` in order, until `row`
+    /// returns false or the call has visited 4096 leaves. Returns the page at which to continue, or
+    /// `end` (clipped to the device) if nothing is left. Each page is shown as of some moment
+    /// during the call. No lock is held while `row` runs.
     pub fn block_state(&self, first: u64, end: u64, row: &mut dyn FnMut(BlockState) -> bool) -> u64 {
         let end = end.min(self.0.size().div_ceil(PAGE));
         let layer = self.0.layer();
         let packed = self.0.family.config.backing.as_ref().is_some_and(|b| b.compressed_writeback);
         let now = now_ms();
-        let ends = self.0.pages.ages.ends(now);
+        let ends = self.0.pages.ages.epoch_ends(now);
         let boot = clock_gettime(ClockId::Boottime);
         let boot = Duration::new(boot.tv_sec.unsigned_abs(), boot.tv_nsec.unsigned_abs() as u32);
         let accessed = |word: Word| {

@@ -1,5 +1,5 @@
-//! Chains of RAM disks: binds the protocol of [`slot::chain`](freestone_core::slot::chain) to the
-//! pool's objects.
+//! Chains (a live device and its snapshots) of RAM disks: binds the protocol of
+//! [`slot::chain`](freestone_core::slot::chain) to the pool's objects.
 
 use std::sync::Arc;
 
@@ -9,15 +9,15 @@ use super::pages::Pages;
 use super::parent::Parent;
 use super::{Inner, Ram};
 use freestone_core::pin::Swap;
-use freestone_core::slot::chain::{self, Kin};
+use freestone_core::slot::chain::{self, ChainFamily};
 use freestone_core::slot::{Table, Word};
 
 pub(super) type Chain = chain::Chain<Pages>;
-pub(super) type Current = chain::Current<Pages>;
+pub(super) type Current = chain::CurrentChain<Pages>;
 pub(super) type Role = chain::Role<Pages>;
 pub(super) type View = chain::View<Pages>;
 
-impl Kin for Pages {
+impl ChainFamily for Pages {
     type Layer = Layer;
     type Parent = Parent;
     type Device = Inner;
@@ -34,7 +34,7 @@ impl Kin for Pages {
     }
 
     #[inline]
-    fn now(&self) -> u8 {
+    fn epoch(&self) -> u8 {
         self.ages.now()
     }
 
@@ -49,22 +49,22 @@ impl Kin for Pages {
     }
 
     #[inline]
-    fn account(&self, layer: &Layer, old: Word, new: Word) {
+    fn update_stats(&self, layer: &Layer, old: Word, new: Word) {
         layer.account(&self.layers, old, new);
     }
 
     #[inline]
-    fn went_over(&self, origin: &Layer) {
+    fn count_preserved_page(&self, origin: &Layer) {
         origin.count(stored::HANDED_OVER, 1);
     }
 
-    fn set_loose(&self, layer: &Layer) {
-        layer.set_loose(&self.layers);
+    fn mark_unused(&self, layer: &Layer) {
+        layer.mark_unused(&self.layers);
     }
 }
 
-/// Resumes held requests on the keepers of their families: the caller may have more devices to
-/// thaw.
+/// Resumes requests that were held while a snapshot was taken. The work queues of their families
+/// run them, as the caller may have more devices to thaw.
 pub(super) fn resume_held_requests(held: Vec<(Ram, Job)>) {
     for (ram, job) in held {
         Arc::clone(&ram.0.pages.keeper).resume(ram, job);

@@ -1,4 +1,4 @@
-//! Settings of RAM disks and forks, and errors of creating or changing them.
+//! Settings of RAM disks and forks, and the errors of creating or changing devices.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,32 +8,33 @@ use std::time::Duration;
 use rustix::io::Errno;
 use thiserror::Error;
 
-use super::full::WhenFull;
+use super::full_policy::FullPolicy;
 use super::{DISKSIZE_BYTES_MAX, LOGICAL_BLOCK_BYTES, PAGE};
 use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
-use freestone_core::consistency_group::NotInTime;
+use freestone_core::consistency_group::FreezeTimeout;
 use freestone_core::device::{self, Device};
 
-/// Settings of a RAM disk.
+/// Settings of a RAM disk and its family (devices that share a memory pool).
 #[derive(Debug, Clone, Default)]
 pub struct Config {
-    /// Size in bytes, rounded up to a page.
+    /// Size of the disk in bytes, rounded up to a page.
     pub disksize: u64,
     /// Algorithm for newly written pages.
     pub comp_algorithm: Algorithm,
-    /// Parameters of `comp_algorithm`.
+    /// Parameters of `comp_algorithm`, such as the level.
     pub algorithm_params: Params,
-    /// Limit of the pool in bytes, rounded up to a page; 0 means no limit.
+    /// Memory limit of the pool in bytes, rounded up to a page; 0 means no limit.
     pub mem_limit: u64,
     /// Secondary algorithms for recompression, at priorities 1 to 3.
     pub recomp_algorithms: [Option<Secondary>; 3],
-    /// Recompress pages automatically that were not accessed for this duration, with zstd and a
-    /// dictionary trained on the disk's own pages. Uses priority 3, which must be free.
+    /// Time without access after which pages are recompressed automatically, with zstd and a
+    /// dictionary trained on the family's own pages; `None` disables this. Uses priority 3, which
+    /// must be free.
     pub auto_recompress: Option<Duration>,
-    /// Device for pages evicted from memory.
+    /// Device for pages evicted from memory; `None` keeps all pages in memory.
     pub backing: Option<Backing>,
-    /// Policy for writes that find no space.
-    pub when_full: WhenFull,
+    /// Policy for writes that find no space: wait or fail.
+    pub full_policy: FullPolicy,
 }
 
 impl Config {
@@ -50,26 +51,27 @@ impl Config {
 /// A secondary algorithm with its parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Secondary {
-    /// The algorithm.
+    /// Compression algorithm.
     pub algorithm: Algorithm,
-    /// Parameters of the algorithm.
+    /// Parameters of the algorithm, such as the level.
     pub params: Params,
 }
 
-/// A backing device for pages evicted from memory. Its previous content is overwritten, and its
-/// content is only meaningful to this family.
+/// A backing device for pages evicted from memory. The family overwrites the device's previous
+/// content. The new content is of use only to this family.
 #[derive(Clone)]
 pub struct Backing {
-    /// Must be writable, not zoned, and at least one page large.
+    /// The device: must be writable, not zoned, and at least one page large.
     pub device: Arc<dyn Device>,
-    /// Write compressed objects tightly packed, and move pages back to memory when they are read.
-    /// Otherwise use the kernel's layout: one uncompressed page per block, which stays there until
-    /// the page is overwritten.
+    /// True: write compressed objects tightly packed, and move pages back to memory when they are
+    /// read. False: use the kernel's layout, one uncompressed page per block, which stays on the
+    /// device until the page is overwritten.
     pub compressed_writeback: bool,
-    /// Free a page's memory only when it is durable on the device. Needed for a device that can
-    /// lose completed, unflushed writes while this process lives, as the server of an export can.
+    /// True: free a page's memory only when the page is durable on the device. Needed for a device
+    /// that can lose completed but unflushed writes while this process runs, such as an export of a
+    /// remote server.
     pub write_through: bool,
-    /// Path of the device for display.
+    /// Path of the device, for display only; `None` if it has no path.
     pub path: Option<PathBuf>,
 }
 
@@ -84,93 +86,94 @@ impl fmt::Debug for Backing {
     }
 }
 
-/// Settings of a fork.
+/// Settings of a fork, a writable device over a read-only base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ForkConfig {
-    /// Size in bytes, rounded up to 512; by default the base's size. Bytes beyond the base read as
-    /// zeroes.
+    /// Size of the fork in bytes, rounded up to a multiple of 512; `None` means the base's size.
+    /// Bytes beyond the base read as zeroes.
     pub size: Option<u64>,
-    /// Cap on the fork's own objects in bytes; 0 means no cap.
+    /// Memory limit of the fork's own objects in bytes; 0 means no limit.
     pub mem_limit: u64,
-    /// Guarantee: bytes of the family's `mem_limit` that other devices leave to the fork.
+    /// Guaranteed memory: bytes of the family's `mem_limit` that other devices leave to the fork.
     pub mem_min: u64,
 }
 
 /// Errors of creating or changing a RAM disk.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// The size is zero.
+    /// The requested size is zero.
     #[error("disksize must be at least one byte")]
     Empty,
-    /// The size is beyond what a slot table can address.
+    /// The requested size in bytes is above the largest that a slot table can address.
     #[error("disksize={0} bytes is beyond the largest disk, 256 TiB")]
     TooLarge(u64),
-    /// A grow request is below the current size.
+    /// The requested size is below the current size: devices can only grow.
     #[error("disksize={wanted} bytes would shrink the disk, which has {present}; it can only grow")]
     Shrinks {
-        /// Requested size.
+        /// Requested size in bytes.
         wanted: u64,
-        /// Current size.
+        /// Current size in bytes.
         present: u64,
     },
-    /// The base is writable.
+    /// The base is writable, so its content may change.
     #[error("is live; take a snapshot of it, and fork that")]
-    Live,
-    /// The base is zoned.
+    WritableBase,
+    /// The base is a zoned device.
     #[error("is zoned; a base must not have zones")]
     ZonedBase,
-    /// The operation needs a live device.
+    /// The operation needs a live device, and this is a snapshot.
     #[error("is a snapshot, which does not change; fork it")]
     Snapshot,
-    /// The fork chain is too deep.
+    /// The chain of forks (fork of a snapshot of a fork ...) would be too deep.
     #[error("already has the maximum depth of a fork chain, 64 levels")]
     TooDeep,
-    /// The cap is too small.
+    /// The device's own memory limit is too small.
     #[error("mem_limit={0} bytes is below 64 KiB")]
     CapTooSmall(u64),
-    /// The fork is smaller than its base.
+    /// The requested size of a fork is smaller than its base.
     #[error("size={wanted} bytes is smaller than the base, which has {base} bytes")]
     SmallerThanBase {
-        /// Requested size.
+        /// Requested size in bytes.
         wanted: u64,
-        /// Size of the base.
+        /// Size of the base in bytes.
         base: u64,
     },
-    /// The guarantee is above the device's cap.
+    /// The guaranteed memory is above the device's own memory limit.
     #[error("mem_min={guarantee} bytes is above mem_limit={cap} bytes")]
     GuaranteeAboveCap {
-        /// Requested guarantee in bytes.
+        /// Requested guaranteed memory in bytes.
         guarantee: u64,
-        /// Cap of the device in bytes.
+        /// Memory limit of the device in bytes.
         cap: u64,
     },
-    /// The family cannot give the guarantee.
+    /// The family's memory limit does not leave the guaranteed memory.
     #[error("mem_min={wanted} bytes: the family's mem_limit has {left} left for guarantees")]
     Guarantee {
-        /// Requested guarantee in bytes.
+        /// Requested guaranteed memory in bytes.
         wanted: u64,
-        /// Bytes still available for guarantees; 0 if the family has no limit.
+        /// Bytes of the family's limit that are not guaranteed to devices yet; 0 if the family has
+        /// no limit.
         left: u64,
     },
-    /// Writes did not finish before the freeze timeout.
+    /// Writes in flight did not finish before the freeze timeout of a snapshot.
     #[error("{0}")]
-    NotInTime(NotInTime),
+    NotInTime(FreezeTimeout),
     /// The algorithm's parameters are invalid.
     #[error(transparent)]
     Params(#[from] ParamsError),
-    /// `auto_recompress` and `recomp_algorithm` both need priority 3.
+    /// `auto_recompress` needs priority 3, which already has this secondary algorithm.
     #[error("auto_recompress uses priority 3, where recomp_algorithm has {0}; free one of them")]
     PriorityTaken(Algorithm),
-    /// The backing device is unsuitable.
+    /// The device is unsuitable as backing device, for the reason in the message.
     #[error("backing_dev: {0}")]
     BackingKind(String),
-    /// A background thread cannot be started.
+    /// A background thread cannot be started, for this reason.
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
-    /// The memory file of the pool cannot be created.
+    /// The memory file (memfd) of the pool or of the slot tables cannot be created.
     #[error("cannot create a memory file: {0}")]
     MemoryFile(Errno),
-    /// Memory for tables or streams is short.
+    /// The system has no memory for slot tables or compression streams.
     #[error("out of memory")]
     NoMemory,
 }
@@ -195,7 +198,7 @@ pub(super) fn round_size(bytes: u64) -> Result<u64, SetupError> {
     round(bytes, PAGE)
 }
 
-/// Rounds a fork's size up to logical blocks.
+/// Rounds a fork's size up to whole logical blocks of 512 bytes.
 pub(super) fn round_fork_size(bytes: u64) -> Result<u64, SetupError> {
     round(bytes, LOGICAL_BLOCK_BYTES.into())
 }

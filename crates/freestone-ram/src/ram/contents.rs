@@ -1,4 +1,4 @@
-//! Page counts by kind for a range of a device.
+//! Counts of the pages of a device by kind.
 
 use std::ops::Range;
 
@@ -8,24 +8,26 @@ use super::{Inner, Ram, next_multiple};
 use freestone_core::pin::{self, Pin};
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 
-/// Number of pages of each kind; see [`Ram::contents`].
+/// Number of pages of each kind in a range of a device; see [`Ram::contents`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// Compressed pages in memory.
+    /// Number of compressed pages in memory.
     pub compressed: u64,
-    /// Incompressible pages in memory.
+    /// Number of incompressible pages in memory.
     pub huge: u64,
-    /// Pages that repeat a pattern other than zero.
+    /// Number of pages that repeat a pattern other than zero.
     pub same: u64,
-    /// Zero pages of the device itself: written, or hiding the parent's content.
+    /// Number of zero pages stored by the device itself: written as zeroes, or emptied over content
+    /// of the parent.
     pub zero: u64,
-    /// Pages on the backing device, or being read from there.
+    /// Number of pages on the backing device, or being read from there.
     pub spilled: u64,
-    /// Pages in the device's keep file that are not in memory yet.
+    /// Number of pages in the file that the device is restored from, and not loaded yet.
     pub unloaded: u64,
-    /// Pages read from the base of a fork, or from the parent of a snapshot's origin.
+    /// Number of pages that a fork reads from its base, or a snapshot from the parent of its
+    /// origin.
     pub below: u64,
-    /// Holes: pages stored nowhere, which read as zeroes.
+    /// Number of holes: pages that are stored nowhere and read as zeroes.
     pub hole: u64,
 }
 
@@ -52,7 +54,8 @@ enum OwnKind {
 }
 
 impl OwnKind {
-    /// Returns the kind; `None` if the page is read from the parent.
+    /// Returns the kind of a slot's page; `None` if the slot is empty, so that the page is read
+    /// from the parent.
     fn of(word: Word) -> Option<Self> {
         Some(match word.kind() {
             Kind::Empty | Kind::Base => return None,
@@ -66,19 +69,20 @@ impl OwnKind {
 }
 
 impl Ram {
-    /// Adds the pages of `[first, end)` to `contents`: those of at most one leaf (512 pages), or a
-    /// run of pages without a slot. Returns the page to continue at; `end` or the end of the device
-    /// if nothing is left.
+    /// Adds the counts of the pages `[first, end)` to `contents`. One call covers the rest of one
+    /// leaf (at most 512 pages), or a longer run of pages without slots. Returns the page at which
+    /// to continue, or the end of the range (clipped to the device) if it is complete.
     ///
-    /// Each page is counted as of some moment during the call. The call holds no lock on return, so
-    /// a caller can pause or stop between two calls. Never waits for a disk: the parent's extents
-    /// are not read.
+    /// Each page is counted as of some moment during the call. No lock is held between calls, so a
+    /// caller can pause or stop. Never waits for a disk: all pages within the parent's size count
+    /// as `below`.
     pub fn contents(&self, first: u64, end: u64, contents: &mut Contents) -> u64 {
         let end = end.min(self.0.slots());
         if first >= end {
             return end;
         }
-        // Taken before the slots are read: a page loaded meanwhile is found in the file.
+        // Get the file before reading the slots: a page loaded meanwhile is then still found in the
+        // file.
         let here = self.0.parent.staged_source();
         let mut below = Vec::new();
         let next = pin::pinned(|pin| {
@@ -103,7 +107,7 @@ impl Ram {
     }
 }
 
-/// Appends a run, merging it with the last.
+/// Appends a run of pages, merged with the last run if it continues that.
 fn push(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     match runs.last_mut() {
         _ if run.is_empty() => {}
@@ -114,7 +118,7 @@ fn push(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
 
 fn own_kind(pin: &Pin<'_>, view: &View, slot: u64) -> Option<OwnKind> {
     match view.role {
-        // No lock: the word is only read.
+        // No slot lock is needed: only the kind in the word is read, not the object.
         Role::Live { .. } => view.layer.table().leaf(slot).and_then(|leaf| OwnKind::of(leaf.peek(slot))),
         Role::Snapshot { .. } => {
             view.with_page(pin, slot, |found| found.and_then(|(_, guard)| OwnKind::of(guard.word())))
@@ -123,7 +127,8 @@ fn own_kind(pin: &Pin<'_>, view: &View, slot: u64) -> Option<OwnKind> {
 }
 
 impl Inner {
-    /// Counts pages without a slot in the device.
+    /// Counts a run of pages for which the device has no slot content. `here` is the file being
+    /// loaded.
     fn add_below(&self, here: Option<&StagedSource>, run: Range<u64>, contents: &mut Contents) {
         let reached = self.parent.pages();
         let mut at = run.start;

@@ -1,4 +1,4 @@
-//! Page counts after known operations.
+//! Tests of [`Ram::contents`] after known operations.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking, Flags};
 use freestone_core::slot::LEAF_SLOTS;
 
-/// Half of the page compresses.
+/// Kind of content of which half compresses.
 const TEXT: u8 = 4;
 const NOISE: u8 = 5;
 
@@ -16,7 +16,7 @@ fn write(ram: &Ram, slot: u64, kind: u8) {
     ram.write_at(slot * PAGE, &content(kind, slot + 1, PAGE_BYTES), Flags::empty()).unwrap();
 }
 
-/// Counts a range, in as many calls as needed.
+/// Returns the page counts of a range, with as many calls as needed.
 fn look(ram: &Ram, first: u64, end: u64) -> Contents {
     let mut contents = Contents::default();
     let mut at = first;
@@ -47,7 +47,7 @@ fn contents_counts_each_page_kind() {
     for slot in 30..50 {
         write(&disk, slot, NOISE);
     }
-    // Patterns of 32 and of 64 bits, and zeroes.
+    // Write pages with patterns of 32 and 64 bits, and zero pages.
     for (slot, kind) in [(50, 1), (51, 2), (52, 0), (5000, 0), (5001, 2)] {
         write(&disk, slot, kind);
     }
@@ -113,7 +113,8 @@ fn contents_of_fork_counts_base_and_holes() {
     assert_eq!(all(&fork), Contents { below: 1024, hole: 512, ..Contents::default() });
     write(&fork, 3, NOISE);
     write(&fork, 1100, TEXT);
-    // Zeroes over data need a mark, over a hole they do not.
+    // A page discarded over data of the base becomes a zero page; one discarded over a hole becomes
+    // a hole.
     fork.discard(0, PAGE).unwrap();
     fork.discard(8 * PAGE, 2 * PAGE).unwrap();
     let own = Contents { compressed: 1, huge: 1, zero: 1, ..Contents::default() };
@@ -148,7 +149,7 @@ fn contents_of_snapshot_ignores_origin_changes() {
     assert_eq!((all(&snapshot), all(&second)), (then, now));
 }
 
-/// Each page is counted exactly once while other threads write.
+/// Each page is counted exactly once, even while other threads write.
 #[test]
 fn contents_with_writers_counts_pages_once() {
     let disk = ram(8 * MIB);

@@ -1,16 +1,16 @@
-//! An eviction: moves pages from memory to the backing device, many per write, with several writes
-//! in flight.
+//! An eviction moves pages of a family (devices that share a memory pool) from memory to the
+//! backing device. Each write has many pages, and several writes are in flight.
 //!
 //! # Protocol
-//! * A page that is taken into a batch stays in memory, and is read and written as before. Under
-//!   its slot's lock its bytes are copied to the batch, and the slot is *picked* with the batch's
-//!   tag. A change of the page clears the mark; a read does not.
+//! * A page that is added to a batch stays in memory, and is read and written as before. Under its
+//!   slot's lock its bytes are copied to the batch, and the slot is *picked*: marked with the
+//!   batch's tag. A change of the page clears this mark; a read does not.
 //! * When the batch is on the device, each slot that still has the mark becomes `Spilled` under its
 //!   lock, and its object is freed. A slot without the mark keeps its content, and the page's space
 //!   on the device is freed.
-//! * Tags of the batches in flight are distinct, and an abandoned batch visits no slot any more.
-//!   The mark of an earlier batch is therefore never mistaken for that of a later one, and stale
-//!   bytes never become a page.
+//! * Batches in flight have distinct tags, and a batch whose write timed out never changes a slot
+//!   later. The mark of an earlier batch is therefore never mistaken for that of a later one, so
+//!   stale bytes never become a page.
 //!
 //! Evictions are serialised by [`Pages::background`].
 
@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::layer::Layer;
-use super::outcome::{WritebackError, Written};
+use super::outcome::{WritebackError, WritebackReport};
 use super::page_search::is_spillable;
 use super::pages::Pages;
 use crate::pool::BackRef;
@@ -31,40 +31,43 @@ use freestone_core::device::{Error, IoBuf};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{Kind, SlotGuard, Word};
 
-/// Minimum length of a packed run: the unused end of each run is lost.
+/// Minimum length in blocks of a run of packed objects. Shorter runs would waste more space, as the
+/// end of each run stays unused.
 const PACKED_RUN_BLOCKS_MIN: u32 = 8;
 
-/// Result of offering a page.
+/// Result of offering a page to an eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Offered {
-    /// The page is in a batch; its object takes this many bytes of memory.
+pub(super) enum OfferOutcome {
+    /// The page was added to a batch. The size of its object in bytes: in memory, or on the device
+    /// if the page was already written back.
     Taken(usize),
-    /// The page is not selected, or no longer.
-    Passed,
+    /// The page is not wanted, or was changed meanwhile.
+    Skipped,
 }
 
-/// Moves pages out of memory, or within the backing device, in batches.
+/// An eviction in progress: moves pages from memory to the backing device, or within the device, in
+/// batches.
 pub(super) struct Eviction<'a> {
     pages: &'a Pages,
     store: &'a Arc<Store>,
-    /// The layers referred to by entries.
+    /// Layers of the pages in batches; entries refer to them by index.
     layers: Vec<Arc<Layer>>,
-    /// Blocks per write, followed by the maximum number of writes in flight.
+    /// Maximum blocks per write, and the maximum number of writes in flight.
     write_blocks: u32,
     writes_max: usize,
     open: Option<Batch>,
     in_flight: VecDeque<(Batch, Write)>,
-    /// Blocks of the device that must stay free.
+    /// Number of blocks of the device that must stay free.
     reserve: u64,
     tags_in_use: u64,
     spare: Vec<IoBuf>,
-    done: Written,
+    done: WritebackReport,
     failed: Option<Error>,
-    /// The device hangs or is full: no further write starts.
+    /// No further write starts, as the device hangs or is full.
     stopped: bool,
 }
 
-/// The pages of one write.
+/// A batch: the pages of one write to the backing device.
 struct Batch {
     tag: u8,
     run: Run,
@@ -79,30 +82,30 @@ enum Content {
     Submitted,
 }
 
-/// An object as read from the device.
-pub(super) struct Found<'b> {
-    /// Owner in the object's header.
+/// An object that was read from the backing device.
+pub(super) struct StoredObject<'b> {
+    /// Owner of the object as in its header: table id and slot.
     pub owner: u64,
-    /// Unit at which the header begins.
+    /// Unit (of 16 bytes) of the device at which the header begins.
     pub unit: u64,
-    /// Generation of that block before the read.
+    /// Generation of the header's block before the read: how often the block was reused.
     pub generation: u32,
     pub bytes: &'b [u8],
 }
 
-/// Why a page was not picked.
-enum NotPicked {
+/// Reason why a page was not picked.
+enum PickError {
     Unwanted,
     BatchFull,
 }
 
-/// Pages of a batch that left memory: counted together, not one by one.
+/// Counts of the pages of a finished batch, added to the shared counters once per batch.
 #[derive(Default)]
-struct EvictedCounts {
+struct EvictionCounts {
     pages: u64,
-    /// Bytes on the device.
+    /// Bytes of the pages' objects on the device.
     stored: u64,
-    /// Pages that were in memory; the others only moved on the device.
+    /// Number of pages that were in memory before; the others only moved within the device.
     from_memory: u64,
 }
 
@@ -111,7 +114,7 @@ struct Entry {
     layer: usize,
     slot: u64,
     unit: u64,
-    /// Size of the object on the device in bytes.
+    /// Size in bytes of the object on the device.
     stored: u32,
     age: u8,
 }
@@ -133,45 +136,52 @@ impl<'a> Eviction<'a> {
             reserve: store.reserve(),
             tags_in_use: 0,
             spare: Vec::new(),
-            done: Written::default(),
+            done: WritebackReport::default(),
             failed: None,
             stopped: false,
         }
     }
 
-    /// Creates an eviction that moves written-back pages; it may use the reserved blocks.
+    /// Creates an eviction that moves written-back pages within the device. Such an eviction may
+    /// use the reserved blocks.
     pub fn to_move(pages: &'a Pages, store: &'a Arc<Store>) -> Self {
         let mut eviction = Self::new(pages, store);
         eviction.reserve = 0;
         eviction
     }
 
-    /// Takes a page if its slot holds an object and its word is `wanted`.
+    /// Adds a page in memory to a batch, if its slot holds an object and the slot's word is
+    /// `wanted`.
     ///
     /// # Errors
-    /// Fails if nothing more can be written: the caller must end the eviction.
+    /// Fails if no more pages can be written; the caller must then end the eviction.
     pub fn offer(
         &mut self,
         layer: &Arc<Layer>,
         slot: u64,
         wanted: impl Fn(Word) -> bool,
-    ) -> Result<Offered, WritebackError> {
+    ) -> Result<OfferOutcome, WritebackError> {
         let at = self.layer_index(layer);
         self.add_to_batch(|eviction, batch| eviction.copy(batch, at, slot, &wanted))
     }
 
-    /// Moves a written-back page on the device. `object` was read from its place, and the layer's
-    /// slot may still refer to it.
+    /// Adds a written-back page to a batch, which moves it to another place on the device. `object`
+    /// is the page's object as read. Skips the page if its slot in `layer` does not refer to the
+    /// place that was read.
     ///
     /// # Errors
     /// As [`offer`](Self::offer).
-    pub fn relocate(&mut self, layer: &Arc<Layer>, object: &Found<'_>) -> Result<Offered, WritebackError> {
+    pub fn relocate(
+        &mut self,
+        layer: &Arc<Layer>,
+        object: &StoredObject<'_>,
+    ) -> Result<OfferOutcome, WritebackError> {
         let at = self.layer_index(layer);
         self.add_to_batch(|eviction, batch| eviction.pick_spilled(batch, at, object).map(Word::spilled_bytes))
     }
 
     fn layer_index(&mut self, layer: &Arc<Layer>) -> usize {
-        // Successive pages are usually of the same layer.
+        // Search from the end: successive pages are usually of the same layer.
         if let Some(at) = self.layers.iter().rposition(|known| Arc::ptr_eq(known, layer)) {
             return at;
         }
@@ -179,11 +189,12 @@ impl<'a> Eviction<'a> {
         self.layers.len() - 1
     }
 
-    /// Calls `put` to add a page to the open batch, or to a new one if that is full.
+    /// Calls `put` to add a page to the open batch. If the batch is full, sends it and retries with
+    /// a new one.
     fn add_to_batch(
         &mut self,
-        put: impl Fn(&Self, &mut Batch) -> Result<usize, NotPicked>,
-    ) -> Result<Offered, WritebackError> {
+        put: impl Fn(&Self, &mut Batch) -> Result<usize, PickError>,
+    ) -> Result<OfferOutcome, WritebackError> {
         if self.stopped {
             return Err(self.failure());
         }
@@ -196,47 +207,51 @@ impl<'a> Eviction<'a> {
             let fresh = batch.entries.is_empty();
             self.open = Some(batch);
             match put {
-                Ok(stored) => return Ok(Offered::Taken(stored)),
-                Err(NotPicked::Unwanted) => return Ok(Offered::Passed),
-                // Even an empty run is too small: less than two blocks are left.
-                Err(NotPicked::BatchFull) if fresh => {
+                Ok(stored) => return Ok(OfferOutcome::Taken(stored)),
+                Err(PickError::Unwanted) => return Ok(OfferOutcome::Skipped),
+                // The page does not fit even in an empty batch: less than two blocks are left on
+                // the device or in the budget.
+                Err(PickError::BatchFull) if fresh => {
                     let budget = self.store.budget().get();
                     let last = budget.enabled && budget.left < 2;
                     return Err(if last { WritebackError::Limit } else { WritebackError::NoSpace });
                 }
-                Err(NotPicked::BatchFull) => self.send()?,
+                Err(PickError::BatchFull) => self.send()?,
             }
         }
     }
 
-    /// Copies a page into the batch and picks its slot. Returns the size of its object in memory.
+    /// Copies a page into the batch and picks its slot. Returns the size in bytes of the page's
+    /// object in memory.
     fn copy(
         &self,
         batch: &mut Batch,
         layer: usize,
         slot: u64,
         wanted: &impl Fn(Word) -> bool,
-    ) -> Result<usize, NotPicked> {
-        // Only the plain layout needs a copy of the object (to decompress it).
+    ) -> Result<usize, PickError> {
+        // Only the plain layout needs a copy of the object, to decompress it after the slot is
+        // unlocked.
         let mut object = if self.store.is_packed() { None } else { Some([0; PAGE_BYTES]) };
         let object = object.as_mut().map_or(&mut [][..], |object| &mut object[..]);
         let word = self.pick(batch, layer, slot, wanted, object)?;
         if let (Content::Plain { buffer, blocks }, Some(entry)) = (&mut batch.content, batch.entries.last()) {
-            // Decompress outside the slot's lock: it takes long.
+            // Decompress without the slot's lock, as that takes long.
             let at = (*blocks as usize - 1) * BLOCK_BYTES;
             let page = &mut buffer[at..at + BLOCK_BYTES];
             if self.pages.unpack(word, &object[..word.stored_bytes()], page).is_err() {
-                // The object is damaged: leave it in memory, and report it to its readers.
+                // The object is damaged: leave the page in memory, where its readers report the
+                // error.
                 page.fill(0);
                 self.unpick_entry(batch.tag, entry);
-                return Err(NotPicked::Unwanted);
+                return Err(PickError::Unwanted);
             }
         }
         Ok(word.stored_bytes())
     }
 
-    /// The part of [`copy`](Self::copy) under the slot's lock. For the plain layout, copies the
-    /// object to `object`.
+    /// Picks a slot and adds its page to the batch: the part of [`copy`](Self::copy) under the
+    /// slot's lock. For the plain layout, only copies the object to `object`.
     fn pick(
         &self,
         batch: &mut Batch,
@@ -244,24 +259,24 @@ impl<'a> Eviction<'a> {
         slot: u64,
         wanted: &impl Fn(Word) -> bool,
         object: &mut [u8],
-    ) -> Result<Word, NotPicked> {
+    ) -> Result<Word, PickError> {
         let layer = &self.layers[at];
-        let leaf = layer.table().leaf(slot).ok_or(NotPicked::Unwanted)?;
+        let leaf = layer.table().leaf(slot).ok_or(PickError::Unwanted)?;
         let fits = |word: Word| is_spillable(word) && !word.is_picked() && wanted(word);
-        // Most slots are skipped without taking their lock.
+        // Check without the lock first: most slots are skipped.
         if layer.is_retired() || !fits(leaf.peek(slot)) {
-            return Err(NotPicked::Unwanted);
+            return Err(PickError::Unwanted);
         }
         let guard = leaf.lock(slot);
         let word = guard.word();
         if !fits(word) {
-            return Err(NotPicked::Unwanted);
+            return Err(PickError::Unwanted);
         }
         let bytes = self.pages.pool.object(&guard);
         let (unit, stored) = match &mut batch.content {
             Content::Packed(packer) => {
                 let owner = layer.header_owner(slot);
-                let unit = packer.push(owner, word.algorithm() as u8, bytes).ok_or(NotPicked::BatchFull)?;
+                let unit = packer.push(owner, word.algorithm() as u8, bytes).ok_or(PickError::BatchFull)?;
                 (unit, bytes.len())
             }
             Content::Plain { blocks, .. } if *blocks < batch.run.blocks => {
@@ -269,36 +284,41 @@ impl<'a> Eviction<'a> {
                 *blocks += 1;
                 ((batch.run.start + u64::from(*blocks) - 1) * BLOCK_UNITS, PAGE_BYTES)
             }
-            Content::Plain { .. } | Content::Submitted => return Err(NotPicked::BatchFull),
+            Content::Plain { .. } | Content::Submitted => return Err(PickError::BatchFull),
         };
         self.add_entry(batch, at, slot, guard, unit, stored);
         Ok(word)
     }
 
-    /// As [`pick`](Self::pick), for a written-back page.
-    fn pick_spilled(&self, batch: &mut Batch, at: usize, object: &Found<'_>) -> Result<Word, NotPicked> {
-        let Content::Packed(packer) = &mut batch.content else { return Err(NotPicked::Unwanted) };
+    /// As [`pick`](Self::pick), for a written-back page whose object was read from the device.
+    fn pick_spilled(
+        &self,
+        batch: &mut Batch,
+        at: usize,
+        object: &StoredObject<'_>,
+    ) -> Result<Word, PickError> {
+        let Content::Packed(packer) = &mut batch.content else { return Err(PickError::Unwanted) };
         let layer = &self.layers[at];
         let slot = BackRef::from_bits(object.owner).slot();
-        let guard = layer.table().leaf(slot).ok_or(NotPicked::Unwanted)?.lock(slot);
+        let guard = layer.table().leaf(slot).ok_or(PickError::Unwanted)?.lock(slot);
         let word = guard.word();
         let is_it = word.kind() == Kind::Spilled
             && word.location() == object.unit
             && word.spilled_bytes() == object.bytes.len()
             && !word.is_picked()
             && !layer.is_retired()
-            // The block was not reused since it was read.
+            // The block was not reused since before the read.
             && self.store.map().generation(object.unit / BLOCK_UNITS) == object.generation;
         if !is_it {
-            return Err(NotPicked::Unwanted);
+            return Err(PickError::Unwanted);
         }
         let unit =
-            packer.push(object.owner, word.algorithm() as u8, object.bytes).ok_or(NotPicked::BatchFull)?;
+            packer.push(object.owner, word.algorithm() as u8, object.bytes).ok_or(PickError::BatchFull)?;
         self.add_entry(batch, at, slot, guard, unit, object.bytes.len());
         Ok(word)
     }
 
-    /// Adds a page, whose bytes are in the batch, and picks its slot.
+    /// Adds an entry for a page whose bytes are already in the batch, and picks the page's slot.
     fn add_entry(
         &self,
         batch: &mut Batch,
@@ -315,8 +335,9 @@ impl<'a> Eviction<'a> {
     }
 
     fn begin_batch(&mut self) -> Result<Batch, WritebackError> {
-        // Each write that a hanging device has not completed holds a buffer.
-        if self.store.unanswered() > 0 {
+        // Do not start more writes on a hanging device: each abandoned write holds a buffer until
+        // the device completes it.
+        if self.store.abandoned() > 0 {
             return Err(WritebackError::Device(Error::Media));
         }
         let (run, charge) =
@@ -327,7 +348,7 @@ impl<'a> Eviction<'a> {
         let bytes = run.blocks as usize * BLOCK_BYTES;
         let buffer = match self.spare.pop() {
             Some(mut buffer) => {
-                buffer.show(bytes);
+                buffer.set_len(bytes);
                 if buffer.len() == bytes { Ok(buffer) } else { IoBuf::zeroed(bytes) }
             }
             None => IoBuf::zeroed(bytes),
@@ -349,7 +370,8 @@ impl<'a> Eviction<'a> {
         Ok(Batch { tag, run, charge, content, entries: Vec::new() })
     }
 
-    /// Submits the open batch to the device.
+    /// Submits the open batch to the device, and waits for the oldest write if too many are in
+    /// flight.
     fn send(&mut self) -> Result<(), WritebackError> {
         let Some(mut batch) = self.open.take() else { return Ok(()) };
         let (mut buffer, used) = match std::mem::replace(&mut batch.content, Content::Submitted) {
@@ -361,11 +383,11 @@ impl<'a> Eviction<'a> {
         batch.run = self.store.trim_run(batch.run, batch.charge, used);
         if used == 0 {
             self.release(batch.tag);
-            buffer.show(all.blocks as usize * BLOCK_BYTES);
+            buffer.set_len(all.blocks as usize * BLOCK_BYTES);
             self.spare.push(buffer);
             return Ok(());
         }
-        buffer.show(used as usize * BLOCK_BYTES);
+        buffer.set_len(used as usize * BLOCK_BYTES);
         let write = self.store.write(batch.run, batch.charge, buffer);
         self.in_flight.push_back((batch, write));
         while self.in_flight.len() >= self.writes_max {
@@ -374,35 +396,37 @@ impl<'a> Eviction<'a> {
         if self.stopped { Err(self.failure()) } else { Ok(()) }
     }
 
-    /// Waits for the oldest write in flight.
+    /// Waits for the oldest write in flight, and marks its pages as written back, or unpicks them
+    /// if the write failed.
     fn finish_oldest_write(&mut self) {
         let Some((batch, write)) = self.in_flight.pop_front() else { return };
         match self.store.finish(write) {
-            store::Written::Done(mut buffer) => {
+            store::WriteOutcome::Done(mut buffer) => {
                 self.done.blocks += u64::from(batch.run.blocks);
-                let mut left = EvictedCounts::default();
-                // Newest first: a page that was changed and taken again is in the batch twice.
+                let mut left = EvictionCounts::default();
+                // Newest first: a page that was changed and added again is in the batch twice, and
+                // only the newer copy is valid.
                 for entry in batch.entries.iter().rev() {
                     self.publish(batch.tag, entry, &mut left);
                 }
                 self.store.count_written_back(left.pages, left.stored);
                 self.done.pages += left.pages;
-                buffer.show(usize::MAX);
+                buffer.set_len(usize::MAX);
                 self.spare.push(buffer);
-                // Do not wake waiters if nothing left memory: they would retry, wait again and
+                // Do not wake requests if no page left memory: they would retry, wait again and
                 // start the next round, endlessly.
                 if left.from_memory > 0 {
-                    self.pages.memory_freed();
+                    self.pages.wake_memory_waiters();
                 }
             }
-            store::Written::Failed(error) => {
+            store::WriteOutcome::Failed(error) => {
                 self.failed = Some(error);
-                // A full file system stays full. Other errors may concern this place only, and the
-                // kernel continues too.
+                // Stop if the device's file system is full, as it stays full. An I/O error may
+                // concern one place of the device only: continue, as the kernel does.
                 self.stopped |= error != Error::Media;
                 self.unpick_all(&batch);
             }
-            store::Written::Unanswered => {
+            store::WriteOutcome::TimedOut => {
                 self.failed = Some(Error::Media);
                 self.stopped = true;
                 self.unpick_all(&batch);
@@ -415,8 +439,9 @@ impl<'a> Eviction<'a> {
         self.tags_in_use &= !(1 << tag);
     }
 
-    /// Marks the page as written back, unless it was changed meanwhile.
-    fn publish(&self, tag: u8, entry: &Entry, left: &mut EvictedCounts) {
+    /// Marks a page of a written batch as written back and frees its object in memory. If the page
+    /// was changed meanwhile, frees its space on the device instead.
+    fn publish(&self, tag: u8, entry: &Entry, left: &mut EvictionCounts) {
         let layer = &self.layers[entry.layer];
         let Some(guard) = layer.table().leaf(entry.slot).map(|leaf| leaf.lock(entry.slot)) else { return };
         let old = guard.word();
@@ -433,7 +458,7 @@ impl<'a> Eviction<'a> {
         left.stored += u64::from(entry.stored);
     }
 
-    /// Unpicks a slot: the page stays in memory.
+    /// Clears the mark of a picked slot: the page stays in memory.
     fn unpick_entry(&self, tag: u8, entry: &Entry) {
         let layer = &self.layers[entry.layer];
         let Some(guard) = layer.table().leaf(entry.slot).map(|leaf| leaf.lock(entry.slot)) else { return };
@@ -443,7 +468,8 @@ impl<'a> Eviction<'a> {
         }
     }
 
-    /// Unpicks all slots of a batch, newest first: a page can be in the batch twice.
+    /// Unpicks all slots of a batch. Newest first: a page can be in the batch twice, and its newest
+    /// entry has its age.
     fn unpick_all(&self, batch: &Batch) {
         batch.entries.iter().rev().for_each(|entry| self.unpick_entry(batch.tag, entry));
     }
@@ -455,8 +481,9 @@ impl<'a> Eviction<'a> {
         }
     }
 
-    /// Writes the rest and waits for all writes. Returns the totals and the last failure.
-    pub fn end(mut self) -> (Written, Result<(), WritebackError>) {
+    /// Sends the open batch and waits for all writes. Returns the pages and blocks written, and the
+    /// last failure as the result.
+    pub fn end(mut self) -> (WritebackReport, Result<(), WritebackError>) {
         let sent = self.send();
         while !self.in_flight.is_empty() {
             self.finish_oldest_write();
@@ -467,7 +494,8 @@ impl<'a> Eviction<'a> {
 }
 
 impl Drop for Eviction<'_> {
-    /// Leaves no slot picked and no block allocated if the eviction is not ended normally.
+    /// Cleans up if [`end`](Self::end) was not called: unpicks slots, frees the blocks of the open
+    /// batch, and waits for writes in flight.
     fn drop(&mut self) {
         if let Some(batch) = self.open.take() {
             self.unpick_all(&batch);

@@ -1,23 +1,24 @@
-//! Eviction rounds: write back cold pages when memory is short.
+//! Eviction rounds, which write back cold pages when memory is short.
 //!
-//! Above the high mark of `mem_limit` the keeper evicts the coldest pages of the family until the
-//! low mark. Requests are not delayed before the limit itself is reached; there a write waits until
-//! a batch has left memory, and continues at the speed of the backing device. A write fails with
-//! "no space" only if nothing can be written back: the device is full, fails or hangs, or
-//! `writeback_limit` is used up.
+//! A family (devices that share a memory pool) has a background thread, the keeper. Above the high
+//! mark (95 % of `mem_limit`) the keeper evicts the family's coldest pages until the low mark (90
+//! %). Requests are not delayed before the limit itself is reached. At the limit a write waits
+//! until a batch of pages has left memory, so writes run at the speed of the backing device. A
+//! write fails with "no space" only if nothing can be written back. The backing device is then
+//! full, fails or hangs, or `writeback_limit` is used up.
 //!
-//! A device with a cap evicts its own pages in the same way. Guaranteed memory is not evicted for
-//! other devices.
+//! A device with its own memory limit evicts its own pages in the same way. Pages within a device's
+//! guaranteed memory are not evicted for other devices.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::Ram;
-use super::evict_batches::{Eviction, Offered};
+use super::evict_batches::{Eviction, OfferOutcome};
 use super::idle::renumber_ages;
 use super::layer::Layer;
 use super::limits::{LOW_PERCENT, high_mark};
-use super::outcome::{Evicted, EvictionHistory, WritebackError};
+use super::outcome::{EvictionHistory, EvictionRound, WritebackError};
 use super::page_search::is_spillable;
 use super::pages::Pages;
 use super::reclaim::Reclaim;
@@ -31,22 +32,23 @@ use freestone_core::slot::{AGES, LEAF_SLOTS, MAX_SLOTS, Word};
 use freestone_core::sync::{Instant, Mutex, thread};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Minimum bytes that a round frees while requests wait for memory.
+/// Minimum bytes that a round evicts while requests wait for memory.
 const ROUND_BYTES_MIN: u64 = 16 * PAGE;
-/// Blocks (4 MiB) that a round reclaims on a device full of holes: small, as writes may be waiting.
+/// Blocks (4 MiB) that a round reclaims on a backing device full of holes. Small, as writes may be
+/// waiting for the round.
 const RECLAIMED_BLOCKS: u64 = 1024;
-/// A device that was full is retried only if reclaim freed more blocks than this.
+/// A backing device that was full is used again only if reclaim freed more blocks than this.
 pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
-/// Poll interval while waiting for removed devices.
+/// Poll interval while waiting for blocks of removed devices.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The eviction of a family's pages.
+/// Eviction of a family's pages.
 pub(super) struct Evict {
     pages: Arc<Pages>,
     pub reclaim: Reclaim,
-    /// Results of evictions for the family's limit.
+    /// Results of recent evictions for the family's memory limit.
     history: Mutex<EvictionHistory>,
-    /// The obstacle to eviction logged last.
+    /// Error of the last round, `None` if it succeeded: only a change is logged.
     obstacle: Mutex<Option<WritebackError>>,
     lines: LogLimit<WritebackError>,
 }
@@ -63,17 +65,18 @@ impl Evict {
         }
     }
 
-    /// Evicts pages until the low mark, if memory is above the high mark or requests wait.
+    /// Evicts pages until the low mark, if the pool is above the high mark or requests are
+    /// `waiting` for memory.
     pub(super) fn evict_as_needed(&self, waiting: bool) {
         let waiting = self.evict_under_caps(waiting);
         let Some((high, low)) = self.pages.eviction_marks() else {
-            // The limit was removed.
+            // Without a limit memory is free: retry the waiting requests.
             if waiting {
-                self.pages.memory_freed();
+                self.pages.wake_memory_waiters();
             }
             return;
         };
-        // Memory reserved for others counts as used.
+        // Memory that is guaranteed to devices and not used yet counts as used.
         let kept = self.pages.layers.reserved_pages();
         let (high, low) = (high.saturating_sub(kept), low.saturating_sub(kept));
         if self.pages.pool.pages() <= high && !waiting {
@@ -86,7 +89,7 @@ impl Evict {
         renumber_ages(&self.pages);
         let (pages, charged) = (self.pages.pool.pages(), self.charged());
         if (pages * PAGE).saturating_sub(charged) > pages * PAGE / 8 && self.pages.compact() > 0 {
-            self.pages.memory_freed();
+            self.pages.wake_memory_waiters();
         }
         let need = self.pages.pool.pages().saturating_sub(low) * PAGE;
         let need = if waiting { need.max(ROUND_BYTES_MIN) } else { need };
@@ -94,12 +97,13 @@ impl Evict {
             return;
         }
         let spilled = self.spill_and_reclaim(need, None);
-        // Freed objects are scattered: only whole free pages can serve other size classes.
+        // Freed objects are scattered over the pool's pages. Only whole free pages can be used by
+        // other size classes.
         let compacted = if spilled.taken > 0 { self.pages.compact() } else { 0 };
         let progressed = spilled.freed > 0 || compacted > 0;
         let again = self.record_round(&self.history, &spilled, progressed);
         match (progressed, again) {
-            (true, _) => self.pages.memory_freed(),
+            (true, _) => self.pages.wake_memory_waiters(),
             (false, true) => {}
             (false, false) => return self.pages.keeper.retry_last_time(),
         }
@@ -108,7 +112,8 @@ impl Evict {
         }
     }
 
-    /// Evicts pages of devices near their own caps. Returns true if requests of other devices wait.
+    /// Evicts pages of devices that are near their own memory limits. Returns true if requests of
+    /// other devices wait for memory.
     fn evict_under_caps(&self, waiting: bool) -> bool {
         let full: Vec<_> = self.pages.layers.all().into_iter().filter(|layer| is_full(layer)).collect();
         if full.is_empty() {
@@ -120,7 +125,7 @@ impl Evict {
             let is_its = |ram: &Ram| ram.layer_id() == layer.id();
             match (progressed, again) {
                 (true, _) => {
-                    self.pages.keeper.memory_freed_for(is_its);
+                    self.pages.keeper.wake_memory_waiters_for(is_its);
                     self.pages.wake_space_waiters();
                 }
                 (false, true) => {}
@@ -136,15 +141,15 @@ impl Evict {
         self.pages.keeper.has_waiting(|ram| next.iter().all(|layer| layer.id() != ram.layer_id()))
     }
 
-    /// Evicts pages of a device near its own cap. Returns whether the device has space, and whether
-    /// another round makes sense.
+    /// Evicts pages of a device that is near its own memory limit. Returns two flags: the device
+    /// has more space now, and another round makes sense.
     fn evict_under_cap(&self, layer: &Arc<Layer>) -> (bool, bool) {
         if layer.history().lock().is_paused() {
             return (false, false);
         }
         let _one = self.pages.background.lock();
         if !is_full(layer) {
-            // A manual writeback made space meanwhile.
+            // Meanwhile a manual writeback made space.
             return (true, false);
         }
         let cap = layer.cap();
@@ -154,13 +159,19 @@ impl Evict {
         (progressed, self.record_round(layer.history(), &spilled, progressed))
     }
 
-    /// Records the result of a round. Returns true if another round makes sense.
-    fn record_round(&self, history: &Mutex<EvictionHistory>, spilled: &Evicted, progressed: bool) -> bool {
+    /// Records the result of a round in `history`, and logs a new obstacle. Returns true if another
+    /// round makes sense.
+    fn record_round(
+        &self,
+        history: &Mutex<EvictionHistory>,
+        spilled: &EvictionRound,
+        progressed: bool,
+    ) -> bool {
         let error = spilled.outcome.err();
         let before = std::mem::replace(&mut *self.obstacle.lock(), error);
-        // Log a change of the obstacle only, rate limited.
+        // Log only if the obstacle to eviction changed, rate limited.
         if let Some(error) = error.filter(|_| before != error)
-            && let Some(held_back) = self.lines.line(error)
+            && let Some(held_back) = self.lines.admit(error)
         {
             tracing::warn!("{}: cannot evict pages to backing_dev: {error}{held_back}", self.pages.name());
         }
@@ -172,12 +183,12 @@ impl Evict {
     }
 
     fn is_hanging(&self) -> bool {
-        self.pages.store.as_ref().is_some_and(|store| store.unanswered() > 0)
+        self.pages.store.as_ref().is_some_and(|store| store.abandoned() > 0)
     }
 
-    /// Evicts as [`spill`](Self::spill). If the device is full, frees blocks of removed devices or
-    /// reclaims holes, and retries once.
-    fn spill_and_reclaim(&self, need: u64, only: Option<&Arc<Layer>>) -> Evicted {
+    /// Evicts as [`spill`](Self::spill). If the backing device is full, frees blocks of removed
+    /// devices or reclaims holes, and retries once.
+    fn spill_and_reclaim(&self, need: u64, only: Option<&Arc<Layer>>) -> EvictionRound {
         let first = self.spill(need, only);
         if first.outcome != Err(WritebackError::NoSpace)
             || !self.free_removed_blocks()
@@ -186,10 +197,15 @@ impl Evict {
             return first;
         }
         let again = self.spill(need.saturating_sub(first.taken).max(1), only);
-        Evicted { taken: first.taken + again.taken, freed: first.freed + again.freed, outcome: again.outcome }
+        EvictionRound {
+            taken: first.taken + again.taken,
+            freed: first.freed + again.freed,
+            outcome: again.outcome,
+        }
     }
 
-    /// Frees the pages of removed devices on the backing device. Returns true if that freed blocks.
+    /// Frees pages that removed devices have on the backing device, up to [`RECLAIMED_BLOCKS`]
+    /// blocks. Returns true if that freed blocks.
     fn free_removed_blocks(&self) -> bool {
         let Some(store) = &self.pages.store else { return false };
         let before = store.free_blocks();
@@ -197,8 +213,9 @@ impl Evict {
         store.free_blocks() > before
     }
 
-    /// Frees the pages of removed devices on the backing device, and waits for removals in
-    /// progress, until `until` or until `go_on` returns false. Returns true if there is space.
+    /// Frees pages that removed devices have on the backing device, and waits for removals in
+    /// progress, at most until `until` or until `go_on` returns false. Returns true if the backing
+    /// device has space.
     pub(super) fn wait_for_removed_blocks(
         &self,
         store: &Store,
@@ -207,8 +224,8 @@ impl Evict {
     ) -> bool {
         let is_full = || store.free_blocks() <= RECLAIMED_MIN_BLOCKS;
         while Instant::now() < until && go_on() {
-            // Read before the queue of retired layers: a removal that is no longer pending is in
-            // the queue.
+            // Read `pending` before the queue of retired layers: the layers of a removal that is no
+            // longer pending are in the queue.
             let pending = self.pages.removals.is_pending();
             while is_full() && self.pages.free_leaf_or_yield() {}
             if !is_full() {
@@ -222,20 +239,21 @@ impl Evict {
         false
     }
 
-    /// Evicts about `need` bytes of objects, the coldest first.
-    fn spill(&self, need: u64, only: Option<&Arc<Layer>>) -> Evicted {
-        let nothing = |outcome| Evicted { taken: 0, freed: 0, outcome };
+    /// Evicts the coldest pages, about `need` bytes of objects: of the layer `only`, or of all
+    /// layers if it is `None`.
+    fn spill(&self, need: u64, only: Option<&Arc<Layer>>) -> EvictionRound {
+        let nothing = |outcome| EvictionRound { taken: 0, freed: 0, outcome };
         let Some(store) = &self.pages.store else { return nothing(Ok(())) };
-        if store.unanswered() > 0 {
+        if store.abandoned() > 0 {
             return nothing(Err(WritebackError::Device(Error::Media)));
         }
-        // Checked before the scan of all slots.
+        // Check for obstacles before the scan of all slots, which takes long.
         match store.budget().get() {
             limit if limit.enabled && limit.left == 0 => return nothing(Err(WritebackError::Limit)),
             _ if store.free_blocks() == 0 => return nothing(Err(WritebackError::NoSpace)),
             _ => {}
         }
-        // Pages accessed from here on are younger than all existing pages.
+        // Pages accessed from now on get a younger age than all pages counted below.
         self.pages.ages.advance(now_ms());
         let ranks = self.pages.ages.ranks();
         let rank = |word: Word| ranks[usize::from(word.age())];
@@ -258,7 +276,7 @@ impl Evict {
             last += 1;
         }
         let last = last as u8;
-        // Bytes still needed from the youngest age that is evicted.
+        // Bytes still needed from pages of rank `last`, the youngest age that is evicted.
         let mut left_of_last = need.saturating_sub(colder);
         let mut eviction = Eviction::new(&self.pages, store);
         let mut taken = 0;
@@ -275,7 +293,7 @@ impl Evict {
                     return true;
                 }
                 match eviction.offer(layer, slot, |word| rank(word) <= last) {
-                    Ok(Offered::Taken(stored)) => {
+                    Ok(OfferOutcome::Taken(stored)) => {
                         let charged = Pool::charged_bytes(stored);
                         taken += charged;
                         of_layer += charged;
@@ -284,7 +302,7 @@ impl Evict {
                         }
                         true
                     }
-                    Ok(Offered::Passed) => true,
+                    Ok(OfferOutcome::Skipped) => true,
                     Err(error) => {
                         outcome = Err(error);
                         false
@@ -296,10 +314,11 @@ impl Evict {
             }
         }
         let (done, ended) = eviction.end();
-        Evicted { taken, freed: done.pages, outcome: outcome.and(ended) }
+        EvictionRound { taken, freed: done.pages, outcome: outcome.and(ended) }
     }
 
-    /// Returns the layers to evict from, and the maximum bytes for each.
+    /// Returns the layers to evict from, and the maximum bytes to evict from each: those above the
+    /// guaranteed memory.
     fn spillable_layers(&self, only: Option<&Arc<Layer>>) -> Vec<(Arc<Layer>, u64)> {
         if let Some(only) = only {
             return vec![(Arc::clone(only), u64::MAX)];

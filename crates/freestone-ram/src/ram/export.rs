@@ -1,9 +1,10 @@
-//! Pages of a snapshot in their stored form, and their insertion into a new device: used by
+//! Copies pages of a snapshot in their stored form, and stores such pages in a new device. Used by
 //! [`save`](crate::save) and [`keep`](crate::keep).
 //!
-//! Written-back pages are read from the backing device and stay there. No slot goes in flight for
-//! this, so no request waits. A snapshot's page does not change, and the bytes are valid if no
-//! block of them was reused since (checked by generation).
+//! Written-back pages are read from the backing device and stay there. Their slots do not go in
+//! flight, so no request waits for these reads. A snapshot's page does not change, so the bytes
+//! read are valid if their blocks were not reused during the read. The blocks' generations show
+//! that.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,47 +24,48 @@ use freestone_core::pin;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 use freestone_core::sync::mpsc;
 
-/// Pause before retrying a page in flight.
+/// Pause before pages in flight from the backing device are tried again.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// The parent of a device.
-pub enum Lower {
-    /// Reads as zeroes.
+pub enum ParentDevice {
+    /// No parent: empty slots read as zeroes.
     Nothing,
-    /// A base.
+    /// A base: a device outside the family.
     Device(Arc<dyn Device>),
-    /// A snapshot of the same family, with a parent of its own.
+    /// A snapshot of the same family (devices that share a memory pool), which can have a parent
+    /// too.
     Snapshot(Ram),
 }
 
-/// Stored form of a page.
+/// Stored form of a page. Each form has the stated bytes in [`CollectedPages`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stored {
-    /// A 32-bit pattern; no bytes.
+pub(crate) enum StoredForm {
+    /// A page that repeats this 32-bit pattern; no bytes.
     Same(u32),
-    /// A 64-bit pattern; 8 bytes.
+    /// A 64-bit pattern: the 8 bytes of the pattern.
     Pattern,
-    /// Compressed by the algorithm of this priority.
+    /// Compressed by the algorithm with this priority in the family: the bytes of the object.
     Compressed(u8),
     Huge,
-    /// The page reads from the parent, unlike in an older snapshot; no bytes.
+    /// The snapshot reads the page from its parent, and an older snapshot may not; no bytes.
     Parent,
-    /// The page cannot be read; no bytes.
+    /// The page cannot be read from the backing device or the file; no bytes.
     Lost {
-        /// Whether no retry can succeed.
-        for_good: bool,
+        /// True if no retry can succeed.
+        permanent: bool,
     },
 }
 
-/// A collected page.
+/// A copied page.
 struct Item {
     page: u64,
-    stored: Stored,
+    stored: StoredForm,
     at: usize,
     len: usize,
 }
 
-/// Collected pages in stored form.
+/// Copied pages in stored form.
 #[derive(Default)]
 pub(crate) struct CollectedPages {
     items: Vec<Item>,
@@ -76,18 +78,18 @@ impl CollectedPages {
         self.data.clear();
     }
 
-    fn push(&mut self, page: u64, stored: Stored, bytes: &[u8]) {
+    fn push(&mut self, page: u64, stored: StoredForm, bytes: &[u8]) {
         self.items.push(Item { page, stored, at: self.data.len(), len: bytes.len() });
         self.data.extend_from_slice(bytes);
     }
 
-    /// Iterates over the pages in order.
-    pub fn iter(&self) -> impl Iterator<Item = (u64, Stored, &[u8])> {
+    /// Iterates over the pages in ascending order: page number, form and bytes.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, StoredForm, &[u8])> {
         self.items.iter().map(|item| (item.page, item.stored, &self.data[item.at..item.at + item.len]))
     }
 }
 
-/// A written-back page, with its blocks' generations when its slot was read.
+/// A written-back page, with the generations of its first and last block when its slot was read.
 struct OnDevice {
     spilled: Spilled,
     generations: [u32; 2],
@@ -109,22 +111,22 @@ enum Found {
 // ---- out ----------------------------------------------------------------------------------------
 
 impl Ram {
-    /// Returns a number that is unique among existing devices.
+    /// Returns a number that identifies the device among all existing devices.
     pub(crate) fn identity(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
 
     /// Returns the parent of the device; for a snapshot, the parent of its origin.
-    pub fn lower(&self) -> Lower {
+    pub fn parent_device(&self) -> ParentDevice {
         match self.0.parent.loaded() {
-            Parent::Nothing | Parent::Staged(_) => Lower::Nothing,
-            Parent::Device(base) => Lower::Device(Arc::clone(&base.device)),
-            Parent::Snapshot(ram) => Lower::Snapshot(ram.clone()),
+            Parent::Nothing | Parent::Staged(_) => ParentDevice::Nothing,
+            Parent::Device(base) => ParentDevice::Device(Arc::clone(&base.device)),
+            Parent::Snapshot(ram) => ParentDevice::Snapshot(ram.clone()),
         }
     }
 
-    /// Returns an id of this snapshot's chain and the snapshot's number in it. Older snapshots have
-    /// smaller numbers.
+    /// Returns an id of this snapshot's chain (a device and its snapshots), and the snapshot's
+    /// number in the chain; `None` for a live device. Older snapshots have smaller numbers.
     pub(crate) fn place_in_chain(&self) -> Option<(usize, u64)> {
         pin::pinned(|pin| match &self.0.view.load(pin).role {
             Role::Snapshot { chain, number } => Some((Arc::as_ptr(chain) as usize, *number)),
@@ -132,18 +134,20 @@ impl Ram {
         })
     }
 
-    /// Returns the id of the layer that holds a page; `None` if the parent has it.
+    /// Returns the table id of the layer that holds a page; `None` if no layer does, so that the
+    /// page is read from the parent.
     fn holder(&self, page: u64) -> Option<u32> {
         pin::pinned(|pin| {
             self.0.view.load(pin).with_page(pin, page, |found| found.map(|(layer, _)| layer.id()))
         })
     }
 
-    /// Returns the next pages, from `page` on, that this snapshot or its chain may hold: all in one
-    /// leaf.
+    /// Returns the next pages, from `page` on, that this snapshot or its chain may hold; `None` if
+    /// no more exist. All returned pages are in one leaf of the slot table.
     pub(crate) fn next_held(&self, page: u64) -> Option<Range<u64>> {
         let end = self.0.slots();
-        // Taken before the slots are read: a page loaded meanwhile is found in one of them.
+        // Get the file before reading the slots: a page loaded meanwhile is then found in the file
+        // or in its slot.
         let here = self.0.parent.staged_source();
         let page = page.min(end);
         let first = page + pin::pinned(|pin| self.0.view.load(pin).run_of_parent(pin, page, end));
@@ -151,27 +155,29 @@ impl Ram {
         (first < end).then(|| first..super::next_multiple(first, LEAF_SLOTS).min(end))
     }
 
-    /// Copies the pages of this range that the snapshot or its chain holds, in stored form, without
-    /// changing ages and idle marks. With an older snapshot `since` of the chain, only pages that
-    /// differ from it. Unreadable pages become [`Stored::Lost`].
+    /// Copies the pages of a range that the snapshot or its chain holds, in stored form, without
+    /// changing ages and idle marks. With an older snapshot `since` of the chain, copies only pages
+    /// that differ from it. Unreadable pages become [`StoredForm::Lost`].
     ///
     /// # Errors
-    /// Fails if memory for a page is short; returns the page.
+    /// Fails if a page of the file being loaded cannot be read for another reason than damage.
+    /// Returns the page number and the error.
     pub(crate) fn copy_pages(
         &self,
         pages: Range<u64>,
         since: Option<&Self>,
         into: &mut CollectedPages,
     ) -> std::result::Result<(), (u64, Error)> {
-        // Pages found in the same layer are equal. A page that moves to a younger snapshot between
-        // the two lookups counts as different, which is harmless. A page in a snapshot older than
-        // this one never moves to this one or a younger one.
+        // Pages found in the same layer are equal. A page that moves between layers between the two
+        // lookups counts as different, which only copies it needlessly. Equal holders always mean
+        // equal pages: a page of a snapshot older than this one never moves to this one or a
+        // younger one.
         let is_same = |page| since.is_some_and(|older| older.holder(page) == self.holder(page));
         self.copy_all(pages.filter(|&page| !is_same(page)).collect(), since.is_some(), into)
     }
 
-    /// Copies these pages. Those that neither the snapshot nor its chain holds become
-    /// [`Stored::Parent`].
+    /// Copies these pages in stored form. Pages that neither the snapshot nor its chain holds
+    /// become [`StoredForm::Parent`].
     ///
     /// # Errors
     /// As [`copy_pages`](Self::copy_pages).
@@ -191,7 +197,8 @@ impl Ram {
     ) -> std::result::Result<(), (u64, Error)> {
         into.clear();
         while !ask.is_empty() {
-            // Taken before the slots are read: a page loaded meanwhile is found in one of them.
+            // Get the file before reading the slots: a page loaded meanwhile is then found in the
+            // file or in its slot.
             let here = self.0.parent.staged_source();
             let (mut spilled, mut again) = (Vec::new(), Vec::new());
             for page in ask {
@@ -203,20 +210,20 @@ impl Ram {
                         };
                         match here.source.fetch(page, &mut push) {
                             Err(Error::Media) => {
-                                let for_good = here.source.is_lost(page);
-                                into.push(page, Stored::Lost { for_good }, &[]);
+                                let permanent = here.source.is_lost(page);
+                                into.push(page, StoredForm::Lost { permanent }, &[]);
                             }
                             fetched => fetched.map_err(|error| (page, error))?,
                         }
                     }
-                    (Found::Parent, _) if also_parents => into.push(page, Stored::Parent, &[]),
+                    (Found::Parent, _) if also_parents => into.push(page, StoredForm::Parent, &[]),
                     (Found::Parent | Found::Copied, _) => {}
                     (Found::InFlight, _) => again.push(page),
                     (Found::Spilled(found), _) => spilled.push(found),
                 }
             }
             if !again.is_empty() {
-                // The page lands, at the latest when its read times out.
+                // Each page's flight ends, at the latest when its read times out.
                 freestone_core::sync::thread::sleep(PAUSE);
             }
             if !spilled.is_empty() {
@@ -228,21 +235,21 @@ impl Ram {
         Ok(())
     }
 
-    /// Adds a page that is not loaded yet.
+    /// Adds a page that is not loaded yet, as its source provided it.
     fn push_incoming(&self, page: u64, incoming: Incoming<'_>, into: &mut CollectedPages) {
         match incoming {
-            Incoming::Parent => into.push(page, Stored::Same(0), &[]),
-            Incoming::Same(pattern) => into.push(page, Stored::Same(pattern), &[]),
-            Incoming::Pattern(pattern) => into.push(page, Stored::Pattern, &pattern),
+            Incoming::Parent => into.push(page, StoredForm::Same(0), &[]),
+            Incoming::Same(pattern) => into.push(page, StoredForm::Same(pattern), &[]),
+            Incoming::Pattern(pattern) => into.push(page, StoredForm::Pattern, &pattern),
             Incoming::Compressed { priority, object } => {
-                into.push(page, Stored::Compressed(priority), object);
+                into.push(page, StoredForm::Compressed(priority), object);
             }
-            Incoming::Huge(content) => into.push(page, Stored::Huge, content),
+            Incoming::Huge(content) => into.push(page, StoredForm::Huge, content),
             Incoming::Page(content) => {
                 let mut scratch = Scratch::new();
                 match self.0.pages.codecs.primary().compress(content, &mut scratch) {
-                    Some(object) => into.push(page, Stored::Compressed(0), object),
-                    None => into.push(page, Stored::Huge, content),
+                    Some(object) => into.push(page, StoredForm::Compressed(0), object),
+                    None => into.push(page, StoredForm::Huge, content),
                 }
             }
         }
@@ -263,10 +270,10 @@ impl Ram {
                             pages.store.as_ref().map_or([0; 2], |store| generations(store, word));
                         return Found::Spilled(OnDevice { spilled, generations });
                     }
-                    Kind::Same => Stored::Same(word.location() as u32),
-                    Kind::Pattern => Stored::Pattern,
-                    Kind::Compressed => Stored::Compressed(word.algorithm() as u8),
-                    Kind::Huge => Stored::Huge,
+                    Kind::Same => StoredForm::Same(word.location() as u32),
+                    Kind::Pattern => StoredForm::Pattern,
+                    Kind::Compressed => StoredForm::Compressed(word.algorithm() as u8),
+                    Kind::Huge => StoredForm::Huge,
                 };
                 into.push(page, stored, pages.pool.object(&guard));
                 Found::Copied
@@ -274,24 +281,25 @@ impl Ram {
         })
     }
 
-    /// Reads written-back pages. Pages that moved meanwhile are added to `again`.
+    /// Reads written-back pages from the backing device and adds them to `into`. Pages that moved
+    /// meanwhile are added to `again`.
     fn read_spilled(&self, spilled: Vec<OnDevice>, into: &mut CollectedPages, again: &mut Vec<u64>) {
         let failed = match &self.0.pages.store {
             Some(store) => {
                 let groups = store.group_reads(spilled);
                 let failed = self.read_groups(store, groups, into, again);
-                // One bad page may have failed the whole group: retry each.
+                // One bad page may have failed the read of a whole group: retry each page alone.
                 let ones = failed.into_iter().flat_map(|found| store.group_reads(vec![found])).collect();
                 self.read_groups(store, ones, into, again)
             }
             None => spilled,
         };
         for failed in failed {
-            into.push(failed.spilled.slot, Stored::Lost { for_good: false }, &[]);
+            into.push(failed.spilled.slot, StoredForm::Lost { permanent: false }, &[]);
         }
     }
 
-    /// Reads groups of pages concurrently; returns the pages that could not be read.
+    /// Reads groups of written-back pages concurrently. Returns the pages that could not be read.
     fn read_groups(
         &self,
         store: &Arc<Store>,
@@ -304,7 +312,7 @@ impl Ram {
         for (number, group) in groups.into_iter().enumerate() {
             let answer = answer.clone();
             store.read(group.first, group.blocks, move |outcome| {
-                // The receiver exists until all results have arrived.
+                // Cannot fail: the receiver exists until all results have arrived.
                 let _ = answer.send((number, outcome.map(<[u8]>::to_vec)));
             });
             waiting.push(Some(group));
@@ -332,29 +340,31 @@ impl Ram {
         failed
     }
 
-    /// Adds one page that was read.
+    /// Adds a written-back page, given as the object read from the backing device.
     fn add_spilled(&self, store: &Store, spilled: &Spilled, object: &[u8], into: &mut CollectedPages) {
         let &Spilled { slot, word, .. } = spilled;
         let mut scratch = Scratch::new();
         match <&Page>::try_from(object) {
-            Err(_) => into.push(slot, Stored::Compressed(word.algorithm() as u8), object),
-            Ok(_) if store.is_packed() => into.push(slot, Stored::Huge, object),
-            // In the plain layout pages are uncompressed.
+            Err(_) => into.push(slot, StoredForm::Compressed(word.algorithm() as u8), object),
+            Ok(_) if store.is_packed() => into.push(slot, StoredForm::Huge, object),
+            // The plain layout has uncompressed pages: compress the page first.
             Ok(content) => match self.0.pages.codecs.primary().compress(content, &mut scratch) {
-                Some(object) => into.push(slot, Stored::Compressed(0), object),
-                None => into.push(slot, Stored::Huge, content),
+                Some(object) => into.push(slot, StoredForm::Compressed(0), object),
+                None => into.push(slot, StoredForm::Huge, content),
             },
         }
     }
 
-    /// Calls `look` with the streams of a priority, and true if the automatic mode made them.
+    /// Calls `look` with the compression streams of a priority, and true if automatic recompression
+    /// made them. Returns `None` if the priority has no algorithm.
     pub(crate) fn streams<R>(&self, priority: u8, look: impl FnOnce(&Streams, bool) -> R) -> Option<R> {
         let trained = usize::from(priority) == PRIORITIES && self.0.family.auto.is_on();
         self.0.pages.codecs.get(priority.into()).map(|streams| look(streams, trained))
     }
 }
 
-/// Returns the generations of the first and last block of an object.
+/// Returns the generations of the first and last block of a written-back page's object: how often
+/// each block was reused.
 fn generations(store: &Store, spilled: Word) -> [u32; 2] {
     let (first, count) = store.blocks_of(spilled);
     let last = first + u64::from(count) - 1;
@@ -364,10 +374,12 @@ fn generations(store: &Store, spilled: Word) -> [u32; 2] {
 // ---- in -----------------------------------------------------------------------------------------
 
 impl Ram {
-    /// Stores a page. The old content moves to the snapshots that need it, as with a write.
+    /// Stores a page in the device. The old content moves to the snapshot that needs it, as with a
+    /// write.
     ///
     /// # Errors
-    /// Fails if memory is short, under the limit or in the machine.
+    /// Fails if the memory limit leaves no space ([`Error::NoSpace`]), or the system has no memory
+    /// ([`Error::NoMemory`]).
     pub(crate) fn put(&self, page: u64, incoming: Incoming<'_>) -> Result<()> {
         let pages = &self.0.pages;
         let new = pages.word_of(&self.0.layer(), page, incoming)?;
@@ -385,14 +397,16 @@ impl Ram {
         put
     }
 
-    /// Returns true if pages can be evicted, so that a write may wait for space.
+    /// Returns true if the family has a backing device: pages can be evicted, so a write may wait
+    /// for space.
     pub(crate) fn can_spill(&self) -> bool {
         self.0.pages.store.is_some()
     }
 }
 
 impl Pages {
-    /// Stores an incoming page for a slot and returns the slot's word.
+    /// Stores the object of an incoming page, if it needs one, and returns the new word for the
+    /// slot. The caller publishes the word.
     pub(super) fn word_of(&self, layer: &Layer, page: u64, incoming: Incoming<'_>) -> Result<Word> {
         let object = |bytes: &[u8]| self.store_object(layer, page, bytes);
         let new = match incoming {
@@ -415,13 +429,13 @@ impl Family {
         Arc::ptr_eq(&self.0, &ram.0.family)
     }
 
-    /// Returns the algorithm for newly written pages.
+    /// Returns the compression algorithm for newly written pages.
     pub(crate) fn comp_algorithm(&self) -> Algorithm {
         self.0.pages.codecs.primary().algorithm()
     }
 
-    /// Returns the priority whose algorithm can read objects of `algorithm`; preferably the same
-    /// algorithm.
+    /// Returns a priority whose algorithm can decompress objects of `algorithm` with this
+    /// dictionary, preferably the same algorithm; `None` if there is no such priority.
     pub(crate) fn priority_to_read(
         &self,
         algorithm: Algorithm,
@@ -440,23 +454,23 @@ impl Family {
         find(&|a| a == algorithm).or_else(|| find(&same_format)).map(|priority| priority as u8)
     }
 
-    /// Sets the trained streams of the automatic mode, if it has none yet and the family has no
-    /// devices.
+    /// Sets compression streams with a trained dictionary for automatic recompression, if it is on
+    /// and has none yet, and the family has no devices.
     pub(crate) fn adopt_trained<E>(
         &self,
         learned: impl FnOnce() -> std::result::Result<Arc<Streams>, E>,
     ) -> std::result::Result<(), E> {
-        // No training starts before pages exist.
+        // No training can be in progress: it starts only when pages exist.
         let has_none = self.0.auto.is_on() && self.0.pages.codecs.get(PRIORITIES).is_none();
         if has_none && self.0.pages.layers.all().is_empty() {
-            // Streams trained meanwhile take precedence.
+            // Streams that were set meanwhile take precedence.
             let _ = self.0.pages.codecs.set(PRIORITIES, learned()?);
         }
         Ok(())
     }
 }
 
-/// Dictionaries are compared by content.
+/// Returns the content of a dictionary: dictionaries are compared by content.
 fn dictionary_bytes(dictionary: Option<&Dictionary>) -> Option<&[u8]> {
     dictionary.map(Dictionary::bytes)
 }

@@ -1,21 +1,22 @@
-//! Extents of a device, and the changes of a fork or snapshot against its base.
+//! Extents (data, zeroes and holes) of a device, and the changes of a fork or snapshot against its
+//! base.
 
-use super::below::Below;
 use super::chain::View;
 use super::parent::{Parent, StagedSource};
+use super::parent_zeroes::ParentZeroes;
 use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, Ram, SetupError, next_multiple};
 use freestone_core::device::{
     self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
-    Request, Tried, range_end,
+    Request, TryResult, range_end,
 };
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::pin::{self, Pin};
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 use freestone_core::zeroes::leading_zeroes;
 
-/// Maximum bytes of the parent that one lookup covers.
+/// Maximum bytes of the parent that one lookup of zeroes covers.
 const LOOK_BYTES_MAX: u64 = 1 << 30;
-/// Maximum leaves that one call visits.
+/// Maximum slot table leaves that one call visits; each has 512 pages.
 const TRY_LEAVES: u64 = 64;
 
 struct Run<K> {
@@ -38,7 +39,7 @@ impl<K: PartialEq> Runs<K> {
 #[derive(PartialEq)]
 enum PageOwner {
     Own(ExtentKind),
-    /// The parent's extents apply.
+    /// The device does not store the page: the parent's extents apply.
     Parent,
 }
 
@@ -49,9 +50,11 @@ impl Inner {
         end: u64,
         row: &mut dyn FnMut(Extent) -> bool,
     ) -> device::Result<u64> {
-        // Taken before the slots are read: a page loaded meanwhile is found in the file.
+        // Get the file before reading the slots: a page loaded meanwhile is then still found in the
+        // file.
         let here = self.parent.staged_source();
-        // The parent may be on a disk: call it without a pin.
+        // Collect the runs under the pin and call the parent afterwards. The parent may read
+        // extents from a disk, which must not happen under a pin.
         let runs = pin::pinned(|pin| {
             let view = self.view.load(pin);
             runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match view.run_of_parent(pin, slot, end) {
@@ -86,8 +89,9 @@ impl Inner {
 }
 
 impl Inner {
-    /// Returns true if a request must look up zeroes of the parent before it continues.
-    pub(super) fn needs_parent_check(&self, request: &Request, below: &Below) -> bool {
+    /// Returns true if a request that empties pages must look up zeroes of the parent before it
+    /// continues.
+    pub(super) fn needs_parent_check(&self, request: &Request, below: &ParentZeroes) -> bool {
         let empties = match request.op {
             Op::Discard => true,
             Op::WriteZeroes => request.flags.contains(Flags::MAY_FREE),
@@ -95,25 +99,27 @@ impl Inner {
         };
         let is_unknown =
             empties && !matches!(self.parent, Parent::Nothing) && below.known_until <= request.offset;
-        // An invalid request needs no lookup.
-        is_unknown && request.check_place(self.size(), LOGICAL_BLOCK_BYTES).is_ok()
+        // A request that is out of range fails without a lookup.
+        is_unknown && request.check_range(self.size(), LOGICAL_BLOCK_BYTES).is_ok()
     }
 
-    /// Looks up zeroes of the parent from the start of a request on. May wait for a disk.
-    pub(super) fn check_parent(&self, request: &Request) -> Below {
+    /// Looks up which bytes of a request read as zeroes from the parent, from the request's start
+    /// on. May wait for a disk.
+    pub(super) fn check_parent(&self, request: &Request) -> ParentZeroes {
         let (offset, end) = (request.offset, request.offset + request.len);
         let end = end.min((offset + LOOK_BYTES_MAX) / PAGE * PAGE);
         let here = self.parent.staged_source();
         let (zeroes_until, known_until) = leading_zeroes(offset, end, |from, len, row| {
             below_extents(&self.parent, here.as_ref(), from, from + len, row).map(drop)
         });
-        // A partly zero page counts as data.
+        // Round up to whole pages: a page with some data counts as data.
         let known_until = known_until.next_multiple_of(PAGE).min(offset + request.len);
-        Below { zeroes_from: offset, zeroes_until, known_until }
+        ParentZeroes { zeroes_from: offset, zeroes_until, known_until }
     }
 }
 
-/// Passes the parent's extents of `[from, to)` to `row`. Returns false once `row` has.
+/// Passes the parent's extents of the bytes `[from, to)` to `row`. Returns false if `row` returned
+/// false or the parent described only a part.
 fn below_extents(
     parent: &Parent,
     here: Option<&StagedSource>,
@@ -161,15 +167,15 @@ fn below_extents(
     Ok(beyond == to || row(Extent { offset: beyond, len: to - beyond, kind: ExtentKind::Hole }))
 }
 
-/// Collects the runs from `slot` on, up to the work limit of one call. `next` returns the length
-/// and kind of the first run.
+/// Collects runs of pages of one kind in `[slot, end)`, up to the work limit of one call. `next`
+/// returns the length and kind of the run that begins at a page.
 fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u64, K)) -> Runs<K> {
     let mut runs = Runs(Vec::new());
     let mut at = slot;
     let mut looked = 0;
     while at < end && looked < TRY_LEAVES * LEAF_SLOTS {
         let (run, kind) = next(at, end);
-        // A run without slots costs one lookup.
+        // A run longer than a leaf has no slots: finding it took one lookup.
         looked += if run > LEAF_SLOTS { 1 } else { run };
         runs.add(at, at + run, kind);
         at += run;
@@ -177,7 +183,9 @@ fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u6
     runs
 }
 
-/// Passes the changes of `[offset, offset + len)` to `row`, as `next` finds them page by page.
+/// Passes the changes of the bytes `[offset, offset + len)` to `row`, and returns the number of
+/// bytes described. `next` returns the length of the run of pages that begins at a page, and true
+/// if the run is changed.
 fn changes(
     ram: &Inner,
     (offset, len): (u64, u64),
@@ -189,7 +197,7 @@ fn changes(
     let runs = pin::pinned(|pin| {
         let view = ram.view.load(pin);
         runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match (next(pin, view, slot, end), &here) {
-            // Pages not loaded yet are the device's own as well.
+            // Pages of the file that are not loaded yet are changes too.
             ((run, false), Some(here)) => here.source.run(slot, slot + run),
             (next, _) => next,
         })
@@ -205,7 +213,8 @@ fn changes(
     Ok(given)
 }
 
-/// For a fork, the changes against its base; for a snapshot, what the origin overwrote since.
+/// For a fork, the changes are the pages that differ from its base; for a snapshot, the pages that
+/// the origin overwrote since.
 impl Changes for Ram {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
         let next = |_: &Pin<'_>, view: &View, slot, end| {
@@ -225,27 +234,28 @@ impl Changes for Ram {
     }
 }
 
-/// A snapshot seen as a layer over its origin's base. Its [`Changes`] are what the origin held when
-/// the snapshot was taken, regardless of later changes of the origin and other snapshots.
-pub struct OverBase(Ram);
+/// A snapshot seen as a layer over its origin's base. The [`Changes`] of this view are the pages
+/// that the origin stored itself when the snapshot was taken. Later changes of the origin and of
+/// other snapshots do not affect them.
+pub struct OverBaseView(Ram);
 
 impl Ram {
-    /// Returns this snapshot with everything not read from its origin's base as changes; see
-    /// [`OverBase`].
+    /// Returns a view of this snapshot whose changes are all pages not read from its origin's base;
+    /// see [`OverBaseView`].
     ///
     /// # Errors
-    /// Fails if this is live, as its content changes.
-    pub fn over_base(&self) -> Result<OverBase, SetupError> {
-        if self.is_snapshot() { Ok(OverBase(self.clone())) } else { Err(SetupError::Live) }
+    /// Fails if this is a live device, as its content changes.
+    pub fn over_base(&self) -> Result<OverBaseView, SetupError> {
+        if self.is_snapshot() { Ok(OverBaseView(self.clone())) } else { Err(SetupError::WritableBase) }
     }
 }
 
-impl Device for OverBase {
+impl Device for OverBaseView {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
         Device::try_io(&self.0, request, buffer)
     }
 
@@ -266,10 +276,11 @@ impl Device for OverBase {
     }
 }
 
-impl Changes for OverBase {
+impl Changes for OverBaseView {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
         let next = |pin: &Pin<'_>, view: &View, slot, end| match view.run_of_parent(pin, slot, end) {
-            // The layer that holds a page may change, but not the fact that one in the chain does.
+            // A page may move between layers of the chain meanwhile, but some layer always has the
+            // page.
             0 if mutants::on(Mutant::DeltaEndsWithBase) && !view.parent.reaches(slot) => (1, false),
             0 => (1, view.with_page(pin, slot, |found| found.is_some())),
             run => (run, false),

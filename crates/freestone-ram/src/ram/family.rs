@@ -1,14 +1,14 @@
-//! A family: disks, forks and snapshots that share a pool with its limit, compression streams, a
-//! backing device and background threads.
+//! A family: disks, forks and snapshots that share a memory pool with its limit, compression
+//! streams, a backing device and background threads.
 //!
-//! Each device is charged for its own objects. It can have a cap and a guarantee (family memory
-//! that the others leave to it).
+//! Each device is charged for its own objects. A device can have its own memory limit, and
+//! guaranteed memory: family memory that other devices leave to it.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::config::{Config, ForkConfig, SetupError, round_fork_size, round_size};
-use super::full::WhenFull;
+use super::full_policy::FullPolicy;
 use super::idle::tick_ages;
 use super::layer::pages_of;
 use super::limits::Limits;
@@ -20,31 +20,32 @@ use crate::clock::{self, Ticks};
 use freestone_core::device::Device;
 use freestone_core::sync::{Instant, Ordering, thread};
 
-/// Pools below this size are freed at once, without progress reports.
+/// Pools below this size in bytes are freed at once, without progress reports.
 const LARGE_BYTES: u64 = 16 << 20;
-/// How long the last user of a family waits for the cleaner.
+/// Maximum time that [`Family::release`] waits for the cleaner thread to drop the family's pages.
 const CLEANER_WAIT_MAX: Duration = Duration::from_secs(1);
-/// Poll interval of that wait.
+/// Poll interval while [`Family::release`] waits for the cleaner thread.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Shared parts of a group of devices. Clones are handles to the same family.
+/// A group of devices that share a memory pool and a backing device. Clones are handles to the same
+/// family.
 #[derive(Clone)]
 pub struct Family(pub(super) Arc<FamilyParts>);
 
 /// Statistics of a family, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FamilyStat {
-    /// Memory of the pool.
+    /// Memory that the pool uses.
     pub mem_used_total: u64,
-    /// Limit of the pool; 0 means no limit.
+    /// Memory limit of the pool; 0 means no limit.
     pub mem_limit: u64,
-    /// Sum of the bytes charged to devices.
+    /// Sum of the bytes charged to devices for their objects.
     pub charged: u64,
-    /// Bytes of layers that are being freed; not charged to any device.
+    /// Objects of layers that are being freed; not charged to any device.
     pub retiring: u64,
-    /// Sum of all guarantees.
+    /// Sum of the memory guaranteed to devices.
     pub guaranteed: u64,
-    /// Number of layers: disks, forks, snapshots, and former layers not freed yet.
+    /// Number of layers: one per disk, fork and snapshot, and former layers that are not freed yet.
     pub layers: u64,
 }
 
@@ -65,7 +66,7 @@ impl Family {
         if let Some(store) = &parts.pages.store {
             let keeper = Arc::clone(&parts.pages.keeper);
             let weak = Arc::downgrade(store);
-            store.on_room(move || {
+            store.set_free_slot_callback(move || {
                 let weak = Weak::clone(&weak);
                 keeper.run(move || {
                     if let Some(store) = weak.upgrade() {
@@ -84,42 +85,42 @@ impl Family {
     /// Creates an empty disk in this family.
     ///
     /// # Errors
-    /// Fails if the size is invalid.
+    /// Fails if the size is zero or above 256 TiB, or memory is short.
     pub fn ram(&self, disksize: u64) -> Result<Ram, SetupError> {
         Ram::make(&self.0, round_size(disksize)?, Parent::Nothing, Arc::default())
     }
 
-    /// Creates a fork: a disk that reads `base` until its pages are written. `base` must not change
-    /// while the fork exists.
+    /// Creates a fork: a device whose pages read from `base` until they are written. `base` must
+    /// not change while the fork exists.
     ///
     /// # Errors
-    /// Fails if the base is writable or zoned, the size is invalid, or the family cannot give the
-    /// guarantee.
+    /// Fails if the base is writable or zoned, the size is invalid, or the family's memory limit
+    /// does not leave the guaranteed memory.
     pub fn fork(&self, base: Arc<dyn Device>, config: &ForkConfig) -> Result<Ram, SetupError> {
         let geometry = base.geometry();
         if !geometry.read_only {
-            return Err(SetupError::Live);
+            return Err(SetupError::WritableBase);
         }
         if geometry.zones.is_some() {
             return Err(SetupError::ZonedBase);
         }
-        // Reads of the base may have to wait.
+        // Reads of the base may wait for a disk, and continue on the work queue.
         self.0.pages.keeper.start_over_base().map_err(SetupError::Thread)?;
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 
-    /// Drops this handle. If it was the last one, returns the pool's memory to the system first,
-    /// which takes seconds for many gigabytes. From 16 MiB on, `progress` receives the bytes done
-    /// and the total.
-    pub fn give_back(self, progress: &mut dyn FnMut(u64, u64)) {
+    /// Drops this handle. If it was the last handle of the family, first returns the pool's memory
+    /// to the system, which takes seconds for many gigabytes. For pools of at least 16 MiB,
+    /// `progress` receives the bytes returned so far and the total.
+    pub fn release(self, progress: &mut dyn FnMut(u64, u64)) {
         let Some(parts) = Arc::into_inner(self.0) else { return };
         if parts.pages.pool.pages() * PAGE < LARGE_BYTES {
             return;
         }
         let pages = Arc::clone(&parts.pages);
         drop(parts);
-        // The cleaner may hold the pages for a dropped device. Stop it: freeing the whole pool is
-        // faster than freeing page by page.
+        // The cleaner may still free pages of a dropped device. Empty its queue: freeing the whole
+        // pool is faster than freeing page by page.
         let end = Instant::now() + CLEANER_WAIT_MAX;
         pages.retiring.clear();
         while Arc::strong_count(&pages) > 1 && Instant::now() < end {
@@ -127,18 +128,19 @@ impl Family {
             pages.retiring.clear();
         }
         if let Some(pages) = Arc::into_inner(pages) {
-            pages.pool.give_back(progress);
+            pages.pool.release_memory(progress);
         }
     }
 
     /// Limits the pool to `bytes`, rounded up to a page; 0 removes the limit. If the pool is
-    /// larger, writes that need memory fail until enough is freed; with a backing device pages are
-    /// written back and writes wait.
+    /// larger, writes that need memory find no space until enough is freed. With a backing device,
+    /// pages are written back, and writes wait for the writeback.
     pub fn set_mem_limit(&self, bytes: u64) {
-        // Two concurrent calls could give the pool one limit and the keeper the other.
-        let _one = self.0.guarantees.hold();
+        // Serialise callers: otherwise the pool could end up with one limit, and the keeper's marks
+        // with another.
+        let _one = self.0.guarantees.lock();
         let pages = pages_of(bytes);
-        // Relaxed: for display only; the pool has its own copy.
+        // Relaxed: the pool enforces its own copy of the limit.
         self.0.pages.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
         self.0.pages.pool.set_limit_pages(if pages == 0 { u64::MAX } else { pages });
         self.0.pages.pool.set_alarm_pages(self.0.pages.eviction_marks().map_or(u64::MAX, |(high, _)| high));
@@ -146,19 +148,19 @@ impl Family {
         self.0.pages.keeper.kick();
     }
 
-    /// Returns the limit of the pool in bytes; 0 means no limit.
+    /// Returns the memory limit of the pool in bytes; 0 means no limit.
     pub fn mem_limit(&self) -> u64 {
         self.0.pages.mem_limit()
     }
 
     /// Returns the policy for writes that find no space.
-    pub fn when_full(&self) -> WhenFull {
-        self.0.pages.full.when()
+    pub fn full_policy(&self) -> FullPolicy {
+        self.0.pages.full.policy()
     }
 
-    /// Sets the policy for writes that find no space, including those that wait now.
-    pub fn set_when_full(&self, when: WhenFull) {
-        self.0.pages.full.set_when(when);
+    /// Sets the policy for writes that find no space. Applies also to writes that wait now.
+    pub fn set_full_policy(&self, policy: FullPolicy) {
+        self.0.pages.full.set_policy(policy);
         self.0.pages.retry_space_waiters();
     }
 
@@ -167,12 +169,12 @@ impl Family {
         self.0.pages.set_name(name);
     }
 
-    /// Returns true if both are handles to the same family.
-    pub fn is(&self, other: &Self) -> bool {
+    /// Returns true if both handles refer to the same family.
+    pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Returns a number that is unique among existing families.
+    /// Returns a number that identifies the family among all existing families.
     pub fn key(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
@@ -190,14 +192,14 @@ impl Family {
         }
     }
 
-    /// Returns the statistics of the backing device.
+    /// Returns the statistics of the backing device; `None` without one.
     pub fn backing(&self) -> Option<BackingStat> {
         self.0.pages.store.as_deref().map(BackingStat::of)
     }
 }
 
 impl FamilyParts {
-    /// Creates a fork over `parent`.
+    /// Creates a fork of `parent`, whose size is `base_size`.
     pub fn fork(
         self: &Arc<Self>,
         parent: Parent,
@@ -217,10 +219,10 @@ impl FamilyParts {
 impl Ticks for FamilyParts {
     fn tick(&self) {
         tick_ages(&self.pages);
-        // Others may have freed memory. Overdue requests complete on the work queue, as the clock
-        // thread is shared by the process.
-        self.pages.keeper.memory_freed();
+        // Memory may have been freed without a wake-up. Retries and failures run on the work queue,
+        // as all families share the clock thread.
+        self.pages.keeper.wake_memory_waiters();
         self.pages.check_space();
-        self.fault_in.fail_late_reads();
+        self.fault_in.fail_timed_out_reads();
     }
 }

@@ -1,26 +1,28 @@
-//! Requests that wait for pages, and the reads from the backing device that serve them.
+//! Requests that wait for pages, and the reads from the backing device that load these pages.
 //!
 //! # Life of a page in flight
-//! * A read or a partial write finds a `Spilled` slot. The slot becomes `InFlight`, later requests
-//!   for the page queue there, and the object is read from the device. No lock is held meanwhile.
-//! * When the read completes, the slot *lands*. In the packed layout the object moves to the pool
-//!   if memory allows, and its space on the device is freed. Otherwise the slot becomes `Spilled`
-//!   again. In both cases the waiters get the content.
-//! * If the read fails, times out or returns damaged content, the slot becomes `Spilled` again, and
-//!   waiters for the content get an I/O error. Later requests read the device again.
+//! * A read or a partial write finds a `Spilled` slot. The slot becomes `InFlight`, and the object
+//!   is read from the device. Later requests for the page are queued on the flight. No lock is held
+//!   meanwhile.
+//! * When the read completes, the flight ends (the slot *lands*). In the packed layout the object
+//!   moves to the pool if memory allows, and its space on the device is freed. Otherwise the slot
+//!   becomes `Spilled` again. In both cases the waiters receive the content.
+//! * If the read fails, times out or returns damaged content, the slot becomes `Spilled` again.
+//!   Requests that wait for the content fail with an I/O error. Later requests read the device
+//!   again.
 //!
-//! Overwriting or discarding a whole page needs no read: it replaces `Spilled`, and waits only if
-//! the slot is in flight.
+//! Overwriting or discarding a whole page needs no read: the new word replaces the `Spilled` one.
+//! Such requests wait only if the slot is in flight.
 //!
-//! A page of a base on a disk is read from there without any slot in flight, as the base does not
-//! change.
+//! A page of a fork's base on another device is read without any slot in flight, as the base does
+//! not change.
 //!
-//! A page that was read moves back to memory because it is hot now: its space on the device is free
+//! A page that was read moves back to memory because it is hot now. This frees space on the device
 //! for a colder page, and the object needs no compression. In the plain layout the page stays on
-//! the device, as in the kernel, whose statistics that layout reports.
+//! the device, as in the kernel: the plain layout reports the kernel's statistics.
 //!
-//! The pages of a request are requested together, neighbouring ones in one read, and the next pages
-//! of a sequential reader along with them.
+//! The pages of a request are read together, neighbouring pages with one request to the device. For
+//! a sequential reader the next pages are read too.
 
 use std::sync::Arc;
 
@@ -36,15 +38,16 @@ use crate::spill::reads::{ReadError, TimedOutRead};
 use crate::spill::store::Store;
 use freestone_core::device::{Error, Result};
 use freestone_core::log_limit::LogLimit;
-use freestone_core::slot::{Flights, Landed, SlotGuard, Word};
+use freestone_core::slot::{FlightResult, Flights, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 
-/// The pages of a family that are in flight from the backing device.
+/// The pages of a family (devices that share a memory pool) that are being read from the backing
+/// device.
 pub(super) struct FaultIn {
     pages: Arc<Pages>,
     pub flights: Flights<Waiter>,
     pub readers: Readers,
-    /// Rate limits of log lines; `None` for damaged pages.
+    /// Rate limits of log lines about failed reads; key `None` is for damaged pages.
     lines: LogLimit<Option<ReadError>>,
 }
 
@@ -53,7 +56,7 @@ impl FaultIn {
         Self { pages, flights: Flights::default(), readers: Readers::default(), lines: LogLimit::default() }
     }
 
-    /// Reads pages in flight, neighbouring ones together.
+    /// Reads the pages of these flights from the backing device, neighbouring ones in one request.
     pub(super) fn read(self: &Arc<Self>, wanted: Vec<PageToRead>) {
         let Some(store) = &self.pages.store else { return };
         for ReadGroup { first, blocks, pages: together } in store.group_reads(wanted) {
@@ -62,8 +65,9 @@ impl FaultIn {
             store.read(first, blocks, move |outcome| {
                 let Some(fault_in) = fault_in.upgrade() else { return };
                 if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
-                    // One bad page may have failed the whole read: retry each. This is a thread of
-                    // the device, which must not be called from here.
+                    // One bad page may have failed the whole read: retry each page alone. Use the
+                    // work queue: this is the device's thread, from which the device must not be
+                    // called.
                     let weak = Arc::downgrade(&fault_in);
                     return fault_in.pages.keeper.run(move || {
                         if let Some(fault_in) = weak.upgrade() {
@@ -78,8 +82,8 @@ impl FaultIn {
         }
     }
 
-    /// Reads each page in flight again. Includes pages only read ahead: a request may start to wait
-    /// for one at any time, and must get only that page's error.
+    /// Reads each page that is still in flight again. Read-ahead pages are included: a request may
+    /// start to wait for one at any time, and must fail only if that page fails.
     fn read_one_by_one(self: &Arc<Self>, wanted: Vec<PageToRead>) {
         for wanted in wanted {
             if self.flights.owner(wanted.flight).is_some() {
@@ -88,7 +92,7 @@ impl FaultIn {
         }
     }
 
-    /// Returns true if pages read from the device stay in memory.
+    /// Returns true if pages read from the backing device stay in memory: in the packed layout.
     pub(super) fn keeps_in_memory(&self) -> bool {
         self.pages.store.as_ref().is_some_and(|store| store.is_packed())
     }
@@ -104,10 +108,11 @@ impl FaultIn {
         PageToRead { flight: self.flights.depart(guard, layer.owner(slot).bits(), waiting), spilled }
     }
 
-    /// Handles the completion of the read that starts at block `first`.
+    /// Ends the flight of one page when the read that includes it completes. `first` is the first
+    /// block of that read.
     fn complete(&self, wanted: &PageToRead, first: u64, outcome: std::result::Result<&[u8], ReadError>) {
         let Some(store) = &self.pages.store else { return };
-        // The flight may already have ended because its layer is gone.
+        // The flight may already have ended because the layer of its slot was removed.
         let Some(owner) = self.flights.owner(wanted.flight) else { return };
         let object = outcome.ok().and_then(|buffer| store.object(&wanted.spilled, first, buffer));
         let Some(object) = object else {
@@ -116,24 +121,25 @@ impl FaultIn {
             return;
         };
         let place = BackRef::from_bits(owner);
-        // Only a request that changes this very slot: others read through it.
+        // Take a partial write of this very slot only: a write of a fork changes the fork's own
+        // slot.
         let changes = |waiter: &Waiter| matches!(waiter, Waiter::Retry { ram, job, .. } if job.needs_content() && ram.layer_id() == place.table());
         if let Some(Waiter::Retry { ram, job, .. }) = self.flights.take_waiter(wanted.flight, changes) {
             return self.change(&ram, job, owner, wanted, object);
         }
-        // In the kernel's layout the page stays on the device, as in the kernel.
+        // In the plain layout the page stays on the device, as in the kernel.
         let back = if store.is_packed() { self.store_in_pool(owner, object, wanted) } else { None };
         self.land(owner, wanted.flight, back, Ok(object));
     }
 
-    /// Logs a failed read of a page; `None` is damaged content.
+    /// Logs a failed read of a page. Without an `error` the content was damaged.
     #[cold]
     fn log_failed_read(&self, store: &Store, slot: u64, error: Option<ReadError>) {
         if error == Some(ReadError::TimedOut) {
-            // Timed-out reads are logged together.
-            return store.failed_read();
+            // `fail_timed_out_reads` logs all timed-out reads with one line.
+            return store.record_failed_read();
         }
-        let Some(held_back) = self.lines.line(error) else { return };
+        let Some(held_back) = self.lines.admit(error) else { return };
         let name = self.pages.name();
         if let Some(ReadError::Failed(error)) = error {
             tracing::warn!("{name}: page {slot} cannot be read from backing_dev: {error}{held_back}");
@@ -142,8 +148,8 @@ impl FaultIn {
         }
     }
 
-    /// Changes part of a page that was read for this. Memory needs to hold one object only: that of
-    /// the changed page.
+    /// Applies a partial write to the page that was read for the write. Stores only the changed
+    /// page: memory need not hold the old object.
     fn change(&self, ram: &Ram, job: Job, owner: u64, wanted: &PageToRead, object: &[u8]) {
         let mut page = [0; PAGE_BYTES];
         let unpacked = self.pages.unpack_spilled(wanted.spilled.word, object, &mut page);
@@ -156,17 +162,18 @@ impl FaultIn {
             Err(_) => self.land(owner, wanted.flight, None, unpacked.map(|()| object)).then_some(Ok(())),
         };
         match (stored, landed) {
-            (Err(Error::NoSpace), _) => ram.wait_for_memory(job),
+            (Err(Error::NoSpace), _) => ram.wait_for_eviction(job),
             (Err(error), _) | (Ok(_), Some(Err(error))) => ram.fail_write(job, error),
-            // The page landed meanwhile, or a snapshot is being taken.
+            // Another thread ended the flight, or a snapshot is being taken: retry.
             (Ok(_), None) => self.pages.keeper.resume(ram.clone(), job),
-            (Ok(_), Some(Ok(()))) => ram.done_with_page(job, len),
+            (Ok(_), Some(Ok(()))) => ram.finish_page(job, len),
         }
     }
 
-    /// Ends a flight with the changed page, which is stored in memory. The old object moves to the
-    /// snapshot that needs it, and the waiters get the old content. `None`: the slot was not
-    /// changed, and `changed` is freed.
+    /// Completes the read of an evicted page for a change: replaces the slot's word by `changed`, the
+    /// location of the changed page in memory. The old page moves to the snapshot that needs it, and
+    /// waiting readers receive the old content. Returns `None`, and frees the changed page, if the
+    /// slot no longer refers to this read.
     fn land_changed(
         &self,
         ram: &Ram,
@@ -178,7 +185,7 @@ impl FaultIn {
         let place = BackRef::from_bits(owner);
         let landed = pin::pinned(|pin| {
             let view = ram.0.view.load(pin);
-            // A rewind may have replaced the layer, or a snapshot may be in progress.
+            // Do nothing if a rewind replaced the layer, or writers are frozen for a snapshot.
             let layer = Some(&view.layer).filter(|layer| layer.id() == place.table() && !view.is_frozen())?;
             let guard = layer.table().leaf(place.slot())?.lock(place.slot());
             if guard.word() != Word::in_flight(flight) {
@@ -201,12 +208,13 @@ impl FaultIn {
         }
     }
 
-    /// Stores an object read from the device in the pool; `None` if memory is short.
+    /// Stores an object read from the backing device in the pool. Returns the page's new word;
+    /// `None` if memory is short.
     fn store_in_pool(&self, owner: u64, object: &[u8], wanted: &PageToRead) -> Option<Word> {
         let owner = BackRef::from_bits(owner);
         let layer = self.pages.layers.get(owner.table())?;
-        let room = layer.has_room(object.len());
-        let location = room
+        let has_space = layer.has_space(object.len());
+        let location = has_space
             .then(|| {
                 self.pages.pool.store(object, owner, self.pages.layers.pages_reserved_for_others(&layer)).ok()
             })
@@ -214,11 +222,12 @@ impl FaultIn {
         if location.is_none() {
             self.pages.keeper.kick();
         }
-        location.map(|location| wanted.spilled.word.back_at(location))
+        location.map(|location| wanted.spilled.word.loaded_to(location))
     }
 
-    /// Ends a flight and gives the content or error to the waiters. `back` is the page's word if it
-    /// is in memory again. Returns false if the flight had already ended.
+    /// Ends a flight and passes the content or error to the waiters. `back` is the page's new word
+    /// if the page is in memory again. Returns false if the flight had already ended; then `back`
+    /// is freed.
     fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<&[u8]>) -> bool {
         let landed = self.pages.with_owner_slot(BackRef::from_bits(owner), |layer, guard| {
             if guard.word() != Word::in_flight(flight) {
@@ -247,10 +256,10 @@ impl FaultIn {
         true
     }
 
-    /// Gives the content of a landed page, or the error, to its waiters. `still_spilled`: a partial
-    /// write must wait for memory.
-    fn complete_waiters(&self, landed: Landed<Waiter>, still_spilled: bool, content: Result<&[u8]>) {
-        let Landed { held, waiting } = landed;
+    /// Passes the content of a page whose flight ended, or the error, to the waiters. If the page
+    /// is `still_spilled`, partial writes must wait for memory.
+    fn complete_waiters(&self, landed: FlightResult<Waiter>, still_spilled: bool, content: Result<&[u8]>) {
+        let FlightResult { held, waiting } = landed;
         if waiting.is_empty() {
             return;
         }
@@ -266,22 +275,23 @@ impl FaultIn {
                 }
                 Waiter::Retry { ram, job, is_own } => match outcome {
                     Err(error) if job.needs_content() => ram.fail_write(job, error),
-                    // The parent's content stays valid whatever happened to the device meanwhile.
+                    // The page is the parent's, which never changes: its content is valid even if
+                    // the device changed meanwhile.
                     Ok(()) if job.needs_content() && !is_own => ram.put_over_parent(job, &mut page.clone()),
-                    Ok(()) if job.needs_content() && still_spilled => ram.wait_for_memory(job),
+                    Ok(()) if job.needs_content() && still_spilled => ram.wait_for_eviction(job),
                     _ => self.pages.keeper.resume(ram, job),
                 },
             }
         }
     }
 
-    /// Fails reads that timed out.
-    pub(super) fn fail_late_reads(&self) {
+    /// Fails the reads of the backing device that timed out. Called once a second.
+    pub(super) fn fail_timed_out_reads(&self) {
         let Some(store) = &self.pages.store else { return };
-        let late = store.late_reads();
+        let late = store.take_timed_out_reads();
         if !late.is_empty() {
             let (reads, ms) = (late.len(), store.timeout_ms());
-            if let Some(held_back) = self.lines.line(Some(ReadError::TimedOut)) {
+            if let Some(held_back) = self.lines.admit(Some(ReadError::TimedOut)) {
                 let name = self.pages.name();
                 tracing::warn!(
                     "{name}: {reads} reads of backing_dev fail: it has answered nothing for {ms} ms, or has lost \

@@ -1,8 +1,8 @@
-//! Reads that have to wait: gathers their pages from memory, the backing device, and a base on a
-//! disk, and completes when all have arrived.
+//! Reads that must wait: gathers the pages of a read from memory, the backing device and a base on
+//! another device. The read completes when all pages have arrived.
 //!
-//! The pages of a request are requested together, neighbouring ones in one read, and the next pages
-//! of a sequential reader along with them.
+//! The pages of a request are read together, neighbouring pages with one request to the device. For
+//! a sequential reader the next pages are read too.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,21 +19,23 @@ use freestone_core::slot::{Kind, SlotGuard};
 use freestone_core::sync::Mutex;
 use freestone_core::{PAGE_BYTES, pin};
 
-/// Maximum pages that a read fetches at once.
+/// Maximum pages of a read that are fetched at once.
 const FETCH_PAGES: u64 = 256;
-/// Pages read ahead for a sequential reader.
+/// Number of pages that are read ahead for a sequential reader.
 const AHEAD_PAGES: u64 = 64;
 
-/// Location of a slot's page for a request that has to wait.
+/// Location of a slot's page, for a request that must wait.
 pub(super) enum Place<'a> {
-    /// In memory, or a hole.
+    /// The page is in memory, or a hole.
     Resident,
-    /// On the backing device or in flight, in this slot.
+    /// The page is on the backing device or in flight from there; this locked slot of the layer
+    /// refers to it.
     Slot(&'a Layer, SlotGuard<'a>),
     Base(&'a Base),
 }
 
-/// Calls `then` with the location of a slot's page.
+/// Calls `then` with the location of the page that a slot shows: in the device, its chain or its
+/// parent.
 pub(super) fn locate<R>(view: &View, pin: &Pin<'_>, slot: u64, then: impl FnOnce(Place<'_>) -> R) -> R {
     view.with_page(pin, slot, |found| match found {
         Some((layer, guard)) if matches!(guard.word().kind(), Kind::InFlight | Kind::Spilled) => {
@@ -44,7 +46,7 @@ pub(super) fn locate<R>(view: &View, pin: &Pin<'_>, slot: u64, then: impl FnOnce
     })
 }
 
-/// As [`locate`], for a page of the parent.
+/// As [`locate`], for a page that is read from `parent`.
 fn locate_below<R>(parent: &Parent, pin: &Pin<'_>, slot: u64, then: impl FnOnce(Place<'_>) -> R) -> R {
     match parent {
         Parent::Staged(staged) => match staged.active_source(pin).filter(|here| here.has(slot)) {
@@ -55,38 +57,44 @@ fn locate_below<R>(parent: &Parent, pin: &Pin<'_>, slot: u64, then: impl FnOnce(
         Parent::Nothing => then(Place::Resident),
         Parent::Device(base) => then(Place::Base(base)),
         Parent::Snapshot(ram) => {
-            // Box the closure: otherwise each level would instantiate another function.
+            // Box the closure: otherwise each level of recursion would instantiate the function for
+            // another closure type.
             let then: Box<dyn FnOnce(Place<'_>) -> R + '_> = Box::new(then);
             locate(ram.0.view.load(pin), pin, slot, then)
         }
     }
 }
 
-/// What the caller must do for a request that waits for a page.
-pub(super) enum Queued {
-    /// Nothing: the page is already in flight.
+/// Action that the caller of [`Inner::queue`] must take for a request that waits for a page.
+pub(super) enum QueueOutcome {
+    /// Nothing: the request is queued, and the page is already in flight.
     InFlight,
-    /// Read the page from the backing device.
+    /// Read the page from the backing device; the request is queued.
     PageToRead(PageToRead),
     /// Read the page from the base; the request is not queued.
     Base(Base),
 }
 
 impl Inner {
-    /// Queues a waiter on a page. `None`: the page is available.
-    pub(super) fn queue(&self, slot: u64, waiter: impl FnOnce(bool) -> Option<Waiter>) -> Option<Queued> {
+    /// Queues a waiter on a page that is not in memory. `waiter` receives true if the page is in
+    /// the device's own slot. Returns `None` if the page is in memory or a hole.
+    pub(super) fn queue(
+        &self,
+        slot: u64,
+        waiter: impl FnOnce(bool) -> Option<Waiter>,
+    ) -> Option<QueueOutcome> {
         pin::pinned(|pin| {
             let view = self.view.load(pin);
             let is_own = |layer: &Layer| std::ptr::eq(layer, &raw const *view.layer);
             locate(view, pin, slot, |place| match place {
                 Place::Resident => None,
-                Place::Base(base) => Some(Queued::Base(base.clone())),
+                Place::Base(base) => Some(QueueOutcome::Base(base.clone())),
                 Place::Slot(layer, guard) => Some(match guard.word().kind() {
                     Kind::InFlight => {
                         self.family.fault_in.flights.wait(&guard, waiter(is_own(layer))?);
-                        Queued::InFlight
+                        QueueOutcome::InFlight
                     }
-                    _ => Queued::PageToRead(self.family.fault_in.depart(
+                    _ => QueueOutcome::PageToRead(self.family.fault_in.depart(
                         layer,
                         slot,
                         guard,
@@ -99,8 +107,8 @@ impl Inner {
 }
 
 impl Ram {
-    /// Fetches the next pages of a request from memory and devices. `read_end` is the reason why the
-    /// first of them has to wait. The request continues when all have arrived.
+    /// Fetches the next pages of a read from memory and devices. `read_end` is the reason why the
+    /// first page must wait. The request continues when all of them have arrived.
     pub(super) fn fetch<'a>(&'a self, job: Job, read_end: ReadEnd<'a>) {
         let first = job.request.offset;
         let end = (first / PAGE + FETCH_PAGES) * PAGE;
@@ -120,8 +128,9 @@ impl Ram {
         fetch.deliver(None, Ok(&[]));
     }
 
-    /// Gathers a range for a read: copies pages in memory and queues on the others. Counts the
-    /// pages to come as pending, and returns those that the caller must read.
+    /// Gathers a byte range for a read: copies pages that are in memory, and queues the read on the
+    /// others. Counts the latter as pending. Returns the pages that the caller must read, from the
+    /// backing device and from bases.
     fn gather<'a>(
         &'a self,
         fetch: &Arc<Fetch>,
@@ -129,7 +138,7 @@ impl Ram {
         mut read_end: ReadEnd<'a>,
     ) -> (Vec<PageToRead>, Vec<BaseRead>) {
         let (mut wanted, mut on_base) = (Vec::new(), Vec::new());
-        // Locked throughout: the first page may arrive before the last is queued.
+        // Keep the lock throughout: the first page may arrive before the last page is counted.
         let mut fetching = fetch.state.lock();
         let Fetching { job: Some(job), pending, error, .. } = &mut *fetching else {
             return (wanted, on_base);
@@ -171,9 +180,9 @@ impl Ram {
                     match self.0.queue(slot, |_| Some(Waiter::Page(Arc::clone(fetch), piece))) {
                         // The page has arrived meanwhile.
                         None => continue,
-                        Some(Queued::InFlight) => {}
-                        Some(Queued::PageToRead(page)) => wanted.push(page),
-                        Some(Queued::Base(base)) => on_base.push(BaseRead::new(&base, slot, piece)),
+                        Some(QueueOutcome::InFlight) => {}
+                        Some(QueueOutcome::PageToRead(page)) => wanted.push(page),
+                        Some(QueueOutcome::Base(base)) => on_base.push(BaseRead::new(&base, slot, piece)),
                     }
                     *pending += 1;
                     offset += len as u64;
@@ -184,13 +193,14 @@ impl Ram {
         (wanted, on_base)
     }
 
-    /// Puts written-back pages from `first` on in flight without a waiter; none if memory is short.
+    /// Puts written-back pages among the `count` pages from `first` on in flight, without waiters.
+    /// Returns these pages, which the caller must read; fewer or none if memory is short.
     fn start_read_ahead(&self, first: u64, count: u64) -> Vec<PageToRead> {
         let (pages, fault_in) = (&self.0.pages, &self.0.family.fault_in);
-        // Do not read ahead what would trigger an eviction.
-        let room =
+        // Do not read more pages ahead than fit without an eviction.
+        let space =
             pages.eviction_marks().map_or(u64::MAX, |(high, _)| high.saturating_sub(pages.pool.pages()));
-        let end = (first + count.min(room)).min(self.0.slots());
+        let end = (first + count.min(space)).min(self.0.slots());
         let wanted = |slot| {
             pin::pinned(|pin| {
                 let layer = &self.0.view.load(pin).layer;
@@ -203,7 +213,7 @@ impl Ram {
         (first..end).filter_map(wanted).collect()
     }
 
-    /// Reads pages into memory that will be read soon.
+    /// Reads written-back pages of a byte range into memory, as they will be read soon.
     pub(super) fn read_ahead(&self, offset: u64, len: u64) {
         if self.0.family.fault_in.keeps_in_memory() && len > 0 {
             let first = offset / PAGE;
@@ -213,10 +223,10 @@ impl Ram {
     }
 }
 
-/// Neighbouring pages of a read on a base.
+/// A read of neighbouring pages from a base, as part of a [`Fetch`].
 struct BaseRead {
     base: Base,
-    /// Byte range of the pages on the base, clipped to its size.
+    /// Byte range of the pages on the base, clipped to the base's size.
     start: u64,
     len: u64,
     piece: Piece,

@@ -1,18 +1,20 @@
-//! A read of a cold page requests it once; a read of several requests them together.
+//! Tests that a read of cold pages reads each page of the base once, and neighbouring pages with
+//! one request.
 
 use std::sync::{Arc, Mutex, mpsc};
 
 use crate::ram::{Config, Family, ForkConfig, Ram};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{
-    self, Blocking, Buffer, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Request, Tried,
+    self, Blocking, Buffer, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Request,
+    TryResult,
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// The base ends within a page.
+/// Size of the base in bytes: the base ends within a page.
 const SIZE: u64 = 64 * PAGE + 512;
 
-/// A base on a disk that never reads without waiting, and records its requests.
+/// A base whose reads always wait. Records the requests.
 #[derive(Default)]
 struct Cold {
     tried: Mutex<usize>,
@@ -28,9 +30,9 @@ impl Device for Cold {
         }
     }
 
-    fn try_io(&self, _: &Request, _: Buffer<'_>) -> device::Result<Tried> {
+    fn try_io(&self, _: &Request, _: Buffer<'_>) -> device::Result<TryResult> {
         *self.tried.lock().unwrap() += 1;
-        Ok(Tried::WouldBlock)
+        Ok(TryResult::WouldBlock)
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -55,7 +57,7 @@ fn read(fork: &Ram, offset: u64, len: u64) -> Vec<u8> {
     let (sender, result) = mpsc::channel();
     let done =
         Completion::new(move |outcome: device::Result<()>, buffer| sender.send((outcome, buffer)).unwrap());
-    // The buffer's previous content must not be returned.
+    // Fill the buffer: its previous content must not be returned.
     let buffer = IoBuf::copy_of(&vec![0xEE; len as usize]).unwrap();
     fork.submit(Request::read(offset, len), buffer, done);
     let (outcome, buffer) = result.recv().unwrap();
@@ -78,14 +80,14 @@ fn read_of_cold_pages_submits_one_request() {
             assert_eq!(byte, expected, "at {at} of {len} from {offset}");
         }
         assert_eq!(*base.asked.lock().unwrap(), asked, "{len} from {offset}");
-        // `try_io` is called first, and not repeated for the rest.
+        // `try_io` of the base is called once per request, not again for the rest of the pages.
         assert_eq!(*base.tried.lock().unwrap(), asked.len(), "{len} from {offset}");
     };
     check(3 * PAGE, PAGE, &[], &[(3 * PAGE, PAGE)]);
-    // Partial reads read whole pages of the base.
+    // Reads of parts of pages read whole pages of the base.
     check(3 * PAGE + 512, 1024, &[], &[(3 * PAGE, PAGE)]);
     check(PAGE + 512, 4 * PAGE, &[], &[(PAGE, 5 * PAGE)]);
-    // Bytes beyond the base's end are zeroes.
+    // Bytes beyond the base's end are not requested, and read as zeroes.
     check(62 * PAGE, 10 * PAGE, &[], &[(62 * PAGE, 2 * PAGE + 512)]);
     fork.write_at(8 * PAGE, &[0x77; PAGE_BYTES], Flags::empty()).unwrap();
     check(6 * PAGE, 5 * PAGE, &[8], &[(6 * PAGE, 2 * PAGE), (9 * PAGE, 2 * PAGE)]);

@@ -1,12 +1,13 @@
-//! Freeing of retired layers leaf by leaf, by threads that need memory or by the
-//! [cleaner](super::retire), and wake-up of writes that wait for a removal.
+//! Freeing of retired layers (old content of reset, rewound or removed devices), one slot table
+//! leaf at a time. Threads that need memory and the [cleaner](super::retire) do it. Also wakes
+//! writes that wait for a removal.
 
 use super::pages::Pages;
 use super::removals::Step;
 use freestone_core::slot::chain;
 
 impl Pages {
-    /// Frees one leaf of the retired layers.
+    /// Frees the objects of one leaf of the retired layers.
     pub(super) fn free_leaf_of_retired(&self) -> Step {
         let (layer, start) = match self.retiring.take_leaf() {
             Ok(taken) => taken,
@@ -23,8 +24,8 @@ impl Pages {
         !self.retiring.is_empty()
     }
 
-    /// Frees one leaf of the retired layers, or yields while other threads do. Returns false if
-    /// nothing is left, except pages in flight from the backing device.
+    /// Frees the objects of one leaf of the retired layers, or yields while other threads do so.
+    /// Returns false if nothing is left to free, except pages in flight from the backing device.
     pub(super) fn free_leaf_or_yield(&self) -> bool {
         match self.free_leaf_of_retired() {
             Step::Freed => true,
@@ -36,12 +37,14 @@ impl Pages {
         }
     }
 
-    /// Makes writes without memory wait until [`end_removal`](Self::end_removal).
+    /// Begins a removal: until [`end_removal`](Self::end_removal), writes that find no memory wait
+    /// instead of failing.
     pub(super) fn begin_removal(&self) {
         self.removals.begin();
     }
 
-    /// Ends a removal: its layers are retired, or hold no memory that a waiting write could get.
+    /// Ends a removal and wakes writes that wait for removals. The removal's layers are retired, or
+    /// hold no memory that a write could use.
     pub(super) fn end_removal(&self) {
         for (ram, job) in self.removals.end() {
             self.keeper.resume(ram, job);

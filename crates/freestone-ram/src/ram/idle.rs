@@ -1,4 +1,4 @@
-//! Ages and idle marks of pages.
+//! Ages of pages (time since the last access), and the kernel's idle marks.
 
 use std::time::Duration;
 
@@ -10,30 +10,32 @@ use crate::clock::{self, now_ms};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{LEAF_SLOTS, Word};
 
-/// Slots per second of an epoch's minimum length.
+/// An epoch lasts at least one second per this number of slots, so that the scan of a merge stays
+/// cheap.
 const AGED_SLOTS_PER_SECOND: u64 = 1 << 20;
 
 /// Selection of pages to mark idle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Idle {
-    /// All pages in memory.
+pub enum IdleSelection {
+    /// All compressed and huge pages in memory.
     All,
-    /// Pages not accessed for this duration; all others lose the mark. Ages are exact to a second
-    /// at first, later to about a third. A page never counts as older than it is.
+    /// Pages not accessed for this duration; the mark of all others is cleared. Ages are exact to a
+    /// second for recent accesses, and to about a third of the age for older ones. A page never
+    /// counts as older than it is.
     OlderThan(Duration),
 }
 
 impl Ram {
-    /// Marks pages idle. Returns the number of pages with the mark.
-    pub fn idle(&self, which: Idle) -> u64 {
-        mark_idle(&self.0.pages, &self.0.layer(), which)
+    /// Marks pages of this device idle. Returns the number of pages that have the mark afterwards.
+    pub fn mark_idle(&self, which: IdleSelection) -> u64 {
+        mark_layer_idle(&self.0.pages, &self.0.layer(), which)
     }
 }
 
-fn mark_idle(pages: &Pages, layer: &Layer, which: Idle) -> u64 {
+fn mark_layer_idle(pages: &Pages, layer: &Layer, which: IdleSelection) -> u64 {
     let old = match which {
-        Idle::All => None,
-        Idle::OlderThan(age) => {
+        IdleSelection::All => None,
+        IdleSelection::OlderThan(age) => {
             let now = now_ms();
             pages.ages.advance(now);
             Some(pages.ages.untouched_since(now.saturating_sub(clock::millis(age))))
@@ -47,7 +49,7 @@ fn mark_idle(pages: &Pages, layer: &Layer, which: Idle) -> u64 {
             }
             let guard = leaf.lock(slot);
             let word = guard.word();
-            // The age of a picked page is unknown: it keeps its mark.
+            // The age of a page picked for eviction is unknown: its idle mark is not changed.
             let idle = match old {
                 Some(_) if word.is_picked() => word.is_idle(),
                 Some(old) => old[usize::from(word.age())],
@@ -62,8 +64,8 @@ fn mark_idle(pages: &Pages, layer: &Layer, which: Idle) -> u64 {
     marked
 }
 
-/// Opens a new epoch about once a second; less often on families with much content, so that merging
-/// epochs stays cheap.
+/// Opens a new epoch of page ages about once a second. A family (devices that share a memory pool)
+/// with much content opens epochs less often, so that merging them stays cheap.
 pub(super) fn tick_ages(pages: &Pages) {
     let leaves = pages.common.nodes.bytes() / PAGE_BYTES as u64;
     let long_ms = 1000 * (leaves * LEAF_SLOTS / AGED_SLOTS_PER_SECOND).max(1);
@@ -73,9 +75,9 @@ pub(super) fn tick_ages(pages: &Pages) {
     }
 }
 
-/// Merges old epochs if their numbers run short.
+/// Merges old epochs if few of the 63 epoch numbers are free, and renumbers the slots.
 pub(super) fn renumber_ages(pages: &Pages) {
-    let Some(renumbering) = pages.ages.merge() else { return };
+    let Some(renumbering) = pages.ages.begin_merge() else { return };
     let changes = |word: Word| {
         is_spillable(word) && !word.is_picked() && renumbering[usize::from(word.age())] != word.age()
     };
@@ -92,5 +94,5 @@ pub(super) fn renumber_ages(pages: &Pages) {
             }
         });
     }
-    pages.ages.merged(&renumbering);
+    pages.ages.finish_merge(&renumbering);
 }

@@ -1,48 +1,48 @@
-//! The request path of disks, forks and snapshots that runs without waiting.
+//! The part of the request path of disks, forks and snapshots that runs without waiting.
 
-use super::below::Below;
 use super::chain::View;
 use super::job::Part;
+use super::parent_zeroes::ParentZeroes;
 
 use super::parent::{Parent, ReadEnd};
 use super::read::{MustWait, PageResult};
 use super::removals::SpaceRetry;
 use super::stats::counter;
-use super::write::Patched;
+use super::write::PatchOutcome;
 use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, next_multiple, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
-use freestone_core::device::{self, Buffer, Error, Flags, Geometry, Op, Request, Tried};
-use freestone_core::handoff::progress;
+use freestone_core::device::{self, Buffer, Error, Flags, Geometry, Op, Request, TryResult};
+use freestone_core::handoff::try_result;
 use freestone_core::pin;
 use freestone_core::slot::{LEAF_SLOTS, Table, Word};
 
-/// Maximum pages that one `try_io` reads: about a millisecond of work. For writes the algorithm
-/// sets the limit.
+/// Maximum pages that one `try_io` reads: about a millisecond of work. For writes the maximum
+/// depends on the compression algorithm.
 const TRY_READ_PAGES: u64 = 256;
-/// Maximum leaves (512 pages each) that one `try_io` frees: about a millisecond if every page has
-/// an object.
+/// Maximum slot table leaves (512 pages each) that one `try_io` frees: about a millisecond of work
+/// if every page has an object.
 const TRY_FREE_LEAVES: u32 = 2;
 
 pub(super) enum Attempt {
-    Tried(Tried),
-    /// The request changes content while a snapshot is being taken.
+    Tried(TryResult),
+    /// The request changes content, and writers are frozen while a snapshot is being taken.
     Frozen,
-    /// No memory is free, but a removed device is about to free its own.
+    /// No memory is free, but a removal (of a device or of rewound content) is about to free some.
     Removing,
-    /// No space is free: the request must wait for some.
+    /// No space is free: the request must wait until space is freed.
     Full,
 }
 
-/// Result of the part of a change made under one pin.
+/// Result of the part of a content change that is made under one pin.
 enum Step {
-    Tried(Tried),
-    /// The change covers part of its first page, which is on a base: the base must be read without
-    /// a pin.
+    Tried(TryResult),
+    /// The request changes part of a page that is on a base: read the page without a pin first, as
+    /// that calls another device.
     OverBase,
 }
 
-/// Writers are frozen while a snapshot is being taken.
+/// Error: writers are frozen, as a snapshot is being taken.
 struct Frozen;
 
 impl Inner {
@@ -65,28 +65,29 @@ impl Inner {
         }
     }
 
-    pub(super) fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
-        self.attempt(request, buffer, &Below::default()).map(|attempt| match attempt {
+    pub(super) fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
+        self.attempt(request, buffer, &ParentZeroes::default()).map(|attempt| match attempt {
             Attempt::Tried(tried) => tried,
-            Attempt::Frozen | Attempt::Removing | Attempt::Full => Tried::WouldBlock,
+            Attempt::Frozen | Attempt::Removing | Attempt::Full => TryResult::WouldBlock,
         })
     }
 
-    /// Checks that a request is aligned and within the device.
+    /// Returns an error if a request is misaligned or not within the device.
     #[inline]
     pub(super) fn check(&self, request: &Request) -> device::Result<()> {
-        let checked = request.check_place(self.size(), LOGICAL_BLOCK_BYTES);
+        let checked = request.check_range(self.size(), LOGICAL_BLOCK_BYTES);
         checked.inspect_err(|_| self.counters.add(counter::INVALID_IO, 1))
     }
 
-    /// Runs as much of a request as is possible without waiting.
+    /// Runs as much of a request as is possible without waiting. `below`: zeroes of the parent that
+    /// the request has looked up.
     #[expect(clippy::inline_always, reason = "a request in memory is one function")]
     #[inline(always)]
     pub(super) fn attempt(
         &self,
         request: &Request,
         buffer: Buffer<'_>,
-        below: &Below,
+        below: &ParentZeroes,
     ) -> device::Result<Attempt> {
         self.check(request)?;
         let offset = request.offset;
@@ -96,21 +97,21 @@ impl Inner {
                     pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into))
                 } else {
                     let len = request.len;
-                    self.read_through(offset, into).map(|(done, _)| progress(done as u64, len))
+                    self.read_through(offset, into).map(|(done, _)| try_result(done as u64, len))
                 };
                 let read = read.inspect_err(|_| self.counters.add(counter::FAILED_READS, 1));
                 read.map(Attempt::Tried)
             }
-            (Op::Flush, _) => Ok(Attempt::Tried(Tried::Done)),
+            (Op::Flush, _) => Ok(Attempt::Tried(TryResult::Done)),
             (Op::Read, _) => Err(Error::Misaligned),
             _ if self.is_snapshot => Err(Error::ReadOnly),
             (Op::Write, Buffer::Write(data)) if data.len() as u64 == request.len => {
                 self.change(request, data, |view| self.write(view, offset, data))
             }
             (Op::Write, _) => Err(Error::Misaligned),
-            // Examining the parent may wait for a disk.
+            // Looking up zeroes of the parent may wait for a disk.
             (Op::Discard | Op::WriteZeroes, _) if self.needs_parent_check(request, below) => {
-                Ok(Attempt::Tried(Tried::WouldBlock))
+                Ok(Attempt::Tried(TryResult::WouldBlock))
             }
             (Op::Discard, _) => {
                 let freed = self.change(request, &[], |view| self.free_range(view, request, false, below));
@@ -128,7 +129,8 @@ impl Inner {
         }
     }
 
-    /// Runs a content change, unless a snapshot is being taken.
+    /// Runs `change`, a content change of a request, unless writers are frozen. Retries the change
+    /// when memory was freed.
     #[expect(clippy::inline_always, reason = "a write in memory is one function")]
     #[inline(always)]
     fn change(
@@ -156,14 +158,15 @@ impl Inner {
             match if error == Error::NoSpace { self.space_retry(&mut ended) } else { SpaceRetry::No } {
                 SpaceRetry::Now => {}
                 SpaceRetry::AfterRemoval => return Ok(Attempt::Removing),
-                SpaceRetry::No => return self.fail_or_wait(error),
+                SpaceRetry::No => return self.apply_full_policy(error),
             }
         }
     }
 
-    /// Handles a change that failed: the request waits for space or fails.
+    /// Handles a change that failed. Returns [`Attempt::Full`] if the request may wait for space,
+    /// else the error.
     #[cold]
-    fn fail_or_wait(&self, error: Error) -> device::Result<Attempt> {
+    fn apply_full_policy(&self, error: Error) -> device::Result<Attempt> {
         match if error == Error::NoSpace { self.check_may_wait() } else { Err(error) } {
             Ok(()) => Ok(Attempt::Full),
             Err(error) => {
@@ -173,20 +176,21 @@ impl Inner {
         }
     }
 
-    /// Returns Ok if a request without space may wait for some, else [`Error::NoSpace`].
+    /// Returns `Ok` if a request that found no space may wait until space is freed, else
+    /// [`Error::NoSpace`].
     #[cold]
     pub(super) fn check_may_wait(&self) -> device::Result<()> {
-        if self.pages.full.may_wait(&self.limits.room) { Ok(()) } else { Err(Error::NoSpace) }
+        if self.pages.full.may_wait(&self.limits.space) { Ok(()) } else { Err(Error::NoSpace) }
     }
 
-    /// Wakes requests that wait for space.
+    /// Retries requests that wait for space, if any.
     fn wake_space_waiters(&self) {
         if self.pages.full.waiters.is_wanted() {
             self.pages.wake_space_waiters();
         }
     }
 
-    /// Returns how a write without memory proceeds. `ended`: see
+    /// Returns how a write that found no memory proceeds. For `ended` see
     /// [`Removals::space_retry`](super::removals::Removals::space_retry).
     #[cold]
     pub(super) fn space_retry(&self, ended: &mut u64) -> SpaceRetry {
@@ -195,7 +199,7 @@ impl Inner {
 
     #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
     #[inline(always)]
-    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<Tried> {
+    fn read(&self, table: &Table, offset: u64, into: &mut [u8]) -> device::Result<TryResult> {
         let len = into.len() as u64;
         let target = len.min(TRY_READ_PAGES * PAGE);
         let mut done = 0;
@@ -210,7 +214,7 @@ impl Inner {
                         let part = &mut into[done as usize..][..n];
                         match self.pages.read_slot(leaf.lock(slot), from, part) {
                             Ok(result) => result?,
-                            Err(MustWait) => return Ok(progress(done, len)),
+                            Err(MustWait) => return Ok(try_result(done, len)),
                         }
                         done += n as u64;
                     }
@@ -218,12 +222,12 @@ impl Inner {
             }
             done = stop;
         }
-        Ok(progress(done, len))
+        Ok(try_result(done, len))
     }
 
     /// Reads pages of a snapshot or of a device with a parent: content in memory under a pin,
-    /// content on a base without one. Reading the base after the lookup is correct because a base
-    /// does not change. Returns the bytes read and the reason for the end.
+    /// content on a base without a pin. Reading the base after the lookup is correct because a base
+    /// does not change. Returns the number of bytes read and the reason why the read ended.
     fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, ReadEnd<'_>)> {
         let target = into.len().min((TRY_READ_PAGES * PAGE) as usize);
         let mut done = 0;
@@ -233,7 +237,7 @@ impl Inner {
             done += read;
             match read_end {
                 ReadEnd::Complete => {}
-                // A staged file is read asynchronously only.
+                // A file of pages not loaded yet is read asynchronously only.
                 ReadEnd::MustWait | ReadEnd::Staged(..) => return Ok((done, read_end)),
                 ReadEnd::Base(base, bytes) => {
                     let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
@@ -247,16 +251,16 @@ impl Inner {
         Ok((done, ReadEnd::Complete))
     }
 
-    /// Reads as much as is possible without waiting. Returns the bytes read and the reason for the
-    /// end.
+    /// Reads as much of a range as is possible without waiting. Returns the number of bytes read
+    /// and the reason why the read ended.
     pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, ReadEnd<'_>)> {
         let len = into.len();
         let read = if self.is_plain() {
             pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into)).map(|tried| {
                 match tried {
-                    Tried::Done => (len, ReadEnd::Complete),
-                    Tried::Partly(bytes) => (bytes as usize, ReadEnd::Complete),
-                    Tried::WouldBlock => (0, ReadEnd::MustWait),
+                    TryResult::Done => (len, ReadEnd::Complete),
+                    TryResult::Partly(bytes) => (bytes as usize, ReadEnd::Complete),
+                    TryResult::WouldBlock => (0, ReadEnd::MustWait),
                 }
             })
         } else {
@@ -278,22 +282,23 @@ impl Inner {
                 Ok(leaf) => match <&Page>::try_from(data) {
                     Ok(page) => self.pages.write_page(view, leaf, slot, page),
                     Err(_) => match self.pages.patch_page(view, leaf, slot, from, Part::Data(data)) {
-                        Ok(Ok(Patched::OnBase)) => return Ok(stop_at_base(done, len)),
+                        Ok(Ok(PatchOutcome::OnBase)) => return Ok(stop_at_base(done, len)),
                         patched => patched.map(|result| result.map(drop)),
                     },
                 },
-                Err(error) => self.pages.wait_or_error(error),
+                Err(error) => self.pages.wait_for_eviction_or_error(error),
             };
             match written {
                 Ok(result) => result?,
-                Err(MustWait) => return Ok(Step::Tried(progress(done, len))),
+                Err(MustWait) => return Ok(Step::Tried(try_result(done, len))),
             }
             done += n as u64;
         }
-        Ok(Step::Tried(progress(done, len)))
+        Ok(Step::Tried(try_result(done, len)))
     }
 
-    /// Writes zeroes as same-filled pages, not as holes.
+    /// Writes zeroes as same-filled pages, not as holes: the client did not allow to free the
+    /// range.
     #[cold]
     fn write_zero_pages(&self, view: &View, offset: u64, len: u64) -> device::Result<Step> {
         let target = len.min(TRY_READ_PAGES * PAGE);
@@ -305,25 +310,31 @@ impl Inner {
             } else {
                 let leaf = view.layer.table().leaf_or_new(slot)?;
                 match self.pages.patch_page(view, leaf, slot, from, Part::Zeroes(n)) {
-                    Ok(Ok(Patched::OnBase)) => return Ok(stop_at_base(done, len)),
+                    Ok(Ok(PatchOutcome::OnBase)) => return Ok(stop_at_base(done, len)),
                     patched => patched.map(|result| result.map(drop)),
                 }
             };
             match filled {
                 Ok(result) => result?,
-                Err(MustWait) => return Ok(Step::Tried(progress(done, len))),
+                Err(MustWait) => return Ok(Step::Tried(try_result(done, len))),
             }
             done += n as u64;
         }
-        Ok(Step::Tried(progress(done, len)))
+        Ok(Step::Tried(try_result(done, len)))
     }
 
-    /// Empties the whole pages of a range. The last page of the device counts as whole even if the
-    /// device ends within it. Over a base, pages become zero pages unless the base has zeroes
-    /// there. Partial pages at both ends are zeroed if the range is `exact` (write zeroes) and
-    /// skipped if it is a hint (discard), as in the kernel. Stops where `below` has no more facts
-    /// about the parent.
-    fn free_range(&self, view: &View, request: &Request, exact: bool, below: &Below) -> device::Result<Step> {
+    /// Empties the whole pages of a request's range. The last page of the device counts as whole
+    /// even if the device ends within it. Over a base, pages become zero pages unless the base has
+    /// zeroes there. Partial pages at both ends are zeroed if the request is `exact` (write
+    /// zeroes), and skipped if it is a hint (discard). Stops at [`ParentZeroes::known_until`],
+    /// behind which the parent's zeroes are unknown.
+    fn free_range(
+        &self,
+        view: &View,
+        request: &Request,
+        exact: bool,
+        below: &ParentZeroes,
+    ) -> device::Result<Step> {
         let table = view.layer.table();
         let (offset, len) = (request.offset, request.len);
         let end = if matches!(self.parent, Parent::Nothing) { offset + len } else { below.known_until };
@@ -337,31 +348,32 @@ impl Inner {
                 if at.is_multiple_of(PAGE) && end == self.size() {
                     match self
                         .pages
-                        .free_end(view, slot, below.end_of_zeroes(at) >= end, || end == self.size())
+                        .free_last_page(view, slot, below.end_of_zeroes(at) >= end, || end == self.size())
                     {
                         Ok(Ok(Some(freed))) => {
                             self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
                             at = stop;
                             continue;
                         }
-                        // The device has grown meanwhile.
+                        // The device has grown meanwhile: this page is not its last page any more.
                         Ok(Ok(None)) => {}
                         Ok(Err(error)) => return Err(error),
-                        Err(MustWait) => return Ok(Step::Tried(progress(at - offset, len))),
+                        Err(MustWait) => return Ok(Step::Tried(try_result(at - offset, len))),
                     }
                 }
                 if exact {
                     match self.zero_part(view, at, stop, below)? {
-                        Ok(Patched::Done) => {}
-                        Ok(Patched::OnBase) => return Ok(stop_at_base(at - offset, len)),
-                        Err(MustWait) => return Ok(Step::Tried(progress(at - offset, len))),
+                        Ok(PatchOutcome::Done) => {}
+                        Ok(PatchOutcome::OnBase) => return Ok(stop_at_base(at - offset, len)),
+                        Err(MustWait) => return Ok(Step::Tried(try_result(at - offset, len))),
                     }
                 }
                 at = stop;
                 continue;
             }
             let last = end / PAGE;
-            // A page over zeroes needs no work if the device has no slot for it.
+            // A page over zeroes of the parent needs no work if the device has no slot for that
+            // page.
             let zeroes_end = (below.end_of_zeroes(at) / PAGE).min(last);
             let over_zeroes = zeroes_end > slot;
             let (last, present) = if over_zeroes {
@@ -383,33 +395,33 @@ impl Inner {
                 let freed = match self.pages.free_page(view, slot, over_zeroes, exact) {
                     Ok(Ok(freed)) => freed,
                     Ok(Err(error)) => return Err(error),
-                    Err(MustWait) => return Ok(Step::Tried(progress(slot * PAGE - offset, len))),
+                    Err(MustWait) => return Ok(Step::Tried(try_result(slot * PAGE - offset, len))),
                 };
                 self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
             }
             if !over_zeroes && stop - present == LEAF_SLOTS && view.parent.reaches(present) {
-                table.count_as_marks(present);
+                table.count_as_same_filled(present);
             }
             at = stop * PAGE;
         }
-        Ok(Step::Tried(progress(at - offset, len)))
+        Ok(Step::Tried(try_result(at - offset, len)))
     }
 
-    /// Zeroes part of one page unless the page is empty.
+    /// Zeroes the bytes `[from, to)`, a part of one page, unless they already read as zeroes.
     fn zero_part(
         &self,
         view: &View,
         from: u64,
         to: u64,
-        below: &Below,
-    ) -> device::Result<Result<Patched, MustWait>> {
+        below: &ParentZeroes,
+    ) -> device::Result<Result<PatchOutcome, MustWait>> {
         let slot = from / PAGE;
         let leaf = if view.parent.reaches(slot) && below.end_of_zeroes(from) < to {
             Some(view.layer.table().leaf_or_new(slot)?)
         } else {
             view.layer.table().leaf(slot).filter(|leaf| leaf.peek(slot) != Word::EMPTY)
         };
-        let Some(leaf) = leaf else { return Ok(Ok(Patched::Done)) };
+        let Some(leaf) = leaf else { return Ok(Ok(PatchOutcome::Done)) };
         let zeroes = Part::Zeroes((to - from) as usize);
         match self.pages.patch_page(view, leaf, slot, (from % PAGE) as usize, zeroes) {
             Ok(result) => result.map(Ok),
@@ -417,24 +429,24 @@ impl Inner {
         }
     }
 
-    /// Changes part of a page on a base: the first page of a request. `None`: the page is no longer
-    /// on the base, or writers are frozen.
-    fn change_over_base(&self, request: &Request, data: &[u8]) -> device::Result<Option<Tried>> {
+    /// Changes a part of the first page of a request, which is on a base. Returns `None` if the
+    /// request must be retried: the page is no longer on the base, or writers are frozen.
+    fn change_over_base(&self, request: &Request, data: &[u8]) -> device::Result<Option<TryResult>> {
         let (slot, from, len) = piece(request.offset, request.len);
         let mut page = [0; PAGE_BYTES];
         if self.parent.read_page(slot, &mut page)? < PAGE_BYTES {
-            return Ok(Some(Tried::WouldBlock));
+            return Ok(Some(TryResult::WouldBlock));
         }
         data.get(..len).map_or(Part::Zeroes(len), Part::Data).put(from, &mut page);
         match self.put_over_parent(slot, &page) {
             None => Ok(None),
-            Some(Err(MustWait)) => Ok(Some(Tried::WouldBlock)),
-            Some(Ok(put)) => put.map(|()| Some(progress(len as u64, request.len))),
+            Some(Err(MustWait)) => Ok(Some(TryResult::WouldBlock)),
+            Some(Ok(put)) => put.map(|()| Some(try_result(len as u64, request.len))),
         }
     }
 
-    /// Stores a page that the device read from its parent until now. `None`: the slot is no longer
-    /// empty, or writers are frozen.
+    /// Stores a page that the device read from its parent until now. Returns `None` without storing
+    /// the page if the slot is no longer empty, or writers are frozen.
     pub(super) fn put_over_parent(&self, slot: u64, page: &Page) -> Option<PageResult> {
         pin::pinned(|pin| {
             let view = self.view.load(pin);
@@ -451,7 +463,8 @@ impl Inner {
     }
 }
 
-/// Returns the step of a change that met a page on a base after `done` of `len` bytes.
+/// Returns the result of a change that reached a page on a base after `done` of `len` bytes. Bytes
+/// already done are reported first; the rest of the request then begins at that page.
 fn stop_at_base(done: u64, len: u64) -> Step {
-    if done == 0 { Step::OverBase } else { Step::Tried(progress(done, len)) }
+    if done == 0 { Step::OverBase } else { Step::Tried(try_result(done, len)) }
 }

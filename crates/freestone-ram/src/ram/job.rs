@@ -1,7 +1,7 @@
-//! A submitted request with its progress.
+//! A submitted request and its progress.
 
-use super::below::Below;
 use super::device_space::WaitGuard;
+use super::parent_zeroes::ParentZeroes;
 use super::{PAGE, piece};
 use crate::clock::now_ms;
 use crate::codec::Page;
@@ -14,22 +14,23 @@ pub(super) struct Job {
     pub buffer: IoBuf,
     pub done: Completion,
     pub last_try: bool,
-    /// Last state of the family's removals that this request saw; see [removals](super::removals).
+    /// Number of ended removals at this request's last attempt; see
+    /// [`Removals::space_retry`](super::removals::Removals::space_retry).
     pub ended: u64,
-    pub began_ms: u64,
-    /// Set while the request waits for space.
+    pub started_ms: u64,
+    /// Counts the request as waiting for space. Kept until the request makes progress.
     pub waits: Option<WaitGuard>,
-    /// Last space generation that this request saw; see
+    /// Generation of freed space when this request last checked for space; see
     /// [`SpaceWaiters`](super::space_waiters::SpaceWaiters).
-    pub room: u64,
-    /// What the request knows about its device's parent.
-    pub below: Below,
+    pub space_generation: u64,
+    /// Zeroes that the request has looked up in the parent of its device.
+    pub below: ParentZeroes,
 }
 
 impl Job {
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
-        let began_ms = now_ms();
-        let below = Below::default();
+        let started_ms = now_ms();
+        let below = ParentZeroes::default();
         Self {
             request,
             at: 0,
@@ -37,14 +38,14 @@ impl Job {
             done,
             last_try: false,
             ended: 0,
-            began_ms,
+            started_ms,
             waits: None,
-            room: 0,
+            space_generation: 0,
             below,
         }
     }
 
-    /// Marks the last attempt: the request fails if it finds no memory now.
+    /// Marks the next attempt as the last: the request fails if it finds no memory then.
     pub fn with_last_try(self) -> Self {
         Self { last_try: true, ..self }
     }
@@ -60,7 +61,7 @@ impl Job {
         self.request.offset / PAGE
     }
 
-    /// Returns the data that the request writes into its current page: `len` bytes.
+    /// Returns the next `len` bytes that the request writes, all within its current page.
     pub fn part(&self, len: usize) -> Part<'_> {
         match (self.request.op, self.buffer.get(self.at..self.at + len)) {
             (Op::Write, Some(data)) => Part::Data(data),
@@ -68,7 +69,8 @@ impl Job {
         }
     }
 
-    /// Returns true if the request needs the old content of its current page.
+    /// Returns true if the request needs the old content of its current page: it writes only a part
+    /// of the page.
     pub fn needs_content(&self) -> bool {
         let (_, _, len) = piece(self.request.offset, self.request.len);
         matches!(self.request.op, Op::Write | Op::WriteZeroes) && len < PAGE_BYTES
@@ -82,7 +84,7 @@ pub(super) enum Part<'a> {
 }
 
 impl Part<'_> {
-    /// Copies the data into the page, from byte `from` on.
+    /// Copies the data or zeroes into `page`, from byte `from` on.
     pub fn put(&self, from: usize, page: &mut Page) {
         match self {
             Self::Data(data) => page[from..from + data.len()].copy_from_slice(data),

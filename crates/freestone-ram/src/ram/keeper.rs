@@ -1,4 +1,5 @@
-//! Signals to a family's [threads](super::threads), and requests that wait for memory.
+//! Signals to the [threads](super::threads) of a family (devices that share a memory pool), and
+//! requests that wait for memory.
 
 use std::sync::{Arc, PoisonError};
 
@@ -8,17 +9,17 @@ use crate::clock::{TICK, now_ms};
 use freestone_core::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 use freestone_core::work_queue::WorkQueue;
 
-/// Signals to the keeper thread, and the work queue of the family. Owned by the family and shared
-/// by its threads.
+/// Signals to the keeper thread, and the work queues of the family. Shared by the family and its
+/// threads.
 ///
 /// Lock order: `state` is a leaf lock.
 pub(super) struct Keeper {
     state: Mutex<KeeperState>,
     kicked: Condvar,
-    /// Runs requests that waited, in slices, so that none delays the others, and tasks that must
-    /// not run on a device's thread.
+    /// Runs requests that waited, and tasks that must not run on a device's thread. Requests run in
+    /// slices, so that none of them delays the others.
     work_queue: Arc<WorkQueue>,
-    /// Runs lookups of zeroes in a base, which may wait for a disk.
+    /// Runs lookups of zeroes in the base of a fork, which may wait for a disk.
     base_queue: Arc<WorkQueue>,
     starter: OnceLock<Starter>,
 }
@@ -50,35 +51,37 @@ impl Keeper {
         self.state.lock()
     }
 
-    /// Sets the function that starts the keeper's thread; called once.
+    /// Sets the function that starts the keeper thread. Called once per family.
     pub fn set_starter(&self, starter: Starter) {
         let set = self.starter.set(starter);
         debug_assert!(set.is_ok(), "a family has one keeper");
     }
 
-    /// Starts the threads, unless they run or there is no [starter](Self::set_starter).
+    /// Starts the work queue and the keeper thread, unless they run or there is no
+    /// [starter](Self::set_starter).
     pub fn start(&self) -> std::io::Result<()> {
         let mut state = self.lock();
         let Some(starter) = self.starter.get().filter(|_| !state.running) else { return Ok(()) };
         self.work_queue.start()?;
         let keeper = starter();
-        // The work queue alone is enough for requests.
+        // Count as running even if the keeper thread could not be started: requests need only the
+        // work queue.
         state.running = true;
         keeper
     }
 
-    /// Returns true if the work queue runs.
+    /// Returns true if the work queue was started.
     pub fn is_running(&self) -> bool {
         self.lock().running
     }
 
-    /// Runs the queued tasks on this thread.
+    /// Runs the tasks of the work queue on this thread.
     #[cfg(test)]
     pub fn run_queued(&self) {
         self.work_queue.run_queued();
     }
 
-    /// Stops the threads after their current task.
+    /// Stops the keeper thread and the work queues after their current tasks.
     pub fn stop(&self) {
         self.lock().stop = true;
         self.kicked.notify_all();
@@ -86,18 +89,18 @@ impl Keeper {
         self.base_queue.stop();
     }
 
-    /// Starts the threads of a family with another device as base.
+    /// Starts the threads that a family with a fork of another device needs.
     pub fn start_over_base(&self) -> std::io::Result<()> {
         self.start()?;
         self.base_queue.start()
     }
 
-    /// Queues a task that may wait for a base's disk.
+    /// Queues a task that may wait for the disk of a base.
     pub fn run_on_base_queue(&self, task: impl FnOnce() + Send + 'static) {
         self.base_queue.push(task);
     }
 
-    /// Wakes the keeper: memory may be short, or an obstacle to eviction may be gone.
+    /// Wakes the keeper thread: memory may be short, or an obstacle to eviction may be gone.
     pub fn kick(&self) {
         let mut state = self.lock();
         if !state.kick {
@@ -106,35 +109,37 @@ impl Keeper {
         }
     }
 
-    /// Queues a request until memory is freed, and wakes the keeper.
-    pub fn wait_for_memory(&self, ram: Ram, job: Job) {
+    /// Queues a request until memory is freed, and wakes the keeper thread.
+    pub fn wait_for_eviction(&self, ram: Ram, job: Job) {
         let mut state = self.lock();
         state.waiting.push((ram, job));
         state.kick = true;
         self.kicked.notify_one();
     }
 
-    /// Queues a request until memory is freed, without waking the keeper before its next tick.
+    /// Queues a request until memory is freed or the next once-a-second tick, without waking the
+    /// keeper thread.
     pub fn wait_for_tick(&self, ram: Ram, job: Job) {
         self.lock().waiting.push((ram, job));
     }
 
     /// Retries all requests that wait for memory.
-    pub fn memory_freed(&self) {
+    pub fn wake_memory_waiters(&self) {
         self.retry_waiting(|_| true, |job| job);
     }
 
-    /// As [`memory_freed`](Self::memory_freed), for the requests of some devices.
-    pub fn memory_freed_for(&self, is: impl Fn(&Ram) -> bool) {
+    /// Retries requests that wait for memory, of the devices for which `is` returns true.
+    pub fn wake_memory_waiters_for(&self, is: impl Fn(&Ram) -> bool) {
         self.retry_waiting(is, |job| job);
     }
 
-    /// Retries all requests that wait for memory a last time: nothing can be freed.
+    /// Retries all requests that wait for memory a last time, as nothing can be freed: those that
+    /// find no memory fail.
     pub fn retry_last_time(&self) {
         self.retry_waiting(|_| true, Job::with_last_try);
     }
 
-    /// As [`retry_last_time`](Self::retry_last_time), for the requests of some devices.
+    /// As [`retry_last_time`](Self::retry_last_time), for the devices for which `is` returns true.
     pub fn retry_last_time_for(&self, is: impl Fn(&Ram) -> bool) {
         self.retry_waiting(is, Job::with_last_try);
     }
@@ -150,7 +155,7 @@ impl Keeper {
         }
     }
 
-    /// Returns true if requests of some devices wait for memory.
+    /// Returns true if requests wait for memory, of devices for which `is` returns true.
     pub fn has_waiting(&self, is: impl Fn(&Ram) -> bool) -> bool {
         self.lock().waiting.iter().any(|(ram, _)| is(ram))
     }
@@ -163,14 +168,15 @@ impl Keeper {
         self.work_queue.push(task);
     }
 
-    /// Returns true if an eviction round is requested.
+    /// Returns true if the keeper thread must run an eviction round: it was kicked or requests wait
+    /// for memory.
     pub fn is_wanted(&self) -> bool {
         let state = self.lock();
         state.kick || !state.waiting.is_empty()
     }
 
-    /// Waits for a signal, at most until one tick after `last_tick`. Returns whether requests wait
-    /// for memory; `None` if the thread must end.
+    /// Waits until the keeper is kicked, at most until one tick after `last_tick`. Returns true if
+    /// requests wait for memory; `None` if the keeper thread must end.
     pub fn next_round(&self, last_tick: u64) -> Option<bool> {
         let mut state = self.lock();
         while !state.kick && !state.stop && now_ms() - last_tick < TICK.as_millis() as u64 {

@@ -1,7 +1,8 @@
 //! A layer: one version of a device's content, as a slot table with its counters.
 //!
-//! A disk or fork has one layer at a time. A reset or rewind gives it another, and the old one is
-//! freed in the background. A snapshot is a layer, too: see [`chain`](super::chain).
+//! A disk or fork has one layer at a time. A reset or rewind replaces the layer with an empty one,
+//! and the old layer is freed in the background. A snapshot is a layer, too: see
+//! [`chain`](super::chain).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
@@ -17,36 +18,39 @@ use freestone_core::percpu::Counters;
 use freestone_core::slot::{Common, Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, Table, Word};
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering, RwLock};
 
-/// Bytes that a CPU counts locally before it adds them to the common sum: the possible overrun of a
-/// cap, for each CPU.
+/// Bytes that a CPU counts locally before it adds them to `charged`. A device can exceed its own
+/// memory limit by this much for each CPU.
 const CHARGE_FOLD_BYTES: u64 = 64 << 10;
 
 /// One version of a device's content: a slot table with its counters.
 pub(super) struct Layer {
     table: Table,
-    /// Owner of the layer's objects in headers on the backing device: the table id of the chain's
-    /// origin, for it and all its snapshots, so that an object can move from one layer to another.
+    /// Table id of the chain's origin. On the backing device, headers name this id as owner for
+    /// objects of the origin and of all its snapshots. So an object can move between these layers
+    /// without a new header.
     chain: AtomicU32,
     counters: Counters<{ stored::COUNT }>,
-    /// Charged bytes of all objects, except for the sums still local to a CPU.
+    /// Bytes charged for all objects, except those that CPUs still count locally.
     charged: AtomicU64,
     limits: Arc<Limits>,
-    /// Family memory reserved for this layer, beyond what the layer already uses.
+    /// Memory of the family (devices that share a memory pool) reserved for this layer: the unused
+    /// part of the device's guaranteed memory.
     reservation: Reservation,
-    /// Results of evictions under the device's own cap.
+    /// Results of recent evictions for the device's own memory limit.
     history: Mutex<EvictionHistory>,
-    /// [`LIVE`], [`LOOSE`] or [`RETIRED`].
+    /// Use of the layer: [`LIVE`], [`LOOSE`] or [`RETIRED`].
     state: AtomicU32,
 }
 
-/// Current layer of a device or snapshot.
+/// State of the current layer of a device or snapshot.
 const LIVE: u32 = 0;
-/// Former layer of a device that snapshots still read. No limits apply to it.
+/// State of a device's former layer that snapshots still read. The device's limits do not apply to
+/// this layer.
 const LOOSE: u32 = 1;
-/// Unused layer that is being freed.
+/// State of an unused layer that is being freed.
 const RETIRED: u32 = 2;
 
-/// Counters of a layer, by index.
+/// Indices of a layer's counters.
 pub(super) mod stored {
     pub const PAGES: usize = 0;
     pub const COMPRESSED_BYTES: usize = 1;
@@ -54,7 +58,7 @@ pub(super) mod stored {
     pub const HUGE_PAGES: usize = 3;
     pub const HUGE_PAGES_SINCE: usize = 4;
     pub const CHARGED_BYTES: usize = 5;
-    /// Pages whose objects moved from an origin to a snapshot.
+    /// Number of pages whose objects moved from this layer to a snapshot of the device.
     pub const HANDED_OVER: usize = 6;
     pub const COUNT: usize = 7;
 }
@@ -79,19 +83,21 @@ impl Layer {
     }
 
     fn chain(&self) -> u32 {
-        // Relaxed: set before the layer is published; the swap of the chain's list orders it.
+        // Relaxed: set before the swap that adds the layer to the chain's list of snapshots, which
+        // orders the store.
         self.chain.load(Ordering::Relaxed)
     }
 
-    /// Returns the owner of this slot's objects in headers on the backing device.
+    /// Returns the owner that headers on the backing device name for objects of this slot.
     pub fn header_owner(&self, slot: u64) -> u64 {
         BackRef::new(self.chain(), slot).bits()
     }
 
-    /// Returns the limits that apply to the layer.
+    /// Returns the device's limits if they apply to the layer; `None` if it is not the current
+    /// layer of a device.
     #[inline]
     pub fn limits(&self) -> Option<&Limits> {
-        // Relaxed: a limit may apply for a moment longer than it should.
+        // Relaxed: no harm if a limit applies for a moment longer.
         (self.state.load(Ordering::Relaxed) == LIVE).then_some(&*self.limits)
     }
 
@@ -99,23 +105,23 @@ impl Layer {
         self.limits().map_or(0, Limits::guarantee)
     }
 
-    /// Returns the cap in bytes, `u64::MAX` if there is none.
+    /// Returns the device's own memory limit in bytes; `u64::MAX` if there is none.
     #[inline]
     pub fn cap(&self) -> u64 {
         self.limits().map_or(u64::MAX, Limits::cap)
     }
 
     pub fn is_retired(&self) -> bool {
-        // Relaxed: a hint that saves useless work.
+        // Relaxed: a stale value only causes useless work.
         self.state.load(Ordering::Relaxed) == RETIRED
     }
 
-    /// Marks a former layer of a device that snapshots still read.
-    pub fn set_loose(&self, layers: &Layers) {
+    /// Marks the layer as one that no device uses any more and that snapshots still read.
+    pub fn mark_unused(&self, layers: &Layers) {
         self.set_state(layers, LOOSE);
     }
 
-    /// Marks the layer as unused.
+    /// Marks the layer as unused and about to be freed.
     pub fn retire(&self, layers: &Layers) {
         self.set_state(layers, RETIRED);
     }
@@ -134,21 +140,24 @@ impl Layer {
         self.counters.add(counter, delta);
     }
 
-    /// Returns the bytes that the layer's objects take of their spans.
+    /// Returns the bytes of pool memory charged for the layer's objects: the sum of their class
+    /// sizes.
     pub fn charged(&self) -> u64 {
-        // Relaxed: a statistic. The sum of a CPU can be negative.
+        // Relaxed: a statistic. The sum that a CPU counts locally can be negative, so the total can
+        // be too for a moment.
         let sum = self.charged.load(Ordering::Relaxed).wrapping_add(self.counters.sum(stored::CHARGED_BYTES));
         if sum as i64 >= 0 { sum } else { 0 }
     }
 
-    /// Returns the eviction history. Lock order: a leaf lock.
+    /// Returns the results of recent evictions for the device's own memory limit. Lock order: a
+    /// leaf lock.
     pub fn history(&self) -> &Mutex<EvictionHistory> {
         &self.history
     }
 
-    /// Returns true if another object of `bytes` fits under the cap.
+    /// Returns true if another object of this size fits within the device's own memory limit.
     #[inline]
-    pub fn has_room(&self, bytes: usize) -> bool {
+    pub fn has_space(&self, bytes: usize) -> bool {
         let cap = self.cap();
         cap == u64::MAX || self.fits_cap(cap, bytes)
     }
@@ -156,13 +165,13 @@ impl Layer {
     #[cold]
     fn fits_cap(&self, cap: u64, bytes: usize) -> bool {
         let wanted = Pool::charged_bytes(bytes);
-        // Relaxed: near the cap the exact sum decides.
+        // Relaxed: an approximation. Near the limit the exact sum decides.
         let about = self.charged.load(Ordering::Relaxed);
         let slack = CHARGE_FOLD_BYTES * freestone_core::percpu::cpus() as u64;
         about.saturating_add(wanted + slack) <= cap || self.charged() + wanted <= cap
     }
 
-    /// Updates the counters for a slot that changed from `old` to `new`.
+    /// Updates the layer's counters for a slot whose word changed from `old` to `new`.
     #[inline]
     pub fn account(&self, layers: &Layers, old: Word, new: Word) {
         let delta = |f: fn(Word) -> bool| i64::from(f(new)) - i64::from(f(old));
@@ -179,14 +188,15 @@ impl Layer {
         self.charge(layers, charge_of(new) - charge_of(old));
     }
 
-    /// Updates the counters for a page that left memory. The page still counts as stored.
+    /// Updates the counters for a page that moved to the backing device. The page still counts in
+    /// [`stored::PAGES`].
     pub fn account_spilled(&self, layers: &Layers, word: Word) {
         self.counters.add(stored::COMPRESSED_BYTES, -(word.stored_bytes() as i64));
         self.counters.add(stored::HUGE_PAGES, -i64::from(word.kind() == Kind::Huge));
         self.charge(layers, -charge_of(word));
     }
 
-    /// Updates the counters for a written-back page that is in memory again.
+    /// Updates the counters for a written-back page that moved back to memory.
     pub fn account_faulted_in(&self, layers: &Layers, word: Word) {
         self.counters.add(stored::COMPRESSED_BYTES, word.stored_bytes() as i64);
         self.counters.add(stored::SAME_PAGES, i64::from(matches!(word.kind(), Kind::Same | Kind::Pattern)));
@@ -205,7 +215,7 @@ impl Layer {
 
     #[cold]
     fn fold(&self, layers: &Layers, sum: i64) {
-        // Relaxed: a statistic that limit checks read.
+        // Relaxed: limit checks tolerate a slightly old sum.
         self.charged.fetch_add(sum as u64, Ordering::Relaxed);
         if self.guarantee() > 0 {
             self.update_reservation(layers);
@@ -215,10 +225,12 @@ impl Layer {
         }
     }
 
-    /// Reserves family memory for the unused rest of the guarantee.
+    /// Reserves family memory for the part of the device's guaranteed memory that it does not use
+    /// yet.
     pub fn update_reservation(&self, layers: &Layers) {
         self.reservation.settle(
-            // Relaxed: the thread that makes a change missed here also settles; see `Reservation`.
+            // Relaxed: if a change is missed here, the thread that made it settles again; see
+            // `Reservation`.
             || (self.guarantee(), self.charged.load(Ordering::Relaxed)),
             |(least, _)| least.saturating_sub(self.charged()),
             |more| layers.add_reserved(more),
@@ -229,7 +241,7 @@ impl Layer {
         self.reservation.get()
     }
 
-    /// Visits every allocated leaf in order.
+    /// Calls `visit` with the first slot and the leaf of every allocated leaf, in order.
     pub fn for_each_leaf(&self, mut visit: impl FnMut(u64, Leaf<'_>)) {
         let mut from = 0;
         while let Some(present) = self.table.next_present(from, MAX_SLOTS) {
@@ -242,17 +254,19 @@ impl Layer {
     }
 }
 
-/// Bytes reserved for a layer; [`Layers`] has the sum of all layers.
+/// Bytes reserved for a layer, as part of its guaranteed memory; [`Layers`] has the sum over all
+/// layers.
 ///
-/// A thread that changes an input of the reservation settles it again. If several threads settle at
-/// once, the last to store may have read the inputs before the others' changes: it reads them
-/// again.
+/// The reservation depends on the guarantee and the charged bytes. A thread that changes one of
+/// them settles the reservation again. If several threads settle at once, the last to store may
+/// have read these inputs before the others' changes. So each thread reads the inputs again after
+/// its store.
 #[derive(Default)]
 struct Reservation(AtomicU64);
 
 impl Reservation {
-    /// Stores the reservation that `reserve` computes from the inputs. `add` receives the
-    /// difference to the previous value, wrapping if it is negative.
+    /// Stores the bytes that `reserve` computes from the inputs, which `seen` reads. `add` receives
+    /// the difference to the previous value, wrapping if it is negative.
     fn settle<S: PartialEq + Copy>(
         &self,
         seen: impl Fn() -> S,
@@ -262,8 +276,8 @@ impl Reservation {
         loop {
             let now = seen();
             let bytes = reserve(now);
-            // AcqRel: pairs with the swaps of other settling threads; the later one sees the inputs
-            // that the earlier one's thread changed.
+            // AcqRel: pairs with the swaps of other settling threads; the thread that swaps later
+            // sees the inputs that the earlier thread changed.
             let before = self.0.swap(bytes, Ordering::AcqRel);
             add(bytes.wrapping_sub(before));
             if seen() == now {
@@ -273,7 +287,7 @@ impl Reservation {
     }
 
     fn get(&self) -> u64 {
-        // Relaxed: a hint.
+        // Relaxed: a stale value reserves a little too much or too little.
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -285,11 +299,12 @@ fn charge_of(word: Word) -> i64 {
     }
 }
 
-/// The layers of a family, and the memory reserved for them.
+/// The layers of a family, and the sum of their memory reservations.
 pub(super) struct Layers {
     /// Layers by table id. Lock order: a leaf lock.
     map: RwLock<Map>,
-    /// Bytes reserved for devices that use less than their guarantee.
+    /// Bytes reserved for devices that use less than their guaranteed memory: the sum of all
+    /// reservations.
     reserved: AtomicU64,
     keeper: Arc<Keeper>,
 }
@@ -297,13 +312,14 @@ pub(super) struct Layers {
 #[derive(Default)]
 struct Map {
     by_id: BTreeMap<u32, Arc<Layer>>,
-    /// Snapshot layers by chain.
+    /// Layers of snapshots, by the table id of their chain's origin.
     snapshots: BTreeMap<u32, Vec<Arc<Layer>>>,
     next: u32,
 }
 
 impl Layers {
-    /// Creates an empty set. A layer near its cap kicks `keeper`.
+    /// Creates an empty set of layers. A layer near its device's own memory limit wakes `keeper`,
+    /// to evict pages.
     pub fn new(keeper: Arc<Keeper>) -> Self {
         Self { map: RwLock::default(), reserved: AtomicU64::new(0), keeper }
     }
@@ -333,9 +349,9 @@ impl Layers {
         Ok(layer)
     }
 
-    /// Adds an empty layer to a chain, as a snapshot of its origin.
+    /// Adds an empty layer to a chain, as a snapshot of the origin with table id `chain`.
     pub fn join(&self, layer: &Arc<Layer>, chain: u32) {
-        // Relaxed: see `Layer::chain`.
+        // Relaxed: the later swap of the chain's list of snapshots orders this store.
         layer.chain.store(chain, Ordering::Relaxed);
         let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
         map.snapshots.entry(chain).or_default().push(Arc::clone(layer));
@@ -349,44 +365,46 @@ impl Layers {
         self.map.read().unwrap_or_else(PoisonError::into_inner).by_id.values().cloned().collect()
     }
 
-    /// Returns the layers of a chain: its origin and its snapshots.
+    /// Returns the layers of the chain whose origin has the table id `chain`: the origin and its
+    /// snapshots.
     pub fn layers_of_chain(&self, chain: u32) -> Vec<Arc<Layer>> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         let snapshots = map.snapshots.get(&chain).into_iter().flatten();
         map.by_id.get(&chain).into_iter().chain(snapshots).cloned().collect()
     }
 
-    /// Returns the first layer with this id or a higher one.
+    /// Returns the layer with the lowest table id that is at least `id`.
     pub fn at_or_after(&self, id: u32) -> Option<Arc<Layer>> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.by_id.range(id..).next().map(|(_, layer)| Arc::clone(layer))
     }
 
-    /// Returns true if all layers but this one are retired.
+    /// Returns true if all layers of the family except this one are retired.
     pub fn is_only_active(&self, id: u32) -> bool {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.by_id.values().all(|other| other.id() == id || other.is_retired())
     }
 
-    /// Adds to the reserved sum; wraps if a reservation shrank.
+    /// Adds to the reserved sum. If a reservation shrank, `bytes` is a wrapped negative number.
     fn add_reserved(&self, bytes: u64) {
-        // Relaxed: a hint for allocations.
+        // Relaxed: allocations may see a slightly old sum.
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns the pages reserved for devices that use less than their guarantee.
+    /// Returns the number of pool pages reserved for devices that use less than their guaranteed
+    /// memory.
     pub fn reserved_pages(&self) -> u64 {
-        // Relaxed: a hint. Spans have unused bytes: 9/8.
+        // Relaxed: a slightly old sum is harmless. Reserve 1/8 more, as spans have unused bytes.
         pages_of(self.reserved.load(Ordering::Relaxed).saturating_mul(9) / 8)
     }
 
-    /// Returns the pages reserved for other layers than this one.
+    /// Returns the number of pool pages reserved for other layers than this one.
     #[inline]
     pub fn pages_reserved_for_others(&self, layer: &Layer) -> u64 {
-        // Relaxed: a hint.
+        // Relaxed: a slightly old sum is harmless.
         match self.reserved.load(Ordering::Relaxed) {
             0 => 0,
-            // Spans have unused bytes: 9/8.
+            // Reserve 1/8 more, as spans have unused bytes.
             reserved => pages_of(reserved.saturating_sub(layer.reserved()).saturating_mul(9) / 8),
         }
     }
@@ -403,7 +421,7 @@ impl Layers {
     }
 }
 
-/// Returns the number of pages that `bytes` need.
+/// Returns the number of pages that `bytes` bytes need.
 pub(super) const fn pages_of(bytes: u64) -> u64 {
     bytes.div_ceil(PAGE_BYTES as u64)
 }
@@ -414,8 +432,8 @@ mod tests {
 
     use super::*;
 
-    /// The layer is retired, and its reservation settled, while another thread that has read the
-    /// old guarantee has not yet stored its reservation.
+    /// While one thread has read the old guarantee and not yet stored its reservation, another
+    /// retires the layer and settles the reservation.
     #[test]
     fn reservation_settles_after_concurrent_retirement() {
         let (reservation, sum) = (Reservation::default(), AtomicU64::new(0));

@@ -1,4 +1,4 @@
-//! Memory limits of devices, and the thresholds of eviction.
+//! Memory limits of single devices, and the thresholds of eviction.
 
 use std::sync::{Arc, Weak};
 
@@ -7,27 +7,27 @@ use super::config::SetupError;
 use super::device_space::DeviceSpace;
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Smallest cap of a device: 64 KiB.
+/// Smallest memory limit of a device, in bytes.
 const CAP_BYTES_MIN: u64 = 64 << 10;
 
-/// Eviction starts above this share of a limit, in percent.
+/// Share of a memory limit, in percent, above which eviction starts.
 pub(super) const HIGH_PERCENT: u64 = 95;
-/// Eviction stops at this share of a limit, in percent.
+/// Share of a memory limit, in percent, at which eviction stops.
 pub(super) const LOW_PERCENT: u64 = 90;
 
-/// The cap and guarantee of a device, in charged bytes. A device keeps its limits when it changes
-/// layers.
+/// A device's own memory limit and its guaranteed memory, both in bytes charged for objects. A
+/// reset or rewind replaces the device's layer but keeps its limits.
 pub(super) struct Limits {
-    /// Cap; `u64::MAX` means no cap.
+    /// Memory limit of the device; `u64::MAX` means no limit.
     cap: AtomicU64,
-    /// Guarantee: bytes that other devices leave to this one.
+    /// Guaranteed memory: bytes that other devices of the family leave to this device.
     guarantee: AtomicU64,
-    pub room: Arc<DeviceSpace>,
+    pub space: Arc<DeviceSpace>,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { cap: AtomicU64::new(u64::MAX), guarantee: AtomicU64::new(0), room: Arc::default() }
+        Self { cap: AtomicU64::new(u64::MAX), guarantee: AtomicU64::new(0), space: Arc::default() }
     }
 }
 
@@ -38,38 +38,39 @@ impl Limits {
     }
 
     pub fn set_cap(&self, bytes: u64) {
-        // Relaxed: as above.
+        // Relaxed: a changed limit applies from the next write on.
         self.cap.store(bytes, Ordering::Relaxed);
     }
 
     pub fn guarantee(&self) -> u64 {
-        // Relaxed: as above.
+        // Relaxed: a changed limit applies from the next write on.
         self.guarantee.load(Ordering::Relaxed)
     }
 
     pub fn set_guarantee(&self, bytes: u64) {
-        // Relaxed: as above.
+        // Relaxed: a changed limit applies from the next write on.
         self.guarantee.store(bytes, Ordering::Relaxed);
     }
 }
 
-/// Returns the bytes above which a device with this cap evicts pages.
+/// Returns the charged bytes from which on a device with the memory limit `cap` evicts pages.
 pub(super) fn high_mark(cap: u64) -> u64 {
     (cap / 100 * HIGH_PERCENT).min(cap.saturating_sub(2 * PAGE))
 }
 
-/// The guarantees of a family's devices.
+/// Devices with guaranteed memory in a family (devices that share a memory pool).
 ///
-/// Lock order: taken first, before any other lock, to change limits.
+/// Lock order: before any other lock.
 #[derive(Default)]
 pub(super) struct Guarantees(Mutex<Vec<Weak<Limits>>>);
 
 impl Guarantees {
-    /// Sets a device's cap (0: no cap) and guarantee. `total` returns the family's limit in bytes.
+    /// Sets a device's own memory limit `cap` (0: no limit) and its guaranteed memory, both in
+    /// bytes. `total` returns the family's memory limit in bytes.
     ///
     /// # Errors
-    /// Fails if the cap is below 64 KiB, or if the guarantee is above the cap or exceeds what the
-    /// family's limit leaves beside other guarantees.
+    /// Fails if `cap` is below 64 KiB, or if `guarantee` is above `cap` or above the part of the
+    /// family's limit not guaranteed to others.
     pub fn set(
         &self,
         limits: &Arc<Limits>,
@@ -84,7 +85,7 @@ impl Guarantees {
             return Err(SetupError::GuaranteeAboveCap { guarantee, cap });
         }
         let mut all = self.0.lock();
-        // The list has only devices with a guarantee.
+        // The list has only devices with guaranteed memory.
         if guarantee > 0 || limits.guarantee() > 0 {
             all.retain(|known| {
                 known.strong_count() > 0 && !std::ptr::eq(known.as_ptr(), Arc::as_ptr(limits))
@@ -104,13 +105,13 @@ impl Guarantees {
         Ok(())
     }
 
-    /// Returns the sum of all guarantees in bytes.
+    /// Returns the bytes guaranteed to all devices together.
     pub fn sum(&self) -> u64 {
         self.0.lock().iter().filter_map(Weak::upgrade).map(|limits| limits.guarantee()).sum()
     }
 
-    /// Locks all limits against changes.
-    pub fn hold(&self) -> MutexGuard<'_, impl Sized> {
+    /// Locks the limits of the family and its devices against changes.
+    pub fn lock(&self) -> MutexGuard<'_, impl Sized> {
         self.0.lock()
     }
 }

@@ -1,4 +1,4 @@
-//! The compressed RAM disk with the semantics of zram in user space, its forks and its snapshots.
+//! Compressed RAM disks with the semantics of zram, in user space, and their forks and snapshots.
 //!
 //! A disk consists of a slot table, an object pool and one compression stream per CPU. Pages that
 //! repeat a pattern of up to 64 bits store only the pattern. Incompressible pages are stored as
@@ -7,11 +7,11 @@
 //! the pool grows, shrinks or reaches its limit.
 //!
 //! A [`Ram`] is a disk, a fork (an empty slot reads through to its base) or a snapshot (read-only).
-//! All devices made from one another are one [`Family`] and share pool, streams, limit and backing
-//! device.
+//! All devices made from one another form a [`Family`], and share its pool, compression streams,
+//! memory limit and backing device.
 //!
-//! Write zeroes frees memory, also if an NBD client asks to keep the space (`NO_HOLE`): a RAM disk has
-//! no space to reserve.
+//! Write zeroes frees memory, even if an NBD client asks to keep the space allocated (`NO_HOLE`): a
+//! RAM disk cannot reserve space.
 //!
 //! Deliberate differences from zram:
 //! * Logical blocks are 512 bytes; a write of part of a page modifies it under the slot's lock
@@ -19,14 +19,13 @@
 //! * A write that the memory limit refuses fails with
 //!   [`Error::NoSpace`](freestone_core::device::Error::NoSpace) (zram: an I/O error).
 //! * [`reset`](Ram::reset) wipes content and statistics and keeps size, algorithm and limit (zram
-//!   forgets them). It needs no exclusive claim: concurrent readers see the old or the new, empty
-//!   content.
+//!   forgets them). A reset needs no exclusive claim: concurrent readers see the old or the new,
+//!   empty content.
 //! * The disk can grow while it is in use.
 //! * Pages are written back to a backing device automatically, packed; see [`Config::backing`].
-//! * `invalid_io` counts, as in kernels up to 6.1; newer kernels print 0.
+//! * `invalid_io` counts rejected requests, as in kernels up to 6.1; newer kernels print 0.
 
 mod auto_recompress;
-mod below;
 mod block_state;
 mod chain;
 mod config;
@@ -42,9 +41,9 @@ mod family;
 mod fault_in;
 mod fetch;
 mod freeing;
-mod full;
+mod full_policy;
 #[cfg(test)]
-mod full_tests;
+mod full_policy_tests;
 mod idle;
 mod io;
 mod job;
@@ -58,6 +57,7 @@ mod outcome;
 mod page_search;
 mod pages;
 mod parent;
+mod parent_zeroes;
 mod parts;
 mod read;
 mod reclaim;
@@ -83,47 +83,48 @@ mod writeback;
 
 use std::sync::Arc;
 
-pub use self::auto_recompress::AutoRecompressed;
+pub use self::auto_recompress::AutoRecompressStat;
 pub use self::block_state::BlockState;
 use self::chain::{Chain, Current, Role, View, resume_held_requests};
 pub use self::config::{Backing, Config, ForkConfig, Secondary, SetupError};
 use self::config::{round_fork_size, round_size};
 pub use self::contents::Contents;
-pub use self::export::Lower;
-pub(crate) use self::export::{CollectedPages, Stored};
-pub use self::extents::OverBase;
+pub use self::export::ParentDevice;
+pub(crate) use self::export::{CollectedPages, StoredForm};
+pub use self::extents::OverBaseView;
 pub use self::family::{Family, FamilyStat};
-pub use self::full::WhenFull;
-pub use self::idle::Idle;
+pub use self::full_policy::FullPolicy;
+pub use self::idle::IdleSelection;
 pub(crate) use self::keep::WeakRam;
 use self::layer::{Layer, stored};
 use self::limits::Limits;
-pub use self::outcome::{WritebackError, Written};
+pub use self::outcome::{WritebackError, WritebackReport};
 use self::pages::Pages;
 use self::parent::Parent;
 use self::parts::FamilyParts;
-pub use self::recompress::{Recompress, RecompressError, RecompressKind, Recompressed};
+pub use self::recompress::{RecompressError, RecompressKind, RecompressOptions, RecompressReport};
 pub use self::snapshot::PendingSnapshot;
 pub(crate) use self::source::{Incoming, Source};
 pub(crate) use self::staged::Loader;
 use self::stats::counter;
-pub use self::stats::{DebugStat, IoStat, Memory, MmStat, OverStat};
+pub use self::stats::{DebugStat, IoStat, MemoryOverhead, MmStat, OverStat};
 pub use self::writeback::{BackingStat, BdStat, Writeback};
 use freestone_core::PAGE_BYTES;
-use freestone_core::consistency_group::{self, NotInTime};
+use freestone_core::consistency_group::{self, FreezeTimeout};
 use freestone_core::percpu::Counters;
 use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
-/// Logical block size: the smallest request, a part of a page.
+/// Logical block size in bytes: the smallest request. A page has eight logical blocks.
 const LOGICAL_BLOCK_BYTES: u32 = 512;
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Maximum depth of a fork chain (fork of a snapshot of a fork ...).
+/// Maximum depth of a fork chain (fork of a snapshot of a fork ...). A read recurses once per
+/// level.
 const BELOW_DEPTH_MAX: u32 = 64;
 
-/// Largest disk in bytes: 256 TiB.
+/// Largest disk in bytes: 256 TiB, as many pages as a slot table can address.
 pub const DISKSIZE_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
 const _: () = assert!(DISKSIZE_BYTES_MAX == 256 << 40, "SetupError::TooLarge says 256 TiB");
 
@@ -132,24 +133,26 @@ const _: () = assert!(DISKSIZE_BYTES_MAX == 256 << 40, "SetupError::TooLarge say
 pub struct Ram(Arc<Inner>);
 
 impl PartialEq for Ram {
-    /// Returns true if both are handles to the same device.
+    /// Returns true if both handles refer to the same device.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
-/// A guard. While it exists, no write of its device waits for space.
-pub struct NoWaiting(Ram);
+/// Guard that disables waiting for space. While the guard exists, writes of the device that find no
+/// space fail.
+pub struct NoWaitGuard(Ram);
 
-impl Drop for NoWaiting {
+impl Drop for NoWaitGuard {
     fn drop(&mut self) {
-        self.0.0.limits.room.enable_waits();
+        self.0.0.limits.space.enable_waits();
     }
 }
 
-/// Lock order: `changing`, then `chain`.
+/// State of one device, shared by all its handles. Lock order: `changing`, then `chain`.
 struct Inner {
-    /// The family's pages, held directly to save one indirection on the way to a page.
+    /// Pages of the family. Also reachable through `family`; held here to save an indirection per
+    /// request.
     pages: Arc<Pages>,
     family: Arc<FamilyParts>,
     view: Swap<View>,
@@ -159,11 +162,11 @@ struct Inner {
     is_snapshot: bool,
     counters: Counters<{ counter::COUNT }>,
     limits: Arc<Limits>,
-    /// The parent, as in every view of the device. Stored here too so that it can be read without a
-    /// pin.
+    /// Parent of the device: what its empty slots read from. Every view of the device has the
+    /// parent too; this copy is readable without a pin.
     parent: Parent,
-    /// Not 0 if all content is in the device's own slots: it is live, has no parent, and nothing is
-    /// left to load.
+    /// Not 0 if all content is in the device's own slots: the device is live, has no parent, and
+    /// has no page left to load.
     plain: AtomicU32,
     /// The chain of the live device, or the chain that contains the snapshot.
     chain: Current,
@@ -216,14 +219,14 @@ impl Ram {
         Family(Arc::clone(&self.0.family))
     }
 
-    /// Returns the current settings. Those of a fork or snapshot are its family's, except
+    /// Returns the current settings. A fork or snapshot has the settings of its family, except
     /// `disksize`.
     pub fn config(&self) -> Config {
         let family = &self.0.family;
         Config {
             disksize: self.0.size(),
             mem_limit: self.0.pages.mem_limit(),
-            when_full: self.0.pages.full.when(),
+            full_policy: self.0.pages.full.policy(),
             ..family.config.clone()
         }
     }
@@ -233,7 +236,7 @@ impl Ram {
         self.family().set_mem_limit(bytes);
     }
 
-    /// Sets `mem_used_max` to the present use.
+    /// Sets the statistic `mem_used_max` to the memory that the pool uses now.
     pub fn reset_mem_used_max(&self) {
         self.0.pages.pool.reset_pages_max();
     }
@@ -258,8 +261,8 @@ impl Ram {
         Ok(())
     }
 
-    /// Wipes content and statistics. Requests in flight finish on the old content. A fork then
-    /// shows its base again.
+    /// Wipes content and statistics. Requests in flight finish on the old content. Afterwards a
+    /// fork reads as its base again.
     ///
     /// # Errors
     /// Fails on a snapshot.
@@ -273,14 +276,14 @@ impl Ram {
     /// Resets all statistics to those of a new device, and keeps the content.
     pub fn clear_counters(&self) {
         let inner = &*self.0;
-        // Clear the counters of a shared store only if no other layer uses it.
+        // Clear the counters of the backing device only if no other device of the family uses it.
         if inner.pages.layers.is_only_active(inner.layer().id())
             && let Some(store) = &inner.pages.store
         {
             store.clear_counts();
         }
         inner.family.auto.clear();
-        inner.pages.memory_freed();
+        inner.pages.wake_memory_waiters();
         inner.pages.pool.release_empties();
         inner.pages.pool.reset_pages_max();
         // Relaxed: a statistic.
@@ -303,11 +306,12 @@ impl Ram {
         let layer = inner.pages.layers.make(&inner.pages.common, Arc::clone(&inner.limits))?;
         let new = Chain::new(layer, inner.parent.loaded().clone());
         if let Parent::Staged(staged) = &inner.parent {
-            // Detach before the first write to the new layer: the new content does not include the
-            // file.
+            // Detach the device from its file of pages not loaded yet, before the first write to
+            // the new layer. The new content does not include that file.
             staged.detach();
         }
-        // A request that sees the new content may write before the old content is freed.
+        // A request may write to the new content before the old content is freed. During a removal,
+        // such a write waits for memory instead of failing.
         inner.pages.begin_removal();
         let (unused, held) = inner.chain.rewind(&inner.pages, &new, &self.0);
         if let Some(layer) = unused {
@@ -320,14 +324,15 @@ impl Ram {
     }
 
     /// Returns true if a [`rewind`](Self::rewind) would not change the content: the device has no
-    /// page of its own, including discarded pages over data of its base, and no page left to load.
-    pub fn holds_nothing(&self) -> bool {
+    /// page of its own and no page left to load. Discarded pages over data of its base count as its
+    /// own.
+    pub fn is_unmodified(&self) -> bool {
         let inner = &*self.0;
         let is_empty = || inner.layer().get(stored::PAGES) == 0 && inner.parent.staged_source().is_none();
         if inner.is_snapshot || !is_empty() {
             return false;
         }
-        // The count is exact only while there are no writes.
+        // The page count of the layer is exact only while writers are frozen.
         let _one = inner.changing.lock();
         let chain = inner.chain.freeze();
         let is_empty = is_empty();
@@ -335,21 +340,21 @@ impl Ram {
         is_empty
     }
 
-    /// Compacts the pool under traffic and returns the number of pages returned to the system. A
-    /// concurrent second call returns 0. Packed objects on a backing device are compacted too;
-    /// [`backing`](Self::backing) shows the blocks that this frees.
+    /// Compacts the pool while requests continue. Returns the number of pool pages returned to the
+    /// system; 0 if another compaction runs. Packed objects on a backing device are compacted too,
+    /// which [`backing`](Self::backing) shows as fewer used bytes.
     pub fn compact(&self) -> u64 {
-        self.compact_watched(&mut |_, _| true)
+        self.compact_with_progress(&mut |_, _| true)
     }
 
     /// Compacts like [`compact`](Self::compact) and reports progress. `watch` receives the bytes
-    /// done and the total bytes, of pool and backing device together. Compaction ends early when
-    /// `watch` returns false; objects already moved stay moved.
-    pub fn compact_watched(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
+    /// processed and the total bytes, each of pool and backing device together. Compaction ends
+    /// early when `watch` returns false; objects already moved stay moved.
+    pub fn compact_with_progress(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
         let reclaim = &self.0.family.evict.reclaim;
         let (holes, mut pool) = (reclaim.bytes(), 0);
         let mut go_on = true;
-        let pages = self.0.pages.compact_watched(&mut |done, all| {
+        let pages = self.0.pages.compact_with_progress(&mut |done, all| {
             pool = all;
             go_on = watch(done, all + holes);
             go_on
@@ -363,8 +368,8 @@ impl Ram {
 
     // ---- snapshots and forks --------------------------------------------------------------------
 
-    /// Prepares a snapshot. [`consistency_group::take`] then takes it, alone or together with
-    /// others.
+    /// Prepares a snapshot. [`consistency_group::take_snapshots`] then takes the snapshot, alone or
+    /// atomically with snapshots of other devices.
     ///
     /// # Errors
     /// Fails if this is a snapshot, or memory is short.
@@ -379,18 +384,19 @@ impl Ram {
     /// cannot be frozen in time.
     pub fn snapshot(&self) -> Result<Self, SetupError> {
         let mut pending = self.prepare_snapshot()?;
-        consistency_group::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
+        consistency_group::take_snapshots(&mut [&mut pending])
+            .map_err(|_| SetupError::NotInTime(FreezeTimeout))?;
         Ok(pending.into_snapshot())
     }
 
     /// Creates a fork of this snapshot in the same family.
     ///
     /// # Errors
-    /// Fails if this is a live device, the size is invalid, or the family cannot give the
-    /// guarantee.
+    /// Fails if this is a live device, the size is invalid, or the family's memory limit does not
+    /// leave the guaranteed memory.
     pub fn fork(&self, config: &ForkConfig) -> Result<Self, SetupError> {
         if !self.0.is_snapshot {
-            return Err(SetupError::Live);
+            return Err(SetupError::WritableBase);
         }
         let parent = Parent::Snapshot(self.clone());
         if parent.depth() > BELOW_DEPTH_MAX {
@@ -408,29 +414,30 @@ impl Ram {
         self.0.is_snapshot
     }
 
-    /// Returns true if this is a live device with a base.
+    /// Returns true if this is a live device (not a snapshot) with a base.
     pub fn is_fork(&self) -> bool {
         !self.0.is_snapshot && !matches!(self.0.parent.loaded(), Parent::Nothing)
     }
 
-    /// Returns the number of snapshots of this disk or fork.
+    /// Returns the number of snapshots of this disk or fork; 0 for a snapshot.
     pub fn snapshots(&self) -> usize {
         if self.0.is_snapshot { 0 } else { self.0.chain.get().snapshots() }
     }
 
-    /// Returns the device's own limits in bytes: its cap (0: no cap) and its guarantee.
+    /// Returns the device's own limits in bytes: its memory limit (0: no limit) and its guaranteed
+    /// memory.
     pub fn own_limits(&self) -> (u64, u64) {
         let cap = self.0.limits.cap();
         (if cap == u64::MAX { 0 } else { cap }, self.0.limits.guarantee())
     }
 
-    /// Sets the cap on this device's own objects in bytes (0: no cap) and the family memory
-    /// guaranteed to the device. Above its cap the device writes back its own pages; writes fail if
-    /// the family has no backing device.
+    /// Sets the memory limit of this device's own objects (0: no limit) and the family memory
+    /// guaranteed to the device, both in bytes. Near its own limit the device writes back its own
+    /// pages; without a backing device its writes find no space.
     ///
     /// # Errors
-    /// Fails on a snapshot, if the cap is below 64 KiB, or if the guarantee is above the cap or
-    /// above the family's memory that is not yet guaranteed.
+    /// Fails on a snapshot, if `mem_limit` is below 64 KiB, or if `mem_min` is above `mem_limit` or
+    /// above the family's memory not yet guaranteed.
     pub fn set_own_limits(&self, mem_limit: u64, mem_min: u64) -> Result<(), SetupError> {
         if self.0.is_snapshot {
             return Err(SetupError::Snapshot);
@@ -442,30 +449,30 @@ impl Ram {
         Ok(())
     }
 
-    /// Returns whether the device's writes wait for space; `None` if the device follows [its
-    /// family](Family::when_full).
-    pub fn own_wait(&self) -> Option<bool> {
-        self.0.limits.room.wait_override()
+    /// Returns true if writes of the device wait for free space, false if they fail at once; `None`
+    /// if the device follows [its family's policy](Family::full_policy).
+    pub fn wait_override(&self) -> Option<bool> {
+        self.0.limits.space.wait_override()
     }
 
-    /// Sets whether writes wait for space, including those that wait now; `None` follows the
-    /// family.
-    pub fn set_own_wait(&self, waits: Option<bool>) {
-        self.0.limits.room.set_wait_override(waits);
+    /// Sets whether writes of the device wait for free space or fail at once, including those that
+    /// wait now. `None` selects the family's policy.
+    pub fn set_wait_override(&self, waits: Option<bool>) {
+        self.0.limits.space.set_wait_override(waits);
         self.0.pages.end_space_waits(self);
     }
 
     /// Sets the device's name for log lines. Only the first call has an effect.
     pub fn set_name(&self, name: &str) {
-        self.0.limits.room.set_name(name);
+        self.0.limits.space.set_name(name);
     }
 
-    /// Disables waiting for space while the returned guard exists. Writes that wait now, and later
-    /// writes that find no space, fail.
-    pub fn no_waiting(&self) -> NoWaiting {
-        self.0.limits.room.disable_waits();
+    /// Disables waiting for space while the returned guard exists: writes that wait for space now,
+    /// and later writes that find no space, fail.
+    pub fn disable_waiting(&self) -> NoWaitGuard {
+        self.0.limits.space.disable_waits();
         self.0.pages.end_space_waits(self);
-        NoWaiting(self.clone())
+        NoWaitGuard(self.clone())
     }
 
     // ---- statistics -----------------------------------------------------------------------------
@@ -485,18 +492,20 @@ impl Ram {
         self.0.debug_stat()
     }
 
-    /// Returns what a fork or snapshot stores itself, and how much moved to snapshots.
+    /// Returns statistics of the pages that a fork or snapshot stores itself, and of those that
+    /// moved to snapshots of the device.
     pub fn over_stat(&self) -> OverStat {
         self.0.over_stat()
     }
 
-    /// Returns the number of requests that wait for space now.
-    pub fn waiting(&self) -> u64 {
-        self.0.limits.room.waiting()
+    /// Returns the number of requests of this device that wait for free space now.
+    pub fn waiting_requests(&self) -> u64 {
+        self.0.limits.space.waiting_requests()
     }
 
-    /// Returns the memory used beyond the stored objects.
-    pub fn memory(&self) -> Memory {
+    /// Returns the memory that the family uses beyond its stored objects, such as slot tables and
+    /// compression streams.
+    pub fn memory_overhead(&self) -> MemoryOverhead {
         stats::memory(&self.0.pages)
     }
 }
@@ -507,22 +516,24 @@ impl Inner {
         self.size.load(Ordering::Acquire)
     }
 
-    /// Returns true if all content is in the device's own slots.
+    /// Returns true if all content is in the device's own slots: a read need not look at snapshots
+    /// or a parent.
     #[inline]
     fn is_plain(&self) -> bool {
         // Acquire: pairs with the Release in `update_plain`.
         self.plain.load(Ordering::Acquire) != 0
     }
 
-    /// Marks the device as plain if it has no parent and nothing is left to load.
+    /// Marks the device as plain if it is live, has no parent, and has no page left to load.
     fn update_plain(&self) {
         if !self.is_snapshot && matches!(self.parent.loaded(), Parent::Nothing) {
-            // Release: pairs with the Acquire in `is_plain`; all loaded slots are written.
+            // Release: pairs with the Acquire in `is_plain`; a reader that sees 1 also sees all
+            // loaded slots.
             self.plain.store(1, Ordering::Release);
         }
     }
 
-    /// Returns the number of pages; the last one may be partial.
+    /// Returns the number of pages of the device; the last one may be partial.
     fn slots(&self) -> u64 {
         self.size().div_ceil(PAGE)
     }
@@ -531,7 +542,8 @@ impl Inner {
         pin::pinned(|pin| Arc::clone(&self.view.load(pin).layer))
     }
 
-    /// Creates the device of a snapshot that was just attached.
+    /// Creates the device of a snapshot that was just attached to the chain. `view` is the
+    /// snapshot's view.
     fn snapshot_device(&self, view: View) -> Ram {
         let Role::Snapshot { chain, .. } = &view.role else { unreachable!("only snapshots are attached") };
         Ram(Arc::new(Self {
@@ -560,7 +572,7 @@ impl Drop for Inner {
             };
             (Arc::clone(&view.layer), number)
         });
-        // Return the guarantee to the family at once.
+        // Return the guaranteed memory to the family at once, not when the layer is freed.
         self.limits.set_guarantee(0);
         layer.update_reservation(&self.pages.layers);
         let parent = std::mem::replace(&mut self.parent, Parent::Nothing);
@@ -568,13 +580,13 @@ impl Drop for Inner {
     }
 }
 
-/// Returns the first multiple of `unit`, a power of two, above `at`.
+/// Returns the first multiple of `unit` above `at`. `unit` must be a power of two.
 fn next_multiple(at: u64, unit: u64) -> u64 {
     (at | (unit - 1)) + 1
 }
 
-/// Splits off the part of the range `[at, at + len)` in its first page. Returns the slot, the first
-/// byte in the page, and the length.
+/// Returns the part of the byte range `[at, at + len)` in the range's first page: slot, first byte
+/// within the page, and length.
 #[inline]
 fn piece(at: u64, len: u64) -> (u64, usize, usize) {
     let from = at % PAGE;

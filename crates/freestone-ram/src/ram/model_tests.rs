@@ -1,4 +1,4 @@
-//! Random operations on a RAM disk compared with plain bytes, on one thread and several.
+//! Random operations on a RAM disk, compared with an array of bytes, on one thread and on several.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::codec::Algorithm;
 use crate::effort::effort;
 use freestone_core::device::{Blocking, Flags};
 
-/// Returns the number of cases: that of the environment, else `usual`.
+/// Returns the number of test cases: from the environment if set there, else `usual`.
 fn cases(usual: u32) -> u32 {
     if std::env::var_os("PROPTEST_CASES").is_some() {
         ProptestConfig::default().cases
@@ -38,7 +38,8 @@ fn steps() -> impl Strategy<Value = Vec<(Step, u64, u64)>> {
         1 => Just(Step::Grow),
         1 => Just(Step::Reset),
     ];
-    // Offsets and lengths in bytes, of any alignment: unaligned requests must fail.
+    // Offsets and lengths in bytes: mostly multiples of 512, and some unaligned ones, for which
+    // requests must fail.
     let place = prop_oneof![8 => (0..6000_u64).prop_map(|b| b * 512), 1 => 0..3_000_000_u64];
     let len = prop_oneof![4 => Just(4096_u64), 4 => (1..200_u64).prop_map(|b| b * 512), 1 => 0..40_000_u64];
     prop::collection::vec((step, place, len), 1..60)
@@ -107,7 +108,8 @@ proptest! {
     }
 }
 
-/// A step of one thread: on its own MiB, or on its own blocks (every third) of shared pages.
+/// A step of one thread: on the thread's own MiB, or if `shared` on a block of shared pages. Each
+/// of the three threads uses every third block.
 #[derive(Debug, Clone)]
 struct SharedStep {
     step: Step,
@@ -133,7 +135,7 @@ fn shared_steps() -> impl Strategy<Value = Vec<SharedStep>> {
 const SHARERS: u64 = 3;
 
 fn run_shared(ram: &Ram, thread: u64, steps: Vec<SharedStep>) {
-    // The thread's own MiB, and its blocks of the shared one.
+    // Expected content: the MiB shared by the threads, and the thread's own MiB.
     let mut model = vec![0_u8; 2 << 20];
     for SharedStep { step, shared, block, blocks } in steps {
         let (offset, len) = if shared {
@@ -174,7 +176,8 @@ fn run_shared(ram: &Ram, thread: u64, steps: Vec<SharedStep>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(48), ..ProptestConfig::default() })]
 
-    /// Threads that share pages but no blocks read what they wrote, while the pool is compacted.
+    /// Threads that share pages, but not 512-byte blocks, read what they wrote while the pool is
+    /// compacted.
     #[test]
     fn threads_sharing_pages_keep_their_blocks(steps in prop::collection::vec(shared_steps(), SHARERS as usize)) {
         let ram = ram(8 * MIB);

@@ -1,7 +1,8 @@
-//! Search for the pages of background work: leaf by leaf, or largest objects first.
+//! Search for pages that evictions and recompression select: leaf by leaf, or largest objects
+//! first.
 //!
-//! Words are read without their slots' locks. The caller must check a candidate again under its
-//! lock.
+//! The search reads slot words without locks. The caller must check each candidate again under its
+//! slot's lock.
 
 use std::ops::RangeInclusive;
 
@@ -10,15 +11,15 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Kind, LEAF_SLOTS, LOCATION_BITS, MAX_SLOTS, Word};
 
-/// Width of the size buckets in bytes, as in the kernel.
+/// Width in bytes of the buckets that sort objects by size, as in the kernel.
 const BUCKET_BYTES: usize = 64;
 const BUCKETS: usize = PAGE_BYTES / BUCKET_BYTES + 1;
-/// Slots listed at once for a largest-first visit: 8 MiB of memory.
+/// Maximum slots listed at once for a largest-first visit. The list takes 8 MiB of memory.
 const WINDOW_SLOTS: usize = if cfg!(test) { 100 } else { 1 << 20 };
 const SLOT_MASK: u64 = (1 << LOCATION_BITS) - 1;
 const _: () = assert!(MAX_SLOTS - 1 <= SLOT_MASK && BUCKETS < 1 << (64 - LOCATION_BITS));
 
-/// Number of candidates in each size bucket.
+/// Number of candidates in each bucket of object sizes.
 pub(super) struct Sizes([usize; BUCKETS]);
 
 impl Default for Sizes {
@@ -37,13 +38,15 @@ fn bucket(word: Word) -> usize {
     word.stored_bytes() / BUCKET_BYTES
 }
 
-/// Returns true if the page can be written back: it is compressed or huge. Patterns are too small.
+/// Returns true if the page can be written back: it is compressed or huge. Pages that repeat a
+/// pattern take too little memory.
 pub(super) fn is_spillable(word: Word) -> bool {
     matches!(word.kind(), Kind::Compressed | Kind::Huge)
 }
 
 impl Layer {
-    /// Visits the candidates of `ranges`, read without locks, until `visit` returns false.
+    /// Visits the slots in `ranges` whose word is `wanted`, read without locks, until `visit`
+    /// returns false.
     pub(super) fn for_each_candidate(
         &self,
         ranges: &[RangeInclusive<u64>],
@@ -62,12 +65,12 @@ impl Layer {
         }
     }
 
-    /// Visits the candidates of `ranges`, counted in `sizes`, until `visit` returns false: largest
-    /// objects first, then in order of address. The list of slots has a bounded size and is rebuilt
-    /// for the next smaller objects.
+    /// Visits the slots in `ranges` whose word is `wanted`, until `visit` returns false: largest
+    /// objects first, then in order of address. `sizes` must have the counts of these slots. The
+    /// list of slots has a bounded size and is rebuilt for the next smaller objects.
     ///
     /// # Errors
-    /// Fails with [`Error::NoMemory`] if the list cannot be allocated.
+    /// Fails with [`Error::NoMemory`] if the list of slots cannot be allocated.
     pub(super) fn largest_first(
         &self,
         sizes: &Sizes,
@@ -81,14 +84,15 @@ impl Layer {
             .map_err(|_| Error::NoMemory)?;
         let mut top = BUCKETS;
         while top > 0 {
-            // As many buckets from the top as fit the window, at least one.
+            // List as many buckets, from the largest size down, as fit the window, at least one.
             let mut bottom = top - 1;
             let mut slots = sizes.0[bottom];
             while bottom > 0 && slots + sizes.0[bottom - 1] <= WINDOW_SLOTS {
                 bottom -= 1;
                 slots += sizes.0[bottom];
             }
-            // Repeats only if a single bucket exceeds the window, or has grown.
+            // The loop repeats only if a single bucket exceeds the window, or has grown since it
+            // was counted.
             let mut from = if slots > 0 { Some((0, 0)) } else { None };
             while let Some((range, slot)) = from.take() {
                 window.clear();
@@ -120,8 +124,9 @@ impl Layer {
         Ok(())
     }
 
-    /// Finds the candidates of the first leaf at or after `from`. Returns the first slot of the
-    /// next leaf, or `None` if no leaf is left up to `last`.
+    /// Replaces `found` with the slots of the first leaf at or after slot `from` whose word is
+    /// `wanted`. Returns the first slot of the next leaf, or `None` if no leaf is left up to slot
+    /// `last`.
     pub(super) fn peek_leaf(
         &self,
         from: u64,

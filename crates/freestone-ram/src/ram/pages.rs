@@ -1,12 +1,12 @@
-//! The pages of a family, in memory and on the backing device, and the queues that memory pressure
-//! wakes.
+//! The pages of a family (devices that share a memory pool), in memory and on the backing device,
+//! and the requests that wait for memory.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::PAGE;
 use super::config::{Backing, Config, Secondary, SetupError};
-use super::full::SpacePolicy;
+use super::full_policy::SpacePolicy;
 use super::keeper::Keeper;
 use super::layer::{Layer, Layers};
 use super::limits::{HIGH_PERCENT, LOW_PERCENT};
@@ -23,8 +23,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The memory and backing device shared by a family's devices.
 ///
-/// Lock order: `background`, then a slot; under a slot either a compression stream or a pool lock,
-/// never both. Requests do not take `background`.
+/// Lock order: `background`, then a slot, then either a compression stream or a pool lock, never
+/// both. Requests do not lock `background`.
 pub(super) struct Pages {
     name: OnceLock<Box<str>>,
     pub common: Arc<Common>,
@@ -37,11 +37,11 @@ pub(super) struct Pages {
     pub retiring: Retiring,
     pub removals: Removals,
     pub full: SpacePolicy,
-    /// Pages that compaction returned to the system.
+    /// Number of pool pages that compaction returned to the system.
     pub compacted: AtomicU64,
-    /// Limit in bytes; 0 means no limit.
+    /// The family's memory limit in bytes; 0 means no limit.
     pub mem_limit: AtomicU64,
-    /// Held during an eviction or a recompression, which exclude each other.
+    /// Held during an eviction, a reclaim of holes or a recompression, which exclude each other.
     pub background: Mutex<()>,
 }
 
@@ -67,8 +67,8 @@ impl Pages {
         };
         let keeper = Arc::<Keeper>::default();
         let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
-        let pool =
-            Pool::with_outside_pages(Arc::clone(&common.leaves_of_marks)).map_err(SetupError::MemoryFile)?;
+        let pool = Pool::with_outside_pages(Arc::clone(&common.same_filled_leaves))
+            .map_err(SetupError::MemoryFile)?;
         Ok(Arc::new(Self {
             name: OnceLock::new(),
             common,
@@ -80,7 +80,7 @@ impl Pages {
             keeper,
             retiring: Retiring::default(),
             removals: Removals::default(),
-            full: SpacePolicy::new(config.when_full),
+            full: SpacePolicy::new(config.full_policy),
             compacted: AtomicU64::new(0),
             mem_limit: AtomicU64::new(0),
             background: Mutex::default(),
@@ -95,7 +95,8 @@ impl Pages {
         self.name.get().map_or("a family of RAM disks", |name| name)
     }
 
-    /// Runs `work` with the slot of `owner` locked, if its layer still exists.
+    /// Runs `work` with the slot that `owner` refers to locked. Returns `None` if the slot's layer
+    /// or leaf no longer exists.
     pub fn with_owner_slot<R>(
         &self,
         owner: BackRef,
@@ -107,15 +108,15 @@ impl Pages {
     }
 
     pub fn mem_limit(&self) -> u64 {
-        // Relaxed: for display only.
+        // Relaxed: the pool enforces its own copy of the limit.
         self.mem_limit.load(Ordering::Relaxed)
     }
 
     /// Returns the pool sizes in pages at which eviction starts and stops; `None` without a limit
     /// or a backing device.
     pub fn eviction_marks(&self) -> Option<(u64, u64)> {
-        // Relaxed: as in `mem_limit`.
-        let beside = self.common.leaves_of_marks.load(Ordering::Relaxed);
+        // Relaxed: the marks are approximate.
+        let beside = self.common.same_filled_leaves.load(Ordering::Relaxed);
         let limit = (self.mem_limit() / PAGE).saturating_sub(beside);
         self.store.as_ref().filter(|_| limit > 0).map(|_| {
             let low = (limit * LOW_PERCENT / 100).min(limit.saturating_sub(2));
@@ -123,7 +124,8 @@ impl Pages {
         })
     }
 
-    /// Frees the object of a word that is in no slot, in memory or on the backing device.
+    /// Frees the object of a word, in the pool or on the backing device. No slot may have this word
+    /// any more.
     #[inline]
     pub fn release(&self, word: Word) {
         if let Some(location) = word.object() {
@@ -140,7 +142,8 @@ impl Pages {
         }
     }
 
-    /// Locks [`background`](Self::background), unless `cancelled` returns true first.
+    /// Locks [`background`](Self::background). Returns `None` if `cancelled` returns true before
+    /// the lock is free.
     pub fn lock_background(&self, cancelled: &mut dyn FnMut() -> bool) -> Option<MutexGuard<'_, ()>> {
         loop {
             if cancelled() {
@@ -153,21 +156,21 @@ impl Pages {
         }
     }
 
-    /// Compacts the pool and returns the number of pages returned to the system.
+    /// Compacts the pool. Returns the number of pool pages returned to the system.
     pub fn compact(&self) -> u64 {
-        self.compact_watched(&mut |_, _| true)
+        self.compact_with_progress(&mut |_, _| true)
     }
 
-    /// As [`compact`](Self::compact). `watch` receives the bytes done and the total; compaction
-    /// ends when it returns false.
-    pub fn compact_watched(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
+    /// As [`compact`](Self::compact). `watch` receives the bytes processed and the total;
+    /// compaction ends when `watch` returns false.
+    pub fn compact_with_progress(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
         let pages = self.pool.compact(self, watch);
         // Relaxed: a statistic.
         self.compacted.fetch_add(pages, Ordering::Relaxed);
         pages
     }
 
-    /// Compacts one size class of the pool.
+    /// Compacts one size class of the pool, and counts the pages returned to the system.
     pub fn compact_class(&self, class: usize) {
         let pages = self.pool.compact_one(class, self);
         // Relaxed: a statistic.

@@ -1,5 +1,5 @@
-//! The parent of a layer (nothing, another device, or a snapshot of the same family), and reads
-//! that fall through to it.
+//! The parent of a layer, and reads of empty slots, which fall through to the parent. A parent is
+//! nothing, another device, or a snapshot of the same family (devices that share a memory pool).
 
 use std::sync::Arc;
 
@@ -9,26 +9,27 @@ use super::source::{self, Source};
 use super::{Inner, PAGE, Ram, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
-use freestone_core::device::{self, Buffer, Device, Request, Tried};
+use freestone_core::device::{self, Buffer, Device, Request, TryResult};
 use freestone_core::pin::{self, Pin, Swap};
 use freestone_core::sync::{AtomicU32, Ordering};
 
-/// What an empty slot reads from. The parent of a layer never changes.
+/// What the empty slots of a layer read from. The parent of a layer never changes.
 #[derive(Clone)]
 pub(super) enum Parent {
-    /// Reads as zeroes.
+    /// No parent: empty slots read as zeroes.
     Nothing,
     Device(Base),
     Snapshot(Ram),
-    /// Content still being loaded from a file, and the parent below it.
+    /// A file from which pages are still being loaded, and the parent of pages that the file does
+    /// not have.
     Staged(Arc<Staged>),
 }
 
-/// A read-only device under forks.
+/// A read-only device that forks are based on.
 #[derive(Clone)]
 pub(super) struct Base {
     pub device: Arc<dyn Device>,
-    /// Size in bytes, a multiple of `block`. Bytes beyond it read as zeroes.
+    /// Size of the device in bytes, a multiple of `block`. Bytes beyond the size read as zeroes.
     pub size: u64,
     /// Logical block size in bytes.
     block: u64,
@@ -40,8 +41,8 @@ impl Base {
         Self { device, size: geometry.size, block: u64::from(geometry.logical_block) }
     }
 
-    /// Reads as much from `offset` on as is available without waiting. Returns the number of bytes,
-    /// 0 if the read would have to wait. Must not be called under a pin: it calls the device.
+    /// Reads as much from `offset` on as is available without waiting. Returns the number of bytes
+    /// read; 0 if the read must wait. Must not be called under a pin, as it calls another device.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
         let there = self.size.saturating_sub(offset).min(into.len() as u64) as usize;
         if there == 0 {
@@ -53,9 +54,9 @@ impl Base {
         }
         let request = Request::read(offset, there as u64);
         let done = match self.device.try_io(&request, Buffer::Read(&mut into[..there]))? {
-            Tried::Done => there,
-            Tried::Partly(bytes) => bytes as usize,
-            Tried::WouldBlock => return Ok(0),
+            TryResult::Done => there,
+            TryResult::Partly(bytes) => bytes as usize,
+            TryResult::WouldBlock => return Ok(0),
         };
         if done < there {
             return Ok(done);
@@ -64,7 +65,8 @@ impl Base {
         Ok(into.len())
     }
 
-    /// Reads a range that is not aligned to blocks; at most the rest of the first page.
+    /// Reads a range that is not aligned to the base's blocks. Reads at most up to the end of the
+    /// first page.
     #[cold]
     fn read_part(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
         let mut page = [0; PAGE_BYTES];
@@ -80,7 +82,7 @@ impl Base {
 }
 
 impl Parent {
-    /// Returns true if the parent can have content at this page.
+    /// Returns true if the parent can have content at this page; false if the page reads as zeroes.
     pub fn reaches(&self, slot: u64) -> bool {
         match self {
             Self::Staged(staged) => staged.reaches(slot),
@@ -89,7 +91,8 @@ impl Parent {
     }
 
     /// Returns the first page in `[slot, end)` that the parent [reaches](Self::reaches) or that
-    /// `other` returns. The parent reaches either `slot` itself, or a page that is not loaded yet.
+    /// `other` returns. If the parent does not reach `slot` itself, it reaches only pages of the
+    /// file that are not loaded yet.
     pub fn next_reached(&self, slot: u64, end: u64, other: impl FnOnce() -> Option<u64>) -> Option<u64> {
         match self {
             _ if self.reaches(slot) => Some(slot),
@@ -98,7 +101,7 @@ impl Parent {
         }
     }
 
-    /// Returns the parent that remains when everything is loaded.
+    /// Returns the parent that remains when all pages of the file are loaded.
     pub fn loaded(&self) -> &Self {
         match self {
             Self::Staged(staged) => staged.below.loaded(),
@@ -106,7 +109,8 @@ impl Parent {
         }
     }
 
-    /// Returns a copy for a device that can be rewound while others still read the file.
+    /// Returns a copy of the parent for a live device. A rewind detaches this copy from the file
+    /// while snapshots of the device still read the file.
     pub fn of_device(&self) -> Self {
         match self {
             Self::Staged(staged) => Self::Staged(Arc::new(staged.of_device())),
@@ -114,7 +118,7 @@ impl Parent {
         }
     }
 
-    /// Returns the file that the device is still being loaded from.
+    /// Returns the file that the device is still being loaded from; `None` if there is none.
     pub fn staged_source(&self) -> Option<StagedSource> {
         match self {
             Self::Staged(staged) => pin::pinned(|pin| staged.active_source(pin).cloned()),
@@ -122,7 +126,7 @@ impl Parent {
         }
     }
 
-    /// Returns true if listing the extents may wait for a disk.
+    /// Returns true if listing the parent's extents may wait for a disk.
     pub fn may_wait(&self) -> bool {
         match self {
             Self::Nothing => false,
@@ -132,7 +136,7 @@ impl Parent {
         }
     }
 
-    /// Returns the number of devices below one another.
+    /// Returns the number of devices in the chain of parents.
     pub fn depth(&self) -> u32 {
         match self {
             Self::Nothing => 0,
@@ -151,18 +155,19 @@ impl Parent {
         }
     }
 
-    /// Returns the number of pages; the last one may be partial.
+    /// Returns the number of pages of the parent; the last one may be partial.
     pub fn pages(&self) -> u64 {
         self.size().div_ceil(PAGE)
     }
 
-    /// Reads a page that no layer above holds, with [`Base::read`] if it is on a base. Must not be
-    /// called under a pin.
+    /// Reads a page from the parent, with [`Base::read`] if the page is on a base. Returns 4096, or
+    /// less if the read must wait. Must not be called under a pin.
     pub fn read_page(&self, slot: u64, page: &mut Page) -> device::Result<usize> {
         if let Self::Device(base) = self {
             return base.read(slot * PAGE, page);
         }
-        // Look up the page on all levels at once: it may be loaded at the same time.
+        // Look up the page on all levels under one pin: it may be loaded from the file at the same
+        // time.
         match self.page(slot, page)? {
             ReadEnd::Complete => Ok(PAGE_BYTES),
             ReadEnd::MustWait => Ok(0),
@@ -171,7 +176,8 @@ impl Parent {
         }
     }
 
-    /// Reads from `offset` on what is in memory. Returns the bytes read and the reason for the end.
+    /// Reads bytes from `offset` on, as far as they are in memory. Returns the number of bytes read
+    /// and the reason why the read ended.
     pub fn read_resident<'a>(
         &'a self,
         pin: &Pin<'_>,
@@ -186,7 +192,7 @@ impl Parent {
         let looked = match self {
             _ if there == 0 => (0, ReadEnd::Complete),
             Self::Nothing | Self::Staged(_) => (0, ReadEnd::Complete),
-            // The base's read fills the part beyond its end with zeroes.
+            // `Base::read` fills the part beyond the base's end with zeroes.
             Self::Device(base) => return Ok((0, ReadEnd::Base(base, len))),
             Self::Snapshot(ram) => ram.0.read_resident(pin, offset, &mut into[..there])?,
         };
@@ -197,26 +203,27 @@ impl Parent {
         Ok((len, ReadEnd::Complete))
     }
 
-    /// Reads a page if it is in memory.
+    /// Reads a page if it is in memory. Returns [`ReadEnd::Complete`] then, or the reason why not.
     pub fn page(&self, slot: u64, page: &mut Page) -> device::Result<ReadEnd<'_>> {
         pin::pinned(|pin| self.read_resident(pin, slot * PAGE, page)).map(|(_, read_end)| read_end)
     }
 }
 
-/// Why a read of content in memory ended.
+/// Reason why a read of content in memory ended.
 pub(super) enum ReadEnd<'a> {
     Complete,
     MustWait,
-    /// The next bytes (their number) are on this base: another device, which must not be called
-    /// under a pin.
+    /// This number of next bytes is on this base. A base is another device, which must not be
+    /// called under a pin.
     Base(&'a Base, usize),
-    /// As [`Base`](Self::Base), for the next bytes of a staged file. Keeps the file open.
+    /// This number of next bytes is in a file of pages not loaded yet. The value keeps the file
+    /// open.
     Staged(Base, usize),
 }
 
 impl Inner {
-    /// Reads from `offset` on what is in memory, of a snapshot or of a device with a parent.
-    /// Returns the bytes read and the reason for the end.
+    /// Reads bytes of a snapshot, or of a device with a parent, from `offset` on, as far as they
+    /// are in memory. Returns the number of bytes read and the reason why the read ended.
     pub(super) fn read_resident<'a>(
         &'a self,
         pin: &Pin<'_>,
@@ -229,7 +236,7 @@ impl Inner {
             let at = offset + done as u64;
             let left = (into.len() - done) as u64;
             let (slot, from, n) = piece(at, left);
-            // Common case: the device has the page in its own layer.
+            // Common case: the page is in the device's own layer.
             if let Some(own) = view.own_page(slot) {
                 match self.pages.read_slot(own, from, &mut into[done..][..n]) {
                     Ok(result) => result?,
@@ -268,7 +275,7 @@ impl Inner {
 
 // ---- what is not loaded yet ----------------------------------------------------------------------
 
-/// A file with pages that are not loaded yet.
+/// A file with pages that are not loaded into memory yet.
 #[derive(Clone)]
 pub(super) struct StagedSource {
     pub source: Arc<dyn Source>,
@@ -276,20 +283,20 @@ pub(super) struct StagedSource {
 }
 
 impl StagedSource {
-    /// Returns true if this page is in the file and not loaded yet.
+    /// Returns true if the file has this page.
     pub fn has(&self, slot: u64) -> bool {
         self.source.run(slot, slot + 1).1
     }
 }
 
-/// The parent of a device until everything is loaded from its file.
+/// The parent of a device until all pages of its file are loaded.
 pub(super) struct Staged {
-    /// The file; `None` once everything is loaded. Readers use
+    /// The file; `None` when all its pages are loaded. Readers use
     /// [`active_source`](Self::active_source).
     pub source: Arc<Swap<Option<StagedSource>>>,
-    /// The parent below the file.
+    /// Parent for pages that the file does not have.
     pub below: Parent,
-    /// Not 0 after a rewind of the device: its content no longer includes the file.
+    /// Not 0 after a rewind of the device: the content of the device no longer includes the file.
     is_detached: AtomicU32,
 }
 
@@ -301,7 +308,7 @@ impl Staged {
         Self { source, below, is_detached: AtomicU32::new(0) }
     }
 
-    /// Returns a copy with its own detached flag; see [`Parent::of_device`].
+    /// Returns a copy with a detached flag of its own; see [`Parent::of_device`].
     pub fn of_device(&self) -> Self {
         Self { source: Arc::clone(&self.source), below: self.below.clone(), is_detached: AtomicU32::new(0) }
     }
@@ -312,7 +319,7 @@ impl Staged {
         self.is_detached.store(1, Ordering::Release);
     }
 
-    /// Returns the file, `None` if nothing is left to load.
+    /// Returns the file; `None` if all pages are loaded or the device is detached.
     pub fn active_source<'a>(&'a self, pin: &'a Pin<'_>) -> Option<&'a StagedSource> {
         // Acquire: pairs with the Release in `detach`.
         if self.is_detached.load(Ordering::Acquire) != 0 { None } else { self.source.load(pin).as_ref() }
@@ -324,7 +331,7 @@ impl Staged {
             || self.below.reaches(slot)
     }
 
-    /// Returns the first page in `[slot, end)` that is in the file.
+    /// Returns the first page in `[slot, end)` that is in the file; `None` if there is none.
     pub fn next(&self, slot: u64, end: u64) -> Option<u64> {
         pin::pinned(|pin| self.active_source(pin).and_then(|here| source::next_in(&*here.source, slot, end)))
     }

@@ -1,4 +1,4 @@
-//! The shared parts of a family.
+//! The shared parts of a family (devices that share a memory pool).
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub(super) struct FamilyParts {
     pub evict: Evict,
     pub auto: AutoRecompress,
     pub guarantees: Guarantees,
-    /// The settings at creation; `mem_limit` may have changed since.
+    /// Settings at creation of the family. The current `mem_limit` and full policy are in `pages`.
     pub config: Config,
 }
 
@@ -32,7 +32,8 @@ impl FamilyParts {
         }))
     }
 
-    /// Sets a device's cap (0: no cap) and guarantee.
+    /// Sets a device's own memory limit `cap` (0: no limit) and its guaranteed memory `least`, both
+    /// in bytes.
     ///
     /// # Errors
     /// As [`Guarantees::set`].

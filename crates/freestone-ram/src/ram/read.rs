@@ -1,4 +1,4 @@
-//! Reading the content of one slot.
+//! Reads of the content of one slot.
 
 use super::page_search::is_spillable;
 use super::pages::Pages;
@@ -7,15 +7,16 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Kind, SlotGuard, Word};
 
-/// The page is not available at once: its content is on the backing device or being read from
-/// there, a base would wait for a disk, or memory is only available after eviction.
+/// The operation on a page must wait. The content is on the backing device or being read from
+/// there, a base would block, or memory is available only after an eviction.
 pub(super) struct MustWait;
 
-/// Result of an operation on one page.
+/// Result of an operation on one page: the request must wait, or the operation succeeded or failed.
 pub(super) type PageResult<T = ()> = std::result::Result<Result<T>, MustWait>;
 
 impl Pages {
-    /// Reads `into.len()` bytes at byte `from` of a locked slot's page.
+    /// Reads the page of a locked slot, from byte `from` on, into `into`. Records the access in the
+    /// page's age.
     #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
     #[inline(always)]
     pub(super) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
@@ -29,14 +30,14 @@ impl Pages {
             let mut page = [0; PAGE_BYTES];
             self.load(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
         };
-        // Pages that are never evicted need no age.
+        // Only compressed and huge pages are evicted; others need no age.
         if is_spillable(word) {
             guard.publish(word.touched(self.ages.now()));
         }
         Ok(result)
     }
 
-    /// Reads the page of a locked slot, which must not be in flight.
+    /// Reads the whole page of a locked slot, which must be in memory.
     #[inline]
     pub(super) fn load(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
         let word = guard.word();
@@ -56,7 +57,7 @@ impl Pages {
         Ok(())
     }
 
-    /// Restores a page from a copy of a compressed or huge slot's object.
+    /// Restores a page from a copy of its object. `word` is the slot's word: compressed or huge.
     pub(super) fn unpack(&self, word: Word, object: &[u8], page: &mut [u8]) -> Result<()> {
         match word.kind() {
             Kind::Huge if object.len() == page.len() => {
@@ -71,7 +72,8 @@ impl Pages {
         }
     }
 
-    /// Restores a page from an object read from the backing device.
+    /// Restores a page from its object, read from the backing device. `held` is the slot's word
+    /// before the flight.
     pub(super) fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
         if held.spilled_bytes() == PAGE_BYTES {
             page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);

@@ -1,7 +1,8 @@
 //! Recompression of pages in memory with a secondary algorithm, by the kernel's rules:
 //!
-//! * A run uses one priority. It skips objects below the threshold, pages that are written back,
-//!   same-filled or marked incompressible, and objects of the same or a higher priority.
+//! * A run uses one secondary algorithm, given by its priority. The run skips objects below the
+//!   threshold, pages that are written back, same-filled or marked incompressible, and objects of
+//!   the same or a higher priority.
 //! * Largest objects come first.
 //! * The new object must be in a smaller size class, and below the threshold. A failure at the
 //!   highest configured priority marks the page incompressible until it is rewritten.
@@ -9,13 +10,13 @@
 //!
 //! Differences from the kernel: no slot is locked during compression, so requests are not delayed;
 //! a page accessed meanwhile stays as it is. The memory limit is enforced. The new object is stored
-//! before the old one is freed, so no failure loses a page. If the limit leaves no space for it,
-//! the pool is compacted, as freed objects are scattered. Pages still refused are retried at the
-//! end, if anything was freed since (the kernel exceeds the limit).
+//! before the old one is freed, so no failure loses a page. If the memory limit leaves no space for
+//! the new object, the pool is compacted, as freed objects are scattered. Pages that still find no
+//! space are retried at the end (the kernel exceeds the limit instead).
 //!
 //! A run is one pass over the pages present at its start, and ends regardless of concurrent writes.
 //!
-//! Lock order: `background` for the whole run; under it the order of requests.
+//! Lock order: [`Pages::background`] for the whole run, then the locks of the request path.
 
 use std::time::Duration;
 
@@ -33,36 +34,41 @@ use freestone_core::device;
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::{Arc, MutexGuard};
 
-/// Pages between two checks whether requests wait for memory, and the pause for them.
+/// Number of pages between two checks whether requests wait for memory, and the pause in which an
+/// eviction can run for these requests.
 const GIVE_WAY_PAGES: u64 = 64;
 const GIVE_WAY: Duration = Duration::from_millis(1);
-/// Maximum refused pages kept for a retry: 512 KiB of memory.
+/// Maximum number of pages that found no space and are listed for a retry. The list takes 512 KiB
+/// of memory.
 const REFUSED_MAX: usize = 1 << 16;
-/// Refused pages are retried while at least 1/`RETRY_SHARE` of them succeeded in the last round.
+/// Pages that found no space are retried while at least 1/`RETRY_SHARE` of them succeeded in the
+/// last round.
 const RETRY_SHARE: u64 = 64;
-/// Tag of slots picked by recompression. `background` excludes evictions and their tags.
+/// Tag of slots picked by recompression. Batches of evictions use the same tags, but `background`
+/// excludes evictions during a run.
 const TAG: u8 = 0;
 
 /// Selection and target of a recompression run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Recompress {
-    /// Restricts the run to pages of this kind.
+pub struct RecompressOptions {
+    /// Restricts the run to pages of this kind; `None` selects all pages.
     pub kind: Option<RecompressKind>,
-    /// Minimum object size in bytes, which the new object must be below; 0 means no threshold. Must be
-    /// below [`Scratch::BYTES`].
+    /// Size in bytes: smaller objects are skipped, and the new object must be smaller. 0 means no
+    /// threshold. Must be below [`Scratch::BYTES`].
     pub threshold: u32,
-    /// Maximum pages to try, successful or not.
+    /// Maximum number of pages to compress, successfully or not; `None` means no maximum.
     pub max_pages: Option<u64>,
-    /// Secondary algorithm; the lowest priority that has it.
+    /// Secondary algorithm. Without `priority`, the lowest priority with this algorithm is used.
     pub algo: Option<Algorithm>,
-    /// Priority of the secondary algorithm, 1 to 3; 1 if `algo` is not set either.
+    /// Priority of the secondary algorithm, 1 to 3. If neither `priority` nor `algo` is set,
+    /// priority 1 is used.
     pub priority: Option<u8>,
 }
 
-/// Selection of pages: the kernel's `type`.
+/// Kind of pages to recompress: the kernel's `type` parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecompressKind {
-    /// Pages marked idle.
+    /// Pages marked idle and not accessed since.
     Idle,
     /// Pages stored uncompressed.
     Huge,
@@ -72,32 +78,32 @@ pub enum RecompressKind {
 
 /// Result of a recompression run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Recompressed {
-    /// Pages that were compressed, except those that found no space.
+pub struct RecompressReport {
+    /// Number of pages that were compressed, except those whose new object found no space.
     pub tried: u64,
-    /// Pages now stored in a smaller object.
+    /// Number of pages that are now stored in a smaller object.
     pub shrunk: u64,
-    /// Pages that were marked incompressible.
+    /// Number of pages that were marked incompressible.
     pub incompressible: u64,
-    /// Bytes saved by smaller objects. Whole pages return to the system as spans become empty; the
-    /// rest after a compaction.
+    /// Bytes by which objects shrank. Pool memory returns to the system when spans become empty;
+    /// the rest returns after a compaction.
     pub saved_bytes: u64,
 }
 
-/// Reasons to refuse a run (the first five, EINVAL in the kernel; nothing is changed) or to end it
-/// early (pages already recompressed stay so).
+/// Reasons to refuse a recompression run or to end it early. The first five (EINVAL) refuse the
+/// run, and nothing is changed. After the others, pages already recompressed stay recompressed.
 #[derive(Debug, Clone, Copy, Error, PartialEq, Eq)]
 pub enum RecompressError {
-    /// The priority is not 1 to 3.
+    /// The priority is not in the range 1 to 3.
     #[error("priority={0} does not exist: secondary algorithms have 1 to {PRIORITIES}")]
     NoPriority(u8),
-    /// The priority has no algorithm.
+    /// No secondary algorithm is configured at this priority.
     #[error("priority={0} has no algorithm; recomp_algorithm sets one")]
     NotConfigured(u8),
-    /// No priority has the algorithm.
+    /// The algorithm is not configured at any priority.
     #[error("algo={0} is not a secondary algorithm of this disk; recomp_algorithm sets one")]
     NoAlgorithm(Algorithm),
-    /// The algorithm and the priority disagree.
+    /// The priority has another algorithm than the requested one.
     #[error("algo={algo} does not match priority={priority}, which is {configured}")]
     Mismatch {
         /// Requested algorithm.
@@ -107,16 +113,16 @@ pub enum RecompressError {
         /// Algorithm of that priority.
         configured: Algorithm,
     },
-    /// The threshold is above any object size.
+    /// The threshold is at or above the size of the largest compressed object.
     #[error("threshold={0} is beyond the largest compressed object; it must be below {line}", line = Scratch::BYTES)]
     Threshold(u32),
     /// The memory limit leaves no space for the new objects (ENOSPC; ENOMEM in the kernel).
     #[error("mem_limit leaves no space to store the smaller objects; raise it temporarily")]
     NoSpace,
-    /// The machine has no memory (ENOMEM).
+    /// The system has no memory left (ENOMEM).
     #[error("out of memory")]
     NoMemory,
-    /// An object is damaged (EIO).
+    /// The object of a page in memory is damaged (EIO).
     #[error("an object in memory cannot be decompressed")]
     Media,
     /// The caller cancelled the run (ECANCELED).
@@ -151,8 +157,8 @@ impl From<device::Error> for RecompressError {
     }
 }
 
-impl Recompress {
-    /// Returns the selected priority and its streams.
+impl RecompressOptions {
+    /// Returns the selected priority and the compression streams of its algorithm.
     fn target<'c>(&self, codecs: &'c Codecs) -> Result<(u8, &'c Streams), RecompressError> {
         if self.threshold as usize >= Scratch::BYTES {
             return Err(RecompressError::Threshold(self.threshold));
@@ -189,32 +195,34 @@ impl Recompress {
 }
 
 impl Ram {
-    /// Recompresses pages with a secondary algorithm; see the kernel's `recompress`. Requests
-    /// continue meanwhile; other runs and writebacks wait.
+    /// Recompresses the selected pages with a secondary algorithm, as the kernel's `recompress`.
+    /// Requests continue meanwhile; other recompression runs and writebacks of the family (devices
+    /// that share a memory pool) wait.
     ///
     /// # Errors
-    /// Fails if the selection does not fit the disk, or if the run ends early.
+    /// Fails if the selected algorithm is not configured, or if the run ends early. The error
+    /// includes the report of the pages recompressed so far.
     pub fn recompress(
         &self,
-        selection: &Recompress,
-    ) -> Result<Recompressed, (Recompressed, RecompressError)> {
-        self.recompress_watched(selection, &mut |_, _| true)
+        selection: &RecompressOptions,
+    ) -> Result<RecompressReport, (RecompressReport, RecompressError)> {
+        self.recompress_with_progress(selection, &mut |_, _| true)
     }
 
     /// As [`recompress`](Self::recompress), with progress. `watch` receives the bytes of the pages
-    /// visited and of all selected pages, also while waiting for another run. The run ends when
-    /// `watch` returns false.
+    /// visited and of all selected pages. `watch` is called also while this run waits for another.
+    /// The run ends when `watch` returns false.
     ///
     /// # Errors
     /// As [`recompress`](Self::recompress), and [`RecompressError::Cancelled`].
-    pub fn recompress_watched(
+    pub fn recompress_with_progress(
         &self,
-        selection: &Recompress,
+        selection: &RecompressOptions,
         watch: &mut dyn FnMut(u64, u64) -> bool,
-    ) -> Result<Recompressed, (Recompressed, RecompressError)> {
+    ) -> Result<RecompressReport, (RecompressReport, RecompressError)> {
         let (family, pages, layer) = (&*self.0.family, &*self.0.pages, self.0.layer());
         let target = selection.target(&pages.codecs);
-        let fail = |error| (Recompressed::default(), error);
+        let fail = |error| (RecompressReport::default(), error);
         let (priority, streams) = target.map_err(fail)?;
         let turn = pages.lock_background(&mut || !watch(0, 0));
         let turn = turn.ok_or(fail(RecompressError::Cancelled))?;
@@ -232,8 +240,8 @@ impl Ram {
             last_slot: self.0.slots() - 1,
             target: &target,
             max_pages: selection.max_pages.unwrap_or(u64::MAX),
-            done: Recompressed::default(),
-            room: RecompressSpace::default(),
+            done: RecompressReport::default(),
+            space: RecompressSpace::default(),
             refused: Vec::new(),
             gave_up: false,
             turn: Some(turn),
@@ -249,14 +257,15 @@ impl Ram {
 pub(super) struct Target<'a> {
     pub priority: u8,
     pub streams: &'a Streams,
-    /// Whether a failure marks the page incompressible.
+    /// True if `priority` is the highest of the family: a page that does not shrink is then marked
+    /// incompressible.
     pub is_last: bool,
     pub threshold: usize,
     pub clears_idle: bool,
 }
 
 impl Target<'_> {
-    /// Returns true if the rules allow an attempt on a slot with this word.
+    /// Returns true if the page of a slot with this word may be recompressed with this target.
     pub fn may_shrink(&self, word: Word) -> bool {
         is_spillable(word)
             && word.algorithm() < usize::from(self.priority)
@@ -270,27 +279,27 @@ impl Target<'_> {
 
 struct Run<'a> {
     pages: &'a Pages,
-    /// The run ends if a reset replaces this layer.
+    /// Layer of the device at the start. The run ends if a reset replaces this layer.
     layer: Arc<Layer>,
     last_slot: u64,
     target: &'a Target<'a>,
     max_pages: u64,
-    done: Recompressed,
-    room: RecompressSpace,
-    /// Pages that found no space, to be retried.
+    done: RecompressReport,
+    space: RecompressSpace,
+    /// Slots of pages that found no space, to be retried.
     refused: Vec<u64>,
-    /// Whether some refused pages were given up.
+    /// True if some pages that found no space are not retried any more.
     gave_up: bool,
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
-    /// Number of pages that the run may visit.
+    /// Number of pages that the run may visit, for progress reports.
     all: u64,
     watch: &'a mut dyn FnMut(u64, u64) -> bool,
 }
 
 impl Run<'_> {
-    /// Reports progress now and then, and lets an eviction run if requests wait for memory. Returns
-    /// false if the run was cancelled.
+    /// Reports progress every `GIVE_WAY_PAGES` pages, and lets an eviction run if requests wait for
+    /// memory. Returns false if the run was cancelled.
     fn give_way(&mut self) -> bool {
         let (visited, all) = (self.visited.min(self.all) * PAGE, self.all * PAGE);
         self.visited += 1;
@@ -299,7 +308,7 @@ impl Run<'_> {
         }
         if self.visited > 1 && self.pages.keeper.is_wanted() {
             self.turn = None;
-            self.pages.memory_freed();
+            self.pages.wake_memory_waiters();
             freestone_core::sync::thread::sleep(GIVE_WAY);
             self.turn = self.pages.lock_background(&mut || !(self.watch)(visited, all));
             return self.turn.is_some();
@@ -307,12 +316,12 @@ impl Run<'_> {
         (self.watch)(visited, all)
     }
 
-    /// Makes one pass over the present pages, and retries those that found no space.
+    /// Makes one pass over the pages present at the start, and retries those that found no space.
     fn run_pass(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
         let (layer, everything) = (Arc::clone(&self.layer), [0..=self.last_slot]);
         let mut sizes = Sizes::default();
-        // If the slots are not all listed at once, later lists include new pages: limit the
-        // attempts to the present number.
+        // If not all slots fit in one list, later lists include pages written meanwhile: limit the
+        // attempts to the number of pages present now.
         let mut left = 0_u64;
         layer.for_each_candidate(&everything, wants, |_, word| {
             sizes.count(word);
@@ -327,9 +336,9 @@ impl Run<'_> {
             }
             let attempt = self.try_next(slot, wants, &mut outcome);
             left -= u64::from(!matches!(attempt, None | Some(Attempt::Skipped)));
-            if attempt == Some(Attempt::NoRoom) {
+            if attempt == Some(Attempt::NoSpace) {
                 self.refused.push(slot);
-                if self.room.is_exhausted() || self.refused.len() >= REFUSED_MAX {
+                if self.space.is_exhausted() || self.refused.len() >= REFUSED_MAX {
                     return self.retry_refused(wants, &mut outcome);
                 }
             }
@@ -344,9 +353,9 @@ impl Run<'_> {
         }
     }
 
-    /// Retries refused pages in rounds while that succeeds for enough of them, and gives up the
-    /// rest. The list only shrinks, so this ends regardless of concurrent writes. Returns true if
-    /// the run continues.
+    /// Retries pages that found no space, in rounds, while enough of them succeed, and gives up the
+    /// rest. The list of pages only shrinks, so the rounds end regardless of concurrent writes.
+    /// Returns false if the run must end.
     fn retry_refused(
         &mut self,
         wants: &impl Fn(Word) -> bool,
@@ -355,27 +364,28 @@ impl Run<'_> {
         let at_first = self.done.shrunk;
         let mut refused = std::mem::take(&mut self.refused);
         while !refused.is_empty() {
-            self.room.reset_refusals();
+            self.space.reset_refusals();
             let (before, asked) = (self.done.shrunk, refused.len() as u64);
             let mut again = Vec::new();
             for slot in refused {
                 match self.try_next(slot, wants, outcome) {
                     None => return false,
-                    Some(Attempt::NoRoom) => again.push(slot),
+                    Some(Attempt::NoSpace) => again.push(slot),
                     Some(_) => {}
                 }
             }
             refused = again;
             if (self.done.shrunk - before) * RETRY_SHARE < asked {
                 self.gave_up |= !refused.is_empty();
-                self.room.reset_refusals();
+                self.space.reset_refusals();
                 return refused.is_empty() || self.done.shrunk > at_first;
             }
         }
         true
     }
 
-    /// Tries a page; `None` if the run must end.
+    /// Tries to recompress the page of a slot. Returns `None` if the run must end; `outcome` then
+    /// has the error, if any.
     fn try_next(
         &mut self,
         slot: u64,
@@ -400,32 +410,33 @@ impl Run<'_> {
 
     fn try_slot(&mut self, slot: u64, wants: &impl Fn(Word) -> bool) -> device::Result<Attempt> {
         let mut attempt = self.target.recompress(self.pages, &self.layer, slot, wants)?;
-        if attempt == Attempt::NoRoom && self.room.is_worth_compacting() && self.pages.compact() > 0 {
+        if attempt == Attempt::NoSpace && self.space.is_worth_compacting() && self.pages.compact() > 0 {
             attempt = self.target.recompress(self.pages, &self.layer, slot, wants)?;
         }
         self.done.count(attempt);
-        self.room.count(attempt);
+        self.space.count(attempt);
         Ok(attempt)
     }
 }
 
-impl Recompressed {
+impl RecompressReport {
     pub(super) fn count(&mut self, attempt: Attempt) {
-        self.tried += u64::from(!matches!(attempt, Attempt::Skipped | Attempt::NoRoom | Attempt::Reset));
+        self.tried += u64::from(!matches!(attempt, Attempt::Skipped | Attempt::NoSpace | Attempt::Reset));
         match attempt {
             Attempt::Shrunk { from, to } => {
                 self.shrunk += 1;
                 self.saved_bytes += (from - to) as u64;
             }
             Attempt::FailedForGood => self.incompressible += 1,
-            Attempt::Skipped | Attempt::Failed | Attempt::NoRoom | Attempt::Reset => {}
+            Attempt::Skipped | Attempt::Failed | Attempt::NoSpace | Attempt::Reset => {}
         }
     }
 }
 
 // ---- one page -----------------------------------------------------------------------------------
 
-/// Returns the highest priority that a family has, or will have in the automatic mode.
+/// Returns the highest priority at which a family has an algorithm, or will have one with automatic
+/// recompression.
 fn highest_priority(codecs: &Codecs, is_auto: bool) -> u8 {
     match codecs.secondary().next_back() {
         _ if is_auto => PRIORITIES as u8,
@@ -435,11 +446,11 @@ fn highest_priority(codecs: &Codecs, is_auto: bool) -> u8 {
 }
 
 impl Target<'_> {
-    /// Recompresses the page of a slot if its word is still wanted. Needs `background`.
+    /// Recompresses the page of a slot if its word is still wanted. The caller must hold
+    /// [`Pages::background`].
     ///
     /// The slot is locked only briefly, to copy its object and to pick the slot. A write or discard
-    /// clears the mark, and the result is then dropped.
-    /// dropped.
+    /// clears the mark; the new object is then dropped.
     pub fn recompress(
         &self,
         pages: &Pages,
@@ -461,7 +472,8 @@ impl Target<'_> {
         object.copy_from_slice(pages.pool.object(&guard));
         let old = found.with_idle(found.is_idle() && !self.clears_idle);
         guard.publish(old.picked(TAG));
-        // Publishes the new word if the page was not changed, and returns true then.
+        // Unpicks the slot and publishes the word that `new` returns, unless the page was changed
+        // meanwhile. Returns true if the word was published.
         let finish = |new: &dyn Fn(Word) -> Word| {
             let guard = leaf.lock(slot);
             let now = guard.word();
@@ -471,7 +483,7 @@ impl Target<'_> {
             if unchanged {
                 let new = new(now.unpicked(old.age()));
                 guard.publish(new);
-                // Compaction may have moved the object: free that of the current word.
+                // Compaction may have moved the old object: free the object of the current word.
                 if new.object() != now.object() {
                     pages.release(now);
                     layer.account(&pages.layers, now, new);
@@ -502,9 +514,9 @@ impl Target<'_> {
             match pages.pool.store(new, layer.owner(slot), pages.layers.pages_reserved_for_others(layer)) {
                 Ok(location) => location,
                 Err(error) => {
-                    // The page may be retried.
+                    // Keep the idle mark: the page may be retried.
                     finish(&|word| word.with_idle(found.is_idle()));
-                    return if error == device::Error::NoSpace { Ok(Attempt::NoRoom) } else { Err(error) };
+                    return if error == device::Error::NoSpace { Ok(Attempt::NoSpace) } else { Err(error) };
                 }
             };
         let stored = |word: Word| {

@@ -1,20 +1,21 @@
-//! Results of recompressing pages, and when to compact a pool that is at its limit.
+//! Results of recompressing pages, and when to compact a pool that is at its memory limit.
 
 use super::PAGE;
 
-/// Successive pages refused by the memory limit before [`RecompressSpace::is_exhausted`].
+/// Number of successive pages that the memory limit must refuse before
+/// [`RecompressSpace::is_exhausted`] returns true.
 const REFUSALS_MAX: u32 = 4096;
-/// Maximum bytes that must be freed before the next compaction, and minimum bytes saved for an
-/// automatic one. The first threshold doubles from one page on: the space freed by one page may hold
-/// the next two objects.
+/// Upper limit of `compact_after`, and the minimum of saved bytes for an automatic compaction.
+/// `compact_after` doubles with each compaction, from one page on, as the space freed by one page
+/// may hold the next two objects.
 const COMPACT_AFTER_BYTES: u64 = 1 << 20;
-/// Automatic compaction needs freed bytes of at least pool size / `COMPACT_SHARE`.
+/// An automatic compaction needs at least 1/`COMPACT_SHARE` of the pool's bytes saved.
 const COMPACT_SHARE: u64 = 64;
 
 /// Result of recompressing one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attempt {
-    /// The page is not selected any more, or was accessed meanwhile.
+    /// Nothing was compressed: the page is not selected any more.
     Skipped,
     Shrunk {
         from: usize,
@@ -22,26 +23,26 @@ pub(super) enum Attempt {
     },
     Failed,
     FailedForGood,
-    /// The limit leaves no space for the smaller object.
-    NoRoom,
+    /// The memory limit leaves no space for the smaller object.
+    NoSpace,
     Reset,
 }
 
-/// Accounting of freed space in a pool that is at its limit.
+/// Accounting of freed space in a pool that is at its memory limit, to decide when to compact.
 #[derive(Default)]
 pub(super) struct RecompressSpace {
-    /// Bytes that must be freed before the next compaction.
+    /// Bytes that must be freed since the last compaction before the next is worthwhile.
     compact_after: u64,
-    /// Bytes of replaced objects since the last compaction, and the part of them that new objects
-    /// do not use.
+    /// Bytes of the objects replaced since the last compaction, and how much smaller their new
+    /// objects are in total.
     freed_since: u64,
     saved_since: u64,
     refused_in_a_row: u32,
 }
 
 impl RecompressSpace {
-    /// Returns true if enough was freed for a compaction to gain pages. The caller must then
-    /// compact.
+    /// Returns true if enough bytes were freed for a compaction to free pages. The caller must then
+    /// compact, as the counts restart.
     pub fn is_worth_compacting(&mut self) -> bool {
         if self.freed_since < self.compact_after {
             return false;
@@ -53,7 +54,7 @@ impl RecompressSpace {
 
     pub fn count(&mut self, attempt: Attempt) {
         match attempt {
-            Attempt::NoRoom => self.refused_in_a_row += 1,
+            Attempt::NoSpace => self.refused_in_a_row += 1,
             Attempt::Shrunk { from, to } => {
                 self.refused_in_a_row = 0;
                 self.freed_since += from as u64;
@@ -67,7 +68,7 @@ impl RecompressSpace {
         self.refused_in_a_row >= REFUSALS_MAX
     }
 
-    /// Resets the refusals, for another attempt when space may be free.
+    /// Resets the refusals, so that refused pages can be retried.
     pub fn reset_refusals(&mut self) {
         (self.refused_in_a_row, self.compact_after) = (0, 0);
     }

@@ -1,4 +1,4 @@
-//! Tests of the kernel's recompression rules, and recompression under traffic.
+//! Tests of the kernel's recompression rules, and of recompression with concurrent requests.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,15 +12,16 @@ use freestone_core::device::{Blocking, Flags};
 const LZ4: Algorithm = Algorithm::Lz4;
 const ZSTD: Algorithm = Algorithm::Zstd;
 
-/// Creates a disk that compresses new pages with lz4.
+/// Creates a disk of `pages` pages that compresses new pages with lz4 and has these secondary
+/// algorithms.
 fn disk(pages: u64, secondary: [Option<Algorithm>; 3]) -> Ram {
     let recomp_algorithms =
         secondary.map(|s| s.map(|algorithm| Secondary { algorithm, params: Params::default() }));
     Ram::new(Config { recomp_algorithms, ..config(pages * PAGE) }).unwrap()
 }
 
-/// A page that compresses better with zstd than with lz4: `words` of its 8-byte words are from a
-/// small vocabulary of letters, the others are noise.
+/// Returns a page that compresses better with zstd than with lz4. `words` of its 8-byte words are
+/// from a small vocabulary of letters; the others are noise.
 fn page(seed: u64, words: usize) -> Page {
     let letters = content(3, 7, 512);
     let noise = content(5, seed, PAGE_BYTES);
@@ -50,11 +51,11 @@ fn change(ram: &Ram, slot: u64, change: impl Fn(Word) -> Word) {
     guard.publish(change(word));
 }
 
-fn all() -> Recompress {
-    Recompress::default()
+fn all() -> RecompressOptions {
+    RecompressOptions::default()
 }
 
-/// Checks statistics, pool use and marks against the slots.
+/// Checks the statistics and the pool's use against the slots, and that no slot is picked.
 fn check_books(ram: &Ram) {
     let (mut stored, mut huge) = (0, 0);
     ram.0.layer().for_each_candidate(&[0..=ram.0.slots() - 1], &|_| true, |slot, word| {
@@ -103,8 +104,8 @@ fn recompress_shrinks_pages_and_keeps_content() {
         assert!(read(&ram, slot as u64) == data[..], "slot {slot}");
     }
     check_books(&ram);
-    // A second run finds nothing to do.
-    assert_eq!(ram.recompress(&all()).unwrap(), Recompressed::default());
+    // A second run finds no page to recompress.
+    assert_eq!(ram.recompress(&all()).unwrap(), RecompressReport::default());
 }
 
 #[test]
@@ -112,12 +113,12 @@ fn recompress_failure_marks_page_incompressible() {
     let ram = disk(4, [Some(ZSTD), Some(LZ4), None]);
     let noise = content(5, 1, PAGE_BYTES);
     write(&ram, 0, &noise);
-    let failed = Recompressed { tried: 1, ..Recompressed::default() };
-    // Another algorithm may still succeed.
+    let failed = RecompressReport { tried: 1, ..RecompressReport::default() };
+    // A failure at priority 1 marks nothing, as the algorithm at priority 2 may still succeed.
     assert_eq!(ram.recompress(&all()).unwrap(), failed);
     assert_eq!(ram.recompress(&all()).unwrap(), failed);
-    let second = Recompress { priority: Some(2), ..all() };
-    assert_eq!(ram.recompress(&second).unwrap(), Recompressed { incompressible: 1, ..failed });
+    let second = RecompressOptions { priority: Some(2), ..all() };
+    assert_eq!(ram.recompress(&second).unwrap(), RecompressReport { incompressible: 1, ..failed });
     assert!(word(&ram, 0).is_incompressible());
     assert_eq!(ram.recompress(&second).unwrap().tried, 0);
     assert_eq!(ram.recompress(&all()).unwrap().tried, 0);
@@ -140,7 +141,7 @@ fn auto_mode_counts_as_highest_priority() {
 
 #[test]
 fn recompress_needs_smaller_class() {
-    // The same algorithm produces the same object.
+    // The secondary algorithm is the same as the primary, so objects cannot shrink.
     let ram = disk(100, [Some(LZ4), None, None]);
     for slot in 0..100 {
         write(&ram, slot, &page(slot, 400));
@@ -151,7 +152,7 @@ fn recompress_needs_smaller_class() {
 
 #[test]
 fn recompress_selects_page_kinds() {
-    let kinds = |kind| Recompress { kind: Some(kind), ..all() };
+    let kinds = |kind| RecompressOptions { kind: Some(kind), ..all() };
     let make = || {
         let ram = disk(8, [Some(ZSTD), None, None]);
         for slot in 0..4 {
@@ -169,7 +170,7 @@ fn recompress_selects_page_kinds() {
         }
         ram
     };
-    let shrunk = |what: &Recompress| {
+    let shrunk = |what: &RecompressOptions| {
         let ram = make();
         ram.recompress(what).unwrap();
         (0..4).filter(|&slot| word(&ram, slot).algorithm() == 1).collect::<Vec<_>>()
@@ -188,7 +189,7 @@ fn recompress_clears_idle_and_keeps_age() {
     for slot in 0..2 {
         change(&ram, slot, |word| word.with_idle(true).with_age(33));
     }
-    let done = ram.recompress(&Recompress { kind: Some(RecompressKind::Idle), ..all() }).unwrap();
+    let done = ram.recompress(&RecompressOptions { kind: Some(RecompressKind::Idle), ..all() }).unwrap();
     assert_eq!((done.tried, done.shrunk), (2, 1));
     for slot in 0..2 {
         assert!(!word(&ram, slot).is_idle());
@@ -204,9 +205,9 @@ fn recompress_threshold_bounds_both_objects() {
     }
     let sizes = [0, 1, 2, 3].map(|slot| word(&ram, slot).stored_bytes());
     assert!(sizes.is_sorted(), "{sizes:?}");
-    // Only the largest two are tried.
+    // Only the two largest objects reach the threshold.
     let threshold = sizes[2] as u32;
-    let done = ram.recompress(&Recompress { threshold, ..all() }).unwrap();
+    let done = ram.recompress(&RecompressOptions { threshold, ..all() }).unwrap();
     assert_eq!(done.tried, 2);
     for slot in 0..2 {
         assert_eq!(
@@ -216,26 +217,27 @@ fn recompress_threshold_bounds_both_objects() {
     }
     for slot in 2..4 {
         let word = word(&ram, slot);
-        // The threshold's rule in both directions.
+        // A page is recompressed if its new object is below the threshold, and is marked
+        // incompressible otherwise.
         assert_eq!(word.algorithm() == 1, word.stored_bytes() < threshold as usize, "{word:?}");
         assert_eq!(word.algorithm() == 0, word.is_incompressible());
     }
-    // An object that shrinks, but not below the threshold, is a failure.
+    // An object that shrinks, but not to below the threshold, counts as a failure.
     let ram = disk(8, [Some(ZSTD), None, None]);
     write(&ram, 0, &content(3, 1, PAGE_BYTES));
-    let done = ram.recompress(&Recompress { threshold: 1000, ..all() }).unwrap();
+    let done = ram.recompress(&RecompressOptions { threshold: 1000, ..all() }).unwrap();
     assert_eq!((done.tried, done.shrunk, done.incompressible), (1, 0, 1));
     let line = Scratch::BYTES as u32;
     assert_eq!(
-        ram.recompress(&Recompress { threshold: line, ..all() }),
-        Err((Recompressed::default(), RecompressError::Threshold(line)))
+        ram.recompress(&RecompressOptions { threshold: line, ..all() }),
+        Err((RecompressReport::default(), RecompressError::Threshold(line)))
     );
-    assert!(ram.recompress(&Recompress { threshold: line - 1, ..all() }).is_ok());
+    assert!(ram.recompress(&RecompressOptions { threshold: line - 1, ..all() }).is_ok());
 }
 
 #[test]
 fn recompress_tries_largest_objects_first() {
-    // More pages than a test's window holds, in several sizes.
+    // Write more pages than the list of slots holds in tests, in several sizes.
     let ram = disk(700, [Some(ZSTD), None, None]);
     for slot in 0..700 {
         match slot % 7 {
@@ -244,10 +246,10 @@ fn recompress_tries_largest_objects_first() {
         }
     }
     let sizes: Vec<usize> = (0..700).map(|slot| word(&ram, slot).stored_bytes()).collect();
-    assert_eq!(ram.recompress(&Recompress { max_pages: Some(0), ..all() }).unwrap().tried, 0);
-    let done = ram.recompress(&Recompress { max_pages: Some(250), ..all() }).unwrap();
+    assert_eq!(ram.recompress(&RecompressOptions { max_pages: Some(0), ..all() }).unwrap().tried, 0);
+    let done = ram.recompress(&RecompressOptions { max_pages: Some(250), ..all() }).unwrap();
     assert_eq!(done.tried, 250);
-    // A hundred pages of noise come first and fail.
+    // The largest objects are tried first: a hundred pages of noise, which fail.
     assert!(done.incompressible >= 100 && done.shrunk > 0, "{done:?}");
     assert_eq!(done.shrunk + done.incompressible, 250);
     let tried = |slot: u64| word(&ram, slot).algorithm() == 1 || word(&ram, slot).is_incompressible();
@@ -263,7 +265,7 @@ fn recompress_finds_algorithm_by_name_or_priority() {
     let hc = Algorithm::Lz4hc;
     let ram = disk(4, [None, Some(ZSTD), Some(ZSTD)]);
     let run = |ram: &Ram, algo, priority| {
-        ram.recompress(&Recompress { algo, priority, ..all() }).map_err(|(_, error)| error)
+        ram.recompress(&RecompressOptions { algo, priority, ..all() }).map_err(|(_, error)| error)
     };
     assert_eq!(run(&ram, None, None), Err(RecompressError::NotConfigured(1)), "the default is 1");
     assert_eq!(run(&ram, None, Some(0)), Err(RecompressError::NoPriority(0)));
@@ -276,7 +278,7 @@ fn recompress_finds_algorithm_by_name_or_priority() {
     write(&ram, 0, &page(1, 400));
     assert_eq!(run(&ram, Some(ZSTD), None).unwrap().shrunk, 1);
     assert_eq!(word(&ram, 0).algorithm(), 2, "the first that has it");
-    // The page has this or a higher priority.
+    // The page was already recompressed with this or a higher priority.
     assert_eq!(run(&ram, None, Some(2)).unwrap().tried, 0);
     write(&ram, 1, &page(2, 400));
     assert_eq!(run(&ram, Some(ZSTD), Some(3)).unwrap().tried, 2);
@@ -288,10 +290,10 @@ fn recompress_finds_algorithm_by_name_or_priority() {
 fn recompress_damaged_object_ends_run() {
     let ram = disk(4, [None, Some(ZSTD), None]);
     write(&ram, 0, &page(1, 400));
-    // The object claims an unset algorithm.
+    // Damage the page: its word names an algorithm that is not configured.
     change(&ram, 0, |word| Word::compressed(word.location(), word.stored_bytes() as u32, 1));
     let before = word(&ram, 0);
-    let (done, error) = ram.recompress(&Recompress { priority: Some(2), ..all() }).unwrap_err();
+    let (done, error) = ram.recompress(&RecompressOptions { priority: Some(2), ..all() }).unwrap_err();
     assert_eq!(done.shrunk, 0);
     assert_eq!((error, error.errno()), (RecompressError::Media, libc::EIO));
     assert_eq!(word(&ram, 0), before);
@@ -331,7 +333,7 @@ fn recompress_without_space_fails_and_keeps_content() {
     let before = ram.mm_stat().compr_data_size;
     ram.set_mem_limit(PAGE);
     let (done, error) = ram.recompress(&all()).unwrap_err();
-    assert_eq!(done, Recompressed::default());
+    assert_eq!(done, RecompressReport::default());
     assert_eq!((error, error.errno()), (RecompressError::NoSpace, libc::ENOSPC));
     assert_eq!(ram.mm_stat().compr_data_size, before);
     ram.set_mem_limit(0);
@@ -358,8 +360,8 @@ fn recompress_with_writers_keeps_content() {
                     let n = (round * 31 % PAGES) as usize;
                     let slot = thread * PAGES + n as u64;
                     assert!(read(ram, slot) == model[n], "thread {thread}, round {round}");
-                    // Often the same number of words, so that sizes and classes are equal and only
-                    // bytes differ.
+                    // Mostly write pages with the same number of words, so that sizes and classes
+                    // are equal and only the bytes differ.
                     match round % 8 {
                         0 => {
                             ram.discard(slot * PAGE, PAGE).unwrap();
@@ -395,7 +397,8 @@ fn recompress_with_writers_keeps_content() {
         let run_time = std::time::Duration::from_millis(effort(200, 1500));
         let patience = std::time::Duration::from_secs(60);
         while began.elapsed() < run_time || (shrunk <= 100 && began.elapsed() < patience) {
-            shrunk += ram.recompress(&Recompress { priority: Some(priority), ..all() }).unwrap().shrunk;
+            shrunk +=
+                ram.recompress(&RecompressOptions { priority: Some(priority), ..all() }).unwrap().shrunk;
             priority = 3 - priority;
         }
         stop.store(true, Ordering::SeqCst);

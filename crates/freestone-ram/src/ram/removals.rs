@@ -1,5 +1,5 @@
-//! Removals in progress: layers that are being freed, and removed devices that have not retired
-//! their layers yet.
+//! Removals in progress: layers (slot tables) that are being freed, and removed devices whose
+//! layers are not queued for freeing yet.
 
 use std::collections::VecDeque;
 
@@ -10,42 +10,44 @@ use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS};
 use freestone_core::sync::{Arc, AtomicU64, Mutex, Ordering};
 
-/// Layers that are being freed, by any number of threads. Lock order: taken only to choose or
-/// finish a leaf, with no slot locked under it.
+/// Layers that are being freed, by any number of threads. Lock order: held only to choose or finish
+/// a leaf; no slot is locked meanwhile.
 #[derive(Default)]
 pub(super) struct Retiring(Mutex<VecDeque<Draining>>);
 
 struct Draining {
     layer: Arc<Layer>,
     next: u64,
-    /// Threads that free leaves of this layer.
+    /// Number of threads that free leaves of this layer now.
     busy: u32,
-    /// Leaves to visit again, as a page was in flight from the backing device.
+    /// First slots of leaves to visit again, as a page was in flight from the backing device.
     revisit: Vec<u64>,
 }
 
-/// Result of a freeing step.
+/// Result of freeing one leaf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     Freed,
-    /// Other threads free the rest, or it is in flight from the backing device.
+    /// Nothing was freed: other threads free the remaining pages, or these are in flight from the
+    /// backing device.
     Later,
     Nothing,
 }
 
 impl Retiring {
-    /// Queues a layer for freeing; no request can reach it any more.
+    /// Queues a layer for freeing. No request can reach the layer any more.
     pub fn add(&self, layer: Arc<Layer>) {
         self.0.lock().push_back(Draining { layer, next: 0, busy: 0, revisit: Vec::new() });
     }
 
-    /// Drops the queue: the family's memory is freed as a whole.
+    /// Drops the queue, because the family's memory is about to be freed as a whole.
     pub fn clear(&self) {
         let all = std::mem::take(&mut *self.0.lock());
         drop(all);
     }
 
-    /// Takes a leaf for the caller to free: its layer and first slot.
+    /// Returns the layer and first slot of a leaf, which the caller must free. Without such a leaf
+    /// returns [`Step::Later`] or [`Step::Nothing`].
     pub fn take_leaf(&self) -> Result<(Arc<Layer>, u64), Step> {
         let mut queue = self.0.lock();
         for draining in queue.iter_mut() {
@@ -65,8 +67,8 @@ impl Retiring {
         Err(if queue.is_empty() { Step::Nothing } else { Step::Later })
     }
 
-    /// Ends the freeing of a leaf; `left` if pages in flight remain. Returns true if the layer is
-    /// empty.
+    /// Ends the freeing of a leaf. `left`: pages in flight remain in the leaf. Returns true if the
+    /// whole layer is freed.
     pub fn finish_leaf(&self, layer: &Arc<Layer>, start: u64, left: bool) -> bool {
         let mut queue = self.0.lock();
         let Some(at) = queue.iter().position(|draining| Arc::ptr_eq(&draining.layer, layer)) else {
@@ -90,7 +92,7 @@ impl Retiring {
         self.0.lock().is_empty()
     }
 
-    /// Returns true if a thread is freeing a leaf.
+    /// Returns true if a thread is freeing a leaf now.
     pub fn is_busy(&self) -> bool {
         self.0.lock().iter().any(|draining| draining.busy > 0)
     }
@@ -100,42 +102,43 @@ impl Retiring {
     }
 }
 
-/// Removals that have not retired their layers yet: removed devices the cleaner must process first,
-/// and rewinds. A removal that is no longer `pending` is already counted in `ended`, and its pages
-/// are in [`Retiring`].
+/// Removals whose layers are not in [`Retiring`] yet: removed devices that the cleaner thread has
+/// not processed, and rewinds. A removal that is no longer `pending` is already counted in `ended`,
+/// and its layers are in [`Retiring`].
 ///
 /// Lock order: `waiting` is a leaf lock.
 #[derive(Default)]
 pub(super) struct Removals {
     pending: AtomicU64,
     ended: AtomicU64,
-    /// Requests to retry after the next end of a removal. Every removal ends, so no request waits
-    /// for ever.
+    /// Requests to retry when the next removal ends. Every removal ends, so no request waits for
+    /// ever.
     waiting: Mutex<Vec<(Ram, Job)>>,
 }
 
-/// How a write without memory proceeds.
+/// How a write that found no memory proceeds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SpaceRetry {
     No,
-    /// Retry now: a removal ended since the last attempt.
+    /// Retry now: a removal ended since the last attempt, and may have freed memory.
     Now,
-    /// Retry later: a removal is pending.
+    /// Retry when a removal ends: at least one is pending.
     AfterRemoval,
 }
 
 impl Removals {
-    /// Makes writes without memory wait.
+    /// Begins a removal: writes that find no memory wait for its end.
     pub fn begin(&self) {
         self.pending.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Counts a removal that freed more memory after it stopped being pending.
+    /// Counts a removal as ended once more after it freed more memory, so that writes that found no
+    /// memory retry.
     pub fn count_progress(&self) {
         self.ended.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Ends a pending removal. Returns the requests to retry.
+    /// Ends a pending removal. Returns the waiting requests, which the caller must retry.
     pub fn end(&self) -> Vec<(Ram, Job)> {
         self.ended.fetch_add(1, Ordering::SeqCst);
         self.pending.fetch_sub(1, Ordering::SeqCst);
@@ -146,8 +149,8 @@ impl Removals {
         self.pending.load(Ordering::SeqCst) > 0
     }
 
-    /// Returns how a write without memory proceeds. `ended` is the count at the request's previous
-    /// attempt, initially 0.
+    /// Returns how a write that found no memory proceeds. `ended` is the number of ended removals
+    /// at the request's previous attempt, initially 0; it is updated.
     pub fn space_retry(&self, ended: &mut u64) -> SpaceRetry {
         if self.pending.load(Ordering::SeqCst) > 0 {
             if mutants::on(Mutant::FalseNoSpace) {
@@ -159,10 +162,12 @@ impl Removals {
         if *ended == before { SpaceRetry::No } else { SpaceRetry::Now }
     }
 
-    /// Queues a request until a removal ends. Returns the request if none is pending any more.
+    /// Queues a request until a removal ends. Returns the request if no removal is pending any
+    /// more.
     pub fn wait(&self, ram: &Ram, job: Job) -> Option<Job> {
         let mut waiting = self.waiting.lock();
-        // A thread that ends a removal takes this list afterwards.
+        // Check under the lock: a thread that ends a removal decrements `pending` before it takes
+        // this list.
         if self.pending.load(Ordering::SeqCst) == 0 {
             return Some(job);
         }

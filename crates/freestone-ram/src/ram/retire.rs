@@ -1,9 +1,11 @@
-//! Background freeing of unused layers after a rewind, a reset or a removal.
+//! Background freeing of unused layers (old content) after a rewind, a reset or a removal of a
+//! device.
 //!
-//! One cleaner thread serves the process. Retired layers are charged to no device and never cause
-//! "no space": a write without memory frees some of them itself and retries.
+//! One cleaner thread serves the process. Retired layers are charged to no device and never make a
+//! write fail with "no space". A write that finds no memory frees some of them itself and retries.
 //!
-//! If the last handle of a family is dropped, its memory is freed as a whole.
+//! If the last handle of a family (devices that share a memory pool) is dropped, its memory is
+//! freed as a whole.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -18,17 +20,18 @@ use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS};
 use freestone_core::sync::{AtomicU64, LazyLock, Ordering};
 use freestone_core::work_queue::WorkQueue;
 
-/// Leaves that a task frees before other tasks have their turn.
+/// Number of slot table leaves that a task frees before the cleaner runs other tasks.
 const TURN_LEAVES: u32 = 64;
-/// Pause if everything left is in flight from a backing device.
+/// Pause of the cleaner if no task makes progress, as all pages left are in flight from a backing
+/// device.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Queued removals above which creating a device waits for the cleaner.
+/// Number of queued cleaner tasks above which creating a device waits.
 const TASKS_MAX: usize = 512;
-/// Maximum polls of that wait: 0.1 s.
+/// Maximum polls while creating a device waits: 500 polls of 200 µs are 0.1 s.
 const THROTTLE_POLLS_MAX: u32 = 500;
 
-/// Queues a layer for freeing; no request can reach it any more.
+/// Queues a layer for freeing. No request can reach the layer any more.
 pub(super) fn retire_layer(pages: &Arc<Pages>, layer: Arc<Layer>) {
     layer.retire(&pages.layers);
     if layer.table().next_present(0, MAX_SLOTS).is_none() {
@@ -38,8 +41,8 @@ pub(super) fn retire_layer(pages: &Arc<Pages>, layer: Arc<Layer>) {
     enqueue(Task { pages: Arc::downgrade(pages), work: Work::Drain });
 }
 
-/// Queues the removal of a live device (`number` is `None`) or of a snapshot. `parent` is the
-/// device's own reference to the chain's parent.
+/// Queues the removal of a snapshot with this `number` in its chain, or of a live device (`None`).
+/// `parent` is the device's own reference to the chain's parent.
 pub(super) fn retire_device(pages: &Arc<Pages>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
     pages.begin_removal();
     let work = match number {
@@ -49,7 +52,7 @@ pub(super) fn retire_device(pages: &Arc<Pages>, chain: Arc<Chain>, number: Optio
     enqueue(Task { pages: Arc::downgrade(pages), work });
 }
 
-/// Delays the creation of a device briefly while too many removals are queued.
+/// Delays the creation of a device, for at most 0.1 s, while too many cleaner tasks are queued.
 pub(super) fn throttle_creation() {
     for _ in 0..THROTTLE_POLLS_MAX {
         if CLEANER.len() <= TASKS_MAX {
@@ -59,7 +62,8 @@ pub(super) fn throttle_creation() {
     }
 }
 
-/// A task of the cleaner. The weak reference lets an unused family be freed as a whole.
+/// A task of the cleaner. The reference to the pages is weak, so that a family without handles can
+/// be freed as a whole.
 struct Task {
     pages: Weak<Pages>,
     work: Work,
@@ -72,15 +76,16 @@ enum Work {
     HandOver(SnapshotHandover),
 }
 
-/// A dying snapshot whose pages move to other snapshots.
+/// Removal of a snapshot, whose pages move one by one to older snapshots that need them.
 struct SnapshotHandover {
     chain: Arc<Chain>,
     number: u64,
     from: Arc<Layer>,
     next: u64,
-    /// Pages in flight from the backing device remain.
+    /// Pages in flight from the backing device remain, for another pass.
     left: bool,
-    /// Only pages in flight remain, or memory is short: writes no longer wait for this removal.
+    /// Only pages in flight remain, or memory is short. Writes that find no memory do not wait for
+    /// this removal any more.
     stalled: bool,
 }
 
@@ -98,13 +103,14 @@ fn enqueue(task: Task) {
     }
 }
 
-/// Runs a step of a task and requeues the rest. The thread pauses if no task makes progress.
+/// Runs a step of a task and requeues the rest of the task. The cleaner pauses if no task makes
+/// progress.
 fn take_turn(task: Task) {
     static IDLE_STEPS: AtomicU64 = AtomicU64::new(0);
     let (rest, progressed) = step(task);
-    // Relaxed: of one thread.
+    // Relaxed: used only by the cleaner thread.
     let idle = if progressed { 0 } else { IDLE_STEPS.load(Ordering::Relaxed) + 1 };
-    // Relaxed: as above.
+    // Relaxed: used only by the cleaner thread.
     IDLE_STEPS.store(idle, Ordering::Relaxed);
     if let Some(task) = rest {
         let others = CLEANER.len();
@@ -115,13 +121,14 @@ fn take_turn(task: Task) {
     }
 }
 
-/// Runs a step. Returns the rest of the task, and true if the step made progress.
+/// Runs a step of a task. Returns the rest of the task (`None` if done), and true if the step made
+/// progress.
 fn step(Task { pages: weak, work }: Task) -> (Option<Task>, bool) {
     let Some(pages) = weak.upgrade() else { return (None, true) };
     let (rest, progressed) = match work {
         Work::Drain => drain(&pages),
         Work::Abandon(chain, parent) => {
-            // Never the last reference: the chain has one.
+            // Never the last reference, whose drop could wait for a disk: the chain has one too.
             drop(parent);
             let (unused, held) = chain.abandon(&pages);
             resume_held_requests(held);
@@ -135,7 +142,7 @@ fn step(Task { pages: weak, work }: Task) -> (Option<Task>, bool) {
             (None, true)
         }
         Work::Delete(chain, number, parent) => {
-            // As above.
+            // Never the last reference, whose drop could wait for a disk: the chain has one too.
             drop(parent);
             if let Some(from) = chain.begin_delete(number) {
                 let handover = SnapshotHandover { chain, number, from, next: 0, left: false, stalled: false };
@@ -147,7 +154,8 @@ fn step(Task { pages: weak, work }: Task) -> (Option<Task>, bool) {
         }
         Work::HandOver(handover) => handover.step(&pages),
     };
-    // This may be the last handle, and closing the backing device may take long.
+    // This may be the last reference to the family's pages, and closing the backing device may take
+    // long.
     if let Some(last) = Arc::into_inner(pages) {
         drop_on_own_thread(last);
         return (None, true);
@@ -162,7 +170,7 @@ fn drain(pages: &Pages) -> (Option<Work>, bool) {
             Step::Later => return (Some(Work::Drain), false),
             Step::Nothing => {
                 pages.pool.release_empties();
-                pages.memory_freed();
+                pages.wake_memory_waiters();
                 return (None, true);
             }
         }
@@ -201,7 +209,7 @@ impl SnapshotHandover {
             };
             let start = present & !(LEAF_SLOTS - 1);
             let Ok(left) = self.chain.pass_on(pages, self.number, start, start + LEAF_SLOTS) else {
-                // No memory for a leaf: retry later.
+                // No memory for a slot table leaf of the other snapshot: retry later.
                 self.stall(pages);
                 return (Some(Work::HandOver(self)), false);
             };
@@ -212,7 +220,8 @@ impl SnapshotHandover {
     }
 }
 
-/// Drops the parent of a device. Closing a device may wait for a disk: use another thread.
+/// Drops the parent of a removed device. If that closes the base or a file, another thread does it,
+/// as closing may wait for a disk.
 fn drop_parent(parent: Parent) {
     match &parent {
         Parent::Device(base) if Arc::strong_count(&base.device) > 1 => {}

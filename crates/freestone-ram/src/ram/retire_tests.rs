@@ -1,4 +1,5 @@
-//! Freeing of retired layers while the cleaner is blocked.
+//! Tests of freeing retired layers (old content of rewound or removed devices) while the cleaner
+//! thread is blocked.
 
 use std::sync::mpsc::TryRecvError;
 
@@ -11,8 +12,8 @@ use freestone_core::device::{Blocking, Completion, Device, Error, IoBuf, Request
 
 const BLOCKS: u64 = 64;
 
-/// Creates a family whose backing device is full with one disk's pages, and its memory with
-/// another's.
+/// Creates a family with two disks: pages of the first fill the backing device, and pages of the
+/// second fill the memory. Returns the family and both disks.
 fn full() -> (Arc<FamilyParts>, Ram, Ram) {
     let (family, on_device) = disk(BLOCKS);
     let in_memory = Ram::make(&family, config(256 * PAGE).disksize, Parent::Nothing, Arc::default()).unwrap();
@@ -20,7 +21,7 @@ fn full() -> (Arc<FamilyParts>, Ram, Ram) {
     (0..BLOCKS).for_each(|slot| put(&on_device, slot, &page(slot)));
     let (written, error) = on_device.writeback(&Writeback::Pages(vec![0..=BLOCKS - 1])).unwrap_err();
     assert_eq!(error, WritebackError::NoSpace);
-    // The first disk has nothing in memory.
+    // Discard the pages of the first disk that are still in memory.
     on_device.discard(written.pages * PAGE, (BLOCKS - written.pages) * PAGE).unwrap();
     assert_eq!(on_device.mm_stat().compr_data_size, 0);
     family.pages.compact();
@@ -29,7 +30,7 @@ fn full() -> (Arc<FamilyParts>, Ram, Ram) {
     (family, on_device, in_memory)
 }
 
-/// Blocks the cleaner as long as the returned value lives.
+/// Blocks the cleaner thread until the returned value is dropped.
 fn block_cleaner() -> CleanerBlock {
     let (release, wait) = std::sync::mpsc::channel::<()>();
     let (sender, result) = std::sync::mpsc::channel();
@@ -46,7 +47,7 @@ struct CleanerBlock(
     #[expect(dead_code, reason = "dropped to unblock the cleaner")] std::sync::mpsc::Sender<()>,
 );
 
-/// Runs `work`, and then `meanwhile`, with the cleaner blocked.
+/// Runs `work` and then `meanwhile` with the cleaner thread blocked.
 fn with_cleaner_blocked(work: impl FnOnce(), meanwhile: impl FnOnce()) {
     let held = block_cleaner();
     work();
@@ -62,7 +63,8 @@ fn write_with_nothing_to_free_fails() {
     assert_eq!(result.try_recv(), Ok(Err(Error::NoSpace)));
 }
 
-/// An eviction round frees the blocks of layers retired while a write waits for memory.
+/// A rewind retires the layer that fills the backing device while a write waits for memory. The
+/// next eviction round frees the layer's blocks.
 #[test]
 fn round_frees_blocks_of_retired_layer() {
     let (family, on_device, in_memory) = full();
@@ -77,12 +79,12 @@ fn round_frees_blocks_of_retired_layer() {
     );
 }
 
-/// A write without space waits for a removed device to be retired.
+/// A write that finds no space waits until the layer of a removed device is retired.
 #[test]
 fn write_waits_for_pending_removal() {
     let (family, on_device, in_memory) = full();
     let result = beside_removal(&family, on_device, &in_memory);
-    // The request continues shortly after the removal ends.
+    // The write completes shortly after the removal ends.
     let mut answer = result.try_recv();
     while answer == Err(TryRecvError::Empty) {
         round(&family);
@@ -91,7 +93,7 @@ fn write_waits_for_pending_removal() {
     assert_eq!(answer, Ok(Ok(())));
 }
 
-/// A manual writeback waits for a removal as well.
+/// A manual writeback that finds no blocks waits for a pending removal.
 #[test]
 fn writeback_waits_for_pending_removal() {
     let (family, on_device, in_memory) = full();
@@ -102,7 +104,7 @@ fn writeback_waits_for_pending_removal() {
         drop(on_device);
         assert!(family.pages.removals.is_pending());
         let writing = scope.spawn(|| in_memory.writeback(&pages));
-        // Long enough for a failure.
+        // Wait long enough for the writeback to fail, if it did not wait.
         std::thread::sleep(Duration::from_millis(50));
         assert!(!writing.is_finished(), "{:?}", writing.join());
         drop(held);
@@ -110,8 +112,8 @@ fn writeback_waits_for_pending_removal() {
     });
 }
 
-/// On completion the client may remove the device, and the removal must then count as pending: so
-/// the request may hold no reference to the device any more.
+/// On completion the client may remove the device, and the removal must then count as pending. So a
+/// completed request must not hold a reference to the device.
 #[test]
 fn request_completes_after_dropping_its_device() {
     let (family, on_device, in_memory) = full();
@@ -130,7 +132,8 @@ fn request_completes_after_dropping_its_device() {
     assert_eq!(answer, Ok((Ok(()), 1)));
 }
 
-/// Submits a write to the other disk and runs a round, before the removal is processed.
+/// Drops `removed` with the cleaner blocked, submits a write to `other`, and runs an eviction
+/// round. Returns the receiver of the write's result.
 fn beside_removal(
     family: &Arc<FamilyParts>,
     removed: Ram,

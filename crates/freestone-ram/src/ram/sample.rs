@@ -1,11 +1,12 @@
-//! Progress of [automatic recompression](super::auto_recompress).
+//! State of [automatic recompression](super::auto_recompress) between its steps.
 
 use super::recompress_space::RecompressSpace;
 use crate::codec::Streams;
 use freestone_core::slot::Word;
 use freestone_core::sync::thread::JoinHandle;
 
-/// Pages of a sample: 8 MiB, and half a second of CPU time for the training.
+/// Maximum pages of a training sample: 8 MiB, for which the training takes half a second of CPU
+/// time.
 pub(super) const SAMPLE_PAGES: usize = 2048;
 
 #[derive(Default)]
@@ -14,22 +15,22 @@ pub(super) struct AutoState {
     pub sample: Sample,
     pub training: Option<JoinHandle<Option<Streams>>>,
     pub retry_ms: u64,
-    pub room: RecompressSpace,
-    /// Class to compact next, plus 1; 0 is none.
+    pub space: RecompressSpace,
+    /// Size class of the pool to compact next, plus 1; 0 if no compaction is in progress.
     pub compacting: usize,
 }
 
-/// Position of a scan: layer id and slot.
+/// Position of the scan of all pages: a layer's table id, and a slot.
 #[derive(Default)]
 pub(super) struct Cursor {
     pub layer: u32,
     pub slot: u64,
 }
 
-/// A uniform random sample (reservoir sampling) of the pages offered.
+/// A uniform random sample (reservoir sampling) of the pages passed to [`offer`](Self::offer).
 #[derive(Default)]
 pub(super) struct Sample {
-    /// Layer id and slot of each page.
+    /// Table id of the layer, and slot, of each sampled page.
     pub pages: Vec<(u32, u64)>,
     pub seen: u64,
     pub bytes: u64,
@@ -44,7 +45,7 @@ impl Sample {
             self.pages.push(page);
             return;
         }
-        // splitmix64: good enough for a fair sample.
+        // splitmix64: a fast generator, random enough for a fair sample.
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);

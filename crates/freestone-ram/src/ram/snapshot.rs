@@ -1,21 +1,23 @@
-//! Pending snapshots: prepared and not yet taken.
+//! Snapshots that are prepared and not yet taken. Snapshots of several devices can be taken
+//! atomically.
 
 use std::sync::Arc;
 
 use super::chain::{Chain, resume_held_requests};
 use super::layer::Layer;
 use super::{Ram, SetupError, retire};
-use freestone_core::consistency_group::{NotInTime, Pending};
+use freestone_core::consistency_group::{FreezeTimeout, GroupMember};
 use freestone_core::slot::chain::Dirty;
 use freestone_core::sync::Instant;
 
-/// A snapshot that is prepared and not yet taken.
+/// A snapshot that is prepared and not yet taken. Dropping it cancels the snapshot.
 pub struct PendingSnapshot {
     origin: Ram,
     layer: Arc<Layer>,
     chain: Option<Arc<Chain>>,
     snapshot: Option<Ram>,
-    /// Records pages that change after the snapshot is taken; afterwards the previous record.
+    /// Before the snapshot is taken: record for the origin's pages that change afterwards. After
+    /// that: the record that it replaced.
     dirty: Option<Arc<Dirty>>,
 }
 
@@ -25,32 +27,35 @@ impl PendingSnapshot {
         Ok(Self { origin, layer, chain: None, snapshot: None, dirty: None })
     }
 
-    /// Sets the record of pages that change after the snapshot is taken.
-    pub(crate) fn note_changes(&mut self, dirty: Arc<Dirty>) {
+    /// Sets the record into which the origin's writers add the pages that change after the snapshot
+    /// is taken.
+    pub(crate) fn track_changes(&mut self, dirty: Arc<Dirty>) {
         self.dirty = Some(dirty);
     }
 
-    /// Returns the previous change record, once the snapshot is taken.
+    /// Returns the record of changed pages that was replaced when the snapshot was taken; `None` if
+    /// the origin had none.
     pub(crate) fn take_changes(&mut self) -> Option<Arc<Dirty>> {
         self.dirty.take()
     }
 
-    /// Returns the snapshot, once it is taken.
+    /// Returns the snapshot that was taken.
     ///
     /// # Panics
-    /// Panics if [`consistency_group::take`](freestone_core::consistency_group::take) was not
+    /// Panics if [`take_snapshots`](freestone_core::consistency_group::take_snapshots) was not
     /// called first.
     pub fn into_snapshot(mut self) -> Ram {
         match self.snapshot.take() {
             Some(snapshot) => snapshot,
-            None => unreachable!("into_snapshot comes after consistency_group::take"),
+            None => unreachable!("into_snapshot comes after consistency_group::take_snapshots"),
         }
     }
 }
 
-impl Pending for PendingSnapshot {
-    /// Waits only for pins, under which no request waits.
-    fn freeze(&mut self, _: Instant) -> Result<(), NotInTime> {
+impl GroupMember for PendingSnapshot {
+    /// Needs no deadline: waits only for pins of writers, and no writer waits for anything while
+    /// pinned.
+    fn freeze(&mut self, _: Instant) -> Result<(), FreezeTimeout> {
         self.chain = Some(self.origin.0.chain.freeze());
         Ok(())
     }
@@ -58,7 +63,7 @@ impl Pending for PendingSnapshot {
     fn attach(&mut self) {
         if let Some(chain) = self.chain.as_ref().filter(|_| self.snapshot.is_none()) {
             if let Some(dirty) = self.dirty.take() {
-                self.dirty = chain.note_changes(Some(dirty));
+                self.dirty = chain.replace_dirty(Some(dirty));
             }
             self.origin.0.pages.layers.join(&self.layer, chain.origin().id());
             let view = Chain::attach(chain, Arc::clone(&self.layer));

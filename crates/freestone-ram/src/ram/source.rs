@@ -1,4 +1,5 @@
-//! The source of pages that are not loaded yet, and its use as a device by requests.
+//! Sources of pages that are not loaded into memory yet (such as a saved file), and the device
+//! through which requests read them.
 
 use std::sync::{Arc, LazyLock};
 
@@ -7,8 +8,8 @@ use super::{LOGICAL_BLOCK_BYTES, Ram, SetupError, piece};
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{
-    self, Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
-    range_end,
+    self, Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result,
+    TryResult, range_end,
 };
 use freestone_core::work_queue::WorkQueue;
 
@@ -16,39 +17,40 @@ const READ_THREADS: usize = 2;
 
 static READS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::with_threads("keep-read", READ_THREADS));
 
-/// A page to be inserted into a device.
+/// A page to be stored in a device, in the form in which a source provides it.
 #[derive(Clone, Copy)]
 pub(crate) enum Incoming<'a> {
     Parent,
     Same(u32),
     Pattern([u8; 8]),
-    /// An object that the family's algorithm of this priority can decompress.
+    /// An object that the algorithm with this priority in the family (devices that share a memory
+    /// pool) can decompress.
     Compressed {
         priority: u8,
         object: &'a [u8],
     },
     Huge(&'a Page),
-    /// An uncompressed page, to be stored like a written one.
+    /// Uncompressed content, to be compressed and stored like a written page.
     Page(&'a Page),
 }
 
-/// A source of pages that are not loaded yet. Its pages do not change.
+/// A source of pages that are not loaded yet. The pages of a source do not change.
 pub(crate) trait Source: Send + Sync {
-    /// Returns whether the source has this page, and for how many pages from it on, up to `end`,
-    /// the same is true. Must not wait: called with slots locked.
+    /// Returns the length of the run from `page` on, up to `end`: the source has all pages of a run
+    /// (true) or none (false). Must not wait: called with slots locked.
     fn run(&self, page: u64, end: u64) -> (u64, bool);
 
-    /// Passes a page of the source to `take`. May read from a disk.
+    /// Calls `take` with a page of the source. May wait for a disk.
     ///
     /// # Errors
     /// Fails if the page cannot be read, or if `take` does.
     fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()>;
 
-    /// Returns true if a page that could not be read never can be.
+    /// Returns true if a page that could not be read is lost for good, so that retries are useless.
     fn is_lost(&self, page: u64) -> bool;
 }
 
-/// Returns the first page in `[slot, end)` that the source has.
+/// Returns the first page in `[slot, end)` that the source has; `None` if it has none.
 pub(super) fn next_in(source: &dyn Source, slot: u64, end: u64) -> Option<u64> {
     let mut slot = slot;
     while slot < end {
@@ -60,7 +62,7 @@ pub(super) fn next_in(source: &dyn Source, slot: u64, end: u64) -> Option<u64> {
     None
 }
 
-/// Starts the threads that read sources for requests.
+/// Starts the threads that read from sources for requests. All families share these threads.
 pub(super) fn start_reads() -> std::result::Result<(), SetupError> {
     READS.start().map_err(SetupError::Thread)
 }
@@ -70,14 +72,14 @@ pub(super) fn device_of(source: Arc<dyn Source>, pages: &Arc<Pages>, size: u64) 
     Arc::new(Handle(Arc::new(SourceDevice { source, pages: Arc::clone(pages), size })))
 }
 
-/// The pages left in a file, as a device. Only pages that the source has may be read.
+/// The pages of a source as a read-only device. Requests must read only pages that the source has.
 struct SourceDevice {
     source: Arc<dyn Source>,
     pages: Arc<Pages>,
     size: u64,
 }
 
-/// The device; requests in flight hold references to the inner part.
+/// Handle to a [`SourceDevice`]; requests in flight hold references to the inner device.
 struct Handle(Arc<SourceDevice>);
 
 impl SourceDevice {
@@ -114,11 +116,11 @@ impl Device for Handle {
         }
     }
 
-    fn try_io(&self, request: &Request, _: Buffer<'_>) -> device::Result<Tried> {
-        request.check_place(self.0.size, LOGICAL_BLOCK_BYTES)?;
+    fn try_io(&self, request: &Request, _: Buffer<'_>) -> device::Result<TryResult> {
+        request.check_range(self.0.size, LOGICAL_BLOCK_BYTES)?;
         match request.op {
-            Op::Read => Ok(Tried::WouldBlock),
-            Op::Flush => Ok(Tried::Done),
+            Op::Read => Ok(TryResult::WouldBlock),
+            Op::Flush => Ok(TryResult::Done),
             _ => Err(Error::ReadOnly),
         }
     }
@@ -143,17 +145,17 @@ impl Device for Handle {
 }
 
 impl Ram {
-    /// Restores the content of an incoming page.
+    /// Decompresses or expands an incoming page into `page`.
     ///
     /// # Errors
-    /// Fails if the object is damaged.
+    /// Fails if the page's object is damaged.
     pub(crate) fn content(&self, incoming: Incoming<'_>, page: &mut Page) -> Result<()> {
         self.0.pages.content(incoming, page)
     }
 }
 
 impl Pages {
-    /// Restores the content of an incoming page.
+    /// Decompresses or expands an incoming page into `page`.
     fn content(&self, incoming: Incoming<'_>, page: &mut Page) -> Result<()> {
         match incoming {
             Incoming::Parent => page.fill(0),

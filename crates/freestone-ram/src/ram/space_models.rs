@@ -5,7 +5,8 @@ use loom::thread;
 use super::space_waiters::SpaceWaiters;
 use freestone_core::sync::{Arc, AtomicU64, Ordering};
 
-/// Checks for space and waits for it. Returns true if space was found.
+/// Checks for space, and queues a waiter if none is found. Returns true if space was found, false
+/// if the waiter is queued. `seen` is the last seen generation.
 fn look(room: &AtomicU64, waiters: &SpaceWaiters<u64>, mut seen: u64) -> bool {
     loop {
         // Relaxed: the protocol must provide the ordering.
@@ -29,7 +30,7 @@ fn check_waiter_is_woken(makers: usize) {
             .map(|_| {
                 let (room, waiters) = (Arc::clone(&room), Arc::clone(&waiters));
                 thread::spawn(move || {
-                    // Relaxed: as above.
+                    // Relaxed: the protocol must provide the ordering.
                     room.store(1, Ordering::Relaxed);
                     waiters.wake_all()
                 })

@@ -1,22 +1,22 @@
-//! Requests that wait for space, and their wake-up.
+//! Queue of requests that wait for space, and their wake-up.
 //!
 //! # Protocol
-//! A request without space sets `wanted`, checks again, and only then queues itself. A thread that
-//! frees space checks `wanted` afterwards. Both use a read-modify-write of `wanted`, so one comes
-//! second and sees what the other did before: either the request finds the space at its second
-//! check, or the freeing thread counts a new generation and takes the queue. The request does this
-//! under `waiting`; the freeing thread counts before it locks `waiting`. No request is therefore
-//! queued behind a generation that it has not seen.
+//! A request that found no space sets `wanted`, checks for space again, and only then is queued. A
+//! thread that frees space checks `wanted` afterwards. Both use a read-modify-write of `wanted`, so
+//! the second of them sees what the first did before. Either the request finds the space at its
+//! second check, or the freeing thread counts a new generation and takes the queue. The request
+//! reads the generation and is queued under the lock of `waiting`; the freeing thread counts before
+//! it takes this lock. No request is therefore queued after a generation that it has not seen.
 
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
-/// Requests that wait for space.
+/// Requests of a family (devices that share a memory pool) that wait for space.
 ///
 /// Lock order: `waiting` is a leaf lock; requests are resumed and dropped outside it.
 pub(super) struct SpaceWaiters<T> {
-    /// Not 0 if a thread that frees space must wake waiters.
+    /// Not 0 if a thread that frees space must wake the waiters.
     wanted: AtomicU32,
-    /// Number of wake-ups while space was wanted, starting at 1.
+    /// Number of wake-ups so far, plus 1. Wake-ups while `wanted` is 0 do not count.
     generation: AtomicU64,
     waiting: Mutex<Vec<T>>,
 }
@@ -28,8 +28,8 @@ impl<T> Default for SpaceWaiters<T> {
 }
 
 impl<T> SpaceWaiters<T> {
-    /// Queues a request that found no space. `seen` returns its last seen generation, initially 0.
-    /// Returns the request if it must check for space again first.
+    /// Queues a request that found no space. `seen` returns the request's field with the last
+    /// generation it saw, initially 0. Returns the request if it must check for space again first.
     pub fn wait(&self, mut request: T, seen: impl FnOnce(&mut T) -> &mut u64) -> Option<T> {
         let mut waiting = self.waiting.lock();
         self.request_wake();
@@ -41,24 +41,26 @@ impl<T> SpaceWaiters<T> {
         None
     }
 
-    /// Requests a wake-up from the next thread that frees space.
+    /// Requests that the next thread that frees space wakes the waiters.
     pub fn request_wake(&self) {
         self.wanted.swap(1, Ordering::SeqCst);
     }
 
-    /// Returns the generation: the number of wake-ups.
+    /// Returns the generation, which increases with every wake-up.
     pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::SeqCst)
     }
 
-    /// Returns true if freed space must be announced.
+    /// Returns true if a thread that frees space must call [`wake_all`](Self::wake_all).
     #[inline]
     pub fn is_wanted(&self) -> bool {
-        // Relaxed: saves a swap. A missed waiter is found at the next tick.
+        // Relaxed: a cheap check before the swap. A waiter that is missed here is retried at the
+        // next once-a-second tick.
         self.wanted.load(Ordering::Relaxed) != 0
     }
 
-    /// Counts a wake-up and returns the requests to retry.
+    /// Counts a wake-up and returns the queued requests, which the caller must retry. Does nothing
+    /// if no wake-up was requested.
     pub fn wake_all(&self) -> Vec<T> {
         if self.wanted.swap(0, Ordering::SeqCst) == 0 {
             return Vec::new();
@@ -67,7 +69,8 @@ impl<T> SpaceWaiters<T> {
         self.take(|_| true)
     }
 
-    /// Removes requests that must retry although no space was freed.
+    /// Removes and returns the queued requests for which `is` returns true, which must be retried
+    /// although no space was freed.
     pub fn take(&self, is: impl Fn(&T) -> bool) -> Vec<T> {
         let mut waiting = self.waiting.lock();
         let (now, still) = std::mem::take(&mut *waiting).into_iter().partition(is);

@@ -1,41 +1,43 @@
-//! The once-a-second check of a family's space: warns about limits that are near, ends waits that
-//! timed out, and wakes waiters.
+//! The once-a-second check of a family's space (a family: devices that share a memory pool). The
+//! check warns about limits that are nearly reached, ends waits that timed out, and wakes waiters.
 //!
-//! Most freed space wakes waiters at once. Only this check finds space that a write freed by
-//! replacing an object with a smaller one: a notification would burden every write.
+//! Most code that frees space wakes waiters at once. A write that replaces an object with a smaller
+//! one does not, as a notification would slow down every write. The check finds such space.
 
 use super::pages::Pages;
 use super::{PAGE, Ram};
 use crate::clock::{millis, now_ms};
 
 impl Pages {
-    /// Wakes requests that wait for memory or for space.
-    pub(super) fn memory_freed(&self) {
-        self.keeper.memory_freed();
+    /// Retries requests that wait for an eviction to free memory, and writes that wait for free
+    /// space.
+    pub(super) fn wake_memory_waiters(&self) {
+        self.keeper.wake_memory_waiters();
         self.wake_space_waiters();
     }
 
-    /// Wakes writes that wait for space.
+    /// Retries writes that wait for free space, if any requested a wake-up.
     pub(super) fn wake_space_waiters(&self) {
         for (ram, job) in self.full.waiters.wake_all() {
             self.keeper.resume(ram, job);
         }
     }
 
-    /// As [`wake_space_waiters`](Self::wake_space_waiters), even if no request asked for a wake-up.
+    /// Retries writes that wait for free space, even if none requested a wake-up.
     pub(super) fn retry_space_waiters(&self) {
         self.full.waiters.request_wake();
         self.wake_space_waiters();
     }
 
-    /// Retries the waiting requests of a device, after its waiting was disabled.
+    /// Retries the writes of a device that wait for free space, after waiting was disabled for the
+    /// device. Writes that find no space then fail.
     pub(super) fn end_space_waits(&self, of: &Ram) {
         for (ram, job) in self.full.waiters.take(|(ram, _)| ram == of) {
             self.keeper.resume(ram, job);
         }
     }
 
-    /// Runs the check; called once a second.
+    /// Checks the family's space. Called once a second.
     pub(super) fn check_space(&self) {
         self.warn();
         if self.full.has_shrunk(self.pool.pages()) {
@@ -45,23 +47,24 @@ impl Pages {
         if waiting.is_empty() {
             return;
         }
-        let (now, timeout) = (now_ms(), millis(self.full.when().timeout));
+        let (now, timeout) = (now_ms(), millis(self.full.policy().timeout));
         for (ram, job) in &waiting {
-            if job.began_ms.saturating_add(timeout) <= now {
-                // Count generations from now on even without waiters, so that freed space ends the
+            if job.started_ms.saturating_add(timeout) <= now {
+                // Freed space must start a new generation even without waiters, as that ends the
                 // time-out state.
                 self.full.waiters.request_wake();
-                ram.0.limits.room.mark_timed_out(self.full.waiters.generation());
+                ram.0.limits.space.mark_timed_out(self.full.waiters.generation());
             }
         }
-        // Retry all: a write that shrinks an object wakes nobody.
+        // Retry all: space may be free without a wake-up, as a write that shrinks an object wakes
+        // no waiter.
         for (ram, job) in waiting {
             self.keeper.resume(ram, job);
         }
     }
 
     fn warn(&self) {
-        let when = self.full.when();
+        let policy = self.full.policy();
         let tell = |name: &str, used: u64, limit: u64, what: &str, waits: bool| {
             let percent = u128::from(used) * 100 / u128::from(limit);
             let then = if waits { "wait" } else { "fail" };
@@ -75,19 +78,20 @@ impl Pages {
             }
             None => (self.pool.pages() * PAGE, self.mem_limit(), "mem_limit"),
         };
-        if self.full.usage_warning.is_due(used, limit, when.warn_percent) {
-            tell(self.name(), used, limit, what, when.wait);
+        if self.full.usage_warning.is_due(used, limit, policy.warn_percent) {
+            tell(self.name(), used, limit, what, policy.wait);
         }
-        // With a backing device, a device above its cap writes back its own pages.
+        // With a backing device no warning is needed: a device at its own memory limit writes back
+        // pages.
         if self.store.is_some() || !self.full.has_caps() {
             return;
         }
         for layer in self.layers.all() {
             let Some(limits) = layer.limits().filter(|limits| limits.cap() != u64::MAX) else { continue };
             let used = layer.charged();
-            if limits.room.usage_warning.is_due(used, limits.cap(), when.warn_percent) {
-                let waits = limits.room.wait_override().unwrap_or(when.wait);
-                tell(limits.room.name(), used, limits.cap(), "its own mem_limit", waits);
+            if limits.space.usage_warning.is_due(used, limits.cap(), policy.warn_percent) {
+                let waits = limits.space.wait_override().unwrap_or(policy.wait);
+                tell(limits.space.name(), used, limits.cap(), "its own mem_limit", waits);
             }
         }
     }

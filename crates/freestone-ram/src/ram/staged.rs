@@ -1,19 +1,21 @@
-//! Devices whose content is in a file until it is loaded: an empty slot reads from there.
+//! Devices whose content is in a file (the source) until it is loaded into memory: an empty slot
+//! reads from the file.
 //!
 //! # End of loading
-//! The loader stores the pages in empty slots ([`Loader::put`]; concurrent writes win). Until all
-//! are loaded, the device marks emptied pages with zero pages, as over a base, so an empty slot
-//! always means the file's page. At the end the loader waits for the pins of threads that may have
-//! seen a slot empty; afterwards no thread looks at the file, and it is closed. A thread that
-//! looked while pinned and reads later holds its own reference.
+//! The loader stores the file's pages in empty slots ([`Loader::put`]; concurrent writes take
+//! precedence). Until all pages are loaded, the device stores emptied pages as zero pages, as a
+//! fork does over its base. An empty slot therefore always means the file's page. At the end the
+//! loader waits for the pins of threads that may have seen a slot empty. Afterwards no thread looks
+//! for pages in the file, and the file is closed. A thread that found a page while pinned and reads
+//! it later holds its own reference to the file.
 //!
-//! A chain has one loader, so no page is stored that was already loaded and then discarded.
+//! A chain has one loader, so no page is loaded a second time after it was loaded and discarded.
 
 use std::sync::{Arc, Weak};
 
 use super::chain::Chain;
 use super::config::{ForkConfig, SetupError, round_size};
-use super::export::Lower;
+use super::export::ParentDevice;
 use super::layer::Layer;
 use super::pages::Pages;
 use super::parent::{Base, Parent, Staged, StagedSource};
@@ -22,9 +24,9 @@ use super::{BELOW_DEPTH_MAX, Family, Inner, Ram, retire};
 use freestone_core::device::{Error, Result};
 use freestone_core::pin::{self, Swap};
 
-/// Loads the pages of a source into memory. A chain has one loader.
+/// Loads the pages of a source into memory. A chain (a device and its snapshots) has one loader.
 pub(crate) struct Loader {
-    /// Weak: the end of a family must not wait for the loader.
+    /// Weak: a family that is dropped must not wait for the loader.
     pages: Weak<Pages>,
     chain: Arc<Chain>,
     origin: Arc<Layer>,
@@ -33,16 +35,16 @@ pub(crate) struct Loader {
 }
 
 impl Loader {
-    /// Returns true if a device still needs the pages.
+    /// Returns true if a device or snapshot still reads the source's pages.
     pub fn is_wanted(&self) -> bool {
         self.pages.strong_count() > 0 && self.chain.is_wanted()
     }
 
-    /// Stores a page, unless the slot was written meanwhile.
+    /// Stores a page of the source, unless the slot was written meanwhile.
     ///
     /// # Errors
-    /// Fails if memory is short, under the limit or in the machine: [`Error::NoSpace`],
-    /// [`Error::NoMemory`].
+    /// Fails if the memory limit leaves no space ([`Error::NoSpace`]), the system has no memory
+    /// ([`Error::NoMemory`]), or the family was dropped ([`Error::Gone`]).
     pub fn put(&self, page: u64, incoming: Incoming<'_>) -> Result<()> {
         let Some(pages) = self.pages.upgrade() else { return Err(Error::Gone) };
         let new = pages.word_of(&self.origin, page, incoming)?;
@@ -53,7 +55,8 @@ impl Loader {
         put.map(drop)
     }
 
-    /// Frees retired memory, or wakes the keeper, when memory is short.
+    /// Frees memory of retired layers or, if there is none, wakes the keeper to evict pages. For
+    /// callers whose [`put`](Self::put) found no space.
     pub fn request_space(&self) {
         if let Some(pages) = self.pages.upgrade()
             && !pages.free_leaf_or_yield()
@@ -62,9 +65,10 @@ impl Loader {
         }
     }
 
-    /// Ends the loading when all pages are in memory, and releases the source.
+    /// Ends the loading and releases the source. All pages must be in memory.
     pub fn finish(&self) {
-        // Wait for threads that saw a slot empty before it was filled ...
+        // A replacement waits for pins: wait for threads that saw a slot empty before it was filled
+        // ...
         let here = pin::pinned(|pin| self.source.load(pin).clone());
         self.source.replace(Box::new(here));
         // ... and detach the file: later readers find no empty slot.
@@ -86,8 +90,9 @@ impl Drop for Loader {
 }
 
 impl Family {
-    /// Creates an empty device of `size` bytes over `below` that reads missing pages from a source,
-    /// and the loader of these pages.
+    /// Creates an empty device of `size` bytes whose empty slots read from a source, or from
+    /// `below` if the source does not have the page. Returns the device and the loader of the
+    /// source's pages.
     ///
     /// # Errors
     /// As [`ram`](Self::ram) and [`fork`](Self::fork); also if no thread can be started to read the
@@ -95,19 +100,19 @@ impl Family {
     pub(crate) fn staged(
         &self,
         size: u64,
-        below: Lower,
+        below: ParentDevice,
         source: Arc<dyn Source>,
     ) -> std::result::Result<(Ram, Loader), SetupError> {
         source::start_reads()?;
         let pages = &self.0.pages;
-        // Reads of the source may have to wait.
+        // Reads of the source may wait for a disk, and continue on the work queue.
         pages.keeper.start().map_err(SetupError::Thread)?;
         let (below, least) = match below {
-            Lower::Nothing => (Parent::Nothing, 0),
-            Lower::Device(device) => {
+            ParentDevice::Nothing => (Parent::Nothing, 0),
+            ParentDevice::Device(device) => {
                 let geometry = device.geometry();
                 if !geometry.read_only {
-                    return Err(SetupError::Live);
+                    return Err(SetupError::WritableBase);
                 }
                 if geometry.zones.is_some() {
                     return Err(SetupError::ZonedBase);
@@ -115,7 +120,7 @@ impl Family {
                 pages.keeper.start_over_base().map_err(SetupError::Thread)?;
                 (Parent::Device(Base::new(device)), geometry.size)
             }
-            Lower::Snapshot(ram) => {
+            ParentDevice::Snapshot(ram) => {
                 let size = ram.0.size();
                 (Parent::Snapshot(ram), size)
             }

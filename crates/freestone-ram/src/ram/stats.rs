@@ -6,82 +6,87 @@ use super::pages::Pages;
 use freestone_core::PAGE_BYTES;
 use freestone_core::sync::Ordering;
 
-/// The nine columns of the kernel's `mm_stat`, in its order.
+/// The nine columns of the kernel's `mm_stat`, in the kernel's order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MmStat {
-    /// Uncompressed bytes of all pages that are not holes, including same-filled pages.
+    /// Uncompressed bytes of all stored pages, including same-filled pages; holes do not count.
     pub orig_data_size: u64,
-    /// Bytes of all objects as stored. A huge page counts in full, a same-filled page 0 (an 8-byte
-    /// pattern counts 8).
+    /// Bytes of all stored objects in memory. A huge page counts as 4096 bytes, a page that repeats
+    /// a 32-bit pattern as 0, and one that repeats a 64-bit pattern as 8.
     pub compr_data_size: u64,
-    /// Bytes of the pool's pages; if several devices share the pool, the bytes charged to this one.
-    /// As in the kernel, without tables and metadata: see [`Memory`].
+    /// Bytes of the pool's pages; if several devices share the pool, the bytes charged to this
+    /// device. As in the kernel, tables and metadata do not count: see [`MemoryOverhead`].
     pub mem_used_total: u64,
-    /// Limit of `mem_used_total` in bytes; 0 means no limit.
+    /// Limit of `mem_used_total` in bytes: the device's own limit if it has one, else that of its
+    /// family. 0 means no limit.
     pub mem_limit: u64,
-    /// Maximum of `mem_used_total` so far, including the demand of refused writes.
+    /// Maximum of `mem_used_total` so far in bytes, including the demand of refused writes. Equals
+    /// `mem_used_total` if several devices share the pool.
     pub mem_used_max: u64,
-    /// Pages that repeat one pattern.
+    /// Number of pages that repeat one pattern of 32 or 64 bits.
     pub same_pages: u64,
-    /// Pages that compaction returned to the system.
+    /// Number of the family's pool pages that compaction returned to the system.
     pub pages_compacted: u64,
-    /// Pages stored uncompressed now.
+    /// Number of pages stored uncompressed now.
     pub huge_pages: u64,
-    /// Pages ever stored uncompressed.
+    /// Number of times that a page was stored uncompressed.
     pub huge_pages_since: u64,
 }
 
 /// The four columns of the kernel's `io_stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IoStat {
-    /// Failed reads.
+    /// Number of failed reads.
     pub failed_reads: u64,
-    /// Failed writes.
+    /// Number of failed writes.
     pub failed_writes: u64,
-    /// Requests out of range or misaligned. (The kernel prints 0, as its block layer checks them.)
+    /// Number of requests that were out of range or misaligned. (The kernel prints 0, as its block
+    /// layer checks them.)
     pub invalid_io: u64,
-    /// Pages freed by discard and write zeroes.
+    /// Number of pages freed by discard and write zeroes.
     pub notify_free: u64,
 }
 
 /// The two columns of the kernel's `debug_stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DebugStat {
-    /// Number of times a write waited at the limit for an eviction. (In the kernel until 6.14:
-    /// waits for a memory allocation.)
+    /// Number of times a write waited at the memory limit for an eviction. (In the kernel until
+    /// 6.14: waits for a memory allocation.)
     pub writestall: u64,
-    /// Number of times a discard waited for a page in flight. (In the kernel: pages not freed
-    /// because the slot was locked.)
+    /// Number of times a discard or write zeroes waited for a page in flight from the backing
+    /// device. (In the kernel: number of pages not freed because the slot was locked.)
     pub miss_free: u64,
 }
 
-/// Memory used beyond the stored objects.
+/// Memory that a family (devices that share a memory pool) uses beyond its stored objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Memory {
-    /// Slot table: leaves and directory nodes.
+pub struct MemoryOverhead {
+    /// Bytes of the slot tables: leaves and directory nodes.
     pub leaves_bytes: u64,
-    /// Back-references of the pool.
+    /// Bytes of the pool's back-references, from objects to their slots.
     pub backrefs_bytes: u64,
-    /// Pool pages minus stored bytes: rounding, free objects, ends of spans.
+    /// Bytes of the pool's pages minus those of stored objects: rounding, free objects, ends of
+    /// spans.
     pub pool_slack_bytes: u64,
-    /// Span descriptors and pool-wide arrays.
+    /// Bytes of span descriptors and pool-wide arrays.
     pub metadata_bytes: u64,
-    /// Compression streams of all CPUs; shared by disks with the same algorithm and parameters.
+    /// Bytes of the compression streams of all CPUs. Families with the same algorithm and
+    /// parameters share streams.
     pub streams_bytes: u64,
 }
 
-/// What a fork or snapshot stores itself.
+/// Statistics of the pages that a fork or snapshot stores itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OverStat {
     /// Uncompressed bytes of the device's own pages.
     pub own_bytes: u64,
     /// Bytes of family memory charged to the device.
     pub charged: u64,
-    /// Cap on `charged`; 0 means no cap.
+    /// The device's own memory limit: maximum of `charged` in bytes; 0 means no limit.
     pub mem_limit: u64,
-    /// Guaranteed bytes.
+    /// Bytes of family memory guaranteed to the device.
     pub mem_min: u64,
-    /// Pages whose objects moved to snapshots of this device, without a copy.
+    /// Number of pages whose objects moved to snapshots of this device, without a copy.
     pub handed_over: u64,
 }
 
@@ -99,7 +104,8 @@ pub(super) mod counter {
 impl Inner {
     pub(super) fn mm_stat(&self) -> MmStat {
         let (layer, pages) = (self.layer(), &self.pages);
-        // A device alone in its family owns the whole pool; otherwise use its charge.
+        // A device alone in its family owns the whole pool; otherwise report the bytes charged to
+        // it.
         let alone = pages.layers.is_only_active(layer.id());
         let (cap, charged) = (self.limits.cap(), layer.charged());
         MmStat {
@@ -144,10 +150,10 @@ impl Inner {
     }
 }
 
-/// Returns the memory that a family uses beyond its stored objects.
-pub(super) fn memory(pages: &Pages) -> Memory {
+/// Returns the memory that the family of `pages` uses beyond its stored objects.
+pub(super) fn memory(pages: &Pages) -> MemoryOverhead {
     let stored: u64 = pages.layers.all().iter().map(|layer| layer.get(stored::COMPRESSED_BYTES)).sum();
-    Memory {
+    MemoryOverhead {
         leaves_bytes: pages.common.nodes.bytes(),
         backrefs_bytes: pages.pool.backrefs_bytes(),
         pool_slack_bytes: (pages.pool.pages() * PAGE_BYTES as u64).saturating_sub(stored),

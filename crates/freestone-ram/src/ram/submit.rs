@@ -1,9 +1,9 @@
-//! The [`Device`] implementation of [`Ram`], and the slices in which submitted requests run and
-//! wait.
+//! The [`Device`] implementation of [`Ram`]. A submitted request runs in slices of bounded time,
+//! and waits between them if it must.
 
 use std::sync::Arc;
 
-use super::fetch::{Place, Queued, locate};
+use super::fetch::{Place, QueueOutcome, locate};
 use super::io::Attempt;
 use super::job::Job;
 use super::parent::{Base, ReadEnd};
@@ -11,7 +11,7 @@ use super::stats::counter;
 use super::waiter::Waiter;
 use super::{PAGE, Ram};
 use freestone_core::device::{
-    self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
+    self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone_core::slot::{Kind, Word};
 use freestone_core::{PAGE_BYTES, pin};
@@ -21,7 +21,7 @@ impl Device for Ram {
         self.0.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
         self.0.try_io(request, buffer)
     }
 
@@ -45,13 +45,13 @@ impl Device for Ram {
     }
 }
 
-/// Result of one slice of a request.
+/// Result of running a request for one slice of time.
 pub(super) enum SliceEnd {
-    /// The request can continue at once.
+    /// The request can continue at once with another slice.
     Continue(Job),
-    /// The request waits or has completed.
+    /// The request is queued, or has completed already.
     Parked,
-    /// The request completes with this result.
+    /// The request is done: the caller must complete it with this result.
     Complete(Job, Result<()>),
 }
 
@@ -62,8 +62,8 @@ impl SliceEnd {
 }
 
 impl Ram {
-    /// Starts a request. If it can continue after its first slice, the work queue runs the rest. A
-    /// family without a work queue has no reason to wait.
+    /// Starts a request. If it can continue after its first slice, the work queue runs the rest.
+    /// Without a running work queue, this thread runs all slices.
     pub(super) fn start_request(&self, mut job: Job) {
         loop {
             job = match self.run_slice(job) {
@@ -82,9 +82,9 @@ impl Ram {
         keeper.resume(self, job);
     }
 
-    /// Runs a slice on the work queue. The request completes after this reference to the device is
-    /// dropped: the client may remove the device on completion, and the removal must then count as
-    /// pending.
+    /// Runs a slice of a request; called on the work queue. Completes the request only after this
+    /// reference to the device is dropped. The client may remove the device on completion, and that
+    /// must drop the last reference, so that the removal counts as pending at once.
     pub(super) fn resume_slice(self, job: Job) {
         match self.run_slice(job) {
             SliceEnd::Continue(job) => self.0.pages.keeper.resume(self.clone(), job),
@@ -96,7 +96,7 @@ impl Ram {
         }
     }
 
-    /// Runs a request for a bounded time.
+    /// Runs a request for a bounded time. Queues the request if it must wait.
     fn run_slice(&self, mut job: Job) -> SliceEnd {
         if job.request.op == Op::Read {
             return self.read(job);
@@ -117,28 +117,29 @@ impl Ram {
             _ => Buffer::None,
         };
         match self.0.attempt(&job.request, buffer, &job.below) {
-            Ok(Attempt::Tried(Tried::Done)) => return SliceEnd::Complete(job, Ok(())),
-            Ok(Attempt::Tried(Tried::Partly(bytes))) => {
+            Ok(Attempt::Tried(TryResult::Done)) => return SliceEnd::Complete(job, Ok(())),
+            Ok(Attempt::Tried(TryResult::Partly(bytes))) => {
                 job.advance(bytes);
                 return SliceEnd::Continue(job);
             }
             Ok(Attempt::Frozen) => return SliceEnd::continue_or_park(self.wait_for_thaw(job)),
             Ok(Attempt::Removing) => return SliceEnd::continue_or_park(self.wait_for_removal(job)),
             Ok(Attempt::Full) => return SliceEnd::continue_or_park(self.wait_for_space(job)),
-            Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
+            Ok(Attempt::Tried(TryResult::WouldBlock)) if self.waits_for_page(&job) => {
                 return SliceEnd::continue_or_park(self.wait_for_page(job));
             }
-            // A discard needs no memory, so its page landed meanwhile.
-            Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Discard => {
+            // A discard never waits for memory: the page was in flight, and the flight has ended
+            // meanwhile.
+            Ok(Attempt::Tried(TryResult::WouldBlock)) if job.request.op == Op::Discard => {
                 return SliceEnd::Continue(job);
             }
-            Ok(Attempt::Tried(Tried::WouldBlock)) => self.wait_for_memory(job),
+            Ok(Attempt::Tried(TryResult::WouldBlock)) => self.wait_for_eviction(job),
             Err(error) => return SliceEnd::Complete(job, Err(error)),
         }
         SliceEnd::Parked
     }
 
-    /// Runs a read for a bounded time. Looks each page up once and fetches those that are not in
+    /// Runs a read for a bounded time. Looks up each page once and fetches pages that are not in
     /// memory.
     fn read(&self, mut job: Job) -> SliceEnd {
         let (offset, len) = (job.request.offset, job.request.len);
@@ -162,7 +163,8 @@ impl Ram {
         }
     }
 
-    /// Returns true if the request waits for its page, false if it waits for memory.
+    /// Returns true if a change that would block waits for its current page, false if it waits for
+    /// memory.
     fn waits_for_page(&self, job: &Job) -> bool {
         let slot = job.slot();
         pin::pinned(|pin| {
@@ -179,8 +181,8 @@ impl Ram {
         })
     }
 
-    /// Queues a request on its current page, and reads the page if the request needs its content.
-    /// Returns the request if it need not wait any more.
+    /// Queues a change on its current page, and reads the page from the backing device or a base if
+    /// no read is in flight. Returns the request if it need not wait any more.
     fn wait_for_page(&self, job: Job) -> Option<Job> {
         let slot = job.slot();
         if matches!(job.request.op, Op::Discard | Op::WriteZeroes) && !job.needs_content() {
@@ -189,14 +191,14 @@ impl Ram {
         let mut job = Some(job);
         let waiter = |is_own| job.take().map(|job| Waiter::Retry { ram: self.clone(), job, is_own });
         match self.0.queue(slot, waiter) {
-            Some(Queued::PageToRead(wanted)) => self.0.family.fault_in.read(vec![wanted]),
-            Some(Queued::Base(base)) => self.change_over_base(&base, slot, job.take()?),
-            Some(Queued::InFlight) | None => {}
+            Some(QueueOutcome::PageToRead(wanted)) => self.0.family.fault_in.read(vec![wanted]),
+            Some(QueueOutcome::Base(base)) => self.change_over_base(&base, slot, job.take()?),
+            Some(QueueOutcome::InFlight) | None => {}
         }
         job
     }
 
-    /// Reads a page from the base and then applies the request's change to it.
+    /// Reads a page from the base and then applies a request's change to a part of the page.
     fn change_over_base(&self, base: &Base, slot: u64, job: Job) {
         let len = (base.size - slot * PAGE).min(PAGE);
         let buffer = match IoBuf::zeroed(len as usize) {

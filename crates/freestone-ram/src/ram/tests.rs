@@ -1,10 +1,10 @@
-//! Tests of zram's rules, and of compaction, growth and reset under traffic.
+//! Tests of zram's rules, and of compaction, growth and reset with concurrent requests.
 
 use super::*;
 use crate::codec::{Algorithm, Params};
 use crate::effort::effort;
 use freestone_core::device::{Blocking, Device, Error, Flags};
-use freestone_core::device::{Buffer, Completion, Extent, ExtentKind, IoBuf, Request, Tried};
+use freestone_core::device::{Buffer, Completion, Extent, ExtentKind, IoBuf, Request, TryResult};
 
 pub(super) const MIB: u64 = 1 << 20;
 
@@ -16,7 +16,8 @@ pub(super) fn ram(disksize: u64) -> Ram {
     Ram::new(config(disksize)).unwrap()
 }
 
-/// Returns content of one of six kinds: zeroes, 32- and 64-bit patterns, text, half noise, noise.
+/// Returns `len` bytes of one of six kinds: zeroes (0), a 32-bit (1) or 64-bit pattern (2), text
+/// (3), half noise (4), noise (5).
 pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = move || {
@@ -27,7 +28,7 @@ pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     };
     let word = next();
     let mut bytes = Vec::with_capacity(len + 8);
-    // Word by word: a sanitizer makes each access expensive.
+    // Fill word by word: a sanitizer makes each memory access expensive.
     while bytes.len() < len {
         let eight = match kind % 6 {
             0 => [0; 8],
@@ -77,7 +78,7 @@ fn pages_of_all_kinds_round_trip() {
         }
         let stat = ram.mm_stat();
         assert_eq!(stat.orig_data_size, 8 * MIB);
-        // Three of six kinds are patterns.
+        // Three of the six kinds of content are patterns: about half of the pages.
         assert!((1020..=1034).contains(&stat.same_pages), "{stat:?}");
         assert!(stat.huge_pages > 0 && stat.huge_pages_since >= 3 * stat.huge_pages - 20, "{stat:?}");
         assert!(stat.mem_used_total >= stat.compr_data_size, "{stat:?}");
@@ -109,7 +110,7 @@ fn same_filled_page_takes_word_or_eight_bytes() {
 #[test]
 fn page_above_huge_threshold_is_stored_whole() {
     let ram = ram(MIB);
-    // Compresses to slightly less than a page, but above the huge-class threshold.
+    // A page that compresses slightly, but not enough to be stored compressed.
     let mut data = content(5, 3, PAGE_BYTES);
     data[..60].fill(0);
     ram.write_at(0, &data, Flags::empty()).unwrap();
@@ -131,7 +132,8 @@ fn mem_limit_fails_only_writes_needing_memory() {
         ram.write_at(page * PAGE, &huge(page), Flags::empty()).unwrap();
     }
     assert_eq!(ram.mm_stat().mem_used_total, 64 * PAGE, "equal is allowed");
-    // In the middle of a large write: that write fails, and the old content stays.
+    // The limit is reached in the middle of a large write: the write fails, and the old content
+    // stays.
     let large: Vec<u8> = (100..110).flat_map(huge).collect();
     assert_eq!(ram.write_at(60 * PAGE, &large, Flags::empty()), Err(Error::NoSpace));
     assert!(ram.mm_stat().mem_used_max > ram.mm_stat().mem_limit, "raised before the verdict");
@@ -149,7 +151,8 @@ fn mem_limit_fails_only_writes_needing_memory() {
     ram.write_at(70 * PAGE, &[0x11; PAGE_BYTES], Flags::empty()).unwrap();
     ram.discard(0, 40 * PAGE).unwrap();
     ram.write_at(80 * PAGE, &huge(80), Flags::empty()).unwrap();
-    // A limit below the use evicts nothing, and even a write that fits a hole fails.
+    // A limit below the present use evicts nothing. Even a write that would fit a free object of
+    // the pool fails.
     ram.set_mem_limit(PAGE);
     assert_eq!(ram.write_at(81 * PAGE, &huge(81), Flags::empty()), Err(Error::NoSpace));
     ram.read_at(80 * PAGE, &mut back).unwrap();
@@ -198,7 +201,7 @@ fn reset_wipes_content_and_disk_stays_usable() {
     let empty = self::ram(64 * MIB);
     ram.reset().unwrap();
     assert_eq!((ram.mm_stat(), ram.io_stat()), (empty.mm_stat(), empty.io_stat()));
-    assert_eq!(ram.memory().leaves_bytes, 0);
+    assert_eq!(ram.memory_overhead().leaves_bytes, 0);
     assert_eq!(ram.config().disksize, 64 * MIB);
     let mut back = vec![1; 4 << 20];
     ram.read_at(0, &mut back).unwrap();
@@ -244,7 +247,7 @@ fn empty_large_disk_needs_no_memory() {
     }
     ram.discard(0, 16 << 40).unwrap();
     ram.write_zeroes(0, 16 << 40, Flags::MAY_FREE).unwrap();
-    assert_eq!((ram.memory().leaves_bytes, ram.mm_stat().mem_used_total), (0, 0));
+    assert_eq!((ram.memory_overhead().leaves_bytes, ram.mm_stat().mem_used_total), (0, 0));
 }
 
 /// Zeroes written without `MAY_FREE` are same-filled pages; with `MAY_FREE` they are holes.
@@ -264,7 +267,7 @@ fn write_zeroes_makes_hole_only_if_allowed() {
     ram.write_zeroes(4096, 8192, Flags::empty()).unwrap();
     ram.write_zeroes(12288, 8192, Flags::MAY_FREE).unwrap();
     assert_eq!(kinds(4096, 16384), [(8192, ExtentKind::Zero), (8192, ExtentKind::Hole)]);
-    // Also over holes, in several `try_io` calls, with partial pages at the ends.
+    // Write zeroes also over holes, in several `try_io` calls, with partial pages at both ends.
     ram.write_zeroes(512, (4 << 20) - 1024, Flags::empty()).unwrap();
     assert_eq!(ram.mm_stat().same_pages, 1023);
     let mut back = vec![9; 4 << 20];
@@ -313,7 +316,7 @@ fn write_of_same_class_overwrites_in_place() {
     let before = ram.mm_stat();
     for slot in 0..256 {
         ram.write_at(slot * PAGE, &page(slot + 1000), Flags::empty()).unwrap();
-        // A partial write, too.
+        // A partial write overwrites the object in place, too.
         ram.write_at(slot * PAGE + 512, &content(5, slot, 512), Flags::empty()).unwrap();
     }
     assert_eq!((0..256).map(location).collect::<Vec<_>>(), places);
@@ -325,7 +328,8 @@ fn write_of_same_class_overwrites_in_place() {
         ram.read_at(slot * PAGE, &mut back).unwrap();
         assert!(back == wanted, "page {slot}");
     }
-    // A pool above its limit stores nothing, as in the kernel, although the object would fit.
+    // A pool above its limit stores nothing, as in the kernel, although the object could overwrite
+    // the old one.
     ram.set_mem_limit(PAGE);
     assert_eq!(ram.write_at(0, &page(5000), Flags::empty()), Err(Error::NoSpace));
 }
@@ -341,7 +345,7 @@ fn disks_with_equal_parameters_share_streams() {
 
 #[test]
 fn compact_under_traffic_keeps_content() {
-    // The test dismantles the family at the end, so it holds the only reference.
+    // The disk must have the only reference to the family, as the test takes its parts at the end.
     let family = FamilyParts::new(config(64 * MIB)).unwrap();
     let mut ram = Ram::make(&family, 64 * MIB, Parent::Nothing, Arc::default()).unwrap();
     drop(family);
@@ -349,7 +353,7 @@ fn compact_under_traffic_keeps_content() {
     for page in 0..pages {
         ram.write_at(page * PAGE, &content((page % 3) as u8 + 3, page, PAGE_BYTES), Flags::empty()).unwrap();
     }
-    // Every other page of the upper half is freed: its spans are half empty.
+    // Free every other page of the upper half, so that its spans in the pool are half empty.
     for page in (pages / 2..pages).step_by(2) {
         ram.discard(page * PAGE, PAGE).unwrap();
     }
@@ -361,7 +365,7 @@ fn compact_under_traffic_keeps_content() {
                 scope.spawn(move || {
                     let mut page_data = vec![0; PAGE_BYTES];
                     for round in 0..effort(1, 6_u64) {
-                        // The lower half is rewritten, the upper half read.
+                        // Rewrite the lower half of the disk, and read the upper half.
                         for page in (0..pages / 2).filter(|p| p % 2 == thread) {
                             let data = content((page + round) as u8 % 3 + 3, page + round, PAGE_BYTES);
                             ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
@@ -386,21 +390,21 @@ fn compact_under_traffic_keeps_content() {
     let after = ram.mm_stat();
     assert!(after.pages_compacted > 0);
     assert!(after.mem_used_total < before.mem_used_total, "{before:?} {after:?}");
-    // Fully compacted: only rounding is wasted.
+    // After a full compaction only the rounding of sizes is wasted: at most 6 %.
     assert!(after.mem_used_total as f64 <= after.compr_data_size as f64 * 1.06, "{after:?}");
     for page in (pages / 2..pages).filter(|p| p % 2 == 1) {
         let mut back = vec![0; PAGE_BYTES];
         ram.read_at(page * PAGE, &mut back).unwrap();
         assert!(back == content((page % 3) as u8 + 3, page, PAGE_BYTES), "page {page}");
     }
-    // Rebuild the pool's state from the tables.
+    // Rebuild the state of the pool from the slot tables.
     assert!(ram.0.chain.get().abandon(&ram.0.pages).0.is_some());
     let layer = ram.0.layer();
     let words: Vec<_> = (0..pages)
         .filter_map(|slot| Some((layer.owner(slot), layer.table().leaf(slot)?.peek(slot))))
         .collect();
     let inner = Arc::get_mut(&mut ram.0).unwrap();
-    // The old family parts hold the pages, too: replace them.
+    // The family parts have a second reference to the pages: replace them.
     inner.family = FamilyParts::new(config(64 * MIB)).unwrap();
     let pool = &mut Arc::get_mut(&mut inner.pages).unwrap().pool;
     let pages_before = pool.pages();
@@ -443,7 +447,11 @@ fn reset_under_traffic_leaks_nothing() {
     ram.reset().unwrap();
     assert_eq!((ram.mm_stat().orig_data_size, ram.mm_stat().compr_data_size), (0, 0));
     assert_eq!(
-        (ram.mm_stat().mem_used_total, ram.memory().leaves_bytes, ram.memory().backrefs_bytes),
+        (
+            ram.mm_stat().mem_used_total,
+            ram.memory_overhead().leaves_bytes,
+            ram.memory_overhead().backrefs_bytes
+        ),
         (0, 0, 0)
     );
 }
@@ -463,7 +471,7 @@ fn try_io_does_not_wait_for_removed_device() {
     }
     let (sender, result) = std::sync::mpsc::channel();
     let full = {
-        // The pin blocks the cleaner's processing of the snapshot.
+        // The pin keeps the cleaner from processing the removed snapshot.
         let leave = std::sync::Arc::new(std::sync::Barrier::new(2));
         let (entered, is_pinned) = std::sync::mpsc::channel();
         let pinned = {
@@ -482,11 +490,11 @@ fn try_io_does_not_wait_for_removed_device() {
             let data = content(5, page << 8, PAGE_BYTES);
             let request = Request::write(page * PAGE, PAGE);
             match ram.try_io(&request, Buffer::Write(&data)) {
-                Ok(Tried::Done) => page += 1,
+                Ok(TryResult::Done) => page += 1,
                 tried => break (tried, request, data),
             }
         };
-        assert_eq!(full.0, Ok(Tried::WouldBlock), "a removed device is about to give memory back");
+        assert_eq!(full.0, Ok(TryResult::WouldBlock), "a removed device is about to give memory back");
         let sender = sender.clone();
         let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap());
         ram.submit(full.1, IoBuf::copy_of(&full.2).unwrap(), done);
@@ -501,17 +509,17 @@ fn try_io_does_not_wait_for_removed_device() {
     assert!(back == full.2);
 }
 
-/// The last page is emptied as a whole only if the device still ends there under the slot's lock: a
+/// The last page is emptied as a whole only if the device still ends there under the slot's lock. A
 /// write beyond the old end may have happened meanwhile.
 #[test]
 fn free_end_rechecks_size_under_lock() {
     let config = ForkConfig { size: Some(PAGE + 1536), ..ForkConfig::default() };
     let fork = ram(PAGE).snapshot().unwrap().fork(&config).unwrap();
     fork.write_at(PAGE, &[1; 1536], Flags::empty()).unwrap();
-    let free_end = |is_end: bool| {
+    let free_last_page = |is_end: bool| {
         let freed = pin::pinned(|pin| {
             let view = fork.0.view.load(pin);
-            fork.0.pages.free_end(view, 1, false, || is_end)
+            fork.0.pages.free_last_page(view, 1, false, || is_end)
         });
         freed.ok().expect("it need not wait").unwrap()
     };
@@ -520,7 +528,7 @@ fn free_end_rechecks_size_under_lock() {
         fork.read_at(PAGE, &mut block).unwrap();
         block[0]
     };
-    assert_eq!((free_end(false), first()), (None, 1));
-    assert_eq!((free_end(true), first()), (Some(true), 0));
-    assert_eq!((free_end(true), first()), (Some(false), 0));
+    assert_eq!((free_last_page(false), first()), (None, 1));
+    assert_eq!((free_last_page(true), first()), (Some(true), 0));
+    assert_eq!((free_last_page(true), first()), (Some(false), 0));
 }

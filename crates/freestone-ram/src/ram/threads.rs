@@ -1,10 +1,11 @@
-//! The keeper: a family's thread for background work (see [`evict`](super::evict)), which waits for
-//! the backing device. While idle it holds the family only weakly.
+//! The keeper: the thread of a family (devices that share a memory pool) for background work such
+//! as evictions. The keeper waits for the backing device. While idle it holds only a weak reference
+//! to the family.
 //!
-//! Requests that waited continue on the family's work queue, which never waits for the device. The
-//! keeper does wait for the device, and a thread of the device must not be blocked. The threads of a
-//! family start when they are needed: with a backing device, automatic recompression, a base outside
-//! the family, a restore, or the first request that waits.
+//! Requests that waited continue on the family's work queue, which never waits for the backing
+//! device. The keeper cannot run them, as it does wait, and the device's own threads must not be
+//! blocked. The threads of a family start when needed: for a backing device, automatic
+//! recompression, a base on another device, a restore, or a waiting request.
 
 use std::sync::{Arc, Weak};
 
@@ -13,12 +14,12 @@ use super::parts::FamilyParts;
 use crate::clock::{TICK, now_ms};
 use freestone_core::sync::thread;
 
-/// Nice value of the keeper. If CPUs are short, writers that fill memory must wait for the keeper
-/// anyway, and other devices suffer less: at 0 a neighbour kept 0.75 of its speed. A higher value
-/// would let other load of the machine delay evictions.
+/// Nice value of the keeper thread. If CPUs are short, writers that fill memory must wait for the
+/// keeper anyway. At nice value 0 the keeper slowed a neighbouring device to 0.75 of its speed. A
+/// value above 10 would let other load of the machine delay evictions.
 const NICE: i32 = 10;
 
-/// Sets the function that starts the keeper's thread.
+/// Sets the function that starts the keeper thread of a family.
 pub(super) fn prepare_keeper(family: &Arc<FamilyParts>) {
     let (keeper, weak) = (Arc::downgrade(&family.pages.keeper), Arc::downgrade(family));
     let start = move || {
@@ -30,7 +31,7 @@ pub(super) fn prepare_keeper(family: &Arc<FamilyParts>) {
 }
 
 fn run_keeper(keeper: &Keeper, family: &Weak<FamilyParts>) {
-    // Affects this thread only: without a process id the call applies to the calling thread.
+    // Changes only this thread: without a process id the call applies to the calling thread.
     if let Err(error) = rustix::process::setpriority_process(None, NICE) {
         tracing::debug!("cannot lower the priority of the keeper thread: {error}");
     }

@@ -1,4 +1,5 @@
-//! Eviction rounds without threads: requests that wait for memory, step by step.
+//! Tests of requests that wait for memory, with eviction rounds run step by step on the test's
+//! thread.
 
 use super::super::tests::{config, content, ram};
 use super::super::{PAGE, Ram, Writeback, WritebackError};
@@ -6,9 +7,10 @@ use super::*;
 use crate::ram::Config;
 use crate::ram::family::Family;
 use crate::ram::parent::Parent;
-use freestone_core::device::{Blocking, Buffer, Completion, Device, Error, IoBuf, Request, Tried};
+use freestone_core::device::{Blocking, Buffer, Completion, Device, Error, IoBuf, Request, TryResult};
 
-/// Creates a disk without threads, over a backing device of `blocks` blocks.
+/// Creates a family without threads, with a backing device of `blocks` blocks, and a disk in the
+/// family.
 pub(in crate::ram) fn disk(blocks: u64) -> (Arc<FamilyParts>, Ram) {
     let backing: Arc<dyn Device> = Arc::new(ram(blocks * PAGE));
     let parts = FamilyParts::new(Config::default().backed_by(backing, true)).unwrap();
@@ -16,14 +18,14 @@ pub(in crate::ram) fn disk(blocks: u64) -> (Arc<FamilyParts>, Ram) {
     (parts, ram)
 }
 
-/// Limits the pool to its current memory.
+/// Sets the memory limit of the pool to its current size.
 pub(in crate::ram) fn limit(family: &Arc<FamilyParts>) {
     Family(Arc::clone(family)).set_mem_limit(family.pages.pool.pages() * PAGE);
 }
 
 pub(in crate::ram) fn put(ram: &Ram, slot: u64, page: &[u8]) {
     let tried = ram.try_io(&Request::write(slot * PAGE, PAGE), Buffer::Write(page));
-    assert_eq!(tried, Ok(Tried::Done), "{slot}");
+    assert_eq!(tried, Ok(TryResult::Done), "{slot}");
 }
 
 /// Submits a write of an incompressible page. Returns the receiver of its result.
@@ -35,7 +37,7 @@ pub(in crate::ram) fn submit(ram: &Ram, slot: u64) -> std::sync::mpsc::Receiver<
     result
 }
 
-/// Runs one eviction round, and the tasks it queues.
+/// Runs one eviction round, and the tasks that it queues on the work queue.
 pub(in crate::ram) fn round(family: &Arc<FamilyParts>) {
     let keeper = &family.pages.keeper;
     let waiting = keeper.has_waiting(|_| true);
@@ -50,24 +52,25 @@ fn reclaim_frees_no_memory_for_waiting_write() {
     (0..160).for_each(|slot| put(&ram, slot, &half(slot)));
     let (written, error) = ram.writeback(&Writeback::Pages(vec![0..=159])).unwrap_err();
     assert!(error == WritebackError::NoSpace && written.pages > 100, "{written:?} {error:?}");
-    // Two blocks are then half empty. Their objects are moved, which frees space on the device
-    // only.
+    // Leave two blocks half empty. Reclaim moves their objects, which frees space on the device but
+    // no memory.
     for slot in [20, 60] {
         ram.discard(slot * PAGE, PAGE).unwrap();
     }
     family.pages.compact();
     limit(&family);
     let result = submit(&ram, 200);
-    let writes = family.pages.store.as_ref().unwrap().numbers().writes;
+    let writes = family.pages.store.as_ref().unwrap().stat().writes;
     round(&family);
-    assert!(family.pages.store.as_ref().unwrap().numbers().writes > writes, "nothing was moved");
+    assert!(family.pages.store.as_ref().unwrap().stat().writes > writes, "nothing was moved");
     assert_eq!(result.try_recv(), Ok(Err(Error::NoSpace)));
 }
 
 #[test]
 fn uncompactable_pool_frees_no_memory() {
     let (family, ram) = disk(64);
-    // One object of each of several classes, in a page of its own.
+    // Store objects of different size classes, each in a pool page of its own, so that compaction
+    // frees nothing.
     for slot in 0..16 {
         let mut page = content(5, slot, PAGE as usize);
         page[128 * (slot as usize + 1)..].fill(0);

@@ -6,13 +6,13 @@ use crate::spill::objects::Spilled;
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::{Arc, AtomicU64, Mutex, Ordering};
 
-/// Number of sequential readers tracked at once.
+/// Number of sequential readers of a family (devices that share a memory pool) tracked at once.
 const READERS: usize = 8;
 
 /// A page to read from the backing device.
 pub(super) struct PageToRead {
     pub flight: u64,
-    /// Location of the page, from its slot.
+    /// Location of the page on the device, from its slot.
     pub spilled: Spilled,
 }
 
@@ -22,11 +22,11 @@ impl AsRef<Spilled> for PageToRead {
     }
 }
 
-/// A request that waits for a slot in flight.
+/// A request that waits for a slot in flight from the backing device.
 pub(super) enum Waiter {
     Page(Arc<Fetch>, Piece),
-    /// Another request, to be retried; `is_own` if the page is the device's own and not its
-    /// parent's.
+    /// A change, to be retried when the page is available. `is_own` if the page is in the device's
+    /// own slot and not its parent's.
     Retry {
         ram: Ram,
         job: Job,
@@ -34,7 +34,8 @@ pub(super) enum Waiter {
     },
 }
 
-/// A part of fetched content, and its place in a request's buffer.
+/// A part of fetched content: `len` bytes from byte `from` of the content go to byte `at` of the
+/// request's buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Piece {
     pub at: usize,
@@ -47,19 +48,19 @@ pub(super) struct Fetch {
     pub state: Mutex<Fetching>,
 }
 
-/// State of a [`Fetch`]. Lock order: taken before a slot while pages are gathered, and with no slot
-/// locked when they arrive.
+/// State of a [`Fetch`]. Lock order: before a slot while pages are gathered; no slot is locked when
+/// pages arrive.
 pub(super) struct Fetching {
     pub job: Option<Job>,
-    /// Bytes done once nothing is pending.
+    /// Bytes of the request that are complete when `pending` is 0.
     pub bytes: u64,
     pub pending: usize,
     pub error: Option<Error>,
 }
 
 impl Fetch {
-    /// Delivers or fails one pending piece; the last one continues the request. Bytes beyond
-    /// `outcome` become zeroes.
+    /// Copies the content of one pending piece to the request's buffer, or records its error. The
+    /// last piece completes or continues the request. Bytes beyond the content become zeroes.
     pub fn deliver(&self, piece: Option<Piece>, outcome: Result<&[u8]>) {
         let mut fetching = self.state.lock();
         match (outcome, piece, &mut fetching.job) {
@@ -91,7 +92,7 @@ impl Fetch {
     }
 }
 
-/// Expected next pages of sequential readers.
+/// Pages at which sequential readers are expected to continue.
 #[derive(Default)]
 pub(super) struct Readers {
     next: [AtomicU64; READERS],
@@ -99,13 +100,13 @@ pub(super) struct Readers {
 }
 
 impl Readers {
-    /// Returns true if a read of `[first, end)` continues where an earlier one ended.
+    /// Returns true if a read of the pages `[first, end)` begins where an earlier read ended.
     pub fn is_sequential(&self, first: u64, end: u64) -> bool {
-        // Relaxed: a guess. 0 is an unused entry.
+        // Relaxed: read-ahead is a guess. Entry 0 is unused.
         let known = self.next.iter().find(|next| first != 0 && next.load(Ordering::Relaxed) == first);
-        // Relaxed: any entry may be replaced.
+        // Relaxed: no harm if two threads replace the same entry.
         let turn = || self.turn.fetch_add(1, Ordering::Relaxed) as usize % READERS;
-        // Relaxed: as above.
+        // Relaxed: a lost update costs only read-ahead.
         known.unwrap_or_else(|| &self.next[turn()]).store(end, Ordering::Relaxed);
         known.is_some()
     }

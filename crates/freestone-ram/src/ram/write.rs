@@ -1,9 +1,9 @@
-//! Replacing and freeing the content of one slot.
+//! Writes, replaces and frees the content of one slot.
 //!
 //! A new object of the same size class overwrites the old one under the slot's lock. The overwrite
-//! needs no allocation, and halves the time of a rewrite if pages compress alike. Failure is
-//! impossible, as the new object is complete before. A process that dies during the copy leaves a
-//! torn page of a write that was never completed.
+//! needs no allocation, and halves the time of a rewrite if the old and the new content compress
+//! alike. The overwrite cannot fail, as the new object is complete before it starts. A process that
+//! dies during the copy leaves a torn page of a write that was never completed.
 
 use std::cell::Cell;
 
@@ -20,25 +20,26 @@ use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Kind, Leaf, SlotGuard, Word};
 
 thread_local! {
-    /// Size of the last object that this thread wrote: an estimate for the next one.
+    /// Size in bytes of the last object that this thread wrote: an estimate for the next object.
     static LAST_OBJECT_BYTES: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Result of a change to part of a page.
-pub(super) enum Patched {
+pub(super) enum PatchOutcome {
     Done,
-    /// Nothing changed: the page is on a base, which must not be read under a slot lock.
+    /// Nothing was changed: the old content is on a base, which must not be read under a slot lock.
     OnBase,
 }
 
 impl Pages {
-    /// Replaces a whole page. The new object is complete before the old one is freed: a failure
-    /// leaves the old data.
+    /// Replaces a whole page. The new object is complete before the old object is freed, so a
+    /// failure leaves the old content.
     #[inline]
     pub(super) fn write_page(&self, view: &View, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
         let seen = leaf.peek(slot);
         if Pool::same_class(LAST_OBJECT_BYTES.get(), seen.stored_bytes()) {
-            // The new object probably fits too: prefetch its place during compression.
+            // The new object will probably overwrite the old one: prefetch the old object during
+            // compression.
             self.pool.prefetch_for_write(seen);
         }
         let mut scratch = Scratch::new();
@@ -56,7 +57,7 @@ impl Pages {
         }
         let new = match self.store(&view.layer, slot, &packed) {
             Ok(new) => new,
-            Err(error) => return self.wait_or_error(error),
+            Err(error) => return self.wait_for_eviction_or_error(error),
         };
         let guard = leaf.lock(slot);
         if guard.word().kind() == Kind::InFlight {
@@ -67,7 +68,8 @@ impl Pages {
         Ok(self.replace(view, slot, guard, new))
     }
 
-    /// Replaces part of a page, under the slot's lock from read to write.
+    /// Replaces part of a page, from byte `from` on. Holds the slot's lock from read to write, so
+    /// that concurrent changes of other parts are not lost.
     pub(super) fn patch_page(
         &self,
         view: &View,
@@ -75,7 +77,7 @@ impl Pages {
         slot: u64,
         from: usize,
         part: Part<'_>,
-    ) -> PageResult<Patched> {
+    ) -> PageResult<PatchOutcome> {
         let guard = leaf.lock(slot);
         let mut page = [0; PAGE_BYTES];
         let loaded = match guard.word().kind() {
@@ -83,7 +85,7 @@ impl Pages {
             Kind::Empty => match view.parent.page(slot, &mut page) {
                 Ok(ReadEnd::Complete) => Ok(()),
                 Ok(ReadEnd::MustWait) => return Err(MustWait),
-                Ok(ReadEnd::Base(..) | ReadEnd::Staged(..)) => return Ok(Ok(Patched::OnBase)),
+                Ok(ReadEnd::Base(..) | ReadEnd::Staged(..)) => return Ok(Ok(PatchOutcome::OnBase)),
                 Err(error) => Err(error),
             },
             _ => self.load(&guard, &mut page),
@@ -92,10 +94,10 @@ impl Pages {
             return Ok(Err(error));
         }
         part.put(from, &mut page);
-        self.put_page(view, slot, guard, &page).map(|put| put.map(|()| Patched::Done))
+        self.put_page(view, slot, guard, &page).map(|put| put.map(|()| PatchOutcome::Done))
     }
 
-    /// Stores a whole page in a locked slot.
+    /// Compresses a whole page and stores it in a locked slot.
     #[inline(never)]
     pub(super) fn put_page(&self, view: &View, slot: u64, guard: SlotGuard<'_>, page: &Page) -> PageResult {
         let mut scratch = Scratch::new();
@@ -106,47 +108,50 @@ impl Pages {
         }
         match self.store(&view.layer, slot, &packed) {
             Ok(new) => Ok(self.replace(view, slot, guard, new)),
-            Err(error) => self.wait_or_error(error),
+            Err(error) => self.wait_for_eviction_or_error(error),
         }
     }
 
-    /// Returns the outcome of a write that could not be stored: [`MustWait`] if eviction may help.
+    /// Returns the result of a write that failed with `error`: [`MustWait`] if an eviction may free
+    /// space, else the error.
     #[cold]
-    pub(super) fn wait_or_error<T>(&self, error: Error) -> PageResult<T> {
+    pub(super) fn wait_for_eviction_or_error<T>(&self, error: Error) -> PageResult<T> {
         if error == Error::NoSpace && self.store.is_some() { Err(MustWait) } else { Ok(Err(error)) }
     }
 
-    /// Returns the leaf of a slot whose page needs no object. A new leaf counts against the
-    /// family's limit and reduces the pool's share of it. If the pool is full, new leaves are
-    /// allowed until they alone reach the limit.
+    /// Returns the leaf of a slot whose page needs no object. A new leaf counts towards the memory
+    /// limit of the family (devices that share a memory pool), and leaves less of it to the pool.
+    /// Even if the pool is full, such leaves are allocated until they alone reach the limit.
     ///
     /// # Errors
-    /// [`Error::NoSpace`] at that limit; [`Error::NoMemory`].
-    fn leaf_of_marks<'v>(&self, view: &'v View, slot: u64) -> Result<Leaf<'v>> {
+    /// [`Error::NoSpace`] if such leaves alone reach the limit; [`Error::NoMemory`] if the system
+    /// has no memory.
+    fn same_filled_leaf<'v>(&self, view: &'v View, slot: u64) -> Result<Leaf<'v>> {
         let table = view.layer.table();
         match table.leaf(slot) {
             Some(leaf) => Ok(leaf),
             None if self.pool.is_limit_used_outside() => Err(Error::NoSpace),
-            None => table.leaf_of_marks(slot),
+            None => table.same_filled_leaf(slot),
         }
     }
 
-    /// Allocates the leaf of a slot for a write of `data`.
+    /// Allocates the leaf of a slot for a write of `data`. If the data repeat a 32-bit pattern, the
+    /// leaf counts as same-filled.
     ///
     /// # Errors
-    /// As [`leaf_of_marks`](Self::leaf_of_marks).
+    /// As [`same_filled_leaf`](Self::same_filled_leaf).
     #[cold]
     pub(super) fn new_leaf<'v>(&self, view: &'v View, slot: u64, data: &[u8]) -> Result<Leaf<'v>> {
         let pattern = <&Page>::try_from(data).ok().and_then(same_filled);
         if pattern.is_some_and(|pattern| pattern as u32 == (pattern >> 32) as u32) {
-            return self.leaf_of_marks(view, slot);
+            return self.same_filled_leaf(view, slot);
         }
         view.layer.table().leaf_or_new(slot)
     }
 
-    /// Returns the leaf of a slot to be emptied (`None` if nothing needs a change) and the slot's
-    /// new word: a zero page if the parent may have other content there, that is if the slot is not
-    /// `over_zeroes`.
+    /// Returns the leaf of a slot to be emptied, and the slot's new word; `None` if the slot has no
+    /// leaf and needs none. The new word is empty, or a zero page if the parent may have other
+    /// content (not `over_zeroes`).
     #[inline]
     fn prepare_empty<'v>(
         &self,
@@ -155,16 +160,16 @@ impl Pages {
         over_zeroes: bool,
     ) -> Result<Option<(Leaf<'v>, Word)>> {
         if !over_zeroes && view.parent.reaches(slot) {
-            return Ok(Some((self.leaf_of_marks(view, slot)?, Word::same(0))));
+            return Ok(Some((self.same_filled_leaf(view, slot)?, Word::same(0))));
         }
         Ok(view.layer.table().leaf(slot).map(|leaf| (leaf, Word::EMPTY)))
     }
 
-    /// Replaces a page with a zero page that is not a hole.
+    /// Replaces a page with a zero page, which extents report as zeroes and not as a hole.
     pub(super) fn fill_page(&self, view: &View, slot: u64) -> PageResult {
-        let leaf = match self.leaf_of_marks(view, slot) {
+        let leaf = match self.same_filled_leaf(view, slot) {
             Ok(leaf) => leaf,
-            Err(error) => return self.wait_or_error(error),
+            Err(error) => return self.wait_for_eviction_or_error(error),
         };
         let new = Word::same(0).with_age(self.ages.now());
         let guard = leaf.lock(slot);
@@ -179,7 +184,7 @@ impl Pages {
         }
     }
 
-    /// Exchanges one representation of zeroes for another. The content does not change, so no
+    /// Replaces a zero page by a hole or a hole by a zero page. The content does not change, so no
     /// snapshot needs the old word.
     fn exchange_zeroes(&self, view: &View, guard: SlotGuard<'_>, new: Word) {
         let old = guard.word();
@@ -187,8 +192,9 @@ impl Pages {
         view.layer.account(&self.layers, old, new);
     }
 
-    /// Empties a slot. Returns true if it had content. `over_zeroes`: the parent reads as zeroes
-    /// here. If there is no space for a mark, a hint (not `exact`) leaves the page as it is.
+    /// Empties a slot. Returns true if the slot was not empty before. `over_zeroes`: the parent
+    /// reads as zeroes here, so that no zero page must hide its content. If the leaf of a zero page
+    /// finds no space, a hint (not `exact`) leaves the page unchanged.
     pub(super) fn free_page(
         &self,
         view: &View,
@@ -200,12 +206,12 @@ impl Pages {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(Ok(false)),
             Err(Error::NoSpace) if !exact => return Ok(Ok(false)),
-            Err(error) => return self.wait_or_error(error),
+            Err(error) => return self.wait_for_eviction_or_error(error),
         };
         let is_free = |word: Word| if new == Word::EMPTY { word == new } else { is_zeroes(word) };
         if is_free(leaf.peek(slot)) {
-            // A concurrent write is not ordered against this request: emptying the slot first is a
-            // valid order.
+            // No lock is needed to find that the slot is empty already. A concurrent write has no
+            // order relative to this request, so it may count as later.
             return Ok(Ok(false));
         }
         let guard = leaf.lock(slot);
@@ -223,10 +229,10 @@ impl Pages {
     }
 
     /// Empties the slot of the page in which the device ends, as [`free_page`](Self::free_page).
-    /// `None`: `is_end` is no longer true under the slot's lock, so the page may have content
-    /// beyond the request's end.
+    /// Returns `None` if the slot was not emptied. Then `is_end` is false under the slot's lock, so
+    /// the page may have content beyond the request's end, or the new leaf found no space.
     #[cold]
-    pub(super) fn free_end(
+    pub(super) fn free_last_page(
         &self,
         view: &View,
         slot: u64,
@@ -236,12 +242,14 @@ impl Pages {
         let (leaf, new) = match self.prepare_empty(view, slot, over_zeroes) {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(Ok(Some(false))),
-            // Eviction can make space for a partial page's object, but not for a mark.
+            // Eviction can make space for the object of a partly zeroed page, but not for the leaf
+            // of a zero page.
             Err(Error::NoSpace) => return Ok(Ok(None)),
             Err(error) => return Ok(Err(error)),
         };
         let guard = leaf.lock(slot);
-        // A write beyond the old end has read the new size before it locks the slot.
+        // Check the end under the lock: a write beyond the old end has read the new size before it
+        // locks the slot.
         if !is_end() {
             return Ok(Ok(None));
         }
@@ -252,7 +260,7 @@ impl Pages {
         }
     }
 
-    /// Chooses the stored form of a page: pattern, compressed or uncompressed.
+    /// Returns the form in which a page is stored: a pattern, compressed or uncompressed.
     #[inline]
     fn pack<'p>(&self, page: &'p Page, scratch: &'p mut Scratch) -> Packed<'p> {
         match same_filled(page) {
@@ -264,7 +272,8 @@ impl Pages {
         }
     }
 
-    /// Stores a page for a slot and returns the slot's word.
+    /// Stores a page's object, if it needs one, and returns the new word for the slot. The caller
+    /// publishes the word.
     #[inline]
     fn store(&self, layer: &Layer, slot: u64, packed: &Packed<'_>) -> Result<Word> {
         let bytes = packed.bytes();
@@ -272,10 +281,10 @@ impl Pages {
         Ok(packed.word(location).with_age(self.ages.now()))
     }
 
-    /// Stores an object for a slot and returns its location.
+    /// Stores an object for a slot and returns the object's location in the pool.
     #[inline]
     pub(super) fn store_object(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
-        if !layer.has_room(object.len()) {
+        if !layer.has_space(object.len()) {
             return Err(Error::NoSpace);
         }
         match self.pool.store(object, layer.owner(slot), self.layers.pages_reserved_for_others(layer)) {
@@ -284,7 +293,8 @@ impl Pages {
         }
     }
 
-    /// Stores an object with space from layers that are being freed in the background.
+    /// Stores an object in a full pool: frees retired layers until the object fits or nothing is
+    /// left to free.
     #[cold]
     fn store_after_freeing(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
         loop {
@@ -296,22 +306,23 @@ impl Pages {
         }
     }
 
-    /// Compresses a page and stores it for a slot.
+    /// Compresses a page, stores its object, and returns the new word for the slot. The caller
+    /// publishes the word.
     #[inline(never)]
     pub(super) fn store_page(&self, layer: &Layer, slot: u64, page: &Page) -> Result<Word> {
         let mut scratch = Scratch::new();
         self.store(layer, slot, &self.pack(page, &mut scratch))
     }
 
-    /// Returns true if the new object can overwrite the old one. A pool above its limit stores
-    /// nothing, as in the kernel.
+    /// Returns true if the new object can overwrite the object of `old`: both are of the same size
+    /// class. While the pool is above a lowered limit nothing is stored, as in the kernel.
     #[inline]
     fn fits(&self, packed: &Packed<'_>, old: Word) -> bool {
         Pool::same_class(packed.bytes().len(), old.stored_bytes()) && !self.pool.exceeds_lowered_limit()
     }
 
     /// Overwrites the old object with content that [`fits`](Self::fits). Readers see the old or the
-    /// new content: they need the slot's lock.
+    /// new content, never a mix, as they take the slot's lock.
     #[inline]
     fn overwrite(&self, layer: &Layer, mut guard: SlotGuard<'_>, packed: &Packed<'_>) {
         let old = guard.word();
@@ -322,7 +333,7 @@ impl Pages {
     }
 
     /// Replaces the word of a locked slot. The old object moves to the snapshot that needs it, or
-    /// is freed. On failure `new` is freed.
+    /// is freed. On failure the object of `new` is freed.
     #[inline]
     fn replace(&self, view: &View, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
         view.replace(self, slot, guard, new).inspect_err(|_| self.release(new))
@@ -338,7 +349,8 @@ enum Packed<'a> {
 }
 
 impl Packed<'_> {
-    /// Returns the bytes stored in the pool; none for a 32-bit pattern.
+    /// Returns the bytes of the object to store in the pool; an empty slice for a 32-bit pattern,
+    /// which is stored in the slot.
     #[inline]
     fn bytes(&self) -> &[u8] {
         match self {
@@ -348,7 +360,7 @@ impl Packed<'_> {
         }
     }
 
-    /// Returns the slot's word for bytes stored at `location`.
+    /// Returns the slot's word for an object stored at `location`.
     #[inline]
     fn word(&self, location: u64) -> Word {
         match self {
@@ -367,8 +379,9 @@ fn is_zeroes(word: Word) -> bool {
 /// Returns the 64-bit pattern that the page repeats, if any.
 #[inline]
 fn same_filled(page: &Page) -> Option<u64> {
-    // Compare each word with the next. Nearly every other page differs in its first cache line. The
-    // kernel checks the last word first; here that costs a cache miss and saves less.
+    // Compare each word with the next. Pages without a pattern nearly always differ in their first
+    // cache line. The kernel checks the last word first; here the cache miss for that would cost
+    // more than it saves.
     let same = page[..PAGE_BYTES - 8] == page[8..];
     same.then(|| page[..8].try_into().ok().map(u64::from_ne_bytes)).flatten()
 }

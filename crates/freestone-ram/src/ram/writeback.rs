@@ -1,24 +1,24 @@
-//! Manual writeback with the kernel's page selection and order.
+//! Writeback on request, with the kernel's page selection and order.
 
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::evict_batches::{Eviction, Offered};
+use super::evict_batches::{Eviction, OfferOutcome};
 use super::evict_rounds::RECLAIMED_MIN_BLOCKS;
 use super::layer::Layer;
-use super::outcome::{WritebackError, Written};
+use super::outcome::{WritebackError, WritebackReport};
 use super::page_search::{Sizes, is_spillable};
 use super::{Inner, PAGE, Ram};
 use crate::spill::layout;
-use crate::spill::store::{Numbers, Store};
+use crate::spill::store::{Store, StoreStat};
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::Instant;
 
-/// Maximum wait of a manual writeback for blocks of removed devices.
+/// Maximum time that a manual writeback waits for blocks that removed devices still hold.
 const REMOVED_TIME_MAX: Duration = Duration::from_secs(10);
-/// Pages between two calls of the progress callback.
+/// Number of pages offered between two calls of the progress callback.
 const WATCH_PAGES: u64 = 64;
 
 /// Selection of the pages to write back.
@@ -32,49 +32,49 @@ pub enum Writeback {
     HugeIdle,
     /// Pages that no algorithm could compress.
     Incompressible,
-    /// Pages by index, regardless of marks.
+    /// Pages by number, whether idle or huge or neither.
     Pages(Vec<RangeInclusive<u64>>),
 }
 
 /// The three columns of the kernel's `bd_stat`, in units of 4 KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BdStat {
-    /// Blocks in use on the backing device. Several packed pages share one block.
+    /// Number of blocks in use on the backing device. Several packed pages share one block.
     pub bd_count: u64,
-    /// Blocks read from the device.
+    /// Number of blocks read from the device so far.
     pub bd_reads: u64,
-    /// Blocks written to the device.
+    /// Number of blocks written to the device so far.
     pub bd_writes: u64,
 }
 
-/// Statistics of a backing device.
+/// Statistics of the backing device of a family (devices that share a memory pool).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BackingStat {
     /// Usable bytes of the device, at most 1 TiB.
     pub size: u64,
-    /// Bytes of the blocks in use.
+    /// Bytes of the blocks in use, including holes within them.
     pub used_bytes: u64,
-    /// Bytes of the objects in them.
+    /// Bytes of the objects in these blocks.
     pub live_bytes: u64,
-    /// Pages on the device.
+    /// Number of pages on the device.
     pub spilled_pages: u64,
-    /// Failed read requests and damaged pages.
+    /// Number of failed read requests and of pages read damaged.
     pub failed_reads: u64,
-    /// Failed and timed-out write requests.
+    /// Number of failed and timed-out write requests.
     pub failed_writes: u64,
-    /// Abandoned writes that the device has not completed.
-    pub unanswered_writes: u32,
-    /// Whether the last page read failed or was damaged.
-    pub reads_fail: bool,
-    /// Whether no block is free for writeback.
+    /// Number of writes that timed out and that the device still has not completed.
+    pub abandoned_writes: u32,
+    /// True if the last read of a page failed or returned damaged content.
+    pub last_read_failed: bool,
+    /// True if no block is free for writeback.
     pub is_full: bool,
-    /// Whether objects are packed, as opposed to one uncompressed page per block.
+    /// True if compressed objects are packed; false for one uncompressed page per block.
     pub compressed_writeback: bool,
 }
 
 impl BackingStat {
     pub(super) fn of(store: &Store) -> Self {
-        let n = store.numbers();
+        let n = store.stat();
         Self {
             size: n.blocks * PAGE,
             used_bytes: n.used * PAGE,
@@ -82,8 +82,8 @@ impl BackingStat {
             spilled_pages: n.pages,
             failed_reads: n.failed_reads,
             failed_writes: n.failed_writes,
-            unanswered_writes: n.unanswered,
-            reads_fail: n.reads_fail,
+            abandoned_writes: n.abandoned,
+            last_read_failed: n.last_read_failed,
             is_full: n.is_full,
             compressed_writeback: store.is_packed(),
         }
@@ -91,48 +91,51 @@ impl BackingStat {
 }
 
 impl Ram {
-    /// Writes pages back and returns when done. Requests continue meanwhile. A concurrent call
-    /// waits for the first. If removed devices hold the space that is needed, waits up to 10 s for
-    /// it.
+    /// Writes the selected pages to the backing device and returns when they are written. Requests
+    /// continue meanwhile; concurrent writebacks wait for each other. If removed devices still hold
+    /// the needed blocks, waits up to 10 s for these blocks.
     ///
     /// # Errors
-    /// Returns a [`WritebackError`] together with the result so far.
-    pub fn writeback(&self, selection: &Writeback) -> Result<Written, (Written, WritebackError)> {
+    /// Returns a [`WritebackError`] together with the report of the pages written so far.
+    pub fn writeback(
+        &self,
+        selection: &Writeback,
+    ) -> Result<WritebackReport, (WritebackReport, WritebackError)> {
         self.0.writeback(selection, &mut |_, _| true)
     }
 
     /// As [`writeback`](Self::writeback), with progress. `watch` receives the bytes of the pages
-    /// visited and of all selected pages, also while waiting for another writeback. The writeback
-    /// ends when `watch` returns false.
+    /// visited and of all selected pages. `watch` is called also while this call waits for another
+    /// writeback. The writeback ends when `watch` returns false.
     ///
     /// # Errors
     /// As [`writeback`](Self::writeback), and [`WritebackError::Cancelled`].
-    pub fn writeback_watched(
+    pub fn writeback_with_progress(
         &self,
         selection: &Writeback,
         watch: &mut dyn FnMut(u64, u64) -> bool,
-    ) -> Result<Written, (Written, WritebackError)> {
+    ) -> Result<WritebackReport, (WritebackReport, WritebackError)> {
         self.0.writeback(selection, watch)
     }
 
-    /// Returns the statistics of the kernel's `bd_stat`; zeroes without a backing device.
+    /// Returns the statistics of the kernel's `bd_stat`; all zero without a backing device.
     pub fn bd_stat(&self) -> BdStat {
-        let Numbers { used, reads, writes, .. } =
-            self.0.pages.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
+        let StoreStat { used, reads, writes, .. } =
+            self.0.pages.store.as_ref().map_or_else(StoreStat::default, |s| s.stat());
         BdStat { bd_count: used, bd_reads: reads, bd_writes: writes }
     }
 
-    /// Returns the statistics of the family's backing device.
+    /// Returns the statistics of the family's backing device; `None` without one.
     pub fn backing(&self) -> Option<BackingStat> {
         self.0.pages.store.as_deref().map(BackingStat::of)
     }
 
-    /// Returns the remaining writeback budget in blocks of 4 KiB.
+    /// Returns the remaining writeback budget in blocks of 4 KiB; 0 without a backing device.
     pub fn writeback_limit(&self) -> u64 {
         self.0.pages.store.as_ref().map_or(0, |store| store.budget().get().left)
     }
 
-    /// Sets the writeback budget; no effect without a backing device.
+    /// Sets the remaining writeback budget in blocks of 4 KiB; no effect without a backing device.
     pub fn set_writeback_limit(&self, blocks: u64) {
         if let Some(store) = &self.0.pages.store {
             store.budget().set(|limit| limit.left = blocks);
@@ -140,12 +143,12 @@ impl Ram {
         }
     }
 
-    /// Returns true if the writeback budget is enforced.
+    /// Returns true if the writeback budget is enforced; false without a backing device.
     pub fn writeback_limit_enable(&self) -> bool {
         self.0.pages.store.as_ref().is_some_and(|store| store.budget().get().enabled)
     }
 
-    /// Enables or disables the writeback budget.
+    /// Enables or disables the writeback budget; no effect without a backing device.
     pub fn set_writeback_limit_enable(&self, enabled: bool) {
         if let Some(store) = &self.0.pages.store {
             store.budget().set(|limit| limit.enabled = enabled);
@@ -153,13 +156,13 @@ impl Ram {
         }
     }
 
-    /// Returns the maximum blocks of 4 KiB in flight to the backing device.
+    /// Returns the maximum number of blocks of 4 KiB that are in flight to the backing device.
     pub fn writeback_batch_size(&self) -> u32 {
         self.0.pages.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
     }
 
-    /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. A batch consists of
-    /// up to four requests of at most 1 MiB.
+    /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. The blocks in flight
+    /// form up to four requests of at most 1 MiB.
     pub fn set_writeback_batch_size(&self, blocks: u32) {
         if let Some(store) = &self.0.pages.store {
             store.set_batch_blocks(blocks);
@@ -167,8 +170,9 @@ impl Ram {
     }
 
     /// Sets the time-out of the backing device: the time without any completion while requests are
-    /// in flight (default 30 s). After it reads fail, and pages being written stay in memory. A
-    /// single request lost by a device that completes others times out after four times as long.
+    /// in flight (default 30 s). After that time reads fail, and pages being written stay in
+    /// memory. If the device completes other requests, a single request times out after four times
+    /// as long.
     pub fn set_backing_timeout(&self, timeout: Duration) {
         if let Some(store) = &self.0.pages.store {
             store.set_timeout(timeout);
@@ -181,8 +185,8 @@ impl Inner {
         &self,
         selection: &Writeback,
         watch: &mut dyn FnMut(u64, u64) -> bool,
-    ) -> Result<Written, (Written, WritebackError)> {
-        let fail = |error| (Written::default(), error);
+    ) -> Result<WritebackReport, (WritebackReport, WritebackError)> {
+        let fail = |error| (WritebackReport::default(), error);
         let (pages, evict, layer) = (&*self.pages, &self.family.evict, self.layer());
         let store = pages.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
         let end = self.slots() - 1;
@@ -213,7 +217,7 @@ impl Inner {
         };
         let turn = pages.lock_background(&mut || !watch(0, 0));
         let _one = turn.ok_or(fail(WritebackError::Cancelled))?;
-        let mut done = Written::default();
+        let mut done = WritebackReport::default();
         let mut reclaimed = false;
         let until = Instant::now() + REMOVED_TIME_MAX;
         loop {
@@ -226,8 +230,8 @@ impl Inner {
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
                 Err(WritebackError::NoSpace) if evict.wait_for_removed_blocks(store, until, go_on) => {}
-                // A device full of holes has space. Retry only once: requests may create holes and
-                // selected pages all the time.
+                // A device full of holes has space: reclaim the holes and retry. Retry only once,
+                // as requests may create holes and selected pages endlessly.
                 Err(WritebackError::NoSpace)
                     if !std::mem::replace(&mut reclaimed, true)
                         && evict.reclaim.reclaim_blocks(u64::MAX, go_on) > RECLAIMED_MIN_BLOCKS => {}
@@ -239,9 +243,10 @@ impl Inner {
 }
 
 impl Layer {
-    /// Offers the selected pages. If all of them fit, in order of address, so that neighbours stay
-    /// together on the device. If a limit or the device's size will end the writeback early,
-    /// largest objects first, as in the kernel: they free most memory.
+    /// Offers the selected pages to `eviction`. If all of them fit on the device, offers them in
+    /// order of address, so that neighbours stay together. If the budget or the device's size will
+    /// end the writeback early, offers the largest objects first, as in the kernel: they free most
+    /// memory.
     fn select(
         self: &Arc<Self>,
         store: &Arc<Store>,
@@ -262,8 +267,8 @@ impl Layer {
         });
         let (mut offered, all) = (0_u64, blocks);
         if store.is_packed() {
-            // Ends of runs stay empty: at most a page per MiB, but much of a run on a fragmented
-            // device.
+            // Estimate with 1/8 extra, as the end of each run of blocks stays empty. The loss is at
+            // most a page per MiB, but larger if free blocks are fragmented.
             blocks = units * layout::UNIT_BYTES as u64 / PAGE * 9 / 8 + 2 * u64::from(store.batch_blocks());
         }
         let budget = store.budget().get();
@@ -275,7 +280,7 @@ impl Layer {
             }
             offered += 1;
             match eviction.offer(self, slot, wanted) {
-                Ok(Offered::Taken(_) | Offered::Passed) => true,
+                Ok(OfferOutcome::Taken(_) | OfferOutcome::Skipped) => true,
                 Err(error) => {
                     *outcome = Err(error);
                     false

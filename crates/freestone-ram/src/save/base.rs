@@ -1,10 +1,11 @@
 //! Identification of bases, which are not saved.
 //!
-//! A base is identified by its size and an XXH3 hash (128 bits) of its content: by default of
-//! samples, to avoid reading many gigabytes. Samples cover all of a base of up to 4 MiB; of a
-//! larger one the first MiB, the last 64 KiB, and 512 evenly spread pages. Partition tables and
-//! most superblocks are at the beginning, so the samples detect an image that was mounted and
-//! written to. They may miss a few bytes patched in the middle; [`BaseCheck::Whole`] detects that.
+//! A base is identified by its size and an XXH3 hash (128 bits) of its content. By default only
+//! samples are hashed, to avoid reading many gigabytes. Samples cover all of a base of up to 4 MiB.
+//! Of a larger base they cover the first MiB, the last 64 KiB, and 512 evenly spread pages.
+//! Partition tables and most superblocks are at the beginning, so the samples detect an image that
+//! was mounted and written to. They may miss a few bytes patched in the middle;
+//! [`BaseCheck::Whole`] detects that.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,7 +16,7 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking as _, Device, Error, IoBuf, Result};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Size up to which a base is hashed completely.
+/// Size in bytes up to which a base is hashed completely.
 const SMALL_BYTES: u64 = 4 << 20;
 const FIRST_BYTES: u64 = 1 << 20;
 const LAST_BYTES: u64 = 64 << 10;
@@ -23,42 +24,43 @@ const SAMPLES: u64 = 512;
 const READ_BYTES: u64 = 1 << 20;
 const _: () = assert!(FIRST_BYTES + LAST_BYTES + SAMPLES * PAGE < SMALL_BYTES);
 
-/// Extent of the hash of a base.
+/// Part of a base's content that is hashed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BaseCheck {
-    /// 3 MiB of samples; see the module documentation.
+    /// About 3 MiB of samples; see the module documentation.
     #[default]
     Sampled,
-    /// Every byte.
+    /// Every byte of the base.
     Whole,
 }
 
-/// Identity of a base.
+/// Identity of a base: its size and a hash of its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BaseIdentity {
-    /// Size in bytes.
+    /// Size of the base in bytes.
     pub size: u64,
-    /// Extent of the hash.
+    /// Part of the content that is hashed.
     pub check: BaseCheck,
-    /// Hash of the content.
+    /// XXH3 hash of that part of the content.
     pub hash: u128,
 }
 
 impl BaseIdentity {
-    /// Reads a device and returns its identity.
+    /// Reads a device and returns its identity, hashing the part that `check` selects.
     ///
     /// # Errors
-    /// Errors of the device's reads.
+    /// Fails if a read of the device fails, or if memory is short.
     pub fn of(device: &dyn Device, check: BaseCheck) -> Result<Self> {
-        // Cannot be cancelled.
-        Self::of_unless(device, check, &|| false).and_then(|known| known.ok_or(Error::Gone))
+        // The closure never cancels, so the identity is never `None`.
+        Self::of_cancellable(device, check, &|| false).and_then(|known| known.ok_or(Error::Gone))
     }
 
-    /// As [`of`](Self::of); `None` if `cancelled` returned true. Polled before each MiB.
+    /// Reads a device like [`of`](Self::of); returns `None` if `cancelled` returned true.
+    /// `cancelled` is polled before each MiB.
     ///
     /// # Errors
-    /// As [`of`](Self::of).
-    pub fn of_unless(
+    /// Fails if a read of the device fails, or if memory is short.
+    pub fn of_cancellable(
         device: &dyn Device,
         check: BaseCheck,
         cancelled: &dyn Fn() -> bool,
@@ -85,11 +87,11 @@ impl BaseIdentity {
             add(0..size)?;
         } else {
             add(0..FIRST_BYTES)?;
-            // The end begins at a page boundary, so that only it may have a partial page.
+            // Start the end sample at a page boundary, so that only its last page may be partial.
             let last = (size - LAST_BYTES) / PAGE * PAGE;
             let pages = (last - FIRST_BYTES) / PAGE;
             for sample in 0..SAMPLES {
-                // The product is below 2^64: a device has less than 2^52 pages.
+                // The product fits in 64 bits, as a device has less than 2^52 pages.
                 let at = FIRST_BYTES + pages * sample / SAMPLES * PAGE;
                 add(at..at + PAGE)?;
             }

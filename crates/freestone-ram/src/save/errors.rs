@@ -9,71 +9,71 @@ use super::format::VERSION;
 use super::{BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX};
 use crate::ram::SetupError;
 use freestone_core::device;
-use freestone_core::file_size_limit::Explained;
+use freestone_core::file_size_limit::WriteErrorText;
 
-/// Errors of saving devices. The old file, if any, is unchanged. Only if the last step fails (which
-/// makes the new file's name durable), the new file may be in place already, and a crash may bring
-/// back the old one.
+/// Errors of saving devices. The old file, if any, is unchanged, except if the last step fails,
+/// which makes the new file's name durable. Then the new file may already be in place, and a crash
+/// may bring back the old one.
 #[derive(Debug, Error)]
 pub enum SaveError {
     /// The caller cancelled the save.
     #[error("the operation was cancelled")]
     Cancelled,
-    /// No devices were given.
+    /// The list of devices to save is empty.
     #[error("there is nothing to save")]
-    Nothing,
-    /// The name is invalid.
+    NoDevices,
+    /// The name is empty or too long.
     #[error("\"{0}\" is not a valid name for a saved device; a name must have 1 to {NAME_BYTES_MAX} bytes")]
     Name(String),
-    /// Two devices have the same name.
+    /// Two devices to save have the same name.
     #[error("two devices have the name {0}")]
-    TwiceNamed(String),
-    /// A device has two names.
+    DuplicateName(String),
+    /// The same device is given twice, under two names.
     #[error("{0} and {1} are the same device; save it once")]
-    TwiceGiven(String, String),
-    /// There are more devices than a file can hold.
+    DuplicateDevice(String, String),
+    /// There are more devices and snapshots than a file can hold.
     #[error("{0} devices and snapshots are too many; a file can hold {DEVICES_MAX}")]
     TooMany(usize),
-    /// The chain of snapshots is too deep.
+    /// The chain of snapshots below the device is too deep.
     #[error("the chain of snapshots below {0} is deeper than {DEPTH_MAX}")]
     TooDeep(String),
-    /// The snapshot cannot be taken.
+    /// A snapshot of the device cannot be taken.
     #[error("{device}: {error}")]
     Setup {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// The reason.
+        /// Reason of the failure.
         error: SetupError,
     },
-    /// A base cannot be read.
+    /// The base of a device cannot be read.
     #[error("the base of {device} cannot be read: {error}")]
     Base {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// The reason.
+        /// Error of the read.
         error: device::Error,
     },
-    /// A page cannot be read.
+    /// A page of a device cannot be read.
     #[error("page {page} of {device} cannot be read: {error}")]
     Page {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// Number of the page, of 4096 bytes.
+        /// Number of the page (4096 bytes each).
         page: u64,
-        /// The reason.
+        /// Error of the read.
         error: device::Error,
     },
     /// The file cannot be written.
-    #[error("cannot write {}: {}", path.display(), Explained(source))]
+    #[error("cannot write {}: {}", path.display(), WriteErrorText(source))]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the system call.
         source: io::Error,
     },
 }
 
-/// Errors of restoring devices.
+/// Errors from restoring devices from a file.
 #[derive(Debug, Error)]
 pub enum RestoreError {
     /// The caller cancelled the restore. Devices already created are removed.
@@ -82,57 +82,58 @@ pub enum RestoreError {
     /// The file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// The file is of another kind.
+    /// The file was not saved by Freestone.
     #[error("{} was not saved by Freestone", .0.display())]
     Foreign(PathBuf),
-    /// The format version is newer than this program.
+    /// The format version of the file is newer than this program supports.
     #[error(
         "{} was saved by a newer Freestone, in version {version} of the format; this one reads up to {VERSION}",
         path.display()
     )]
     Newer {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Format version of the file.
         version: u32,
     },
-    /// The file is torn or truncated.
+    /// The file is torn or truncated: the commit record at its end is missing.
     #[error("{} is incomplete: the commit record at its end is missing", .0.display())]
     Incomplete(PathBuf),
-    /// The file is an increment, which needs the files before it.
+    /// The file is an increment of kept devices, which cannot be restored without the files before
+    /// it.
     #[error("{} is an increment of kept devices and cannot be restored alone; use its directory", .0.display())]
     Increment(PathBuf),
-    /// A checksum is wrong, or a value is invalid.
+    /// A checksum of the file is wrong, or a value in it is invalid.
     #[error("{} is damaged at byte {at}: {what}", path.display())]
     Damaged {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Approximate position in bytes.
+        /// Approximate position of the damage in bytes.
         at: u64,
-        /// Description of the damage.
+        /// Description of the damage, for example a wrong checksum.
         what: &'static str,
     },
-    /// No base was given.
+    /// A device needs a base, but none was given.
     #[error("{device} was made from {wanted}; give that base")]
     BaseMissing {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// Identity of the base it was made from.
+        /// Identity of the base from which the device was made.
         wanted: BaseIdentity,
     },
-    /// None of the given bases has the right identity.
+    /// None of the given bases is the one from which the device was made.
     #[error("{device} was made from {wanted}; the given base is {given}")]
-    BaseDiffers {
-        /// The device.
+    BaseMismatch {
+        /// Name of the device.
         device: String,
-        /// Identity of the base it was made from.
+        /// Identity of the base from which the device was made.
         wanted: BaseIdentity,
-        /// Identity of the given (or the last given) base.
+        /// Identity of the last given base that was checked.
         given: BaseIdentity,
     },
     /// A given base cannot be read.
@@ -141,22 +142,22 @@ pub enum RestoreError {
     /// A device cannot be created.
     #[error("{device}: {error}")]
     Setup {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// The reason.
+        /// Reason of the failure.
         error: SetupError,
     },
-    /// A page cannot be stored.
+    /// A page of a device cannot be stored.
     #[error("page {page} of {device} cannot be stored: {error}")]
     Store {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// Number of the page, of 4096 bytes.
+        /// Number of the page (4096 bytes each).
         page: u64,
-        /// The reason.
+        /// Error of the write.
         error: device::Error,
     },
-    /// Memory for an algorithm's streams is short.
+    /// Memory for the streams of a compression algorithm is short.
     #[error("out of memory")]
     NoMemory,
 }

@@ -1,12 +1,12 @@
-//! Structures of the file format. All integers are little-endian. `docs/save-format.md` describes
-//! the format with all offsets.
+//! Structures of the format of saved files. All integers are little-endian.
+//! `docs/reference/save-format.md` describes the format with all offsets.
 //!
 //! ```text
 //! header | bases, nodes, names | block | block | ... | end block
 //! ```
 //!
-//! Checksums are 64-bit XXH3. Except for that of the header they are seeded with the file's salt,
-//! so a block of an older file at the same place of the disk is not valid in this one.
+//! Checksums are 64-bit XXH3. All except that of the header are seeded with the file's salt. So a
+//! block of an older file at the same place of the disk is not valid in this file.
 
 use std::mem::offset_of;
 
@@ -16,51 +16,51 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::codec::{Algorithm, DICTIONARY_BYTES_MAX};
 
-/// First bytes of every file.
+/// First bytes of every saved file.
 pub const MAGIC: [u8; 16] = *b"\x89Freestone save\n";
 /// Newest format version that this program reads.
 pub const VERSION: u32 = VERSION_LOST;
-/// Version of files of kept devices with lost pages. Other files of kept devices use the previous
-/// version, which older programs can read.
+/// Version for files of kept devices that contain lost pages. Other files of kept devices use the
+/// previous version, which older programs can read.
 pub const VERSION_LOST: u32 = 4;
-/// Version of files of kept devices.
+/// Version for files of kept devices without lost pages.
 pub const VERSION_KEPT: u32 = 3;
-/// Version for devices that end within a page; written only if one does.
+/// Version for files with a device that ends within a page.
 pub const VERSION_PARTS: u32 = 2;
-/// Version for devices of whole pages; written if possible, so that older programs can read the
-/// file.
+/// Version for files in which all devices have whole pages. The writer uses this version if
+/// possible, so that older programs can read the file.
 pub const VERSION_WHOLE_PAGES: u32 = 1;
-/// Unit of device sizes since version 2, in bytes.
+/// Unit of device sizes in bytes, since version 2.
 pub const SIZE_UNIT_BYTES: u64 = 512;
-/// First bytes of every block, behind its checksum.
+/// First bytes of every block after its checksum.
 pub const BLOCK_MAGIC: [u8; 4] = *b"FSbk";
 
-/// Page bytes at which a block is written.
+/// Bytes of page data at which a block is complete and written.
 pub const BLOCK_TARGET_BYTES: usize = 1 << 20;
-/// Largest accepted payload of a block in bytes.
+/// Largest payload of a block that the reader accepts, in bytes.
 pub const PAYLOAD_BYTES_MAX: usize = 2 << 20;
 const _: () = assert!(BLOCK_TARGET_BYTES + 2 * freestone_core::PAGE_BYTES < PAYLOAD_BYTES_MAX);
 const _: () = assert!(size_of::<AlgorithmRecord>() + (DICTIONARY_BYTES_MAX as usize) < PAYLOAD_BYTES_MAX);
-/// Maximum algorithms in a file.
+/// Maximum number of algorithms in a file.
 pub const ALGORITHMS_MAX: usize = 64;
-/// Maximum pages in a run record.
+/// Maximum number of pages in one run record: the largest value of [`PageRecord::len`].
 pub const RUN_PAGES_MAX: u64 = u16::MAX as u64;
 
-/// File header, at byte 0.
+/// Header of a saved file, at byte 0.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Header {
     pub magic: [u8; 16],
     pub version: U32,
     pub reserved: U32,
-    /// Random number of the file.
+    /// Random number of the file, which seeds the checksums.
     pub salt: U64,
     pub contents_bytes: U32,
     pub bases: U32,
     pub nodes: U32,
     pub reserved2: U32,
     pub contents_checksum: U64,
-    /// Checksum of all fields above; not seeded.
+    /// Checksum of all header fields above; not seeded.
     pub checksum: U64,
 }
 
@@ -74,7 +74,7 @@ impl Header {
 #[repr(C)]
 pub struct BaseRecord {
     pub size: U64,
-    /// 1: sampled, 2: whole.
+    /// Hashed part of the base: 1: samples, 2: the whole content.
     pub check: u8,
     pub reserved: [u8; 7],
     pub hash: [u8; 16],
@@ -84,51 +84,53 @@ pub struct BaseRecord {
 #[repr(C)]
 pub struct NodeRecord {
     pub size: U64,
-    /// Number of the base or node below or before this one.
+    /// Number of the base or node that `over` refers to.
     pub below: U32,
-    /// 0: no parent, 1: a base, 2: a node, 3: follows a node in its chain.
+    /// Kind of parent. 0: no parent, 1: a base, 2: a node, 3: follows a node in its chain.
     pub over: u8,
-    /// 0: live, 1: snapshot.
+    /// 0: live device, 1: snapshot.
     pub snapshot: u8,
-    /// 0: no name.
+    /// Length of the name in bytes; 0: no name.
     pub name_bytes: U16,
-    /// Algorithm for new pages; as in [`AlgorithmRecord`].
+    /// Algorithm for new pages, numbered as in [`AlgorithmRecord`].
     pub algorithm: u8,
     pub reserved: [u8; 3],
     pub level: I32,
-    /// Cap on a fork's own memory in bytes; 0: none. Older programs write 0 and ignore it.
+    /// Memory limit of a fork's own pages in bytes; 0: no limit. Older programs write 0 and ignore
+    /// the field.
     pub mem_limit: U64,
 }
 
-/// First record of the contents since version 3: the file's place among those of kept devices.
+/// First record of the contents since version 3: the file's place among the files of kept devices.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct KeptRecord {
-    /// Incremented for each whole file.
+    /// Number of the generation: one more for each whole file.
     pub generation: U64,
-    /// 0: whole file, else the number of the increment.
+    /// 0: whole file; otherwise the number of the increment.
     pub number: U32,
     pub reserved: U32,
-    /// Salt of the file that an increment continues.
+    /// Salt of the file that an increment continues; 0 for a whole file.
     pub continues: U64,
-    /// Time at which the devices had this content, since 1970.
+    /// Time at which the devices had this content, in seconds since 1970.
     pub seconds: U64,
     pub nanos: U32,
     pub reserved2: [u8; 12],
 }
 
-/// Parent of a node.
+/// Parent of a node (a device or snapshot in a file).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Over {
+pub enum NodeParent {
     Nothing,
     Base(u32),
     Node(u32),
-    /// A later state of the same origin: the same parent, and only pages that differ since.
+    /// Previous snapshot of the same origin. The node has the same parent as that snapshot, and
+    /// contains only pages that changed since.
     After(u32),
 }
 
-impl Over {
-    /// Returns the values for a [`NodeRecord`]: `over` and `below`.
+impl NodeParent {
+    /// Returns the fields of a [`NodeRecord`]: `over` and `below`.
     pub fn fields(self) -> (u8, u32) {
         match self {
             Self::Nothing => (0, 0),
@@ -139,22 +141,23 @@ impl Over {
     }
 }
 
-/// Header of every block.
+/// Header of every block of a saved file.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct BlockHeader {
-    /// Checksum of the rest of the header and the payload.
+    /// Checksum of the rest of the header and of the payload.
     pub checksum: U64,
     pub magic: [u8; 4],
-    /// 1: an algorithm, 2: pages, 3: the end.
+    /// Kind of the payload. 1: an algorithm, 2: pages, 3: the end.
     pub kind: U32,
-    /// Incremented from 0.
+    /// Number of the block, counted from 0.
     pub number: U64,
-    /// Node of the pages, or number of the algorithm.
+    /// Node to which the pages belong, or number of the algorithm.
     pub node: U32,
     pub records: U32,
     pub payload_bytes: U32,
-    /// For pages since version 3: checksum of the header (from the magic to here) and the records.
+    /// For blocks of pages since version 3: checksum of the header (from `magic` to
+    /// `payload_bytes`) and the records; otherwise 0.
     pub head_checksum: U32,
 }
 
@@ -164,30 +167,31 @@ pub mod kind {
     pub const END: u32 = 3;
 }
 
-/// An algorithm that pages refer to, followed by its dictionary.
+/// An algorithm to which pages refer, followed by its dictionary.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct AlgorithmRecord {
-    /// 1: lz4, 2: lz4hc, 3: zstd, 4: store, 5: lzo.
+    /// Compression algorithm. 1: lz4, 2: lz4hc, 3: zstd, 4: store, 5: lzo.
     pub algorithm: u8,
-    /// 1: trained by the automatic mode.
+    /// 1 if the automatic mode trained the dictionary, otherwise 0.
     pub trained: u8,
     pub reserved: [u8; 2],
     pub level: I32,
 }
 
-/// One page, or a run of pages without data. All records of a block come first, then the data.
+/// One page, or a run of pages without data. All records of a block come before the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct PageRecord {
     pub page: U64,
-    /// 1: same, 2: pattern, 3: compressed, 4: huge, 5: below, 6: lost.
+    /// Stored form. 1: same-filled (4 bytes), 2: pattern of 8 bytes, 3: compressed, 4: huge
+    /// (uncompressed), 5: below (reads from the parent), 6: lost.
     pub form: u8,
-    /// Number of the algorithm that compressed the object, or failed to compress the page.
+    /// Number of the algorithm that compressed the page, or that could not compress it (form 4).
     pub algorithm: u8,
-    /// Bytes of data; for forms 1, 5 and 6 the number of pages.
+    /// Length of the data in bytes; for forms 1, 5 and 6 the number of pages.
     pub len: U16,
-    /// For form 1: the repeated bytes.
+    /// For form 1: the bytes that are repeated in the page.
     pub pattern: [u8; 4],
 }
 
@@ -196,26 +200,26 @@ pub mod form {
     pub const PATTERN: u8 = 2;
     pub const COMPRESSED: u8 = 3;
     pub const HUGE: u8 = 4;
-    /// The page reads from the parent, unlike in the previous node.
+    /// The page reads from the parent, unlike in the previous node of the chain.
     pub const BELOW: u8 = 5;
-    /// The page could not be read when it was saved, and still cannot. Since version 4.
+    /// The page could not be read when it was saved, and reads of it still fail. Since version 4.
     pub const LOST: u8 = 6;
 
-    /// Returns true if the form stands for a run of pages without data.
+    /// Returns true if a record of this form describes a run of pages without data.
     pub fn is_run(form: u8) -> bool {
         matches!(form, SAME | BELOW | LOST)
     }
 }
 
-/// Payload of the end block, which completes the file.
+/// Payload of the end block, the commit record of the file.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct EndRecord {
     pub blocks: U64,
     pub pages: U64,
-    /// Bytes of the whole file.
+    /// Size of the whole file in bytes.
     pub file_bytes: U64,
-    /// XXH3 of the checksums of all blocks before this one, seeded with the salt.
+    /// XXH3 of the checksums of all blocks before the end block, seeded with the salt.
     pub digest: U64,
 }
 
@@ -225,12 +229,12 @@ const _: () = assert!(size_of::<NodeRecord>() == 32 && size_of::<BlockHeader>() 
 const _: () = assert!(size_of::<AlgorithmRecord>() == 8 && size_of::<PageRecord>() == 16);
 const _: () = assert!(size_of::<EndRecord>() == 32);
 
-/// Returns the checksum of a block: of header and payload without the first field.
+/// Returns the checksum of a block: of header and payload without the checksum field.
 pub fn block_sum(block: &[u8], salt: u64) -> u64 {
     xxh3_64_with_seed(&block[size_of::<U64>()..], salt)
 }
 
-/// Returns the checksum that verifies a block's records without its data.
+/// Returns the checksum that verifies a block's header and records without its data.
 pub fn head_sum(header: &BlockHeader, records: &[u8], salt: u64) -> u32 {
     let mut sum = Xxh3::with_seed(salt);
     sum.update(&header.as_bytes()[offset_of!(BlockHeader, magic)..offset_of!(BlockHeader, head_checksum)]);
@@ -246,7 +250,7 @@ const ALGORITHMS: [(u8, Algorithm); 5] = [
     (5, Algorithm::Lzo),
 ];
 
-/// Returns an algorithm's number in the file.
+/// Returns the number of an algorithm in saved files.
 pub fn algorithm_id(algorithm: Algorithm) -> u8 {
     ALGORITHMS.iter().find(|(_, other)| *other == algorithm).map_or(0, |(id, _)| *id)
 }

@@ -1,14 +1,14 @@
-//! The plan of a save: the snapshots to write and their parents, parents first.
+//! The plan of a save: the snapshots to write, with parents before their children.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::format::Over;
+use super::format::NodeParent;
 use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, SaveError};
-use crate::ram::{Lower, Ram};
+use crate::ram::{ParentDevice, Ram};
 use freestone_core::device::Device;
 
-/// The nodes and bases of a save, parents first.
+/// The nodes and bases of a save; parents come before their children.
 #[derive(Default)]
 pub struct Plan {
     pub nodes: Vec<Node>,
@@ -16,28 +16,28 @@ pub struct Plan {
     by_identity: HashMap<usize, u32>,
 }
 
-/// A snapshot to write.
+/// A snapshot to write to the file.
 pub struct Node {
     pub ram: Ram,
-    pub over: Over,
-    /// `None` if the snapshot is only saved as a parent.
+    pub over: NodeParent,
+    /// Name of the saved device; `None` if the snapshot is only saved as a parent.
     pub name: Option<String>,
-    /// Whether the node is restored as a snapshot, not as a live device.
+    /// True if the node is restored as a snapshot, false if it is restored as a live device.
     pub snapshot: bool,
-    /// Cap on the live device's own memory in bytes; 0: none.
+    /// Memory limit of the live device's own pages in bytes; 0: no limit.
     pub mem_limit: u64,
     pub label: String,
     depth: u32,
 }
 
-/// A device to save under a name.
+/// A device to save, with its name in the file.
 pub struct NamedDevice {
     pub name: String,
-    /// Snapshot of the device.
+    /// Snapshot of the device, or the device itself until [`freeze`](Self::freeze).
     pub ram: Ram,
-    /// Whether the snapshot was taken of a live device for this save.
+    /// True if the snapshot was taken of a live device for this save.
     pub live: bool,
-    /// Cap on the live device's own memory in bytes; 0: none.
+    /// Memory limit of the live device's own pages in bytes; 0: no limit.
     pub mem_limit: u64,
 }
 
@@ -46,7 +46,7 @@ impl NamedDevice {
         Self { name: name.to_owned(), ram: ram.clone(), live: false, mem_limit: ram.own_limits().0 }
     }
 
-    /// Replaces a live device by its snapshot.
+    /// Replaces the live device by `snapshot`.
     pub fn freeze(&mut self, snapshot: Ram) {
         (self.ram, self.live) = (snapshot, true);
     }
@@ -54,11 +54,11 @@ impl NamedDevice {
 
 pub struct Base {
     pub device: Arc<dyn Device>,
-    /// A device made from it, for messages.
+    /// Name of a device made from the base, for error messages.
     pub label: String,
 }
 
-/// Checks names and devices.
+/// Checks the names and the number of the devices to save.
 ///
 /// # Errors
 /// A name is invalid; a name or a device is given twice; there are no devices, or too many.
@@ -70,14 +70,14 @@ pub fn check(devices: &[(&str, &Ram)]) -> Result<(), SaveError> {
             return Err(SaveError::Name(name.to_owned()));
         }
         if !known.insert(name) {
-            return Err(SaveError::TwiceNamed(name.to_owned()));
+            return Err(SaveError::DuplicateName(name.to_owned()));
         }
         if let Some(other) = given.insert(ram.identity(), name) {
-            return Err(SaveError::TwiceGiven(other.to_owned(), name.to_owned()));
+            return Err(SaveError::DuplicateDevice(other.to_owned(), name.to_owned()));
         }
     }
     match known.len() {
-        0 => Err(SaveError::Nothing),
+        0 => Err(SaveError::NoDevices),
         count if count > DEVICES_MAX => Err(SaveError::TooMany(count)),
         _ => Ok(()),
     }
@@ -97,7 +97,7 @@ impl Plan {
     }
 
     /// Links snapshots of the same origin into chains, and sorts the nodes so that each comes after
-    /// those it needs.
+    /// the nodes it needs.
     fn link_chains(&mut self) {
         let place = |(number, node): (usize, &Node)| node.ram.place_in_chain().map(|place| (place, number));
         let mut places: Vec<_> = self.nodes.iter().enumerate().filter_map(place).collect();
@@ -105,13 +105,13 @@ impl Plan {
         for pair in places.windows(2) {
             let [((chain, _), before), ((other, _), after)] = pair else { continue };
             if chain == other {
-                self.nodes[*after].over = Over::After(*before as u32);
+                self.nodes[*after].over = NodeParent::After(*before as u32);
             }
         }
-        // A node only needs older nodes, so there is no cycle.
+        // A node only needs older nodes, so the dependencies have no cycle.
         let needs = |node: &Node| match node.over {
-            Over::Node(needed) | Over::After(needed) => Some(needed as usize),
-            Over::Nothing | Over::Base(_) => None,
+            NodeParent::Node(needed) | NodeParent::After(needed) => Some(needed as usize),
+            NodeParent::Nothing | NodeParent::Base(_) => None,
         };
         let mut numbers: Vec<Option<u32>> = vec![None; self.nodes.len()];
         let mut order = Vec::new();
@@ -130,14 +130,15 @@ impl Plan {
         self.nodes = order.into_iter().filter_map(|number| nodes[number].take()).collect();
         for node in &mut self.nodes {
             node.over = match node.over {
-                Over::Node(old) => Over::Node(new(old)),
-                Over::After(old) => Over::After(new(old)),
+                NodeParent::Node(old) => NodeParent::Node(new(old)),
+                NodeParent::After(old) => NodeParent::After(new(old)),
                 over => over,
             };
         }
     }
 
-    /// Adds a snapshot and its parents, unless known.
+    /// Adds a snapshot and its parents unless they were added before. Returns the snapshot's node
+    /// number.
     fn add(&mut self, name: &str, ram: Ram) -> Result<u32, SaveError> {
         let mut above = Vec::new();
         let mut next = ram;
@@ -146,14 +147,14 @@ impl Plan {
                 if above.is_empty() {
                     return Ok(known);
                 }
-                break (Over::Node(known), self.nodes[known as usize].depth);
+                break (NodeParent::Node(known), self.nodes[known as usize].depth);
             }
-            let lower = next.lower();
+            let lower = next.parent_device();
             above.push(next);
             match lower {
-                Lower::Nothing => break (Over::Nothing, 0),
-                Lower::Device(device) => break (Over::Base(self.base(device, name)), 0),
-                Lower::Snapshot(below) => next = below,
+                ParentDevice::Nothing => break (NodeParent::Nothing, 0),
+                ParentDevice::Device(device) => break (NodeParent::Base(self.base(device, name)), 0),
+                ParentDevice::Snapshot(below) => next = below,
             }
         };
         while let Some(ram) = above.pop() {
@@ -168,7 +169,7 @@ impl Plan {
             self.by_identity.insert(ram.identity(), number);
             let label = format!("a snapshot below {name}");
             self.nodes.push(Node { ram, over, name: None, snapshot: true, mem_limit: 0, label, depth });
-            over = Over::Node(number);
+            over = NodeParent::Node(number);
         }
         Ok(self.nodes.len() as u32 - 1)
     }
@@ -188,7 +189,7 @@ impl Plan {
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Vec<BaseIdentity>, SaveError> {
         let identify = |base: &Base| {
-            let known = BaseIdentity::of_unless(&*base.device, check, cancelled);
+            let known = BaseIdentity::of_cancellable(&*base.device, check, cancelled);
             let known = known.map_err(|error| SaveError::Base { device: base.label.clone(), error })?;
             known.ok_or(SaveError::Cancelled)
         };

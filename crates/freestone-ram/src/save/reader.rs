@@ -1,4 +1,4 @@
-//! Reading of a file from front to back, without trusting its content.
+//! Reading of a saved file from front to back, without trusting its content.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -12,7 +12,7 @@ use zerocopy::FromBytes as _;
 
 use super::format::{
     ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BaseRecord, BlockHeader, EndRecord, Header, KeptRecord,
-    MAGIC, NodeRecord, Over, PAYLOAD_BYTES_MAX, PageRecord, SIZE_UNIT_BYTES, VERSION, VERSION_KEPT,
+    MAGIC, NodeParent, NodeRecord, PAYLOAD_BYTES_MAX, PageRecord, SIZE_UNIT_BYTES, VERSION, VERSION_KEPT,
     VERSION_LOST, VERSION_WHOLE_PAGES, algorithm_of, block_sum, form, head_sum, kind,
 };
 use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, RestoreError};
@@ -25,9 +25,9 @@ use crate::codec;
 
 const HEADER_BYTES: usize = size_of::<BlockHeader>();
 const END_BYTES: usize = HEADER_BYTES + size_of::<EndRecord>();
-/// Bytes read at once of a block whose data is skipped.
+/// Bytes of a block that are read at once when its page data is skipped.
 const SKIM_BYTES: usize = 16 << 10;
-/// Maximum bytes of bases, nodes and names.
+/// Maximum size in bytes of the contents: bases, nodes and names.
 const CONTENTS_BYTES_MAX: u64 = size_of::<KeptRecord>() as u64
     + (DEVICES_MAX * (size_of::<BaseRecord>() + size_of::<NodeRecord>() + NAME_BYTES_MAX)) as u64;
 
@@ -42,34 +42,34 @@ pub struct Reader {
     pub kept: Option<KeptRecord>,
     pub salt: u64,
     version: u32,
-    /// Position of the next block.
+    /// Position of the next block in bytes.
     at: u64,
     blocks: u64,
     pages: u64,
     digest: Xxh3,
     algorithms: u32,
-    /// Lower bound of the next node and page.
+    /// Lowest valid node and page of the next page record.
     next: (u32, u64),
     block: Vec<u8>,
 }
 
-/// A device of the file.
+/// A node (device or snapshot) of the file.
 pub struct Node {
     pub size: u64,
-    pub over: Over,
+    pub over: NodeParent,
     pub snapshot: bool,
     pub name: Option<String>,
     pub algorithm: Algorithm,
     pub level: i32,
-    /// Cap on a fork's own memory in bytes; 0: none.
+    /// Memory limit of a fork's own pages in bytes; 0: no limit.
     pub mem_limit: u64,
-    /// Whether the device is a disk (neither it nor a previous node has a parent), which has whole
-    /// pages.
+    /// True if the node is a disk: neither the node nor an earlier node of its chain has a parent.
+    /// A disk has whole pages.
     pub is_disk: bool,
 }
 
 impl Node {
-    /// Returns the device's name for messages.
+    /// Returns the name of the device for error messages.
     pub fn label(&self) -> String {
         self.name.clone().unwrap_or_else(|| "a snapshot below others".to_owned())
     }
@@ -81,7 +81,7 @@ struct FileAlgorithm {
     trained: bool,
 }
 
-/// The commit record.
+/// The commit record at the end of the file.
 #[derive(Clone, Copy)]
 pub struct End {
     pub file_bytes: u64,
@@ -90,34 +90,34 @@ pub struct End {
     digest: u64,
 }
 
-/// Content of a block.
+/// Content of a block, verified.
 pub enum Block<'a> {
     Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
     Pages { node: u32, pages: Pages<'a> },
 }
 
 /// Content of a block without page data.
-pub enum Skimmed<'a> {
+pub enum BlockMetadata<'a> {
     Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
     Pages { node: u32, place: BlockPlace, records: &'a [PageRecord] },
 }
 
-/// Position and length of a block of pages.
+/// Position and length of a block of pages in the file.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockPlace {
     pub at: u64,
     pub bytes: u32,
-    /// Offset of the page data.
+    /// Offset of the page data in the block.
     pub data: u32,
 }
 
-/// Checked pages of a node, in order.
+/// The pages of a block, all of one node, in ascending order and already verified.
 pub struct Pages<'a> {
     records: &'a [PageRecord],
     data: &'a [u8],
 }
 
-/// A page or run in its stored form.
+/// A page, or a run of equal pages, in its stored form.
 pub enum Page<'a> {
     Same {
         pattern: u32,
@@ -126,7 +126,7 @@ pub enum Page<'a> {
     Parent {
         pages: u64,
     },
-    /// The page was unreadable when saved.
+    /// The page could not be read when it was saved.
     Lost,
     Pattern([u8; 8]),
     Compressed {
@@ -140,18 +140,18 @@ pub enum Page<'a> {
 }
 
 impl Reader {
-    /// Opens a file and reads its beginning and its commit record. Refuses increments.
+    /// Opens a file, and reads its header, contents and commit record. Fails for an increment.
     pub fn open(path: &Path) -> Result<Self, RestoreError> {
         let reader = Self::open_any(path)?;
         if reader.is_increment() { Err(RestoreError::Increment(reader.path)) } else { Ok(reader) }
     }
 
-    /// Returns true if the file may have lost pages.
+    /// Returns true if the file may contain lost pages.
     pub fn has_lost(&self) -> bool {
         self.version >= VERSION_LOST
     }
 
-    /// As [`open`](Self::open), for increments too.
+    /// Opens a file like [`open`](Self::open), and also accepts increments.
     pub fn open_any(path: &Path) -> Result<Self, RestoreError> {
         let failed = |source| RestoreError::Read { path: path.to_owned(), source };
         // Opening a pipe without a writer would block.
@@ -162,7 +162,7 @@ impl Reader {
         Self::from_file(file, path)
     }
 
-    /// As [`open_any`](Self::open_any), for an open file; `path` is its name for messages.
+    /// Reads an open file like [`open_any`](Self::open_any); `path` is the file's name for errors.
     pub fn from_file(file: File, path: &Path) -> Result<Self, RestoreError> {
         let len =
             file.metadata().map_err(|source| RestoreError::Read { path: path.to_owned(), source })?.len();
@@ -189,17 +189,17 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Returns true if the file is an increment.
+    /// Returns true if the file is an increment of kept devices.
     pub fn is_increment(&self) -> bool {
         self.kept.is_some_and(|kept| kept.number.get() > 0)
     }
 
-    /// Returns the file, to read its blocks again.
+    /// Returns the opened file, so that the caller can read blocks again.
     pub fn into_file(self) -> File {
         self.file
     }
 
-    /// Returns the position of the next block.
+    /// Returns the position of the next block in bytes.
     pub fn at(&self) -> u64 {
         self.at
     }
@@ -313,7 +313,7 @@ impl Reader {
                 .ok_or_else(|| self.damaged("a name is truncated"))?;
             names = rest;
             let (node, depth) = self.node(record, name, (&nodes, &depths))?;
-            if let Over::After(before) = node.over
+            if let NodeParent::After(before) = node.over
                 && !followed.insert(before)
             {
                 return Err(self.damaged("two devices follow the same snapshot"));
@@ -340,21 +340,21 @@ impl Reader {
     ) -> Result<(Node, u32), RestoreError> {
         let (below, size) = (record.below.get(), record.size.get());
         let (over, depth) = match record.over {
-            0 => (Over::Nothing, 1),
-            1 if (below as usize) < self.bases.len() => (Over::Base(below), 1),
-            // A parent must be a snapshot.
+            0 => (NodeParent::Nothing, 1),
+            1 if (below as usize) < self.bases.len() => (NodeParent::Base(below), 1),
+            // Only a snapshot can be the parent of another node.
             2 if nodes.get(below as usize).is_some_and(|node| node.snapshot) => {
-                (Over::Node(below), depths[below as usize] + 1)
+                (NodeParent::Node(below), depths[below as usize] + 1)
             }
             3 if nodes.get(below as usize).is_some_and(|node| node.snapshot && node.size <= size) => {
-                (Over::After(below), depths[below as usize])
+                (NodeParent::After(below), depths[below as usize])
             }
             _ => return Err(self.damaged("a device has an invalid parent")),
         };
         let is_disk = match over {
-            Over::Nothing => true,
-            Over::After(before) => nodes[before as usize].is_disk,
-            Over::Base(_) | Over::Node(_) => false,
+            NodeParent::Nothing => true,
+            NodeParent::After(before) => nodes[before as usize].is_disk,
+            NodeParent::Base(_) | NodeParent::Node(_) => false,
         };
         let whole_pages = is_disk || self.version == VERSION_WHOLE_PAGES;
         let unit = if whole_pages { PAGE_BYTES as u64 } else { SIZE_UNIT_BYTES };
@@ -367,7 +367,7 @@ impl Reader {
             return Err(self.damaged("a device has invalid properties"));
         };
         let name = match name {
-            // Only snapshots are saved without a name.
+            // Only snapshots may be saved without a name.
             [] if record.snapshot == 1 => None,
             [] => return Err(self.damaged("a device has no name")),
             _ if name.len() > NAME_BYTES_MAX => return Err(self.damaged("a name is too long")),
@@ -398,26 +398,27 @@ impl Reader {
         }
     }
 
-    /// As [`next`](Self::next), without page data (which is only verified when the whole block is
-    /// read). Only since version 3, in which records have their own checksum.
-    pub fn skim(&mut self) -> Result<Option<Skimmed<'_>>, RestoreError> {
+    /// Returns the next block without page data; `None` after the last one. Page data is verified
+    /// only when the whole block is read. Requires version 3, since which records have their own
+    /// checksum.
+    pub fn skim(&mut self) -> Result<Option<BlockMetadata<'_>>, RestoreError> {
         let at = self.at;
         let Some(header) = self.load_next(true)? else { return Ok(None) };
         if header.kind.get() == kind::ALGORITHM {
             let FileAlgorithm { algorithm, level, trained } = self.parse_algorithm()?;
             let dictionary = &self.block[HEADER_BYTES + size_of::<AlgorithmRecord>()..];
-            return Ok(Some(Skimmed::Algorithm { algorithm, level, trained, dictionary }));
+            return Ok(Some(BlockMetadata::Algorithm { algorithm, level, trained, dictionary }));
         }
         let bytes = HEADER_BYTES as u32 + header.payload_bytes.get();
         let data = HEADER_BYTES as u32 + header.records.get() * size_of::<PageRecord>() as u32;
         let place = BlockPlace { at, bytes, data };
         match <[PageRecord]>::ref_from_bytes(&self.block[HEADER_BYTES..data as usize]) {
-            Ok(records) => Ok(Some(Skimmed::Pages { node: header.node.get(), place, records })),
+            Ok(records) => Ok(Some(BlockMetadata::Pages { node: header.node.get(), place, records })),
             Err(_) => Err(self.damaged("a block is too short")),
         }
     }
 
-    /// Loads the next block into `self.block` and checks it.
+    /// Loads the next block into `self.block` and verifies it; returns `None` at the end block.
     fn load_next(&mut self, skim: bool) -> Result<Option<BlockHeader>, RestoreError> {
         let header = self.load_block(skim)?;
         let len = HEADER_BYTES as u64 + u64::from(header.payload_bytes.get());
@@ -450,7 +451,7 @@ impl Reader {
         Ok(Some(header))
     }
 
-    /// Parses the algorithm in `self.block`.
+    /// Parses the algorithm record in `self.block`.
     fn parse_algorithm(&self) -> Result<FileAlgorithm, RestoreError> {
         let Ok((record, _)) = AlgorithmRecord::read_from_prefix(&self.block[HEADER_BYTES..]) else {
             return Err(self.damaged("a block is too short"));
@@ -461,10 +462,11 @@ impl Reader {
         Ok(FileAlgorithm { algorithm, level: record.level.get(), trained: record.trained == 1 })
     }
 
-    /// Reads a block into `self.block`, with `skim` without page data. Returns its header.
+    /// Reads a block into `self.block`, without page data if `skim` is set. Returns the block's
+    /// header.
     fn load_block(&mut self, skim: bool) -> Result<BlockHeader, RestoreError> {
         let there = self.end.file_bytes.saturating_sub(self.at);
-        // One read gets the header and the records of most blocks.
+        // With `skim`, one read covers the header and the records of most blocks.
         let first = if skim { SKIM_BYTES.min(there as usize).max(HEADER_BYTES) } else { HEADER_BYTES };
         self.read_block(0, first)?;
         let Ok((header, _)) = BlockHeader::read_from_prefix(&self.block) else {
@@ -497,7 +499,7 @@ impl Reader {
         Ok(header)
     }
 
-    /// Resizes `self.block` and reads the part behind `from`.
+    /// Resizes `self.block` to `to` bytes and reads the bytes from `from` on.
     fn read_block(&mut self, from: usize, to: usize) -> Result<(), RestoreError> {
         self.block.resize(to, 0);
         if from < to {
@@ -508,7 +510,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Checks that pages are in order, within their device, and have all of their data.
+    /// Checks that the pages of a block are in order, within their device, and have all of their
+    /// data.
     fn check_pages(&mut self, header: &BlockHeader) -> Result<(), RestoreError> {
         let (node, count) = (header.node.get(), header.records.get() as usize);
         let payload = &self.block[HEADER_BYTES..];
@@ -520,7 +523,7 @@ impl Reader {
             return wrong("a block is too short");
         };
         let data = header.payload_bytes.get() as usize - count * size_of::<PageRecord>();
-        let may_be_below = matches!(over, Over::After(_)) || self.is_increment();
+        let may_be_below = matches!(over, NodeParent::After(_)) || self.is_increment();
         if node < self.next.0 {
             return wrong("pages are not in order");
         }
@@ -567,7 +570,7 @@ impl<'a> Iterator for Pages<'a> {
         let (record, rest) = self.records.split_first()?;
         self.records = rest;
         let len = if form::is_run(record.form) { 0 } else { record.len.get() };
-        // The data length was checked before.
+        // `check_pages` verified the data length, so the split does not fail.
         let (bytes, rest) = self.data.split_at_checked(len.into())?;
         self.data = rest;
         Some((record.page.get(), Page::of(record, bytes)?))
@@ -575,7 +578,7 @@ impl<'a> Iterator for Pages<'a> {
 }
 
 impl<'a> Page<'a> {
-    /// Combines a checked record with its data.
+    /// Combines a verified record with its data; returns `None` if the length of the data is wrong.
     pub fn of(record: &PageRecord, bytes: &'a [u8]) -> Option<Self> {
         let (algorithm, pages) = (record.algorithm, record.len.get().into());
         Some(match record.form {

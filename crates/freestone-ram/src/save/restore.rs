@@ -1,13 +1,13 @@
-//! Restoring of a file. Devices are created in order, parents first, and returned only when the
-//! whole file is verified.
+//! Restoring of a saved file. Devices are created in order, parents first, and returned only when
+//! the whole file is verified.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::file_codec::{self, BEHIND_THE_END, FileCodec, Refused};
-use super::format::Over;
+use super::file_codec::{self, BEHIND_THE_END, ContentError, FileCodec};
+use super::format::NodeParent;
 use super::reader::{Block, Node, Page, Pages, Reader};
 use super::{BaseIdentity, RestoreError};
 use crate::codec::Algorithm;
@@ -15,12 +15,12 @@ use crate::ram::{Family, ForkConfig, Incoming, Ram};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking as _, Device, Error, Flags};
 
-/// A base for forks of a file.
+/// A base for the forks of a saved file.
 #[derive(Clone)]
 pub enum Base {
-    /// A read-only device.
+    /// A read-only device of any kind.
     Device(Arc<dyn Device>),
-    /// A snapshot.
+    /// A snapshot, which can be of the same family.
     Snapshot(Ram),
 }
 
@@ -33,16 +33,17 @@ impl Base {
     }
 }
 
-/// Restores the devices of a file into a family, and returns them with their names. `bases` are the
-/// bases of forks that are not in the file; each is found by its identity. `progress` receives the
-/// bytes read and the size of the file.
+/// Restores the devices of a saved file into a family, and returns them with their names. `bases`
+/// are the bases of forks that are not in the file; each is found by its identity. `progress`
+/// receives the bytes read and the size of the file.
 ///
-/// Objects are stored as they are if an algorithm of the family can decompress them; others are
-/// recompressed. If memory is short, pages are written back to a backing device, if any.
+/// Compressed pages are stored as they are if an algorithm of the family can decompress them;
+/// others are recompressed. If memory is short, pages are written back to a backing device, if any.
 ///
 /// # Errors
-/// Fails if the file is not a saved one, is newer, incomplete or damaged; if a base is missing or
-/// different; or if there is no space for a page. Devices already created are removed.
+/// Fails if the file was not saved by Freestone, is of a newer version, incomplete or damaged. Also
+/// fails if a base is missing or different, or if a page cannot be stored. Devices already created
+/// are removed.
 pub fn restore(
     path: &Path,
     family: &Family,
@@ -53,15 +54,16 @@ pub fn restore(
         progress(done, all);
         true
     };
-    restore_watched(path, family, bases, watch)
+    restore_with_progress(path, family, bases, watch)
 }
 
-/// As [`restore`]. `watch` receives the bytes read and the size of the file; the restore ends when
-/// it returns false.
+/// Restores devices like [`restore`]. `watch` receives the bytes read and the size of the file; the
+/// restore is cancelled when `watch` returns false.
 ///
 /// # Errors
-/// As [`restore`], and [`RestoreError::Cancelled`]: devices already created are removed.
-pub fn restore_watched(
+/// As [`restore`], and [`RestoreError::Cancelled`] if `watch` returned false. Devices already
+/// created are removed.
+pub fn restore_with_progress(
     path: &Path,
     family: &Family,
     bases: &[Base],
@@ -82,8 +84,8 @@ pub fn restore_watched(
             Some(Block::Pages { node, pages }) => loader.pages(node as usize, pages),
         };
         taken.map_err(|refused| match refused {
-            Refused::Damaged(what) => reader.damaged(what),
-            Refused::Other(error) => error,
+            ContentError::Damaged(what) => reader.damaged(what),
+            ContentError::Other(error) => error,
         })?;
         go_on(reader.at())?;
     }
@@ -92,7 +94,7 @@ pub fn restore_watched(
     Ok(restored)
 }
 
-/// Finds the bases of a file among the given ones.
+/// Finds each wanted base of a file among the given ones by its identity.
 pub fn find_bases(
     (wanted, nodes): (&[BaseIdentity], &[Node]),
     given: &[Base],
@@ -100,15 +102,15 @@ pub fn find_bases(
 ) -> Result<Vec<Base>, RestoreError> {
     let cancelled = RefCell::new(cancelled);
     let find = |(number, wanted): (usize, &BaseIdentity)| {
-        let over = |node: &&Node| node.over == Over::Base(number as u32);
+        let over = |node: &&Node| node.over == NodeParent::Base(number as u32);
         let device = || nodes.iter().find(over).map(Node::label).unwrap_or_default();
         let mut last = None;
         for base in given {
-            // A base of another size need not be read.
+            // A base of another size is not read, except for one that the error message describes.
             let size = base.device().geometry().size;
             let identity = if size == wanted.size || last.is_none() {
                 let cancelled = || (cancelled.borrow_mut())();
-                let known = BaseIdentity::of_unless(base.device(), wanted.check, &cancelled);
+                let known = BaseIdentity::of_cancellable(base.device(), wanted.check, &cancelled);
                 known.map_err(RestoreError::Base)?.ok_or(RestoreError::Cancelled)?
             } else {
                 continue;
@@ -119,7 +121,7 @@ pub fn find_bases(
             last = Some(identity);
         }
         Err(match last {
-            Some(given) => RestoreError::BaseDiffers { device: device(), wanted: *wanted, given },
+            Some(given) => RestoreError::BaseMismatch { device: device(), wanted: *wanted, given },
             None => RestoreError::BaseMissing { device: device(), wanted: *wanted },
         })
     };
@@ -130,11 +132,12 @@ struct Loader<'a> {
     family: &'a Family,
     nodes: &'a [Node],
     bases: Vec<Base>,
-    /// Complete devices, snapshots as snapshots.
+    /// Completed nodes; a snapshot is stored as a snapshot.
     done: Vec<Ram>,
-    /// Live device of the node being filled.
+    /// Live device of the node that is being filled.
     filling: Option<Ram>,
-    /// Nodes followed by another node of their chain, and the live devices for those.
+    /// Nodes that another node of their chain follows, and the live devices for those following
+    /// nodes.
     followed: HashSet<u32>,
     tails: HashMap<u32, Ram>,
     algorithms: Vec<FileCodec>,
@@ -142,7 +145,7 @@ struct Loader<'a> {
 
 impl<'a> Loader<'a> {
     fn new(family: &'a Family, nodes: &'a [Node], bases: Vec<Base>) -> Self {
-        let after = |node: &Node| if let Over::After(before) = node.over { Some(before) } else { None };
+        let after = |node: &Node| if let NodeParent::After(before) = node.over { Some(before) } else { None };
         Self {
             family,
             nodes,
@@ -161,7 +164,7 @@ impl<'a> Loader<'a> {
         level: i32,
         trained: bool,
         dictionary: &[u8],
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ContentError> {
         let dictionary = FileCodec::dictionary(dictionary)?;
         self.algorithms.push(FileCodec::new(self.family, algorithm, level, trained, dictionary)?);
         Ok(())
@@ -181,18 +184,18 @@ impl<'a> Loader<'a> {
         Ok(ram)
     }
 
-    /// Creates an empty device for the next node.
+    /// Creates the live device of the next node, without the node's own pages.
     fn make(&mut self) -> Result<Ram, RestoreError> {
         let node = &self.nodes[self.done.len()];
         let config = ForkConfig { size: Some(node.size), ..ForkConfig::default() };
         let made = match node.over {
-            Over::Nothing => self.family.ram(node.size),
-            Over::Node(below) => self.done[below as usize].fork(&config),
-            Over::After(before) => match self.tails.remove(&before) {
+            NodeParent::Nothing => self.family.ram(node.size),
+            NodeParent::Node(below) => self.done[below as usize].fork(&config),
+            NodeParent::After(before) => match self.tails.remove(&before) {
                 Some(ram) => ram.grow(node.size).map(|()| ram),
                 None => unreachable!("one node comes after another, which is complete"),
             },
-            Over::Base(base) => match &self.bases[base as usize] {
+            NodeParent::Base(base) => match &self.bases[base as usize] {
                 Base::Snapshot(ram) if self.family.has(ram) && ram.is_snapshot() => ram.fork(&config),
                 Base::Snapshot(ram) => self.family.fork(Arc::new(ram.clone()), &config),
                 Base::Device(device) => self.family.fork(Arc::clone(device), &config),
@@ -201,7 +204,7 @@ impl<'a> Loader<'a> {
         made.map_err(|error| RestoreError::Setup { device: node.label(), error })
     }
 
-    /// Completes the next node.
+    /// Completes the next node: returns a snapshot of the live device, or the live device itself.
     fn complete(&mut self) -> Result<Ram, RestoreError> {
         let ram = match self.filling.take() {
             Some(ram) => ram,
@@ -217,14 +220,14 @@ impl<'a> Loader<'a> {
             return snapshot.map_err(|error| RestoreError::Setup { device: node.label(), error });
         }
         if !node.is_disk {
-            // The cap never refuses existing content.
+            // A memory limit does not evict content that already exists.
             let limited = ram.set_own_limits(node.mem_limit, 0);
             limited.map_err(|error| RestoreError::Setup { device: node.label(), error })?;
         }
         Ok(ram)
     }
 
-    /// Returns all named devices.
+    /// Completes all nodes and returns the named devices.
     fn finish(mut self) -> Result<Vec<(String, Ram)>, RestoreError> {
         while self.done.len() < self.nodes.len() {
             let complete = self.complete()?;
@@ -234,13 +237,13 @@ impl<'a> Loader<'a> {
         Ok(named.filter_map(|(node, ram)| Some((node.name.clone()?, ram))).collect())
     }
 
-    fn pages(&mut self, node: usize, pages: Pages<'_>) -> Result<(), Refused> {
-        let ram = self.device(node).map_err(Refused::Other)?;
+    fn pages(&mut self, node: usize, pages: Pages<'_>) -> Result<(), ContentError> {
+        let ram = self.device(node).map_err(ContentError::Other)?;
         let failed = |page, error| {
-            Refused::Other(RestoreError::Store { device: self.nodes[node].label(), page, error })
+            ContentError::Other(RestoreError::Store { device: self.nodes[node].label(), page, error })
         };
         let size = self.nodes[node].size;
-        // The rest of the page in which a device ends must be zeroes, as the device may grow.
+        // The rest of a partial last page must be zeroes, as the device may grow.
         let bytes_of = |page: u64| (size - page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
         let mut content = [0; PAGE_BYTES];
         for (number, page) in pages {
@@ -252,7 +255,7 @@ impl<'a> Loader<'a> {
             if let Some((incoming, pages)) = run {
                 let is_zeroes = matches!(incoming, Incoming::Parent | Incoming::Same(0));
                 if !is_zeroes && bytes_of(number + pages - 1) < PAGE_BYTES {
-                    return Err(Refused::Damaged(BEHIND_THE_END));
+                    return Err(ContentError::Damaged(BEHIND_THE_END));
                 }
                 for page in number..number + pages {
                     ram.put(page, incoming).map_err(|error| failed(page, error))?;
@@ -261,7 +264,7 @@ impl<'a> Loader<'a> {
             }
             let incoming = file_codec::incoming(&self.algorithms, &page, bytes_of(number), &mut content)?;
             match ram.put(number, incoming) {
-                // Write as a request, which waits for evictions.
+                // Write the page as a request, which waits for evictions.
                 Err(Error::NoSpace) if ram.can_spill() => {
                     let bytes = bytes_of(number);
                     ram.write_at(number * PAGE_BYTES as u64, &content[..bytes], Flags::empty())

@@ -1,4 +1,4 @@
-//! Writing of a file from front to back, in blocks of about 1 MiB.
+//! Writing of a saved file from front to back, in blocks of about 1 MiB.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,13 +17,13 @@ use super::format::{
     VERSION_PARTS, VERSION_WHOLE_PAGES, algorithm_id, block_sum, form, head_sum, kind,
 };
 use super::plan::Plan;
-use super::{BaseCheck, BaseIdentity, SaveError, Saved};
+use super::{BaseCheck, BaseIdentity, SaveError, SaveReport};
 use crate::codec::{Dictionary, PRIORITIES, Streams};
-use crate::ram::Stored;
+use crate::ram::StoredForm;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Device as _, Error};
 
-/// A file being written.
+/// A saved file that is being written.
 pub struct Writer<'a> {
     file: &'a File,
     path: &'a Path,
@@ -36,15 +36,15 @@ pub struct Writer<'a> {
     lost: u64,
     digest: Xxh3,
     algorithms: Vec<AlgorithmSpec>,
-    /// Node of the block being filled, with its records and data.
+    /// Node of the block that is being filled, with the records and data of that block.
     node: u32,
     records: Vec<PageRecord>,
     data: Vec<u8>,
-    /// Buffer for the block being written.
+    /// Reused buffer for the block that is being written.
     block: Vec<u8>,
 }
 
-/// An algorithm of the file.
+/// An algorithm of the file, as in an [`AlgorithmRecord`].
 #[derive(PartialEq, Eq)]
 pub struct AlgorithmSpec {
     pub id: u8,
@@ -60,18 +60,18 @@ impl AlgorithmSpec {
     }
 }
 
-/// Contents of a file behind the header.
+/// Contents of a file: everything between the header and the blocks.
 pub struct Contents<'a> {
     /// Place among the files of kept devices; `None` in other files.
     pub kept: Option<KeptRecord>,
     pub bases: &'a [BaseIdentity],
     pub nodes: Vec<NodeRecord>,
-    /// Names of the named nodes.
+    /// Names of the named nodes, in the order of `nodes`.
     pub names: Vec<&'a str>,
 }
 
 impl<'a> Contents<'a> {
-    /// Creates the contents for a plan.
+    /// Creates the contents for the nodes and bases of a plan.
     pub fn new(kept: Option<KeptRecord>, plan: &'a Plan, bases: &'a [BaseIdentity]) -> Self {
         let nodes = plan.nodes.iter().map(node_record).collect();
         let names = plan.nodes.iter().filter_map(|node| node.name.as_deref()).collect();
@@ -110,12 +110,12 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Returns the salt by which another file can refer to this one.
+    /// Returns the file's random number, by which another file can refer to this one.
     pub fn salt(&self) -> u64 {
         self.salt
     }
 
-    /// Writes header, bases, nodes and names.
+    /// Writes the header and the contents: bases, nodes and names.
     pub fn contents(&mut self, of: &Contents<'_>) -> Result<(), SaveError> {
         self.is_kept = of.kept.is_some();
         let mut contents = Vec::new();
@@ -153,7 +153,7 @@ impl<'a> Writer<'a> {
         self.write(&contents)
     }
 
-    /// Returns the number of an algorithm; writes it first if the file does not have it.
+    /// Returns the number of an algorithm in the file, and writes the algorithm first if it is new.
     pub fn algorithm(&mut self, known: AlgorithmSpec) -> Result<u8, SaveError> {
         if let Some(number) = self.algorithms.iter().position(|other| *other == known) {
             return Ok(number as u8);
@@ -174,7 +174,8 @@ impl<'a> Writer<'a> {
         Ok(number as u8)
     }
 
-    /// Adds the record of a page or run, with its data. Nodes and their pages must come in order.
+    /// Adds the record of a page or run with its data. The caller must add nodes, and the pages of
+    /// a node, in ascending order.
     pub fn record(&mut self, node: u32, record: PageRecord, data: &[u8]) -> Result<(), SaveError> {
         debug_assert!(self.records.is_empty() || self.node == node);
         self.node = node;
@@ -198,7 +199,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes the collected pages.
+    /// Writes the collected pages as a block, if there are any.
     pub fn end_of_node(&mut self) -> Result<(), SaveError> {
         if self.records.is_empty() {
             return Ok(());
@@ -212,8 +213,8 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes the commit record.
-    pub fn finish(mut self) -> Result<Saved, SaveError> {
+    /// Writes the commit record and returns the result of the save.
+    pub fn finish(mut self) -> Result<SaveReport, SaveError> {
         let file_bytes = self.at + (size_of::<BlockHeader>() + size_of::<EndRecord>()) as u64;
         let end = EndRecord {
             blocks: U64::new(self.blocks),
@@ -224,12 +225,13 @@ impl<'a> Writer<'a> {
         self.put_block(kind::END, 0, 1, &[end.as_bytes()])?;
         debug_assert_eq!(self.at, file_bytes);
         if let Some(mut header) = self.header.filter(|_| self.lost > 0) {
-            // Only now it is known whether pages are lost.
+            // The version depends on whether pages are lost, which is known only now: rewrite the
+            // header.
             header.version = U32::new(VERSION_LOST);
             header.checksum = U64::new(header.sum());
             self.file.write_all_at(header.as_bytes(), 0).map_err(|source| self.failed(source))?;
         }
-        Ok(Saved { pages: self.pages, lost: self.lost, file_bytes })
+        Ok(SaveReport { pages: self.pages, lost: self.lost, file_bytes })
     }
 
     fn put_block(&mut self, kind: u32, node: u32, records: u32, payload: &[&[u8]]) -> Result<(), SaveError> {
@@ -276,23 +278,25 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// A writer of devices' pages.
+/// A writer of the pages of a plan's nodes.
 pub struct PageWriter<'a> {
     pub to: Writer<'a>,
-    /// Pages saved as lost that another save might be able to read, with their nodes.
+    /// Nodes and numbers of pages that were saved as lost, but that another save may be able to
+    /// read.
     pub unread: Vec<(u32, u64)>,
     plan: &'a Plan,
-    /// Numbers of algorithms by node and priority.
+    /// Numbers of algorithms in the file, by node and priority.
     numbers: HashMap<(u32, u8), u8>,
 }
 
 impl<'a> PageWriter<'a> {
-    /// Creates a writer for a file whose contents are already written.
+    /// Creates a writer of pages for a file whose contents are already written.
     pub fn new(to: Writer<'a>, plan: &'a Plan) -> Self {
         Self { to, unread: Vec::new(), plan, numbers: HashMap::new() }
     }
 
-    /// Writes all current algorithms, even if no page refers to them, to save trained dictionaries.
+    /// Writes all algorithms of the nodes, even if no page refers to them, so that trained
+    /// dictionaries are saved.
     pub fn all_algorithms(mut self) -> Result<Self, SaveError> {
         for node in 0..self.plan.nodes.len() as u32 {
             for priority in 0..=PRIORITIES as u8 {
@@ -302,8 +306,8 @@ impl<'a> PageWriter<'a> {
         Ok(self)
     }
 
-    /// Returns the file's number of a node's algorithm, and writes it if necessary. `None` if the
-    /// priority has none.
+    /// Returns the number in the file of a node's algorithm, and writes the algorithm first if
+    /// necessary. Returns `None` if the priority has no algorithm.
     fn number(&mut self, node: u32, priority: u8) -> Result<Option<u8>, SaveError> {
         if let Some(&number) = self.numbers.get(&(node, priority)) {
             return Ok(Some(number));
@@ -315,8 +319,8 @@ impl<'a> PageWriter<'a> {
         Ok(Some(number))
     }
 
-    /// Adds a page; see [`Writer::record`].
-    pub fn page(&mut self, node: u32, page: u64, stored: Stored, bytes: &[u8]) -> Result<(), SaveError> {
+    /// Adds a page in its stored form; see [`Writer::record`].
+    pub fn page(&mut self, node: u32, page: u64, stored: StoredForm, bytes: &[u8]) -> Result<(), SaveError> {
         let len = if bytes.is_empty() { 1 } else { bytes.len() };
         let record = |form, algorithm, pattern| PageRecord {
             page: U64::new(page),
@@ -326,26 +330,26 @@ impl<'a> PageWriter<'a> {
             pattern,
         };
         let record = match stored {
-            Stored::Same(pattern) => record(form::SAME, 0, pattern.to_ne_bytes()),
-            Stored::Parent => record(form::BELOW, 0, [0; 4]),
-            Stored::Lost { .. } if !self.to.is_kept => {
+            StoredForm::Same(pattern) => record(form::SAME, 0, pattern.to_ne_bytes()),
+            StoredForm::Parent => record(form::BELOW, 0, [0; 4]),
+            StoredForm::Lost { .. } if !self.to.is_kept => {
                 let device = self.plan.nodes[node as usize].label.clone();
                 return Err(SaveError::Page { device, page, error: Error::Media });
             }
-            Stored::Lost { for_good } => {
-                if !for_good {
+            StoredForm::Lost { permanent } => {
+                if !permanent {
                     self.unread.push((node, page));
                 }
                 record(form::LOST, 0, [0; 4])
             }
-            Stored::Pattern => record(form::PATTERN, 0, [0; 4]),
-            Stored::Compressed(priority) => {
+            StoredForm::Pattern => record(form::PATTERN, 0, [0; 4]),
+            StoredForm::Compressed(priority) => {
                 let Some(number) = self.number(node, priority)? else {
                     return Err(self.to.wrong("a page's algorithm is not known"));
                 };
                 record(form::COMPRESSED, number, [0; 4])
             }
-            Stored::Huge => {
+            StoredForm::Huge => {
                 let number = self.number(node, 0)?.unwrap_or_default();
                 record(form::HUGE, number, [0; 4])
             }

@@ -2,47 +2,48 @@
 //!
 //! | bits  | field      | meaning |
 //! |-------|------------|---------|
-//! | 0-8   | live       | units of the block that belong to live objects, 0 to 256 |
+//! | 0-8   | live       | units (16 bytes) of the block that belong to live objects, 0 to 256 |
 //! | 9-17  | first      | unit of the first header that begins in the block, plus one; 0: none |
 //! | 18-31 | generation | number of times the block was opened, modulo 2^14 |
 //!
 //! # Life of a block
-//! The allocating thread *opens* the block, *places* objects in it and writes it. Afterwards any
-//! thread may *remove* objects in any order, and the one that removes the last frees the block.
-//! Nothing is removed before all objects are placed: otherwise the block could be freed while it is
-//! being filled.
+//! An object is a stored page with its header. The allocating thread *opens* the block, *places*
+//! objects in it and writes it. Afterwards any thread may *remove* objects in any order, and the
+//! thread that removes the last object frees the block. No object is removed before all are placed:
+//! otherwise the block could be freed while it is being filled.
 //!
-//! An object lies in one block or two, and counts in each.
+//! An object occupies one block or two, and counts in each.
 
 use super::space::{MAX_BLOCKS, Run};
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::{AtomicU32, Ordering};
 
-/// Alignment of objects on the device, in bytes.
+/// Alignment of objects (stored pages with their headers) on the device, in bytes.
 pub const UNIT_BYTES: usize = 16;
-/// Units in a block.
+/// Number of units in a block.
 pub const BLOCK_UNITS: u64 = (super::space::BLOCK_BYTES / UNIT_BYTES) as u64;
-/// Units of the largest object, a whole page with its header. It never spans more than two blocks.
+/// Number of units of the largest object, a whole page with its header, which never spans more than
+/// two blocks.
 pub const MAX_UNITS: u32 = BLOCK_UNITS as u32 + 1;
 
 const LIVE_MASK: u32 = (1 << 9) - 1;
 const FIRST_SHIFT: u32 = 9;
 const FIRST_MASK: u32 = LIVE_MASK << FIRST_SHIFT;
 const GENERATION_SHIFT: u32 = 18;
-/// Number of generations before they repeat.
+/// Number of generations of a block before the generation numbers repeat.
 #[cfg(test)]
 pub const GENERATIONS: u32 = 1 << (u32::BITS - GENERATION_SHIFT);
 const _: () = assert!(BLOCK_UNITS <= LIVE_MASK as u64);
 
-/// The metadata of all blocks, four bytes each.
+/// The metadata of all blocks of a backing device, four bytes each.
 pub struct Blocks(Box<[AtomicU32]>);
 
 impl Blocks {
-    /// Creates the metadata of `blocks` unused blocks. Blocks that are never opened need no
-    /// physical memory.
+    /// Creates the metadata of `blocks` unused blocks. The metadata of blocks that are never opened
+    /// uses no physical memory.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] above [`MAX_BLOCKS`], [`Error::NoMemory`].
+    /// [`Error::OutOfRange`] if `blocks` is above [`MAX_BLOCKS`]; [`Error::NoMemory`].
     pub fn new(blocks: u64) -> Result<Self> {
         if blocks > MAX_BLOCKS {
             return Err(Error::OutOfRange);
@@ -50,11 +51,11 @@ impl Blocks {
         Ok(Self(zeroed(blocks)?))
     }
 
-    /// Starts a new generation of just allocated blocks.
+    /// Starts a new generation of the blocks of a run that was just allocated.
     pub fn open(&self, run: Run) {
         let start = run.start as usize;
         for block in &self.0[start..start + run.blocks as usize] {
-            // Relaxed: the lock of the space orders all earlier accesses to the block.
+            // Relaxed: the lock of the block allocator orders all earlier accesses to the block.
             let before = block.load(Ordering::Relaxed);
             debug_assert!(before & LIVE_MASK == 0, "a block with live objects is opened");
             let generation = (before >> GENERATION_SHIFT).wrapping_add(1);
@@ -63,8 +64,8 @@ impl Blocks {
         }
     }
 
-    /// Records an object of `units` units (1 to [`MAX_UNITS`], with header) at `unit` of the
-    /// device.
+    /// Records an object of `units` units (1 to [`MAX_UNITS`], including the header) that begins at
+    /// unit `unit` of the device.
     pub fn place(&self, unit: u64, units: u32) {
         let mut header = Some((unit % BLOCK_UNITS) as u32);
         for (index, part) in parts(unit, units) {
@@ -77,8 +78,8 @@ impl Blocks {
                 };
                 Some((before & !FIRST_MASK | first) + part)
             };
-            // Relaxed: threads that remove or read the object get its place through the slot's
-            // lock.
+            // Relaxed: a thread that removes or reads the object learns its place under the slot's
+            // lock, which orders this update before.
             let placed = self.0[index].fetch_update(Ordering::Relaxed, Ordering::Relaxed, place);
             debug_assert!(placed.is_ok(), "the update never declines");
             header = None;
@@ -86,13 +87,13 @@ impl Blocks {
     }
 
     /// Removes an object that [was placed](Self::place) and is no longer read. Calls `freed` with
-    /// each block in which the object was the last; exactly one caller gets a block, and owns it
-    /// then.
+    /// each block in which that object was the last one. Exactly one caller receives a block, and
+    /// then owns it.
     pub fn remove(&self, unit: u64, units: u32, mut freed: impl FnMut(u64)) {
         for (index, part) in parts(unit, units) {
-            // AcqRel: pairs with itself. Release: the use of this object ends before it stops
-            // counting; Acquire: the thread that removes the last object follows the use of all
-            // others.
+            // AcqRel: pairs with itself. Release orders the use of this object before the lower
+            // count. Acquire orders the use of all other objects before the free by the thread that
+            // removes the last one.
             let before = self.0[index].fetch_sub(part, Ordering::AcqRel) & LIVE_MASK;
             debug_assert!(before >= part, "block {index} has {before} live units, {part} are removed");
             if before == part {
@@ -101,40 +102,44 @@ impl Blocks {
         }
     }
 
-    /// Drops the objects of opened blocks that could not be written. No slot refers to them, and
-    /// `remove` is not called for them. The caller frees the blocks.
+    /// Drops the objects of opened blocks that could not be written. No slot may refer to these
+    /// objects, and the caller must not call `remove` for these objects. The caller frees the
+    /// blocks.
     pub fn drop_unwritten(&self, run: Run) {
         let start = run.start as usize;
         for block in &self.0[start..start + run.blocks as usize] {
-            // Relaxed: only the caller knows the objects; the lock of the space orders this before
-            // the next generation.
+            // Relaxed: only the caller knows the objects, and the lock of the block allocator
+            // orders this update before the next generation.
             block.fetch_and(!(LIVE_MASK | FIRST_MASK), Ordering::Relaxed);
         }
     }
 
-    /// Returns the units of live objects, 0 to [`BLOCK_UNITS`], at some moment.
+    /// Returns the number of units of live objects in a block, 0 to [`BLOCK_UNITS`], at this
+    /// moment.
     pub fn live(&self, block: u64) -> u32 {
-        // Relaxed: a hint; it says nothing about the objects.
+        // Relaxed: an approximate number is enough, as the caller does not access an object on its
+        // basis.
         self.0[block as usize].load(Ordering::Relaxed) & LIVE_MASK
     }
 
-    /// Returns the unit of the first header that begins in the block. It stays valid when that
-    /// object is removed: the bytes do not change until the block is reopened.
+    /// Returns the unit in the block of the first header that begins there; `None` without a
+    /// header. The unit stays valid when that object is removed: the bytes do not change until the
+    /// block is reopened.
     pub fn first(&self, block: u64) -> Option<u32> {
-        // Relaxed: fixed once the block is filled; the caller got an object's place through a
-        // slot's lock.
+        // Relaxed: the value is fixed once the block is filled, and the caller has learned the
+        // place of an object under a slot's lock.
         ((self.0[block as usize].load(Ordering::Relaxed) & FIRST_MASK) >> FIRST_SHIFT).checked_sub(1)
     }
 
-    /// Returns the number of times the block was opened, modulo 2^14. If it is equal before and
-    /// after a read, the bytes are of one generation (but may not have been written yet).
+    /// Returns the number of times the block was opened, modulo 2^14. If the number is equal before
+    /// and after a read, the bytes are of one generation (but may not have been written yet).
     pub fn generation(&self, block: u64) -> u32 {
         // Acquire: pairs with the Release in `open`.
         self.0[block as usize].load(Ordering::Acquire) >> GENERATION_SHIFT
     }
 }
 
-/// Iterates over the blocks of an object and the units in each.
+/// Iterates over the blocks of an object, with the number of its units in each block.
 fn parts(unit: u64, units: u32) -> impl Iterator<Item = (usize, u32)> {
     debug_assert!((1..=MAX_UNITS).contains(&units), "an object of {units} units");
     let block = (unit / BLOCK_UNITS) as usize;
@@ -162,7 +167,8 @@ mod tests {
 
     const BLOCKS: u64 = 6;
 
-    /// Objects placed one behind another from a run's start, as sizes; true leaves a gap behind.
+    /// Sizes in units of objects to place one after another from a run's start; true leaves a gap
+    /// after the object.
     fn any_objects() -> impl Strategy<Value = Vec<(u32, bool)>> {
         let units = prop_oneof![1..10_u32, 1..=MAX_UNITS, Just(MAX_UNITS), Just(1)];
         proptest::collection::vec((units, any::<bool>()), 1..60)
@@ -196,7 +202,7 @@ mod tests {
             let run = Run { start, blocks: (BLOCKS - start) as u32 };
             for life in 1..=lives {
                 let mut placed = fill(&blocks, run, &objects);
-                // Reference, unit by unit: block -> (live, first).
+                // Reference model, unit by unit: block -> (live, first).
                 let mut plain = BTreeMap::<u64, (u32, Option<u32>)>::new();
                 for &(unit, units) in &placed {
                     for part in unit..unit + u64::from(units) {
@@ -292,7 +298,7 @@ mod tests {
         assert_eq!(most.live(MAX_BLOCKS - 1), 0);
     }
 
-    /// Threads fill runs and remove each other's objects.
+    /// Threads fill runs of blocks, and remove objects that other threads placed.
     #[test]
     fn threads_recycle_blocks() {
         const DISK_BLOCKS: u64 = 64;

@@ -1,4 +1,5 @@
-//! The packed layout: objects on the backing device, each behind a header, tightly packed.
+//! The packed layout: objects (stored pages) on the backing device, each after a header, tightly
+//! packed.
 //!
 //! ```text
 //! bytes  0-3   checksum   low half of the XXH3 (64 bits) of bytes 4 to 15 and of the object
@@ -10,12 +11,12 @@
 //! ```
 //!
 //! Integers are little-endian. A run of blocks begins with a header. Objects may cross blocks of
-//! their run, but not its end. Zeroes fill the last block; a walk ends there, as zeroes are not a
-//! valid header (neither length nor version).
+//! their run, but not the end of the run. Zeroes fill the last block. A walk over the objects ends
+//! there, as zeroes are not a valid header (neither length nor version).
 //!
-//! Packing saves space and bandwidth on the device by the compression ratio; a block for each
-//! object would save neither. A header costs 16 bytes a page, for a checksum and the owner, by
-//! which reclaim finds the slots of a block without a map in memory.
+//! Packing saves space and bandwidth on the device by the compression ratio; one block per object
+//! would save neither. A header costs 16 bytes per page. The owner in the header allows reclaim to
+//! find the slots that refer to a block without a map in memory.
 
 use xxhash_rust::xxh3::xxh3_64;
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
@@ -29,7 +30,7 @@ use freestone_core::device::IoBuf;
 
 const HEADER_BYTES: usize = size_of::<Header>();
 const CHECKSUM_BYTES: usize = size_of::<U32>();
-/// Marks a header and gives its layout version.
+/// Version byte of a header, which also marks the header as valid.
 const VERSION: u8 = 0xF5;
 
 const _: () = assert!(HEADER_BYTES == 16 && HEADER_BYTES == UNIT_BYTES);
@@ -46,7 +47,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// Returns the owner of the object when it was written.
+    /// Returns the owner (table and slot) of the object at the time of the write.
     pub fn owner(&self) -> u64 {
         self.owner.get()
     }
@@ -57,30 +58,30 @@ impl Header {
     }
 }
 
-/// Returns the units of an object of `len` bytes with its header.
+/// Returns the number of units of an object of `len` bytes, including its header.
 #[inline]
 pub const fn units(len: usize) -> u32 {
     (HEADER_BYTES + len).div_ceil(UNIT_BYTES) as u32
 }
 
-/// Returns the checksum of a header (except the checksum field) and its object.
+/// Returns the checksum of a header (except the checksum field) and the object after it.
 #[inline]
 fn checksum(header_and_object: &[u8]) -> u32 {
     xxh3_64(&header_and_object[CHECKSUM_BYTES..]) as u32
 }
 
-/// Packs objects into the buffer of a run.
+/// Packs objects into the buffer that is written to a run of blocks.
 pub struct Packer {
     buf: IoBuf,
     run: Run,
-    /// Bytes filled, a multiple of the unit.
+    /// Number of bytes filled, a multiple of [`UNIT_BYTES`].
     at: usize,
     capacity: usize,
 }
 
 impl Packer {
     /// Creates a packer for as many blocks of the run as `buf` can hold. The content of `buf` is
-    /// ignored.
+    /// overwritten.
     pub fn new(buf: IoBuf, run: Run) -> Self {
         let capacity = (run.blocks as usize).min(buf.len() / BLOCK_BYTES) * BLOCK_BYTES;
         Self { buf, run, at: 0, capacity }
@@ -111,17 +112,17 @@ impl Packer {
         Some(unit)
     }
 
-    /// Returns the buffer and the number of blocks to write at the run's start. The rest of the run
-    /// is unused.
+    /// Returns the buffer and the number of blocks to write at the start of the run. The rest of
+    /// the run is unused.
     pub fn finish(mut self) -> (IoBuf, u32) {
         let blocks = self.at.div_ceil(BLOCK_BYTES);
-        // Clear the buffer's tail: no content of earlier uses may reach the device.
+        // Clear the rest of the last block, so that no content of earlier uses reaches the device.
         self.buf[self.at..blocks * BLOCK_BYTES].fill(0);
         (self.buf, blocks as u32)
     }
 }
 
-/// Parses the header and object at `at`, and verifies the checksum.
+/// Parses the header and object at byte `at` of `buf`; `None` if they are incomplete or damaged.
 #[inline]
 fn parse(buf: &[u8], at: usize) -> Option<(Header, &[u8])> {
     let rest = buf.get(at..)?;
@@ -134,8 +135,8 @@ fn parse(buf: &[u8], at: usize) -> Option<(Header, &[u8])> {
     (checksum(whole) == header.checksum.get()).then(|| (header, &whole[HEADER_BYTES..]))
 }
 
-/// Returns the object whose header begins at byte `at` of `buf`, if it is complete, undamaged, and
-/// the expected one.
+/// Returns the object whose header begins at byte `at` of `buf`; `None` if the object is
+/// incomplete, damaged, or not the expected one.
 #[inline]
 pub fn object_at(buf: &[u8], at: usize, owner: u64, len: usize, algorithm: u8) -> Option<&[u8]> {
     let (header, object) = parse(buf, at)?;
@@ -143,7 +144,7 @@ pub fn object_at(buf: &[u8], at: usize, owner: u64, len: usize, algorithm: u8) -
 }
 
 /// Iterates over successive objects from the header at byte `from` of `buf`, with the positions of
-/// their headers, up to the first that is incomplete or damaged.
+/// their headers. Ends at the first object that is incomplete or damaged.
 pub fn walk(buf: &[u8], from: usize) -> impl Iterator<Item = (usize, Header, &[u8])> {
     let mut next = from;
     std::iter::from_fn(move || {
@@ -163,7 +164,7 @@ mod tests {
 
     const STALE: u8 = 0xEE;
 
-    /// Returns a buffer with content of an earlier batch.
+    /// Returns a buffer with content of an earlier use.
     fn stale(blocks: usize) -> IoBuf {
         IoBuf::copy_of(&vec![STALE; blocks * BLOCK_BYTES]).unwrap()
     }
@@ -193,7 +194,7 @@ mod tests {
             let (buf, used) = packer.finish();
             let data = &buf[..used as usize * BLOCK_BYTES];
 
-            // The written blocks have only headers, objects and zeroes, and no block is
+            // The written blocks must contain only headers, objects and zeroes, and no block may be
             // unnecessary.
             let mut at = 0;
             for (unit, owner, algorithm, bytes) in &packed {
@@ -210,7 +211,7 @@ mod tests {
             prop_assert_eq!(used as usize, at.div_ceil(BLOCK_BYTES));
             prop_assert!(buf[data.len()..].iter().all(|&byte| byte == STALE), "unused blocks are not touched");
 
-            // A walk from any object finds the rest.
+            // A walk from any object finds all later objects.
             for skip in 0..packed.len() {
                 let from = (packed[skip].0 - start * BLOCK_UNITS) as usize * UNIT_BYTES;
                 let mut found = walk(data, from);
@@ -224,7 +225,7 @@ mod tests {
             }
         }
 
-        /// Objects that begin in a middle block of a run are reached from its first header.
+        /// Objects that begin in a middle block of a run are found from the block's first header.
         #[test]
         fn walk_from_first_header_finds_objects(lens in any_lens()) {
             let run = Run { start: 3, blocks: 12 };
@@ -280,7 +281,7 @@ mod tests {
             from in prop_oneof![0..10_000_usize, any::<usize>()],
             versions in proptest::collection::vec(any::<usize>(), 0..20),
         ) {
-            // Make the noise look more like headers.
+            // Insert valid version bytes, so that the noise looks more like headers.
             for at in versions {
                 if let Some(byte) = bytes.get_mut(at % 9000 / UNIT_BYTES * UNIT_BYTES + 4) {
                     *byte = VERSION;
@@ -292,7 +293,7 @@ mod tests {
             prop_assert!(object_at(&bytes, from, 1, 100, 0).is_none());
         }
 
-        /// Headers with a matching checksum but invalid lengths and versions.
+        /// Headers with a matching checksum but invalid lengths and versions are not accepted.
         #[test]
         fn walk_of_forged_headers_stays_in_bounds(
             version in prop_oneof![3 => Just(VERSION), 1 => any::<u8>()],
@@ -312,7 +313,7 @@ mod tests {
         }
     }
 
-    /// Checks the layout in the module's documentation byte by byte.
+    /// Compares the layout byte by byte with the module documentation.
     #[test]
     fn packed_layout_matches_documentation() {
         let mut packer = Packer::new(stale(1), Run { start: 5, blocks: 1 });

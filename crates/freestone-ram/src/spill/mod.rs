@@ -1,4 +1,4 @@
-//! Pages of RAM disks on a backing device.
+//! Pages of RAM disks on a backing device: block allocation, layout, reads, writes and time-outs.
 
 pub mod blocks;
 mod deadline;

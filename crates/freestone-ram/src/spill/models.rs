@@ -1,4 +1,4 @@
-//! loom models of blocks shared by threads that fill them and threads that remove objects.
+//! loom models of blocks that are shared by threads that fill them and threads that remove objects.
 #![expect(unsafe_code)]
 // UNSAFETY: blocks are loom's raw cells, which check every access.
 
@@ -10,15 +10,15 @@ use super::space::{Run, Space};
 use freestone_core::sync::{Arc, Mutex};
 
 const BLOCKS: u64 = 2;
-/// Two objects of the first block, and one that spans both.
+/// Two objects in the first block, and one that spans both blocks.
 const OBJECTS: [(u64, u32); 3] = [(0, 10), (10, 20), (BLOCK_UNITS - 4, 12)];
 
 struct Model {
     space: Space,
     blocks: Blocks,
-    /// Content of each block: its number of writes.
+    /// Content of each block: the number of writes of the block.
     disk: [UnsafeCell<u32>; BLOCKS as usize],
-    /// Whether a block is allocated: it must have one owner at a time.
+    /// True for each block that is allocated. A block must have one owner at a time.
     held: Mutex<[bool; BLOCKS as usize]>,
 }
 
@@ -32,8 +32,8 @@ impl Model {
         }
     }
 
-    /// Allocates a run and writes it. loom reports an error if a thread still uses an old object
-    /// there.
+    /// Allocates a run and writes it. loom reports an error if a thread still uses an old object in
+    /// the run.
     fn take_and_write(&self, want: u32) -> Option<Run> {
         let run = self.space.take(want)?;
         for block in run.start..run.start + u64::from(run.blocks) {
@@ -50,13 +50,13 @@ impl Model {
                     *writes
                 }
             });
-            // Checked afterwards: an Acquire before would hide a missing ordering.
+            // Check after the write: an Acquire before it would hide a missing ordering.
             assert_eq!((self.blocks.generation(block), self.blocks.first(block)), (writes, None));
         }
         Some(run)
     }
 
-    /// Reads an object a last time and removes it.
+    /// Reads an object for the last time and removes it.
     fn read_and_remove(&self, (unit, units): (u64, u32)) {
         for block in unit / BLOCK_UNITS..=(unit + u64::from(units) - 1) / BLOCK_UNITS {
             // SAFETY: loom has checked that there is no concurrent write.
@@ -71,18 +71,18 @@ impl Model {
         self.space.free_run(block, 1);
     }
 
-    /// Checks that all blocks are freed when no object is left.
+    /// Checks that all blocks are free when no object is left.
     fn check_empty(&self) {
         assert_eq!(self.space.used(), 0, "a block is lost");
         assert_eq!((0..BLOCKS).map(|block| self.blocks.live(block)).sum::<u32>(), 0);
-        // The cursor splits the free space in two at most.
+        // The cursor splits the free space into at most two runs.
         let taken: u32 =
             std::iter::from_fn(|| self.take_and_write(BLOCKS as u32)).map(|run| run.blocks).sum();
         assert_eq!(taken, BLOCKS as u32);
     }
 }
 
-/// Two threads remove objects of a full device, while a third allocates and frees runs.
+/// Two threads remove the objects of a full device, while a third thread allocates and frees runs.
 fn remove_against_take(one: &'static [(u64, u32)], other: &'static [(u64, u32)]) {
     loom::model(move || {
         let model = Arc::new(Model::new());

@@ -1,4 +1,4 @@
-//! Grouping of page reads from the backing device, and checks of the pages read.
+//! Grouping of page reads from the backing device, and verification of the pages read.
 
 use super::blocks::BLOCK_UNITS;
 use super::layout;
@@ -6,30 +6,30 @@ use super::space::BLOCK_BYTES;
 use super::store::Store;
 use freestone_core::slot::Word;
 
-/// Maximum blocks of one read.
+/// Maximum number of blocks in one read.
 const READ_BLOCKS_MAX: u64 = 64;
-/// Maximum gap in blocks that is read along, instead of splitting the read.
+/// Largest gap between pages, in blocks, that one read covers. A larger gap splits the read.
 const GAP_BLOCKS: u64 = 4;
 
-/// A page on the backing device.
+/// A page that is on the backing device.
 #[derive(Clone, Copy)]
 pub struct Spilled {
     pub slot: u64,
     pub word: Word,
-    /// Owner in the object's header on the device.
+    /// Owner (table and slot) in the header of the page's object on the device.
     pub header_owner: u64,
 }
 
-/// Pages to read with one request.
+/// Pages to read with one request, and the range of blocks to read.
 pub struct ReadGroup<T> {
     pub first: u64,
     pub blocks: u32,
-    /// The pages, in order of their place.
+    /// The pages, in order of their place on the device.
     pub pages: Vec<T>,
 }
 
 impl Store {
-    /// Groups pages that lie close together.
+    /// Groups pages that are close together on the device, so that one request reads them.
     pub fn group_reads<T: AsRef<Spilled>>(&self, mut all: Vec<T>) -> Vec<ReadGroup<T>> {
         all.sort_unstable_by_key(|one| one.as_ref().word.location());
         let gap = if self.is_packed() { GAP_BLOCKS } else { 0 };
@@ -50,8 +50,9 @@ impl Store {
         groups
     }
 
-    /// Extracts a page's object (in the plain layout its content) from blocks read from `first` on.
-    /// `None` if it is damaged, which is counted.
+    /// Extracts the object of a page (in the plain layout its content) from `buffer`, which
+    /// contains the blocks from `first` on. Returns `None` if the object is damaged, and counts a
+    /// failed read.
     pub fn object<'b>(&self, spilled: &Spilled, first: u64, buffer: &'b [u8]) -> Option<&'b [u8]> {
         let Spilled { slot: _, word, header_owner } = *spilled;
         let at = (word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
@@ -61,9 +62,9 @@ impl Store {
             buffer.get(at..at + BLOCK_BYTES)
         };
         if object.is_some() {
-            self.good_read();
+            self.record_good_read();
         } else {
-            self.failed_read();
+            self.record_failed_read();
         }
         object
     }

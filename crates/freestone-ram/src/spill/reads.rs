@@ -1,13 +1,13 @@
-//! Reads of the backing device: submitted ones, and a queue of further ones.
+//! Reads from the backing device: those in flight, and a queue of further reads.
 //!
 //! At most [`READS_MAX`] reads are in flight. Further reads wait in order of arrival, without a
-//! buffer. The completion of a read frees a slot; as completions run on threads of the device,
-//! which must not call it, a thread of the store's owner submits the next read after
-//! [`Reads::on_room`].
+//! buffer. The completion of a read frees a read slot. Completions run on threads of the device,
+//! which must not call the device. So a thread of the store's owner submits the next read,
+//! requested by the callback of [`Reads::set_free_slot_callback`].
 //!
-//! Each read completes exactly once: by the device or by [`late`](Reads::late), whichever removes
-//! it first. A timed-out read keeps its slot until the device completes it after all, so a hanging
-//! device does not accumulate buffers.
+//! Each read completes exactly once: by the device or by [`take_timed_out`](Reads::take_timed_out),
+//! whichever removes the read first. A timed-out read keeps its slot until the device completes the
+//! read after all, so a hanging device does not accumulate buffers.
 //!
 //! Lock order: `state` and the spare buffers are leaf locks. Callbacks run outside of them.
 
@@ -23,7 +23,7 @@ use freestone_core::mutants::{self, Mutant};
 use freestone_core::percpu;
 use freestone_core::sync::{Mutex, MutexGuard, OnceLock};
 
-/// Maximum reads in flight: twice the queue depth of the file engine.
+/// Maximum number of reads in flight: twice the queue depth of the file engine.
 pub(super) const READS_MAX: usize = 256;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,10 +32,10 @@ pub enum ReadError {
     TimedOut,
 }
 
-/// Completion callback, run on a thread of the device or of the store's owner.
+/// Completion callback of a read, which runs on a thread of the device or of the store's owner.
 pub(super) type ReadCallback = Box<dyn FnOnce(std::result::Result<&[u8], ReadError>) + Send>;
 
-/// A timed-out read, to be failed by the owner.
+/// A timed-out read, which the store's owner must [`fail`](Self::fail).
 pub struct TimedOutRead(ReadCallback);
 
 impl TimedOutRead {
@@ -56,35 +56,37 @@ struct SubmittedRead {
     done: ReadCallback,
 }
 
-/// Submitted and queued reads of a backing device.
+/// Reads of a backing device, in flight and queued.
 #[derive(Default)]
 pub(super) struct Reads {
     state: Mutex<ReadsState>,
-    on_room: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    free_slot_callback: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 #[derive(Default)]
 struct ReadsState {
     next: u64,
     given: HashMap<u64, SubmittedRead>,
-    /// Used slots: submitted reads, timed-out reads, and a read being submitted.
+    /// Number of used read slots: reads in flight, timed-out reads, and a read being submitted.
     taken: usize,
     waiting: VecDeque<QueuedRead>,
-    /// Time of the last completion.
+    /// Time of the last completion, in milliseconds of [`now_ms`].
     answered_ms: u64,
-    /// Whether the submission of queued reads is already requested.
+    /// True if the callback has already requested the submission of queued reads.
     starting: bool,
 }
 
 impl Reads {
-    /// Sets the callback for free slots while reads are queued. It must have [`next`](Self::next)
-    /// called until that returns `None`, by a thread that may call the device.
-    pub fn on_room(&self, tell: Box<dyn Fn() + Send + Sync>) {
-        // Only the first call has an effect.
-        let _ = self.on_room.set(tell);
+    /// Sets the callback that is called when a read slot is freed while reads are queued. The
+    /// callback must make a thread that may call the device call [`next`](Self::next) until it
+    /// returns `None`.
+    pub fn set_free_slot_callback(&self, callback: Box<dyn Fn() + Send + Sync>) {
+        // Only the first call sets a callback.
+        let _ = self.free_slot_callback.set(callback);
     }
 
-    /// Takes a slot for a read, or queues it. Returns the read if the caller must submit it.
+    /// Reserves a slot for a read, or queues the read. Returns the read if the caller must submit
+    /// it.
     pub fn admit(&self, read: QueuedRead) -> Option<QueuedRead> {
         let mut state = self.state.lock();
         if state.taken >= 4 && mutants::on(Mutant::TooManyReads) {
@@ -100,7 +102,8 @@ impl Reads {
         None
     }
 
-    /// Takes the next queued read, with a slot.
+    /// Removes the next queued read and reserves a slot for it; `None` if no read is queued or no
+    /// slot is free.
     pub fn next(&self) -> Option<QueuedRead> {
         let mut state = self.state.lock();
         let next = if state.taken < READS_MAX { state.waiting.pop_front() } else { None };
@@ -109,7 +112,7 @@ impl Reads {
         next
     }
 
-    /// Registers a read about to be submitted. Returns its number.
+    /// Registers a read about to be submitted. Returns the number of the read.
     pub fn register(&self, done: ReadCallback) -> u64 {
         let mut state = self.state.lock();
         let number = state.next;
@@ -118,7 +121,8 @@ impl Reads {
         number
     }
 
-    /// Removes a completed read; `None` if it had timed out.
+    /// Frees the slot of a completed read. Returns its callback, or `None` if the read had timed
+    /// out.
     pub fn complete(&self, number: u64) -> Option<ReadCallback> {
         let mut state = self.state.lock();
         state.answered_ms = state.answered_ms.max(now_ms());
@@ -127,22 +131,22 @@ impl Reads {
         given.map(|given| given.done)
     }
 
-    /// Releases the slot of a read that was not submitted.
+    /// Frees the slot of a read that was not submitted.
     pub fn release_unsubmitted(&self) {
         self.release_slot(self.state.lock());
     }
 
     fn release_slot(&self, mut state: MutexGuard<'_, ReadsState>) {
         state.taken -= 1;
-        let tell = !state.waiting.is_empty() && !std::mem::replace(&mut state.starting, true);
+        let is_due = !state.waiting.is_empty() && !std::mem::replace(&mut state.starting, true);
         drop(state);
-        if tell && let Some(tell) = self.on_room.get() {
-            tell();
+        if is_due && let Some(callback) = self.free_slot_callback.get() {
+            callback();
         }
     }
 
-    /// Removes and returns the reads that have timed out.
-    pub fn late(&self, deadline: &Deadline) -> Vec<TimedOutRead> {
+    /// Removes and returns the reads, in flight or queued, that have timed out.
+    pub fn take_timed_out(&self, deadline: &Deadline) -> Vec<TimedOutRead> {
         let now = now_ms();
         let mut state = self.state.lock();
         let is_late = |_: &u64, given: &mut SubmittedRead| deadline.due_ms(given.since_ms) <= now;
@@ -152,7 +156,7 @@ impl Reads {
         let is_late = |waiting: &QueuedRead| {
             waiting.since_ms.max(silent_since).saturating_add(deadline.timeout_ms()) <= now
         };
-        // The queue is in order of arrival, so the first time out first.
+        // The queue is in order of arrival, so the first reads time out first.
         while state.waiting.front().is_some_and(is_late) {
             late.extend(state.waiting.pop_front().map(|waiting| TimedOutRead(waiting.done)));
         }
@@ -160,14 +164,14 @@ impl Reads {
     }
 }
 
-/// Buffers of small reads, reused to avoid zeroing new ones. Each CPU has its own.
+/// Reused buffers for small reads, which need not be zeroed again. Each CPU has its own list.
 pub(super) struct SpareBuffers {
     per_cpu: Box<[CachePadded<Mutex<Vec<IoBuf>>>]>,
 }
 
-/// Size of reused buffers in bytes: an object spans at most two blocks.
+/// Size of reused buffers in bytes: two blocks, the most that one object spans.
 const SPARE_BYTES: usize = 2 * BLOCK_BYTES;
-/// Maximum buffers per CPU.
+/// Maximum number of spare buffers per CPU.
 const SPARE_MAX: usize = 32;
 
 impl Default for SpareBuffers {
@@ -183,12 +187,12 @@ impl SpareBuffers {
         }
         let kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]).pop();
         let mut buffer = kept.map_or_else(|| IoBuf::zeroed(SPARE_BYTES), Ok)?;
-        buffer.show(len);
+        buffer.set_len(len);
         Ok(buffer)
     }
 
     pub fn put(&self, mut buffer: IoBuf) {
-        buffer.show(usize::MAX);
+        buffer.set_len(usize::MAX);
         if buffer.len() == SPARE_BYTES {
             let mut kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]);
             if kept.len() < SPARE_MAX {

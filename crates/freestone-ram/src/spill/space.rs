@@ -1,62 +1,65 @@
 //! Allocation of blocks on the backing device.
 //!
-//! One bit per block, in groups of 4096 blocks (16 MiB); a bit per group marks full groups to skip.
-//! Blocks are allocated in contiguous runs. A search starts where the last run ended, so successive
-//! runs are neighbours and the device is written from front to back.
+//! The map has one bit per block, in groups of 4096 blocks (16 MiB). The map also has a bit per
+//! group, which is set if the group is full, so that a search skips the group. Blocks are allocated
+//! in contiguous runs. A search starts at the end of the last run, so successive runs are
+//! neighbours and the device is written from front to back.
 //!
-//! One lock protects the map. It is held for a bounded search and never across I/O. Reads take it
-//! only when a page moves back to memory and was the last of its block.
+//! One lock protects the map. It is held for a bounded search and never across I/O. A read takes
+//! the lock only when a page moves back to memory and was the last of its block.
 
 use zerocopy::FromZeros;
 
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::{AtomicU64, Mutex, Ordering};
 
-/// Block size: the unit of allocation on the backing device.
+/// Size of a block in bytes: the unit of allocation on the backing device.
 pub const BLOCK_BYTES: usize = 4096;
-/// Maximum number of blocks, 1 TiB: the range of a slot's location.
+/// Maximum number of blocks (1 TiB), limited by the location field of a slot.
 pub const MAX_BLOCKS: u64 = 1 << 28;
 const _: () = assert!(MAX_BLOCKS * BLOCK_BYTES as u64 == 16 << freestone_core::slot::LOCATION_BITS);
 
 const WORD_BLOCKS: u64 = 64;
 const GROUP_WORDS: u64 = 64;
 const GROUP_BLOCKS: u64 = GROUP_WORDS * WORD_BLOCKS;
-/// Groups with free blocks that a search visits before it accepts the longest run found.
+/// Number of groups with free blocks that a search visits before it returns the longest run found.
 const LOOK_GROUPS: u32 = 8;
 
-/// A run of contiguous blocks.
+/// A run of contiguous blocks on the backing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Run {
     pub start: u64,
     pub blocks: u32,
 }
 
-/// The allocation state of a backing device.
+/// The allocation state of the blocks of a backing device.
 pub struct Space {
     blocks: u64,
-    /// Number of used blocks. Written under the lock.
+    /// Number of used blocks. Written under the lock of `map`.
     used: AtomicU64,
     /// Lock order: a leaf lock.
     map: Mutex<Map>,
 }
 
-/// Zero means "free" everywhere, as untouched zeroed memory needs no physical pages.
+/// Allocation map. Zero means "free" everywhere, as untouched zeroed memory needs no physical
+/// pages.
 struct Map {
-    /// A set bit is a used block.
+    /// Bitmap of blocks; a set bit is a used block.
     bits: Box<[u64]>,
-    /// Used blocks of each group.
+    /// Number of used blocks in each group.
     set: Box<[u16]>,
-    /// A bit for each group without a free block. A truncated last group never counts as full.
+    /// Bitmap of groups; a set bit is a group without a free block. A truncated last group never
+    /// counts as full.
     full: Box<[u64]>,
-    /// Start of the next search.
+    /// Block at which the next search starts.
     cursor: u64,
 }
 
 impl Space {
-    /// Creates the state of a device with `blocks` free blocks.
+    /// Creates the allocation state of a device with `blocks` blocks, all free.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] above [`MAX_BLOCKS`], [`Error::NoMemory`].
+    /// [`Error::OutOfRange`] if `blocks` is above [`MAX_BLOCKS`]; [`Error::NoMemory`].
     pub fn new(blocks: u64) -> Result<Self> {
         if blocks > MAX_BLOCKS {
             return Err(Error::OutOfRange);
@@ -71,32 +74,32 @@ impl Space {
         Ok(Self { blocks, used: AtomicU64::new(0), map: Mutex::new(map) })
     }
 
-    /// Allocates `want` blocks, or a shorter run (at least one block) if a bounded search finds no
-    /// longer one. `None` if no block is free or wanted.
+    /// Allocates a run of `want` blocks, or a shorter run (at least one block) if a bounded search
+    /// does not find a longer one. Returns `None` if no block is free, or if `want` is 0.
     pub fn take(&self, want: u32) -> Option<Run> {
         let mut map = self.map.lock();
         let run = map.find(self.blocks, want)?;
         let end = run.start + u64::from(run.blocks);
         map.set(run.start, end);
         map.cursor = if end == self.blocks { 0 } else { end };
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.used.fetch_add(u64::from(run.blocks), Ordering::Relaxed);
         Some(run)
     }
 
-    /// Frees used blocks, in any pieces.
+    /// Frees used blocks. A run may be freed in any pieces.
     pub fn free_run(&self, start: u64, blocks: u32) {
         let end = start + u64::from(blocks);
         assert!(end <= self.blocks, "blocks {start} to {end} of {} are given back", self.blocks);
         let mut map = self.map.lock();
         let cleared = map.clear(start, end);
         debug_assert_eq!(cleared, u64::from(blocks), "of blocks {start} to {end} some were free before");
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.used.fetch_sub(cleared, Ordering::Relaxed);
     }
 
     pub fn used(&self) -> u64 {
-        // Relaxed: a statistic.
+        // Relaxed: a statistic, which orders no other memory access.
         self.used.load(Ordering::Relaxed)
     }
 
@@ -122,7 +125,7 @@ impl Map {
         }
     }
 
-    /// Clears bits and returns how many were set.
+    /// Clears the bits of a range of blocks, and returns the number of bits that were set.
     fn clear(&mut self, start: u64, end: u64) -> u64 {
         let mut cleared = 0;
         for (word, mask) in words(start, end) {
@@ -138,8 +141,8 @@ impl Map {
         cleared
     }
 
-    /// Finds the first run of `want` free blocks from the cursor on, wrapping once, or else the
-    /// longest run seen.
+    /// Finds the first run of `want` free blocks from the cursor on, wrapping once. If there is
+    /// none, returns the longest run seen, or `None` if no block is free.
     fn find(&self, blocks: u64, want: u32) -> Option<Run> {
         let mut search = Search { want: u64::from(want), ..Search::default() };
         let mut looked = 0;
@@ -148,7 +151,7 @@ impl Map {
             while at < end && !search.is_done() {
                 let group = at / GROUP_BLOCKS;
                 if self.is_full(group) {
-                    at = self.next_with_room(group + 1) * GROUP_BLOCKS;
+                    at = self.next_not_full(group + 1) * GROUP_BLOCKS;
                     search.open = 0;
                     continue;
                 }
@@ -173,8 +176,9 @@ impl Map {
         self.full[(group / 64) as usize] & 1 << (group % 64) != 0
     }
 
-    /// Returns the first group at or after `from` with a free block, or one beyond the last.
-    fn next_with_room(&self, from: u64) -> u64 {
+    /// Returns the first group at or after `from` with a free block, or a number beyond the last
+    /// group.
+    fn next_not_full(&self, from: u64) -> u64 {
         let first = (from / 64) as usize;
         let mut below = (1 << (from % 64)) - 1;
         for (word, &full) in self.full.iter().enumerate().skip(first) {
@@ -188,12 +192,12 @@ impl Map {
     }
 }
 
-/// A scan over the words of the map in ascending order.
+/// A search for a run of free blocks, over the words of the map in ascending order.
 #[derive(Default)]
 struct Search {
     want: u64,
     best: Run,
-    /// Length of the free run that ends at the scan position.
+    /// Number of consecutive free blocks directly before the scan position.
     open: u64,
 }
 
@@ -225,12 +229,13 @@ impl Search {
     }
 }
 
-/// Returns the lowest start of `len` consecutive ones in a word.
+/// Returns the lowest start of `len` consecutive set bits in a word; `None` if there are not as
+/// many.
 fn lowest_run(word: u64, len: u32) -> Option<u32> {
     if len > u64::BITS {
         return None;
     }
-    // A bit stays set while the `have` bits from it upwards are all set.
+    // A bit of `starts` stays set while the `have` bits from it upwards are all set in `word`.
     let (mut starts, mut have) = (word, 1);
     while have < len {
         let step = have.min(len - have);
@@ -240,7 +245,8 @@ fn lowest_run(word: u64, len: u32) -> Option<u32> {
     (starts != 0).then(|| starts.trailing_zeros())
 }
 
-/// Iterates over the words with bits `start` to `end`, and the masks of these bits.
+/// Iterates over the words with the bits `start` to `end` (exclusive), with the masks of these
+/// bits.
 fn words(start: u64, end: u64) -> impl Iterator<Item = (usize, u64)> {
     let mut at = start;
     std::iter::from_fn(move || {
@@ -254,7 +260,7 @@ fn words(start: u64, end: u64) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
-/// Allocates zeroed memory without touching it.
+/// Allocates zeroed memory without touching it, so that no physical pages are used yet.
 pub fn zeroed<T: FromZeros>(len: u64) -> Result<Box<[T]>> {
     <[T]>::new_box_zeroed_with_elems(len as usize).map_err(|_| Error::NoMemory)
 }
@@ -265,10 +271,10 @@ mod tests {
 
     use super::*;
 
-    /// With this few groups a search covers the whole map.
+    /// Number of blocks in a map small enough that one search covers all groups.
     const SMALL_BLOCKS: u64 = (LOOK_GROUPS as u64 - 1) * GROUP_BLOCKS;
 
-    /// A space and a trivial reference implementation.
+    /// A block allocator together with a trivial reference implementation.
     struct Pair {
         space: Space,
         used: Vec<bool>,
@@ -294,7 +300,7 @@ mod tests {
                 None => assert_eq!(longest, 0, "blocks are free"),
                 Some(run) => {
                     assert!(run.blocks <= want, "{run:?} for {want}");
-                    // The cursor may split the longest run.
+                    // The cursor may split the longest run, so half of that run is enough.
                     assert!(run.blocks >= want.min(longest.div_ceil(2)), "{run:?} for {want} of {longest}");
                     for used in &mut self.used[run.start as usize..][..run.blocks as usize] {
                         assert!(!std::mem::replace(used, true), "{run:?} is handed out twice");
@@ -305,7 +311,7 @@ mod tests {
             self.check();
         }
 
-        /// Frees `blocks` of an allocated run, `skip` blocks from its start.
+        /// Frees `blocks` blocks of an allocated run, from `skip` blocks after its start on.
         fn give(&mut self, index: usize, skip: u32, blocks: u32) {
             if self.held.is_empty() {
                 return;
@@ -361,7 +367,7 @@ mod tests {
         #[test]
         fn space_allocates_each_block_once(
             blocks in any_blocks(),
-            // Initial holes: one block in this many stays allocated.
+            // Initial free blocks: one block in `stride` stays allocated.
             stride in proptest::option::of(1..200_usize),
             steps in proptest::collection::vec(
                 prop_oneof![
@@ -403,7 +409,8 @@ mod tests {
         }
     }
 
-    /// Allocates all blocks; a search ends before it finds a run of more than a few groups.
+    /// Allocates all blocks and returns their number. Several calls of `take` are needed, as each
+    /// visits only a few groups.
     fn exhaust(space: &Space) -> u64 {
         std::iter::from_fn(|| space.take(u32::MAX)).map(|run| u64::from(run.blocks)).sum()
     }
@@ -414,7 +421,7 @@ mod tests {
         for start in (0..9000).step_by(300) {
             assert_eq!(space.take(300), Some(Run { start, blocks: 300 }));
             if start.is_multiple_of(900) {
-                // Free blocks behind the cursor do not turn it back.
+                // Free blocks behind the cursor do not move the cursor back.
                 space.free_run(start, 300);
             }
         }
@@ -452,7 +459,7 @@ mod tests {
         for group in 0..groups {
             space.free_run(group * GROUP_BLOCKS + 7, 1);
         }
-        // The only long run is far away; near the cursor are single blocks.
+        // The only long run is far from the cursor; near the cursor are single blocks.
         space.free_run(30 * GROUP_BLOCKS, 7);
         let mut starts = Vec::new();
         while let Some(run) = space.take(8) {

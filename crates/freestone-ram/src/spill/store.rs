@@ -1,12 +1,13 @@
 //! The backing device of a family: writes runs of blocks, reads pages back, and counts both.
 //!
-//! Any [`Device`] can be a backing device; how it processes requests (threads, `io_uring`) is its
-//! own matter. Its content has no use after this process, so nothing is flushed. Only for a device
-//! that can lose completed writes while this process lives (such as the server of an export), each
-//! write is made durable (FUA) before its pages leave memory.
+//! Any [`Device`] can be a backing device; how the device processes requests (threads, `io_uring`)
+//! does not matter to this module. The content of the device is not used after this process ends,
+//! so nothing is flushed. Some devices can lose completed writes while this process lives (such as
+//! the server of an export). On such a device each write is durable (FUA) before its pages leave
+//! memory.
 //!
-//! A write that times out is abandoned: its pages stay in memory, and its blocks are not reused
-//! until the device completes it after all. [`deadline`](super::deadline) defines the time-outs.
+//! A write that times out is abandoned: its pages stay in memory. The blocks are not reused until
+//! the device completes the write after all. [`deadline`](super::deadline) defines the time-outs.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -22,14 +23,14 @@ use freestone_core::percpu::Counters;
 use freestone_core::slot::Word;
 use freestone_core::sync::{AtomicU32, Condvar, Mutex, Ordering};
 
-/// Largest write in blocks.
+/// Size of the largest write in blocks.
 pub const WRITE_BLOCKS_MAX: u32 = 256;
-/// Maximum writes in flight.
+/// Maximum number of writes in flight.
 pub const WRITES_MAX: usize = 4;
-/// Default maximum of blocks in flight.
+/// Default for the maximum number of blocks in flight.
 pub const BATCH_BLOCKS: u32 = WRITE_BLOCKS_MAX * WRITES_MAX as u32;
 
-/// A backing device in use.
+/// A backing device in use by a family (a base and its forks, which share memory).
 ///
 /// Lock order: the locks of `space`, `budget`, `reads` and of a [`Write`] are leaf locks.
 pub struct Store {
@@ -44,27 +45,27 @@ pub struct Store {
     batch_blocks: AtomicU32,
     deadline: Deadline,
     reads: Reads,
-    /// Abandoned writes that the device has not completed.
-    unanswered: AtomicU32,
-    /// Not 0 if the last read failed or returned damaged content.
-    reads_fail: AtomicU32,
+    /// Number of abandoned writes that the device has not completed.
+    abandoned: AtomicU32,
+    /// 1 if the last read failed or returned damaged content, otherwise 0.
+    last_read_failed: AtomicU32,
 }
 
 mod counter {
     pub const READS: usize = 0;
     pub const WRITES: usize = 1;
-    /// Failed read requests.
+    /// Number of failed, damaged or timed-out reads.
     pub const FAILED_READS: usize = 2;
-    /// Failed write requests.
+    /// Number of failed or timed-out write requests.
     pub const FAILED_WRITES: usize = 3;
-    /// Pages on the device.
+    /// Number of pages on the device.
     pub const PAGES: usize = 4;
-    /// Bytes of the pages' objects.
+    /// Total bytes of the stored pages, without headers.
     pub const LIVE_BYTES: usize = 5;
     pub const COUNT: usize = 6;
 }
 
-/// Reasons why no blocks can be allocated.
+/// Reasons why no blocks can be allocated on the backing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refused {
     Limit,
@@ -73,32 +74,32 @@ pub enum Refused {
 
 /// Statistics of a backing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Numbers {
+pub struct StoreStat {
     pub blocks: u64,
     pub used: u64,
     pub reads: u64,
     pub writes: u64,
-    /// Failed read requests.
+    /// Number of failed, damaged or timed-out reads.
     pub failed_reads: u64,
-    /// Failed write requests.
+    /// Number of failed or timed-out write requests.
     pub failed_writes: u64,
     pub pages: u64,
-    /// Bytes of the pages' objects, without headers.
+    /// Total bytes of the stored pages, without headers.
     pub live_bytes: u64,
-    /// Abandoned writes that the device has not completed.
-    pub unanswered: u32,
-    /// Whether the last read failed or returned damaged content.
-    pub reads_fail: bool,
-    /// Whether no block is free for writeback.
+    /// Number of abandoned writes that the device has not completed.
+    pub abandoned: u32,
+    /// True if the last read failed or returned damaged content.
+    pub last_read_failed: bool,
+    /// True if no block is free for writeback; a reserve for reclaim may still be free.
     pub is_full: bool,
 }
 
 impl Store {
-    /// Starts to use `device`; its content is overwritten. With `write_through` a write completes
-    /// when it is durable.
+    /// Starts to use `device` as a backing device; its content will be overwritten. With
+    /// `write_through` each write completes only when it is durable.
     ///
     /// # Errors
-    /// Returns a message if the device is unsuitable, or memory is short.
+    /// Returns a message if the device is unsuitable, or if memory is short.
     pub fn new(
         device: Arc<dyn Device>,
         packed: bool,
@@ -129,26 +130,27 @@ impl Store {
             batch_blocks: AtomicU32::new(BATCH_BLOCKS),
             deadline: Deadline::default(),
             reads: Reads::default(),
-            unanswered: AtomicU32::new(0),
-            reads_fail: AtomicU32::new(0),
+            abandoned: AtomicU32::new(0),
+            last_read_failed: AtomicU32::new(0),
         })
     }
 
-    /// Returns true if objects are packed, false for one uncompressed page per block.
+    /// Returns true for the packed layout of compressed pages, false for one uncompressed page per
+    /// block.
     pub fn is_packed(&self) -> bool {
         self.packed
     }
 
     // ---- writing --------------------------------------------------------------------------------
 
-    /// Returns the number of blocks that only reclaim may use: it needs some to compact a device
-    /// full of holes.
+    /// Returns the number of blocks that only reclaim may use. Reclaim needs free blocks to move
+    /// live pages out of blocks with holes.
     pub fn reserve(&self) -> u64 {
         if self.packed { (self.space.blocks() / 16).min(u64::from(WRITE_BLOCKS_MAX)) } else { 0 }
     }
 
-    /// Allocates up to `wanted` contiguous blocks, within the budget, if more than `reserve` blocks
-    /// are free.
+    /// Allocates up to `wanted` contiguous blocks if more than `reserve` blocks are free and the
+    /// write budget permits. Returns the run and what was charged to the budget.
     pub fn open_run(&self, wanted: u32, reserve: u64) -> std::result::Result<(Run, Charge), Refused> {
         let free = self.space.free();
         if free <= reserve {
@@ -168,7 +170,7 @@ impl Store {
         Ok((run, charge))
     }
 
-    /// Frees the blocks behind the first `used` of a run. Returns the rest of the run.
+    /// Frees the blocks after the first `used` blocks of a run. Returns the remaining run.
     pub fn trim_run(&self, run: Run, charge: Charge, used: u32) -> Run {
         if used < run.blocks {
             let rest = run.blocks - used;
@@ -184,12 +186,12 @@ impl Store {
         self.space.free_run(run.start, run.blocks);
     }
 
-    /// Records an object of `stored` bytes at `unit` of an open run.
+    /// Records an object of `stored` bytes at unit `unit`, which is in an open run.
     pub fn place(&self, unit: u64, stored: usize) {
         self.blocks.place(unit, self.units(stored));
     }
 
-    /// Writes a run. `buffer` must have as many blocks.
+    /// Submits a write of a whole run. `buffer` must have the size of the run.
     pub fn write(self: &Arc<Self>, run: Run, charge: Charge, buffer: IoBuf) -> Write {
         debug_assert_eq!(buffer.len(), run.blocks as usize * BLOCK_BYTES);
         let answer =
@@ -197,13 +199,13 @@ impl Store {
         let done = {
             let (store, answer) = (Arc::clone(self), Arc::clone(&answer));
             Completion::new(move |outcome, buffer| {
-                store.deadline.note_completion();
+                store.deadline.record_completion();
                 let mut state = answer.state.lock();
                 if matches!(*state, WriteState::Abandoned) {
                     drop(state);
                     store.free_run(run);
-                    // Relaxed: a count, polled.
-                    store.unanswered.fetch_sub(1, Ordering::Relaxed);
+                    // Relaxed: a count that is polled.
+                    store.abandoned.fetch_sub(1, Ordering::Relaxed);
                 } else {
                     *state = WriteState::Completed(outcome, buffer);
                     answer.completed.notify_one();
@@ -217,31 +219,32 @@ impl Store {
         Write { run, charge, submitted_ms, answer }
     }
 
-    /// Waits for a write. If it failed, frees its blocks and refunds the budget.
-    pub fn finish(&self, write: Write) -> Written {
+    /// Waits for a write. If the write failed, frees the blocks and refunds the budget.
+    pub fn finish(&self, write: Write) -> WriteOutcome {
         let Write { run, charge, submitted_ms, answer } = write;
         let mut state = answer.state.lock();
         loop {
             match std::mem::replace(&mut *state, WriteState::Abandoned) {
                 WriteState::Completed(Ok(()), buffer) => {
                     self.counters.add(counter::WRITES, i64::from(run.blocks));
-                    return Written::Done(buffer);
+                    return WriteOutcome::Done(buffer);
                 }
                 WriteState::Completed(Err(error), _) => {
                     drop(state);
                     self.counters.add(counter::FAILED_WRITES, 1);
                     self.free_run(run);
                     self.budget.refund(run.blocks, charge);
-                    return Written::Failed(error);
+                    return WriteOutcome::Failed(error);
                 }
                 WriteState::InFlight | WriteState::Abandoned => {
-                    // Other completions of the device extend the deadline: compute it again.
+                    // Other completions of the device extend the deadline, so compute it again
+                    // after each wait.
                     let left = self.deadline.due_ms(submitted_ms).saturating_sub(now_ms());
                     if left == 0 {
                         self.counters.add(counter::FAILED_WRITES, 1);
-                        // Relaxed: a count, polled.
-                        self.unanswered.fetch_add(1, Ordering::Relaxed);
-                        return Written::Unanswered;
+                        // Relaxed: a count that is polled.
+                        self.abandoned.fetch_add(1, Ordering::Relaxed);
+                        return WriteOutcome::TimedOut;
                     }
                     *state = WriteState::InFlight;
                     let waited = answer.completed.wait_timeout(state, Duration::from_millis(left));
@@ -251,7 +254,7 @@ impl Store {
         }
     }
 
-    /// Counts pages whose slots now refer to the device, and the bytes of their objects.
+    /// Counts pages whose slots now refer to the device, and the bytes of their stored form.
     pub fn count_written_back(&self, pages: u64, stored: u64) {
         self.counters.add(counter::PAGES, pages as i64);
         self.counters.add(counter::LIVE_BYTES, stored as i64);
@@ -275,7 +278,7 @@ impl Store {
 
     // ---- reading --------------------------------------------------------------------------------
 
-    /// Returns the first block and the number of blocks of a written-back page's object.
+    /// Returns the first block and the number of blocks that contain a written-back page.
     pub fn blocks_of(&self, spilled: Word) -> (u64, u32) {
         let (unit, stored) = (spilled.location(), spilled.spilled_bytes());
         let last = (unit + u64::from(self.units(stored)) - 1) / BLOCK_UNITS;
@@ -283,9 +286,9 @@ impl Store {
         (first, (last - first + 1) as u32)
     }
 
-    /// Reads blocks and calls `done` within a bounded time, on a thread of the device, this thread,
-    /// or the thread that [handles late reads](Self::on_room). Queues the read if too many are in
-    /// flight.
+    /// Reads blocks and calls `done` within a bounded time. `done` runs on a thread of the device,
+    /// this thread, or the thread that [fails timed-out reads](Self::take_timed_out_reads). If too
+    /// many reads are in flight, queues the read.
     pub fn read(
         self: &Arc<Self>,
         first: u64,
@@ -298,23 +301,24 @@ impl Store {
         }
     }
 
-    /// Sets a callback for free read slots while reads are queued. It runs on a thread of the
-    /// device and must have [`start_reads`](Self::start_reads) called on another thread. The owner
-    /// must also poll [`late_reads`](Self::late_reads).
-    pub fn on_room(&self, tell: impl Fn() + Send + Sync + 'static) {
-        self.reads.on_room(Box::new(tell));
+    /// Sets a callback that is called when a read slot is freed while reads are queued. The
+    /// callback runs on a thread of the device, and must make another thread call
+    /// [`start_reads`](Self::start_reads). The owner must also poll
+    /// [`take_timed_out_reads`](Self::take_timed_out_reads).
+    pub fn set_free_slot_callback(&self, callback: impl Fn() + Send + Sync + 'static) {
+        self.reads.set_free_slot_callback(Box::new(callback));
     }
 
-    /// Submits queued reads.
+    /// Submits queued reads until all read slots are used or the queue is empty.
     pub fn start_reads(self: &Arc<Self>) {
         while let Some(read) = self.reads.next() {
             self.submit_read(read);
         }
     }
 
-    /// Returns the reads that timed out, for the caller to fail.
-    pub fn late_reads(&self) -> Vec<TimedOutRead> {
-        self.reads.late(&self.deadline)
+    /// Removes and returns the reads that have timed out; the caller must fail them.
+    pub fn take_timed_out_reads(&self) -> Vec<TimedOutRead> {
+        self.reads.take_timed_out(&self.deadline)
     }
 
     fn submit_read(self: &Arc<Self>, QueuedRead { first, blocks, done, .. }: QueuedRead) {
@@ -329,13 +333,13 @@ impl Store {
         let number = self.reads.register(done);
         let store = Arc::clone(self);
         let answered = Completion::new(move |outcome, buffer: IoBuf| {
-            store.deadline.note_completion();
+            store.deadline.record_completion();
             match outcome {
                 Ok(()) => store.counters.add(counter::READS, i64::from(blocks)),
-                Err(_) => store.failed_read(),
+                Err(_) => store.record_failed_read(),
             }
             if let Some(done) = store.reads.complete(number) {
-                // A device that is gone completes without a buffer.
+                // A device that has failed permanently completes the request without a buffer.
                 let outcome = if buffer.len() == len { outcome } else { outcome.and(Err(Error::Gone)) };
                 done(outcome.map(|()| &buffer[..]).map_err(ReadError::Failed));
             }
@@ -344,26 +348,26 @@ impl Store {
         self.device.submit(Request::read(first * BLOCK_BYTES as u64, len as u64), buffer, answered);
     }
 
-    /// Counts a failed, damaged or timed-out read.
+    /// Counts a read that failed, timed out or returned damaged content.
     #[cold]
-    pub fn failed_read(&self) {
+    pub fn record_failed_read(&self) {
         self.counters.add(counter::FAILED_READS, 1);
-        // Relaxed: a statistic.
-        self.reads_fail.store(1, Ordering::Relaxed);
+        // Relaxed: a statistic, which orders no other memory access.
+        self.last_read_failed.store(1, Ordering::Relaxed);
     }
 
-    /// Records a successful read.
-    pub(super) fn good_read(&self) {
-        // Relaxed: a statistic. Avoids a store in the usual case.
-        if self.reads_fail.load(Ordering::Relaxed) != 0 {
-            // Relaxed: as above.
-            self.reads_fail.store(0, Ordering::Relaxed);
+    /// Records that the last read was successful.
+    pub(super) fn record_good_read(&self) {
+        // Relaxed: a statistic. The check avoids a store in the usual case.
+        if self.last_read_failed.load(Ordering::Relaxed) != 0 {
+            // Relaxed: a statistic.
+            self.last_read_failed.store(0, Ordering::Relaxed);
         }
     }
 
     // ---- holes ----------------------------------------------------------------------------------
 
-    /// Returns the block metadata, for reclaim.
+    /// Returns the metadata of all blocks, for reclaim.
     pub fn map(&self) -> &Blocks {
         &self.blocks
     }
@@ -375,13 +379,13 @@ impl Store {
     }
 
     pub fn batch_blocks(&self) -> u32 {
-        // Relaxed: a setting.
+        // Relaxed: an independent setting, which orders no other memory access.
         self.batch_blocks.load(Ordering::Relaxed)
     }
 
-    /// Sets the maximum of blocks in flight, at least 1.
+    /// Sets the maximum number of blocks in flight, at least 1.
     pub fn set_batch_blocks(&self, blocks: u32) {
-        // Relaxed: a setting.
+        // Relaxed: an independent setting, which orders no other memory access.
         self.batch_blocks.store(blocks.max(1), Ordering::Relaxed);
     }
 
@@ -389,7 +393,7 @@ impl Store {
         self.deadline.timeout_ms()
     }
 
-    /// Sets the time-out, at least 1 ms.
+    /// Sets the time-out of requests, at least 1 ms.
     pub fn set_timeout(&self, timeout: Duration) {
         self.deadline.set_timeout(timeout);
     }
@@ -398,31 +402,31 @@ impl Store {
         self.space.blocks()
     }
 
-    /// Returns the free blocks, without those reserved for reclaim.
+    /// Returns the number of free blocks, without those reserved for reclaim.
     pub fn free_blocks(&self) -> u64 {
         self.space.free().saturating_sub(self.reserve())
     }
 
-    /// Returns the blocks that a perfect reclaim would free.
+    /// Returns the approximate number of blocks that a perfect reclaim would free.
     pub fn hole_blocks(&self) -> u64 {
         if !self.packed {
             return 0;
         }
-        let Numbers { used, pages, live_bytes, .. } = self.numbers();
-        // Header, and half a unit of rounding on average.
+        let StoreStat { used, pages, live_bytes, .. } = self.stat();
+        // A page needs a header (one unit), and half a unit of padding on average.
         let full = live_bytes + pages * (layout::UNIT_BYTES as u64 * 3 / 2);
         used.saturating_sub(full.div_ceil(BLOCK_BYTES as u64))
     }
 
-    /// Returns the abandoned writes that the device has not completed.
-    pub fn unanswered(&self) -> u32 {
-        // Relaxed: a count, polled.
-        self.unanswered.load(Ordering::Relaxed)
+    /// Returns the number of abandoned writes that the device has not completed.
+    pub fn abandoned(&self) -> u32 {
+        // Relaxed: a count that is polled.
+        self.abandoned.load(Ordering::Relaxed)
     }
 
-    pub fn numbers(&self) -> Numbers {
+    pub fn stat(&self) -> StoreStat {
         let get = |counter| self.counters.get(counter);
-        Numbers {
+        StoreStat {
             blocks: self.space.blocks(),
             used: self.space.used(),
             reads: get(counter::READS),
@@ -431,14 +435,14 @@ impl Store {
             failed_writes: get(counter::FAILED_WRITES),
             pages: get(counter::PAGES),
             live_bytes: get(counter::LIVE_BYTES),
-            unanswered: self.unanswered(),
-            // Relaxed: a statistic.
-            reads_fail: self.reads_fail.load(Ordering::Relaxed) != 0,
+            abandoned: self.abandoned(),
+            // Relaxed: a statistic, which orders no other memory access.
+            last_read_failed: self.last_read_failed.load(Ordering::Relaxed) != 0,
             is_full: self.space.free() <= self.reserve(),
         }
     }
 
-    /// Resets the counts of reads, writes and failures.
+    /// Resets the counts of reads, writes and failures to 0.
     pub fn clear_counts(&self) {
         for counter in [counter::READS, counter::WRITES, counter::FAILED_READS, counter::FAILED_WRITES] {
             self.counters.clear(counter);
@@ -446,7 +450,7 @@ impl Store {
     }
 }
 
-/// A write in flight.
+/// A write in flight to the backing device.
 pub struct Write {
     run: Run,
     charge: Charge,
@@ -462,39 +466,39 @@ struct WriteCompletion {
 enum WriteState {
     InFlight,
     Completed(Result<()>, IoBuf),
-    /// The waiting thread has given up: the completion frees the blocks.
+    /// The waiting thread has stopped waiting: the completion must free the blocks.
     Abandoned,
 }
 
-/// Result of a write.
-pub enum Written {
+/// Result of a write to the backing device.
+pub enum WriteOutcome {
     /// The blocks are written; the buffer can be reused.
     Done(IoBuf),
-    /// The device failed the write.
+    /// The device completed the write with an error.
     Failed(Error),
-    /// The write timed out. The device may still write the blocks, which are not reused until it
-    /// completes the write.
-    Unanswered,
+    /// The write timed out. The device may still write the blocks, so they are not reused until the
+    /// device completes the write.
+    TimedOut,
 }
 
-/// The budget of blocks to write (`writeback_limit`), which limits the wear of a device.
+/// The budget of blocks to write (`writeback_limit`), which limits the wear of the backing device.
 #[derive(Default)]
 pub struct Budget {
     state: Mutex<Limit>,
 }
 
-/// State of the budget.
+/// State of the write budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Limit {
-    /// Whether `left` is enforced.
+    /// True if the budget is enforced.
     pub enabled: bool,
-    /// Remaining blocks of 4 KiB.
+    /// Remaining number of blocks (4 KiB each) that may be written.
     pub left: u64,
-    /// Number of changes: blocks taken before a change are not refunded after it.
+    /// Number of changes of the budget. Blocks taken before a change are not refunded after it.
     generation: u64,
 }
 
-/// Generation of the budget that blocks were taken from; `None` if it was not enforced.
+/// Generation of the budget from which blocks were taken; `None` if the budget was not enforced.
 pub type Charge = Option<u64>;
 
 impl Budget {
@@ -508,7 +512,8 @@ impl Budget {
         limit.generation += 1;
     }
 
-    /// Takes up to `wanted` blocks from the budget.
+    /// Takes up to `wanted` blocks from the budget. Returns their number, and the charge for a
+    /// refund.
     fn take(&self, wanted: u32) -> (u32, Charge) {
         let mut limit = self.state.lock();
         if !limit.enabled {

@@ -1,18 +1,20 @@
-//! Conformance suite: plain, deferred, read-only, and as the backing device of a RAM disk.
+//! Conformance suite over RBD images: plain, deferred, read-only, and as the backing device of a RAM disk.
 
 use std::sync::Arc;
 
-use freestone_core::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
+use freestone_core::device::{
+    Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
+};
 use freestone_ram::ram::{self, Ram};
 use freestone_rbd::{Config, Rbd};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Policy};
+use freestone_testkit::{DeferPolicy, DeferringDevice};
 
 use crate::harness::Cluster;
 
 const SIZE: u64 = 8 << 20;
 
-/// A device with its cluster.
+/// An RBD device with its fake cluster.
 struct DeviceWithCluster {
     device: Rbd,
     _cluster: Cluster,
@@ -32,7 +34,7 @@ impl Device for DeviceWithCluster {
         self.device.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.device.try_io(request, buffer)
     }
 
@@ -57,7 +59,7 @@ fn rbd_device() {
 #[test]
 fn deferring_wrapper_over_rbd() {
     let make = || -> Arc<dyn Device> {
-        Arc::new(Deferred::new(DeviceWithCluster::make(SIZE, |_| {}), Policy::Sometimes(30), 5))
+        Arc::new(DeferringDevice::new(DeviceWithCluster::make(SIZE, |_| {}), DeferPolicy::Sometimes(30), 5))
     };
     conformance::check("deferred", &make, options(2));
 }
@@ -71,7 +73,7 @@ fn read_only_rbd_device() {
     );
 }
 
-/// The RAM disk writes pages back to the image all the time.
+/// During the suite, the RAM disk writes pages back to the image all the time.
 #[test]
 fn rbd_as_backing_device_of_ram_disk() {
     let make = || -> Arc<dyn Device> {

@@ -1,4 +1,4 @@
-//! The fake library, and images that it opens.
+//! Fakes of the Ceph libraries, and the images that the fakes open.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -10,12 +10,13 @@ use freestone_rbd::{Config, Rbd};
 use freestone_testkit::librbd;
 use tempfile::TempDir;
 
-/// Directory with complete versions of `librbd.so.1` and `librados.so.2`.
+/// Directory with fakes of `librbd.so.1` and `librados.so.2` that have all functions.
 pub static WHOLE: LazyLock<PathBuf> = LazyLock::new(|| built("whole", false));
-/// Directory with libraries of an old version.
+/// Directory with fakes of an old version of both libraries.
 pub static OLD: LazyLock<PathBuf> = LazyLock::new(|| built("old", true));
 
-/// Builds the library once per version of its source, in whichever process comes first.
+/// Builds the fake libraries once per version of their source, in the first test process. Returns the
+/// directory.
 fn built(name: &str, old: bool) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     librbd::SOURCE.hash(&mut hasher);
@@ -24,7 +25,7 @@ fn built(name: &str, old: bool) -> PathBuf {
     if !place.exists() {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         librbd::build(dir.path(), old);
-        // Another process may have built the same library first.
+        // Another test process may have built the same libraries first.
         if fs::rename(dir.path(), &place).is_err() {
             assert!(place.exists(), "the library is not at {}", place.display());
         }
@@ -32,7 +33,7 @@ fn built(name: &str, old: bool) -> PathBuf {
     place
 }
 
-/// A cluster: a directory with images.
+/// A fake cluster: a directory that contains images as files.
 pub struct Cluster {
     pub dir: TempDir,
 }
@@ -50,31 +51,31 @@ impl Cluster {
         self.dir.path().join("ceph.conf")
     }
 
-    /// Returns the file of an image.
+    /// Returns the path of an image's file.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Creates an image, or changes its size.
+    /// Creates an image of `size` bytes, or changes the size of an image.
     pub fn image(&self, name: &str, size: u64) {
         let file = fs::File::options().create(true).truncate(false).write(true).open(self.file(name));
         file.unwrap().set_len(size).unwrap();
     }
 
-    /// Sets the library's behaviour from now on.
+    /// Sets the behavior of the fake libraries from now on.
     pub fn control(&self, lines: &str) {
         let new = self.dir.path().join("control.new");
         fs::write(&new, lines).unwrap();
         fs::rename(new, self.dir.path().join("control")).unwrap();
     }
 
-    /// Returns the calls that the library has logged.
+    /// Returns the calls that the fake libraries have logged.
     pub fn log(&self) -> Vec<String> {
         let text = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
     }
 
-    /// Returns the I/O operations that the library has performed.
+    /// Returns the I/O operations that the fake libraries have performed.
     pub fn operations(&self) -> Vec<String> {
         self.log().iter().filter_map(|line| line.strip_prefix("did ").map(str::to_owned)).collect()
     }
@@ -92,7 +93,7 @@ impl Cluster {
     }
 }
 
-/// Waits until the condition is true.
+/// Waits until the condition is true, for at most 20 seconds.
 pub fn wait_for(what: &str, mut is: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(20);
     while !is() {

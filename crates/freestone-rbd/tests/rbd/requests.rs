@@ -1,4 +1,4 @@
-//! Requests: effect on the image, flags, errors, and changes of the image's size.
+//! Tests of requests: effect on the image, flags, errors, and changes of the image's size.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -76,7 +76,7 @@ fn errors_are_mapped_and_described() {
         ("write", 12, Error::NoMemory, "memory"),
         ("write", 110, Error::Media, "did not answer in time"),
         ("write", 108, Error::Media, "blocklisted"),
-        // The library refuses to start the request.
+        // librbd refuses to start the request.
         ("begin-write", 5, Error::Media, "a write of 512 bytes at 1024"),
     ] {
         cluster.control(&format!("fail {call} {errno}\n"));
@@ -103,7 +103,7 @@ fn device_grows_with_image() {
     let mut data = [0; 512];
     device.read_at(2 * SIZE - 512, &mut data).unwrap();
     assert_eq!(data, [3; 512]);
-    // A size that ends within a block is not adopted.
+    // The device ignores a new image size that ends within a block.
     cluster.image("rbd.vm", 2 * SIZE + 100);
     cluster.image("rbd.vm", 3 * SIZE);
     wait_for("it grows again", || device.geometry().size == 3 * SIZE);
@@ -169,10 +169,10 @@ fn extents_report_holes() {
         (end, SIZE - end, ExtentKind::Hole),
     ];
     assert_eq!(extents(0, SIZE), all);
-    // The query covers whole objects.
+    // The query covers whole RADOS objects.
     assert_eq!(extents((2 << 20) + 512, 512), [((2 << 20) + 512, 512, ExtentKind::Data)]);
     assert_eq!(cluster.operations().last().map(String::as_str), Some("diff 2097152 1048576"));
-    // Unknown allocation is reported as data.
+    // If the allocation is unknown, the range is reported as data.
     cluster.control("fail diff 95\n");
     assert_eq!(extents(0, SIZE), [(0, SIZE, ExtentKind::Data)]);
 }

@@ -1,4 +1,4 @@
-//! Errors from opening an image, and their messages.
+//! Tests of errors from opening an image, and of their messages.
 
 use std::time::Duration;
 

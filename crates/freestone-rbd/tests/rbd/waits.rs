@@ -1,4 +1,4 @@
-//! A library that does not call back: deadlines, retained memory, and dropping the device.
+//! Tests with a librbd that does not call back: deadlines, retained memory, and dropping the device.
 
 use std::sync::mpsc;
 use std::thread;
@@ -28,14 +28,14 @@ fn hanging_request_times_out_without_blocking_others() {
     device.read_at(8192, &mut [0; 4096]).unwrap();
     device.flush().unwrap();
     assert!(receiver.try_recv().is_err());
-    // The library keeps the buffer until it calls back.
+    // librbd keeps the buffer until it calls back, so the request completes with an empty buffer.
     assert_eq!(receiver.recv_timeout(Duration::from_secs(20)), Ok((Err(Error::Media), 0)));
     assert!(began.elapsed() >= SHORT);
     assert_eq!(
         device.last_error().unwrap(),
         "a write of 4096 bytes at 0: the cluster did not answer in time"
     );
-    // The write is applied after all, with the content of the buffer.
+    // librbd applies the write later, with the original content of the buffer.
     cluster.control("");
     wait_for("it is written", || cluster.operations().contains(&"write 0 4096 0".to_owned()));
     device.write_at(0, &[2; 512], Flags::FUA).unwrap();
@@ -54,7 +54,7 @@ fn hanging_extent_query_times_out() {
     wait_for("it is answered again", || device.extents(0, SIZE, &mut |_| true) == Ok(SIZE));
 }
 
-/// The library retains the memory of timed-out requests. Beyond the limit, new requests fail.
+/// librbd retains the memory of timed-out requests. Above a limit of that memory, new requests fail.
 #[test]
 fn memory_of_timed_out_requests_is_limited() {
     let cluster = Cluster::new(64 << 20);
@@ -70,7 +70,7 @@ fn memory_of_timed_out_requests_is_limited() {
     for _ in 0..16 {
         assert_eq!(receiver.recv_timeout(Duration::from_secs(20)), Ok(Err(Error::Media)));
     }
-    // At once, without a timeout.
+    // The request fails at once, without waiting for a timeout.
     submit(512);
     assert_eq!(receiver.try_recv(), Ok(Err(Error::Media)));
     cluster.control("");
@@ -92,7 +92,7 @@ fn drop_fails_requests_and_closes_image_later() {
     assert!(!cluster.log().contains(&"closed".to_owned()));
     cluster.control("");
     wait_for("it is closed", || cluster.log().last().is_some_and(|line| line == "shutdown"));
-    // The flush of the request is not issued.
+    // After the drop, the flush that the FUA flag requires is not issued.
     assert_eq!(cluster.operations(), ["write 0 4096 0"]);
 }
 
@@ -108,7 +108,7 @@ fn hanging_close_does_not_block_drop() {
     wait_for("it is closed", || cluster.log().contains(&"closed".to_owned()));
 }
 
-/// A library thread drops the last reference, and must not wait for itself.
+/// A librbd thread drops the last reference to the device, and must not wait for itself.
 #[test]
 fn completion_may_drop_device() {
     let cluster = Cluster::new(SIZE);
@@ -130,7 +130,7 @@ fn completion_may_drop_device() {
 
 #[test]
 fn hanging_open_times_out_and_closes_later() {
-    // Each open waits for its timeout, so they run concurrently.
+    // Each open waits for its timeout, so the three opens run concurrently.
     thread::scope(|scope| {
         for call in ["connect", "open", "stat"] {
             scope.spawn(move || {

@@ -1,8 +1,8 @@
 //! Scheduler of the simulation.
 //!
-//! Each task is a thread. One task runs; all others sleep until they are selected. A wait and its wake-up are
-//! matched by a number (`key`): the address of a lock, condition variable or channel. Keys are only compared,
-//! so their values do not affect the run.
+//! Each task is a thread. One task runs; all others sleep until they are selected. A number (`key`)
+//! matches a wait with its wake-up: the address of a lock, condition variable or channel. Keys are
+//! only compared, so the values of keys do not affect the run.
 
 use std::backtrace::Backtrace;
 use std::cell::Cell;
@@ -12,34 +12,35 @@ use std::time::Duration;
 
 use super::CPUS;
 
-/// Virtual time between two scheduling points.
+/// Virtual time between two scheduling points, in nanoseconds.
 const POINT_NANOS: u64 = 100;
-/// Virtual time that a yield takes, so that polling loops see time pass.
+/// Virtual time of a yield in nanoseconds, long enough that the clock advances in polling loops.
 const YIELD_NANOS: u64 = 20_000;
-/// Exit status of a process whose run is stuck.
+/// Exit status of a process whose simulation is stuck.
 const STUCK_STATUS: i32 = 3;
 
-/// Parameters of a run.
+/// Parameters of a simulation run.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
-    /// Seed of all random decisions.
+    /// Seed of all random decisions of the run.
     pub seed: u64,
-    /// At a scheduling point another task is selected with probability 1/N; at least 1.
+    /// The value N of the probability 1/N that another task is selected at a scheduling point; at
+    /// least 1.
     pub switch_one_in: u64,
-    /// A run with more scheduling points is stuck.
+    /// Maximum number of scheduling points. A run with more is reported as stuck.
     pub points_max: u64,
 }
 
-/// Result of a run.
+/// Result of a simulation run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Summary {
-    /// Hash of the sequence of tasks and times. Equal for identical runs.
+    /// Hash of the sequence of tasks and times, which is equal for identical runs.
     pub digest: u64,
-    /// Number of scheduling points.
+    /// Number of scheduling points passed.
     pub points: u64,
     /// Number of task switches.
     pub switches: u64,
-    /// Virtual time of the run.
+    /// Virtual duration of the run.
     pub elapsed: Duration,
 }
 
@@ -51,7 +52,7 @@ struct ScheduleState {
     switches: u64,
     digest: u64,
     tasks: Vec<Task>,
-    /// The run is stuck, and this task must print its stack.
+    /// Task that must print its stack, as the run is stuck.
     stuck: Option<usize>,
 }
 
@@ -73,8 +74,8 @@ enum Status {
 static STATE: Mutex<Option<ScheduleState>> = Mutex::new(None);
 
 thread_local! {
-    /// The first thread local of a task, so the last one dropped: drops of other thread locals still run as
-    /// part of the task.
+    /// State of the current task. The first thread local of a task is dropped last, so drops of
+    /// other thread locals still run as part of the task.
     static CURRENT: Current = const { Current { task: Cell::new(None), cpu: Cell::new(0) } };
 }
 
@@ -97,21 +98,21 @@ fn lock() -> Locked {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the calling task, or `None` outside a simulation.
+/// Returns the number of the calling task, or `None` outside a simulation.
 pub(super) fn current_task() -> Option<usize> {
     CURRENT.try_with(|me| me.task.get()).ok().flatten()
 }
 
-/// Returns the CPU of the task, which changes now and then; 0 for other threads.
+/// Returns the simulated CPU of the calling task, which sometimes changes; 0 outside a simulation.
 pub fn cpu() -> usize {
     CURRENT.try_with(|me| me.cpu.get()).unwrap_or(0)
 }
 
-/// Runs `work` as the first task of a simulation. A process can have one simulation only, because statics
-/// outlive it. Tasks that still exist when `work` returns never continue.
+/// Runs `work` as the first task of a simulation. A process can run only one simulation, because
+/// statics outlive it. Tasks that still exist when `work` returns never continue.
 ///
 /// # Panics
-/// If the process has run a simulation before, or if `work` panics.
+/// Panics if the process has run a simulation before, or if `work` panics.
 pub fn run<T>(config: Config, work: impl FnOnce() -> T) -> (T, Summary) {
     {
         let mut state = lock();
@@ -136,10 +137,10 @@ pub fn run<T>(config: Config, work: impl FnOnce() -> T) -> (T, Summary) {
     (result, summary)
 }
 
-/// Returns the result of the run so far.
+/// Returns the result of the simulation run up to now.
 ///
 /// # Panics
-/// Outside a simulation.
+/// Panics if the process has not started a simulation.
 pub fn summary() -> Summary {
     let mut state = lock();
     let state = state.as_mut().expect("no simulation is running");
@@ -151,7 +152,8 @@ pub fn summary() -> Summary {
     }
 }
 
-/// Returns the virtual time in nanoseconds, which every call advances a little; `None` outside a simulation.
+/// Returns the virtual time in nanoseconds; `None` outside a simulation. Every call advances the
+/// time a little.
 pub(super) fn nanos() -> Option<u64> {
     current_task()?;
     let mut state = lock();
@@ -160,16 +162,16 @@ pub(super) fn nanos() -> Option<u64> {
     Some(state.nanos)
 }
 
-/// Returns a random number derived from the seed; 0 outside a simulation.
-pub fn word() -> u64 {
+/// Returns a random number that depends on the seed; 0 outside a simulation.
+pub fn random_u64() -> u64 {
     match current_task() {
         Some(_) => running(&mut lock()).draw(u64::MAX),
         None => 0,
     }
 }
 
-/// Passes a scheduling point, at which another task may be selected.
-pub fn point() {
+/// Passes a scheduling point, at which another task may be selected to run.
+pub fn pass_point() {
     let Some(me) = current_task() else { return };
     let mut locked = lock();
     let state = running(&mut locked);
@@ -186,14 +188,15 @@ pub(super) fn yield_now() -> bool {
     let mut locked = lock();
     let state = running(&mut locked);
     state.count();
-    // Polling loops must see time pass.
+    // The clock must advance in polling loops.
     state.nanos += YIELD_NANOS;
     state.tasks[me].status = Status::Ready;
     switch_task(locked, me);
     true
 }
 
-/// Waits for [`wake`] with this key, at most for `most`. Returns true on timeout. Tasks only.
+/// Waits for [`wake`] with the same key, at most for `most`. Returns true on timeout. The caller
+/// must be a task.
 pub(super) fn block(key: usize, most: Option<Duration>) -> bool {
     let me = current_task().expect("only a task waits in a simulation");
     let mut locked = lock();
@@ -209,7 +212,7 @@ pub(super) fn block(key: usize, most: Option<Duration>) -> bool {
     running(&mut lock()).tasks[me].timed_out
 }
 
-/// Wakes all tasks that wait for this key, or one selected by the seed.
+/// Wakes all tasks that wait for this key, or (without `all`) one that the seed selects.
 pub(super) fn wake(key: usize, all: bool) {
     if current_task().is_none() {
         return;
@@ -230,12 +233,13 @@ pub(super) fn wake(key: usize, all: bool) {
     }
 }
 
-/// Returns true with probability 1/`of`.
+/// Returns true with probability 1/`of`; false outside a simulation.
 pub(super) fn one_in(of: u64) -> bool {
     current_task().is_some() && running(&mut lock()).draw(of) == 0
 }
 
-/// Adds a task. Its thread must call [`enter`].
+/// Adds a task and returns its number; `None` outside a simulation. The thread of the task must
+/// call [`enter`].
 pub(super) fn add(name: &str) -> Option<usize> {
     current_task()?;
     Some(running(&mut lock()).add(name))
@@ -255,9 +259,9 @@ pub(super) fn remove_unstarted(task: usize) {
     running(&mut lock()).tasks[task].status = Status::Done;
 }
 
-/// Returns the key of a task's end.
+/// Returns the key by which tasks wait for the end of a task.
 pub(super) fn end_key(task: usize) -> usize {
-    // No address is this small.
+    // The value cannot be the key of another object, as no address is this small.
     task + 1
 }
 
@@ -284,7 +288,7 @@ fn running(locked: &mut Locked) -> &mut ScheduleState {
     locked.as_mut().expect("no simulation is running")
 }
 
-/// Selects the next task, and returns when `me` is selected again.
+/// Selects the next task to run, and returns when `me` is selected again.
 fn switch_task(mut locked: Locked, me: usize) {
     let state = running(&mut locked);
     if state.points > state.config.points_max {
@@ -348,7 +352,8 @@ impl ScheduleState {
         self.nanos += POINT_NANOS;
     }
 
-    /// Selects the next task. If all wait, advances the time to the earliest deadline.
+    /// Selects the next task to run. If all tasks wait, advances the time to the earliest deadline.
+    /// Returns `None` if no task can ever run.
     fn choose_next(&mut self) -> Option<usize> {
         loop {
             let now = self.nanos;
@@ -381,7 +386,8 @@ impl ScheduleState {
     }
 }
 
-/// Reports why the run is stuck with all stacks, and exits.
+/// Prints the reason why the run is stuck and the stacks of all waiting tasks, and exits the
+/// process.
 fn exit_stuck(mut locked: Locked, me: Option<usize>, why: &str) -> ! {
     let state = running(&mut locked);
     eprintln!("stuck: {why}; seed {}, {} points, {} ns", state.config.seed, state.points, state.nanos);
@@ -396,7 +402,7 @@ fn exit_stuck(mut locked: Locked, me: Option<usize>, why: &str) -> ! {
         state.stuck = Some(task);
         state.tasks[task].turn.notify_all();
         let turn = Arc::clone(&state.tasks[task].turn);
-        // The thread of the task may still be starting.
+        // The thread of the task may still be starting, so wait for its stack with a timeout.
         while running(&mut locked).stuck == Some(task) {
             let (relocked, waited) =
                 turn.wait_timeout(locked, Duration::from_secs(5)).unwrap_or_else(PoisonError::into_inner);
@@ -406,7 +412,7 @@ fn exit_stuck(mut locked: Locked, me: Option<usize>, why: &str) -> ! {
             }
         }
     }
-    // exit() drops this thread's locals, which must not count as the end of the task.
+    // `exit()` drops the thread locals of this thread, which must not count as the end of the task.
     let _ = CURRENT.try_with(|me| me.task.set(None));
     process::exit(STUCK_STATUS);
 }

@@ -12,18 +12,18 @@ pub mod atomic;
 pub mod mpsc;
 mod once;
 
-/// Returns the key by which waiting tasks are matched.
+/// Returns the key (address) of an object on which tasks wait.
 pub(super) fn key_of<T: ?Sized>(thing: &T) -> usize {
     std::ptr::from_ref(thing).cast::<()>() as usize
 }
 
-/// One in this many waits ends spuriously.
+/// A wait on a condition variable ends spuriously with probability 1 in this number.
 const SPURIOUS_ONE_IN: u64 = 64;
 
 /// Simulated `std::sync::Mutex`.
 #[derive(Default)]
 pub struct Mutex<T: ?Sized> {
-    /// Gives the mutex an address different from that of its content and its neighbours.
+    /// Makes the address of the mutex, which is its key, different from that of the content.
     _address: u8,
     inner: std::sync::Mutex<T>,
 }
@@ -31,35 +31,35 @@ pub struct Mutex<T: ?Sized> {
 /// Simulated `std::sync::MutexGuard`.
 pub struct MutexGuard<'a, T: ?Sized> {
     lock: &'a Mutex<T>,
-    /// `None` only during the drop.
+    /// Guard of the real mutex; `None` only while this guard is being dropped.
     inner: Option<std::sync::MutexGuard<'a, T>>,
 }
 
 impl<T> Mutex<T> {
-    /// Creates an unlocked mutex.
+    /// Creates an unlocked mutex with this value.
     pub const fn new(value: T) -> Self {
         Self { _address: 0, inner: std::sync::Mutex::new(value) }
     }
 
-    /// Returns the value.
+    /// Consumes the mutex and returns the value.
     ///
     /// # Errors
-    /// If a thread panicked while holding the lock.
+    /// Fails if a thread panicked while it held the lock.
     pub fn into_inner(self) -> LockResult<T> {
         self.inner.into_inner()
     }
 }
 
 impl<T: ?Sized> Mutex<T> {
-    /// Locks the mutex, waiting for the present holder.
+    /// Locks the mutex; waits if another thread holds the lock.
     ///
     /// # Errors
-    /// If a thread panicked while holding the lock.
+    /// Fails if a thread panicked while it held the lock.
     pub fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
         if schedule::current_task().is_none() {
             return self.wrap_guard(self.inner.lock());
         }
-        schedule::point();
+        schedule::pass_point();
         self.lock_simulated()
     }
 
@@ -96,19 +96,19 @@ impl<T: ?Sized> Mutex<T> {
         }
     }
 
-    /// Locks the mutex if it is free.
+    /// Locks the mutex if no thread holds the lock.
     ///
     /// # Errors
-    /// If the lock is held, or a thread panicked while holding it.
+    /// Fails if the lock is held, or if a thread panicked while it held the lock.
     pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
-        schedule::point();
+        schedule::pass_point();
         self.try_lock_simulated()
     }
 
-    /// Returns a reference to the value.
+    /// Returns a mutable reference to the value, without locking.
     ///
     /// # Errors
-    /// If a thread panicked while holding the lock.
+    /// Fails if a thread panicked while it held the lock.
     pub fn get_mut(&mut self) -> LockResult<&mut T> {
         self.inner.get_mut()
     }
@@ -159,22 +159,22 @@ pub struct Condvar {
 pub struct WaitTimeoutResult(bool);
 
 impl WaitTimeoutResult {
-    /// Returns true if the wait timed out.
+    /// Returns true if the wait ended by the timeout, not by a wake-up.
     pub fn timed_out(&self) -> bool {
         self.0
     }
 }
 
 impl Condvar {
-    /// Creates a condition variable.
+    /// Creates a condition variable without waiting threads.
     pub const fn new() -> Self {
         Self { _address: 0, inner: std::sync::Condvar::new() }
     }
 
-    /// Waits until notified. Spurious wake-ups are possible.
+    /// Releases the lock, waits until notified, and locks again. Spurious wake-ups are possible.
     ///
     /// # Errors
-    /// If a thread panicked while holding the mutex.
+    /// Fails if a thread panicked while it held the mutex.
     pub fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
         let lock = guard.lock;
         if schedule::current_task().is_none() {
@@ -188,10 +188,10 @@ impl Condvar {
         lock.lock_simulated()
     }
 
-    /// Waits as long as the condition holds.
+    /// Waits until `condition` returns false.
     ///
     /// # Errors
-    /// If a thread panicked while holding the mutex.
+    /// Fails if a thread panicked while it held the mutex.
     pub fn wait_while<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
@@ -203,10 +203,11 @@ impl Condvar {
         Ok(guard)
     }
 
-    /// Waits until notified, at most for `most`.
+    /// Releases the lock, waits until notified or for `most`, and locks again. Spurious wake-ups
+    /// are possible.
     ///
     /// # Errors
-    /// If a thread panicked while holding the mutex.
+    /// Fails if a thread panicked while it held the mutex.
     pub fn wait_timeout<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
@@ -234,10 +235,10 @@ impl Condvar {
         }
     }
 
-    /// Waits as long as the condition holds, at most for `most`.
+    /// Waits until `condition` returns false, at most for `most`.
     ///
     /// # Errors
-    /// If a thread panicked while holding the mutex.
+    /// Fails if a thread panicked while it held the mutex.
     pub fn wait_timeout_while<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
@@ -257,13 +258,13 @@ impl Condvar {
         }
     }
 
-    /// Wakes one waiting thread.
+    /// Wakes one thread that waits on this condition variable.
     pub fn notify_one(&self) {
         schedule::wake(key_of(self), false);
         self.inner.notify_one();
     }
 
-    /// Wakes all waiting threads.
+    /// Wakes all threads that wait on this condition variable.
     pub fn notify_all(&self) {
         schedule::wake(key_of(self), true);
         self.inner.notify_all();
@@ -290,21 +291,21 @@ pub struct RwLockWriteGuard<'a, T> {
 }
 
 impl<T> RwLock<T> {
-    /// Creates an unlocked lock.
+    /// Creates an unlocked reader-writer lock.
     pub const fn new(value: T) -> Self {
         Self { _address: 0, inner: std::sync::RwLock::new(value) }
     }
 
-    /// Locks for reading, waiting for a writer.
+    /// Locks for reading; waits while a writer holds the lock.
     ///
     /// # Errors
-    /// If a thread panicked while writing.
+    /// Fails if a thread panicked while it held the lock for writing.
     pub fn read(&self) -> LockResult<RwLockReadGuard<'_, T>> {
         let guard = |inner| RwLockReadGuard { lock: self, inner: Some(inner) };
         if schedule::current_task().is_none() {
             return self.inner.read().map(guard).map_err(|p| PoisonError::new(guard(p.into_inner())));
         }
-        schedule::point();
+        schedule::pass_point();
         loop {
             match self.inner.try_read() {
                 Ok(inner) => return Ok(guard(inner)),
@@ -314,36 +315,43 @@ impl<T> RwLock<T> {
         }
     }
 
-    /// Locks for reading.
+    /// Locks for reading if no writer holds the lock.
     ///
     /// # Errors
-    /// If the lock is held by a writer, or a thread panicked while writing.
+    /// Fails if a writer holds the lock, or if a thread panicked while it held the lock for
+    /// writing.
     pub fn try_read(&self) -> TryLockResult<RwLockReadGuard<'_, T>> {
-        schedule::point();
+        schedule::pass_point();
         let guard = |inner| RwLockReadGuard { lock: self, inner: Some(inner) };
-        self.inner.try_read().map(guard).map_err(|_| TryLockError::WouldBlock)
+        self.inner.try_read().map(guard).map_err(|error| match error {
+            TryLockError::Poisoned(p) => PoisonError::new(guard(p.into_inner())).into(),
+            TryLockError::WouldBlock => TryLockError::WouldBlock,
+        })
     }
 
-    /// Locks for writing.
+    /// Locks for writing if no thread holds the lock.
     ///
     /// # Errors
-    /// If the lock is held, or a thread panicked while writing.
+    /// Fails if the lock is held, or if a thread panicked while it held the lock for writing.
     pub fn try_write(&self) -> TryLockResult<RwLockWriteGuard<'_, T>> {
-        schedule::point();
+        schedule::pass_point();
         let guard = |inner| RwLockWriteGuard { lock: self, inner: Some(inner) };
-        self.inner.try_write().map(guard).map_err(|_| TryLockError::WouldBlock)
+        self.inner.try_write().map(guard).map_err(|error| match error {
+            TryLockError::Poisoned(p) => PoisonError::new(guard(p.into_inner())).into(),
+            TryLockError::WouldBlock => TryLockError::WouldBlock,
+        })
     }
 
-    /// Locks for writing, waiting for readers and writers.
+    /// Locks for writing; waits while readers or a writer hold the lock.
     ///
     /// # Errors
-    /// If a thread panicked while writing.
+    /// Fails if a thread panicked while it held the lock for writing.
     pub fn write(&self) -> LockResult<RwLockWriteGuard<'_, T>> {
         let guard = |inner| RwLockWriteGuard { lock: self, inner: Some(inner) };
         if schedule::current_task().is_none() {
             return self.inner.write().map(guard).map_err(|p| PoisonError::new(guard(p.into_inner())));
         }
-        schedule::point();
+        schedule::pass_point();
         loop {
             match self.inner.try_write() {
                 Ok(inner) => return Ok(guard(inner)),

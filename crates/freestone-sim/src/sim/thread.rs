@@ -21,27 +21,27 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// Creates a builder without a name.
+    /// Creates a builder for a thread without a name.
     pub fn new() -> Self {
         Self { inner: std::thread::Builder::new(), name: None }
     }
 
-    /// Sets the name.
+    /// Sets the name of the thread.
     #[must_use]
     pub fn name(self, name: String) -> Self {
         Self { inner: self.inner.name(name.clone()), name: Some(name) }
     }
 
-    /// Sets the stack size in bytes.
+    /// Sets the stack size of the thread in bytes.
     #[must_use]
     pub fn stack_size(self, bytes: usize) -> Self {
         Self { inner: self.inner.stack_size(bytes), ..self }
     }
 
-    /// Starts the thread.
+    /// Starts a thread that runs `work`. In a simulation, the thread becomes a new task.
     ///
     /// # Errors
-    /// The error of the system.
+    /// Fails if the system cannot start a thread.
     pub fn spawn<F, T>(self, work: F) -> io::Result<JoinHandle<T>>
     where
         F: FnOnce() -> T + Send + 'static,
@@ -57,7 +57,7 @@ impl Builder {
         if let (Err(_), Some(task)) = (&started, task) {
             schedule::remove_unstarted(task);
         }
-        schedule::point();
+        schedule::pass_point();
         Ok(JoinHandle { inner: started?, task })
     }
 }
@@ -65,7 +65,7 @@ impl Builder {
 /// Simulated `std::thread::spawn`.
 ///
 /// # Panics
-/// If the thread cannot be started.
+/// Panics if the thread cannot be started.
 pub fn spawn<F, T>(work: F) -> JoinHandle<T>
 where
     F: FnOnce() -> T + Send + 'static,
@@ -82,21 +82,21 @@ pub struct JoinHandle<T> {
 }
 
 impl<T> JoinHandle<T> {
-    /// Waits for the end of the thread.
+    /// Waits for the end of the thread, and returns the value of its closure.
     ///
     /// # Errors
-    /// The panic payload of the thread.
+    /// Returns the panic payload if the thread panicked.
     pub fn join(self) -> std::thread::Result<T> {
         if let Some(task) = self.task.filter(|_| schedule::current_task().is_some()) {
             while !schedule::is_done(task) {
                 schedule::block(schedule::end_key(task), None);
             }
         }
-        // The task has left the simulation, so the thread exits soon.
+        // The task has ended in the simulation, so the real thread exits soon.
         self.inner.join()
     }
 
-    /// Returns true if the thread has ended.
+    /// Returns true if the thread has ended, without waiting.
     pub fn is_finished(&self) -> bool {
         match self.task {
             Some(task) if schedule::current_task().is_some() => schedule::is_done(task),
@@ -104,7 +104,7 @@ impl<T> JoinHandle<T> {
         }
     }
 
-    /// Returns the thread.
+    /// Returns a handle to the thread.
     pub fn thread(&self) -> &Thread {
         self.inner.thread()
     }
@@ -113,15 +113,15 @@ impl<T> JoinHandle<T> {
 /// Returns the number of simulated CPUs.
 ///
 /// # Errors
-/// None.
+/// Never fails; the result type is that of `std`.
 pub fn available_parallelism() -> io::Result<NonZero<usize>> {
     Ok(const { NonZero::new(super::CPUS).expect("at least one CPU") })
 }
 
-/// Sleeps in virtual time.
+/// Sleeps in virtual time, or in real time outside a simulation.
 pub fn sleep(time: Duration) {
     if schedule::current_task().is_some() {
-        // No wake uses key 0.
+        // No wake-up uses key 0, so only the timeout ends the wait.
         schedule::block(0, Some(time));
     } else {
         std::thread::sleep(time);

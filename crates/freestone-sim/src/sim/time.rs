@@ -1,4 +1,4 @@
-//! The virtual clock.
+//! The virtual clock of a simulation.
 
 use std::ops::{Add, AddAssign, Sub};
 use std::sync::LazyLock;
@@ -18,32 +18,32 @@ impl Instant {
         Self(schedule::nanos().unwrap_or_else(|| nanos(START.elapsed())))
     }
 
-    /// Returns the time since this instant.
+    /// Returns the time that has passed since this instant.
     pub fn elapsed(&self) -> Duration {
         Self::now().duration_since(*self)
     }
 
-    /// Returns the time since `earlier`, or zero if that is later.
+    /// Returns the time since `earlier`, or zero if `earlier` is later.
     pub fn duration_since(&self, earlier: Self) -> Duration {
         self.saturating_duration_since(earlier)
     }
 
-    /// Returns the time since `earlier`, or zero if that is later.
+    /// Returns the time since `earlier`, or zero if `earlier` is later.
     pub fn saturating_duration_since(&self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// Returns the time since `earlier`, or `None` if that is later.
+    /// Returns the time since `earlier`, or `None` if `earlier` is later.
     pub fn checked_duration_since(&self, earlier: Self) -> Option<Duration> {
         self.0.checked_sub(earlier.0).map(Duration::from_nanos)
     }
 
-    /// Returns the sum, or `None` on overflow.
+    /// Returns the instant `duration` later, or `None` on overflow.
     pub fn checked_add(&self, duration: Duration) -> Option<Self> {
         u64::try_from(duration.as_nanos()).ok().and_then(|nanos| self.0.checked_add(nanos)).map(Self)
     }
 
-    /// Returns the difference, or `None` on underflow.
+    /// Returns the instant `duration` earlier, or `None` on underflow.
     pub fn checked_sub(&self, duration: Duration) -> Option<Self> {
         u64::try_from(duration.as_nanos()).ok().and_then(|nanos| self.0.checked_sub(nanos)).map(Self)
     }

@@ -34,7 +34,7 @@ fn count_numbers_names_and_exports() {
     .unwrap();
     assert!(config.ublk);
     let [jobs, null] = &config.devices[..] else { panic!("two devices") };
-    let each = jobs.each();
+    let each = jobs.expand();
     assert_eq!(each[1].0.to_string(), "job-1=fork,base=golden,record=job-1.log");
     let [nbd, ublk, machine] = &each[1].1[..] else { panic!("three exports") };
     assert_eq!((nbd.nbd.as_deref(), nbd.read_only), (Some("unix:/job-1"), true));
@@ -42,7 +42,7 @@ fn count_numbers_names_and_exports() {
     assert_eq!((ublk.ublk, ublk.queues, ublk.read_only), (true, Some(2), false));
     assert_eq!((machine.vhost_user.as_deref(), machine.line), (Some("unix:v1"), 8));
     assert_eq!((each.len(), &each[0].0.name[..]), (2, "job-0"));
-    let each = null.each();
+    let each = null.expand();
     assert_eq!((&each[0].0.name[..], each[0].1[0].nbd.as_deref()), ("n-0", Some("tcp:127.0.0.1:0")));
 }
 

@@ -1,17 +1,17 @@
-//! Kind `file`: raw images and block devices.
+//! Kind `file`: devices over raw image files and block devices.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use freestone::cow;
 use freestone::device::Device;
-use freestone::file::{self, Changed, Direct, File};
+use freestone::file::{self, Direct, File, FileChange};
 use freestone::qcow2::Format;
 use serde_json::{Value, json};
 
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
+use super::{DataDevice, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::open;
@@ -24,18 +24,18 @@ use crate::refusal::{Errno, Refusal};
 pub(super) const NAME: &str = "file";
 const KEYS: [&str; 36] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
 
-/// Specification of a file.
+/// Specification of a device of kind `file`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FileSpec {
-    /// Path.
+    /// Path of the image file or block device.
     pub path: PathBuf,
-    /// The device is read-only.
+    /// True if the device is read-only.
     pub readonly: bool,
-    /// Use of `O_DIRECT`.
+    /// Use of `O_DIRECT`: always, never, or only for block devices.
     pub direct: Direct,
-    /// Size in bytes; None for the size of the file.
+    /// Expected or initial size in bytes, or `None` for the size of the file.
     pub size: Option<u64>,
-    /// Family of the forks.
+    /// Specification of the family (memory pool) of the device's forks.
     pub family: FamilySpec,
 }
 
@@ -67,7 +67,7 @@ fn parse_direct(text: &str) -> Result<Direct, String> {
 }
 
 impl KindConfig for FileSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let backing = registry.backing(&self.family)?;
         let mut config = file::Config::new(&self.path);
         (config.read_only, config.direct, config.size) = (self.readonly, self.direct, self.size);
@@ -85,7 +85,7 @@ impl KindConfig for FileSpec {
             return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without {key}")));
         }
         let disk = FileDisk { file: Arc::clone(&file), notes };
-        Ok(Built { backing, ..Built::standalone(disk, file) })
+        Ok(DataDevice { backing, ..DataDevice::standalone(disk, file) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -109,7 +109,7 @@ impl KindConfig for FileSpec {
     }
 }
 
-/// A raw image or a block device.
+/// Open raw image file or block device.
 struct FileDisk {
     file: Arc<File>,
     notes: FileNotes,
@@ -142,8 +142,8 @@ impl KindInstance for FileDisk {
         read_only
     }
 
-    fn changed(&self) -> Option<(PathBuf, Changed)> {
-        Some((self.file.path().to_owned(), self.file.changed()?))
+    fn changed(&self) -> Option<(PathBuf, FileChange)> {
+        Some((self.file.path().to_owned(), self.file.change()?))
     }
 
     fn file_identities(&self) -> Vec<(PathBuf, String)> {
@@ -157,7 +157,7 @@ impl KindInstance for FileDisk {
         })
     }
 
-    fn closes(&self) -> Option<Weak<dyn Device>> {
+    fn closing_device(&self) -> Option<Weak<dyn Device>> {
         (!self.is_read_only()).then(|| Arc::downgrade(&self.file) as _)
     }
 
@@ -176,7 +176,7 @@ impl KindInstance for FileDisk {
     }
 }
 
-/// Attributes.
+/// Names of the attributes.
 const NAMES: [&str; 4] = ["path", "readonly", "direct", "size"];
-/// Attributes of a read-only file, including those of the forks' family.
+/// Names of the attributes of a read-only file, including those of the family of its forks.
 const BASE_NAMES: [&str; 10] = joined(&NAMES, &family::NAMES, &[]);

@@ -1,4 +1,4 @@
-//! Kind `fork`: RAM disks over a base.
+//! Kind `fork`: writable RAM disks over a base, which provides the initial content.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::ram::{Change, bd_stat, check_grow, debug_stat, io_stat, mm_stat, skip_wipe, wipe};
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, Spec, is_live, parse_name};
+use super::{DataDevice, Entry, KindConfig, KindInstance, Spec, is_live, parse_name};
 use crate::entries::SpecError;
 use crate::family::{self, family_stat};
 use crate::full;
@@ -22,21 +22,23 @@ pub(super) const NAME: &str = "fork";
 const KEYS: [&str; 14] = joined(
     &["base", "size", "mem_limit", "mem_min", "full"],
     &FAULT_KEYS,
-    &["publish", "tls_clients", "on_lost", "keep"],
+    &["publish", "tls_clients", "on_data_loss", "keep"],
 );
 
-/// Specification of a fork.
+/// Specification of a device of kind `fork`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ForkSpec {
-    /// Name of the base.
+    /// Name of the base device.
     pub base: String,
-    /// Size in bytes; None for the size of the base.
+    /// Size in bytes, or `None` for the size of the base.
     pub size: Option<u64>,
-    /// Maximum memory of the fork's own objects, in bytes; 0 is unlimited.
+    /// Maximum memory in bytes for the data that the fork itself stores; 0 means unlimited.
     pub mem_limit: u64,
-    /// Bytes of the family's limit that are reserved for the fork.
+    /// Guaranteed memory: the number of bytes of the family's memory limit that are reserved for
+    /// the fork.
     pub mem_min: u64,
-    /// Writes wait for space (true) or fail (false); None for the family's behaviour.
+    /// Behavior at the memory limit: writes wait for memory (true) or fail (false). `None` uses
+    /// that of the family.
     pub full: Option<bool>,
 }
 
@@ -62,39 +64,39 @@ impl ForkSpec {
 }
 
 impl KindConfig for ForkSpec {
-    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
-        let base = registry.needed("base", &self.base)?;
+    fn build(&self, _: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
+        let base = registry.find_required("base", &self.base)?;
         let ram = Arc::new(fork_of(&base, self, registry)?);
-        Ok(Built { needs: vec![base], ..Built::standalone(Fork(Arc::clone(&ram)), ram) })
+        Ok(DataDevice { dependencies: vec![base], ..DataDevice::standalone(Fork(Arc::clone(&ram)), ram) })
     }
 
     fn fork(&self) -> Option<&ForkSpec> {
         Some(self)
     }
 
-    fn below(&self) -> Option<&str> {
+    fn parent_name(&self) -> Option<&str> {
         Some(&self.base)
     }
 
-    fn is_lost(&self) -> bool {
+    fn is_volatile(&self) -> bool {
         true
     }
 }
 
-/// Creates a fork of a base.
+/// Creates a fork of the device `base`.
 pub(super) fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -> Result<Ram, Refusal> {
     let no_base = |why| Refusal::failed(Errno::EINVAL, format!("base={}: {why}", base.name()));
     base.kind.check_base(base).map_err(no_base)?;
-    // Checks the files of bases for changes in the background. Changes are logged.
-    file::look_soon();
+    // Starts a background check whether the files of bases have changed. Changes are logged.
+    file::request_check();
     let config = ForkConfig { size: spec.size, mem_limit: spec.mem_limit, mem_min: spec.mem_min };
     let fork = match (base.kind.ram(), base.device()) {
         (Some(snapshot), _) => snapshot.fork(&config),
-        (None, Some(device)) => base.family_of(registry)?.fork(Arc::clone(device), &config),
+        (None, Some(device)) => base.ensure_family(registry)?.fork(Arc::clone(device), &config),
         (None, None) => unreachable!("templates were refused"),
     };
     let fork = fork.map_err(|error| refused(spec, error))?;
-    fork.set_own_wait(spec.full);
+    fork.set_wait_override(spec.full);
     Ok(fork)
 }
 
@@ -112,7 +114,7 @@ fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
             format!("mem_min={}: above mem_limit={}", exact(guarantee), exact(cap))
         }
         SetupError::TooLarge(bytes) => format!("size={}: a fork has at most 256T", exact(bytes)),
-        SetupError::Live => format!("base={}: is live; take a snapshot and fork that", spec.base),
+        SetupError::WritableBase => format!("base={}: is live; take a snapshot and fork that", spec.base),
         error @ (SetupError::NoMemory | SetupError::MemoryFile(_) | SetupError::Thread(_)) => {
             return family::setup_refusal(error);
         }
@@ -121,7 +123,7 @@ fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
     Refusal::failed(Errno::EINVAL, sentence)
 }
 
-/// A fork.
+/// Open fork.
 pub(super) struct Fork(pub Arc<Ram>);
 
 impl KindInstance for Fork {
@@ -181,7 +183,8 @@ impl KindInstance for Fork {
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// Attributes of a fork. `mem_limit`, `mem_min` and `full` are those of the fork, not of its family.
+/// Names of the attributes of a fork. `mem_limit`, `mem_min` and `full` belong to the fork, not to
+/// its family.
 const NAMES: [&str; 12] = [
     "base",
     "disksize",
@@ -197,15 +200,16 @@ const NAMES: [&str; 12] = [
     "debug_stat",
 ];
 
-/// Returns an attribute of a fork, or of a snapshot in memory.
+/// Returns the value of an attribute of a fork, or of a snapshot in memory. Returns `None` for
+/// another attribute.
 pub(super) fn value(entry: &Entry, ram: &Ram, attr: &str) -> Option<Value> {
     Some(match attr {
-        // A restored device may have no base or origin with a name.
-        "base" | "origin" => json!(entry.spec.kind.below().unwrap_or("none")),
+        // The base or origin of a restored device may have no name.
+        "base" | "origin" => json!(entry.spec.kind.parent_name().unwrap_or("none")),
         "disksize" => json!(entry.size()),
         "mem_limit" => json!(ram.own_limits().0),
         "mem_min" => json!(ram.own_limits().1),
-        "full" => full::own_value(ram.own_wait()),
+        "full" => full::own_value(ram.wait_override()),
         "comp_algorithm" => json!(ram.config().comp_algorithm.to_string()),
         "over_stat" => over_stat(ram),
         "family" => family_stat(&ram.family()),
@@ -217,7 +221,7 @@ pub(super) fn value(entry: &Entry, ram: &Ram, attr: &str) -> Option<Value> {
     })
 }
 
-/// Returns the statistics of the data that a fork or snapshot holds itself.
+/// Returns the statistics of the data that a fork or snapshot itself stores, as a JSON object.
 pub fn over_stat(ram: &Ram) -> Value {
     let s = ram.over_stat();
     json!({
@@ -232,7 +236,7 @@ pub fn over_stat(ram: &Ram) -> Value {
 
 // ---- changes ------------------------------------------------------------------------------------
 
-/// Parses a new value of an attribute of a fork. Returns None if it has no such attribute.
+/// Parses the new value of an attribute of a fork. Returns `None` if a fork has no such attribute.
 fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
     let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
     let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
@@ -251,7 +255,8 @@ fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change,
     })
 }
 
-/// Applies changes to a fork. The memory limits, which can be refused, are set first and together.
+/// Applies changes to a fork. The memory limits are set first and together, because they can be
+/// refused.
 fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Result<(), Refusal> {
     let name = entry.name();
     let before = ram.own_limits();
@@ -284,14 +289,15 @@ fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Resul
         match change {
             Change::Grow(bytes) => {
                 ram.grow(*bytes).map_err(|error| {
-                    // A failed call changes nothing. The old limits fit, unless other forks took the memory.
+                    // The failed call changed nothing, so only the old limits are restored. That
+                    // can fail only if other forks reserved the memory meanwhile.
                     if !limits.is_empty() {
                         let _ = ram.set_own_limits(before.0, before.1);
                     }
                     Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {error}"))
                 })?;
             }
-            Change::OwnWait(waits) => ram.set_own_wait(*waits),
+            Change::OwnWait(waits) => ram.set_wait_override(*waits),
             _ => {}
         }
     }

@@ -1,4 +1,4 @@
-//! Identity of a device, and what the next start of the server does with its content.
+//! Identity of a device, and the policy for its content when the server restarts.
 
 use std::sync::PoisonError;
 
@@ -9,56 +9,58 @@ use super::{Entry, KindSpec, RESTORED, Spec};
 use crate::keys::parse_bool;
 use crate::refusal::{Errno, Refusal};
 
-/// What a restarted server does with the exports of a device whose content was lost.
+/// Handling of the exports of a device whose content was lost when the server restarts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnLost {
-    /// The exports are withheld until a user accepts the device as it is.
+pub enum DataLossPolicy {
+    /// The exports are withheld: not created until a user accepts the loss of the content.
     #[default]
     Withhold,
-    /// The exports are created. The device is empty, or shows its base.
+    /// The exports are created. The device is empty, or has the content of its base.
     Empty,
 }
 
 impl Spec {
-    /// Returns a key that needs a state directory, if one is set.
+    /// Returns the name of a key in the specification that needs a state directory, or `None` if no
+    /// such key is set.
     pub fn key_of_state(&self) -> Option<&'static str> {
-        if self.on_lost.is_some() { Some("on_lost") } else { self.keep.then_some("keep") }
+        if self.on_data_loss.is_some() { Some("on_data_loss") } else { self.keep.then_some("keep") }
     }
 }
 
-/// Keys of a [`RestartPolicy`], which are attributes as well.
-pub const RESTART_KEYS: [&str; 2] = ["keep", "on_lost"];
+/// Keys of a [`RestartPolicy`], which are also attributes.
+pub const RESTART_KEYS: [&str; 2] = ["keep", "on_data_loss"];
 
-/// What the next start of the server does with a device's content.
+/// Handling of a device's content when the server restarts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RestartPolicy {
-    /// The content is saved in the state directory of the server.
+    /// True if the content is saved in the state directory of the server.
     pub keep: bool,
-    /// What the start does with the exports if the content is lost; None for the default.
-    pub on_lost: Option<OnLost>,
+    /// Handling of the exports if the content is lost, or `None` for the default.
+    pub on_data_loss: Option<DataLossPolicy>,
 }
 
 impl RestartPolicy {
     /// Sets the value of a key. Returns false if the policy has no such key.
     ///
     /// # Errors
-    /// The values that the key can have.
+    /// Returns the reason, which lists the allowed values of the key.
     pub(crate) fn take(&mut self, key: &str, text: &str) -> Result<bool, String> {
         match key {
             "keep" => self.keep = parse_bool(text)?,
-            "on_lost" => self.on_lost = Some(parse_on_lost(text)?),
+            "on_data_loss" => self.on_data_loss = Some(parse_data_loss_policy(text)?),
             _ => return Ok(false),
         }
         Ok(true)
     }
 
-    /// Returns the value of a key, as it is written.
+    /// Returns the value of a key as it is written in a specification, or `None` if the policy has
+    /// no such key.
     pub(crate) fn value(self, key: &str) -> Option<&'static str> {
         match key {
             "keep" => Some(if self.keep { "yes" } else { "no" }),
-            "on_lost" => Some(match self.on_lost.unwrap_or_default() {
-                OnLost::Withhold => "withhold",
-                OnLost::Empty => "empty",
+            "on_data_loss" => Some(match self.on_data_loss.unwrap_or_default() {
+                DataLossPolicy::Withhold => "withhold",
+                DataLossPolicy::Empty => "empty",
             }),
             _ => None,
         }
@@ -66,26 +68,26 @@ impl RestartPolicy {
 }
 
 impl Entry {
-    /// Returns what the next start does with the content.
+    /// Returns the handling of the content when the server restarts.
     pub fn restart_policy(&self) -> RestartPolicy {
-        // The policy is replaced as a whole, so a panic leaves it valid.
+        // The policy is replaced as a whole, so a panic leaves it valid and poisoning is ignored.
         *self.restart.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if the content is saved in the state directory.
+    /// Returns true if the content of the device is saved in the state directory.
     pub fn is_kept(&self) -> bool {
         self.restart_policy().keep
     }
 
-    /// Returns the keys of the policy that the device can have.
+    /// Returns the keys of [`RestartPolicy`] that apply to the device.
     pub(crate) fn restart_keys(&self) -> &'static [&'static str] {
-        let [_, on_lost] = &RESTART_KEYS;
+        let [_, on_data_loss] = &RESTART_KEYS;
         if self.spec.words.kind == RESTORED {
             &[]
         } else if self.kind.ram().is_some() {
             &RESTART_KEYS
-        } else if self.spec.is_lost() || self.spec.kind.below().is_some() {
-            std::slice::from_ref(on_lost)
+        } else if self.spec.is_volatile() || self.spec.kind.parent_name().is_some() {
+            std::slice::from_ref(on_data_loss)
         } else {
             &[]
         }
@@ -129,29 +131,31 @@ impl Entry {
         }
     }
 
-    /// Returns the name of the device that a fork reads from.
+    /// Returns the name of the base of a fork, or `None` if the device is not a fork.
     fn fork_base(&self) -> Option<&str> {
         match &self.spec.kind {
-            KindSpec::Fork(_) | KindSpec::Restored(_) => self.spec.kind.below(),
+            KindSpec::Fork(_) | KindSpec::Restored(_) => self.spec.kind.parent_name(),
             _ => None,
         }
     }
 }
 
-pub(super) fn parse_on_lost(text: &str) -> Result<OnLost, String> {
+pub(super) fn parse_data_loss_policy(text: &str) -> Result<DataLossPolicy, String> {
     match text {
-        "withhold" => Ok(OnLost::Withhold),
-        "empty" => Ok(OnLost::Empty),
+        "withhold" => Ok(DataLossPolicy::Withhold),
+        "empty" => Ok(DataLossPolicy::Empty),
         _ => Err("must be withhold or empty".into()),
     }
 }
 
-/// Identity of a device.
+/// Identity of a device across restarts of the server.
 #[derive(Debug, Clone, Copy)]
 pub struct Identity {
-    /// Identifies the device for its whole life, including restarts of the server.
+    /// Random identifier of the device, which stays the same for its whole life, including restarts
+    /// of the server.
     pub uuid: Uuid,
-    /// Generation of the content: 1, plus the number of times that a server end has lost it.
+    /// Generation of the content: 1, plus the number of times that the content was lost at the end
+    /// of a server process.
     pub generation: u64,
 }
 

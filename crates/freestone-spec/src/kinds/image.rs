@@ -1,18 +1,18 @@
-//! Kind `image`: read-only images in object storage.
+//! Kind `image`: read-only devices over images in object storage.
 
 use std::sync::Arc;
 
 use freestone::store::format::name::Name;
 use freestone::store::image::{self, Image};
-use freestone::store::objects::{Fault, Until};
+use freestone::store::objects::{CallLimits, Fault};
 use freestone::store::store::{Error, Store};
 use freestone::store::url::ImageUrl;
 use serde_json::{Value, json};
 
-use super::ahead::{Opener, opener};
 use super::names::IS_READ_ONLY;
+use super::parallel_open::{Opener, opener};
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec};
+use super::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool};
@@ -26,23 +26,23 @@ const KEYS: [&str; 27] = {
     let own: [&str; 11] = joined(&["url", "prefetch"], &stores::KEYS, &[]);
     joined(&own, &family::KEYS, &["publish", "tls_clients"])
 };
-/// Attributes, including those of the forks' family.
+/// Names of the attributes, including those of the family of the image's forks.
 const NAMES: [&str; 15] = joined(
     &["url", "image", "tag", "size", "prefetch", "cache", "cache_size", "timeout", "store_stat"],
     &family::NAMES,
     &[],
 );
 
-/// Specification of an image.
+/// Specification of a device of kind `image`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImageSpec {
-    /// URL of the store and the image.
+    /// URL of the object store and the image in it.
     pub url: ImageUrl,
-    /// Access to the store, and its page cache.
+    /// Access to the object store, and the page cache for it.
     pub store: StoreSpec,
-    /// Fetch the chunks of the image's trace in advance.
+    /// True to fetch the chunks listed in the image's trace in advance.
     pub prefetch: bool,
-    /// Family of the forks.
+    /// Specification of the family (memory pool) of the image's forks.
     pub family: FamilySpec,
 }
 
@@ -60,11 +60,11 @@ impl ImageSpec {
 }
 
 impl KindConfig for ImageSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let backing = registry.backing(&self.family)?;
-        let pulled = registry.ahead.open(&spec.name, || self.open())?;
+        let pulled = registry.parallel_open.open(&spec.name, || self.open())?;
         let image = Arc::clone(&pulled.image);
-        Ok(Built { backing, ..Built::standalone(Stored(pulled), image) })
+        Ok(DataDevice { backing, ..DataDevice::standalone(ImageInstance(pulled), image) })
     }
 
     fn opener(&self, _: &Spec) -> Option<Opener> {
@@ -78,24 +78,25 @@ impl KindConfig for ImageSpec {
 }
 
 impl ImageSpec {
-    fn open(&self) -> Result<Pulled, Refusal> {
+    fn open(&self) -> Result<OpenImage, Refusal> {
         let secret = self.store.secret()?;
         let cache = self.store.open_cache()?;
         let objects = self.store.objects(&self.url.store)?;
-        let until = Until::within(self.store.timeout());
+        let until = CallLimits::within(self.store.timeout());
         let failed = |error: Error| of_store(&error);
-        let place = Store::place(&self.url.store);
-        // A URL with an image name instead of a tag needs no request to the store if the cache has the
-        // store's description.
+        let place = Store::description_name(&self.url.store);
+        // No request to the store is needed if the URL contains an image name instead of a tag, and
+        // the cache contains the store's description.
         let description =
-            cache.as_ref().filter(|_| self.url.image.is_some()).and_then(|cache| cache.find_meta(&place));
+            cache.as_ref().filter(|_| self.url.image.is_some()).and_then(|cache| cache.get_meta(&place));
         let store = if let Some(description) = description {
             Store::open_known(objects, &description, secret.as_ref()).map_err(failed)?
         } else {
             let store = Store::open(objects, secret.as_ref(), until).map_err(failed)?;
             if let Some(cache) = &cache {
-                // On failure, the next start requests the description again.
-                let _ = cache.keep_meta(&place, &store.description(), until);
+                // If the description cannot be cached, the next start requests it from the store
+                // again.
+                let _ = cache.insert_meta(&place, &store.description(), until);
             }
             store
         };
@@ -104,28 +105,28 @@ impl ImageSpec {
             self.url.image.map_or_else(|| resolve_tag(&store, &self.url.tag, until), Ok).map_err(failed)?;
         let config = image::Config { timeout: self.store.timeout(), prefetch: self.prefetch };
         let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);
-        Ok(Pulled { image, url: self.url.of(name) })
+        Ok(OpenImage { image, url: self.url.with_image(name) })
     }
 }
 
-/// Returns the image of a tag.
-fn resolve_tag(store: &Store, tag: &str, until: Until<'_>) -> Result<Name, Error> {
+/// Returns the name of the image to which `tag` points.
+fn resolve_tag(store: &Store, tag: &str, until: CallLimits<'_>) -> Result<Name, Error> {
     let read = store.tag(tag, until)?;
     read.map(|read| read.tag.manifest).ok_or_else(|| Error::NoTag(tag.to_owned()))
 }
 
-/// Converts an error of a store.
+/// Converts an error of an object store to a refusal with an errno.
 pub fn of_store(error: &Error) -> Refusal {
     let errno = match error {
         Error::Cancelled => Errno::ECANCELED,
         Error::NoStore(_) | Error::NoTag(_) => Errno::ENODEV,
-        Error::Refused(..) | Error::TooLarge | Error::Unread | Error::KeepsNone(..) => Errno::EINVAL,
+        Error::Refused(..) | Error::TooLarge | Error::NothingRead | Error::KeepsNone(..) => Errno::EINVAL,
         Error::NoTags(_)
         | Error::TagMoved(_)
         | Error::TagSet(_)
-        | Error::ParentGoes(_)
-        | Error::Pruned(_) => Errno::EBUSY,
-        Error::TooSlow(_) | Error::Object { fault: Fault::Late, .. } => Errno::ETIMEDOUT,
+        | Error::ParentExpiring(_)
+        | Error::ObjectPruned(_) => Errno::EBUSY,
+        Error::TooSlow(_) | Error::Object { fault: Fault::TimedOut, .. } => Errno::ETIMEDOUT,
         Error::Object { fault: Fault::Unsupported(_), .. } => Errno::EOPNOTSUPP,
         Error::Object { .. }
         | Error::Damaged(..)
@@ -137,17 +138,17 @@ pub fn of_store(error: &Error) -> Refusal {
     Refusal::failed(errno, error.to_string())
 }
 
-/// An open image.
-pub struct Pulled {
-    /// The device.
+/// Open image in object storage.
+pub struct OpenImage {
+    /// The image as a device.
     pub image: Arc<Image>,
-    /// URL with the name of the image.
+    /// URL of the image. Contains the name of the image, even if a tag was specified.
     pub url: ImageUrl,
 }
 
-struct Stored(Pulled);
+struct ImageInstance(OpenImage);
 
-impl KindInstance for Stored {
+impl KindInstance for ImageInstance {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -168,7 +169,7 @@ impl KindInstance for Stored {
         Some(("url", self.0.url.to_string()))
     }
 
-    fn stored(&self) -> Option<&Pulled> {
+    fn stored_image(&self) -> Option<&OpenImage> {
         Some(&self.0)
     }
 
@@ -178,7 +179,7 @@ impl KindInstance for Stored {
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
         let KindSpec::Image(spec) = &entry.spec.kind else { return None };
-        let Pulled { image, url } = &self.0;
+        let OpenImage { image, url } = &self.0;
         Some(match attr {
             "url" => json!(url.store),
             "image" => json!(image.name().to_string()),
@@ -198,14 +199,14 @@ impl KindInstance for Stored {
     }
 }
 
-/// Returns the statistics of reads and requests.
+/// Returns the statistics of reads of the image and requests to the store, as a JSON object.
 fn store_stat(image: &Image) -> Value {
     let (stat, requests) = (image.stat(), image.store().requests());
     json!({
         "chunks_fetched": stat.fetched,
         "fetched_bytes": stat.fetched_bytes,
-        "chunks_found": stat.found,
-        "chunks_ahead": stat.ahead,
+        "chunks_found": stat.cache_hits,
+        "chunks_ahead": stat.prefetched,
         "gets": requests.gets,
         "heads": requests.heads,
         "received_bytes": requests.read_bytes,

@@ -1,32 +1,35 @@
-//! Limits of a device: setting them, and lifting them for requests that must not wait.
+//! I/O and connection limits of a device. Sets the limits, and suspends them for requests that must
+//! not wait.
 
 use std::sync::{Arc, PoisonError};
 
-use freestone::device::{Counting, Unlimited};
+use freestone::device::{Counting, LimitSuspension};
 use freestone::ram::{self, Ram};
 
 use super::Entry;
 use crate::limits::{KEYS, LimitSpec, thread_error};
 use crate::refusal::{Errno, Refusal};
 
-/// Guard: while it exists, requests of a device do not wait for space or for their turn.
-pub struct NoWaiting {
-    _room: Option<ram::NoWaiting>,
-    _turn: Option<Unlimited>,
+/// Guard during whose life requests of a device do not wait for memory or for the rate limits.
+pub struct WaitBypass {
+    _room: Option<ram::NoWaitGuard>,
+    _turn: Option<LimitSuspension>,
 }
 
 impl Entry {
-    /// Returns the limits.
+    /// Returns the present I/O and connection limits of the device.
     pub fn limits(&self) -> LimitSpec {
-        // A panic cannot leave an assignment half done, so poisoning is ignored.
+        // The limits are replaced as a whole, so a panic leaves them valid and poisoning is
+        // ignored.
         *self.limits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the limits, also for requests that wait already. Connections above the new limit stay. The
-    /// limits of a template apply to later connections.
+    /// Sets the I/O and connection limits, which also apply to requests that already wait. Existing
+    /// connections above the new limit stay open. The limits of a template apply to later
+    /// connections.
     ///
     /// # Errors
-    /// Fails if a thread cannot be started. Nothing has changed then.
+    /// `ENOMEM` if a thread cannot be started. Nothing is changed then.
     pub fn set_limits(&self, limits: LimitSpec) -> Result<(), Refusal> {
         if let Some(counting) = &self.counting {
             let set = counting.set_device_limits(&limits.rates);
@@ -39,10 +42,11 @@ impl Entry {
         Ok(())
     }
 
-    /// Takes over the limits and the connections of the device that this one replaces.
+    /// Takes over the limits and the connection count of `other`, the device that this one
+    /// replaces.
     ///
     /// # Errors
-    /// As [`set_limits`](Self::set_limits).
+    /// The errors of [`set_limits`](Self::set_limits).
     pub fn take_limits_of(&mut self, other: &Self) -> Result<(), Refusal> {
         self.clients = Arc::clone(&other.clients);
         let limits = other.limits();
@@ -56,24 +60,25 @@ impl Entry {
         Ok(())
     }
 
-    /// Returns true if `way` is a device from [`way`](Self::way), with counters of this device.
-    pub fn is_way(&self, way: &Counting) -> bool {
-        self.counting.as_ref().is_some_and(|own| Arc::ptr_eq(own.sum(), way.sum()))
+    /// Returns true if `access_path` was returned by [`new_access_path`](Self::new_access_path) of
+    /// this device.
+    pub fn is_access_path(&self, access_path: &Counting) -> bool {
+        self.counting.as_ref().is_some_and(|own| Arc::ptr_eq(own.sum(), access_path.sum()))
     }
 
-    /// Lets requests through `ways` continue without waiting for space or for their turn, until the
-    /// guard is dropped. Requests that wait for their turn continue at once.
-    pub fn no_waiting(&self, ways: &[Arc<Counting>]) -> NoWaiting {
-        let counters = self.counting.iter().chain(ways).map(|way| &**way);
-        let turn = self.counting.as_ref().map(|_| Counting::lift_limits(counters));
-        NoWaiting { _room: self.in_memory().map(Ram::no_waiting), _turn: turn }
+    /// Makes requests through `access_paths` run without waiting for memory or for the rate limits,
+    /// until the guard is dropped. Requests that already wait for a rate limit run at once.
+    pub fn bypass_waiting(&self, access_paths: &[Arc<Counting>]) -> WaitBypass {
+        let counters = self.counting.iter().chain(access_paths).map(|access_path| &**access_path);
+        let turn = self.counting.as_ref().map(|_| Counting::suspend_limits(counters));
+        WaitBypass { _room: self.ram_data().map(Ram::disable_waiting), _turn: turn }
     }
 
-    /// The same for a device that is removed, or whose content is reset: requests that wait or would
-    /// wait for their turn fail with `Gone`.
-    pub fn end_waiting(&self, ways: &[Arc<Counting>]) -> NoWaiting {
-        let counters = self.counting.iter().chain(ways).map(|way| &**way);
-        let turn = self.counting.as_ref().map(|_| Counting::end_waiting(counters));
-        NoWaiting { _room: self.in_memory().map(Ram::no_waiting), _turn: turn }
+    /// Makes requests through `access_paths` fail with `Gone` instead of waiting for the rate
+    /// limits, until the guard is dropped. Used when the device is removed or its content is reset.
+    pub fn fail_waiting(&self, access_paths: &[Arc<Counting>]) -> WaitBypass {
+        let counters = self.counting.iter().chain(access_paths).map(|access_path| &**access_path);
+        let turn = self.counting.as_ref().map(|_| Counting::reject_waiting(counters));
+        WaitBypass { _room: self.ram_data().map(Ram::disable_waiting), _turn: turn }
     }
 }

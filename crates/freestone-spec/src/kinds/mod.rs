@@ -1,10 +1,9 @@
-//! Kinds of devices.
+//! Kinds of devices, such as `ram`, `fork`, `file` and `nbd`.
 //!
-//! Each kind has a module with its keys, their parsing, its setup and its attributes, behind the
-//! traits [`KindConfig`] and [`KindInstance`]. This module has the common part: [`Spec`] is the
-//! specification of a device, [`Entry`] a device that exists. [`registry`] has the devices by name.
+//! Each kind has a module for the keys, setup and attributes of its devices, behind the traits
+//! [`KindConfig`] and [`KindInstance`]. This module contains the common part: [`Spec`] specifies a
+//! device, and [`Entry`] is an existing device. [`registry`] stores the entries by name.
 
-mod ahead;
 mod build;
 mod check_size;
 mod counters;
@@ -17,6 +16,7 @@ mod limits;
 mod names;
 mod nbd;
 mod null;
+mod parallel_open;
 mod qcow2;
 mod ram;
 #[cfg(feature = "rbd")]
@@ -37,30 +37,30 @@ use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, Weak};
 
+use freestone::concurrency_limit::ConcurrencyLimit;
 use freestone::cow;
 use freestone::device::{self, Counting, Device, Failures, Sum, Tally};
-use freestone::file::Changed;
-use freestone::places::Places;
+use freestone::file::FileChange;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, Ram};
 use freestone_nbd_client::Uri;
 use serde_json::Value;
 
-use self::ahead::Opener;
-pub use self::ahead::{Ahead, OpenAhead};
 pub use self::build::build;
-use self::build::{Built, finish_entry, warn_of_record};
+use self::build::{DataDevice, finish_entry, warn_of_record};
 pub use self::exclusive::ExclusiveUse;
 pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
-use self::identity::parse_on_lost;
-pub use self::identity::{Identity, OnLost, RESTART_KEYS, RestartPolicy};
-pub use self::image::{ImageSpec, Pulled, of_store};
-pub use self::limits::NoWaiting;
+use self::identity::parse_data_loss_policy;
+pub use self::identity::{DataLossPolicy, Identity, RESTART_KEYS, RestartPolicy};
+pub use self::image::{ImageSpec, OpenImage, of_store};
+pub use self::limits::WaitBypass;
 pub use self::names::RESTORED;
 use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
 pub use self::nbd::NbdSpec;
 pub use self::null::{NullBacking, NullData, NullSpec};
+use self::parallel_open::Opener;
+pub use self::parallel_open::{ParallelOpen, ParallelOpenGuard};
 pub use self::qcow2::Qcow2Spec;
 pub use self::ram::{
     Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, io_stat, mm_stat,
@@ -68,13 +68,14 @@ pub use self::ram::{
 #[cfg(feature = "rbd")]
 pub use self::rbd::RbdSpec;
 use self::registry::Registry;
-pub use self::restored::{RestoredSpec, Said, StandsOn, kept, restored};
+pub use self::restored::{RestoreDependencies, RestoreOptions, RestoredSpec, build_kept, build_restored};
 pub use self::snapshot::{
-    CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
+    CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, SnapshotStack, cow_stat, merge, missed_writes,
+    snapshots,
 };
 pub use self::template::TemplateSpec;
 use self::words::Words;
-use crate::entries::{Entries, SpecError, a_kind, nearest};
+use crate::entries::{Entries, SpecError, nearest, with_article};
 use crate::family::FamilySpec;
 use crate::keys::{Keys, parse_bool};
 use crate::layers::{DataInfo, LayerSpec, Layers};
@@ -83,12 +84,12 @@ use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 use crate::tls::TlsClients;
 
-/// Parses the keys of a kind.
+/// Function that parses the keys of a kind.
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
-/// Number of kinds.
+/// Number of kinds in [`ALL`].
 const COUNT: usize = 9 + cfg!(feature = "rbd") as usize;
-/// Every kind that can be specified.
+/// Name and parser of every kind that can be specified.
 const ALL: [(&str, Take); COUNT] = [
     (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
     (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
@@ -102,7 +103,7 @@ const ALL: [(&str, Take); COUNT] = [
     #[cfg(feature = "rbd")]
     (rbd::NAME, |keys| Ok(KindSpec::Rbd(Box::new(RbdSpec::take(keys)?)))),
 ];
-/// Names of the kinds.
+/// Names of all kinds that can be specified.
 pub const KINDS: [&str; ALL.len()] = {
     let (mut names, mut at) = ([""; ALL.len()], 0);
     while at < names.len() {
@@ -114,39 +115,39 @@ pub const KINDS: [&str; ALL.len()] = {
 
 // ---- specifications -----------------------------------------------------------------------------
 
-/// Specification of a device. Every value is checked, but nothing is opened.
+/// Checked specification of a device. Nothing is opened yet.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
-    /// Name.
+    /// Name of the device.
     pub name: String,
-    /// Words of the specification, as they were typed.
+    /// Keys and values of the specification, as they were typed.
     pub words: Entries,
-    /// Publish the device on the addresses of `serve`; None for the default.
+    /// True to publish the device on the addresses of `serve`, or `None` for the default.
     pub publish: Option<bool>,
-    /// NBD clients that may use the device; None for all.
+    /// NBD clients that may use the device, or `None` for all.
     pub tls_clients: Option<TlsClients>,
-    /// What a restart does with the exports if the content is lost; None for the default.
-    pub on_lost: Option<OnLost>,
-    /// The content is saved in the state directory of the server.
+    /// Handling of the exports if a restart loses the content, or `None` for the default.
+    pub on_data_loss: Option<DataLossPolicy>,
+    /// True if the content is saved in the state directory of the server.
     pub keep: bool,
-    /// Kind, with its keys.
+    /// Kind of the device, with the values of its keys.
     pub kind: KindSpec,
-    /// Layers over the data.
+    /// Specification of the layers over the data, such as zones and faults.
     pub layers: LayerSpec,
-    /// I/O and connection limits.
+    /// I/O and connection limits of the device.
     pub limits: LimitSpec,
 }
 
-/// Specification of each kind.
+/// Specification of a device, by its kind.
 #[derive(Debug, Clone, PartialEq)]
 pub enum KindSpec {
     /// A compressed RAM disk.
     Ram(Box<RamSpec>),
-    /// A disk over a base.
+    /// A writable disk over a base device.
     Fork(ForkSpec),
     /// A snapshot of a device.
     Snapshot(Box<SnapshotSpec>),
-    /// A template: each connection gets a fork of its own.
+    /// A template, of which each connection uses a separate fork.
     Template(TemplateSpec),
     /// A test drive, like `null_blk`.
     Null(Box<NullSpec>),
@@ -156,12 +157,12 @@ pub enum KindSpec {
     Qcow2(Box<Qcow2Spec>),
     /// An image in object storage, read-only.
     Image(Box<ImageSpec>),
-    /// An export of an NBD server.
+    /// An export of another NBD server.
     Nbd(Box<NbdSpec>),
     /// An image in Ceph's RBD.
     #[cfg(feature = "rbd")]
     Rbd(Box<RbdSpec>),
-    /// A device from a saved file.
+    /// A device restored from a saved file.
     Restored(RestoredSpec),
 }
 
@@ -186,23 +187,23 @@ impl Deref for KindSpec {
     }
 }
 
-/// Specification of a kind. The default methods fit most kinds.
+/// Kind-specific part of a specification. The default methods fit most kinds.
 pub trait KindConfig {
-    /// Opens the device, without its layers. The devices it depends on are in the registry. The error
-    /// does not name the device.
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal>;
+    /// Opens the device without its layers. Devices on which it depends must be in the registry.
+    /// The error does not name the device.
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal>;
 
-    /// Returns a function that opens the device before its turn, if the device is remote.
+    /// Returns a function that opens a remote device in advance, or `None` for other devices.
     fn opener(&self, _: &Spec) -> Option<Opener> {
         None
     }
 
-    /// Returns the family of the device, its snapshots and their forks, or that of its forks.
+    /// Returns the specification of the family that the device or its forks share, if any.
     fn family(&self) -> Option<&FamilySpec> {
         None
     }
 
-    /// Returns the specified size in bytes.
+    /// Returns the specified size in bytes, if there is one.
     fn size(&self) -> Option<u64> {
         None
     }
@@ -212,47 +213,47 @@ pub trait KindConfig {
         false
     }
 
-    /// Returns the specification of a fork, or of the forks of a template.
+    /// Returns the specification of a fork, or of the forks of a template, else `None`.
     fn fork(&self) -> Option<&ForkSpec> {
         None
     }
 
     /// Returns the name of the base of a fork or template, or of the origin of a snapshot.
-    fn below(&self) -> Option<&str> {
+    fn parent_name(&self) -> Option<&str> {
         None
     }
 
-    /// Returns the name of the COW device of a snapshot, if it is a device of the server.
-    fn copies_to(&self) -> Option<&str> {
+    /// Returns the name of a snapshot's COW device, if that is a device of the server.
+    fn cow_device_name(&self) -> Option<&str> {
         None
     }
 
-    /// Returns the devices of which this device needs exclusive use.
-    fn takes(&self) -> Vec<ExclusiveUse<'_>> {
-        self.family().and_then(ExclusiveUse::pages).into_iter().collect()
+    /// Returns the other devices that this device must use exclusively.
+    fn exclusive_uses(&self) -> Vec<ExclusiveUse<'_>> {
+        self.family().and_then(ExclusiveUse::of_backing_device).into_iter().collect()
     }
 
-    /// Returns the devices that must not be rewound, merged or published while this device is created.
-    fn changes(&self) -> Vec<&str> {
-        self.takes().iter().map(|takes| takes.name).collect()
+    /// Returns the devices that must not be rewound, merged or published during creation.
+    fn claimed_devices(&self) -> Vec<&str> {
+        self.exclusive_uses().iter().map(|takes| takes.name).collect()
     }
 
-    /// Returns the path and format of an image file, with which a delta names its base.
+    /// Returns the path and format of an image file, with which a delta refers to its base.
     fn image(&self) -> Option<(&Path, Format)> {
         None
     }
 
-    /// Returns the URI of an export of an NBD server.
+    /// Returns the URI of an export of another NBD server, else `None`.
     fn uri(&self) -> Option<&Uri> {
         None
     }
 
-    /// Returns true if the kind's data is in memory; see [`Spec::is_lost`].
-    fn is_lost(&self) -> bool {
+    /// Returns true if devices of this kind lose their data when the server ends.
+    fn is_volatile(&self) -> bool {
         false
     }
 
-    /// Returns the properties of the data that its layers need.
+    /// Returns the properties of the data that the layers over it need.
     fn data_info(&self) -> DataInfo<'_> {
         DataInfo::default()
     }
@@ -266,7 +267,7 @@ impl FromStr for Spec {
 }
 
 impl Spec {
-    /// Checks the kind, the keys and the values.
+    /// Checks the kind, keys and values of a parsed specification.
     pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
         let (words, mut entries) = (entries.clone(), entries);
         let limits = LimitSpec::take(&mut entries)?;
@@ -279,15 +280,15 @@ impl Spec {
         let kind = take(&keys)?;
         let publish = keys.take("publish", parse_bool)?;
         let tls_clients = keys.take("tls_clients", TlsClients::parse)?;
-        let on_lost = keys.take("on_lost", parse_on_lost)?;
+        let on_data_loss = keys.take("on_data_loss", parse_data_loss_policy)?;
         let layers = LayerSpec::take(&keys)?;
         let is_file = kind.data_info().file.is_some();
         layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
         let keep = keys.take("keep", parse_bool)?.unwrap_or(false);
         let name = keys.0.name.clone();
-        let spec = Self { name, words, publish, tls_clients, on_lost, keep, kind, layers, limits };
-        if on_lost.is_some() && !spec.is_lost() && spec.kind.below().is_none() {
-            return Err(keys.refuse("on_lost", "its content does not end with the server"));
+        let spec = Self { name, words, publish, tls_clients, on_data_loss, keep, kind, layers, limits };
+        if on_data_loss.is_some() && !spec.is_volatile() && spec.kind.parent_name().is_none() {
+            return Err(keys.refuse("on_data_loss", "its content does not end with the server"));
         }
         if let (true, Some(why)) = (keep, spec.why_not_kept()) {
             return Err(keys.refuse("keep", why));
@@ -295,7 +296,7 @@ impl Spec {
         Ok(spec)
     }
 
-    /// Returns the reason why the content cannot be saved in the state directory, or None.
+    /// Returns the reason why the content cannot be saved in the state directory, or `None`.
     fn why_not_kept(&self) -> Option<&'static str> {
         let cow = matches!(&self.kind, KindSpec::Snapshot(snapshot) if snapshot.cow.is_some());
         if cow {
@@ -308,84 +309,84 @@ impl Spec {
         unflushed.then_some("not with power_cut=yes or record: what is not flushed would be lost")
     }
 
-    /// Returns true if both specify the same device.
+    /// Returns true if both specify the same device, apart from the name and `publish`.
     pub fn is_same(&self, other: &Self) -> bool {
-        (&self.kind, &self.layers, &self.tls_clients, self.on_lost, self.keep, self.limits)
-            == (&other.kind, &other.layers, &other.tls_clients, other.on_lost, other.keep, other.limits)
+        (&self.kind, &self.layers, &self.tls_clients, self.on_data_loss, self.keep, self.limits)
+            == (&other.kind, &other.layers, &other.tls_clients, other.on_data_loss, other.keep, other.limits)
     }
 
-    /// Returns true if the content of the device, or its zone state, is in memory and ends with the
-    /// server.
-    pub fn is_lost(&self) -> bool {
-        self.kind.is_lost() || (self.layers.zones.is_some() && self.kind.data_info().file.is_none())
+    /// Returns true if the content or the zone state of the device is in memory only, so that it is
+    /// lost when the server ends.
+    pub fn is_volatile(&self) -> bool {
+        self.kind.is_volatile() || (self.layers.zones.is_some() && self.kind.data_info().file.is_none())
     }
 }
 
 // ---- devices of a kind --------------------------------------------------------------------------
 
-/// The kind-specific part of an open device. The default methods fit most kinds.
+/// Kind-specific part of an open device. The default methods fit most kinds.
 pub trait KindInstance: Send + Sync {
     /// Returns the name of the kind.
     fn name(&self) -> &'static str;
 
-    /// Returns a RAM disk, fork or snapshot in memory.
+    /// Returns the device if it is a RAM disk, fork or snapshot in memory.
     fn ram(&self) -> Option<&Arc<Ram>> {
         None
     }
 
-    /// Returns a fork.
+    /// Returns the device if it is a fork.
     fn fork(&self) -> Option<&Arc<Ram>> {
         None
     }
 
-    /// Returns a snapshot in memory.
+    /// Returns the device if it is a snapshot in memory.
     fn memory_snapshot(&self) -> Option<&Arc<Ram>> {
         None
     }
 
-    /// Returns a snapshot with a store on a COW device.
+    /// Returns the device if it is a snapshot with a COW device.
     fn cow(&self) -> Option<&cow::Snapshot> {
         None
     }
 
-    /// Returns the RAM disk with the copies of a snapshot without a COW device.
-    fn copies(&self) -> Option<&Ram> {
+    /// Returns the RAM disk that stores the copies of a snapshot without a COW device.
+    fn cow_ram(&self) -> Option<&Ram> {
         None
     }
 
-    /// Returns the device with the copies of a snapshot.
+    /// Returns the device that stores the copies of a snapshot.
     fn cow_device(&self) -> Option<&CowDevice> {
         None
     }
 
-    /// Returns the family that began with this device.
+    /// Returns the family that this device started, else `None`.
     fn own_family(&self) -> Option<Family> {
         None
     }
 
-    /// Checks that the device can be an origin or a COW device. The error continues a sentence about it.
+    /// Checks that the device can be an origin or COW device. The error continues a sentence.
     fn check_origin(&self) -> Result<(), &'static str>;
 
-    /// Returns the storage of an origin's notes.
+    /// Returns the storage for an origin's notes about its snapshots.
     fn notes(&self) -> Box<dyn cow::Notes> {
         Box::<MemoryNotes>::default()
     }
 
-    /// Checks that the device can be the base of a fork. The error continues a sentence about it.
+    /// Checks that the device can be the base of a fork. The error continues a sentence.
     fn check_base(&self, base: &Entry) -> Result<(), String>;
 
-    /// Returns true if the device can be a base outside of the family of its forks.
+    /// Returns true if the device can be a base that does not share the memory of its forks.
     fn is_outer_base(&self, _read_only: bool) -> bool {
         false
     }
 
-    /// Returns the file of a base and its change, if the last check found that it changed since it was
-    /// opened.
-    fn changed(&self) -> Option<(PathBuf, Changed)> {
+    /// Returns the file of a base and the kind of change, if the last check found that the file has
+    /// changed since it was opened.
+    fn changed(&self) -> Option<(PathBuf, FileChange)> {
         None
     }
 
-    /// Returns the files of a base, each with an identity that a change of the file changes.
+    /// Returns the paths of a base's files, each with a text that changes when the file changes.
     fn file_identities(&self) -> Vec<(PathBuf, String)> {
         Vec::new()
     }
@@ -395,66 +396,66 @@ pub trait KindInstance: Send + Sync {
         false
     }
 
-    /// Resets the data to its initial content, and on request the counters of a RAM disk or fork.
+    /// Resets the data to its initial content, and with `counters` also the counters of RAM disks.
     fn wipe(&self, _counters: bool) -> device::Result<()> {
         Err(device::Error::Unsupported)
     }
 
-    /// Returns true if [`wipe`](Self::wipe) would not change the content. On request, resets counters.
+    /// Returns true if [`wipe`](Self::wipe) would not change the content. Resets `counters` then.
     fn skip_wipe(&self, _counters: bool) -> bool {
         false
     }
 
-    /// Begins the merge that `merge=yes` requests, or continues one. The origin then shows its result.
+    /// Starts or continues the merge requested by `merge=yes`. The origin then reads as merged.
     fn begin_merge(&self, _entry: &Arc<Entry>, _registry: &Registry) -> Result<(), Refusal> {
         Ok(())
     }
 
-    /// Returns the message for an origin with an unfinished merge.
+    /// Returns the error message for an origin with an unfinished merge.
     fn half_merged_message(&self, _name: &str) -> String {
         "an unfinished merge left it half old, half new; open the snapshot that is merged".into()
     }
 
-    /// Returns a key with the value that was determined when the device was opened.
+    /// Returns a key whose value was determined when the device was opened, and that value.
     fn resolved_key(&self) -> Option<(&'static str, String)> {
         None
     }
 
-    /// Returns an image in object storage.
-    fn stored(&self) -> Option<&Pulled> {
+    /// Returns the device if it is an image in object storage.
+    fn stored_image(&self) -> Option<&OpenImage> {
         None
     }
 
-    /// Returns the device whose drop records an orderly close.
-    fn closes(&self) -> Option<Weak<dyn Device>> {
+    /// Returns the device that records a clean shutdown when it is dropped.
+    fn closing_device(&self) -> Option<Weak<dyn Device>> {
         None
     }
 
-    /// Creates a fork for a connection to this template, and adds it to the registry.
-    fn fresh(&self, _template: &Entry, _registry: &Registry) -> Result<Arc<Entry>, Refusal> {
+    /// Creates a fork for a connection to this template, and adds the fork to the registry.
+    fn create_connection_fork(&self, _template: &Entry, _registry: &Registry) -> Result<Arc<Entry>, Refusal> {
         unreachable!("the device is not a template")
     }
 
-    /// Returns the names of the attributes, without those of the layers.
+    /// Returns the names of the attributes, except those of layers.
     fn attrs(&self) -> &'static [&'static str];
 
-    /// Returns the value of an attribute. Sizes are numbers of bytes.
+    /// Returns the value of an attribute, or `None` if it does not exist. Sizes are in bytes.
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value>;
 
-    /// Parses a new value of an attribute. Returns None if the device has no such attribute. By default
-    /// only the memory limit of the forks' family and its behaviour there can be set.
+    /// Parses a new value of an attribute. Returns `None` if the device has no such attribute. By
+    /// default only `mem_limit` and the `full` keys of the forks' family can be set.
     fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
         let (name, kind) = (entry.name(), self.name());
         if let Some(change) = Change::of_family(attr, text).filter(|_| entry.has_family()) {
             return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
         }
         self.attrs().contains(&attr).then(|| {
-            let why = format!("{name}: {attr}={text}: fixed for the life of {} device", a_kind(kind));
+            let why = format!("{name}: {attr}={text}: fixed for the life of {} device", with_article(kind));
             Err(Refusal::failed(Errno::EBUSY, why))
         })
     }
 
-    /// Applies changes that [`check`](Self::check) returned, each with its attribute and text.
+    /// Applies changes that [`check`](Self::check) returned, each with the attribute and its text.
     fn set(
         &self,
         entry: &Arc<Entry>,
@@ -464,14 +465,14 @@ pub trait KindInstance: Send + Sync {
         if changes.is_empty() {
             return Ok(());
         }
-        let family = entry.family_of(registry)?;
+        let family = entry.ensure_family(registry)?;
         for (change, ..) in changes {
             change.apply_to_family(&family);
         }
         Ok(())
     }
 
-    /// Returns the kind's own statistics and their name.
+    /// Returns kind-specific statistics and their name, if there are any.
     fn stat(&self) -> Option<(&'static str, Value)> {
         None
     }
@@ -479,57 +480,57 @@ pub trait KindInstance: Send + Sync {
 
 // ---- entries ------------------------------------------------------------------------------------
 
-/// A device of the registry.
+/// Device of the server, as stored in the registry.
 pub struct Entry {
-    /// Specification with which the device was created. Settings can have changed since.
+    /// Specification with which the device was created. Settings may have changed since.
     pub spec: Spec,
-    /// Words that would create the device with its present settings.
+    /// Specification text that would create the device with its present settings.
     pub words: Words,
-    /// Identity, which distinguishes the device from others that had its name.
+    /// Identity, which distinguishes the device from earlier devices of the same name.
     pub identity: Identity,
     /// Kind-specific part of the device.
     pub kind: Box<dyn KindInstance>,
-    /// Name of the template, for the fork of a connection. The fork ends with the connection.
+    /// Template name of a connection's fork, which is removed when the connection ends.
     pub template: Option<String>,
-    /// Layers over the data.
+    /// Open layers over the data, such as zones and faults.
     pub layers: Layers,
-    /// Device with its layers, as exports use it. A template has none.
+    /// Device with all layers, as exports use it, or `None` for a template.
     device: Option<Arc<dyn Device>>,
-    /// Failed requests of clients.
+    /// Record of failed requests of clients.
     pub failures: Arc<Failures>,
-    /// Counts the requests of `device`, in total and for each export.
+    /// Layer that counts the requests of `device`, in total and per export.
     counting: Option<Arc<Counting>>,
-    /// Present limits. Held only to read or replace the value.
+    /// Present limits. The lock is held only to read or replace the value.
     limits: Mutex<LimitSpec>,
     restart: Mutex<RestartPolicy>,
-    /// Connections to the device, over all exports.
-    pub clients: Arc<Places>,
-    /// Requests of the device's forks, including removed ones.
+    /// Limit and number of connections to the device, over all exports.
+    pub clients: Arc<ConcurrencyLimit>,
+    /// Sum of the request counters of the device's forks, including removed ones.
     forks: Sum<Sum<Tally>>,
-    /// Devices that this device depends on.
-    needs: Vec<Arc<Entry>>,
-    /// The device of `needs` that is the backing device of the family.
+    /// Devices on which this device depends.
+    dependencies: Vec<Arc<Entry>>,
+    /// Backing device of the family, if it is a device of the server. Also in `dependencies`.
     pub(crate) backing: Option<Arc<Entry>>,
-    /// Family of a base's forks, from the first fork on. Held also while the family is created.
+    /// Family of a base's forks, from the first fork on. Locked also while the family is created.
     pub family: Mutex<Option<Family>>,
-    /// Number of resets to the initial content: of a fork, to its base.
+    /// Number of resets to the initial content, which for a fork is that of its base.
     pub rewinds: AtomicU64,
-    /// Number of changes by clients at the last reset of the content.
-    changes_wiped: AtomicU64,
-    /// Origin of a snapshot in memory, and the origin's number of resets at that time.
+    /// Number of client changes counted up to the last reset of the content.
+    changes_at_wipe: AtomicU64,
+    /// Origin of a snapshot in memory, and the origin's `rewinds` when the snapshot was taken.
     pub origin: Option<(Weak<Entry>, u64)>,
-    /// The device as the origin of snapshots with stores. All writes go through it. None if the device
-    /// cannot be an origin, for example a zoned one.
+    /// Layer for snapshots of this device with COW devices, which all writes pass. `None` if the
+    /// device cannot be an origin, for example if it is zoned.
     pub cow_origin: Option<cow::Origin>,
 }
 
 impl Entry {
-    /// Creates an entry without layers. `needs` are the devices that it depends on.
+    /// Creates an entry without layers. `dependencies` are the devices on which it depends.
     pub fn new(
         spec: Spec,
         kind: Box<dyn KindInstance>,
         device: Option<Arc<dyn Device>>,
-        needs: Vec<Arc<Entry>>,
+        dependencies: Vec<Arc<Entry>>,
     ) -> Self {
         if let Some(ram) = kind.ram() {
             ram.set_name(&spec.name);
@@ -539,7 +540,7 @@ impl Entry {
         Self {
             words: Words::default(),
             identity: Identity::new(),
-            restart: Mutex::new(RestartPolicy { keep: spec.keep, on_lost: spec.on_lost }),
+            restart: Mutex::new(RestartPolicy { keep: spec.keep, on_data_loss: spec.on_data_loss }),
             spec,
             kind,
             template: None,
@@ -550,32 +551,32 @@ impl Entry {
             limits: Mutex::default(),
             clients: Arc::default(),
             forks: Sum::default(),
-            needs,
+            dependencies,
             backing: None,
             family: Mutex::default(),
             rewinds: AtomicU64::new(0),
-            changes_wiped: AtomicU64::new(0),
+            changes_at_wipe: AtomicU64::new(0),
             origin: None,
             cow_origin: None,
         }
     }
 
-    /// Returns the name.
+    /// Returns the name of the device.
     pub fn name(&self) -> &str {
         &self.spec.name
     }
 
-    /// Returns the device with its layers, as exports use it. A template has none.
+    /// Returns the device with all layers, as exports use it, or `None` for a template.
     pub fn device(&self) -> Option<&Arc<dyn Device>> {
         self.device.as_ref()
     }
 
-    /// Returns the RAM disk, fork or snapshot in memory, or the copies of a snapshot in memory.
-    pub fn in_memory(&self) -> Option<&Ram> {
-        self.kind.ram().map(|ram| &**ram).or_else(|| self.kind.copies())
+    /// Returns a RAM disk, fork or snapshot in memory, or the RAM disk with a snapshot's copies.
+    pub fn ram_data(&self) -> Option<&Ram> {
+        self.kind.ram().map(|ram| &**ram).or_else(|| self.kind.cow_ram())
     }
 
-    /// Returns the size in bytes, for a template that of its forks.
+    /// Returns the size of the device, or of a template's forks, in bytes.
     pub fn size(&self) -> u64 {
         match (&self.device, self.spec.kind.fork()) {
             (Some(device), _) => {
@@ -583,7 +584,7 @@ impl Entry {
                 geometry.size - u64::from(geometry.padding)
             }
             (None, Some(ForkSpec { size: Some(size), .. })) => *size,
-            (None, _) => self.needs.first().map_or(0, |base| base.size()),
+            (None, _) => self.dependencies.first().map_or(0, |base| base.size()),
         }
     }
 
@@ -592,8 +593,8 @@ impl Entry {
         self.device.as_ref().is_some_and(|device| device.geometry().read_only)
     }
 
-    /// Returns the devices that this device depends on. They cannot be removed before it.
-    pub fn needs(&self) -> &[Arc<Entry>] {
-        &self.needs
+    /// Returns the devices on which this device depends. They cannot be removed before it.
+    pub fn dependencies(&self) -> &[Arc<Entry>] {
+        &self.dependencies
     }
 }

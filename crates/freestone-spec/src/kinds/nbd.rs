@@ -1,4 +1,4 @@
-//! Kind `nbd`: exports of NBD servers.
+//! Kind `nbd`: devices over exports of other NBD servers.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use freestone_nbd_client::{
 };
 use serde_json::{Value, json};
 
-use super::ahead::{Opener, opener};
 use super::check_size::check_size;
 use super::names::IS_READ_ONLY;
+use super::parallel_open::{Opener, opener};
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, Spec, is_live};
+use super::{DataDevice, Entry, KindConfig, KindInstance, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
@@ -28,25 +28,25 @@ const TLS_KEYS: [&str; 4] = ["tls_ca", "tls_cert", "tls_key", "tls_hostname"];
 const OWN_KEYS: [&str; 14] =
     joined(&["uri", "connections", "timeout", "readonly", "size"], &TLS_KEYS, &FAULT_KEYS);
 const KEYS: [&str; 30] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
-/// Replacement, in an error, for a URI that may contain a password.
+/// Text that replaces a URI in an error message if the URI may contain a password.
 const NOT_SHOWN: &str = "(not shown)";
 
-/// Specification of an export.
+/// Specification of a device of kind `nbd`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NbdSpec {
-    /// URI of the export.
+    /// URI of the NBD export.
     pub uri: Uri,
-    /// Maximum number of connections.
+    /// Maximum number of connections to the NBD server.
     pub connections: usize,
-    /// How long requests wait for a server that is not reachable.
+    /// Maximum time that requests wait for a server that is not reachable.
     pub timeout: Duration,
-    /// The device is read-only.
+    /// True if the device is read-only.
     pub readonly: bool,
-    /// Expected size in bytes.
+    /// Expected size in bytes, or `None` to accept any size.
     pub size: Option<u64>,
-    /// TLS files, for `nbds` URIs.
+    /// Files for TLS, used with `nbds` URIs.
     pub tls: TlsFiles,
-    /// Family of the forks.
+    /// Specification of the family (memory pool) of the device's forks.
     pub family: FamilySpec,
 }
 
@@ -118,11 +118,11 @@ impl NbdSpec {
 }
 
 impl KindConfig for NbdSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let backing = registry.backing(&self.family)?;
-        let device = registry.ahead.open(&spec.name, self.open(&spec.name))?;
+        let device = registry.parallel_open.open(&spec.name, self.open(&spec.name))?;
         check_size(self.size, &device.geometry(), "export")?;
-        Ok(Built { backing, ..Built::standalone(Remote(Arc::clone(&device)), device) })
+        Ok(DataDevice { backing, ..DataDevice::standalone(Remote(Arc::clone(&device)), device) })
     }
 
     fn opener(&self, spec: &Spec) -> Option<Opener> {
@@ -155,7 +155,7 @@ fn setup_refusal(error: &SetupError) -> Refusal {
     Refusal::failed(errno, error)
 }
 
-/// An open export.
+/// Open export of another NBD server.
 struct Remote(Arc<Nbd>);
 
 impl Remote {
@@ -198,7 +198,7 @@ impl KindInstance for Remote {
     }
 }
 
-/// Attributes.
+/// Names of the attributes.
 const NAMES: [&str; 6] = ["uri", "connections", "reconnects", "last_error", "readonly", "size"];
-/// Attributes of a read-only export, including those of the forks' family.
+/// Names of the attributes of a read-only export, including those of the family of its forks.
 const BASE_NAMES: [&str; 12] = joined(&NAMES, &family::NAMES, &[]);

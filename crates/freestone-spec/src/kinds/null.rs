@@ -1,23 +1,23 @@
-//! Kind `null`: test drives with the keys of the kernel's `null_blk`. Parameters that have no
-//! equivalent are refused with a reason.
+//! Kind `null`: test drives with the keys of the kernel's `null_blk`. Parameters of the kernel's
+//! driver that have no equivalent are refused with a reason.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use freestone::device::{self, Device};
-use freestone::null::{self, BadConfig, COMPLETION_MAX, MBPS_MAX, Memory, Null, PaceConfig};
+use freestone::null::{self, BadBlocksConfig, COMPLETION_MAX, MBPS_MAX, Memory, Null, PaceConfig};
 use freestone::ram::{Family, Ram};
 use serde_json::{Value, json};
 
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec};
+use super::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_length, parse_sectors};
 use crate::layers::{DataInfo, Drive, FAULT_KEYS, ZONE_KEYS, bad_ranges, parse_badblocks, parse_cache};
 use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
-use freestone::view::Shaped;
+use freestone::view::GeometryView;
 
 pub(super) const NAME: &str = "null";
 /// Keys that are also attributes of every null device.
@@ -41,25 +41,27 @@ const OWN_KEYS: [&str; 16] = joined(&NAMES, &["comp_algorithm", "algorithm_param
 const OTHER_KEYS: [&str; 20] = joined(
     &["mem_limit"],
     &ZONE_KEYS,
-    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish", "tls_clients", "on_lost"],
+    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish", "tls_clients", "on_data_loss"],
 );
 const KEYS: [&str; 36] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
 const _: () = assert!(FAULT_KEYS.len() == 5, "OTHER_KEYS contains all fault keys");
-/// Keys that need `comp_algorithm`.
+/// Keys that are allowed only together with `comp_algorithm`.
 const COMPRESSED_KEYS: [&str; 2] = ["algorithm_params", "mem_limit"];
 
 const BLOCKSIZE_MIN_BYTES: u32 = 512;
 const BLOCKSIZE_MAX_BYTES: u32 = 4096;
-/// Default block size.
+/// Default block size in bytes.
 const BLOCKSIZE_BYTES: u32 = 4096;
-/// Largest `completion_nsec`. `faults` has longer delays.
+/// Largest value of `completion_nsec`. Longer delays can be injected with `faults`.
 const COMPLETION_NSEC_MAX: u64 = COMPLETION_MAX.as_nanos() as u64;
-/// Smallest request limit, as in the kernel: a page.
+/// Smallest request limit in bytes: a page, as in the kernel.
 const MAX_REQUEST_MIN_BYTES: u64 = 4096;
-/// Largest request limit, above what clients send.
+/// Largest request limit in bytes. Larger than any request that clients send, so a higher limit
+/// would have no effect.
 const MAX_REQUEST_MAX_BYTES: u64 = 1 << 30;
 
-/// Other parameters of the kernel's driver, and what to use instead.
+/// Parameters of the kernel's driver that are not supported, each with the reason or the
+/// alternative.
 const FOREIGN_KEYS: [(&str, &str); 27] = [
     ("gb", "write size with a unit: size=4G"),
     ("bs", "write blocksize"),
@@ -108,48 +110,48 @@ const FOREIGN_KEYS: [(&str, &str); 27] = [
     ("g_submit_queues", "there are no queues here"),
 ];
 
-/// Specification of a null device.
+/// Specification of a device of kind `null`.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "the kernel's switches, each with its name")]
 pub struct NullSpec {
-    /// Size in bytes.
+    /// Size of the device in bytes.
     pub size: u64,
-    /// Logical block size in bytes.
+    /// Size of a logical block in bytes.
     pub blocksize: u32,
-    /// Where data is stored.
+    /// Place where the data is stored.
     pub backing: NullBacking,
-    /// Discards are supported.
+    /// True if discards are supported.
     pub discard: bool,
-    /// Bytes of the volatile write cache.
+    /// Size of the simulated volatile write cache in bytes, or `None` without a cache.
     pub cache_size: Option<u64>,
-    /// FUA is supported.
+    /// True if FUA writes are supported.
     pub fua: bool,
-    /// Bandwidth in MiB per second; 0 is unlimited.
+    /// Maximum bandwidth in MiB per second; 0 means unlimited.
     pub mbps: u32,
-    /// Completion time of a request.
+    /// Minimum time between submission and completion of a request.
     pub completion: Duration,
-    /// Changes of the list of bad blocks, for example `+8-15`.
+    /// Changes of the list of bad blocks, such as `+8-15` in 512-byte sectors.
     pub badblocks: Vec<String>,
-    /// A range becomes good after it has failed one request.
+    /// True if a bad range becomes good after it has failed one request.
     pub badblocks_once: bool,
-    /// Data before the first bad sector of a request is transferred.
+    /// True if a failing request transfers the data before its first bad sector.
     pub badblocks_partial_io: bool,
-    /// Largest request in bytes; 0 is unlimited.
+    /// Maximum size of a request in bytes; 0 means unlimited.
     pub max_request: u32,
-    /// The device reports itself as rotational.
+    /// True if the device reports itself as rotational.
     pub rotational: bool,
-    /// The device is read-only.
+    /// True if the device is read-only.
     pub readonly: bool,
 }
 
-/// Where a null device stores data.
+/// Place where a null device stores data.
 #[derive(Debug, Clone, PartialEq)]
 pub enum NullBacking {
-    /// Nowhere: writes are dropped, reads return zeroes.
+    /// Nowhere: writes are dropped, and reads return zeroes.
     Nothing,
-    /// In memory.
+    /// In memory, uncompressed.
     Memory,
-    /// In memory, compressed.
+    /// In memory, compressed by a family of RAM disks.
     Compressed(Box<FamilySpec>),
 }
 
@@ -243,7 +245,8 @@ fn backing(keys: &Keys, stored: bool) -> Result<NullBacking, SpecError> {
     }
 }
 
-/// Parses the size. Unlike other devices, a null device can be empty.
+/// Parses the size of a null device in bytes. Unlike other devices, a null device can have the size
+/// 0.
 fn parse_null_size(text: &str) -> Result<u64, String> {
     if text == "0" { Ok(0) } else { parse_length(text) }
 }
@@ -271,9 +274,9 @@ fn parse_completion(text: &str) -> Result<Duration, String> {
 // ---- setting up ---------------------------------------------------------------------------------
 
 impl KindConfig for NullSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let (data, device) = data(spec, self, registry)?;
-        Ok(Built::standalone(data, device))
+        Ok(DataDevice::standalone(data, device))
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -291,7 +294,7 @@ impl KindConfig for NullSpec {
         self.readonly
     }
 
-    fn is_lost(&self) -> bool {
+    fn is_volatile(&self) -> bool {
         self.backing != NullBacking::Nothing
     }
 
@@ -301,7 +304,7 @@ impl KindConfig for NullSpec {
             drive: Some(Drive {
                 stores: self.backing != NullBacking::Nothing,
                 cache_size: self.cache_size,
-                bad: BadConfig { once: self.badblocks_once, partial_io: self.badblocks_partial_io },
+                bad: BadBlocksConfig { once: self.badblocks_once, partial_io: self.badblocks_partial_io },
                 badblocks: &self.badblocks,
                 pace: PaceConfig { mbps: self.mbps, completion: self.completion },
             }),
@@ -309,7 +312,7 @@ impl KindConfig for NullSpec {
     }
 }
 
-/// Creates the data of a null device, below its layers.
+/// Creates a null device without its layers.
 fn data(
     device_spec: &Spec,
     spec: &NullSpec,
@@ -320,7 +323,8 @@ fn data(
         logical_block: spec.blocksize,
         rotational: spec.rotational,
         read_only: spec.readonly,
-        // The zone layer discards the data of zones that are reset. It offers no discards itself.
+        // The zone layer discards the data of zones that are reset, although it does not support
+        // discards by clients.
         discard: spec.discard || device_spec.layers.zones.is_some(),
         max_request: spec.max_request,
     };
@@ -340,10 +344,10 @@ fn data(
             (NullData::Memory(Arc::clone(&memory)), memory)
         }
         NullBacking::Compressed(family) => {
-            // Null devices have no `backing_dev`.
+            // Null devices do not support `backing_dev`, so there is none.
             let family = registry.new_family(&device_spec.name, family, spec.size, None)?;
             let ram = Arc::new(family.ram(spec.size).map_err(family::setup_refusal)?);
-            let device = Shaped::new(Arc::clone(&ram) as Arc<dyn Device>, |geometry| {
+            let device = GeometryView::new(Arc::clone(&ram) as Arc<dyn Device>, |geometry| {
                 geometry.logical_block = config.logical_block;
                 geometry.max_request = config.max_request;
                 geometry.rotational = config.rotational;
@@ -357,13 +361,13 @@ fn data(
     })
 }
 
-/// Data of a null device.
+/// Open null device without its layers.
 pub enum NullData {
-    /// Writes are dropped, reads return zeroes.
+    /// Writes are dropped, and reads return zeroes.
     Nothing,
-    /// In memory: `memory_backed=1`.
+    /// Data is stored in memory, uncompressed: `memory_backed=1`.
     Memory(Arc<Memory>),
-    /// In memory, compressed: `memory_backed=1` with `comp_algorithm`.
+    /// Data is stored in memory, compressed: `memory_backed=1` with `comp_algorithm`.
     Compressed(Arc<Ram>),
 }
 

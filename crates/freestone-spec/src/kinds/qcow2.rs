@@ -1,16 +1,16 @@
-//! Kind `qcow2`: read-only qcow2 images.
+//! Kind `qcow2`: read-only devices over qcow2 images.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use freestone::file::Changed;
+use freestone::file::FileChange;
 use freestone::qcow2::Format;
 use freestone::qcow2::{self, Image};
 use serde_json::{Value, json};
 
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec};
+use super::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::errno_of;
@@ -20,17 +20,17 @@ use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "qcow2";
 const KEYS: [&str; 18] = joined(&["path", "standalone"], &family::KEYS, &["publish", "tls_clients"]);
-/// Attributes, including those of the forks' family.
+/// Names of the attributes, including those of the family of the image's forks.
 const NAMES: [&str; 9] = joined(&["path", "standalone", "size"], &family::NAMES, &[]);
 
-/// Specification of an image.
+/// Specification of a device of kind `qcow2`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Qcow2Spec {
-    /// Path.
+    /// Path of the qcow2 image.
     pub path: PathBuf,
-    /// Refuse an image that refers to other files.
+    /// True to refuse an image that refers to other files.
     pub standalone: bool,
-    /// Family of the forks.
+    /// Specification of the family (memory pool) of the image's forks.
     pub family: FamilySpec,
 }
 
@@ -46,11 +46,11 @@ impl Qcow2Spec {
 }
 
 impl KindConfig for Qcow2Spec {
-    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, _: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let backing = registry.backing(&self.family)?;
         let config = qcow2::Config { path: self.path.clone(), standalone: self.standalone };
         let image = Arc::new(Image::open(&config).map_err(|e| image_refusal(&e))?);
-        Ok(Built { backing, ..Built::standalone(Qcow2(Arc::clone(&image)), image) })
+        Ok(DataDevice { backing, ..DataDevice::standalone(Qcow2(Arc::clone(&image)), image) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -93,8 +93,8 @@ impl KindInstance for Qcow2 {
         true
     }
 
-    fn changed(&self) -> Option<(PathBuf, Changed)> {
-        self.0.changed()
+    fn changed(&self) -> Option<(PathBuf, FileChange)> {
+        self.0.change()
     }
 
     fn file_identities(&self) -> Vec<(PathBuf, String)> {

@@ -1,4 +1,5 @@
-//! Kind `ram`: compressed RAM disks. Forks and snapshots in memory use its attributes and changes too.
+//! Kind `ram`: compressed RAM disks. Forks and snapshots in memory also use the attributes and
+//! changes of this module.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -9,10 +10,10 @@ use freestone::ram::{Config, Family, Ram, SetupError};
 use serde_json::{Map, Value, json};
 
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
+use super::{DataDevice, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec, parse_batch, parse_units};
-use crate::full::{self, FullChange};
+use crate::full::{self, WhenFullChange};
 use crate::keys::{Keys, joined, parse_bool, parse_disksize, parse_limit};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
@@ -20,16 +21,18 @@ use crate::size;
 use freestone::view::ReadOnly;
 
 pub(super) const NAME: &str = "ram";
-const KEYS: [&str; 36] = joined(&["disksize", "readonly", "on_lost", "keep"], &family::KEYS, &LAYER_KEYS);
+const KEYS: [&str; 36] =
+    joined(&["disksize", "readonly", "on_data_loss", "keep"], &family::KEYS, &LAYER_KEYS);
 
-/// Specification of a RAM disk.
+/// Specification of a device of kind `ram`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RamSpec {
-    /// Size in bytes.
+    /// Size of the disk in bytes.
     pub disksize: u64,
-    /// Users can only read it.
+    /// True if the disk is read-only for users.
     pub readonly: bool,
-    /// Family that begins with the disk.
+    /// Specification of the family (memory pool) that the disk starts. Its snapshots and their
+    /// forks join it.
     pub family: FamilySpec,
 }
 
@@ -43,11 +46,14 @@ impl RamSpec {
 }
 
 impl KindConfig for RamSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let backing = registry.backing(&self.family)?;
         let family = registry.new_family(&spec.name, &self.family, self.disksize, backing.as_ref())?;
         let ram = Arc::new(family.ram(self.disksize).map_err(family::setup_refusal)?);
-        Ok(Built { backing, ..Built::standalone(RamDisk(Arc::clone(&ram)), user_device(ram, self.readonly)) })
+        Ok(DataDevice {
+            backing,
+            ..DataDevice::standalone(RamDisk(Arc::clone(&ram)), user_device(ram, self.readonly))
+        })
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -62,17 +68,17 @@ impl KindConfig for RamSpec {
         self.readonly
     }
 
-    fn is_lost(&self) -> bool {
+    fn is_volatile(&self) -> bool {
         true
     }
 }
 
-/// Returns the device that users of a RAM disk use.
+/// Returns the device over a RAM disk that users access: the disk itself, or a read-only view.
 pub(super) fn user_device(ram: Arc<Ram>, readonly: bool) -> Arc<dyn Device> {
     if readonly { Arc::new(ReadOnly(ram)) } else { ram }
 }
 
-/// A RAM disk.
+/// Open RAM disk.
 pub(super) struct RamDisk(pub Arc<Ram>);
 
 impl KindInstance for RamDisk {
@@ -135,7 +141,8 @@ impl KindInstance for RamDisk {
     }
 }
 
-/// Resets the data of a disk or fork to its initial content, and on request the counters.
+/// Resets the data of a RAM disk or fork to its initial content, and with `counters` also its
+/// counters.
 pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
     let done = if counters { ram.reset() } else { ram.rewind() };
     done.map_err(|error| match error {
@@ -144,9 +151,10 @@ pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
     })
 }
 
-/// Returns true if [`wipe`] would not change the content. On request, clears the counters then.
+/// Returns true if [`wipe`] would not change the content. In this case `counters` resets the
+/// counters.
 pub(super) fn skip_wipe(ram: &Ram, counters: bool) -> bool {
-    let skips = ram.holds_nothing();
+    let skips = ram.is_unmodified();
     if skips && counters {
         ram.clear_counters();
     }
@@ -155,7 +163,7 @@ pub(super) fn skip_wipe(ram: &Ram, counters: bool) -> bool {
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// Attributes, in the order in which they are shown.
+/// Names of the attributes of a RAM disk, in the order in which they are listed.
 const NAMES: [&str; 22] = [
     "disksize",
     "readonly",
@@ -181,11 +189,11 @@ const NAMES: [&str; 22] = [
     "debug_stat",
 ];
 
-/// Settable attributes, for an error message.
+/// End of an error message that lists the settable attributes.
 const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable, \
                         writeback_batch_size, full, full_timeout and full_warn can be set";
 
-/// Returns the value of an attribute.
+/// Returns the value of an attribute of a RAM disk, or `None` if there is no such attribute.
 fn value(ram: &Ram, attr: &str) -> Option<Value> {
     Some(match attr {
         "disksize" => json!(ram.config().disksize),
@@ -211,12 +219,12 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
         "io_stat" => io_stat(ram),
         "bd_stat" => bd_stat(ram),
         "debug_stat" => debug_stat(ram),
-        _ => return full::value(ram.family().when_full(), attr),
+        _ => return full::value(ram.family().full_policy(), attr),
     })
 }
 
-/// Formats `algorithm_params` as it can be typed: the words of the primary algorithm, then those of
-/// the secondary ones.
+/// Returns the value of `algorithm_params` in the form of a specification: the parameters of the
+/// primary algorithm, then those of the secondary ones.
 fn algorithm_params(config: &Config) -> String {
     let mut text = words(&config.algorithm_params);
     for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
@@ -230,7 +238,7 @@ fn algorithm_params(config: &Config) -> String {
     text
 }
 
-/// Formats the parameters of one algorithm.
+/// Returns the parameters of one algorithm in the form of a specification.
 fn words(params: &Params) -> String {
     match params.dictionary.as_ref().and_then(Dictionary::path) {
         Some(path) => {
@@ -241,7 +249,7 @@ fn words(params: &Params) -> String {
     }
 }
 
-/// Returns the secondary algorithms by priority: `{"1": "zstd"}`.
+/// Returns the secondary algorithms by priority as a JSON object, such as `{"1": "zstd"}`.
 fn recomp_algorithm(config: &Config) -> Value {
     let all = (1..).zip(&config.recomp_algorithms);
     let all =
@@ -249,7 +257,7 @@ fn recomp_algorithm(config: &Config) -> Value {
     Value::Object(all.collect())
 }
 
-/// Returns the nine columns of the kernel's `mm_stat`, in its order.
+/// Returns the nine columns of `mm_stat` in the order of the kernel's zram.
 pub fn mm_stat(ram: &Ram) -> Value {
     let s = ram.mm_stat();
     json!({
@@ -265,7 +273,7 @@ pub fn mm_stat(ram: &Ram) -> Value {
     })
 }
 
-/// Returns the four columns of the kernel's `io_stat`, in its order.
+/// Returns the four columns of `io_stat` in the order of the kernel's zram.
 pub fn io_stat(ram: &Ram) -> Value {
     let s = ram.io_stat();
     json!({
@@ -276,19 +284,20 @@ pub fn io_stat(ram: &Ram) -> Value {
     })
 }
 
-/// Returns the three columns of the kernel's `bd_stat`, in its order.
+/// Returns the three columns of `bd_stat` in the order of the kernel's zram.
 pub fn bd_stat(ram: &Ram) -> Value {
     let s = ram.bd_stat();
     json!({ "bd_count": s.bd_count, "bd_reads": s.bd_reads, "bd_writes": s.bd_writes })
 }
 
-/// Returns the format version and the two columns of the kernel's `debug_stat`, in its order.
+/// Returns the format version and the two columns of `debug_stat` in the order of the kernel's
+/// zram.
 pub fn debug_stat(ram: &Ram) -> Value {
     let s = ram.debug_stat();
     json!({ "version": 1, "writestall": s.writestall, "miss_free": s.miss_free })
 }
 
-/// Returns the statistics and the state of the backing device, if there is one.
+/// Returns the statistics and the state of the backing device, or `None` without one.
 pub fn backing(ram: &Ram) -> Option<Value> {
     let (path, s) = (ram.config().backing?.path.unwrap_or_default(), ram.backing()?);
     Some(json!({
@@ -299,30 +308,30 @@ pub fn backing(ram: &Ram) -> Option<Value> {
         "spilled_pages": s.spilled_pages,
         "failed_reads": s.failed_reads,
         "failed_writes": s.failed_writes,
-        "unanswered_writes": s.unanswered_writes,
+        "unanswered_writes": s.abandoned_writes,
         "state": match s {
-            _ if s.unanswered_writes > 0 => "does not answer",
-            _ if s.reads_fail => "reads fail",
+            _ if s.abandoned_writes > 0 => "does not answer",
+            _ if s.last_read_failed => "reads fail",
             _ if s.is_full => "full",
             _ => "ok",
         },
     }))
 }
 
-/// Returns the behaviour when the memory limit is reached, and the number of waiting writes.
+/// Returns the behavior at the memory limit, and the number of writes that wait for memory.
 pub fn full_stat(ram: &Ram) -> Value {
-    let mut when = ram.family().when_full();
-    when.wait = ram.own_wait().unwrap_or(when.wait);
+    let mut when = ram.family().full_policy();
+    when.wait = ram.wait_override().unwrap_or(when.wait);
     let attribute = |key: &&str| Some(((*key).to_owned(), full::value(when, key)?));
     let mut stat: Map<_, _> = full::KEYS.iter().filter_map(attribute).collect();
-    stat.insert("waiting".into(), json!(ram.waiting()));
+    stat.insert("waiting".into(), json!(ram.waiting_requests()));
     Value::Object(stat)
 }
 
-/// Returns the statistics of automatic recompression, if it is on.
+/// Returns the statistics of automatic recompression, or `None` if it is off.
 pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
     ram.config().auto_recompress?;
-    let s = ram.auto_recompressed();
+    let s = ram.auto_recompress_stat();
     Some(json!({
         "pages": s.pages,
         "saved_bytes": s.saved_bytes,
@@ -332,7 +341,7 @@ pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
 
 // ---- changes ------------------------------------------------------------------------------------
 
-/// Refuses to grow a zoned disk or fork.
+/// Returns the error if `attr` would grow a zoned disk or fork, else `None`.
 pub(super) fn check_grow(entry: &Entry, attr: &str, text: &str) -> Option<Refusal> {
     let zoned = attr == "disksize" && entry.layers.zones.is_some();
     zoned.then(|| {
@@ -341,31 +350,34 @@ pub(super) fn check_grow(entry: &Entry, attr: &str, text: &str) -> Option<Refusa
     })
 }
 
-/// A checked change of a RAM disk, fork or family by a `set`. Changes are applied in this order.
+/// Checked change of an attribute of a RAM disk, fork or family. Several changes are applied in the
+/// order of these variants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Change {
-    /// `disksize`, in bytes. First in order, because growing can still fail.
+    /// New `disksize` in bytes. First in order, because growing can still fail.
     Grow(u64),
-    /// `mem_limit`, in bytes; 0 is unlimited.
+    /// New `mem_limit` in bytes; 0 means unlimited.
     MemLimit(u64),
-    /// `mem_min` of a fork, in bytes.
+    /// New `mem_min` (guaranteed memory) of a fork in bytes.
     MemMin(u64),
-    /// `full` of a fork; None for the family's behaviour.
+    /// New `full` of a fork: wait (true) or fail (false), or `None` for the behavior of the family.
     OwnWait(Option<bool>),
-    /// `mem_used_max=0`.
+    /// Reset of `mem_used_max` to the present value.
     ResetMemUsedMax,
-    /// `writeback_limit`, in units of 4 KiB. Ordered before `writeback_limit_enable`, which uses it.
+    /// New `writeback_limit` in units of 4 KiB. Ordered before `writeback_limit_enable`, which
+    /// makes it effective.
     WritebackLimit(u64),
-    /// `writeback_limit_enable`.
+    /// New `writeback_limit_enable`.
     WritebackLimitEnable(bool),
-    /// `writeback_batch_size`, in blocks of 4 KiB.
+    /// New `writeback_batch_size` in blocks of 4 KiB.
     WritebackBatchSize(u32),
-    /// `full`, `full_timeout` or `full_warn`.
-    Full(FullChange),
+    /// New `full`, `full_timeout` or `full_warn` of a family.
+    Full(WhenFullChange),
 }
 
 impl Change {
-    /// Parses a new value of an attribute. Returns None if there is no such attribute.
+    /// Parses a new value of an attribute of a RAM disk. Returns `None` if there is no such
+    /// attribute.
     pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Self, Refusal>> {
         let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
         let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
@@ -406,29 +418,30 @@ impl Change {
         })
     }
 
-    /// Parses a new value of an attribute of a family. Returns None if there is no such attribute.
+    /// Parses a new value of an attribute of a family. Returns `None` if a family has no such
+    /// attribute.
     pub(super) fn of_family(attr: &str, text: &str) -> Option<Result<Self, String>> {
         match attr {
             "mem_limit" => Some(parse_limit(text).map(Self::MemLimit)),
-            _ => FullChange::check(attr, text).map(|checked| checked.map(Self::Full)),
+            _ => WhenFullChange::check(attr, text).map(|checked| checked.map(Self::Full)),
         }
     }
 
-    /// Applies a change of a family. Changes of a single disk are ignored.
+    /// Applies the change to a family. A change of a single disk is ignored.
     pub(super) fn apply_to_family(self, family: &Family) {
         match self {
             Self::MemLimit(bytes) => family.set_mem_limit(bytes),
-            Self::Full(change) => family.set_when_full(change.applied_to(family.when_full())),
+            Self::Full(change) => family.set_full_policy(change.applied_to(family.full_policy())),
             _ => {}
         }
     }
 
-    /// Applies the change to a disk.
+    /// Applies the change to a RAM disk, or to its family.
     pub fn apply(self, ram: &Ram) -> Result<(), SetupError> {
         match self {
             Self::Grow(bytes) => ram.grow(bytes)?,
             Self::MemLimit(_) | Self::Full(_) => self.apply_to_family(&ram.family()),
-            Self::OwnWait(waits) => ram.set_own_wait(waits),
+            Self::OwnWait(waits) => ram.set_wait_override(waits),
             Self::MemMin(bytes) => ram.set_own_limits(ram.own_limits().0, bytes)?,
             Self::ResetMemUsedMax => ram.reset_mem_used_max(),
             Self::WritebackLimit(units) => ram.set_writeback_limit(units),

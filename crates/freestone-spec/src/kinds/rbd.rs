@@ -1,4 +1,4 @@
-//! Kind `rbd`: images in Ceph's RBD, through librbd.
+//! Kind `rbd`: devices over images in Ceph's RBD, through librbd.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,11 +8,11 @@ use freestone::device::Device;
 use freestone_rbd::{Config, DEFAULT_TIMEOUT, ImageName, MAX_TIMEOUT, MIN_TIMEOUT, Rbd, SetupError};
 use serde_json::{Value, json};
 
-use super::ahead::{Opener, opener};
 use super::check_size::check_size;
 use super::names::IS_READ_ONLY;
+use super::parallel_open::{Opener, opener};
 use super::registry::Registry;
-use super::{Built, Entry, KindConfig, KindInstance, Spec, is_live};
+use super::{DataDevice, Entry, KindConfig, KindInstance, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
@@ -25,24 +25,24 @@ const OWN_KEYS: [&str; 12] =
     joined(&["image", "conf", "id", "snap", "timeout", "readonly", "size"], &FAULT_KEYS, &[]);
 const KEYS: [&str; 28] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
 
-/// Specification of an image.
+/// Specification of a device of kind `rbd`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RbdSpec {
-    /// Pool, namespace and name of the image.
+    /// Name of the image, with its pool and namespace.
     pub image: ImageName,
-    /// Ceph configuration file; None for Ceph's default files.
+    /// Path of the Ceph configuration file, or `None` for Ceph's default files.
     pub conf: Option<PathBuf>,
-    /// Ceph user; None for the default of the configuration.
+    /// Name of the Ceph user, or `None` for the default of the configuration.
     pub id: Option<String>,
-    /// Snapshot of the image.
+    /// Name of the snapshot of the image to open, or `None` for the image itself.
     pub snap: Option<String>,
-    /// How long requests wait for the cluster.
+    /// Maximum time that requests wait for the cluster.
     pub timeout: Duration,
-    /// The device is read-only.
+    /// True if the device is read-only.
     pub readonly: bool,
-    /// Expected size in bytes.
+    /// Expected size in bytes, or `None` to accept any size.
     pub size: Option<u64>,
-    /// Family of the forks.
+    /// Specification of the family (memory pool) of the device's forks.
     pub family: FamilySpec,
 }
 
@@ -97,11 +97,11 @@ impl RbdSpec {
 }
 
 impl KindConfig for RbdSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let backing = registry.backing(&self.family)?;
-        let device = registry.ahead.open(&spec.name, self.open(&spec.name))?;
+        let device = registry.parallel_open.open(&spec.name, self.open(&spec.name))?;
         check_size(self.size, &device.geometry(), "image")?;
-        Ok(Built { backing, ..Built::standalone(Image(Arc::clone(&device)), device) })
+        Ok(DataDevice { backing, ..DataDevice::standalone(Image(Arc::clone(&device)), device) })
     }
 
     fn opener(&self, spec: &Spec) -> Option<Opener> {
@@ -131,13 +131,13 @@ fn setup_refusal(error: &SetupError) -> Refusal {
         SetupError::Connect { .. }
         | SetupError::Pool { .. }
         | SetupError::Image { .. }
-        | SetupError::Unfit { .. }
-        | SetupError::Silent { .. } => Errno::EIO,
+        | SetupError::Unsupported { .. }
+        | SetupError::Timeout { .. } => Errno::EIO,
     };
     Refusal::failed(errno, error)
 }
 
-/// An open image.
+/// Open image in RBD.
 struct Image(Arc<Rbd>);
 
 impl Image {
@@ -179,7 +179,7 @@ impl KindInstance for Image {
     }
 }
 
-/// Attributes.
+/// Names of the attributes.
 const NAMES: [&str; 5] = ["image", "snap", "last_error", "readonly", "size"];
-/// Attributes of a read-only image, including those of the forks' family.
+/// Names of the attributes of a read-only image, including those of the family of its forks.
 const BASE_NAMES: [&str; 11] = joined(&NAMES, &family::NAMES, &[]);

@@ -1,4 +1,4 @@
-//! Registry of a server's devices: the devices by name, and their dependencies.
+//! Registry of a server's devices by name, with the dependencies between devices.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,28 +6,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use freestone::ram::Family;
 
 use super::Entry;
-use super::ahead::Ahead;
+use super::parallel_open::ParallelOpen;
 use crate::family::{self, BackingDevice, FamilySpec};
 use crate::refusal::{Errno, Refusal};
 
 /// Maximum number of devices of one server.
 pub const MAX_DEVICES: usize = 65_536;
-/// Maximum number of device names in an error message.
+/// Maximum number of dependent devices named in an error message.
 const NAMES_SHOWN: usize = 3;
 
-/// Errors from adding a device.
+/// Errors from adding a device to the registry.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AddError {
-    /// A device of that name exists.
+    /// A device with this name already exists.
     Duplicate,
-    /// [`MAX_DEVICES`] devices exist.
+    /// [`MAX_DEVICES`] devices already exist.
     Full,
-    /// A device that it depends on was removed meanwhile.
+    /// The device with this name, on which the new device depends, was removed meanwhile.
     Gone(String),
 }
 
 impl AddError {
-    /// Converts the error for a user. `name` is the device that was to be added.
+    /// Converts the error to a refusal for users. `name` is the device that could not be added.
     pub fn of(&self, name: &str) -> Refusal {
         match self {
             Self::Duplicate => {
@@ -44,49 +44,50 @@ impl AddError {
     }
 }
 
-/// Devices in the order in which they were added. One lock protects the tables. It is held for a lookup,
-/// a change or a list, never during work on a device. All operations but listing take constant or
-/// logarithmic time.
+/// Devices of a server, in the order in which they were added. One lock protects the tables. The
+/// lock is held for a lookup, a change or a list, never during work on a device. All operations
+/// except listing take constant or logarithmic time.
 #[derive(Default)]
 pub struct Registry {
     tables: Mutex<Tables>,
-    /// Remote devices that a start opens before their turn.
-    pub ahead: Arc<Ahead>,
+    /// Remote devices that are opened in parallel in advance when the server starts.
+    pub parallel_open: Arc<ParallelOpen>,
 }
 
 #[derive(Default)]
 struct Tables {
-    /// Devices by number, in the order in which they were added.
+    /// Devices by number. Numbers ascend in the order in which devices were added.
     entries: BTreeMap<u64, Arc<Entry>>,
-    /// Numbers by name.
+    /// Numbers of the devices by name.
     names: HashMap<String, u64>,
-    /// Numbers of exports of NBD servers.
+    /// Numbers of the devices that are exports of other NBD servers.
     remote: BTreeSet<u64>,
-    /// By number of a device: the numbers and names of the devices that depend on it.
+    /// For the number of each device with dependent devices: the numbers and names of these.
     users: HashMap<u64, BTreeMap<u64, String>>,
-    /// Number of the next device.
+    /// Number of the next device to be added.
     next: u64,
 }
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, Tables> {
-        // Tables are not changed in code that can panic half-way, so poisoning is ignored.
+        // No code that changes the tables can panic halfway, so poisoning is ignored.
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the device of a name.
+    /// Returns the device with this name, or `None` if there is none.
     pub fn find(&self, name: &str) -> Option<Arc<Entry>> {
         let tables = self.lock();
         tables.entries.get(tables.names.get(name)?).cloned()
     }
 
-    /// Returns the device that another one will depend on. `key` names it, for the error message.
-    pub(super) fn needed(&self, key: &str, name: &str) -> Result<Arc<Entry>, Refusal> {
+    /// Returns the device `name`, or an error if it does not exist. `key` is the key that contains
+    /// the name, for the error message.
+    pub(super) fn find_required(&self, key: &str, name: &str) -> Result<Arc<Entry>, Refusal> {
         let none = || Refusal::failed(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)"));
         self.find(name).ok_or_else(none)
     }
 
-    /// Creates a family, whose disks have `size` bytes, with the backing device that
+    /// Creates a family of RAM disks of `size` bytes. `backing` is the device that
     /// [`backing`](Self::backing) returned. Logs warnings about probable mistakes.
     pub fn new_family(
         &self,
@@ -98,37 +99,39 @@ impl Registry {
         let backing_device = backing.and_then(|entry| {
             Some(BackingDevice {
                 device: entry.device()?,
-                // The server of an export can lose its cache while this process lives.
+                // If the device is an NBD export, its server can lose its write cache while this
+                // process runs.
                 write_through: entry.spec.kind.uri().is_some(),
-                in_memory: entry.spec.is_lost(),
+                in_memory: entry.spec.is_volatile(),
             })
         });
         family::new(name, spec, size, backing_device.as_ref(), || self.limits())
     }
 
-    /// Returns the memory limits of all families.
+    /// Returns the memory limits of all existing families in bytes.
     fn limits(&self) -> Vec<u64> {
         let limit = |entry: &Arc<Entry>| match entry.kind.own_family() {
             Some(family) => Some(family.mem_limit()),
-            // The lock is held while a family is created. That family does not count yet.
+            // If the lock is held, the family is just being created, and does not count yet.
             None if entry.is_outer_base() => Some(entry.family.try_lock().ok()?.as_ref()?.mem_limit()),
             None => None,
         };
         self.all().iter().filter_map(limit).collect()
     }
 
-    /// Returns all devices.
+    /// Returns all devices in the order in which they were added.
     pub fn all(&self) -> Vec<Arc<Entry>> {
         self.lock().entries.values().cloned().collect()
     }
 
-    /// Returns the devices that are exports of NBD servers.
-    pub fn remote(&self) -> Vec<Arc<Entry>> {
+    /// Returns the devices that are exports of other NBD servers.
+    pub fn nbd_devices(&self) -> Vec<Arc<Entry>> {
         let tables = self.lock();
         tables.remote.iter().filter_map(|number| tables.entries.get(number).cloned()).collect()
     }
 
-    /// Returns messages with the seeds that were chosen at random, with which a run can be repeated.
+    /// Returns a message for each device whose seed of fault rules was chosen at random. With the
+    /// seed a run can be repeated.
     pub fn seeds(&self) -> Vec<String> {
         let seed = |entry: &Arc<Entry>| {
             let layers = &entry.layers;
@@ -137,35 +140,36 @@ impl Registry {
         self.all().iter().filter_map(seed).collect()
     }
 
-    /// Checks that a device of this name could be added.
+    /// Checks that a device with this name can be added.
     pub fn check_free(&self, name: &str) -> Result<(), AddError> {
         self.lock().check_free(name)
     }
 
-    /// Adds a device.
+    /// Adds a device. Fails if the name is in use, the registry is full, or a dependency was
+    /// removed.
     pub fn add(&self, entry: &Arc<Entry>) -> Result<(), AddError> {
         let mut tables = self.lock();
         tables.check_free(entry.name())?;
-        let below = tables.below(entry)?;
-        tables.insert(entry, below);
+        let dependencies = tables.dependencies(entry)?;
+        tables.insert(entry, dependencies);
         Ok(())
     }
 
-    /// Replaces a device, on which no device depends, by another one of the same name. The new device is
-    /// the last one in order.
+    /// Replaces a device by another one of the same name, which becomes the last one in order.
+    /// Fails if other devices depend on the old one.
     pub fn replace(&self, old: &Arc<Entry>, new: &Arc<Entry>) -> Result<(), AddError> {
         let mut tables = self.lock();
-        let below = tables.below(new)?;
+        let dependencies = tables.dependencies(new)?;
         let gone = || AddError::Gone(old.name().to_owned());
         let number =
             tables.number(old).filter(|number| !tables.users.contains_key(number)).ok_or_else(gone)?;
         tables.remove(old, number);
-        tables.insert(new, below);
+        tables.insert(new, dependencies);
         Ok(())
     }
 
-    /// Removes a device. Fails with its users if other devices depend on it. A device that is not in the
-    /// registry counts as removed.
+    /// Removes a device. If other devices depend on it, returns them as the error. A device that is
+    /// not in the registry counts as removed.
     pub fn remove(&self, entry: &Arc<Entry>) -> Result<(), Users> {
         let mut tables = self.lock();
         let Some(number) = tables.number(entry) else { return Ok(()) };
@@ -176,13 +180,13 @@ impl Registry {
         Ok(())
     }
 
-    /// Returns the devices that depend on a device, or None.
+    /// Returns the devices that depend on `entry`, or `None` if there are none.
     pub fn users(&self, entry: &Arc<Entry>) -> Option<Users> {
         let tables = self.lock();
         tables.users_of(tables.number(entry)?)
     }
 
-    /// Fails if other devices depend on the device, because their content would change. `done` is the
+    /// Fails if other devices depend on `entry`, because their content would change. `done` is the
     /// participle of the operation, for the message.
     pub fn check_unused(&self, entry: &Arc<Entry>, done: &str) -> Result<(), Refusal> {
         let Some(users) = self.users(entry) else { return Ok(()) };
@@ -200,16 +204,16 @@ impl Tables {
         if self.entries.len() >= MAX_DEVICES { Err(AddError::Full) } else { Ok(()) }
     }
 
-    /// Returns the numbers of the devices that a device depends on.
-    fn below(&self, entry: &Entry) -> Result<Vec<u64>, AddError> {
+    /// Returns the numbers of the devices on which a device depends.
+    fn dependencies(&self, entry: &Entry) -> Result<Vec<u64>, AddError> {
         let gone = |needed: &Arc<Entry>| AddError::Gone(needed.name().to_owned());
-        entry.needs().iter().map(|needed| self.number(needed).ok_or_else(|| gone(needed))).collect()
+        entry.dependencies().iter().map(|needed| self.number(needed).ok_or_else(|| gone(needed))).collect()
     }
 
-    fn insert(&mut self, entry: &Arc<Entry>, below: Vec<u64>) {
+    fn insert(&mut self, entry: &Arc<Entry>, dependencies: Vec<u64>) {
         let number = self.next;
         self.next += 1;
-        for needed in below {
+        for needed in dependencies {
             self.users.entry(needed).or_default().insert(number, entry.name().to_owned());
         }
         if entry.spec.kind.uri().is_some() {
@@ -220,12 +224,12 @@ impl Tables {
     }
 
     fn remove(&mut self, entry: &Entry, number: u64) {
-        for needed in entry.needs() {
-            let Some(below) = self.number(needed) else { continue };
-            if let Some(users) = self.users.get_mut(&below) {
+        for needed in entry.dependencies() {
+            let Some(dependency) = self.number(needed) else { continue };
+            if let Some(users) = self.users.get_mut(&dependency) {
                 users.remove(&number);
                 if users.is_empty() {
-                    self.users.remove(&below);
+                    self.users.remove(&dependency);
                 }
             }
         }
@@ -234,7 +238,8 @@ impl Tables {
         self.entries.remove(&number);
     }
 
-    /// Returns the number of a device. Another device of the same name is not matched.
+    /// Returns the number of a device, or `None` if it is not in the registry. Another device with
+    /// the same name does not match.
     fn number(&self, entry: &Arc<Entry>) -> Option<u64> {
         let number = *self.names.get(entry.name())?;
         self.entries.get(&number).is_some_and(|found| Arc::ptr_eq(found, entry)).then_some(number)
@@ -242,24 +247,24 @@ impl Tables {
 
     fn users_of(&self, number: u64) -> Option<Users> {
         let users = self.users.get(&number)?;
-        let some = users.values().take(NAMES_SHOWN).cloned().collect();
-        Some(Users { some, count: users.len() })
+        let first = users.values().take(NAMES_SHOWN).cloned().collect();
+        Some(Users { first, count: users.len() })
     }
 }
 
-/// Devices that depend on another one.
+/// Devices that depend on another device, for messages.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Users {
-    /// Names of the first ones.
-    pub some: Vec<String>,
-    /// Number of all.
+    /// Names of the first dependent devices.
+    pub first: Vec<String>,
+    /// Number of all dependent devices.
     pub count: usize,
 }
 
 impl std::fmt::Display for Users {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.some.join(", "))?;
-        match self.count - self.some.len() {
+        f.write_str(&self.first.join(", "))?;
+        match self.count - self.first.len() {
             0 => Ok(()),
             more => write!(f, " and {more} more"),
         }
@@ -289,7 +294,7 @@ mod tests {
         assert_eq!(names, ["a", "c"]);
         assert_eq!(registry.find("a").unwrap().kind.name(), "ram");
         assert!(registry.find("b").is_none());
-        // Removing the old device again does not remove a new one with its name.
+        // Removing the old device again does not remove a new device with the same name.
         add(&registry, "b=null,size=1M");
         registry.remove(&b).unwrap();
         assert!(registry.find("b").is_some());
@@ -300,12 +305,12 @@ mod tests {
         let registry = Arc::default();
         let ram = add(&registry, "r=ram,disksize=1M");
         let snapshot = add(&registry, "s=snapshot,origin=r");
-        // A snapshot in memory does not depend on its origin.
+        // A snapshot in memory does not depend on its origin, so the RAM disk has no users.
         assert_eq!(registry.users(&ram), None);
         let forks: Vec<_> = (0..5).map(|n| add(&registry, &format!("f{n}=fork,base=s"))).collect();
         let users = registry.remove(&snapshot).unwrap_err();
         assert_eq!(users.to_string(), "f0, f1, f2 and 2 more");
-        // A snapshot of a fork depends on the fork's base.
+        // A snapshot of a fork depends on the base of the fork, not on the fork.
         let second = add(&registry, "s2=snapshot,origin=f0");
         for fork in &forks {
             registry.remove(fork).unwrap();

@@ -1,5 +1,5 @@
-//! Devices whose content comes from a file: restored ones from a file of `save`, kept ones from the
-//! state directory.
+//! Devices whose initial content is read from a file: restored devices from a file written by
+//! `save`, and kept devices (`keep=yes`) from the state directory.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::ram::{RamDisk, user_device};
 use super::registry::Registry;
 use super::snapshot::MemorySnapshot;
 use super::{
-    Built, Entry, ExclusiveUse, KindConfig, KindInstance, KindSpec, RestartPolicy, Spec, finish_entry,
+    DataDevice, Entry, ExclusiveUse, KindConfig, KindInstance, KindSpec, RestartPolicy, Spec, finish_entry,
     warn_of_record,
 };
 use crate::entries::Entries;
@@ -24,65 +24,66 @@ use crate::limits::LimitSpec;
 use crate::refusal::Refusal;
 use crate::tls::TlsClients;
 
-/// Specification of a device from a file of `save`.
+/// Specification of a device restored from a file written by `save`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RestoredSpec {
-    /// Path of the file.
+    /// Path of the saved file.
     file: PathBuf,
-    /// Name of a fork's base.
+    /// Name of the base if the device is a fork.
     base: Option<String>,
 }
 
 impl KindConfig for RestoredSpec {
-    fn build(&self, _: &Spec, _: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, _: &Spec, _: &Registry) -> Result<DataDevice, Refusal> {
         unreachable!("restored devices are not built from words")
     }
 
-    fn below(&self) -> Option<&str> {
+    fn parent_name(&self) -> Option<&str> {
         self.base.as_deref()
     }
 
-    fn is_lost(&self) -> bool {
+    fn is_volatile(&self) -> bool {
         true
     }
 }
 
-/// Devices that restored devices depend on.
+/// Devices on which a restored device depends.
 #[derive(Clone, Copy)]
-pub struct StandsOn<'a> {
-    /// Base of a fork.
+pub struct RestoreDependencies<'a> {
+    /// Base if the device is a fork.
     pub base: Option<&'a Arc<Entry>>,
-    /// Backing device of the family that begins with the device.
+    /// Backing device of the family that the device starts, if it is a device of the server.
     pub backing: Option<&'a Arc<Entry>>,
 }
 
 /// Settings of a restored device.
 #[derive(Debug, Default)]
-pub struct Said {
-    /// Layers over the data.
+pub struct RestoreOptions {
+    /// Layers over the restored data.
     pub layers: LayerSpec,
-    /// The device is read-only for clients.
+    /// True if the device is read-only for clients.
     pub readonly: bool,
-    /// NBD clients that may use the device; None for all.
+    /// NBD clients that may use the device, or `None` for all.
     pub tls_clients: Option<TlsClients>,
-    /// What the next start of the server does with the content.
+    /// Handling of the content when the server restarts.
     pub restart: RestartPolicy,
 }
 
-/// Creates a device from `file`. `words` are those of the most similar device that words can
-/// describe, or have the kind `restored`.
-pub fn restored(
+/// Creates a device from the content `ram` of the saved `file`. `words` specify the most similar
+/// device that a specification can describe, or contain the kind `restored`.
+pub fn build_restored(
     words: Entries,
     kind: DeviceKind,
     ram: Ram,
     file: PathBuf,
-    on: StandsOn<'_>,
-    said: Said,
+    on: RestoreDependencies<'_>,
+    said: RestoreOptions,
 ) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
-    let StandsOn { base, backing } = on;
-    let Said { layers, readonly, tls_clients, restart: RestartPolicy { keep, on_lost } } = said;
-    let needs = base.into_iter().cloned().collect::<Vec<_>>();
+    let RestoreDependencies { base, backing } = on;
+    let RestoreOptions { layers, readonly, tls_clients, restart: RestartPolicy { keep, on_data_loss } } =
+        said;
+    let dependencies = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
     let spec = Spec {
@@ -90,7 +91,7 @@ pub fn restored(
         words,
         publish: None,
         tls_clients,
-        on_lost,
+        on_data_loss,
         keep,
         kind: kind_spec,
         layers,
@@ -102,15 +103,15 @@ pub fn restored(
         DeviceKind::Fork => Box::new(Fork(ram)),
         DeviceKind::Snapshot => Box::new(MemorySnapshot(ram)),
     };
-    finish_entry(spec, Built { kind, device, needs, backing: backing.cloned(), origin: None })
+    finish_entry(spec, DataDevice { kind, device, dependencies, backing: backing.cloned(), origin: None })
         .inspect(warn_of_record)
 }
 
-/// Creates a device with `keep=yes` from the content `ram` that an earlier server has saved.
-pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal> {
+/// Creates a device with `keep=yes` from the content `ram`, which an earlier server process saved.
+pub fn build_kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
     let refused = |error| family::setup_refusal(error).of(&spec.name);
-    // The device may have grown since the save.
+    // The device may have grown after it was saved.
     let grow = |size: Option<u64>| match size {
         Some(size) if size > ram.geometry().size => ram.grow(size).map_err(refused),
         _ => Ok(()),
@@ -118,26 +119,37 @@ pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal>
     let built = match &spec.kind {
         KindSpec::Ram(disk) => {
             grow(Some(disk.disksize))?;
-            // The restored family uses the backing device already; here it only becomes a dependency.
-            let backing = ExclusiveUse::pages(&disk.family).and_then(|takes| registry.find(takes.name));
+            // The restored family already uses the backing device, which only has to become a
+            // dependency.
+            let backing =
+                ExclusiveUse::of_backing_device(&disk.family).and_then(|takes| registry.find(takes.name));
             let device = user_device(Arc::clone(&ram), disk.readonly);
-            Built { backing, ..Built::standalone(RamDisk(Arc::clone(&ram)), device) }
+            DataDevice { backing, ..DataDevice::standalone(RamDisk(Arc::clone(&ram)), device) }
         }
         KindSpec::Fork(fork) => {
-            let base = registry.needed("base", &fork.base).map_err(|refusal| refusal.of(&spec.name))?;
+            let base =
+                registry.find_required("base", &fork.base).map_err(|refusal| refusal.of(&spec.name))?;
             grow(fork.size)?;
             ram.set_own_limits(fork.mem_limit, fork.mem_min).map_err(refused)?;
-            ram.set_own_wait(fork.full);
-            Built { needs: vec![base], ..Built::standalone(Fork(Arc::clone(&ram)), Arc::clone(&ram) as _) }
+            ram.set_wait_override(fork.full);
+            DataDevice {
+                dependencies: vec![base],
+                ..DataDevice::standalone(Fork(Arc::clone(&ram)), Arc::clone(&ram) as _)
+            }
         }
         KindSpec::Snapshot(snapshot) => {
             let origin = registry.find(&snapshot.origin);
-            let needs = origin.as_ref().map_or_else(Vec::new, |origin| origin.needs().to_vec());
+            let dependencies = origin.as_ref().map_or_else(Vec::new, |origin| origin.dependencies().to_vec());
             let backing = origin.as_ref().and_then(|origin| origin.backing.clone());
             let origin =
                 origin.map(|origin| (Arc::downgrade(&origin), origin.rewinds.load(Ordering::SeqCst)));
             let device = Arc::clone(&ram) as _;
-            Built { needs, backing, origin, ..Built::standalone(MemorySnapshot(Arc::clone(&ram)), device) }
+            DataDevice {
+                dependencies,
+                backing,
+                origin,
+                ..DataDevice::standalone(MemorySnapshot(Arc::clone(&ram)), device)
+            }
         }
         _ => unreachable!("only devices in memory are kept"),
     };

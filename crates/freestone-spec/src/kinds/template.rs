@@ -1,4 +1,4 @@
-//! Kind `template`: a base of which each connection gets a fork of its own.
+//! Kind `template`: creates a separate fork of a base for each connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::fork::{Fork, ForkSpec, fork_of};
 use super::registry::{AddError, Registry};
-use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec, finish_entry};
+use super::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec, finish_entry};
 use crate::entries::{Entries, SpecError};
 use crate::full;
 use crate::keys::{Keys, joined};
@@ -21,17 +21,17 @@ pub(super) const NAME: &str = "template";
 const KEYS: [&str; 14] = joined(
     &["base", "size", "mem_limit", "mem_min", "full", "ttl"],
     &FAULT_KEYS,
-    &["publish", "tls_clients", "on_lost"],
+    &["publish", "tls_clients", "on_data_loss"],
 );
-/// Largest `ttl`, in seconds.
+/// Largest value of `ttl` in seconds: 366 days.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
-/// Specification of a template.
+/// Specification of a device of kind `template`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TemplateSpec {
-    /// Specification of the fork of a connection.
+    /// Specification of the fork that is created for each connection.
     pub fork: ForkSpec,
-    /// Maximum duration of a connection.
+    /// Maximum duration of a connection, or `None` for no limit.
     pub ttl: Option<Duration>,
 }
 
@@ -55,14 +55,15 @@ fn parse_ttl(text: &str) -> Result<Option<Duration>, String> {
 }
 
 impl KindConfig for TemplateSpec {
-    fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
-        let base = registry.needed("base", &self.fork.base)?;
-        // Try one fork, so that an error appears now and not at the first connection.
+    fn build(&self, _: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
+        let base = registry.find_required("base", &self.fork.base)?;
+        // Creates one fork and drops it, so that an error is reported now and not at the first
+        // connection.
         drop(fork_of(&base, &self.fork, registry)?);
-        Ok(Built {
+        Ok(DataDevice {
             kind: Box::new(Template(0.into())),
             device: None,
-            needs: vec![base],
+            dependencies: vec![base],
             backing: None,
             origin: None,
         })
@@ -72,12 +73,12 @@ impl KindConfig for TemplateSpec {
         Some(&self.fork)
     }
 
-    fn below(&self) -> Option<&str> {
+    fn parent_name(&self) -> Option<&str> {
         Some(&self.fork.base)
     }
 }
 
-/// An open template, with the number of forks created so far.
+/// Open template. Contains the number of forks created so far.
 struct Template(AtomicU64);
 
 impl KindInstance for Template {
@@ -90,7 +91,7 @@ impl KindInstance for Template {
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
-        Err(format!("is a template; fork its base, {}", base.spec.kind.below().unwrap_or_default()))
+        Err(format!("is a template; fork its base, {}", base.spec.kind.parent_name().unwrap_or_default()))
     }
 
     fn attrs(&self) -> &'static [&'static str] {
@@ -111,8 +112,8 @@ impl KindInstance for Template {
         })
     }
 
-    fn fresh(&self, template: &Entry, registry: &Registry) -> Result<Arc<Entry>, Refusal> {
-        let (Some(spec), [base]) = (template.spec.kind.fork(), template.needs()) else {
+    fn create_connection_fork(&self, template: &Entry, registry: &Registry) -> Result<Arc<Entry>, Refusal> {
+        let (Some(spec), [base]) = (template.spec.kind.fork(), template.dependencies()) else {
             unreachable!("a template has a fork specification and a base");
         };
         let failed = |errno, why: &str| Refusal::failed(errno, format!("{}: {why}", template.name()));
@@ -121,33 +122,35 @@ impl KindInstance for Template {
         loop {
             let number = self.0.fetch_add(1, Ordering::SeqCst) + 1;
             let name = format!("{}@{number}", template.name());
-            // Check before the log file of the fork is created.
+            // The name is checked before the fork's log file is created.
             if registry.check_free(&name) == Err(AddError::Duplicate) {
                 continue;
             }
             let layers = template.spec.layers.numbered(number);
-            // The fork ends with its connection, so nobody creates it again from these words.
+            // The fork ends with its connection and is never created again from these words, so
+            // they need no keys.
             let words = Entries { name: name.clone(), kind: "fork".into(), pairs: Vec::new() };
             let spec = Spec {
                 name,
                 words,
                 publish: None,
                 tls_clients: None,
-                on_lost: None,
+                on_data_loss: None,
                 keep: false,
                 kind: KindSpec::Fork(spec.clone()),
                 layers,
-                // The template counts the connections.
+                // The template counts and limits the connections, not its forks.
                 limits: LimitSpec { max_clients: 0, ..template.limits() },
             };
-            let built = Built::standalone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
-            let entry_with_layers = finish_entry(spec, Built { needs: vec![Arc::clone(base)], ..built });
+            let built = DataDevice::standalone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
+            let entry_with_layers =
+                finish_entry(spec, DataDevice { dependencies: vec![Arc::clone(base)], ..built });
             let mut entry = entry_with_layers.map_err(|error| failed(error.errno, &error.sentence))?;
             entry.template = Some(template.name().to_owned());
             let entry = Arc::new(entry);
             return match registry.add(&entry) {
                 Ok(()) => Ok(entry),
-                // A user gave this name to another device meanwhile.
+                // Another device with this name was added meanwhile, so the next number is tried.
                 Err(AddError::Duplicate) => continue,
                 Err(AddError::Full) => {
                     Err(failed(Errno::ENOSPC, "the server has the maximum number of devices"))
@@ -158,7 +161,8 @@ impl KindInstance for Template {
     }
 }
 
-/// Returns an attribute of the layers of the forks, as specified.
+/// Returns the specified value of an attribute of the forks' layers, or `None` for another
+/// attribute.
 fn layer_value(layers: &LayerSpec, attr: &str) -> Option<Value> {
     let or_none = |text: Option<String>| json!(text.unwrap_or_else(|| "none".to_owned()));
     Some(match attr {
@@ -171,7 +175,7 @@ fn layer_value(layers: &LayerSpec, attr: &str) -> Option<Value> {
     })
 }
 
-/// Attributes.
+/// Names of the attributes.
 const NAMES: [&str; 12] = [
     "base",
     "size",

@@ -1,23 +1,24 @@
-//! The words that would create a device with its present settings: its original words with the
-//! changes since.
+//! Words (keys and values) of a specification that would create a device with its present settings:
+//! the original words with later changes applied.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Spec;
 use crate::entries::Entries;
 
-/// Changed words; None if nothing was changed. Held only to read or replace them.
+/// Changed words of a device, or `None` if no setting was changed. The lock is held only to read or
+/// replace them.
 #[derive(Default)]
 pub struct Words(Mutex<Option<Entries>>);
 
 impl Words {
     fn lock(&self) -> MutexGuard<'_, Option<Entries>> {
-        // A panic cannot leave an assignment half done, so poisoning is ignored.
+        // A panic cannot leave the words half changed, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the present words of a device that was created with `spec`.
-    pub fn now(&self, spec: &Spec) -> Entries {
+    pub fn current(&self, spec: &Spec) -> Entries {
         self.lock().clone().unwrap_or_else(|| spec.words.clone())
     }
 
@@ -31,7 +32,7 @@ impl Words {
         }
     }
 
-    /// Removes a key.
+    /// Removes a key from the words.
     pub(crate) fn forget(&self, spec: &Spec, key: &str) {
         self.lock().get_or_insert_with(|| spec.words.clone()).pairs.retain(|(known, _)| known != key);
     }

@@ -1,17 +1,18 @@
-//! Bad-block layer of a test drive: setup and attributes.
+//! Setup and attributes of the bad-block layer of a test drive.
 
 use std::sync::Arc;
 
 use freestone::device::Device;
-use freestone::null::{BadBlocks, BadConfig};
+use freestone::null::{BadBlocks, BadBlocksConfig};
 
 use crate::keys::SECTOR_BYTES;
 use crate::refusal::{Errno, Refusal};
 
-/// Adds the layer to `device`. `changes` are applied to the empty list of bad blocks.
+/// Adds the bad-block layer to `device`. `changes`, such as `+8-15`, are applied to the empty list
+/// of bad blocks.
 pub(super) fn add_layer(
     device: Arc<dyn Device>,
-    config: BadConfig,
+    config: BadBlocksConfig,
     changes: &[String],
 ) -> Result<BadBlocks, Refusal> {
     let bad = BadBlocks::new(device, config);
@@ -19,7 +20,8 @@ pub(super) fn add_layer(
     Ok(bad)
 }
 
-/// Parses changes of the list: `+8-15` or `-8-15`, separated by `;` or blanks.
+/// Parses changes of the list of bad blocks: `+8-15` or `-8-15` in sectors, separated by `;` or
+/// blanks.
 pub(crate) fn parse_badblocks(text: &str) -> Result<Vec<String>, String> {
     let words = text.split([';', ' ']).filter(|word| !word.is_empty()).map(str::to_owned);
     let words: Vec<_> = words.collect();
@@ -37,7 +39,8 @@ pub(crate) fn parse_badblocks(text: &str) -> Result<Vec<String>, String> {
     Ok(words)
 }
 
-/// Formats the list of bad sectors as it can be set: `+FIRST-LAST`, separated by `;`, or `none`.
+/// Returns the list of bad sectors in the form that can be set: `+FIRST-LAST`, separated by `;`, or
+/// `none`.
 pub(crate) fn bad_ranges(bad: &BadBlocks) -> String {
     let all = bad.ranges();
     let text = all.iter().map(|(first, last)| format!("+{first}-{last}")).collect::<Vec<_>>();

@@ -1,5 +1,5 @@
-//! Optional layers over a device's data. Each is a `Device` over a `Device`. From the top down, with
-//! the keys or kinds that add a layer:
+//! Optional layers over the data of a device. Each layer is a `Device` over another `Device`. The
+//! layers from top to bottom, with the keys or kinds that add them:
 //!
 //! ```text
 //! faults        delays, fails or hangs requests    faults, seed
@@ -11,7 +11,8 @@
 //! data          null, memory, ram, fork, file, nbd, rbd
 //! ```
 //!
-//! `kinds::build` adds the layers. Verbs reach them through [`Layers`] of a device's entry.
+//! `kinds::build` adds the layers. Operations on a device access them through [`Layers`] of its
+//! entry.
 
 mod bad_blocks;
 mod faults;
@@ -23,12 +24,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use freestone::device::{self, Account, Counted, Counter, Device};
+use freestone::device::{self, Counter, Device, IoStats, OpStats};
 use freestone::faults::Faults;
-use freestone::null::{BadBlocks, BadConfig, PaceConfig, Paced};
-use freestone::power::{After, Cut, Point, Power, RecordError, Visited};
+use freestone::null::{BadBlocks, BadBlocksConfig, PaceConfig, PacedDevice};
+use freestone::power::{CutReport, CutTrigger, Point, Power, RecordError, VisitReport};
 use freestone::quiesce::Quiesce;
-use freestone::replace::MadeFile;
+use freestone::replace::CreatedFile;
 use freestone::zone::Zones;
 use serde_json::{Value, json};
 
@@ -36,41 +37,43 @@ pub(crate) use self::bad_blocks::{bad_ranges, parse_badblocks};
 pub use self::faults::fault_stat;
 pub use self::power::{parse_after, power_stat};
 pub(crate) use self::zones::{KEYS as ZONE_KEYS, check_unzoned};
-pub use self::zones::{ZoneSpec, parse_offset, place, zone_stat};
+pub use self::zones::{ZoneSpec, format_offset, parse_offset, zone_stat};
 use crate::entries::SpecError;
 use crate::keys::{Keys, parse_bool, parse_path};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
-/// Keys of faults and power cuts.
+/// Keys of the fault and power-cut layers.
 pub const FAULT_KEYS: [&str; 5] = ["faults", "seed", "power_cut", "power_cut_unit", "record"];
 
-/// Placeholder for the number of a device, if several devices are created with the same keys.
+/// Placeholder in a text for the number of each device, if several devices are created with the
+/// same keys.
 pub const NUMBER: &str = "%n";
 
-/// How long a power cut waits for requests in flight, which a slow disk can delay.
+/// Maximum time that a power cut waits for requests in flight. Long enough for a slow disk.
 const QUIET_WAIT: Duration = Duration::from_secs(60);
 
 /// Specification of the layers of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LayerSpec {
-    /// Zones of a zoned device.
+    /// Specification of the zones, or `None` if the device is not zoned.
     pub zones: Option<Box<ZoneSpec>>,
-    /// Checked fault rules, or `none`.
+    /// Fault rules, already checked, or the text `none`. `None` adds no fault layer.
     pub faults: Option<String>,
-    /// Seed of faults and power cuts; None for a random one.
+    /// Seed of faults and power cuts, or `None` for a random one.
     pub seed: Option<u64>,
-    /// Unflushed writes are kept apart, so that a power cut can lose them.
+    /// True to keep unflushed writes in a volatile cache, so that a power cut can lose them.
     pub power_cut: bool,
-    /// Bytes that a power cut does not tear; None for the default.
+    /// Size in bytes of a unit that a power cut does not tear, or `None` for the default.
     pub power_cut_unit: Option<u32>,
-    /// File of the log that records every write.
+    /// Path of the log file that records every write, or `None` for no recording.
     pub record: Option<PathBuf>,
 }
 
 impl LayerSpec {
-    /// Returns the layers of one of several devices, with a log file of its own.
+    /// Returns the layers of one of several devices. `%n` in the path of the log file is replaced
+    /// by `number`.
     #[must_use]
     pub fn numbered(&self, number: u64) -> Self {
         let of_number = |path: &PathBuf| {
@@ -80,7 +83,7 @@ impl LayerSpec {
         Self { record: self.record.as_ref().map(of_number), ..self.clone() }
     }
 
-    /// Returns true if several devices created with these layers would not share a log file.
+    /// Returns true unless several devices created with these layers would share a log file.
     pub fn has_logs(&self) -> bool {
         self.record.as_ref().is_none_or(|path| path_text::text(path).contains(NUMBER))
     }
@@ -112,13 +115,13 @@ impl LayerSpec {
         Ok(layers)
     }
 
-    /// Returns true if no layer is specified.
+    /// Returns true if the specification contains no layer.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Refuses layers that do not fit the data: data of `size` bytes, if that is known, read-only data,
-    /// or data that is not a file.
+    /// Refuses layers that do not fit the data. `size` is the size of the data in bytes, if known.
+    /// `readonly` and `is_file` are properties of the data.
     pub(crate) fn check(
         &self,
         keys: &Keys,
@@ -151,7 +154,7 @@ impl LayerSpec {
     }
 }
 
-/// Parses the size of a cache; 0 is no cache.
+/// Parses the size of a volatile cache in bytes, or 0 for no cache (returns `None`).
 pub(crate) fn parse_cache(text: &str) -> Result<Option<u64>, String> {
     if text == "0" {
         return Ok(None);
@@ -159,79 +162,79 @@ pub(crate) fn parse_cache(text: &str) -> Result<Option<u64>, String> {
     size::parse(text).map(Some).map_err(|e| format!("{e}; 0 is no cache"))
 }
 
-/// Layers of a device.
+/// Layers of an open device, and the state of its power cuts.
 #[derive(Default)]
 pub struct Layers {
-    /// Power-cut layer, which keeps unflushed writes apart.
+    /// Power layer, which keeps unflushed writes in a volatile cache and records a log.
     pub power: Option<Arc<Power>>,
-    /// Power cuts are allowed. Otherwise the power layer only records a log.
+    /// True if power cuts are allowed. Otherwise the power layer only records a log.
     pub can_cut: bool,
-    /// Bad-block layer.
+    /// Bad-block layer of a test drive.
     pub bad: Option<Arc<BadBlocks>>,
-    /// Zone layer.
+    /// Zone layer of a zoned device.
     pub zones: Option<Arc<Zones>>,
-    /// Quiesce layer, which counts requests and can be shut.
+    /// Quiesce layer, which counts requests and can be closed.
     pub quiesce: Option<Arc<Quiesce>>,
-    /// Fault layer.
+    /// Fault layer, which delays, fails or hangs requests.
     pub faults: Option<Arc<Faults>>,
-    /// Zones that are initially read-only or offline: attribute and offset.
+    /// Zones that are initially read-only or offline: attribute name and offset in bytes.
     pub conditions: Vec<(&'static str, u64)>,
     /// Initial seed of faults and power cuts.
     pub seed: u64,
-    /// The seed was chosen at random, so it must be reported.
+    /// True if the seed was chosen at random, so that it must be reported to the user.
     pub seed_is_random: bool,
-    /// Number of power cuts and visited points of the log.
+    /// Number of power cuts and of visits of points of the log.
     pub cuts: AtomicU64,
-    /// Last and next power cut. Held only to read or replace a value.
+    /// Last and next power cut. The lock is held only to read or replace a value.
     cut_history: Mutex<CutHistory>,
 }
 
 /// Last and next power cut, for statistics.
 #[derive(Debug, Default, Clone, Copy)]
 struct CutHistory {
-    /// Result of the last cut.
-    last: Option<Cut>,
-    /// Seed of the next cut, if the power goes off by itself.
+    /// Result of the last power cut.
+    last: Option<CutReport>,
+    /// Seed of the next power cut, if a countdown to it is set.
     seed: Option<u64>,
 }
 
-/// Errors from cutting the power.
+/// Errors from cutting the power or visiting a point of the log.
 #[derive(Debug, thiserror::Error)]
 pub enum CutError {
-    /// Requests in flight did not complete in time.
+    /// Requests in flight did not complete in time, so the power was not cut.
     #[error("requests in flight do not complete")]
     Busy,
-    /// The device failed.
+    /// A request to the device failed.
     #[error(transparent)]
     Device(#[from] device::Error),
-    /// The log cannot be read or written.
+    /// An operation on the recorded log failed.
     #[error(transparent)]
     Record(#[from] RecordError),
 }
 
 impl Layers {
-    /// Returns the reason why an operation on the data alone would not match what users of the device
-    /// see, or None.
-    pub fn hide(&self) -> Option<&'static str> {
+    /// Returns the reason why an operation on the data without its layers would miss content that
+    /// users of the device see. Returns `None` if it would not.
+    pub fn bypass_obstacle(&self) -> Option<&'static str> {
         let power = "it keeps unflushed writes apart (power_cut, cache_size, record), which would be missing";
-        self.zones_hide().or(self.power.is_some().then_some(power))
+        self.zones_bypass_obstacle().or(self.power.is_some().then_some(power))
     }
 
-    /// Returns the reason of [`hide`](Self::hide) for zones only. A copy of the whole device does not
-    /// contain their state.
-    pub(crate) fn zones_hide(&self) -> Option<&'static str> {
+    /// Returns the same as [`bypass_obstacle`](Self::bypass_obstacle), but only because of zones:
+    /// even a copy of the whole device does not contain the state of its zones.
+    pub(crate) fn zones_bypass_obstacle(&self) -> Option<&'static str> {
         self.zones.is_some().then_some("it is zoned, and the state of its zones would be missing")
     }
 
-    /// Returns the seed of the next cut. Each cut has another seed, and the same seed of the device gives
-    /// the same sequence.
+    /// Returns the seed of the next power cut. Each cut of a device has a different seed, and the
+    /// same seed of the device results in the same sequence of seeds.
     pub fn next_seed(&self) -> u64 {
         let seed = self.faults.as_ref().map_or(self.seed, |faults| faults.seed());
         seed.wrapping_add(self.cuts.load(Ordering::SeqCst))
     }
 
-    /// Returns the specification with the present fault rules and seed.
-    pub fn as_now(&self, spec: &LayerSpec) -> LayerSpec {
+    /// Returns the specification `spec` with the present fault rules and seed.
+    pub fn current_spec(&self, spec: &LayerSpec) -> LayerSpec {
         let mut layers = spec.clone();
         if let Some(layer) = &self.faults {
             (layers.faults, layers.seed) = (Some(faults::rules(layer)), Some(layer.seed()));
@@ -239,8 +242,8 @@ impl Layers {
         layers
     }
 
-    /// Cuts the power. Clients should be disconnected.
-    pub fn cut(&self, power: &Power, seed: u64) -> Result<Cut, CutError> {
+    /// Cuts the power of the device. Clients should be disconnected before.
+    pub fn cut(&self, power: &Power, seed: u64) -> Result<CutReport, CutError> {
         let cut = self.with_requests_stopped(power, || {
             Ok(match &self.zones {
                 Some(zones) => zones.power_cut(power, seed)?,
@@ -251,15 +254,15 @@ impl Layers {
         Ok(cut)
     }
 
-    /// Switches the power off after a number of writes or flushes. Then `off` is called. It must have
-    /// another thread call [`cut`](Self::cut) with this seed.
+    /// Switches the power off after a number of writes or flushes. Then `off` is called, which must
+    /// make another thread call [`cut`](Self::cut) with this `seed`.
     ///
     /// # Errors
-    /// Fails if the power is just going off.
+    /// `Gone` if the power is already going off.
     pub fn cut_after(
         &self,
         power: &Power,
-        after: After,
+        after: CutTrigger,
         seed: u64,
         off: impl FnOnce() + Send + 'static,
     ) -> device::Result<()> {
@@ -269,18 +272,18 @@ impl Layers {
     }
 
     fn cut_history(&self) -> MutexGuard<'_, CutHistory> {
-        // A panic cannot leave an assignment half done, so poisoning is ignored.
+        // A panic cannot leave a value half changed, so poisoning is ignored.
         self.cut_history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the device to a point of the log. Clients should be disconnected.
+    /// Restores the device to a point of its recorded log. Clients should be disconnected before.
     pub fn visit(
         &self,
         power: &Power,
         point: &Point,
         seed: Option<u64>,
         wipe_data: &dyn Fn() -> device::Result<()>,
-    ) -> Result<Visited, CutError> {
+    ) -> Result<VisitReport, CutError> {
         self.with_requests_stopped(power, || Ok(power.visit(point, seed, wipe_data)?))
     }
 
@@ -289,25 +292,26 @@ impl Layers {
         power: &Power,
         action: impl FnOnce() -> Result<T, CutError>,
     ) -> Result<T, CutError> {
-        // Clients are disconnected, so requests held by an elapsed countdown can fail.
-        power.let_go();
+        // Clients are disconnected, so requests held since a countdown ended may fail.
+        power.fail_held_requests();
         let done = self.with_device_shut(action);
-        power.keep_on();
+        power.cancel_cut();
         let done = done?;
         self.cuts.fetch_add(1, Ordering::SeqCst);
         Ok(done)
     }
 
     fn with_device_shut<T>(&self, action: impl FnOnce() -> Result<T, CutError>) -> Result<T, CutError> {
-        // Clients are disconnected, so hanging requests, which have been executed, can complete.
+        // Clients are disconnected, so hanging requests, which have already been executed, may
+        // complete.
         if let Some(faults) = &self.faults {
             faults.release();
         }
         let _shut = match &self.quiesce {
-            Some(quiesce) => Some(quiesce.shut(QUIET_WAIT).ok_or(CutError::Busy)?),
+            Some(quiesce) => Some(quiesce.close(QUIET_WAIT).ok_or(CutError::Busy)?),
             None => None,
         };
-        // The power layer returns Gone if the device below does not complete requests.
+        // The power layer returns `Gone` if the device under it does not complete requests in time.
         action().map_err(|error| match error {
             CutError::Device(device::Error::Gone)
             | CutError::Record(RecordError::Device(device::Error::Gone)) => CutError::Busy,
@@ -315,7 +319,7 @@ impl Layers {
         })
     }
 
-    /// Wipes the device. `wipe_data` wipes the data below the layers.
+    /// Resets the device to its initial content. `wipe_data` resets the data under the layers.
     pub fn wipe(&self, wipe_data: &dyn Fn() -> device::Result<()>) -> device::Result<()> {
         match &self.power {
             Some(power) => power.reset(wipe_data)?,
@@ -332,31 +336,32 @@ impl Layers {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-/// Properties of the data that determine the layers over it.
+/// Properties of a device's data that determine the layers over it.
 #[derive(Debug, Default)]
 pub struct DataInfo<'a> {
-    /// Path of the file, if the data is a file.
+    /// Path of the file or block device, if the data is stored in one.
     pub file: Option<&'a Path>,
-    /// Settings of a test drive, which has layers of its own.
+    /// Settings of a test drive, which add layers, or `None` for other kinds.
     pub drive: Option<Drive<'a>>,
 }
 
 /// Settings of a test drive (kind `null`).
 #[derive(Debug)]
 pub struct Drive<'a> {
-    /// The drive stores data that is written.
+    /// True if the drive stores written data.
     pub stores: bool,
-    /// Bytes of the volatile cache.
+    /// Size of the volatile cache in bytes, or `None` without a cache.
     pub cache_size: Option<u64>,
-    /// How bad blocks fail.
-    pub bad: BadConfig,
-    /// Changes of the list of bad blocks.
+    /// Behavior of bad blocks.
+    pub bad: BadBlocksConfig,
+    /// Changes that are applied to the empty list of bad blocks.
     pub badblocks: &'a [String],
-    /// Bandwidth and completion time.
+    /// Bandwidth limit and minimum completion time.
     pub pace: PaceConfig,
 }
 
-/// Adds layers to `device`. On failure, removes the files that it created.
+/// Adds the layers of `spec` to `device`. On failure, removes the files that were created for
+/// layers.
 pub(crate) fn add_layers(
     spec: &LayerSpec,
     data: &DataInfo<'_>,
@@ -364,14 +369,14 @@ pub(crate) fn add_layers(
 ) -> Result<(Arc<dyn Device>, Layers), Refusal> {
     let mut new_files = Vec::new();
     stack_layers(spec, data, device, &mut new_files)
-        .inspect_err(|_| new_files.iter().for_each(MadeFile::remove))
+        .inspect_err(|_| new_files.iter().for_each(CreatedFile::remove))
 }
 
 fn stack_layers(
     spec: &LayerSpec,
     data: &DataInfo<'_>,
     device: Arc<dyn Device>,
-    new_files: &mut Vec<MadeFile>,
+    new_files: &mut Vec<CreatedFile>,
 ) -> Result<(Arc<dyn Device>, Layers), Refusal> {
     let drive = data.drive.as_ref();
     let (mut top, mut layers) = (device, Layers::default());
@@ -403,7 +408,7 @@ fn stack_layers(
     if let Some(Drive { pace, .. }) = drive
         && (pace.mbps != 0 || !pace.completion.is_zero())
     {
-        let paced = Paced::new(top, *pace).map_err(|e| Refusal::failed(Errno::ENOMEM, e))?;
+        let paced = PacedDevice::new(top, *pace).map_err(|e| Refusal::failed(Errno::ENOMEM, e))?;
         top = Arc::new(paced);
     }
     layers.seed = spec.seed.unwrap_or_else(faults::random_seed);
@@ -420,7 +425,7 @@ fn stack_layers(
 // ---- attributes ---------------------------------------------------------------------------------
 
 impl Layers {
-    /// Returns the attributes of these layers.
+    /// Returns the names of the attributes of these layers.
     pub(crate) fn names(&self) -> Vec<&'static str> {
         let mut names = Vec::new();
         if self.zones.is_some() {
@@ -435,7 +440,8 @@ impl Layers {
         names
     }
 
-    /// Returns the value of an attribute. `top` is the device with its layers.
+    /// Returns the value of an attribute, or `None` if no layer has it. `top` is the device with
+    /// its layers.
     pub(crate) fn value(&self, spec: &LayerSpec, top: &dyn Device, attr: &str) -> Option<Value> {
         if let (Some(layer), true) = (&self.faults, faults::ATTRS.contains(&attr)) {
             return Some(faults::value(layer, attr));
@@ -447,9 +453,9 @@ impl Layers {
     }
 }
 
-/// Formats the requests of a device, like the block layer's `stat` file: zone appends count as
-/// writes.
-pub fn io(counts: &Counted) -> Value {
+/// Returns the request counters of a device as a JSON object. Zone appends count as writes, as in
+/// the `stat` file of the kernel's block layer.
+pub fn request_stat(counts: &OpStats) -> Value {
     json!({
         "reads": counts.reads,
         "read_bytes": counts.read_bytes,
@@ -466,14 +472,15 @@ pub fn io(counts: &Counted) -> Value {
     })
 }
 
-/// Formats the latency of a device's requests by operation, without operations that did not occur.
-pub fn latency(account: &Account) -> Value {
+/// Returns the latencies of a device's requests by operation as a JSON object. Operations that did
+/// not occur are omitted.
+pub fn latency_stat(account: &IoStats) -> Value {
     let nanoseconds = |took: Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
     let operation = |counter: Counter| {
         let latency = &account.latency[counter];
         let requests = latency.requests();
         (requests > 0).then(|| {
-            let within = |thousandths| latency.within(thousandths).map(nanoseconds);
+            let within = |thousandths| latency.quantile(thousandths).map(nanoseconds);
             let fields = json!({
                 "requests": requests,
                 "mean_ns": nanoseconds(latency.total()) / requests,
@@ -481,14 +488,15 @@ pub fn latency(account: &Account) -> Value {
                 "p99_ns": within(990),
                 "p999_ns": within(999),
             });
-            (counter.word().to_owned(), fields)
+            (counter.name().to_owned(), fields)
         })
     };
     Value::Object(Counter::ALL.into_iter().filter_map(operation).collect())
 }
 
-/// Formats the requests that reached the data of a test drive, by operation.
-pub fn ops(counts: &Counted) -> Value {
+/// Returns the counters of requests that reached the data of a test drive, by operation, as a JSON
+/// object.
+pub fn operation_stat(counts: &OpStats) -> Value {
     json!({
         "reads": counts.reads,
         "writes": counts.writes,
@@ -504,19 +512,19 @@ pub fn ops(counts: &Counted) -> Value {
 
 // ---- changes ------------------------------------------------------------------------------------
 
-/// Checked changes of layers by a `set`.
+/// Checked changes of layer attributes by a `set` command.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
     faults: Option<String>,
     seed: Option<u64>,
     badblocks: Vec<String>,
-    /// Attribute and offset.
+    /// Attribute name and offset in bytes of each zone whose condition changes.
     conditions: Vec<(String, u64)>,
 }
 
 impl Changes {
-    /// Parses an attribute of the layers of the device `name`. Returns false if no layer has it as a
-    /// settable attribute.
+    /// Parses the new value of an attribute of the device `name`. Returns false if the attribute is
+    /// not a settable attribute of a layer.
     pub(crate) fn take(
         &mut self,
         layers: &Layers,
@@ -528,7 +536,8 @@ impl Changes {
         let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
         match attr {
             "faults" | "seed" if layers.faults.is_none() => {
-                // A kind without layers reports an unknown attribute instead.
+                // If the kind does not support layers, the attribute is reported as unknown
+                // instead.
                 if layers.quiesce.is_none() && readonly {
                     return Ok(false);
                 }
@@ -551,7 +560,21 @@ impl Changes {
         Ok(true)
     }
 
-    /// Applies the changes.
+    /// Fails if the layers would refuse these changes in [`apply`](Self::apply).
+    pub(crate) fn check(&self, layers: &Layers, name: &str, readonly: bool) -> Result<(), Refusal> {
+        if let Some(bad) = &layers.bad {
+            let checked = bad.check_all(&self.badblocks);
+            checked.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {e}")))?;
+        }
+        match self.conditions.first() {
+            Some((attr, offset)) if readonly => {
+                Err(zones::not_changed(name, attr, *offset, &device::Error::ReadOnly.to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Applies the changes to the layers.
     pub(crate) fn apply(self, layers: &Layers, name: &str) -> Result<(), Refusal> {
         if let Some(bad) = &layers.bad {
             let changed = bad.change_all(&self.badblocks);

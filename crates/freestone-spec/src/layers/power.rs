@@ -1,13 +1,13 @@
-//! Power-cut layer: keeps unflushed writes of a device apart so that a power cut can lose them, and
-//! records a log of writes. Setup and attributes.
+//! Setup and attributes of the power layer. The layer keeps unflushed writes in a volatile cache,
+//! so that a power cut can lose them, and records a log of writes.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use freestone::device::Device;
-use freestone::power::{self, After, Cut, Power, UNIT_MAX_BYTES, log};
-use freestone::replace::MadeFile;
+use freestone::power::{self, CutReport, CutTrigger, Power, UNIT_MAX_BYTES, log};
+use freestone::replace::CreatedFile;
 use serde_json::{Value, json};
 
 use super::{LayerSpec, Layers};
@@ -15,14 +15,14 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
-/// Attributes of the layer. All but the last are keys as well.
+/// Attributes of the power layer. All except the last are also keys.
 pub(super) const ATTRS: [&str; 4] = ["power_cut", "power_cut_unit", "record", "unflushed"];
 
-/// Smallest `power_cut_unit`, in bytes: a sector.
+/// Smallest value of `power_cut_unit` in bytes: a sector.
 const UNIT_MIN_BYTES: u32 = 512;
 
-/// Parses `power_cut_unit`, the bytes that a power cut does not tear. As for a block size, a number
-/// without a unit is accepted as bytes.
+/// Parses the value of `power_cut_unit`: the size of a unit that a power cut does not tear. Like a
+/// block size, it may be a number of bytes without `B`.
 pub(super) fn parse_unit(text: &str) -> Result<u32, String> {
     let bytes = text.parse().ok().or_else(|| size::parse(text).ok().and_then(|n| u32::try_from(n).ok()));
     bytes.filter(|n: &u32| n.is_power_of_two() && (UNIT_MIN_BYTES..=UNIT_MAX_BYTES).contains(n)).ok_or_else(
@@ -33,19 +33,20 @@ pub(super) fn parse_unit(text: &str) -> Result<u32, String> {
     )
 }
 
-/// Parses after what a power cut happens by itself: `1000writes`, `3 flushes`, or `none`.
+/// Parses the trigger of an automatic power cut, such as `1000writes` or `3 flushes`, or `none`
+/// (returns `None`).
 ///
 /// # Errors
-/// Returns the allowed values.
-pub fn parse_after(text: &str) -> Result<Option<After>, String> {
+/// Returns a message that lists the allowed values.
+pub fn parse_after(text: &str) -> Result<Option<CutTrigger>, String> {
     if text == "none" {
         return Ok(None);
     }
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (count, unit) = (text[..digits].parse().ok().filter(|count| *count > 0), text[digits..].trim());
     let after = match unit {
-        "write" | "writes" => count.map(After::Writes),
-        "flush" | "flushes" => count.map(After::Flushes),
+        "write" | "writes" => count.map(CutTrigger::Writes),
+        "flush" | "flushes" => count.map(CutTrigger::Flushes),
         _ => None,
     };
     after.map(Some).ok_or_else(|| {
@@ -53,13 +54,14 @@ pub fn parse_after(text: &str) -> Result<Option<After>, String> {
     })
 }
 
-/// Adds the layer to `device`. It keeps up to `capacity` bytes of unflushed writes (0: the default),
-/// and records a log if `spec` has one. A new log is added to `new_files`.
+/// Adds the power layer to `device`. The layer caches up to `capacity` bytes of unflushed writes
+/// (0: the default), and records a log if `spec` contains one. The new log file is added to
+/// `new_files`.
 pub(super) fn add_layer(
     device: Arc<dyn Device>,
     capacity: u64,
     spec: &LayerSpec,
-    new_files: &mut Vec<MadeFile>,
+    new_files: &mut Vec<CreatedFile>,
 ) -> Result<Power, Refusal> {
     let unit = spec.power_cut_unit.unwrap_or(0);
     let block = device.geometry().logical_block;
@@ -69,7 +71,8 @@ pub(super) fn add_layer(
     }
     let record = spec.record.as_deref().map(record).transpose()?;
     if let Some(writer) = &record {
-        new_files.extend(writer.made().map_err(|e| Refusal::failed(Errno::EIO, format!("record: {e}")))?);
+        new_files
+            .extend(writer.created_file().map_err(|e| Refusal::failed(Errno::EIO, format!("record: {e}")))?);
     }
     let config = power::Config { capacity, record, unit };
     Power::new(device, config).map_err(|e| Refusal::failed(Errno::EIO, e))
@@ -82,7 +85,7 @@ fn record(path: &Path) -> Result<log::Writer, Refusal> {
     })
 }
 
-/// Returns the value of an attribute.
+/// Returns the value of one of the attributes [`ATTRS`]. `record` is the path of the log.
 pub(super) fn value(power: &Power, can_cut: bool, record: Option<&Path>, attr: &str) -> Value {
     match attr {
         "power_cut" => json!(u8::from(can_cut)),
@@ -95,7 +98,7 @@ pub(super) fn value(power: &Power, can_cut: bool, record: Option<&Path>, attr: &
     }
 }
 
-/// Returns the statistics of unflushed writes, power cuts and the log.
+/// Returns the statistics of unflushed writes, power cuts and the recorded log.
 pub fn power_stat(power: &Power, layers: &Layers) -> Value {
     let mut stat = json!({
         "unflushed_bytes": power.unflushed_bytes(),
@@ -103,19 +106,19 @@ pub fn power_stat(power: &Power, layers: &Layers) -> Value {
         "cuts": layers.cuts.load(Ordering::SeqCst),
     });
     let history = *layers.cut_history();
-    if let Some(Cut { seed, kept_blocks, lost_blocks }) = history.last {
+    if let Some(CutReport { seed, kept_blocks, lost_blocks }) = history.last {
         stat["last_seed"] = json!(seed);
         stat["last_kept_blocks"] = json!(kept_blocks);
         stat["last_lost_blocks"] = json!(lost_blocks);
     }
-    if let (Some(after), Some(seed)) = (power.cuts_after(), history.seed) {
+    if let (Some(after), Some(seed)) = (power.pending_cut(), history.seed) {
         stat["cut_after"] = json!(after.to_string());
         stat["next_seed"] = json!(seed);
     }
     if let Some(recording) = power.recording() {
         stat["log_entries"] = json!(recording.entries);
         stat["log_bytes"] = json!(recording.bytes);
-        stat["half_set_back"] = json!(power.is_half_set_back());
+        stat["half_set_back"] = json!(power.is_partly_restored());
         stat["log"] = json!(recording.stopped.unwrap_or_else(|| "records".to_owned()));
     }
     stat

@@ -1,4 +1,5 @@
-//! Zone layer: keys, setup and attributes. The zone state of a file is stored in a file beside it.
+//! Zone layer: keys, setup and attributes. If the device is a file, the state of its zones is
+//! stored in another file beside it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,8 +7,8 @@ use std::sync::Arc;
 use freestone::device::zoned::{ZoneCondition, ZoneGeometry, Zoned as _};
 use freestone::device::{self, Device};
 use freestone::null::BadBlocks;
-use freestone::replace::MadeFile;
-use freestone::zone::{self, State, Zones};
+use freestone::replace::CreatedFile;
+use freestone::zone::{self, StateLocation, Zones};
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
@@ -15,7 +16,7 @@ use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_path, parse_sect
 use crate::refusal::{Errno, Refusal};
 use crate::size::{self, SizeError, exact};
 
-/// Keys of zones.
+/// Keys of the zone layer.
 pub(crate) const KEYS: [&str; 11] = joined(&ATTRS, &["zone_state"], &[]);
 /// Keys that are also attributes of every zoned device.
 pub(super) const ATTRS: [&str; 10] = [
@@ -31,31 +32,31 @@ pub(super) const ATTRS: [&str; 10] = [
     "zone_offline",
 ];
 
-/// Default zone size, as in the kernel.
+/// Default zone size in bytes, as in the kernel's `null_blk`.
 const ZONE_SIZE_BYTES: u64 = 256 << 20;
 
-/// Specification of zones. Sizes and offsets are in bytes.
+/// Specification of the zones of a device. Sizes and offsets are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ZoneSpec {
-    /// Distance between the starts of two zones.
+    /// Zone size: the distance between the starts of two adjacent zones.
     pub size: u64,
-    /// Writable bytes of a zone; 0 is the whole zone.
+    /// Number of writable bytes of a zone; 0 means the whole zone.
     pub capacity: u64,
-    /// Number of conventional zones.
+    /// Number of conventional zones at the start of the device.
     pub nr_conv: u32,
-    /// Maximum number of open zones; 0 is unlimited.
+    /// Maximum number of open zones; 0 means unlimited.
     pub max_open: u32,
-    /// Maximum number of active zones; 0 is unlimited.
+    /// Maximum number of active (open or closed) zones; 0 means unlimited.
     pub max_active: u32,
-    /// Largest append, in sectors; None for the size of a zone.
+    /// Maximum size of a zone append in 512-byte sectors, or `None` for the capacity of a zone.
     pub append_max_sectors: Option<u64>,
-    /// Zones are initially full.
+    /// True if sequential zones are initially full.
     pub full: bool,
-    /// Offsets of zones that are initially read-only.
+    /// Offsets in zones that are initially read-only.
     pub readonly: Vec<u64>,
-    /// Offsets of zones that are initially offline.
+    /// Offsets in zones that are initially offline.
     pub offline: Vec<u64>,
-    /// State file of a file's zones; None for the default.
+    /// Path of the zone state file, or `None` for the default.
     pub state: Option<PathBuf>,
 }
 
@@ -104,8 +105,8 @@ fn parse_count(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| "must be a whole number: a count of zones".into())
 }
 
-/// Parses an offset on a device: 0, a size, bytes with a `B`, or sectors in hexadecimal as `blkzone
-/// report` and `freestone zones` show them: `0x80000`.
+/// Parses an offset on a device and returns it in bytes. The text is 0, a size, bytes with a `B`,
+/// or hexadecimal sectors such as `0x80000`, as printed by `blkzone report` and `freestone zones`.
 pub fn parse_offset(text: &str) -> Result<u64, String> {
     if let Some(digits) = text.strip_prefix("0x") {
         let sectors = u64::from_str_radix(digits, 16).ok().and_then(|n| n.checked_mul(SECTOR_BYTES));
@@ -119,7 +120,7 @@ pub fn parse_offset(text: &str) -> Result<u64, String> {
         Ok(bytes) => Ok(bytes),
         Err(SizeError::Zero) => Ok(0),
         Err(SizeError::Bare(_)) => {
-            // Most other tools show offsets in sectors.
+            // Most other tools print offsets in sectors, so a number without a unit may be sectors.
             let sectors = text.parse::<u64>().ok().and_then(|n| n.checked_mul(SECTOR_BYTES));
             let suggestion = sectors.map(|bytes| format!("; {}, if these are sectors?", exact(bytes)));
             let known = "(K, M, G and T are known, 1024-based)";
@@ -129,7 +130,7 @@ pub fn parse_offset(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses offsets separated by `;` or blanks.
+/// Parses one or more offsets separated by `;` or blanks, and returns them in bytes.
 fn parse_offsets(text: &str) -> Result<Vec<u64>, String> {
     let words = text.split([';', ' ']).filter(|word| !word.is_empty());
     let offsets = words.map(|word| parse_offset(word).map_err(|why| format!("{word}: {why}")));
@@ -141,15 +142,16 @@ fn parse_offsets(text: &str) -> Result<Vec<u64>, String> {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-/// Adds the layer to `device`. `stores` is true if the device stores written data. The zones of
-/// `file` have a state file; a new one is added to `new_files`.
+/// Adds the zone layer to `device`. `stores` is true if the device stores written data. If the
+/// device is a `file`, the zones have a state file. If the state file is new, it is added to
+/// `new_files`.
 pub(super) fn add_layer(
     spec: &ZoneSpec,
     device: Arc<dyn Device>,
     bad: Option<Arc<BadBlocks>>,
     stores: bool,
     file: Option<&Path>,
-    new_files: &mut Vec<MadeFile>,
+    new_files: &mut Vec<CreatedFile>,
 ) -> Result<Zones, Refusal> {
     let config = zone::Config {
         zone_size: spec.size,
@@ -162,28 +164,31 @@ pub(super) fn add_layer(
         stores,
     };
     let path = file.map(|path| state_path(path, spec)).transpose()?;
-    let state = path.as_deref().map_or(State::Volatile, State::File);
+    let state = path.as_deref().map_or(StateLocation::Volatile, StateLocation::File);
     let zones = Zones::new(device, config, state, bad).map_err(|error| refused(&error))?;
-    new_files.extend(zones.made().cloned());
+    new_files.extend(zones.created_file().cloned());
     for (key, offset) in conditions(spec) {
         let wanted = if key == "zone_offline" { ZoneCondition::Offline } else { ZoneCondition::ReadOnly };
-        // The state file has the condition already. Setting it twice would make the zone empty.
+        // The zone already has this condition according to the state file. Setting the same
+        // condition again would make the zone empty.
         if condition_at(&zones, offset) == Some(wanted) {
             continue;
         }
         let done = change_condition(&zones, key, offset);
-        done.map_err(|why| Refusal::failed(Errno::EINVAL, format!("{key}={}: {why}", place(offset))))?;
+        done.map_err(|why| {
+            Refusal::failed(Errno::EINVAL, format!("{key}={}: {why}", format_offset(offset)))
+        })?;
     }
     Ok(zones)
 }
 
-/// Returns the initial conditions: attribute and offset of each zone.
+/// Returns the zones that are initially read-only or offline: attribute name and offset in bytes.
 pub(super) fn conditions(spec: &ZoneSpec) -> Vec<(&'static str, u64)> {
     let readonly = spec.readonly.iter().map(|&offset| ("zone_readonly", offset));
     readonly.chain(spec.offline.iter().map(|&offset| ("zone_offline", offset))).collect()
 }
 
-/// Calls [`set_condition`]. Returns the reason of an error, for a message.
+/// Calls [`set_condition`]. The error is the reason, as the end of a message.
 fn change_condition(zones: &Zones, key: &str, offset: u64) -> Result<(), String> {
     set_condition(zones, key, offset).map_err(|error| match error {
         device::Error::OutOfRange => "is beyond the end of the device".to_owned(),
@@ -192,7 +197,8 @@ fn change_condition(zones: &Zones, key: &str, offset: u64) -> Result<(), String>
     })
 }
 
-/// Returns the condition of the zone that contains `offset`.
+/// Returns the condition of the zone that contains `offset`, or `None` beyond the end of the
+/// device.
 fn condition_at(zones: &Zones, offset: u64) -> Option<ZoneCondition> {
     let mut found = None;
     let looked = zones.report(offset, &mut |zone| {
@@ -202,19 +208,20 @@ fn condition_at(zones: &Zones, offset: u64) -> Option<ZoneCondition> {
     looked.ok().and(found)
 }
 
-/// Formats an offset as it is typed.
-pub fn place(offset: u64) -> String {
+/// Formats an offset in the form that [`parse_offset`] accepts.
+pub fn format_offset(offset: u64) -> String {
     if offset == 0 { "0".to_owned() } else { exact(offset) }
 }
 
-/// Returns the default state file of a file's zones: PATH.zones.
+/// Returns the path of the default zone state file of the file `path`: `PATH.zones`.
 fn default_state_path(path: &Path) -> PathBuf {
     let mut state = path.as_os_str().to_owned();
     state.push(".zones");
     state.into()
 }
 
-/// Refuses to open a file for writing without its zones. Writes would not update the state file.
+/// Refuses to open a file for writing without zones if it has a zone state file, because writes
+/// would not update the state file.
 pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
     let state = default_state_path(path);
     let found = zone::is_state_file(&state).map_err(|error| {
@@ -235,7 +242,7 @@ pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
     Err(Refusal::failed(Errno::EBUSY, why))
 }
 
-/// Returns the state file of a file's zones.
+/// Returns the path of the zone state file of the file `path`.
 fn state_path(path: &Path, spec: &ZoneSpec) -> Result<PathBuf, Refusal> {
     if let Some(state) = &spec.state {
         return Ok(state.clone());
@@ -269,15 +276,15 @@ fn refused(error: &zone::SetupError) -> Refusal {
     Refusal::failed(errno, why)
 }
 
-/// Makes the zone that contains `offset` read-only or offline, whatever its condition. A zone that is
-/// in this condition becomes empty.
+/// Makes the zone that contains `offset` read-only or offline. A zone that already is in this
+/// condition becomes empty.
 pub(super) fn set_condition(zones: &Zones, attr: &str, offset: u64) -> device::Result<()> {
     if attr == "zone_offline" { zones.set_offline(offset) } else { zones.set_read_only(offset) }
 }
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// Returns the value of an attribute of a zoned device.
+/// Returns the value of one of the attributes [`ATTRS`], or `None` for another attribute.
 pub(super) fn value(spec: &ZoneSpec, zones: &Zones, geometry: &ZoneGeometry, attr: &str) -> Option<Value> {
     Some(match attr {
         "zoned" => json!(1),
@@ -296,17 +303,17 @@ pub(super) fn value(spec: &ZoneSpec, zones: &Zones, geometry: &ZoneGeometry, att
 
 fn in_condition(zones: &Zones, condition: ZoneCondition) -> String {
     let mut found = Vec::new();
-    // Offset 0 is always in a zone, so the report cannot fail.
+    // Offset 0 is always in a zone, so the zone report cannot fail.
     let _ = zones.report(0, &mut |zone| {
         if zone.condition == condition {
-            found.push(place(zone.start));
+            found.push(format_offset(zone.start));
         }
         true
     });
     if found.is_empty() { "none".to_owned() } else { found.join(";") }
 }
 
-/// Returns the number of zones by condition, and of operations on zones.
+/// Returns the number of zones by condition and of operations on zones, as a JSON object.
 pub fn zone_stat(zones: &Zones) -> Value {
     let c = zones.counts();
     json!({
@@ -327,20 +334,25 @@ pub fn zone_stat(zones: &Zones) -> Value {
     })
 }
 
-/// Parses the offsets of a `set`. Each must be in a sequential zone.
+/// Parses the offsets in a `set` command. Each must be in a sequential zone.
 pub(super) fn parse_zone_offsets(zones: &Zones, text: &str) -> Result<Vec<u64>, String> {
     let offsets = parse_offsets(text)?;
     offsets.iter().try_for_each(|offset| check_sequential(zones, *offset))?;
     Ok(offsets)
 }
 
-/// Changes the condition of a zone for a `set` of `attr`.
+/// Changes the condition of the zone that contains `offset` for a `set` command. `attr` is
+/// `zone_readonly` or `zone_offline`.
 pub(super) fn set(zones: &Zones, name: &str, attr: &str, offset: u64) -> Result<(), Refusal> {
-    change_condition(zones, attr, offset)
-        .map_err(|why| Refusal::failed(Errno::EIO, format!("{name}: {attr}={}: {why}", place(offset))))
+    change_condition(zones, attr, offset).map_err(|why| not_changed(name, attr, offset, &why))
 }
 
-/// Checks that `offset` is in a sequential zone.
+/// Returns the error for a zone whose condition could not be changed for the reason `why`.
+pub(super) fn not_changed(name: &str, attr: &str, offset: u64, why: &str) -> Refusal {
+    Refusal::failed(Errno::EIO, format!("{name}: {attr}={}: {why}", format_offset(offset)))
+}
+
+/// Checks that `offset` is in a sequential zone. The error is a message.
 fn check_sequential(zones: &Zones, offset: u64) -> Result<(), String> {
     let mut conventional = false;
     let found = zones.report(offset, &mut |zone| {
@@ -348,8 +360,8 @@ fn check_sequential(zones: &Zones, offset: u64) -> Result<(), String> {
         false
     });
     match found {
-        Err(_) => Err(format!("{} is beyond the end of the device", place(offset))),
-        Ok(()) if conventional => Err(format!("{} is in a conventional zone", place(offset))),
+        Err(_) => Err(format!("{} is beyond the end of the device", format_offset(offset))),
+        Ok(()) if conventional => Err(format!("{} is in a conventional zone", format_offset(offset))),
         Ok(()) => Ok(()),
     }
 }

@@ -22,7 +22,7 @@ fn device(name: &str, words: &str) -> Device {
     }
 }
 
-fn open(dir: &Path) -> (State, Vec<Unfinished>) {
+fn open(dir: &Path) -> (State, Vec<InterruptedVerb>) {
     State::open(dir).unwrap()
 }
 
@@ -40,22 +40,22 @@ fn put(state: &State, name: &str, words: &str) {
 fn committed_changes_survive_restart() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("state");
-    let (state, unfinished) = open(&at);
-    assert!(unfinished.is_empty() && names(&state).is_empty());
+    let (state, interrupted) = open(&at);
+    assert!(interrupted.is_empty() && names(&state).is_empty());
     put(&state, "b", "ram,disksize=1M");
     put(&state, "a", "fork,base=b");
     put(&state, "b", "ram,disksize=2M");
     put(&state, "c", "null");
     let mut change = state.begin("remove", &["c"]).unwrap();
-    change.gone("c");
+    change.remove("c");
     change.commit().unwrap();
-    // One change is rolled back, the other is left open by a crash.
+    // The first change is rolled back; a crash leaves the second one open.
     drop(state.begin("fork", &["f"]).unwrap());
     std::mem::forget(state.begin("fork", &["d", "e"]).unwrap());
     assert!(matches!(State::open(&at), Err(StateError::InUse(_))));
     drop(state);
-    let (state, unfinished) = open(&at);
-    assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["d".into(), "e".into()] }]);
+    let (state, interrupted) = open(&at);
+    assert_eq!(interrupted, [InterruptedVerb { verb: "fork".into(), names: vec!["d".into(), "e".into()] }]);
     assert_eq!(names(&state), ["b", "a"], "in order of creation");
     assert_eq!(state.topology().find("b").unwrap().words, "b=ram,disksize=2M");
     drop(state);
@@ -65,28 +65,28 @@ fn committed_changes_survive_restart() {
 #[test]
 fn torn_change_is_applied_whole_or_not_at_all() {
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join(TOPOLOGY);
+    let file = dir.path().join(TOPOLOGY_FILE);
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
     let before = fs::metadata(&file).unwrap().len() as usize;
     let mut change = state.begin("snapshot", &["b", "c", "a"]).unwrap();
     change.put(device("b", "ram"));
     change.put(device("c", "ram"));
-    change.gone("a");
+    change.remove("a");
     change.commit().unwrap();
     drop(state);
     let whole = fs::read(&file).unwrap();
     for end in before..=whole.len() {
         fs::write(&file, &whole[..end]).unwrap();
-        let (state, unfinished) = open(dir.path());
+        let (state, interrupted) = open(dir.path());
         let wanted: &[&str] = if end == whole.len() { &["b", "c"] } else { &["a"] };
         assert_eq!(names(&state), wanted, "{end}");
-        assert!(unfinished.len() <= 1);
-        // The state accepts further changes.
+        assert!(interrupted.len() <= 1);
+        // The reopened state accepts further changes.
         put(&state, "new", "null");
         assert_eq!(reopen(state, dir.path()).last().unwrap(), "new");
     }
-    // Pages of the last lines can reach the disk in any order.
+    // The pages of the last lines may reach the disk in any order.
     let mut hole = whole.clone();
     hole[before + 20..before + 30].fill(0);
     fs::write(&file, &hole).unwrap();
@@ -101,7 +101,7 @@ fn reopen(state: State, dir: &Path) -> Vec<String> {
 #[test]
 fn damaged_file_is_rejected_unchanged() {
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join(TOPOLOGY);
+    let file = dir.path().join(TOPOLOGY_FILE);
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
     put(&state, "b", "null");
@@ -114,7 +114,7 @@ fn damaged_file_is_rejected_unchanged() {
         let mut damaged = whole.clone();
         damaged[at] ^= 1;
         fs::write(&file, &damaged).unwrap();
-        // A newline that is lost or added makes two lines invalid.
+        // Removing or adding a newline also makes lines invalid.
         assert!(matches!(State::open(dir.path()), Err(StateError::Damaged(..))), "{at}");
         assert_eq!(fs::read(&file).unwrap(), damaged);
         rejected += 1;
@@ -152,8 +152,8 @@ fn concurrent_changes_are_all_kept() {
     });
     let before = state.topology();
     drop(state);
-    let (state, unfinished) = open(dir.path());
-    assert!(unfinished.is_empty());
+    let (state, interrupted) = open(dir.path());
+    assert!(interrupted.is_empty());
     let sorted = |topology: &Topology| {
         let mut all: Vec<_> = topology.devices().cloned().collect();
         all.sort_unstable_by(|a, b| a.name.cmp(&b.name));
@@ -163,12 +163,12 @@ fn concurrent_changes_are_all_kept() {
     assert_eq!(names(&state).len(), THREADS * (1 + EACH / 2));
 }
 
-/// Opens a file that accepts writes and fails to sync.
-fn unsyncable() -> File {
+/// Opens a file that accepts writes but cannot be synced.
+fn open_unsyncable_file() -> File {
     OpenOptions::new().append(true).open("/dev/null").unwrap()
 }
 
-/// Prevents the log from being replaced until the returned directory is removed.
+/// Makes replacements of the topology file fail until the returned directory is removed.
 fn block_replacement(dir: &Path) -> std::path::PathBuf {
     let new = dir.join("topology.new");
     fs::create_dir(&new).unwrap();
@@ -182,18 +182,18 @@ fn failed_sync_rewrites_log_before_reply() {
     put(&state, "a", "null");
     let mut other = state.begin("create", &["c"]).unwrap();
     let crashed = state.begin("fork", &["f"]).unwrap();
-    state.log().exchange_file(unsyncable());
+    state.log().exchange_file(open_unsyncable_file());
     put(&state, "b", "null");
-    state.log().exchange_file(unsyncable());
-    // Changes begun before the failure continue in the new file.
+    state.log().exchange_file(open_unsyncable_file());
+    // Changes that began before the failure continue in the new file.
     other.put(device("c", "null"));
     other.commit().unwrap();
     put(&state, "d", "null");
     assert_eq!(names(&state), ["a", "b", "c", "d"]);
     std::mem::forget(crashed);
     drop(state);
-    let (state, unfinished) = open(dir.path());
-    assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["f".into()] }]);
+    let (state, interrupted) = open(dir.path());
+    assert_eq!(interrupted, [InterruptedVerb { verb: "fork".into(), names: vec!["f".into()] }]);
     assert_eq!(names(&state), ["a", "b", "c", "d"]);
 }
 
@@ -202,8 +202,8 @@ fn failed_write_rewrites_log_before_reply() {
     let dir = tempfile::tempdir().unwrap();
     let (state, _) = open(dir.path());
     let mut change = state.begin("create", &["a"]).unwrap();
-    // Neither writing nor truncating works.
-    state.log().exchange_file(File::open(dir.path().join(TOPOLOGY)).unwrap());
+    // The file is read-only, so that neither writes nor truncation succeed.
+    state.log().exchange_file(File::open(dir.path().join(TOPOLOGY_FILE)).unwrap());
     change.put(device("a", "null"));
     change.commit().unwrap();
     put(&state, "b", "null");
@@ -216,7 +216,7 @@ fn failed_replacement_refuses_changes_until_one_succeeds() {
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
     let mut change = state.begin("create", &["b"]).unwrap();
-    state.log().exchange_file(unsyncable());
+    state.log().exchange_file(open_unsyncable_file());
     let new = block_replacement(dir.path());
     change.put(device("b", "null"));
     assert!(matches!(change.commit(), Err(StateError::Write(..))));
@@ -229,14 +229,14 @@ fn failed_replacement_refuses_changes_until_one_succeeds() {
     assert_eq!(reopen(state, dir.path()), ["a", "d"]);
 }
 
-/// The directory is synced last: after the rename a start reads the new file.
+/// The directory is synced last, so a start after the rename reads the new file.
 #[test]
 fn failed_directory_sync_keeps_no_unlinked_log() {
     let dir = tempfile::tempdir().unwrap();
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
-    let good = state.log().exchange_dir(unsyncable());
-    state.log().exchange_file(unsyncable());
+    let good = state.log().exchange_dir(open_unsyncable_file());
+    state.log().exchange_file(open_unsyncable_file());
     assert!(matches!(state.put("serve", vec![device("b", "null")]), Err(StateError::Write(..))));
     for name in ["c", "d"] {
         assert!(matches!(state.begin("create", &[name]), Err(StateError::Write(..))), "{name}");
@@ -244,10 +244,10 @@ fn failed_directory_sync_keeps_no_unlinked_log() {
     state.log().exchange_dir(good);
     put(&state, "e", "null");
     let mut change = state.begin("remove", &["a"]).unwrap();
-    change.gone("a");
+    change.remove("a");
     change.commit().unwrap();
     assert_eq!(names(&state), ["e"]);
-    // As after a crash: the file at the path has all completed changes.
+    // The state is as after a crash: the file at the path must contain all completed changes.
     assert_eq!(reopen(state, dir.path()), ["e"]);
 }
 
@@ -256,7 +256,7 @@ fn failed_directory_sync_while_shrinking_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (state, _) = open(dir.path());
     let words = format!("null,record={}", "x".repeat(1 << 20));
-    let good = state.log().exchange_dir(unsyncable());
+    let good = state.log().exchange_dir(open_unsyncable_file());
     let (mut committed, mut refused) = (0, 0);
     while refused == 0 {
         match state
@@ -278,7 +278,7 @@ fn failed_directory_sync_while_shrinking_loses_nothing() {
 #[test]
 fn start_on_full_disk_uses_intact_log() {
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join(TOPOLOGY);
+    let file = dir.path().join(TOPOLOGY_FILE);
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
     let begun = state.begin("fork", &["f"]).unwrap();
@@ -288,8 +288,8 @@ fn start_on_full_disk_uses_intact_log() {
     content.extend(b"0123");
     fs::write(&file, content).unwrap();
     let new = block_replacement(dir.path());
-    let (state, unfinished) = open(dir.path());
-    assert_eq!(unfinished.len(), 1);
+    let (state, interrupted) = open(dir.path());
+    assert_eq!(interrupted.len(), 1);
     state.put("serve", vec![device("a", "ram")]).unwrap();
     put(&state, "b", "null");
     assert_eq!(reopen(state, dir.path()), ["a", "b"]);
@@ -307,7 +307,7 @@ fn unwritable_new_state_is_rejected() {
 #[test]
 fn log_of_obsolete_changes_is_rewritten() {
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join(TOPOLOGY);
+    let file = dir.path().join(TOPOLOGY_FILE);
     let (state, _) = open(dir.path());
     let words = format!("null,record={}", "x".repeat(100_000));
     let mut most = 0;
@@ -324,15 +324,15 @@ fn log_of_obsolete_changes_is_rewritten() {
     assert_eq!(reopen(state, dir.path()), ["a"]);
 }
 
-/// The directory in tests/version-1 was written by version 1.
+/// Version 1 of the program wrote the directory in tests/version-1.
 #[test]
 fn version_1_state_is_read_and_rewritten() {
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join(TOPOLOGY);
-    let old = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/version-1").join(TOPOLOGY);
+    let file = dir.path().join(TOPOLOGY_FILE);
+    let old = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/version-1").join(TOPOLOGY_FILE);
     fs::copy(old, &file).unwrap();
-    let (state, unfinished) = open(dir.path());
-    assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["next".into()] }]);
+    let (state, interrupted) = open(dir.path());
+    assert_eq!(interrupted, [InterruptedVerb { verb: "fork".into(), names: vec!["next".into()] }]);
     let none = Export {
         nbd: None,
         vhost_user: None,

@@ -1,11 +1,11 @@
-//! Format of a cached chunk: its pages, then a trailer with their checksums. The pages come first so that
-//! they are aligned, and the kernel can cache them in large folios.
+//! Format of the cache file of a chunk: the pages, then a trailer with their checksums. The pages come first,
+//! which aligns them in the file, so the kernel can cache them in large folios.
 //!
 //! ```text
 //!    0       pages
 //! then a page of
 //!    0    8  "FSTCACHE"
-//!    8   32  name
+//!    8   32  name of the chunk
 //!   40    4  number of pages; all numbers are little endian
 //!   44    4  zeroes
 //!   48 1024  XXH3 of each page
@@ -30,10 +30,11 @@ const MAGIC: [u8; 8] = *b"FSTCACHE";
 const SUMS_AT: usize = 48;
 const SUM_AT: usize = SUMS_AT + CHUNK_PAGES * 8;
 const _: () = assert!(SUM_AT + 8 <= PAGE);
-/// Granularity of the time of last use.
+/// Granularity of the time of last use of a cache file. A younger time is not updated, which saves metadata
+/// writes.
 const USED_EVERY: Duration = Duration::from_secs(600);
 
-/// Returns the trailer that follows the pages in the file of a chunk.
+/// Returns the trailer that follows the pages in the cache file of a chunk.
 pub(super) fn trailer(name: &Name, pages: &[u8]) -> Vec<u8> {
     let mut trailer = vec![0; PAGE];
     trailer[..8].copy_from_slice(&MAGIC);
@@ -47,7 +48,8 @@ pub(super) fn trailer(name: &Name, pages: &[u8]) -> Vec<u8> {
     trailer
 }
 
-/// Updates the time of last use of a file, if it is older than [`USED_EVERY`].
+/// Sets the time of last use (the modification time) of a cache file to now, if the recorded time is older
+/// than [`USED_EVERY`].
 pub(super) fn touch(file: &File) {
     let now = SystemTime::now();
     let is_old = |at: SystemTime| now.duration_since(at).is_ok_and(|age| age > USED_EVERY);
@@ -56,38 +58,39 @@ pub(super) fn touch(file: &File) {
     }
 }
 
-/// Open file of a cached chunk.
+/// Open cache file of a chunk, with the checksums of its pages.
 #[derive(Debug)]
 pub struct Entry {
     file: File,
     sums: Box<[u64]>,
-    /// Set by reads, cleared by [`was_used`](Self::was_used).
+    /// True if the chunk was read since the last call of [`was_used`](Self::was_used), which clears the flag.
     is_used: AtomicBool,
-    /// Bit for each page whose copy in the page cache was verified. A read that may have reached the disk
-    /// clears all bits.
+    /// Bitmap of the pages whose copy in the kernel's page cache was verified. A read that may have reached
+    /// the disk clears all bits.
     verified: [AtomicU64; WORDS],
 }
 
-/// Words of a bitmap with a bit for each page.
+/// Number of 64-bit words in a bitmap with a bit for each page of a chunk.
 const WORDS: usize = CHUNK_PAGES / 64;
 
-/// Result of a read.
+/// Result of a read of pages from a cache file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
-    /// The pages were read and verified.
+pub enum ReadOutcome {
+    /// The pages were read, and match their checksums.
     Done,
-    /// The read would have to wait for the disk.
+    /// A read without waiting failed because the pages are not in the kernel's page cache.
     WouldBlock,
-    /// The file is damaged, truncated or unreadable.
+    /// The cache file is damaged, truncated or unreadable.
     Damaged,
 }
 
 impl Entry {
-    /// Opens a file. Returns `None` if it does not exist, and an `InvalidData` error if it is damaged.
+    /// Opens the cache file of the chunk `name`. Returns `None` if the file does not exist, and an
+    /// `InvalidData` error if it is damaged.
     pub(super) fn open(path: &Path, name: &Name) -> io::Result<Option<Self>> {
         let untimed =
             File::options().read(true).custom_flags(OFlags::NOATIME.bits().cast_signed()).open(path);
-        // Only the owner of a file may use O_NOATIME.
+        // Only the owner of a file may use O_NOATIME, so a failed open is repeated without this flag.
         let file = match untimed.or_else(|_| File::open(path)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
@@ -110,25 +113,28 @@ impl Entry {
         Ok(Some(Self { file, sums, is_used: AtomicBool::new(true), verified: Default::default() }))
     }
 
-    /// Updates the time of last use, which other processes see.
+    /// Updates the time of last use of the file. All processes that share the cache choose files to evict by
+    /// this time.
     pub(super) fn mark_used(&self) {
         touch(&self.file);
     }
 
     /// Returns true if the chunk was read since the previous call.
     pub fn was_used(&self) -> bool {
-        // Relaxed: a hint which file to close.
+        // Relaxed: the flag is only a hint which open file to close.
         self.is_used.swap(false, Ordering::Relaxed)
     }
 
-    /// Returns the number of stored pages. Later pages of the chunk are zeroes.
+    /// Returns the number of pages in the cache file. Later pages of the chunk are zeroes.
     pub fn pages(&self) -> usize {
         self.sums.len()
     }
 
-    /// Reads whole pages starting at page `first`. If `wait` is false, reads only from the page cache.
-    pub fn read(&self, first: usize, out: &mut [u8], wait: bool) -> Outcome {
-        // Relaxed: a hint which file to close. The load avoids writes to a cache line that all readers share.
+    /// Reads whole pages of the chunk, starting at page `first`, and verifies their checksums. If `wait` is
+    /// false, reads only from the kernel's page cache.
+    pub fn read(&self, first: usize, out: &mut [u8], wait: bool) -> ReadOutcome {
+        // Relaxed: the flag is only a hint which open file to close. The load avoids writes to a cache line
+        // that all readers share.
         if !self.is_used.load(Ordering::Relaxed) {
             self.is_used.store(true, Ordering::Relaxed);
         }
@@ -145,17 +151,19 @@ impl Entry {
                 preadv2(&self.file, &mut [IoSliceMut::new(rest)], offset, ReadWriteFlags::NOWAIT)
             };
             match result {
-                Ok(0) => return Outcome::Damaged,
+                Ok(0) => return ReadOutcome::Damaged,
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::NOSYS) if !wait => return Outcome::WouldBlock,
-                Err(_) => return Outcome::Damaged,
+                Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::NOSYS) if !wait => {
+                    return ReadOutcome::WouldBlock;
+                }
+                Err(_) => return ReadOutcome::Damaged,
             }
         }
         if wait {
-            // The read may have replaced pages in the page cache with unverified data from the disk.
+            // The read may have replaced pages in the kernel's page cache with unverified data from the disk.
             for word in &self.verified {
-                // Relaxed: the bits order no other memory access.
+                // Relaxed: the bits are independent of other memory accesses.
                 word.store(0, Ordering::Relaxed);
             }
         }
@@ -163,7 +171,7 @@ impl Entry {
         let end = first + there.len() / PAGE;
         while number < end {
             let word = &self.verified[number / 64];
-            // Relaxed: the bits order no other memory access.
+            // Relaxed: the bits are independent of other memory accesses.
             let known = (word.load(Ordering::Relaxed) >> (number % 64)).trailing_ones() as usize;
             if known > 0 {
                 number += known;
@@ -171,12 +179,12 @@ impl Entry {
             }
             let at = (number - first) * PAGE;
             if xxh3_64(&there[at..at + PAGE]) != self.sums[number] {
-                return Outcome::Damaged;
+                return ReadOutcome::Damaged;
             }
-            // Relaxed: the bits order no other memory access.
+            // Relaxed: the bits are independent of other memory accesses.
             word.fetch_or(1 << (number % 64), Ordering::Relaxed);
             number += 1;
         }
-        Outcome::Done
+        ReadOutcome::Done
     }
 }

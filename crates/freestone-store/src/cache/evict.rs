@@ -10,13 +10,13 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
 use super::{CHUNKS, Cache, META, NEW};
-use crate::objects::{Fault, Until};
+use crate::objects::{CallLimits, Fault};
 
-/// Age after which an incomplete file is treated as abandoned.
+/// Age after which an incomplete cache file is treated as abandoned by its writer, and deleted.
 const LEFT_AFTER: Duration = Duration::from_secs(3600);
-/// Pause between attempts to lock the usage file.
+/// Pause between attempts to lock the `usage` file of the cache.
 const PAUSE: Duration = Duration::from_millis(2);
-/// Eviction frees `1/FREED_PART` of the limit at a time.
+/// An eviction continues until `1/FREED_PART` of the size limit is free, so evictions are rare.
 const FREED_PART: u64 = 8;
 
 impl Cache {
@@ -24,8 +24,9 @@ impl Cache {
         File::options().create(true).truncate(false).read(true).write(true).open(self.dir.join("usage"))
     }
 
-    /// Creates a file of `bytes` bytes and adds them to the usage of the cache.
-    pub(super) fn reserve(&self, new: &Path, bytes: u64, until: Until<'_>) -> io::Result<File> {
+    /// Creates the file `new` with a size of `bytes`, and adds this size to the usage of the cache. Evicts
+    /// other files if the size limit would be exceeded.
+    pub(super) fn reserve(&self, new: &Path, bytes: u64, limits: CallLimits<'_>) -> io::Result<File> {
         let mut usage = self.open_usage()?;
         loop {
             match flock(&usage, FlockOperation::NonBlockingLockExclusive) {
@@ -33,9 +34,12 @@ impl Cache {
                 Err(Errno::WOULDBLOCK | Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }
-            if let Err(fault) = until.check() {
-                let kind =
-                    if fault == Fault::Late { io::ErrorKind::TimedOut } else { io::ErrorKind::Interrupted };
+            if let Err(fault) = limits.check() {
+                let kind = if fault == Fault::TimedOut {
+                    io::ErrorKind::TimedOut
+                } else {
+                    io::ErrorKind::Interrupted
+                };
                 return Err(kind.into());
             }
             thread::sleep(PAUSE);
@@ -45,8 +49,8 @@ impl Cache {
         let used = read.ok().and_then(|_| text.trim().parse::<u64>().ok());
         let used = match used.and_then(|used| used.checked_add(bytes)) {
             Some(used) if used <= self.limit => used,
-            // The usage is unknown, or the limit would be exceeded.
-            _ => self.make_room(bytes)? + bytes,
+            // The recorded usage is unreadable, or the new file would exceed the size limit.
+            _ => self.evict_for(bytes)? + bytes,
         };
         let file = File::options().create_new(true).read(true).write(true).open(new)?;
         let counted = (|| {
@@ -62,8 +66,9 @@ impl Cache {
         Ok(file)
     }
 
-    /// Counts the usage, and evicts least recently used files if `bytes` more would exceed the limit.
-    fn make_room(&self, bytes: u64) -> io::Result<u64> {
+    /// Makes room for `bytes` more: evicts least recently used files if the size limit would be exceeded.
+    /// Returns the counted usage of the remaining files in bytes.
+    fn evict_for(&self, bytes: u64) -> io::Result<u64> {
         let mut files = Vec::new();
         let mut used = 0;
         let mut visit = |path: PathBuf, meta: &Metadata, is_new: bool| {
@@ -103,7 +108,7 @@ impl Cache {
 fn for_each_file(dir: &Path, visit: &mut dyn FnMut(PathBuf, &Metadata)) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
-        // Another process deleted the file meanwhile.
+        // Another process deleted the file after it was listed.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file() {
             visit(entry.path(), &meta);

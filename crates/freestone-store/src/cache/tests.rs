@@ -1,11 +1,11 @@
 use std::time::{Duration, SystemTime};
 
-use super::entry::Outcome;
+use super::entry::ReadOutcome;
 use super::*;
 use crate::format::PAGE;
 
-fn soon() -> Until<'static> {
-    Until::within(Duration::from_secs(20))
+fn soon() -> CallLimits<'static> {
+    CallLimits::within(Duration::from_secs(20))
 }
 
 fn name(number: u32) -> Name {
@@ -27,45 +27,46 @@ fn cached_pages_are_read_independently() {
     let (_dir, cache) = cache();
     let pages = pages(20, 1);
     assert!(cache.find(&name(1)).is_none());
-    cache.keep(&name(1), &pages, soon()).unwrap();
+    cache.insert(&name(1), &pages, soon()).unwrap();
     let entry = cache.find(&name(1)).unwrap();
     assert_eq!(entry.pages(), 20);
     let mut out = vec![1; 3 * PAGE];
-    assert_eq!(entry.read(4, &mut out, true), Outcome::Done);
+    assert_eq!(entry.read(4, &mut out, true), ReadOutcome::Done);
     assert_eq!(out, pages[4 * PAGE..7 * PAGE]);
-    // These pages are in the page cache now, and pages after the end are zeroes.
-    assert_eq!(entry.read(18, &mut out, false), Outcome::Done);
+    // The two stored pages are in the kernel's page cache now, so no wait is needed. The page after the end
+    // is zeroes.
+    assert_eq!(entry.read(18, &mut out, false), ReadOutcome::Done);
     assert_eq!((&out[..2 * PAGE], &out[2 * PAGE..]), (&pages[18 * PAGE..], &[0; PAGE][..]));
-    assert_eq!(entry.read(100, &mut out, false), Outcome::Done);
+    assert_eq!(entry.read(100, &mut out, false), ReadOutcome::Done);
     assert!(out.iter().all(|byte| *byte == 0));
     assert!(entry.was_used() && !entry.was_used());
     // A file under the name of another chunk is refused and deleted.
     fs::create_dir_all(cache.path(CHUNKS, &name(2)).parent().unwrap()).unwrap();
     fs::rename(cache.path(CHUNKS, &name(1)), cache.path(CHUNKS, &name(2))).unwrap();
     assert!(cache.find(&name(2)).is_none() && !cache.path(CHUNKS, &name(2)).exists());
-    cache.keep_meta(&name(3), b"map", soon()).unwrap();
-    assert_eq!(cache.find_meta(&name(3)).unwrap(), b"map");
+    cache.insert_meta(&name(3), b"map", soon()).unwrap();
+    assert_eq!(cache.get_meta(&name(3)).unwrap(), b"map");
 }
 
 #[test]
 fn damaged_cache_file_is_not_served() {
     let (_dir, cache) = cache();
     let pages = pages(128, 3);
-    let entry = cache.keep(&name(1), &pages, soon()).unwrap();
+    let entry = cache.insert(&name(1), &pages, soon()).unwrap();
     let path = cache.path(CHUNKS, &name(1));
     let file = File::options().write(true).open(&path).unwrap();
     let mut out = vec![0; PAGE];
     std::os::unix::fs::FileExt::write_all_at(&file, b"x", (5 * PAGE + 5) as u64).unwrap();
-    assert_eq!(entry.read(5, &mut out, true), Outcome::Damaged);
-    assert_eq!(entry.read(6, &mut out, true), Outcome::Done);
+    assert_eq!(entry.read(5, &mut out, true), ReadOutcome::Damaged);
+    assert_eq!(entry.read(6, &mut out, true), ReadOutcome::Done);
     file.set_len((100 * PAGE) as u64).unwrap();
-    assert_eq!(entry.read(110, &mut out, true), Outcome::Damaged);
-    // Damage to the checksums.
+    assert_eq!(entry.read(110, &mut out, true), ReadOutcome::Damaged);
+    // Damage the checksums in the trailer.
     file.set_len((129 * PAGE) as u64).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, b"x", (128 * PAGE + 60) as u64).unwrap();
     assert!(cache.find(&name(1)).is_none() && !path.exists());
     file.set_len(0).unwrap();
-    assert_eq!(entry.read(0, &mut out, true), Outcome::Damaged);
+    assert_eq!(entry.read(0, &mut out, true), ReadOutcome::Damaged);
 }
 
 #[test]
@@ -84,8 +85,8 @@ fn eviction_removes_least_recently_used_files() {
     let per_file = (pages.len() + PAGE) as u64;
     let fits = (BYTES_MIN / per_file) as u32;
     for number in 0..3 * fits {
-        let entry = cache.keep(&name(number), &pages, soon()).unwrap();
-        // Files are older the earlier they were added, except for one that is always in use.
+        let entry = cache.insert(&name(number), &pages, soon()).unwrap();
+        // Each file is younger than the files before, except for file 0, which is always in use.
         let age = if number == 0 { 0 } else { 100_000 - number };
         let at = SystemTime::now() - Duration::from_secs(age.into());
         let file = File::options().write(true).open(cache.path(CHUNKS, &name(number))).unwrap();
@@ -109,7 +110,7 @@ fn concurrent_adds_stay_within_limit() {
             let (cache, pages) = (if thread % 2 == 0 { &first } else { &second }, &pages);
             scope.spawn(move || {
                 for number in 0..60 {
-                    cache.keep(&name(thread * 100 + number), pages, soon()).unwrap();
+                    cache.insert(&name(thread * 100 + number), pages, soon()).unwrap();
                 }
             });
         }
@@ -117,10 +118,10 @@ fn concurrent_adds_stay_within_limit() {
     let usage: u64 = fs::read_to_string(first.dir.join("usage")).unwrap().trim().parse().unwrap();
     assert!(usage <= BYTES_MIN && usage > BYTES_MIN / 2, "{usage}");
     assert_eq!(fs::read_dir(first.dir.join(NEW)).unwrap().count(), 0);
-    // A wrong usage is corrected when it is counted again.
+    // A wrong value in the `usage` file is corrected when the files are counted again.
     for wrong in ["x", "18446744073709551615", ""] {
         fs::write(first.dir.join("usage"), wrong).unwrap();
-        first.keep(&name(1000), &pages, soon()).unwrap();
+        first.insert(&name(1000), &pages, soon()).unwrap();
         let again: u64 = fs::read_to_string(first.dir.join("usage")).unwrap().trim().parse().unwrap();
         assert!(again <= BYTES_MIN, "{wrong}");
     }
@@ -132,9 +133,9 @@ fn fetch_lock_is_exclusive_on_host() {
     let second = Cache::open(dir.path().join("cache"), BYTES_MIN).unwrap();
     let held = first.lock_fetch(&name(1), soon());
     assert!(held.is_some());
-    // Other objects are not locked.
+    // The lock on one object does not lock other objects.
     assert!(second.lock_fetch(&name(2), soon()).is_some());
-    assert!(second.lock_fetch(&name(1), Until::within(Duration::from_millis(60))).is_none());
+    assert!(second.lock_fetch(&name(1), CallLimits::within(Duration::from_millis(60))).is_none());
     std::thread::scope(|scope| {
         let other = scope.spawn(|| second.lock_fetch(&name(1), soon()));
         std::thread::sleep(Duration::from_millis(50));

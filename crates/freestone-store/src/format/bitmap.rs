@@ -1,14 +1,14 @@
-//! Bitmaps of the pages of a segment, with a fast rank query.
+//! Bitmaps of the pages of a segment (1 GiB of an image), with a fast rank query.
 
 use super::SEGMENT_PAGES;
 
 const WORDS: usize = SEGMENT_PAGES / 64;
 /// Size of a stored bitmap in bytes.
 pub const BYTES: usize = SEGMENT_PAGES / 8;
-/// Number of words for each entry of the rank index.
+/// Number of 64-bit bitmap words that each entry of the rank index covers.
 const STEP: usize = 8;
 
-/// Set of pages.
+/// Set of pages of a segment, with a bit for each page.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Bitmap(Box<[u64]>);
 
@@ -19,7 +19,7 @@ impl Default for Bitmap {
 }
 
 impl Bitmap {
-    /// Decodes the output of [`bytes`](Self::bytes).
+    /// Decodes a bitmap from the output of [`bytes`](Self::bytes).
     pub fn parse(bytes: &[u8; BYTES]) -> Self {
         let words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
         Self(words.collect())
@@ -35,31 +35,31 @@ impl Bitmap {
         self.0[page / 64] >> (page % 64) & 1 == 1
     }
 
-    /// Adds or removes a page.
+    /// Adds a page to the set if `is_in` is true, otherwise removes the page.
     pub fn set(&mut self, page: usize, is_in: bool) {
         let bit = 1 << (page % 64);
         if is_in { self.0[page / 64] |= bit } else { self.0[page / 64] &= !bit }
     }
 
-    /// Adds all pages of another set.
+    /// Adds all pages of `other` to this set.
     pub fn add(&mut self, other: &Self) {
         for (word, other) in self.0.iter_mut().zip(&other.0) {
             *word |= other;
         }
     }
 
-    /// Returns the pages that are not in `other`.
+    /// Returns the pages of this set that are not in `other`.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(word, other)| word & !other).collect())
     }
 
-    /// Returns the number of pages.
+    /// Returns the number of pages in the set.
     pub fn count(&self) -> usize {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
 
-    /// Returns the pages in ascending order.
+    /// Returns the pages of the set in ascending order.
     pub fn pages(&self) -> impl Iterator<Item = usize> {
         self.0.iter().enumerate().flat_map(|(number, word)| {
             let mut rest = *word;
@@ -75,7 +75,7 @@ impl Bitmap {
 /// Immutable set of pages with an index for the rank of a page.
 pub struct Ranked {
     bits: Bitmap,
-    /// Number of pages before each group of [`STEP`] words.
+    /// For each group of [`STEP`] words, the number of pages in the set that precede the group.
     before: Box<[u32]>,
 }
 
@@ -92,7 +92,7 @@ impl From<Bitmap> for Ranked {
 }
 
 impl Ranked {
-    /// Returns the set.
+    /// Returns the set of pages.
     pub fn bits(&self) -> &Bitmap {
         &self.bits
     }

@@ -7,17 +7,17 @@ use super::chunk;
 use super::name::Name;
 use super::{IMAGE_BYTES_MAX, PAGE, SEGMENT_BYTES, SEGMENT_CHUNKS, SEGMENT_PAGES, read};
 
-/// Maximum number of maps of a segment. A push that would exceed it merges the maps.
+/// Maximum number of maps of a segment. A push that would exceed this number merges the maps of the segment.
 pub const DEPTH_MAX: usize = 8;
-/// Maximum size of the chunks of a map in bytes.
+/// Maximum total size of the stored chunks of one map, in bytes.
 const STORED_BYTES_MAX: u64 = (SEGMENT_CHUNKS * chunk::STORED_BYTES_MAX) as u64;
-/// Maximum size of a manifest in bytes.
+/// Maximum size of the JSON of a manifest, in bytes.
 pub const BYTES_MAX: usize = 32 << 20;
 
-/// Description of an image.
+/// Manifest: the size, the origin and the maps of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Version of the format.
+    /// Version of the store format.
     pub format: u32,
     /// Size of the image in bytes, a multiple of 512.
     pub size: u64,
@@ -25,37 +25,37 @@ pub struct Manifest {
     pub pushed: u64,
     /// Name of the pushed device on the pushing host.
     pub source: String,
-    /// Image that this push was based on.
+    /// Name of the parent image, whose unchanged content the push reused; `None` if the push had no parent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Name>,
-    /// Segments in ascending order. Segments of zeroes are omitted.
+    /// Segments in ascending order of their numbers. Segments that are all zeroes are omitted.
     pub segments: Vec<Segment>,
 }
 
-/// A GiB of an image.
+/// Maps of one segment (1 GiB) of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Segment {
-    /// Number of the segment in the image.
+    /// Index of the segment in the image, which is its offset in GiB.
     pub number: u32,
     /// Maps from the oldest to the youngest. Only the oldest may be a full map.
     pub maps: Vec<MapRef>,
 }
 
-/// Reference to a map of a segment, as written by one push.
+/// Reference to a map of a segment, which one push has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MapRef {
-    /// Name of the map.
+    /// Name (content hash) of the map.
     pub map: Name,
-    /// Name of the page hashes of the map.
+    /// Name (content hash) of the page hashes of the map.
     pub hashes: Name,
     /// Number of pages in the map: all pages of a delta, nonzero pages of a full map.
     pub pages: u32,
-    /// Size of the chunks of the map in the store, in bytes.
+    /// Total size of the stored chunks of the map, in bytes.
     pub stored: u64,
 }
 
 impl Manifest {
-    /// Parses a manifest. The error is a sentence fragment about the manifest.
+    /// Parses and validates the JSON of a manifest. The error text is a sentence fragment about the manifest.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let manifest: Self = read(bytes).map_err(|why| why.to_string())?;
         manifest.check().map_err(str::to_owned)?;
@@ -85,13 +85,14 @@ impl Manifest {
         Ok(())
     }
 
-    /// Encodes the manifest.
+    /// Encodes the manifest as JSON.
     pub fn bytes(&self) -> Vec<u8> {
         // Serialization cannot fail, as all values are numbers and strings.
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// Returns the maps of a segment from the oldest to the youngest.
+    /// Returns the maps of a segment from the oldest to the youngest. Returns no maps if the segment is all
+    /// zeroes.
     pub fn maps(&self, number: u32) -> &[MapRef] {
         match self.segments.binary_search_by_key(&number, |segment| segment.number) {
             Ok(at) => &self.segments[at].maps,
@@ -99,18 +100,18 @@ impl Manifest {
         }
     }
 
-    /// Returns the number of segments of the image, including those of zeroes.
+    /// Returns the number of segments of the image, including segments of zeroes.
     pub fn segment_count(&self) -> u32 {
         self.size.div_ceil(SEGMENT_BYTES) as u32
     }
 
-    /// Returns the number of pages in all maps, and their size in the store in bytes.
+    /// Returns the total number of pages in all maps, and the total size of their stored chunks in bytes.
     pub fn held(&self) -> (u64, u64) {
         let maps = self.segments.iter().flat_map(|segment| &segment.maps);
         maps.fold((0, 0), |(pages, stored), map| (pages + u64::from(map.pages), stored + map.stored))
     }
 
-    /// Returns the largest number of maps of a segment.
+    /// Returns the number of maps of the segment that has the most maps.
     pub fn depth(&self) -> usize {
         self.segments.iter().map(|segment| segment.maps.len()).max().unwrap_or(0)
     }

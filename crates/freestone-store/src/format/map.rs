@@ -1,12 +1,12 @@
-//! Maps: the locations of the pages of a segment. A *full* map covers all pages, a *delta* the pages that a
-//! push changed.
+//! Maps: the locations of the pages of a segment (1 GiB of an image). A *full* map covers all pages, a
+//! *delta* the pages that a push changed.
 //!
 //! ```text
 //!  0  4  1 full, 2 delta; little endian
 //!  4  4  number of chunks
 //!  8     full: a bit for each 128 pages that have a chunk, 256 bytes; pages without a chunk are zeroes
 //!        delta: a bit for each page in the delta; a bit for each page of zeroes; 32 KiB each
-//!        for each chunk: 32 bytes, its name; 4 bytes, the size of its object
+//!        for each chunk: 32 bytes, its name; 4 bytes, the size of its stored object
 //! ```
 //!
 //! The chunks of a delta contain its pages in ascending order, 128 in each chunk, without pages of zeroes.
@@ -23,9 +23,9 @@ use super::{CHUNK_PAGES, PAGE, SEGMENT_CHUNKS, SEGMENT_PAGES};
 const FULL: u32 = 1;
 const DELTA: u32 = 2;
 const PRESENT_BYTES: usize = SEGMENT_CHUNKS / 8;
-/// Maximum size of a map in bytes.
+/// Maximum size of an encoded map in bytes.
 pub const BYTES_MAX: usize = 8 + 2 * bitmap::BYTES + SEGMENT_CHUNKS * ENTRY_BYTES;
-/// Maximum size of the page hashes of a map in bytes.
+/// Maximum size of the encoded page hashes of a map in bytes.
 pub const HASHES_BYTES_MAX: usize = SEGMENT_PAGES * PAGE_HASH_BYTES;
 const PAGE_HASH_BYTES: usize = size_of::<PageHash>();
 
@@ -39,19 +39,19 @@ struct Entry {
 const ENTRY_BYTES: usize = size_of::<Entry>();
 const _: () = assert!(ENTRY_BYTES == 36);
 
-/// Reference to a chunk.
+/// Reference from a map to a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRef {
     /// Name of the chunk.
     pub name: Name,
-    /// Size of the object in bytes, as its writer recorded it.
+    /// Size of the stored chunk in bytes, as its writer recorded it.
     pub stored: u32,
 }
 
-/// First half of the hash of a page. All zeroes stand for a page of zeroes.
+/// First half of the keyed hash of a page. The hash of a page of zeroes is all zeroes.
 pub type PageHash = [u8; 16];
 
-/// Returns the hash of a page.
+/// Returns the [`PageHash`] of a page.
 pub fn page_hash(naming: &Naming, page: &[u8]) -> PageHash {
     if are_zeroes(page) {
         return PageHash::default();
@@ -62,10 +62,10 @@ pub fn page_hash(naming: &Naming, page: &[u8]) -> PageHash {
 
 /// Location of a page according to one map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
-    /// The page is in an older map.
+pub enum PageLocation {
+    /// The map does not contain the page. An older map of the segment locates the page.
     Below,
-    /// The page is zeroes.
+    /// The page is all zeroes, and is in no chunk.
     Zero,
     /// The page is in a chunk of the map. Pages after the end of the chunk are zeroes.
     In {
@@ -78,14 +78,15 @@ pub enum Place {
 
 /// Map of one segment, written by one push.
 pub enum Map {
-    /// Map of all pages.
+    /// Map of all pages of the segment.
     Full {
-        /// For each 128 pages, the index of their chunk.
+        /// For each 128 pages of the segment, the index of their chunk in `chunks`; `None` if the pages are
+        /// zeroes.
         places: Box<[Option<u16>]>,
-        /// Chunks of the segment.
+        /// Chunks of the map, in the order of their pages.
         chunks: Box<[ChunkRef]>,
     },
-    /// Map of changed pages.
+    /// Map of the pages that a push changed.
     Delta {
         /// Changed pages that are not zeroes.
         data: Ranked,
@@ -97,7 +98,8 @@ pub enum Map {
 }
 
 impl Map {
-    /// Creates a full map from the chunk of each 128 pages.
+    /// Creates a full map. `all` has a chunk for each 128 pages of the segment, or `None` if these pages are
+    /// zeroes.
     pub fn full(all: &[Option<ChunkRef>]) -> Self {
         let mut chunks = Vec::new();
         let mut places = vec![None; SEGMENT_CHUNKS];
@@ -110,34 +112,34 @@ impl Map {
         Self::Full { places: places.into(), chunks: chunks.into() }
     }
 
-    /// Creates a delta. `chunks` contain the pages of `data`, which must be disjoint from `zero`.
+    /// Creates a delta map. `chunks` contain the pages of `data`, which must be disjoint from `zero`.
     pub fn delta(data: Bitmap, zero: Bitmap, chunks: Vec<ChunkRef>) -> Self {
         Self::Delta { data: data.into(), zero, chunks: chunks.into() }
     }
 
-    /// Returns the chunks.
+    /// Returns the chunks of the map, in the order of their indexes.
     pub fn chunks(&self) -> &[ChunkRef] {
         match self {
             Self::Full { chunks, .. } | Self::Delta { chunks, .. } => chunks,
         }
     }
 
-    /// Returns the location of a page of the segment.
-    pub fn place(&self, page: usize) -> Place {
+    /// Returns the location of a page of the segment according to this map.
+    pub fn place(&self, page: usize) -> PageLocation {
         match self {
             Self::Full { places, .. } => match places[page / CHUNK_PAGES] {
-                None => Place::Zero,
-                Some(chunk) => Place::In { chunk: usize::from(chunk), page: page % CHUNK_PAGES },
+                None => PageLocation::Zero,
+                Some(chunk) => PageLocation::In { chunk: usize::from(chunk), page: page % CHUNK_PAGES },
             },
             Self::Delta { data, zero, .. } => match data.place(page) {
-                Some(place) => Place::In { chunk: place / CHUNK_PAGES, page: place % CHUNK_PAGES },
-                None if zero.has(page) => Place::Zero,
-                None => Place::Below,
+                Some(place) => PageLocation::In { chunk: place / CHUNK_PAGES, page: place % CHUNK_PAGES },
+                None if zero.has(page) => PageLocation::Zero,
+                None => PageLocation::Below,
             },
         }
     }
 
-    /// Returns the pages of a delta including zeroes, or `None` for a full map.
+    /// Returns the pages that a delta contains, including pages of zeroes, or `None` for a full map.
     pub fn held(&self) -> Option<Bitmap> {
         let Self::Delta { data, zero, .. } = self else { return None };
         let mut held = data.bits().clone();
@@ -168,7 +170,7 @@ impl Map {
     }
 
     /// Decodes a map, or returns `None` if it is invalid. The caller has verified the hash, so only a writer
-    /// with the key can have made it. Even so, all indexes are checked.
+    /// with the key of the domain can have written the map. Even so, all indexes are checked.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let (kind, rest) = bytes.split_first_chunk::<4>()?;
         let (count, rest) = rest.split_first_chunk::<4>()?;
@@ -215,16 +217,17 @@ fn chunks(bytes: &[u8], count: usize) -> Option<Box<[ChunkRef]>> {
     (entries.len() == count && entries.iter().all(is_sound)).then(|| entries.iter().map(chunk).collect())
 }
 
-/// Hashes of the pages of a map, in the order of its chunks. For a full map each chunk has 128 hashes.
+/// Hashes of the pages of a map, in the order of its chunks. For a full map each chunk has 128 hashes, even
+/// if the chunk is shorter.
 pub struct Hashes(Vec<PageHash>);
 
 impl Hashes {
-    /// Wraps hashes that are in the order of the chunks.
+    /// Wraps page hashes, which must be in the order of the chunks of their map.
     pub fn new(hashes: Vec<PageHash>) -> Self {
         Self(hashes)
     }
 
-    /// Decodes hashes, or returns `None` if their number does not match the map.
+    /// Decodes page hashes, or returns `None` if their number does not match the map.
     pub fn parse(bytes: &[u8], map: &Map) -> Option<Self> {
         let (hashes, rest) = bytes.as_chunks::<PAGE_HASH_BYTES>();
         let count = match map {
@@ -234,12 +237,13 @@ impl Hashes {
         (rest.is_empty() && hashes.len() == count).then(|| Self(hashes.to_vec()))
     }
 
-    /// Encodes the hashes.
+    /// Encodes the page hashes.
     pub fn bytes(&self) -> &[u8] {
         self.0.as_flattened()
     }
 
-    /// Returns the hash of a page of a chunk.
+    /// Returns the hash of the page at index `page` of the chunk at index `chunk`, or zeroes if there is no
+    /// such hash.
     pub fn at(&self, chunk: usize, page: usize) -> PageHash {
         self.0.get(chunk * CHUNK_PAGES + page).copied().unwrap_or_default()
     }
@@ -261,8 +265,8 @@ mod tests {
         let map = Map::parse(&Map::full(&all).bytes()).unwrap();
         for page in (0..SEGMENT_PAGES).step_by(61) {
             match (map.place(page), all.get(page / CHUNK_PAGES).copied().flatten()) {
-                (Place::Zero, None) => {}
-                (Place::In { chunk, page: within }, Some(want)) => {
+                (PageLocation::Zero, None) => {}
+                (PageLocation::In { chunk, page: within }, Some(want)) => {
                     assert_eq!((map.chunks()[chunk], within), (want, page % CHUNK_PAGES));
                 }
                 (place, want) => panic!("{page}: {place:?}, {want:?}"),
@@ -287,10 +291,10 @@ mod tests {
         let chunks: Vec<_> = (0..pages.len().div_ceil(CHUNK_PAGES)).map(chunk).collect();
         let map = Map::parse(&Map::delta(data, zero, chunks).bytes()).unwrap();
         for (at, page) in pages.iter().enumerate() {
-            let place = Place::In { chunk: at / CHUNK_PAGES, page: at % CHUNK_PAGES };
+            let place = PageLocation::In { chunk: at / CHUNK_PAGES, page: at % CHUNK_PAGES };
             assert_eq!(map.place(*page), place);
-            assert_eq!(map.place(page + 1), Place::Zero);
-            assert_eq!(map.place(page + 2), Place::Below);
+            assert_eq!(map.place(page + 1), PageLocation::Zero);
+            assert_eq!(map.place(page + 2), PageLocation::Below);
         }
         assert_eq!(map.held().unwrap().count(), 2 * pages.len());
     }
@@ -306,11 +310,11 @@ mod tests {
             for cut in (0..bytes.len()).step_by(11) {
                 assert!(Map::parse(&bytes[..cut]).is_none());
             }
-            // Another kind, other chunk counts, and bits of pages without a chunk.
+            // Invalid bytes: another map kind, other chunk counts, and bits of pages without a chunk.
             for (at, value) in [(0, 3), (4, 200), (4, 0), (7, 0xff), (8 + 200, 0xff)] {
                 let mut wrong = bytes.clone();
                 wrong[at] = value;
-                // One chunk of a delta has room for up to 128 pages.
+                // A chunk of a delta can contain up to 128 pages, so more page bits are valid.
                 let is_fine = at == 208 && bytes == &delta;
                 assert_eq!(Map::parse(&wrong).is_some(), is_fine, "{at}");
             }

@@ -5,19 +5,19 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// Keyed BLAKE3 hash of a content.
+/// Name of an object: the keyed BLAKE3 hash of its content.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Name(pub [u8; 32]);
 
-/// Kind of content. The same bytes have different names for different kinds.
+/// Kind of content that a name is computed for. The same bytes have different names for different kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Pages of a chunk.
+    /// Chunk: the size of its pages and the hashes of its units.
     Chunk = 1,
-    /// Unit of a chunk.
+    /// Pages of one unit of a chunk.
     Unit = 2,
-    /// One page.
+    /// Content of one page.
     Page = 3,
     /// Map of a segment.
     Map = 4,
@@ -27,16 +27,16 @@ pub enum Kind {
     Manifest = 6,
     /// Trace of an image.
     Trace = 7,
-    /// Seal of a tag.
+    /// Fields of a tag. The hash is the seal of the tag.
     Tag = 8,
-    /// Check of a key.
+    /// Fields of `freestone.json`. The hash is its `check` field.
     Check = 9,
 }
 
-/// Number of kinds, counting the unused value 0.
+/// Number of values of [`Kind`], including the unused value 0.
 const KINDS: usize = Kind::Check as usize + 1;
 
-/// Keys for the names of a domain, one for each kind.
+/// Keys of the keyed hashes that are the object names of a domain, one key for each [`Kind`].
 ///
 /// A prefix byte for the kind would be slower: it would shift the content against the 1 KiB blocks that
 /// BLAKE3 hashes in parallel, and the hash of a page would take three times as long.
@@ -44,7 +44,7 @@ const KINDS: usize = Kind::Check as usize + 1;
 pub struct Naming([[u8; 32]; KINDS]);
 
 impl Naming {
-    /// Derives the keys from the naming key of a domain.
+    /// Derives the keys for all kinds from the naming key of a domain.
     pub fn new(key: &[u8; 32]) -> Self {
         let mut kind = 0;
         Self([(); KINDS].map(|()| {
@@ -54,7 +54,7 @@ impl Naming {
         }))
     }
 
-    /// Returns the name of the concatenated parts.
+    /// Returns the name of the content that consists of the concatenated `parts`.
     pub fn name(&self, kind: Kind, parts: &[&[u8]]) -> Name {
         let mut hasher = blake3::Hasher::new_keyed(&self.0[kind as usize]);
         for part in parts {
@@ -82,25 +82,25 @@ impl fmt::Debug for Name {
     }
 }
 
-/// Error for text that is not a name.
+/// Error for text that is not the name of an object (64 hexadecimal digits).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NoName;
+pub struct ParseNameError;
 
-impl fmt::Display for NoName {
+impl fmt::Display for ParseNameError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("must be 64 hexadecimal digits")
     }
 }
 
 impl FromStr for Name {
-    type Err = NoName;
+    type Err = ParseNameError;
 
-    fn from_str(text: &str) -> Result<Self, NoName> {
-        hex(text).map(Self).ok_or(NoName)
+    fn from_str(text: &str) -> Result<Self, ParseNameError> {
+        hex(text).map(Self).ok_or(ParseNameError)
     }
 }
 
-/// Parses hexadecimal digits, two for each byte.
+/// Parses `2 * N` hexadecimal digits to `N` bytes. Returns `None` for any other text.
 pub fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
     if text.len() != 2 * N || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(name.to_string().parse(), Ok(name));
         assert_eq!(format!("{a:?}"), "Naming");
         for bad in ["", "0", &"g".repeat(64), &"0".repeat(63), &"é".repeat(32), &"+f".repeat(32)] {
-            assert_eq!(bad.parse::<Name>(), Err(NoName), "{bad}");
+            assert_eq!(bad.parse::<Name>(), Err(ParseNameError), "{bad}");
         }
     }
 }

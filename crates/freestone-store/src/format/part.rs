@@ -1,5 +1,5 @@
-//! Common format of chunks and of descriptions of images: the 32-byte header of an object, and parts that are
-//! compressed separately, and encrypted if the domain is.
+//! Common format of chunks and of descriptions of images (such as maps). An object has a 32-byte header and
+//! parts, which are compressed separately, and encrypted if the domain is.
 
 use std::cell::RefCell;
 
@@ -11,10 +11,10 @@ use super::domain::Domain;
 use super::name::Name;
 use super::seal::{self, NONCE_BYTES, ObjectKey, TAG_BYTES};
 
-/// Compression level. Higher levels are slower than a fast network link.
+/// zstd compression level. Higher levels compress more slowly than a fast network link sends.
 const LEVEL: i32 = 3;
 
-/// Header of an object.
+/// Header of a stored chunk or description.
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
 #[repr(C)]
 pub struct Header {
@@ -29,13 +29,13 @@ pub struct Header {
 pub const HEADER_BYTES: usize = size_of::<Header>();
 const _: () = assert!(HEADER_BYTES == 32);
 
-/// Reason why bytes are not the expected object.
+/// Reason why stored bytes are not the expected object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Damaged {
+pub enum PartError {
     /// The size, the header or the kind of the object is wrong.
     #[error("wrong size or header")]
     Shape,
-    /// The content does not match the name.
+    /// The content cannot be unpacked, or its hash does not match the name.
     #[error("the content does not match the name")]
     Content,
     /// The object is encrypted but the domain is not, or the reverse.
@@ -44,27 +44,28 @@ pub enum Damaged {
 }
 
 impl Header {
-    /// Splits an object into its header and the rest.
-    pub fn read(object: &[u8], magic: [u8; 8]) -> Result<(Self, &[u8]), Damaged> {
-        let (header, rest) = Self::read_from_prefix(object).map_err(|_| Damaged::Shape)?;
+    /// Splits a stored object into its header and the rest. Fails if the header is invalid or has another
+    /// magic number.
+    pub fn read(object: &[u8], magic: [u8; 8]) -> Result<(Self, &[u8]), PartError> {
+        let (header, rest) = Self::read_from_prefix(object).map_err(|_| PartError::Shape)?;
         let is_sound = header.magic == magic && header.zero == [0; 4] && header.sealed.get() <= 1;
-        if is_sound { Ok((header, rest)) } else { Err(Damaged::Shape) }
+        if is_sound { Ok((header, rest)) } else { Err(PartError::Shape) }
     }
 
-    /// Returns the size of the content in bytes, as the header states it.
+    /// Returns the uncompressed size of the content in bytes, as the header states it.
     pub fn bytes(&self) -> usize {
         self.bytes.get() as usize
     }
 }
 
-/// Key and nonce of the parts of one object.
+/// Key and nonce that encrypt the parts of one object. The key is `None` if the domain is not encrypted.
 pub struct Packing {
     key: Option<ObjectKey>,
     nonce: [u8; NONCE_BYTES],
 }
 
 impl Packing {
-    /// Prepares a new object. Returns `None` if no key or random nonce is available.
+    /// Creates the key and a random nonce for a new object. Returns `None` if either cannot be created.
     pub fn new(domain: &Domain, name: &Name) -> Option<Self> {
         Some(match &domain.sealing {
             Some(sealing) => Self { key: Some(sealing.key(name).ok()?), nonce: seal::nonce().ok()? },
@@ -72,28 +73,29 @@ impl Packing {
         })
     }
 
-    /// Prepares an existing object according to its header.
-    pub fn of(domain: &Domain, name: &Name, header: &Header) -> Result<Self, Damaged> {
+    /// Returns the key and the nonce of an existing object with this header.
+    pub fn of(domain: &Domain, name: &Name, header: &Header) -> Result<Self, PartError> {
         let key = match (&domain.sealing, header.sealed.get()) {
             (None, 0) => None,
-            (Some(sealing), 1) => Some(sealing.key(name).map_err(|_| Damaged::Sealing)?),
-            _ => return Err(Damaged::Sealing),
+            (Some(sealing), 1) => Some(sealing.key(name).map_err(|_| PartError::Sealing)?),
+            _ => return Err(PartError::Sealing),
         };
         Ok(Self { key, nonce: header.nonce })
     }
 
-    /// Returns the header of the object.
+    /// Returns the header of an object whose uncompressed content has `bytes` bytes.
     pub fn header(&self, magic: [u8; 8], bytes: usize) -> Header {
         let (bytes, sealed) = (U32::new(bytes as u32), U32::new(u32::from(self.key.is_some())));
         Header { magic, bytes, sealed, nonce: self.nonce, zero: [0; 4] }
     }
 
-    /// Returns the number of bytes that encryption adds to a part.
+    /// Returns the number of bytes that encryption adds to a part, which is 0 without encryption.
     pub fn tag_bytes(&self) -> usize {
         if self.key.is_some() { TAG_BYTES } else { 0 }
     }
 
-    /// Returns the stored form of a part, or `None` if encryption fails.
+    /// Compresses and encrypts the part with the number `part`. Returns the stored form, or `None` if
+    /// encryption fails.
     pub fn pack(&self, part: u32, content: &[u8]) -> Option<Vec<u8>> {
         let mut stored = compress(content).unwrap_or_else(|| content.to_vec());
         if let Some(key) = &self.key {
@@ -102,21 +104,21 @@ impl Packing {
         Some(stored)
     }
 
-    /// Unpacks a part into `content`, whose size must be the size of the part.
-    pub fn unpack(&self, part: u32, stored: &[u8], content: &mut [u8]) -> Result<(), Damaged> {
+    /// Decrypts and decompresses a part into `content`, whose size must be the uncompressed size of the part.
+    pub fn unpack(&self, part: u32, stored: &[u8], content: &mut [u8]) -> Result<(), PartError> {
         let mut opened = Vec::new();
         let body = match &self.key {
             None => stored,
             Some(key) => {
                 opened.extend_from_slice(stored);
-                key.open(self.nonce, part, &mut opened).map_err(|_| Damaged::Content)?
+                key.open(self.nonce, part, &mut opened).map_err(|_| PartError::Content)?
             }
         };
         if body.len() == content.len() {
             content.copy_from_slice(body);
             return Ok(());
         }
-        if decompress(body, content) { Ok(()) } else { Err(Damaged::Content) }
+        if decompress(body, content) { Ok(()) } else { Err(PartError::Content) }
     }
 }
 
@@ -125,7 +127,8 @@ thread_local! {
     static DECOMPRESS: RefCell<Option<DCtx<'static>>> = const { RefCell::new(None) };
 }
 
-/// Returns a zstd frame, or `None` if it is not shorter.
+/// Compresses `bytes` to a zstd frame. Returns `None` if the frame is not shorter than `bytes` or compression
+/// fails.
 fn compress(bytes: &[u8]) -> Option<Vec<u8>> {
     COMPRESS.with_borrow_mut(|context| {
         let context = match context {
@@ -133,13 +136,14 @@ fn compress(bytes: &[u8]) -> Option<Vec<u8>> {
             None => context.insert(CCtx::try_create()?),
         };
         let mut out = Vec::with_capacity(bytes.len());
-        // Compression fails if the frame does not fit the capacity.
+        // Compression fails if the frame does not fit the capacity of `out`.
         context.compress(&mut out, bytes, LEVEL).ok()?;
         (out.len() < bytes.len()).then_some(out)
     })
 }
 
-/// Decompresses a frame into `out`. Returns false unless the frame has exactly the size of `out`.
+/// Decompresses a zstd frame into `out`. Returns false if the frame is invalid or its content does not
+/// exactly fill `out`.
 fn decompress(bytes: &[u8], out: &mut [u8]) -> bool {
     DECOMPRESS.with_borrow_mut(|context| {
         let context = match context {

@@ -1,4 +1,5 @@
-//! Tags: objects that name the current image. A tag is updated only if it is unchanged since it was read.
+//! Tags: small objects with a name of their own, such as `latest`, that refer to an image. A tag is updated
+//! only if it is unchanged since it was read.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -9,30 +10,31 @@ use super::{VERSION, read};
 
 /// Maximum length of the name of a tag in bytes.
 pub const TAG_BYTES_MAX: usize = 128;
-/// Maximum size of the object of a tag in bytes.
+/// Maximum size of the stored object of a tag in bytes.
 pub const BYTES_MAX: u64 = 4096;
-/// Default tag.
+/// Name of the default tag.
 pub const LATEST: &str = "latest";
 
 /// Content of a tag.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tag {
     format: u32,
-    /// Name of the image.
+    /// Name of the image (of its manifest) that the tag refers to.
     pub manifest: Name,
-    /// Number of times that the tag was set.
+    /// Number of times that the tag was set since it was created.
     pub generation: u64,
     /// Time of the last push in seconds since 1970, by the clock of the pushing host.
     pub pushed: u64,
-    /// Random ID of the push. A writer whose response was lost can tell whether its tag was written.
+    /// Random ID of the push. If the response to a write is lost, the writer reads the tag and recognizes its
+    /// own write by this ID.
     push: Uuid,
-    /// Keyed hash of the other fields and of the name of the tag. In a domain with a key file it detects
-    /// forgeries.
+    /// Keyed hash of the other fields and of the name of the tag. In a domain with a key file this hash
+    /// detects forged tags.
     seal: Name,
 }
 
 impl Tag {
-    /// Creates the next content of the tag `name`.
+    /// Creates the content of the tag `name`, with a new push ID and seal.
     pub fn new(domain: &Domain, name: &str, manifest: Name, generation: u64, pushed: u64) -> Self {
         let push = crate::rt::unique_id();
         let mut tag = Self { format: VERSION, manifest, generation, pushed, push, seal: manifest };
@@ -48,7 +50,7 @@ impl Tag {
             .name(Kind::Tag, &[numbers.as_flattened(), &manifest.0, push.as_bytes(), name.as_bytes()])
     }
 
-    /// Parses and verifies a tag. The error is a sentence fragment about the tag.
+    /// Parses the tag `name` and verifies its seal. The error text is a sentence fragment about the tag.
     pub fn parse(domain: &Domain, name: &str, bytes: &[u8]) -> Result<Self, String> {
         let tag: Self = read(bytes).map_err(|why| why.to_string())?;
         if tag.seal == tag.compute_seal(domain, name) {
@@ -58,7 +60,7 @@ impl Tag {
         }
     }
 
-    /// Encodes the tag.
+    /// Encodes the tag as JSON.
     pub fn bytes(&self) -> Vec<u8> {
         // Serialization cannot fail, as all values are numbers and strings.
         serde_json::to_vec(self).unwrap_or_default()

@@ -10,43 +10,43 @@ use freestone_core::log_limit::LogLimit;
 
 use super::description::{Description, LOCK_WAIT};
 use super::segment::Segment;
-use super::stat::Stats;
+use super::stat::ImageCounters;
 use super::{Config, open_files};
-use crate::cache::{Cache, Outcome};
+use crate::cache::{Cache, ReadOutcome};
 use crate::format::manifest::Manifest;
-use crate::format::map::{Map, Place};
+use crate::format::map::{Map, PageLocation};
 use crate::format::name::{Kind, Name};
 use crate::format::{CHUNK_PAGES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES, UNIT_PAGES};
-use crate::objects::Until;
+use crate::objects::CallLimits;
 use crate::store::{CHUNKS_MAX, Error, Result, Store};
 
-/// Maximum number of segments with maps in memory. The maps of a segment use 75 to 600 KiB.
+/// Maximum number of segments of an image whose maps are in memory. The maps of a segment use 75 to 600 KiB.
 const SEGMENTS_MAX: usize = 1024;
-/// Timeout of adding a chunk to the cache.
+/// Timeout for adding a chunk to the cache.
 const KEEP_MAX: Duration = Duration::from_secs(5);
-/// Time for which the cache is not written after a failure.
+/// Time after a failed write to the cache during which nothing is added to the cache.
 const CACHE_PAUSE: Duration = Duration::from_secs(30);
 
-/// Pages of a chunk that were fetched.
+/// Pages of a chunk that were fetched from the object store.
 #[derive(Clone)]
 pub struct FetchedPages {
     pub name: Name,
-    /// Index of the first page in the chunk.
+    /// Index in the chunk of the first of these pages.
     pub first: usize,
     /// True if these are all stored pages of the chunk. Later pages are then zeroes.
     pub is_all: bool,
     pub pages: Arc<Vec<u8>>,
 }
 
-/// Result of a lookup of pages.
+/// Result of a lookup of pages with [`Content::find`].
 pub enum Lookup {
-    /// This many bytes were read.
+    /// The number of bytes that were read.
     Read(usize),
-    /// The lookup must be repeated, with `wait` set.
+    /// The lookup must be repeated with `wait` set, as it may have to wait for the disk.
     Retry,
-    /// The maps of this segment must be loaded.
+    /// The maps of the segment with this number must be loaded first.
     Segment(u32),
-    /// These pages of a chunk must be fetched.
+    /// `count` pages of the chunk, from index `first` on, must be fetched.
     Chunk { name: Name, first: usize, count: usize },
 }
 
@@ -58,22 +58,23 @@ pub struct Content {
     pub manifest: Manifest,
     pub config: Config,
     segments: Box<[RwLock<Option<Arc<Segment>>>]>,
-    /// Numbers of loaded segments, in the order of loading or of last use.
+    /// Numbers of the segments whose maps are in memory. The front is the first candidate to be freed.
     loaded: Mutex<VecDeque<u32>>,
     is_closed: AtomicBool,
-    /// Time of the last failure to write the cache, in milliseconds after `since` plus 1; 0 if there is none.
+    /// Time of the last failed write to the cache: milliseconds after `since`, plus 1. 0 if the last write
+    /// succeeded.
     cache_failed: AtomicU64,
-    /// Text of that failure.
+    /// Error text of the last failed write to the cache.
     cache_failure: Mutex<Option<String>>,
     since: Instant,
-    pub stats: Stats,
-    touched: Mutex<Touched>,
+    pub stats: ImageCounters,
+    touched_chunks: Mutex<TouchedChunks>,
     log: LogLimit<()>,
 }
 
-/// Chunks in the order of their first use.
+/// Names of the chunks that were read, in the order of their first use.
 #[derive(Default)]
-struct Touched {
+struct TouchedChunks {
     order: Vec<Name>,
     known: HashSet<Name>,
 }
@@ -98,8 +99,8 @@ impl Content {
             cache_failed: AtomicU64::new(0),
             cache_failure: Mutex::default(),
             since: Instant::now(),
-            stats: Stats::default(),
-            touched: Mutex::default(),
+            stats: ImageCounters::default(),
+            touched_chunks: Mutex::default(),
             log: LogLimit::default(),
         })
     }
@@ -112,21 +113,23 @@ impl Content {
         self.is_closed.load(Ordering::SeqCst)
     }
 
-    /// Counts and logs a failure, and returns the error for users of the device.
+    /// Counts and logs a failed read or fetch. Returns the error for users of the device: `Gone` if the image
+    /// is closed, else `Media`.
     pub fn record_failure(&self, error: &Error) -> device::Error {
         if self.is_closed() {
             return device::Error::Gone;
         }
         let why = error.to_string();
-        if let Some(held_back) = self.log.line(()) {
+        if let Some(held_back) = self.log.admit(()) {
             tracing::warn!("{}: {why}{held_back}", self.store.url());
         }
         self.stats.failed(why);
         device::Error::Media
     }
 
-    /// Reads consecutive pages at `offset`, at least one byte of `out`, from memory or the cache. `got` are
-    /// pages fetched for this request. If `wait` is false, never waits for the disk.
+    /// Reads the image at byte `offset` from memory or the cache, and fills at least the first byte of `out`.
+    /// `got` are pages that were fetched for this request. If `wait` is false, the lookup never waits for the
+    /// disk.
     pub fn find(&self, offset: u64, out: &mut [u8], got: &[FetchedPages], wait: bool) -> Lookup {
         let number = offset / SEGMENT_BYTES;
         let slot = self.segments[number as usize].read().unwrap_or_else(PoisonError::into_inner);
@@ -134,12 +137,12 @@ impl Content {
         segment.mark_used();
         let page = (offset % SEGMENT_BYTES) as usize / PAGE;
         let within = offset as usize % PAGE;
-        // Either a part of one page, or consecutive pages.
+        // A lookup reads either a part of one page, or several whole pages.
         let most = if within == 0 { (out.len() / PAGE).max(1) } else { 1 }.min(SEGMENT_PAGES - page);
         let (map, place, count) = segment.run(page, most);
         let bytes = (count * PAGE - within).min(out.len());
         let out = &mut out[..bytes];
-        let Place::In { chunk, page: first } = place else {
+        let PageLocation::In { chunk, page: first } = place else {
             out.fill(0);
             return Lookup::Read(bytes);
         };
@@ -153,10 +156,10 @@ impl Content {
         let needed = || Lookup::Chunk { name, first, count };
         if let Some(outcome) = read(&loaded.entries[chunk], first, within, out, wait) {
             return match outcome {
-                Outcome::Done => Lookup::Read(bytes),
-                Outcome::WouldBlock => Lookup::Retry,
-                Outcome::Damaged if !wait => Lookup::Retry,
-                Outcome::Damaged => {
+                ReadOutcome::Done => Lookup::Read(bytes),
+                ReadOutcome::WouldBlock => Lookup::Retry,
+                ReadOutcome::Damaged if !wait => Lookup::Retry,
+                ReadOutcome::Damaged => {
                     *loaded.entries[chunk].write().unwrap_or_else(PoisonError::into_inner) = None;
                     if let Some(cache) = &self.cache {
                         cache.discard(&name);
@@ -169,36 +172,37 @@ impl Content {
             return Lookup::Retry;
         }
         let Some(entry) = self.cache.as_ref().and_then(|cache| cache.find(&name)) else { return needed() };
-        Stats::add(&self.stats.found, 1);
+        ImageCounters::add(&self.stats.cache_hits, 1);
         self.touch(name);
         open_files::keep(segment, map, chunk, entry);
         match read(&loaded.entries[chunk], first, within, out, wait) {
-            Some(Outcome::Done) => Lookup::Read(bytes),
-            // The file was closed again or is damaged. The next lookup finds out.
+            Some(ReadOutcome::Done) => Lookup::Read(bytes),
+            // The file was closed again or is damaged. The next lookup handles either case.
             _ => Lookup::Retry,
         }
     }
 
-    /// Records the use of a chunk for the trace.
+    /// Records the use of a chunk for the trace of the image.
     pub fn touch(&self, name: Name) {
-        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
-        if touched.order.len() < CHUNKS_MAX && touched.known.insert(name) {
-            touched.order.push(name);
+        let mut touched_chunks = self.touched_chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        if touched_chunks.order.len() < CHUNKS_MAX && touched_chunks.known.insert(name) {
+            touched_chunks.order.push(name);
         }
     }
 
-    /// Returns the used chunks in the order of their first use.
-    pub fn touched(&self) -> Vec<Name> {
-        self.touched.lock().unwrap_or_else(PoisonError::into_inner).order.clone()
+    /// Returns the names of the used chunks in the order of their first use.
+    pub fn touched_chunks(&self) -> Vec<Name> {
+        self.touched_chunks.lock().unwrap_or_else(PoisonError::into_inner).order.clone()
     }
 
-    /// Returns the maps of a segment. May wait for the store.
-    pub fn load(&self, number: u32, until: Until<'_>) -> Result<Arc<Segment>> {
+    /// Returns the maps of a segment. Loads them from the cache or the object store if necessary, so may wait
+    /// for the network.
+    pub fn load(&self, number: u32, limits: CallLimits<'_>) -> Result<Arc<Segment>> {
         let slot = &self.segments[number as usize];
         if let Some(segment) = &*slot.read().unwrap_or_else(PoisonError::into_inner) {
             return Ok(Arc::clone(segment));
         }
-        let maps = self.manifest.maps(number).iter().map(|map| self.map(&map.map, until));
+        let maps = self.manifest.maps(number).iter().map(|map| self.map(&map.map, limits));
         let segment = Arc::new(Segment::new(maps.collect::<Result<_>>()?));
         {
             let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
@@ -211,18 +215,19 @@ impl Content {
         Ok(segment)
     }
 
-    fn map(&self, name: &Name, until: Until<'_>) -> Result<Map> {
+    fn map(&self, name: &Name, limits: CallLimits<'_>) -> Result<Map> {
         let description =
-            Description { store: &self.store, cache: self.cache.as_deref(), kind: Kind::Map, name, until };
+            Description { store: &self.store, cache: self.cache.as_deref(), kind: Kind::Map, name, limits };
         let keep = |cache: &Cache, map: &Map| {
             if self.cache().is_some() {
-                self.record_cache_result(cache.keep_meta(name, &map.bytes(), until));
+                self.record_cache_result(cache.insert_meta(name, &map.bytes(), limits));
             }
         };
-        description.read(Map::parse, || self.store.map(name, until), keep)
+        description.read(Map::parse, || self.store.map(name, limits), keep)
     }
 
-    /// Frees the maps of segments that were not used lately if more than [`SEGMENTS_MAX`] are loaded.
+    /// Adds `newest` to the loaded segments. If these are more than [`SEGMENTS_MAX`], frees the maps of
+    /// segments that were not used lately.
     fn free_unused_maps(&self, newest: u32) {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         loaded.push_back(newest);
@@ -246,8 +251,8 @@ impl Content {
         }
     }
 
-    /// Returns the chunks with the pages of a range, except for open ones. Skips segments that are not
-    /// loaded.
+    /// Returns the names of the chunks with the pages of a byte range, except for chunks whose cache file is
+    /// open. Skips segments whose maps are not loaded.
     pub fn chunks(&self, offset: u64, len: u64) -> Vec<Name> {
         let mut names = Vec::new();
         let end = offset.saturating_add(len).min(self.manifest.size);
@@ -256,7 +261,7 @@ impl Content {
             let number = (page / SEGMENT_PAGES as u64) as usize;
             let slot = self.segments[number].read().unwrap_or_else(PoisonError::into_inner);
             if let Some(segment) = &*slot
-                && let (map, Place::In { chunk, .. }) = segment.place(page as usize % SEGMENT_PAGES)
+                && let (map, PageLocation::In { chunk, .. }) = segment.place(page as usize % SEGMENT_PAGES)
                 && segment.maps[map].entries[chunk].try_read().is_ok_and(|entry| entry.is_none())
             {
                 let name = segment.maps[map].map.chunks()[chunk].name;
@@ -269,61 +274,62 @@ impl Content {
         names
     }
 
-    /// Fetches a chunk from the store into the cache, or returns it from the cache if another server has
-    /// fetched it meanwhile.
-    pub fn fetch(&self, name: &Name, until: Until<'_>) -> Result<FetchedPages> {
+    /// Fetches a chunk from the object store and adds it to the cache. If another server has cached the chunk
+    /// meanwhile, reads it from the cache instead.
+    pub fn fetch(&self, name: &Name, limits: CallLimits<'_>) -> Result<FetchedPages> {
         let got = |pages| FetchedPages { name: *name, first: 0, is_all: true, pages: Arc::new(pages) };
-        let Some(cache) = self.cache() else { return self.chunk(name, until).map(got) };
-        // Released when the chunk is in the cache.
-        let _lock = cache.lock_fetch(name, until.at_most(LOCK_WAIT));
+        let Some(cache) = self.cache() else { return self.chunk(name, limits).map(got) };
+        // The lock is released when the chunk is in the cache.
+        let _lock = cache.lock_fetch(name, limits.at_most(LOCK_WAIT));
         if let Some(entry) = cache.find(name) {
             let mut pages = vec![0; entry.pages() * PAGE];
-            if entry.read(0, &mut pages, true) == Outcome::Done {
-                Stats::add(&self.stats.found, 1);
+            if entry.read(0, &mut pages, true) == ReadOutcome::Done {
+                ImageCounters::add(&self.stats.cache_hits, 1);
                 return Ok(got(pages));
             }
             cache.discard(name);
         }
-        let pages = self.chunk(name, until)?;
-        self.record_cache_result(cache.keep(name, &pages, until.at_most(KEEP_MAX)));
+        let pages = self.chunk(name, limits)?;
+        self.record_cache_result(cache.insert(name, &pages, limits.at_most(KEEP_MAX)));
         Ok(got(pages))
     }
 
-    fn chunk(&self, name: &Name, until: Until<'_>) -> Result<Vec<u8>> {
-        let pages = self.store.chunk(name, until)?;
-        Stats::add(&self.stats.fetched, 1);
-        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+    fn chunk(&self, name: &Name, limits: CallLimits<'_>) -> Result<Vec<u8>> {
+        let pages = self.store.chunk(name, limits)?;
+        ImageCounters::add(&self.stats.fetched, 1);
+        ImageCounters::add(&self.stats.fetched_bytes, pages.len() as u64);
         Ok(pages)
     }
 
-    /// Fetches a unit of a chunk from the store. Pages after the end of the chunk are zeroes.
-    pub fn fetch_unit(&self, name: &Name, unit: usize, until: Until<'_>) -> Result<FetchedPages> {
-        let mut pages = self.store.unit(name, unit, until)?;
-        Stats::add(&self.stats.fetched, 1);
-        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+    /// Fetches one unit of a chunk from the object store. Pages after the end of the chunk are zeroes.
+    pub fn fetch_unit(&self, name: &Name, unit: usize, limits: CallLimits<'_>) -> Result<FetchedPages> {
+        let mut pages = self.store.unit(name, unit, limits)?;
+        ImageCounters::add(&self.stats.fetched, 1);
+        ImageCounters::add(&self.stats.fetched_bytes, pages.len() as u64);
         pages.resize(UNIT_PAGES * PAGE, 0);
         Ok(FetchedPages { name: *name, first: unit * UNIT_PAGES, is_all: false, pages: Arc::new(pages) })
     }
 
-    /// Returns the cache unless it failed lately.
+    /// Returns the cache, or `None` if there is none or a write to it failed within the last [`CACHE_PAUSE`].
     pub fn cache(&self) -> Option<&Arc<Cache>> {
         let failed = self.cache_failed.load(Ordering::SeqCst);
         let now = self.since.elapsed().as_millis() as u64;
         self.cache.as_ref().filter(|_| failed == 0 || now >= failed - 1 + CACHE_PAUSE.as_millis() as u64)
     }
 
-    /// Uses the cache again at once, on request of a user.
+    /// Ends the [`CACHE_PAUSE`] after a failed write, because a user asked to fill the cache.
     pub fn retry_cache(&self) {
         self.cache_failed.store(0, Ordering::SeqCst);
         self.cache_failure().take();
     }
 
-    /// Returns the text of the last failure to write the cache.
+    /// Locks and returns the error text of the last failed write to the cache; `None` if no write failed.
     pub fn cache_failure(&self) -> MutexGuard<'_, Option<String>> {
         self.cache_failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records the outcome of writing the cache.
+    /// Records the outcome of a write to the cache. Returns the value of a successful write, or `None` after
+    /// a failure.
     pub fn record_cache_result<T>(&self, outcome: std::io::Result<T>) -> Option<T> {
         match outcome {
             Ok(taken) => {
@@ -343,7 +349,7 @@ impl Content {
     }
 }
 
-/// Reads from an open file of the cache, starting at byte `within` of page `first`. Returns `None` if the
+/// Reads from an open cache file of a chunk, starting at byte `within` of page `first`. Returns `None` if the
 /// file is not open.
 fn read(
     entry: &RwLock<Option<crate::cache::Entry>>,
@@ -351,7 +357,7 @@ fn read(
     within: usize,
     out: &mut [u8],
     wait: bool,
-) -> Option<Outcome> {
+) -> Option<ReadOutcome> {
     let entry = entry.read().unwrap_or_else(PoisonError::into_inner);
     let entry = entry.as_ref()?;
     if within == 0 && out.len().is_multiple_of(PAGE) {
@@ -365,16 +371,17 @@ fn read(
         let len = (PAGE - skip).min(out.len() - at);
         let mut whole = [0; PAGE];
         match entry.read(first + page, &mut whole, wait) {
-            Outcome::Done => out[at..at + len].copy_from_slice(&whole[skip..skip + len]),
+            ReadOutcome::Done => out[at..at + len].copy_from_slice(&whole[skip..skip + len]),
             other => return Some(other),
         }
         at += len;
     }
-    Some(Outcome::Done)
+    Some(ReadOutcome::Done)
 }
 
 impl FetchedPages {
-    /// Returns the number of known pages from page `first` on, or `None` if there are none.
+    /// Returns the number of known pages of the chunk `name` from page `first` on, or `None` if none is
+    /// known.
     fn pages_from(&self, name: &Name, first: usize) -> Option<usize> {
         if self.name != *name || first < self.first {
             return None;

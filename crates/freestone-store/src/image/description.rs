@@ -1,27 +1,27 @@
-//! Reads descriptions of an image (manifest and maps) through the cache. Like chunks, each is fetched once
-//! per host.
+//! Reads descriptions of an image (manifest and maps) through the cache. Like a chunk, each description is
+//! fetched once per host.
 
 use crate::cache::Cache;
 use crate::format::name::{Kind, Name};
-use crate::objects::Until;
+use crate::objects::CallLimits;
 use crate::rt::time::Duration;
 use crate::store::{Result, Store};
 
 /// Longest wait for another server of this host that fetches the same object.
 pub const LOCK_WAIT: Duration = Duration::from_secs(10);
 
-/// Description to read.
+/// Image description to read, and where to read it.
 pub struct Description<'a> {
     pub store: &'a Store,
     pub cache: Option<&'a Cache>,
     pub kind: Kind,
     pub name: &'a Name,
-    pub until: Until<'a>,
+    pub limits: CallLimits<'a>,
 }
 
 impl Description<'_> {
-    /// Returns the cached description if its hash is right. Otherwise fetches it, and passes it to `keep`,
-    /// which adds it to the cache.
+    /// Returns the cached description if its hash is right. Otherwise fetches the description, and passes it
+    /// to `keep`, which adds it to the cache.
     pub fn read<T>(
         &self,
         parse: impl Fn(&[u8]) -> Option<T>,
@@ -31,13 +31,13 @@ impl Description<'_> {
         let Some(cache) = self.cache else { return fetch() };
         let find = || {
             let is_it = |bytes: &Vec<u8>| self.store.domain().naming.name(self.kind, &[bytes]) == *self.name;
-            cache.find_meta(self.name).filter(is_it).and_then(|bytes| parse(&bytes))
+            cache.get_meta(self.name).filter(is_it).and_then(|bytes| parse(&bytes))
         };
         if let Some(found) = find() {
             return Ok(found);
         }
-        // Released when the object is in the cache.
-        let _lock = cache.lock_fetch(self.name, self.until.at_most(LOCK_WAIT));
+        // The lock is released when the description is in the cache.
+        let _lock = cache.lock_fetch(self.name, self.limits.at_most(LOCK_WAIT));
         if let Some(found) = find() {
             return Ok(found);
         }

@@ -1,23 +1,23 @@
-//! Objects of an image that the fetch threads read from the store.
+//! Objects of an image that the fetch threads read from the object store.
 
 use super::content::{Content, FetchedPages};
 use super::fetches::{AHEAD_MAX, FetchError, Source};
-use super::stat::Stats;
+use super::stat::ImageCounters;
 use crate::format::name::Name;
-use crate::objects::Until;
+use crate::objects::CallLimits;
 use crate::rt::time::Duration;
 use crate::store;
 
-/// Object to fetch.
+/// Object of an image to fetch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Key {
     /// Trace of the image.
     Trace,
-    /// Maps of a segment.
+    /// Maps of the segment with this number.
     Segment(u32),
     /// All pages of a chunk.
     Chunk(Name),
-    /// Pages of one unit of a chunk.
+    /// Pages of one unit of a chunk, by the index of the unit.
     Unit(Name, usize),
 }
 
@@ -32,12 +32,12 @@ impl Source for Content {
         is_wanted: bool,
         ahead: &mut Vec<Key>,
     ) -> Result<Option<FetchedPages>, FetchError> {
-        let is_over = || self.is_closed();
-        let until = Until { is_over: &is_over, ..Until::within(self.config.timeout) };
+        let is_cancelled = || self.is_closed();
+        let limits = CallLimits { is_cancelled: &is_cancelled, ..CallLimits::within(self.config.timeout) };
         let outcome = match key {
             Key::Trace => {
                 // Without a trace, chunks are fetched when they are first read.
-                let names = self.store.trace(&self.name, until).unwrap_or_else(|error| {
+                let names = self.store.trace(&self.name, limits).unwrap_or_else(|error| {
                     tracing::info!("{}: {error}", self.store.url());
                     Vec::new()
                 });
@@ -45,15 +45,15 @@ impl Source for Content {
                 Ok(None)
             }
             Key::Chunk(name) if !is_wanted && self.cache().is_some_and(|cache| cache.has(&name)) => Ok(None),
-            Key::Segment(number) => self.load(number, until).map(|_| None),
-            Key::Chunk(name) => Content::fetch(self, &name, until).map(Some),
-            Key::Unit(name, unit) => self.fetch_unit(&name, unit, until).map(Some),
+            Key::Segment(number) => self.load(number, limits).map(|_| None),
+            Key::Chunk(name) => Content::fetch(self, &name, limits).map(Some),
+            Key::Unit(name, unit) => self.fetch_unit(&name, unit, limits).map(Some),
         };
         if !is_wanted && matches!(&outcome, Ok(Some(_))) {
-            Stats::add(&self.stats.ahead, 1);
+            ImageCounters::add(&self.stats.prefetched, 1);
         }
         outcome.map_err(|error| {
-            let is_hanging = matches!(&error, store::Error::Object { fault, .. } if fault.may_pass());
+            let is_hanging = matches!(&error, store::Error::Object { fault, .. } if fault.is_retryable());
             FetchError { error: self.record_failure(&error), is_hanging }
         })
     }

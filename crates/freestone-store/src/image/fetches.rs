@@ -1,9 +1,9 @@
 //! Fetch threads. Each object is fetched once for all its waiters. Demand fetches have priority over
 //! prefetches.
 //!
-//! A thread is spawned if there is work that no idle thread takes, up to a limit. Threads exit after a while
-//! without work, and when the queue is closed. There is one lock, held only for a few instructions: never
-//! during a fetch or while a waiter runs.
+//! A thread is spawned if there is a fetch that no idle thread can start, up to a limit. Threads exit after a
+//! while without work, and when the queue is closed. There is one lock, which is held only for a few
+//! instructions, never during a fetch or while a waiter runs.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,17 +23,18 @@ pub const AHEAD_MAX: usize = 1 << 16;
 /// Time after which an idle thread exits.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Source of the fetched objects.
+/// Source from which the threads fetch objects.
 pub trait Source: Send + Sync + 'static {
-    /// Object to fetch.
+    /// Key that identifies an object to fetch.
     type Key: Copy + Ord + Send;
-    /// Result of a fetch.
+    /// Result of a successful fetch.
     type Value: Clone;
 
-    /// Fetches one object. `is_wanted` is true for a demand fetch. Adds objects to prefetch to `ahead`.
+    /// Fetches one object. `is_wanted` is true for a demand fetch. The source adds the keys of objects to
+    /// prefetch to `ahead`.
     ///
     /// # Errors
-    /// The error for the waiters.
+    /// The error that the waiters for the object receive.
     fn fetch(
         &self,
         key: Self::Key,
@@ -41,24 +42,24 @@ pub trait Source: Send + Sync + 'static {
         ahead: &mut Vec<Self::Key>,
     ) -> Result<Self::Value, FetchError>;
 
-    /// Returns the timeout of a fetch.
+    /// Returns the timeout of one fetch.
     fn timeout(&self) -> Duration;
 }
 
 /// Failure of a fetch.
 pub struct FetchError {
-    /// Error for the waiters.
+    /// Error that the waiters for the object receive.
     pub error: device::Error,
     /// The store timed out or was busy, so it may hang. Waiters of queued fetches that have already waited
     /// for a timeout then fail too, rather than wait for another timeout.
     pub is_hanging: bool,
 }
 
-/// Waiter for a fetch.
+/// Waiter for a fetch, which receives either the result or an error, once.
 pub trait Waiter<G>: Send + 'static {
-    /// Receives the result.
+    /// Receives the result of the fetch.
     fn deliver(self, got: G);
-    /// Receives an error. The fetch is not retried.
+    /// Receives the error of the fetch, which is not retried.
     fn deliver_error(self, error: device::Error);
 }
 
@@ -77,7 +78,7 @@ struct State<K, W> {
     ahead: VecDeque<K>,
     threads: usize,
     idle: usize,
-    /// Threads that run prefetches.
+    /// Number of threads that run a prefetch.
     ahead_running: usize,
     is_closed: bool,
 }
@@ -108,7 +109,7 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
         Self(Arc::new(Inner { source, state: Mutex::new(state), more: Condvar::new() }))
     }
 
-    /// Fails all waiters. No further fetch starts.
+    /// Closes the queue: fails all waiters with `Gone`, and starts no further fetch.
     pub fn close(&self) {
         let mut state = self.0.lock();
         state.is_closed = true;
@@ -121,7 +122,8 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
         }
     }
 
-    /// Queues a demand fetch. The waiter runs when it ends.
+    /// Queues a demand fetch, unless a fetch of the object is already queued or running. The waiter runs when
+    /// the fetch ends.
     pub fn demand(&self, key: S::Key, waiter: W) {
         let mut state = self.0.lock();
         if state.is_closed {
@@ -132,8 +134,8 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
         let is_first = wanted.waiters.is_empty() && !wanted.is_started;
         wanted.waiters.push(waiter);
         if is_first {
-            // The key may also be in the prefetch queue. The second entry is skipped, as its fetch has
-            // started.
+            // The key may also be in the prefetch queue. The prefetch entry is skipped later, as its fetch
+            // has then started.
             state.demand.push_back(key);
             self.wake_or_spawn_thread(&mut state);
         }
@@ -144,7 +146,7 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
         }
     }
 
-    /// Queues prefetches. Keys that are already queued or exceed [`AHEAD_MAX`] are dropped.
+    /// Queues prefetches. Drops keys that are already queued or being fetched, and keys beyond [`AHEAD_MAX`].
     pub fn prefetch(&self, keys: impl IntoIterator<Item = S::Key>) {
         let mut state = self.0.lock();
         for key in keys {
@@ -158,9 +160,9 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
     }
 
     fn wake_or_spawn_thread(&self, state: &mut State<S::Key, W>) {
-        // Each idle thread takes one key. Prefetches above AHEAD_AT_ONCE are not counted: otherwise the idle
-        // threads would seem too few, all threads would be spawned for them, and none would be woken for a
-        // later demand.
+        // Each idle thread can start one fetch. Prefetches above AHEAD_AT_ONCE are not counted: otherwise the
+        // idle threads would seem too few, all threads would be spawned for them, and none would be woken for
+        // a later demand.
         let may_begin = state.ahead.len().min(AHEAD_AT_ONCE - state.ahead_running);
         if state.idle >= state.demand.len() + may_begin {
             self.0.more.notify_one();
@@ -172,11 +174,11 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
         }
     }
 
-    /// Body of a fetch thread.
+    /// Runs fetches until [`wait_for_key`](Inner::wait_for_key) ends this thread.
     fn run_thread(&self) {
         while let Some((key, is_demand)) = self.0.wait_for_key() {
             let mut ahead = Vec::new();
-            // A panic in code that parses data of the store must not lose waiters or the thread.
+            // A panic in code that parses data from the object store must not lose waiters or end the thread.
             let fetch = AssertUnwindSafe(|| self.0.source.fetch(key, is_demand, &mut ahead));
             let outcome = catch_unwind(fetch)
                 .unwrap_or(Err(FetchError { error: device::Error::Media, is_hanging: false }));
@@ -200,10 +202,10 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
         }
     }
 
-    /// Lets the waits of idle threads time out.
+    /// Makes the waits of idle threads time out, for loom models.
     #[cfg(all(loom, test))]
-    pub fn time_passes(&self) {
-        self.0.more.time_passes();
+    pub fn expire_waits(&self) {
+        self.0.more.expire_waits();
     }
 }
 
@@ -229,7 +231,8 @@ impl<S: Source, W: Waiter<S::Value>> Inner<S, W> {
 }
 
 impl<K: Copy + Ord, W> State<K, W> {
-    /// Returns the next key to fetch, and true if it is a demand fetch.
+    /// Returns the next key to fetch, and true for a demand fetch or false for a prefetch. Returns `None` if
+    /// no fetch may start.
     fn next(&mut self) -> Option<(K, bool)> {
         while let Some(key) = self.demand.pop_front() {
             if let Some(wanted) = self.wanted.get_mut(&key).filter(|wanted| !wanted.is_started) {
@@ -251,7 +254,8 @@ impl<K: Copy + Ord, W> State<K, W> {
 }
 
 impl<S: Source, W: Waiter<S::Value>> Inner<S, W> {
-    /// Waits for the next key to fetch. Returns `None` if the thread must exit.
+    /// Waits for the next key to fetch, and returns it with true for a demand fetch. Returns `None` if the
+    /// thread must exit.
     fn wait_for_key(&self) -> Option<(S::Key, bool)> {
         let mut state = self.lock();
         loop {
@@ -313,7 +317,7 @@ mod tests {
         let fetches = Fetches::new(Arc::new(PanickingSource));
         let (tx, rx) = mpsc::channel();
         let receive = || rx.recv_timeout(Duration::from_secs(30)).unwrap();
-        // More often than there can be threads.
+        // More panics than threads: if a panic ended its thread, the later fetches would not run.
         for _ in 0..2 * THREADS {
             fetches.demand(0, tx.clone());
             assert_eq!(receive(), Err(device::Error::Media));

@@ -1,10 +1,10 @@
 //! An image in object storage as a read-only device. Data is fetched on first read into a cache on a local
 //! disk, and verified before use.
 //!
-//! Cached data that is in the page cache is read inline. Other requests go to a reader thread, which may wait
-//! for the local disk. Fetch threads read missing data from the store, once for all waiting requests. No
-//! thread waits for another thread, and reader threads never wait for the network. So cached data is
-//! available even if the store hangs.
+//! Cached data that is in the kernel's page cache is read inline. Other requests go to a reader thread, which
+//! may wait for the local disk. Fetch threads read missing data from the store, once for all waiting
+//! requests. No thread waits for another thread, and reader threads never wait for the network. So cached
+//! data is available even if the store hangs.
 //!
 //! If data cannot be fetched in time or does not match its hash, the read fails with [`Error::Media`]. The
 //! reason is logged and kept in [`Image::stat`].
@@ -29,67 +29,67 @@ use crate::rt::sync::Arc;
 use crate::rt::time::Duration;
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 
 use crate::cache::Cache;
 use crate::format::manifest::Manifest;
-use crate::format::map::Place;
+use crate::format::map::PageLocation;
 use crate::format::name::{Kind, Name};
 use crate::format::{CHUNK_BYTES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES};
-use crate::objects::Until;
+use crate::objects::CallLimits;
 use crate::parallel;
 use crate::store::{self, Store};
 use content::{Content, Lookup};
 use description::Description;
 use reader::Reader;
-pub use stat::Stat;
+pub use stat::ImageStat;
 
 /// Maximum number of bytes of an inline read.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
-/// Smallest request in bytes.
+/// Logical block size in bytes, the unit of requests.
 const SECTOR_BYTES: u32 = 512;
-/// Default timeout of a fetch.
+/// Default timeout of one fetch.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
-/// Maximum number of concurrent fetches of a pull.
-const PULLED_AT_ONCE: usize = 32;
+/// Maximum number of concurrent fetches of a pull, which copies the whole image to the cache.
+const PULL_FETCHES_MAX: usize = 32;
 
 /// Read-only device with the content of an image.
 pub struct Image {
     reader: Arc<Reader>,
 }
 
-/// Settings for reads.
+/// Settings of an open image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Timeout of a fetch. If many requests wait, a request takes at most about twice as long.
+    /// Timeout of one fetch. If many requests wait, a request takes at most about twice as long.
     pub timeout: Duration,
-    /// Prefetch the chunks in the trace of the image, if it has one.
+    /// Whether to prefetch the chunks in the trace of the image, if the image has one.
     pub prefetch: bool,
 }
 
 impl Image {
-    /// Opens an image by its name. The manifest may come from the cache. Without a cache, each read fetches
-    /// the data that it needs.
+    /// Opens the image with the name `name`. The manifest may be read from the cache. Without a cache, each
+    /// read fetches the data that it needs.
     ///
     /// # Errors
-    /// Errors of the store; the image is damaged.
+    /// Errors of requests to the object store; the image is damaged.
     pub fn open(
         store: Arc<Store>,
         cache: Option<Arc<Cache>>,
         name: Name,
         config: Config,
-        until: Until<'_>,
+        limits: CallLimits<'_>,
     ) -> store::Result<Self> {
         let description =
-            Description { store: &store, cache: cache.as_deref(), kind: Kind::Manifest, name: &name, until };
+            Description { store: &store, cache: cache.as_deref(), kind: Kind::Manifest, name: &name, limits };
         let parse = |bytes: &[u8]| Manifest::parse(bytes).ok();
         let manifest = description.read(
             parse,
-            || store.manifest(&name, until),
+            || store.manifest(&name, limits),
             |cache, manifest| {
-                // The manifest is then fetched again at the next open.
-                let _ = cache.keep_meta(&name, &manifest.bytes(), until);
+                // If the manifest cannot be cached, the next open fetches it again.
+                let _ = cache.insert_meta(&name, &manifest.bytes(), limits);
             },
         )?;
         let reader = Reader::new(Content::new(store, cache, name, manifest, config));
@@ -109,40 +109,41 @@ impl Image {
         &self.reader.content.manifest
     }
 
-    /// Returns the store of the image.
+    /// Returns the image store that contains the image.
     pub fn store(&self) -> &Arc<Store> {
         &self.reader.content.store
     }
 
-    /// Returns the cache, if there is one.
+    /// Returns the local cache of the image, or `None` if the image was opened without one.
     pub fn cache(&self) -> Option<&Arc<Cache>> {
         self.reader.content.cache.as_ref()
     }
 
-    /// Returns the counters of reads and fetches.
-    pub fn stat(&self) -> Stat {
+    /// Returns a snapshot of the counters of reads and fetches.
+    pub fn stat(&self) -> ImageStat {
         self.reader.content.stats.stat()
     }
 
-    /// Writes a trace: the chunks used since this image was opened, in their order. Later opens of the image
-    /// can prefetch them. Returns the number of chunks.
+    /// Writes a trace of the image to the object store: the chunks used since this image was opened, in the
+    /// order of first use. Later opens of the image can prefetch them. Returns the number of chunks.
     ///
     /// # Errors
-    /// [`store::Error::Unread`] if nothing was read yet; errors of the store.
-    pub fn push_trace(&self, until: Until<'_>) -> store::Result<usize> {
-        let touched = self.reader.content.touched();
-        if touched.is_empty() {
-            return Err(store::Error::Unread);
+    /// [`store::Error::NothingRead`] if nothing was read yet; errors of requests to the object store.
+    pub fn push_trace(&self, limits: CallLimits<'_>) -> store::Result<usize> {
+        let touched_chunks = self.reader.content.touched_chunks();
+        if touched_chunks.is_empty() {
+            return Err(store::Error::NothingRead);
         }
-        self.store().set_trace(&self.name(), &touched, until)?;
-        Ok(touched.len())
+        self.store().set_trace(&self.name(), &touched_chunks, limits)?;
+        Ok(touched_chunks.len())
     }
 
-    /// Fetches the whole image into the cache. `note` receives the number of chunks done, and the total.
+    /// Fetches the whole image into the cache. `note` receives the number of chunks that are already cached,
+    /// and the total number of chunks.
     ///
     /// # Errors
-    /// There is no cache, or it is too small; errors of the store.
-    pub fn pull(&self, note: &(dyn Fn(u64, u64) + Sync), until: Until<'_>) -> store::Result<()> {
+    /// There is no cache, or the cache is too small; errors of requests to the object store.
+    pub fn pull(&self, note: &(dyn Fn(u64, u64) + Sync), limits: CallLimits<'_>) -> store::Result<()> {
         let content = &self.reader.content;
         let Some(cache) = &content.cache else {
             return Err(store::Error::Local("there is no cache to pull it into".into()));
@@ -150,7 +151,7 @@ impl Image {
         content.retry_cache();
         let mut chunks = Vec::new();
         for number in 0..content.manifest.segment_count() {
-            let segment = content.load(number, until)?;
+            let segment = content.load(number, limits)?;
             chunks.extend(segment.maps.iter().flat_map(|map| map.map.chunks().iter().copied()));
         }
         let need = chunks.iter().map(|_| (CHUNK_BYTES + PAGE) as u64).sum::<u64>();
@@ -160,11 +161,11 @@ impl Image {
         }
         let (total, done) = (chunks.len() as u64, crate::rt::sync::atomic::AtomicU64::new(0));
         note(0, total);
-        parallel::for_each(PULLED_AT_ONCE, chunks.len(), |at| {
-            until.check().map_err(|fault| store::Error::of("", fault))?;
+        parallel::for_each(PULL_FETCHES_MAX, chunks.len(), |at| {
+            limits.check().map_err(|fault| store::Error::of("", fault))?;
             let name = &chunks[at].name;
             if cache.find(name).is_none() {
-                content.fetch(name, until)?;
+                content.fetch(name, limits)?;
                 if cache.find(name).is_none() {
                     let why = content.cache_failure().clone().unwrap_or_else(|| "no room is left".to_owned());
                     return Err(store::Error::Local(format!("{}: {why}", cache.dir().display())));
@@ -196,10 +197,10 @@ impl Device for Image {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         let Buffer::Read(out) = buffer else {
-            return Ok(if request.op == Op::Flush { Tried::Done } else { Tried::WouldBlock });
+            return Ok(if request.op == Op::Flush { TryResult::Done } else { TryResult::WouldBlock });
         };
         let most = request.len.min(INLINE_MAX_BYTES) as usize;
         let mut done = 0;
@@ -211,9 +212,9 @@ impl Device for Image {
         }
         let done = done as u64 / u64::from(SECTOR_BYTES) * u64::from(SECTOR_BYTES);
         Ok(match done {
-            0 => Tried::WouldBlock,
-            all if all == request.len => Tried::Done,
-            some => Tried::Partly(some),
+            0 => TryResult::WouldBlock,
+            all if all == request.len => TryResult::Done,
+            some => TryResult::Partly(some),
         })
     }
 
@@ -238,14 +239,14 @@ impl Device for Image {
         let number = (offset / SEGMENT_BYTES) as u32;
         let start = u64::from(number) * SEGMENT_BYTES;
         let end = (offset + len).min(start + SEGMENT_BYTES);
-        let until = Until::within(self.reader.content.config.timeout);
+        let limits = CallLimits::within(self.reader.content.config.timeout);
         let segment = self
             .reader
             .content
-            .load(number, until)
+            .load(number, limits)
             .map_err(|error| self.reader.content.record_failure(&error))?;
         let kind = |page: usize| match segment.place(page) {
-            (_, Place::In { .. }) => ExtentKind::Data,
+            (_, PageLocation::In { .. }) => ExtentKind::Data,
             _ => ExtentKind::Hole,
         };
         let mut at = offset;

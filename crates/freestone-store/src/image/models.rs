@@ -11,7 +11,7 @@ use crate::rt::time::Duration;
 
 type Outcome = Result<u8, device::Error>;
 
-/// State with a condition variable for changes.
+/// Shared state of a model, with a condition variable that signals changes.
 struct Counts<T> {
     state: Mutex<T>,
     changed: loom::sync::Condvar,
@@ -36,15 +36,16 @@ impl<T> Counts<T> {
     }
 }
 
-/// Events so far.
+/// Events of a model run.
 #[derive(Default)]
 struct History {
-    /// Number of demand fetches that were queued.
+    /// Number of demand fetches that the model has queued.
     demanded: usize,
-    /// Results by waiter.
+    /// Results that each waiter received, by the number of the waiter.
     results: [Vec<Outcome>; 3],
-    /// Number of fetches of each key, and whether one is running.
+    /// Number of fetches of each key.
     fetched: [usize; 3],
+    /// True for each key that is being fetched.
     running: [bool; 3],
 }
 
@@ -54,7 +55,7 @@ impl History {
     }
 }
 
-/// Store whose response depends on the model.
+/// Simulated object store. Each model has its own function for the responses.
 struct Store {
     history: Arc<Counts<History>>,
     respond: fn(&Counts<History>, u8) -> Result<u8, FetchError>,
@@ -76,12 +77,12 @@ impl Source for Store {
     }
 
     fn timeout(&self) -> Duration {
-        // Every waiter has waited longer than the timeout.
+        // With a timeout of zero, every waiter has waited for longer than the timeout.
         Duration::ZERO
     }
 }
 
-/// Waiter with a number.
+/// Waiter that records its results under its number.
 struct NumberedWaiter(Arc<Counts<History>>, usize);
 
 impl Waiter<u8> for NumberedWaiter {
@@ -111,13 +112,14 @@ impl Model {
         self.history.change(|history| history.demanded += 1);
     }
 
-    /// Runs `act` on another thread.
+    /// Runs `act` on another thread, with the same queue and history.
     fn spawn_thread(&self, act: impl FnOnce(&Self) + 'static) -> thread::JoinHandle<()> {
         let other = Self { fetches: Arc::clone(&self.fetches), history: Arc::clone(&self.history) };
         thread::spawn(move || act(&other))
     }
 
-    /// Waits for `count` results, and checks that there are no more.
+    /// Waits for `count` results of all waiters, and checks that there are no more. Returns the results of
+    /// each waiter.
     fn results(&self, count: usize) -> [Vec<Outcome>; 3] {
         self.history.wait(|history| history.result_count() >= count);
         self.fetches.close();
@@ -219,7 +221,7 @@ fn demand_during_thread_exit_gets_result() {
     bounded(2, || {
         let model = Model::new(respond);
         model.demand(1, 0);
-        let time = model.spawn_thread(|model| model.fetches.time_passes());
+        let time = model.spawn_thread(|model| model.fetches.expire_waits());
         model.demand(2, 1);
         assert_eq!(model.results(2), [vec![Ok(11)], vec![Ok(12)], Vec::new()]);
         time.join().unwrap();
@@ -266,7 +268,7 @@ fn queue_runs_push_during_thread_exit() {
         let (queue, done) = (Arc::new(queue()), Counts::new(0));
         assert!(queue.push(Arc::clone(&done)).is_ok());
         let of_other = Arc::clone(&queue);
-        let time = thread::spawn(move || of_other.time_passes());
+        let time = thread::spawn(move || of_other.expire_waits());
         assert!(queue.push(Arc::clone(&done)).is_ok());
         done.wait(|done| *done == 2);
         time.join().unwrap();

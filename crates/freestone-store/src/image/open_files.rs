@@ -1,4 +1,4 @@
-//! Open files of the cache, for all images of the process. Their number is limited to a part of
+//! Open files of the cache, for all images of the process. The number of open files is limited to a part of
 //! `RLIMIT_NOFILE`.
 
 use crate::rt::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
@@ -9,11 +9,11 @@ use rustix::process::{Resource, getrlimit};
 use super::segment::Segment;
 use crate::cache::Entry;
 
-/// Limit of open cache files: `1/PART` of `RLIMIT_NOFILE`, and at most `FILES_MAX`.
+/// The maximum number of open cache files is `1/PART` of `RLIMIT_NOFILE`, but not above `FILES_MAX`.
 const PART: u64 = 4;
 const FILES_MAX: u64 = 16 << 10;
 
-/// Position of an open file.
+/// Location of an open cache file: its segment, and the indexes of its map and chunk.
 struct Open {
     segment: Weak<Segment>,
     map: usize,
@@ -26,13 +26,14 @@ static MOST: LazyLock<usize> = LazyLock::new(|| {
     (limit / PART).clamp(16, FILES_MAX) as usize
 });
 
-/// Keeps the file of a chunk open. Closes files that were not used lately if there are too many.
+/// Keeps the cache file of a chunk open for later reads. If too many files are open, closes files that were
+/// not read lately.
 pub fn keep(segment: &Arc<Segment>, map: usize, chunk: usize, entry: Entry) {
     let slot = &segment.maps[map].entries[chunk];
     {
         let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
         if slot.replace(entry).is_some() {
-            // The file is already in the list.
+            // The slot had an open file before, so it is already in the list.
             return;
         }
     }
@@ -45,7 +46,7 @@ pub fn keep(segment: &Arc<Segment>, map: usize, chunk: usize, entry: Entry) {
         looks = looks.saturating_sub(1);
         let Some(segment) = oldest.segment.upgrade() else { continue };
         let slot = &segment.maps[oldest.map].entries[oldest.chunk];
-        // A file whose slot is locked is in use.
+        // A file whose slot is locked is in use, so it stays open.
         let closed = slot.try_write().is_ok_and(|mut slot| {
             let is_idle = looks == 0 || slot.as_ref().is_none_or(|entry| !entry.was_used());
             if is_idle {

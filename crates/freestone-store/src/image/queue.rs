@@ -37,7 +37,7 @@ impl<T: Send + 'static> Queue<T> {
         let inner = &self.0;
         let mut state = inner.lock();
         state.work.push_back(work);
-        // Each idle thread takes one item.
+        // Each idle thread can run one item, so a new thread is needed only for more items than idle threads.
         if state.idle >= state.work.len() {
             inner.more.notify_one();
         } else if state.threads < inner.threads_max {
@@ -59,9 +59,9 @@ impl<T: Send + 'static> Queue<T> {
 
 #[cfg(all(loom, test))]
 impl<T> Queue<T> {
-    /// Lets the waits of idle threads time out.
-    pub fn time_passes(&self) {
-        self.0.more.time_passes();
+    /// Makes the waits of idle threads time out, for loom models.
+    pub fn expire_waits(&self) {
+        self.0.more.expire_waits();
     }
 }
 

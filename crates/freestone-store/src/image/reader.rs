@@ -18,11 +18,11 @@ use crate::format::{CHUNK_BYTES, UNIT_PAGES};
 use crate::objects::Fault;
 use crate::store::Error;
 
-/// Threads that wait for the local disk.
+/// Maximum number of reader threads of an image. Reader threads may wait for the local disk.
 const READERS: usize = 8;
-/// Maximum number of repeated lookups for a piece, if cache files are closed again while it is read.
+/// Maximum number of repeated lookups for a piece, as cache files may be closed again before they are read.
 const TRIES: usize = 100;
-/// Without a cache, a whole chunk is fetched if at least this many of its units are needed.
+/// Without a cache, a read that needs at least this number of units of a chunk fetches the whole chunk.
 const UNITS_MAX: usize = 3;
 
 /// An image with the threads that serve its reads.
@@ -33,25 +33,25 @@ pub struct Reader {
     readers: Queue<Piece>,
 }
 
-/// A read request.
+/// State of a read request that could not complete inline.
 struct PendingRead {
     reader: Arc<Reader>,
     offset: u64,
     deadline: Instant,
-    /// Buffer of the request. Pieces lock it to copy their data.
+    /// Buffer of the request. Each piece locks the buffer to copy its data.
     buffer: Mutex<IoBuf>,
     failed: Mutex<Option<device::Error>>,
-    /// Number of pieces that are not done.
+    /// Number of pieces that are not complete. The last piece completes the request.
     left: AtomicUsize,
     done: Mutex<Option<Completion>>,
 }
 
-/// A part of a read request.
+/// A part of a read request, inside one range of the length of a chunk.
 struct Piece {
     pending: Arc<PendingRead>,
     offset: u64,
     len: usize,
-    /// Pages that were fetched for this piece.
+    /// Pages that were fetched from the object store for this piece.
     got: Vec<FetchedPages>,
 }
 
@@ -70,7 +70,7 @@ impl Reader {
         })
     }
 
-    /// Prefetches the chunks of a range, if there is a cache.
+    /// Prefetches the chunks of a byte range of the image, if there is a cache.
     pub fn prefetch(&self, offset: u64, len: u64) {
         self.prefetch_except(offset, len, None);
     }
@@ -82,14 +82,14 @@ impl Reader {
         }
     }
 
-    /// Prefetches chunks after a cache miss for `name`: the rest of the piece, which may lie in several
-    /// chunks, and more of the stream.
+    /// Prefetches chunks after a cache miss for the chunk `name`. These are the chunks of the rest of the
+    /// piece, and the next chunks of a sequential read.
     fn prefetch_after_miss(&self, name: Name, offset: u64, len: u64) {
-        let end = self.streams.missed(offset);
+        let end = self.streams.record_miss(offset);
         self.prefetch_except(offset, (end - offset).max(len), Some(name));
     }
 
-    /// Prefetches the chunks of a range except for `but`, if there is a cache.
+    /// Prefetches the chunks of a byte range of the image except for the chunk `but`, if there is a cache.
     fn prefetch_except(&self, offset: u64, len: u64, but: Option<Name>) {
         if self.content.cache().is_some() {
             let names = self.content.chunks(offset, len).into_iter();
@@ -97,13 +97,13 @@ impl Reader {
         }
     }
 
-    /// Fails all waiting requests.
+    /// Closes the image, and fails all waiting requests.
     pub fn close(&self) {
         self.content.close();
         self.fetches.close();
     }
 
-    /// Starts a read request that was validated.
+    /// Starts a validated read request: splits it into pieces and queues them for the reader threads.
     pub fn begin(self: &Arc<Self>, request: &Request, buffer: IoBuf, done: Completion) {
         let chunk = CHUNK_BYTES as u64;
         let (start, end) = (request.offset, request.offset + request.len);
@@ -138,7 +138,7 @@ impl PendingRead {
             std::mem::replace(&mut *self.buffer.lock().unwrap_or_else(PoisonError::into_inner), nothing);
         let done = self.done.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(done) = done {
-            // A completion that panics must not end the thread.
+            // A completion that panics must not end the reader thread.
             let _ = catch_unwind(AssertUnwindSafe(|| done.complete(failed.map_or(Ok(()), Err), buffer)));
         }
     }
@@ -156,7 +156,7 @@ impl Waiter<Option<FetchedPages>> for Piece {
 }
 
 impl Piece {
-    /// Queues the piece for a reader thread.
+    /// Queues the piece for a reader thread. Fails the piece if the queue cannot spawn a thread.
     fn enqueue(self) {
         let pending = Arc::clone(&self.pending);
         if let Err(piece) = pending.reader.readers.push(self) {
@@ -164,13 +164,14 @@ impl Piece {
         }
     }
 
-    /// Fails the request with an error, and ends the piece.
+    /// Ends the piece with an error. The request then fails with the first error of its pieces.
     fn fail(self, error: device::Error) {
         self.pending.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         self.pending.end_piece();
     }
 
-    /// Reads the available pages of the piece, and fetches the first missing one.
+    /// Reads the available pages of the piece. At the first missing page, queues a fetch, after which the
+    /// piece runs again.
     fn run(mut self) {
         let pending = Arc::clone(&self.pending);
         let Reader { content, fetches, .. } = &*pending.reader;
@@ -217,7 +218,7 @@ impl Piece {
                 }
             };
             if Instant::now() >= pending.deadline {
-                return self.fail(content.record_failure(&Error::of("an image", Fault::Late)));
+                return self.fail(content.record_failure(&Error::of("an image", Fault::TimedOut)));
             }
             return fetches.demand(key, self);
         }

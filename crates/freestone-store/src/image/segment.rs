@@ -1,23 +1,23 @@
-//! Maps of a segment in memory.
+//! Maps of a segment (1 GiB of an image) in memory.
 
 use crate::rt::sync::RwLock;
 use crate::rt::sync::atomic::{AtomicBool, Ordering};
 
 use crate::cache::Entry;
 use crate::format::CHUNK_PAGES;
-use crate::format::map::{Map, Place};
+use crate::format::map::{Map, PageLocation};
 
-/// A map, with the open cache files of its chunks.
-pub struct Loaded {
+/// Map of a segment in memory, with the open cache files of its chunks.
+pub struct LoadedMap {
     pub map: Map,
-    /// Open file of each chunk, by the index of the chunk in the map.
+    /// Open cache file of each chunk, by the index of the chunk in the map; `None` if the file is not open.
     pub entries: Box<[RwLock<Option<Entry>>]>,
 }
 
-/// Maps of a segment (1 GiB) of an image.
+/// All maps of one segment of an image, loaded in memory.
 pub struct Segment {
     /// Maps from the youngest to the oldest.
-    pub maps: Vec<Loaded>,
+    pub maps: Vec<LoadedMap>,
     is_used: AtomicBool,
 }
 
@@ -26,28 +26,28 @@ impl Segment {
     pub fn new(maps: Vec<Map>) -> Self {
         let load = |map: Map| {
             let entries = map.chunks().iter().map(|_| RwLock::new(None)).collect();
-            Loaded { map, entries }
+            LoadedMap { map, entries }
         };
         Self { maps: maps.into_iter().rev().map(load).collect(), is_used: AtomicBool::new(true) }
     }
 
-    /// Returns the location of a page, and the index of its map.
-    pub fn place(&self, page: usize) -> (usize, Place) {
+    /// Returns the index in `maps` of the map that locates a page of the segment, and the location.
+    pub fn place(&self, page: usize) -> (usize, PageLocation) {
         for (number, loaded) in self.maps.iter().enumerate() {
             match loaded.map.place(page) {
-                Place::Below => {}
+                PageLocation::Below => {}
                 place => return (number, place),
             }
         }
-        (0, Place::Zero)
+        (0, PageLocation::Zero)
     }
 
-    /// Returns the location of a page, and the number of consecutive pages, at most `most`, that follow each
-    /// other in the same chunk or are zeroes.
-    pub fn run(&self, page: usize, most: usize) -> (usize, Place, usize) {
+    /// Returns the index of the map and the location of a page, and the length of the run of pages that
+    /// starts there. A run follows in the same chunk or is all zeroes, and has at most `most` pages.
+    pub fn run(&self, page: usize, most: usize) -> (usize, PageLocation, usize) {
         let (map, place) = self.place(page);
         let youngest = self.maps.first().map(|loaded| &loaded.map);
-        if let (0, Place::In { page: within, .. }, Some(Map::Full { .. })) = (map, place, youngest) {
+        if let (0, PageLocation::In { page: within, .. }, Some(Map::Full { .. })) = (map, place, youngest) {
             return (map, place, most.min(CHUNK_PAGES - within));
         }
         let more = (1..most).take_while(|more| follows(self.place(page + more), map, place, *more)).count();
@@ -55,7 +55,8 @@ impl Segment {
     }
 
     pub fn mark_used(&self) {
-        // Relaxed: a hint which maps to free. The load avoids writes to a cache line that all readers share.
+        // Relaxed: the flag is only a hint which maps to free. The load avoids writes to a cache line that
+        // all readers share.
         if !self.is_used.load(Ordering::Relaxed) {
             self.is_used.store(true, Ordering::Relaxed);
         }
@@ -63,18 +64,19 @@ impl Segment {
 
     /// Returns true if the segment was used since the previous call.
     pub fn was_used(&self) -> bool {
-        // Relaxed: a hint which maps to free.
+        // Relaxed: the flag is only a hint which maps to free.
         self.is_used.swap(false, Ordering::Relaxed)
     }
 }
 
-/// Returns true if a page lies `more` pages after `first` in the same chunk, or if both are zeroes.
-fn follows((map, place): (usize, Place), first_map: usize, first: Place, more: usize) -> bool {
+/// Returns true if a page is `more` pages after `first` in the same chunk of the same map, or if both pages
+/// are zeroes.
+fn follows((map, place): (usize, PageLocation), first_map: usize, first: PageLocation, more: usize) -> bool {
     match (first, place) {
-        (Place::In { chunk, page }, Place::In { chunk: of, page: at }) => {
+        (PageLocation::In { chunk, page }, PageLocation::In { chunk: of, page: at }) => {
             map == first_map && chunk == of && at == page + more && at < CHUNK_PAGES
         }
-        (Place::Zero, Place::Zero) => true,
+        (PageLocation::Zero, PageLocation::Zero) => true,
         _ => false,
     }
 }

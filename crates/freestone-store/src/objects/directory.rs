@@ -3,9 +3,9 @@
 //! Writes are durable when they return. A file gets its final name only when it is complete, so readers never
 //! see a partial object.
 //!
-//! Conditional writes and deletions hold an exclusive lock on a file of the directory; other writes and
-//! deletions hold a shared lock. Listings hold the exclusive lock, because `readdir` may omit a name that
-//! `rename` replaces meanwhile.
+//! Conditional writes and deletions hold an exclusive lock on the file [`LOCK`] of the directory; other
+//! writes and deletions hold a shared lock. Listings hold the exclusive lock, because `readdir` may omit a
+//! name that `rename` replaces meanwhile.
 //!
 //! Lock order: [`TURN`], [`LOCK`]. A thread that waits for [`LOCK`] holds [`TURN`], so a sequence of shared
 //! locks cannot starve an exclusive one.
@@ -21,27 +21,30 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Once;
 
-use freestone_core::file_size_limit::Explained;
+use freestone_core::file_size_limit::WriteErrorText;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use super::{Fault, Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Version, When};
+use super::{
+    CallLimits, Fault, Head, KEY_BYTES_MAX, ListEntry, Objects, Read, Result, Version, WriteCondition,
+};
 
-/// First character of file names that are not objects.
+/// First character of the names of files that are not objects.
 const HIDDEN: char = '.';
-/// File locked for writes, deletions and listings.
+/// Name of the file that is locked during writes, deletions and listings.
 const LOCK: &str = ".lock";
-/// File locked while waiting for [`LOCK`].
+/// Name of the file that is locked while waiting for [`LOCK`].
 const TURN: &str = ".turn";
-/// Directory of incomplete files.
+/// Name of the directory of incomplete files.
 const UNFINISHED: &str = ".unfinished";
-/// Age after which an incomplete file is treated as abandoned.
+/// Age after which an incomplete file is treated as abandoned by its writer, and deleted.
 const LEFT_AFTER: Duration = Duration::from_secs(24 * 3600);
-/// Pauses between attempts to lock a file: the first pause, which doubles, and the longest one.
+/// Pause after the first attempt to lock a file. Each later pause is twice as long, up to `LOCK_PAUSE_MAX`.
 const LOCK_PAUSE_MIN: Duration = Duration::from_micros(50);
+/// Longest pause between attempts to lock a file.
 const LOCK_PAUSE_MAX: Duration = Duration::from_millis(5);
 
-/// Directory that stores objects.
+/// Object storage in a local directory.
 #[derive(Debug)]
 pub struct Directory {
     root: PathBuf,
@@ -51,7 +54,7 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Uses the directory `root`, which the first write creates if necessary.
+    /// Uses the directory `root` as object storage. The first write creates the directory if necessary.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
         let url = format!("file://{}", root.display());
@@ -66,14 +69,14 @@ impl Directory {
         Ok(self.root.join(key))
     }
 
-    /// Locks the directory until the returned file is dropped.
-    fn lock(&self, exclusive: bool, until: Until<'_>) -> Result<File> {
+    /// Locks the directory for other threads and processes until the returned file is dropped.
+    fn lock(&self, exclusive: bool, limits: CallLimits<'_>) -> Result<File> {
         make_dir(&self.root.join(UNFINISHED))?;
-        let _turn = self.lock_file(TURN, exclusive, until)?;
-        self.lock_file(LOCK, exclusive, until)
+        let _turn = self.lock_file(TURN, exclusive, limits)?;
+        self.lock_file(LOCK, exclusive, limits)
     }
 
-    fn lock_file(&self, name: &str, exclusive: bool, until: Until<'_>) -> Result<File> {
+    fn lock_file(&self, name: &str, exclusive: bool, limits: CallLimits<'_>) -> Result<File> {
         let path = self.root.join(name);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
         let file = file.map_err(|e| io_fault(&path, &e))?;
@@ -89,13 +92,13 @@ impl Directory {
                 Err(Errno::WOULDBLOCK | Errno::INTR) => {}
                 Err(errno) => return Err(io_fault(&path, &errno.into())),
             }
-            until.check()?;
+            limits.check()?;
             thread::sleep(pause);
             pause = LOCK_PAUSE_MAX.min(pause * 2);
         }
     }
 
-    /// Removes incomplete files of writers that were killed long ago.
+    /// Removes incomplete files that are older than [`LEFT_AFTER`], whose writers were killed.
     fn remove_abandoned_files(&self) {
         let is_old =
             |meta: &Metadata| meta.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > LEFT_AFTER));
@@ -106,15 +109,16 @@ impl Directory {
         }
     }
 
-    /// Returns false if the directory does not exist, so nothing was written yet.
+    /// Returns false if the directory does not exist because no object was written yet.
     fn exists(&self) -> Result<bool> {
         self.root.try_exists().map_err(|e| io_fault(&self.root, &e))
     }
 
-    /// Writes a complete file in the directory of incomplete files. Returns the file and its version.
+    /// Writes a complete file in the directory of incomplete files. Returns the path of the file and its
+    /// version.
     fn write_unfinished(&self, bytes: &[u8]) -> Result<(Unfinished, Version)> {
         self.cleanup.call_once(|| self.remove_abandoned_files());
-        // Relaxed: the numbers only have to differ.
+        // Relaxed: the numbers in file names only have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let id = crate::rt::unique_id().simple();
         let path = self.root.join(UNFINISHED).join(format!("{}-{number}-{id}", process::id()));
@@ -141,8 +145,8 @@ impl Objects for Directory {
         &self.url
     }
 
-    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
-        until.check()?;
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, limits: CallLimits<'_>) -> Result<Read> {
+        limits.check()?;
         let path = self.path(key)?;
         let failed = |e: io::Error| io_fault(&path, &e);
         let mut file = File::open(&path).map_err(failed)?;
@@ -161,22 +165,28 @@ impl Objects for Directory {
         Ok(Read { bytes: read, version: Some(version(&meta)) })
     }
 
-    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+    fn put(
+        &self,
+        key: &str,
+        bytes: &[u8],
+        condition: WriteCondition<'_>,
+        limits: CallLimits<'_>,
+    ) -> Result<Option<Version>> {
         let path = self.path(key)?;
         let failed = |e: io::Error| io_fault(&path, &e);
         let dir = path.parent().unwrap_or(&self.root);
-        let _lock = self.lock(matches!(when, When::Unchanged(_)), until)?;
+        let _lock = self.lock(matches!(condition, WriteCondition::Unchanged(_)), limits)?;
         make_dir(dir)?;
         let (unfinished, written) = self.write_unfinished(bytes)?;
-        // Opened before the rename, so that after the rename only the flush can fail.
+        // The directory is opened before the rename, so that after the rename only the flush can fail.
         let opened = open_dir(dir)?;
-        match when {
-            When::Always => fs::rename(&unfinished.0, &path).map_err(failed)?,
-            When::Absent => match fs::hard_link(&unfinished.0, &path) {
+        match condition {
+            WriteCondition::Always => fs::rename(&unfinished.0, &path).map_err(failed)?,
+            WriteCondition::Absent => match fs::hard_link(&unfinished.0, &path) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(Fault::Condition),
                 linked => linked.map_err(failed)?,
             },
-            When::Unchanged(read) => {
+            WriteCondition::Unchanged(read) => {
                 check_version(&path, read)?;
                 fs::rename(&unfinished.0, &path).map_err(failed)?;
             }
@@ -185,8 +195,8 @@ impl Objects for Directory {
         Ok(Some(written))
     }
 
-    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
-        until.check()?;
+    fn head(&self, key: &str, limits: CallLimits<'_>) -> Result<Head> {
+        limits.check()?;
         let path = self.path(key)?;
         let meta = fs::metadata(&path).map_err(|e| io_fault(&path, &e))?;
         if !meta.is_file() {
@@ -196,7 +206,12 @@ impl Objects for Directory {
         Ok(Head { bytes: meta.len(), modified, version: Some(version(&meta)) })
     }
 
-    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+    fn list(
+        &self,
+        prefix: &str,
+        each: &mut dyn FnMut(ListEntry) -> bool,
+        limits: CallLimits<'_>,
+    ) -> Result<()> {
         let start = match prefix.strip_suffix('/') {
             None => self.root.clone(),
             Some(prefix) => self.path(prefix)?,
@@ -204,14 +219,15 @@ impl Objects for Directory {
         if !self.exists()? {
             return Ok(());
         }
-        let _lock = match self.lock(true, until) {
-            // A user without write permission cannot delete objects because of an incomplete listing.
+        let _lock = match self.lock(true, limits) {
+            // Without write permission, the listing takes no lock and may be incomplete. An incomplete
+            // listing is harmless, as this user cannot delete objects either.
             Err(Fault::Denied(_)) => None,
             lock => Some(lock?),
         };
         let mut dirs = vec![(start, prefix.to_owned())];
         while let Some((dir, prefix)) = dirs.pop() {
-            until.check()?;
+            limits.check()?;
             let entries = match fs::read_dir(&dir) {
                 Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                     continue;
@@ -225,7 +241,7 @@ impl Objects for Directory {
                     continue;
                 }
                 let meta = match entry.metadata() {
-                    // Another process deleted the file meanwhile.
+                    // Another process deleted the file after it was listed.
                     Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                     meta => meta.map_err(|e| io_fault(&entry.path(), &e))?,
                 };
@@ -235,7 +251,7 @@ impl Objects for Directory {
                     continue;
                 }
                 let modified = meta.modified().map_err(|e| io_fault(&entry.path(), &e))?;
-                if meta.is_file() && !each(Listed { key, bytes: meta.len(), modified }) {
+                if meta.is_file() && !each(ListEntry { key, bytes: meta.len(), modified }) {
                     return Ok(());
                 }
             }
@@ -243,24 +259,24 @@ impl Objects for Directory {
         Ok(())
     }
 
-    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+    fn delete(&self, key: &str, limits: CallLimits<'_>) -> Result<()> {
         let path = self.path(key)?;
         if !self.exists()? {
             return Ok(());
         }
-        let _lock = self.lock(false, until)?;
+        let _lock = self.lock(false, limits)?;
         match fs::remove_file(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             removed => removed.map_err(|e| io_fault(&path, &e)),
         }
     }
 
-    fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
+    fn delete_unchanged(&self, key: &str, read: &Version, limits: CallLimits<'_>) -> Result<()> {
         let path = self.path(key)?;
         if !self.exists()? {
             return Err(Fault::Condition);
         }
-        let _lock = self.lock(true, until)?;
+        let _lock = self.lock(true, limits)?;
         check_version(&path, read)?;
         match fs::remove_file(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Err(Fault::Condition),
@@ -269,7 +285,7 @@ impl Objects for Directory {
     }
 }
 
-/// Fails with [`Fault::Condition`] if a file is not the version `read`.
+/// Fails with [`Fault::Condition`] if a file is missing or its version is not `read`.
 fn check_version(path: &Path, read: &Version) -> Result<()> {
     match fs::metadata(path) {
         Ok(meta) if version(&meta) == *read => Ok(()),
@@ -279,15 +295,16 @@ fn check_version(path: &Path, read: &Version) -> Result<()> {
     }
 }
 
-/// Returns the version of a file. Each write creates a new file.
+/// Returns the version of a file. Each write creates a new file, so the inode, time or size changes.
 fn version(meta: &Metadata) -> Version {
     Version(format!("{:x}-{:x}-{:x}-{:x}", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len()))
 }
 
-/// Number of parents flushed at least: an earlier call may have created them and failed before it flushed them.
+/// Minimum number of parent directories to flush: an earlier call may have created them and failed before it
+/// flushed them.
 const FLUSHED_PARENTS_MIN: usize = 3;
 
-/// Creates a directory and its parents, and flushes the parent of each directory created.
+/// Creates a directory and its missing parents, and flushes the parent of each created directory.
 fn make_dir(dir: &Path) -> Result<()> {
     let created = dir.ancestors().take_while(|dir| !dir.is_dir()).count();
     if created == 0 {
@@ -300,7 +317,8 @@ fn make_dir(dir: &Path) -> Result<()> {
     parents.into_iter().try_for_each(|dir| sync_dir(dir, open_dir(dir)?))
 }
 
-/// Opens a directory to flush it. Returns `None` if this user cannot read it: such a directory is not ours.
+/// Opens a directory to flush it. Returns `None` if this user cannot read the directory: it was then not
+/// created here, and needs no flush.
 fn open_dir(dir: &Path) -> Result<Option<File>> {
     match File::open(dir) {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Ok(None),
@@ -313,7 +331,7 @@ fn sync_dir(dir: &Path, opened: Option<File>) -> Result<()> {
 }
 
 fn io_fault(path: &Path, error: &io::Error) -> Fault {
-    let text = format!("{}: {}", path.display(), Explained(error));
+    let text = format!("{}: {}", path.display(), WriteErrorText(error));
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => {
             Fault::NotFound
@@ -331,8 +349,8 @@ mod tests {
 
     use super::*;
 
-    fn soon() -> Until<'static> {
-        Until::within(Duration::from_secs(10))
+    fn soon() -> CallLimits<'static> {
+        CallLimits::within(Duration::from_secs(10))
     }
 
     fn store() -> (tempfile::TempDir, Directory) {
@@ -347,7 +365,7 @@ mod tests {
         assert_eq!(store.get("a", None, 10, soon()), Err(Fault::NotFound));
         store.list("", &mut |_| panic!("there is nothing"), soon()).unwrap();
         store.delete("a/b", soon()).unwrap();
-        let version = store.put("a/b", b"0123456789", When::Always, soon()).unwrap();
+        let version = store.put("a/b", b"0123456789", WriteCondition::Always, soon()).unwrap();
         let read = store.get("a/b", None, 10, soon()).unwrap();
         assert_eq!((&read.bytes[..], &read.version), (&b"0123456789"[..], &version));
         assert_eq!(store.get("a/b", None, 9, soon()), Err(Fault::TooLong(9)));
@@ -357,8 +375,8 @@ mod tests {
         let head = store.head("a/b", soon()).unwrap();
         assert_eq!((head.bytes, head.version), (10, version));
         assert_eq!(store.head("a", soon()), Err(Fault::NotFound));
-        store.put("a/c/d", b"", When::Always, soon()).unwrap();
-        store.put("e", b"", When::Always, soon()).unwrap();
+        store.put("a/c/d", b"", WriteCondition::Always, soon()).unwrap();
+        store.put("e", b"", WriteCondition::Always, soon()).unwrap();
         let listed = |prefix| {
             let mut keys = Vec::new();
             store
@@ -385,27 +403,27 @@ mod tests {
     #[test]
     fn conditional_write_fails_if_object_changed() {
         let (_dir, store) = store();
-        let first = store.put("t", b"1", When::Absent, soon()).unwrap().unwrap();
-        assert_eq!(store.put("t", b"2", When::Absent, soon()), Err(Fault::Condition));
-        let second = store.put("t", b"2", When::Unchanged(&first), soon()).unwrap().unwrap();
-        assert_eq!(store.put("t", b"3", When::Unchanged(&first), soon()), Err(Fault::Condition));
+        let first = store.put("t", b"1", WriteCondition::Absent, soon()).unwrap().unwrap();
+        assert_eq!(store.put("t", b"2", WriteCondition::Absent, soon()), Err(Fault::Condition));
+        let second = store.put("t", b"2", WriteCondition::Unchanged(&first), soon()).unwrap().unwrap();
+        assert_eq!(store.put("t", b"3", WriteCondition::Unchanged(&first), soon()), Err(Fault::Condition));
         assert_eq!(store.get("t", None, 1, soon()).unwrap().bytes, b"2");
         store.delete("t", soon()).unwrap();
-        assert_eq!(store.put("t", b"3", When::Unchanged(&second), soon()), Err(Fault::Condition));
-        store.put("t", b"4", When::Absent, soon()).unwrap();
+        assert_eq!(store.put("t", b"3", WriteCondition::Unchanged(&second), soon()), Err(Fault::Condition));
+        store.put("t", b"4", WriteCondition::Absent, soon()).unwrap();
     }
 
     #[test]
     fn one_of_concurrent_conditional_writes_wins() {
         let (_dir, store) = store();
-        let mut before = store.put("t", b"", When::Absent, soon()).unwrap().unwrap();
+        let mut before = store.put("t", b"", WriteCondition::Absent, soon()).unwrap().unwrap();
         for round in 0..20_u8 {
             let won = AtomicUsize::new(0);
             thread::scope(|scope| {
                 for writer in 0..4_u8 {
                     let (store, won, before) = (&store, &won, &before);
                     scope.spawn(move || {
-                        match store.put("t", &[round, writer], When::Unchanged(before), soon()) {
+                        match store.put("t", &[round, writer], WriteCondition::Unchanged(before), soon()) {
                             Ok(_) => won.fetch_add(1, Ordering::SeqCst),
                             Err(fault) => {
                                 assert_eq!(fault, Fault::Condition);
@@ -423,15 +441,15 @@ mod tests {
     #[test]
     fn old_unfinished_files_are_removed() {
         let (_dir, store) = store();
-        store.put("a", b"1", When::Always, soon()).unwrap();
+        store.put("a", b"1", WriteCondition::Always, soon()).unwrap();
         let left = |name: &str, age| {
             let file = File::create(store.root.join(UNFINISHED).join(name)).unwrap();
             file.set_modified(std::time::SystemTime::now() - age).unwrap();
         };
         left("old", LEFT_AFTER * 2);
         left("young", LEFT_AFTER / 2);
-        // Another process starts to write.
-        Directory::new(&store.root).put("b", b"2", When::Always, soon()).unwrap();
+        // A new `Directory` removes abandoned files at its first write.
+        Directory::new(&store.root).put("b", b"2", WriteCondition::Always, soon()).unwrap();
         let names =
             fs::read_dir(store.root.join(UNFINISHED)).unwrap().map(|entry| entry.unwrap().file_name());
         assert_eq!(names.collect::<Vec<_>>(), ["young"]);
@@ -440,25 +458,25 @@ mod tests {
     #[test]
     fn listing_holds_off_writes_with_condition() {
         let (_dir, store) = store();
-        let read = store.put("tags/a", b"1", When::Absent, soon()).unwrap().unwrap();
+        let read = store.put("tags/a", b"1", WriteCondition::Absent, soon()).unwrap().unwrap();
         let mut keys = Vec::new();
-        let mut each = |listed: Listed| {
-            let soon = Until::within(Duration::from_millis(30));
-            let late = store.put("tags/a", b"2", When::Unchanged(&read), soon);
-            assert_eq!(late, Err(Fault::Late));
+        let mut each = |listed: ListEntry| {
+            let soon = CallLimits::within(Duration::from_millis(30));
+            let late = store.put("tags/a", b"2", WriteCondition::Unchanged(&read), soon);
+            assert_eq!(late, Err(Fault::TimedOut));
             keys.push(listed.key);
             true
         };
         store.list("tags/", &mut each, soon()).unwrap();
         assert_eq!(keys, ["tags/a"]);
-        store.put("tags/a", b"2", When::Unchanged(&read), soon()).unwrap();
+        store.put("tags/a", b"2", WriteCondition::Unchanged(&read), soon()).unwrap();
     }
 
     #[test]
     fn deletion_with_condition_leaves_newer_object() {
         let (_dir, store) = store();
-        let first = store.put("a", b"1", When::Always, soon()).unwrap().unwrap();
-        let second = store.put("a", b"1", When::Always, soon()).unwrap().unwrap();
+        let first = store.put("a", b"1", WriteCondition::Always, soon()).unwrap().unwrap();
+        let second = store.put("a", b"1", WriteCondition::Always, soon()).unwrap().unwrap();
         assert_eq!(store.delete_unchanged("a", &first, soon()), Err(Fault::Condition));
         store.delete_unchanged("a", &second, soon()).unwrap();
         assert_eq!(store.delete_unchanged("a", &second, soon()), Err(Fault::Condition));
@@ -472,7 +490,7 @@ mod tests {
             let exclusive = scope.spawn(|| store.lock(true, soon()).map(drop));
             // No other shared lock is granted once a thread waits for an exclusive one.
             let since = Instant::now();
-            while store.lock(false, Until::within(Duration::from_millis(30))).is_ok() {
+            while store.lock(false, CallLimits::within(Duration::from_millis(30))).is_ok() {
                 assert!(since.elapsed() < Duration::from_secs(5));
             }
             drop(shared);
@@ -485,7 +503,7 @@ mod tests {
     fn keys_outside_directory_are_refused() {
         let (_dir, store) = store();
         for key in ["", "/a", "a//b", "../a", "a/../b", "a/", ".lock", &"a".repeat(KEY_BYTES_MAX + 1)] {
-            let refused = store.put(key, b"", When::Always, soon());
+            let refused = store.put(key, b"", WriteCondition::Always, soon());
             assert!(matches!(refused, Err(Fault::Other(_))), "{key:?}: {refused:?}");
         }
     }
@@ -495,12 +513,12 @@ mod tests {
         let (_dir, store) = store();
         let held = store.lock(true, soon()).unwrap();
         let since = Instant::now();
-        let late = store.put("a", b"", When::Always, Until::within(Duration::from_millis(50)));
-        assert_eq!(late, Err(Fault::Late));
+        let late = store.put("a", b"", WriteCondition::Always, CallLimits::within(Duration::from_millis(50)));
+        assert_eq!(late, Err(Fault::TimedOut));
         assert!(since.elapsed() < Duration::from_secs(5));
-        let over = Until { is_over: &|| true, ..soon() };
-        assert_eq!(store.put("a", b"", When::Always, over), Err(Fault::Cancelled));
+        let over = CallLimits { is_cancelled: &|| true, ..soon() };
+        assert_eq!(store.put("a", b"", WriteCondition::Always, over), Err(Fault::Cancelled));
         drop(held);
-        store.put("a", b"", When::Always, soon()).unwrap();
+        store.put("a", b"", WriteCondition::Always, soon()).unwrap();
     }
 }

@@ -1,17 +1,17 @@
-//! Pages of a device that have data, pages that its layers hold themselves, and page hashes of the parent
-//! image.
+//! Pages of a device that have data, pages that its layers (forks and snapshots) changed, and page hashes of
+//! the parent image.
 
 use freestone_core::device::{self, Device, ExtentKind};
 
 use super::Layer;
 use crate::format::bitmap::Bitmap;
 use crate::format::manifest::MapRef;
-use crate::format::map::{Map, PageHash, Place};
+use crate::format::map::{Map, PageHash, PageLocation};
 use crate::format::{PAGE, SEGMENT_PAGES};
-use crate::objects::Until;
+use crate::objects::CallLimits;
 use crate::store::{Result, Store};
 
-/// Returns the pages of `[start, start + len)` that may contain data.
+/// Returns the pages of the byte range `[start, start + len)` that may contain data, numbered from `start`.
 pub fn pages_with_data(device: &dyn Device, start: u64, len: u64) -> device::Result<Bitmap> {
     let mut pages = Bitmap::default();
     describe_range(start, len, |offset, len| {
@@ -25,11 +25,13 @@ pub fn pages_with_data(device: &dyn Device, start: u64, len: u64) -> device::Res
     Ok(pages)
 }
 
-/// Returns the pages of `[start, start + len)` that the layers hold themselves, at least in part.
+/// Returns the pages of the byte range `[start, start + len)` that a layer changed, at least in part. Pages
+/// are numbered from `start`.
 pub fn own_pages(layers: &[Layer<'_>], start: u64, len: u64) -> device::Result<Bitmap> {
     let mut pages = Bitmap::default();
     for layer in layers {
-        // A layer may be smaller than the device. Beyond its end neither it nor its base has content.
+        // A layer may be smaller than the device. Beyond the end of the layer, neither the layer nor its base
+        // has content.
         let len = len.min(layer.size.saturating_sub(start));
         describe_range(start, len, |offset, len| {
             layer.changes.changes(offset, len, &mut |change| {
@@ -43,7 +45,8 @@ pub fn own_pages(layers: &[Layer<'_>], start: u64, len: u64) -> device::Result<B
     Ok(pages)
 }
 
-/// Calls `ask` for the remaining range until the whole range is described.
+/// Calls `ask` for the rest of a byte range until the whole range is described. `ask` returns the number of
+/// bytes that it described.
 fn describe_range(
     start: u64,
     len: u64,
@@ -68,24 +71,24 @@ fn add_range(pages: &mut Bitmap, start: u64, offset: u64, len: u64) {
     }
 }
 
-/// A segment of an earlier image: its maps from the oldest to the youngest, and the hash of each page.
+/// Segment of an earlier image: its maps from the oldest to the youngest, and the hash of each page.
 pub struct OldSegment {
     pub maps: Vec<Map>,
     pub hashes: Vec<PageHash>,
 }
 
 impl OldSegment {
-    /// Reads the maps and page hashes of a segment, but no pages.
-    pub fn read(store: &Store, maps: &[MapRef], until: Until<'_>) -> Result<Self> {
+    /// Reads the maps and page hashes of a segment from the object store, but no pages.
+    pub fn read(store: &Store, maps: &[MapRef], limits: CallLimits<'_>) -> Result<Self> {
         let mut old = Self { maps: Vec::new(), hashes: vec![PageHash::default(); SEGMENT_PAGES] };
         for reference in maps {
-            let map = store.map(&reference.map, until)?;
-            let hashes = store.hashes(&reference.hashes, &map, until)?;
+            let map = store.map(&reference.map, limits)?;
+            let hashes = store.hashes(&reference.hashes, &map, limits)?;
             for (page, hash) in old.hashes.iter_mut().enumerate() {
                 match map.place(page) {
-                    Place::Below => {}
-                    Place::Zero => *hash = PageHash::default(),
-                    Place::In { chunk, page } => *hash = hashes.at(chunk, page),
+                    PageLocation::Below => {}
+                    PageLocation::Zero => *hash = PageHash::default(),
+                    PageLocation::In { chunk, page } => *hash = hashes.at(chunk, page),
                 }
             }
             old.maps.push(map);
@@ -93,7 +96,7 @@ impl OldSegment {
         Ok(old)
     }
 
-    /// Returns the pages in the deltas, or `None` if the oldest map is not a full map.
+    /// Returns the pages that the deltas contain, or `None` if the oldest map is not a full map.
     pub fn held_by_deltas(&self) -> Option<Bitmap> {
         let (first, deltas) = self.maps.split_first()?;
         if first.held().is_some() {

@@ -2,7 +2,7 @@
 //!
 //! A push sends only new content. The page hashes of the parent image are known: the previous image of the
 //! tag, or the image that the device is a fork of. Pages that differ are packed into new chunks, and the new
-//! image refers to existing chunks for the rest. The tag is set last, on condition that it is unchanged.
+//! image refers to existing chunks for the rest. The tag is set last, on condition that the tag is unchanged.
 //! Until then the push is invisible, and an interrupted push leaves only objects that a prune deletes.
 //!
 //! A delta consists of packed pages and one map for each segment, so scattered writes do not send a chunk
@@ -17,7 +17,7 @@
 mod changed;
 mod guard;
 mod segment;
-mod sent;
+mod uploads;
 
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::time::{Instant, UNIX_EPOCH};
@@ -29,41 +29,41 @@ use crate::format::manifest::{Manifest, Segment};
 use crate::format::name::{Kind, Name};
 use crate::format::tag::Tag;
 use crate::format::{IMAGE_BYTES_MAX, SEGMENT_BYTES, VERSION};
-use crate::objects::Until;
+use crate::objects::CallLimits;
 use crate::parallel;
 use crate::store::{Error, MANIFESTS, Result, Store, TAGS};
 use crate::timing;
 use guard::Guard;
-use sent::Uploads;
+use uploads::Uploads;
 
-/// Maximum number of segments processed at the same time.
+/// Maximum number of segments that a push processes at the same time.
 const SEGMENTS_AT_ONCE: usize = 4;
-/// Default number of requests in flight.
+/// Default maximum number of requests of a push in flight.
 pub const THREADS: usize = 32;
 
 /// Device to push. The content must not change during the push.
 #[derive(Clone, Copy)]
 pub struct Source<'a> {
-    /// The device.
+    /// The device to read.
     pub device: &'a dyn Device,
-    /// Label of the device in the manifest.
+    /// Name of the device to record in the manifest.
     pub label: &'a str,
     /// Base image, if the device is a fork of an image in the same store.
-    pub over: Option<Over<'a>>,
+    pub base_image: Option<BaseImage<'a>>,
 }
 
-/// Relation of a device to its base image.
+/// Base image of a fork, and the layers between the device and the image.
 #[derive(Clone, Copy)]
-pub struct Over<'a> {
-    /// The device, and the forks and snapshots between it and the image.
+pub struct BaseImage<'a> {
+    /// The pushed device, and the forks and snapshots between the device and the base image.
     pub layers: &'a [Layer<'a>],
     /// Name of the base image.
-    pub base: Name,
+    pub name: Name,
     /// Tag from which the base image was opened.
     pub tag: Option<&'a str>,
 }
 
-/// A device between the pushed device and the base image, with its own changes.
+/// The pushed device, or a fork or snapshot between it and the base image, with its own changes.
 #[derive(Clone, Copy)]
 pub struct Layer<'a> {
     pub(crate) changes: &'a dyn Changes,
@@ -80,30 +80,32 @@ impl<'a> Layer<'a> {
 /// Settings of a push.
 #[derive(Debug, Clone, Copy)]
 pub struct Options<'a> {
-    /// Tag to set.
+    /// Name of the tag to set to the pushed image.
     pub tag: &'a str,
-    /// Ignore earlier images, except for chunks with equal content.
+    /// Whether to read the whole device and ignore earlier images. Stored chunks with equal content are still
+    /// reused.
     pub full: bool,
-    /// Maximum number of requests in flight.
+    /// Maximum number of requests of the push in flight.
     pub threads: usize,
-    /// The store was created for this push, so it is empty.
+    /// True if the store was created for this push, so it has no objects to reuse.
     pub is_new: bool,
 }
 
 /// Result of a push.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pushed {
-    /// Name of the image.
+pub struct PushReport {
+    /// Name of the pushed image, or of the unchanged image of the tag.
     pub manifest: Name,
-    /// Number of times that the tag was set.
+    /// Number of times that the tag was set since it was created.
     pub generation: u64,
-    /// True if the tag was set; false if it already had this image.
+    /// True if the tag was set; false if the tag already referred to an equal image.
     pub is_new: bool,
-    /// Pages that differ from the parent image, or nonzero pages without a parent.
+    /// Number of pages that differ from the parent image. In segments that are stored as a whole, the number
+    /// of nonzero pages.
     pub changed_pages: u64,
-    /// Number of chunks sent, and their size in bytes.
+    /// Number of chunks sent, and their total stored size in bytes.
     pub sent: (u64, u64),
-    /// Number of chunks that already existed.
+    /// Number of chunks that already existed and were not sent.
     pub reused: u64,
 }
 
@@ -112,34 +114,36 @@ struct Work<'a> {
     store: &'a Store,
     source: Source<'a>,
     options: Options<'a>,
-    until: Until<'a>,
+    limits: CallLimits<'a>,
     sent: Uploads<'a>,
     changed_pages: AtomicU64,
     done: AtomicU64,
     note: &'a (dyn Fn(u64, u64) + Sync),
 }
 
-/// Pushes a device. `note` receives the number of bytes done, and the total.
+/// Pushes a device. `note` receives the number of bytes that are already processed, and the total number of
+/// bytes.
 ///
 /// # Errors
-/// Errors of the store and of the device; [`Error::TagMoved`], [`Error::TooSlow`] and others. The tag is then
-/// unchanged, unless the response to setting it was lost or came too late ([`Error::SetLate`]).
+/// Errors of requests to the object store and of the device; [`Error::TagMoved`], [`Error::TooSlow`] and
+/// others. The tag is unchanged after an error, unless the response to setting it was lost or came too late
+/// ([`Error::SetLate`]).
 pub fn push(
     store: &Store,
     source: Source<'_>,
     options: Options<'_>,
     note: &(dyn Fn(u64, u64) + Sync),
-    until: Until<'_>,
-) -> Result<Pushed> {
+    limits: CallLimits<'_>,
+) -> Result<PushReport> {
     let grace = store.domain().grace;
     let time_max = timing::push_time_max(grace);
     let begun = store.uptime();
-    let until = Until { deadline: until.deadline.min(Instant::now() + time_max), ..until };
+    let limits = CallLimits { deadline: limits.deadline.min(Instant::now() + time_max), ..limits };
     let is_late = |error| {
         if store.uptime().saturating_sub(begun) >= time_max { Error::TooSlow(grace) } else { error }
     };
-    let clock = Clock::start(store, until).map_err(is_late)?;
-    let before = store.tag(options.tag, until)?;
+    let clock = Clock::start(store, limits).map_err(is_late)?;
+    let before = store.tag(options.tag, limits)?;
     let generation = before.as_ref().map_or(0, |before| before.tag.generation);
     let generation = generation.checked_add(1).ok_or_else(|| {
         let why = "it was set as often as can be counted; remove it and push again".to_owned();
@@ -148,19 +152,21 @@ pub fn push(
     let parent = match &before {
         _ if options.full => None,
         Some(before) => Some(before.tag.manifest),
-        None => source.over.map(|over| over.base),
+        None => source.base_image.map(|base_image| base_image.name),
     };
-    let guard = match (&before, parent, source.over) {
-        (None, Some(_), Some(over)) => Guard::keep(store, over.base, over.tag, &clock, until)?,
+    let guard = match (&before, parent, source.base_image) {
+        (None, Some(_), Some(base_image)) => {
+            Guard::keep(store, base_image.name, base_image.tag, &clock, limits)?
+        }
         // The conditional write of the tag shows that the parent image had this tag during the whole push.
         _ => Guard::Tag,
     };
-    let load = |name: &Name| store.manifest(name, until);
+    let load = |name: &Name| store.manifest(name, limits);
     let parent_image = parent.as_ref().map(load).transpose()?;
-    let base_image = match source.over {
-        Some(over) if parent == Some(over.base) => parent_image.clone(),
-        // Without the base image, the whole device is read.
-        Some(over) if parent.is_some() => load(&over.base).ok(),
+    let base_image = match source.base_image {
+        Some(base_image) if parent == Some(base_image.name) => parent_image.clone(),
+        // If the base image cannot be read, the push reads the whole device.
+        Some(base_image) if parent.is_some() => load(&base_image.name).ok(),
         _ => None,
     };
     let size = source.device.geometry().size - u64::from(source.device.geometry().padding);
@@ -172,7 +178,7 @@ pub fn push(
         store,
         source,
         options,
-        until,
+        limits,
         sent: Uploads::new(options.is_new, &clock),
         changed_pages: AtomicU64::new(0),
         done: AtomicU64::new(0),
@@ -181,11 +187,11 @@ pub fn push(
     let segments = work.push_segments(size, parent_image.as_ref(), base_image.as_ref());
     let segments = segments.map_err(|error| match (&guard, &parent) {
         (Guard::Young | Guard::OtherTag(..), Some(parent)) if error.is_missing() => {
-            Error::ParentGoes(format!("{MANIFESTS}{parent}"))
+            Error::ParentExpiring(format!("{MANIFESTS}{parent}"))
         }
         _ => is_late(error),
     })?;
-    let pushed = |manifest, generation, is_new| Pushed {
+    let pushed = |manifest, generation, is_new| PushReport {
         manifest,
         generation,
         is_new,
@@ -198,21 +204,21 @@ pub fn push(
     {
         return Ok(pushed(before.tag.manifest, before.tag.generation, false));
     }
-    // A prune may have deleted objects that a late manifest refers to.
+    // If the push took too long, a prune may have deleted objects that the manifest would refer to.
     if clock.elapsed() >= time_max {
         return Err(Error::TooSlow(grace));
     }
     let now = crate::rt::time_of_day().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let manifest =
         Manifest { format: VERSION, size, pushed: now, source: source.label.to_owned(), parent, segments };
-    let manifest = store.write_meta(MANIFESTS, Kind::Manifest, &manifest.bytes(), until).map_err(is_late)?;
-    work.sent.check_renewed(store, options.threads, until).map_err(is_late)?;
-    guard.check(store, until)?;
-    if clock.elapsed_at_store(until).map_err(is_late)?.max(clock.elapsed()) >= time_max {
+    let manifest = store.write_meta(MANIFESTS, Kind::Manifest, &manifest.bytes(), limits).map_err(is_late)?;
+    work.sent.check_renewed(store, options.threads, limits).map_err(is_late)?;
+    guard.check(store, limits)?;
+    if clock.elapsed_at_store(limits).map_err(is_late)?.max(clock.elapsed()) >= time_max {
         return Err(Error::TooSlow(grace));
     }
     let tag = Tag::new(store.domain(), options.tag, manifest, generation, now);
-    store.set_tag(options.tag, before.as_ref(), &tag, until)?;
+    store.set_tag(options.tag, before.as_ref(), &tag, limits)?;
     // The tag must be set before the manifest is older than the grace period.
     if clock.elapsed() >= grace {
         return Err(Error::SetLate(options.tag.to_owned()));

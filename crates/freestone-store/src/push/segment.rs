@@ -1,4 +1,4 @@
-//! Push of one segment: reuses its maps, adds a delta, or stores the whole segment.
+//! Push of one segment: reuses the maps of the parent image, adds a delta, or stores the whole segment.
 
 use crate::rt::sync::OnceLock;
 use crate::rt::sync::atomic::Ordering;
@@ -22,7 +22,7 @@ use crate::store::{Error, MAPS, Result};
 /// one map, and neighbouring pages are in the same chunk.
 const REWRITE_PART: usize = 3;
 
-/// Push of one segment.
+/// Push of one segment (1 GiB) of the device.
 pub struct Task<'a> {
     pub work: &'a Work<'a>,
     /// Offset of the segment in the device, in bytes.
@@ -31,16 +31,17 @@ pub struct Task<'a> {
     pub threads: usize,
     /// Maps of the segment in the parent image, from the oldest to the youngest.
     pub parent: &'a [MapRef],
-    /// Maps of the segment in the base image, if known.
+    /// Maps of the segment in the base image; `None` without a base image, or if the base image could not be
+    /// read.
     pub base: Option<&'a [MapRef]>,
 }
 
 impl Task<'_> {
-    /// Pushes the segment, and returns its new maps.
+    /// Pushes the segment, and returns its maps in the new image from the oldest to the youngest.
     pub fn push(&self) -> Result<Vec<MapRef>> {
         self.check()?;
-        if let (Some(over), true) = (self.work.source.over, self.base == Some(self.parent))
-            && own_pages(over.layers, self.start, self.len)?.count() == 0
+        if let (Some(base_image), true) = (self.work.source.base_image, self.base == Some(self.parent))
+            && own_pages(base_image.layers, self.start, self.len)?.count() == 0
         {
             return Ok(self.parent.to_vec());
         }
@@ -49,7 +50,7 @@ impl Task<'_> {
             return self.push_full(&data, &HashMap::new());
         }
         let store = self.work.store;
-        let old = OldSegment::read(store, self.parent, self.work.until)?;
+        let old = OldSegment::read(store, self.parent, self.work.limits)?;
         let now = self.hashes(&data, &old)?;
         let mut changed = Bitmap::default();
         let mut pages = 0;
@@ -75,27 +76,28 @@ impl Task<'_> {
                 return Ok(vec![self.parent[0].clone(), delta]);
             }
         }
-        // Unchanged chunks are not sent again.
+        // The chunks of the old maps are known, so chunks with unchanged content are not sent again.
         let known =
             old.maps.iter().flat_map(|map| map.chunks().iter().map(|chunk| (chunk.name, chunk.stored)));
         self.push_full(&data, &known.collect())
     }
 
     fn check(&self) -> Result<()> {
-        self.work.until.check().map_err(|fault| Error::of(MAPS, fault))
+        self.work.limits.check().map_err(|fault| Error::of(MAPS, fault))
     }
 
-    /// Returns the number of pages. The last one may be only partly inside the device.
+    /// Returns the number of pages of the segment. The last page may be only partly inside the device.
     fn pages(&self) -> usize {
         self.len.div_ceil(PAGE as u64) as usize
     }
 
-    /// Reads consecutive pages. Bytes after the end of the device are zeroes.
+    /// Reads consecutive pages of the segment, starting at `page`. Bytes after the end of the device are
+    /// zeroes.
     fn read(&self, page: usize, out: &mut [u8]) -> Result<()> {
         let offset = (page * PAGE) as u64;
         let len = (out.len() as u64).min(self.len.saturating_sub(offset)) as usize;
         let device = self.work.source.device;
-        // The padding makes the size of the device a multiple of its block size.
+        // `self.len` excludes the padding that makes the size of the device a multiple of its block size.
         let block = device.geometry().logical_block as usize;
         let len = len.next_multiple_of(block).min(out.len());
         out[len..].fill(0);
@@ -103,24 +105,25 @@ impl Task<'_> {
         Ok(())
     }
 
-    /// Hashes the current pages. For pages that the layers do not hold, uses the hashes of the base image.
+    /// Returns the hash of each page of the segment. Pages that no layer changed are not read: their hashes
+    /// come from the base image.
     fn hashes(&self, data: &Bitmap, old: &OldSegment) -> Result<Vec<PageHash>> {
         let naming = &self.work.store.domain().naming;
-        let (own, base) = match (self.work.source.over, self.base) {
-            (Some(over), Some(maps)) => {
+        let (own, base) = match (self.work.source.base_image, self.base) {
+            (Some(base_image), Some(maps)) => {
                 let base = if maps == self.parent {
                     Some(old.hashes.clone())
                 } else {
-                    match OldSegment::read(self.work.store, maps, self.work.until) {
+                    match OldSegment::read(self.work.store, maps, self.work.limits) {
                         Ok(base) => Some(base.hashes),
-                        // No tag refers to the base, and a prune deleted parts of it.
+                        // A prune deleted parts of the base image, as no tag refers to this image.
                         Err(error) if error.is_missing() => None,
                         Err(error) => return Err(error),
                     }
                 };
                 match base {
-                    Some(base) => (Some(own_pages(over.layers, self.start, self.len)?), base),
-                    // The whole device is read.
+                    Some(base) => (Some(own_pages(base_image.layers, self.start, self.len)?), base),
+                    // Without the hashes of the base image, all pages of the segment with data are read.
                     None => (None, Vec::new()),
                 }
             }
@@ -158,7 +161,7 @@ impl Task<'_> {
         Ok(all)
     }
 
-    /// Stores the pages `held` as a delta.
+    /// Stores the pages in `held` as a delta map with packed chunks.
     fn push_delta(&self, held: &Bitmap, hashes: &[PageHash]) -> Result<MapRef> {
         let (mut data, mut zero) = (held.clone(), Bitmap::default());
         for page in held.pages().filter(|page| hashes[*page] == PageHash::default()) {
@@ -182,7 +185,7 @@ impl Task<'_> {
             if mutants::on(Mutant::PackedPagesShifted) {
                 packed.rotate_right(PAGE);
             }
-            let sent = self.work.sent.send(self.work.store, &packed, &known, self.work.until)?;
+            let sent = self.work.sent.send(self.work.store, &packed, &known, self.work.limits)?;
             let _ = chunks[number].set(sent);
             Ok::<(), Error>(())
         })?;
@@ -191,7 +194,8 @@ impl Task<'_> {
         self.push_map(&Map::delta(data, zero, chunks), hashes, held.count())
     }
 
-    /// Stores all pages as a full map, without chunks of zeroes. Returns no map if all pages are zeroes.
+    /// Stores all pages of the segment as a full map, without chunks of zeroes. Returns no map if all pages
+    /// are zeroes.
     fn push_full(&self, data: &Bitmap, known: &HashMap<Name, u32>) -> Result<Vec<MapRef>> {
         let naming = &self.work.store.domain().naming;
         let stored_chunks: Vec<OnceLock<(ChunkRef, Vec<PageHash>)>> =
@@ -210,7 +214,7 @@ impl Task<'_> {
             }
             let mut hashes: Vec<_> = pages.chunks(PAGE).map(|page| page_hash(naming, page)).collect();
             hashes.resize(CHUNK_PAGES, PageHash::default());
-            let sent = self.work.sent.send(self.work.store, &pages, known, self.work.until)?;
+            let sent = self.work.sent.send(self.work.store, &pages, known, self.work.limits)?;
             let _ = stored_chunks[number].set((sent, hashes));
             Ok::<(), Error>(())
         })?;
@@ -229,12 +233,12 @@ impl Task<'_> {
     }
 
     fn push_map(&self, map: &Map, hashes: Vec<PageHash>, pages: usize) -> Result<MapRef> {
-        let (store, until) = (self.work.store, self.work.until);
+        let (store, limits) = (self.work.store, self.work.limits);
         let stored = map.chunks().iter().map(|chunk| u64::from(chunk.stored)).sum();
         let hashes = Hashes::new(hashes);
         Ok(MapRef {
-            map: self.work.sent.send_meta(store, Kind::Map, &map.bytes(), until)?,
-            hashes: self.work.sent.send_meta(store, Kind::Hashes, hashes.bytes(), until)?,
+            map: self.work.sent.send_meta(store, Kind::Map, &map.bytes(), limits)?,
+            hashes: self.work.sent.send_meta(store, Kind::Hashes, hashes.bytes(), limits)?,
             pages: pages as u32,
             stored,
         })

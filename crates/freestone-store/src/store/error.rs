@@ -1,16 +1,17 @@
-//! Errors of operations on a store.
+//! Errors of operations on an image store.
 
 use thiserror::Error as ThisError;
 
 use crate::format::chunk::STORED_BYTES_MAX;
-use crate::format::domain::Refused;
+use crate::format::domain::DomainError;
 use crate::objects::Fault;
 use freestone_core::device;
 
-/// Result of operations on a store.
+/// Result of operations on an image store.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Errors of operations on a store. Some texts are complete, others need the name of the store before them.
+/// Errors of operations on an image store. Some texts are complete, others need the name of the store before
+/// them.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 pub enum Error {
     /// The store failed a request for an object.
@@ -21,16 +22,17 @@ pub enum Error {
         /// Fault that the store reported.
         fault: Fault,
     },
-    /// The URL has no store yet.
+    /// No image store was created at this URL yet.
     #[error("{0}: there is no store of images; freestone push begins one")]
     NoStore(String),
-    /// The store cannot be opened with this key or this version.
+    /// The store at this URL cannot be opened, for example with this key or this version.
     #[error("{0}: {1}")]
-    Refused(String, Refused),
-    /// An object does not match its name, even after retries.
+    Refused(String, DomainError),
+    /// The object with this key is invalid or does not match its name, even after retries. The second text is
+    /// the reason.
     #[error("{0}: is damaged: {1}")]
     Damaged(String, String),
-    /// The tag does not exist.
+    /// The tag with this name does not exist.
     #[error("there is no tag {0} in it")]
     NoTag(String),
     /// A prune found no tag, so the objects in use are unknown.
@@ -39,28 +41,29 @@ pub enum Error {
          removed on purpose, push an image and prune again, or delete the whole store"
     )]
     NoTags(String),
-    /// Retention rules would remove all tags: the store, and the number of tags.
+    /// Retention rules would remove all tags that they apply to. The fields are the URL of the store and the
+    /// number of tags.
     #[error(
         "{0}: the rules keep none of the {1} tags that they apply to, so none was removed; add --keep-last 1, \
          or remove tags with freestone images --untag"
     )]
     KeepsNone(String, usize),
-    /// Objects may have been deleted after a push checked for them.
+    /// Objects with these keys may have been deleted after a push rewrote them or checked that they exist.
     #[error(
         "{0}: this host slept, or the store hung, while this was deleted; if a push has written it again \
          meanwhile, repeat that push with --full"
     )]
     DeletedLate(String),
-    /// A tag was set after the grace period of its manifest.
+    /// A push set a tag when its manifest may already have been older than the grace period.
     #[error(
         "tag {0} was set, but too late, as this host slept or the store hung: a prune may have deleted parts \
          of the image; repeat the push with --full"
     )]
     SetLate(String),
-    /// Another push set the tag first.
+    /// Another push set this tag first.
     #[error("tag {0} was changed by another push meanwhile; nothing of this one is visible")]
     TagMoved(String),
-    /// A push set a tag during its removal.
+    /// A push set this tag during its removal.
     #[error(
         "tag {0} was set by a push meanwhile, and is kept; remove it again if that image is meant as well"
     )]
@@ -74,19 +77,19 @@ pub enum Error {
          are not sent again"
     )]
     TooSlow(std::time::Duration),
-    /// A prune may delete the parent image at any time.
+    /// A prune may delete the parent image, whose manifest has this key, at any time.
     #[error("no tag refers to {0} any more, so a prune may delete it; push the whole device with --full")]
-    ParentGoes(String),
-    /// A prune deleted an object that the push reuses.
+    ParentExpiring(String),
+    /// A prune deleted an object that the push needs.
     #[error("{0} was deleted from the store meanwhile; push again")]
-    Pruned(String),
+    ObjectPruned(String),
     /// A trace cannot be saved because the image was not read yet.
     #[error("nothing was read of it yet")]
-    Unread,
+    NothingRead,
     /// Reading the pushed device failed.
     #[error("reading the device: {0}")]
     Device(#[from] device::Error),
-    /// A local operation failed or was refused.
+    /// An operation on this host failed or was refused. The text is the reason.
     #[error("{0}")]
     Local(String),
     /// The operation was cancelled.
@@ -95,12 +98,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns true if the object does not exist.
+    /// Returns true if the error is that an object does not exist.
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Object { fault: Fault::NotFound, .. })
     }
 
-    /// Converts a fault of the store for the object `key`.
+    /// Converts a fault that the object store reported for the object `key`.
     pub fn of(key: &str, fault: Fault) -> Self {
         match fault {
             Fault::Cancelled => Self::Cancelled,

@@ -1,6 +1,6 @@
 //! Traces: for an image, the chunks that readers needed first, in their order. Each image has at most one
-//! trace, which can be rewritten. A trace is only a hint for prefetching. In a domain with a key file only
-//! holders of the key can make one.
+//! trace, which can be rewritten. A trace is only a hint for prefetching. In a domain with a key file, only
+//! holders of the key can write a valid trace.
 //!
 //! ```text
 //!  0 32  hash of the content
@@ -10,21 +10,22 @@
 use super::{Error, Result, Store, TRACES};
 use crate::format::meta;
 use crate::format::name::{Kind, Name};
-use crate::objects::{Fault, Until};
+use crate::objects::{CallLimits, Fault};
 
-/// Maximum number of chunks in a trace, for 32 GiB of an image.
+/// Maximum number of chunks in a trace. So many chunks have at most 32 GiB of pages.
 pub const CHUNKS_MAX: usize = 1 << 16;
 const NAME_BYTES: usize = 32;
 const BYTES_MAX: usize = (1 + CHUNKS_MAX) * NAME_BYTES;
 
 impl Store {
-    /// Reads the trace of an image. Returns an empty list if the image has none.
+    /// Reads the trace of an image: the names of its chunks in the order of first use. Returns an empty list
+    /// if the image has no trace.
     ///
     /// # Errors
-    /// Errors of the store; [`Error::Damaged`].
-    pub fn trace(&self, image: &Name, until: Until<'_>) -> Result<Vec<Name>> {
+    /// Errors of requests to the object store; [`Error::Damaged`].
+    pub fn trace(&self, image: &Name, limits: CallLimits<'_>) -> Result<Vec<Name>> {
         let key = format!("{TRACES}{image}");
-        let object = match self.read(&key, meta::STORED_BYTES_MAX, until) {
+        let object = match self.read(&key, meta::STORED_BYTES_MAX, limits) {
             Err(Error::Object { fault: Fault::NotFound, .. }) => return Ok(Vec::new()),
             read => read?.bytes,
         };
@@ -45,11 +46,11 @@ impl Store {
     /// Writes the trace of an image, truncated to [`CHUNKS_MAX`] chunks.
     ///
     /// # Errors
-    /// Errors of the store.
-    pub fn set_trace(&self, image: &Name, chunks: &[Name], until: Until<'_>) -> Result<()> {
+    /// Errors of requests to the object store.
+    pub fn set_trace(&self, image: &Name, chunks: &[Name], limits: CallLimits<'_>) -> Result<()> {
         let chunks = chunks.iter().take(CHUNKS_MAX);
         let content: Vec<u8> = std::iter::once(image).chain(chunks).flat_map(|name| name.0).collect();
         let (name, object) = meta::stored(&self.domain, Kind::Trace, &content).ok_or(Error::TooLarge)?;
-        self.write(&format!("{TRACES}{image}"), &[&name.0[..], &object].concat(), until)
+        self.write(&format!("{TRACES}{image}"), &[&name.0[..], &object].concat(), limits)
     }
 }

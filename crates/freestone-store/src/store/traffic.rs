@@ -1,13 +1,13 @@
-//! Counters of requests and bytes to and from a store.
+//! Counters of requests and bytes to and from an object store.
 
 use crate::rt::sync::Arc;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::time::Duration;
 use std::ops::Range;
 
-use crate::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
+use crate::objects::{CallLimits, Fault, Head, ListEntry, Objects, Read, Result, Version, WriteCondition};
 
-/// Atomic counters of the requests to a store. Each attempt counts.
+/// Atomic counters of the requests to an object store. Each attempt of a retried request counts.
 #[derive(Debug, Default)]
 pub struct Traffic {
     gets: AtomicU64,
@@ -23,21 +23,21 @@ pub struct Traffic {
 /// Snapshot of the counters in [`Traffic`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Requests {
-    /// Reads of objects or of ranges of objects.
+    /// Number of reads of objects or of ranges of objects.
     pub gets: u64,
-    /// Writes of objects.
+    /// Number of writes of objects.
     pub puts: u64,
-    /// Metadata requests.
+    /// Number of metadata requests.
     pub heads: u64,
-    /// Listings.
+    /// Number of listings.
     pub lists: u64,
-    /// Deletions.
+    /// Number of deletions.
     pub deletes: u64,
-    /// Bytes of objects read.
+    /// Number of object bytes read.
     pub read_bytes: u64,
-    /// Bytes of objects sent, including failed writes.
+    /// Number of object bytes sent, including failed writes.
     pub written_bytes: u64,
-    /// Failed requests of all kinds, except for missing objects.
+    /// Number of failed requests of all kinds, not counting missing objects.
     pub failed: u64,
 }
 
@@ -63,7 +63,7 @@ impl Traffic {
         counter.fetch_add(count, Ordering::Relaxed);
     }
 
-    fn ended<T>(&self, outcome: Result<T>) -> Result<T> {
+    fn count_outcome<T>(&self, outcome: Result<T>) -> Result<T> {
         if !matches!(outcome, Ok(_) | Err(Fault::NotFound)) {
             Self::add(&self.failed, 1);
         }
@@ -71,52 +71,63 @@ impl Traffic {
     }
 }
 
-/// Objects with request counters.
-pub(super) struct Counted {
+/// Object storage that counts the requests to `inner`.
+pub(super) struct CountedObjects {
     pub inner: Arc<dyn Objects>,
     pub traffic: Traffic,
 }
 
-impl Objects for Counted {
+impl Objects for CountedObjects {
     fn url(&self) -> &str {
         self.inner.url()
     }
 
-    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
+    fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, limits: CallLimits<'_>) -> Result<Read> {
         Traffic::add(&self.traffic.gets, 1);
-        let read = self.traffic.ended(self.inner.get(key, part, most, until))?;
+        let read = self.traffic.count_outcome(self.inner.get(key, part, most, limits))?;
         Traffic::add(&self.traffic.read_bytes, read.bytes.len() as u64);
         Ok(read)
     }
 
-    fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
+    fn put(
+        &self,
+        key: &str,
+        bytes: &[u8],
+        condition: WriteCondition<'_>,
+        limits: CallLimits<'_>,
+    ) -> Result<Option<Version>> {
         Traffic::add(&self.traffic.puts, 1);
         Traffic::add(&self.traffic.written_bytes, bytes.len() as u64);
-        self.traffic.ended(self.inner.put(key, bytes, when, until))
+        self.traffic.count_outcome(self.inner.put(key, bytes, condition, limits))
     }
 
-    fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
+    fn head(&self, key: &str, limits: CallLimits<'_>) -> Result<Head> {
         Traffic::add(&self.traffic.heads, 1);
-        self.traffic.ended(self.inner.head(key, until))
+        self.traffic.count_outcome(self.inner.head(key, limits))
     }
 
-    fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
+    fn list(
+        &self,
+        prefix: &str,
+        each: &mut dyn FnMut(ListEntry) -> bool,
+        limits: CallLimits<'_>,
+    ) -> Result<()> {
         Traffic::add(&self.traffic.lists, 1);
-        self.traffic.ended(self.inner.list(prefix, each, until))
+        self.traffic.count_outcome(self.inner.list(prefix, each, limits))
     }
 
-    fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
+    fn delete(&self, key: &str, limits: CallLimits<'_>) -> Result<()> {
         Traffic::add(&self.traffic.deletes, 1);
-        self.traffic.ended(self.inner.delete(key, until))
+        self.traffic.count_outcome(self.inner.delete(key, limits))
     }
 
-    fn delete_unchanged(&self, key: &str, version: &Version, until: Until<'_>) -> Result<()> {
-        let outcome = self.inner.delete_unchanged(key, version, until);
+    fn delete_unchanged(&self, key: &str, version: &Version, limits: CallLimits<'_>) -> Result<()> {
+        let outcome = self.inner.delete_unchanged(key, version, limits);
         if matches!(outcome, Err(Fault::Unsupported(_))) {
             return outcome;
         }
         Traffic::add(&self.traffic.deletes, 1);
-        self.traffic.ended(outcome)
+        self.traffic.count_outcome(outcome)
     }
 
     fn uptime(&self) -> Duration {

@@ -1,4 +1,4 @@
-//! Stores that fail, return wrong data, or hang.
+//! Tests with object stores that fail, return wrong data, or hang.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use freestone_core::device::{Blocking as _, Error as DeviceError};
 use freestone_store::format::PAGE;
 use freestone_store::image::{Config, Image};
-use freestone_store::objects::{Fault, Until};
+use freestone_store::objects::{CallLimits, Fault};
 use freestone_store::push::{Source, push};
 use freestone_store::store::{Error, Store};
-use freestone_testkit::objects::{Effect, Memory, Method};
+use freestone_testkit::objects::{Effect, MemoryStore, Method};
 
 use crate::kit::*;
 
@@ -22,7 +22,7 @@ fn busy() -> Fault {
 fn transient_faults_are_retried() {
     let (memory, store) = store();
     let device = mixed(400, 1);
-    memory.rule(|call| match call.number % 4 {
+    memory.set_fault_rule(|call| match call.number % 4 {
         1 => Effect::Fail(busy()),
         2 => Effect::FailAfter(busy()),
         _ => Effect::Pass,
@@ -31,10 +31,10 @@ fn transient_faults_are_retried() {
     change(&device, 20, 2);
     let pushed = push_plain(&store, &device, "v1").unwrap();
     assert_eq!((pushed.generation, pushed.changed_pages), (2, 20));
-    // Data corrupted once in transit is also read again.
-    memory.rule(|call| match call.number % 12 {
+    // Objects that arrive corrupted once are read again, too.
+    memory.set_fault_rule(|call| match call.number % 12 {
         1 => Effect::Flip(call.number as usize * 7919),
-        5 => Effect::Cut(call.number as usize * 13 % 3000),
+        5 => Effect::Truncate(call.number as usize * 13 % 3000),
         9 => Effect::Fail(busy()),
         _ => Effect::Pass,
     });
@@ -55,7 +55,7 @@ fn damaged_object_is_an_error() {
     let want = content(&device);
     let config = Config { timeout: Duration::from_millis(150), ..CONFIG };
     let keys: Vec<String> =
-        memory.under("chunks/").into_keys().chain(memory.under("maps/").into_keys()).collect();
+        memory.object_sizes("chunks/").into_keys().chain(memory.object_sizes("maps/").into_keys()).collect();
     for key in keys {
         for change in [
             (|bytes: &mut Vec<u8>| bytes[40] ^= 1) as fn(&mut Vec<u8>),
@@ -83,7 +83,8 @@ fn damaged_object_is_an_error() {
                     }
                 }
             }
-            // Page hashes are not read here.
+            // A damaged chunk must fail one read. Damage to page hashes goes unnoticed, as these reads do not
+            // use them.
             if key.starts_with("chunks/") {
                 assert_eq!(failed, 1, "{key}");
                 let why = image.stat().last_error.unwrap();
@@ -95,14 +96,14 @@ fn damaged_object_is_an_error() {
             });
         }
     }
-    // Damage to the descriptions of an image is detected, too.
+    // Damage to a manifest, a tag, or the description of the image store is detected, too.
     for key in [format!("manifests/{name}"), "tags/v1".into(), "freestone.json".into()] {
         memory.tamper(&key, |bytes| {
             bytes[7] ^= 0x20;
             true
         });
     }
-    let soon = || Until::within(Duration::from_millis(300));
+    let soon = || CallLimits::within(Duration::from_millis(300));
     assert!(Image::open(Arc::clone(&store), None, name, config, soon()).is_err());
     assert!(matches!(store.tag("v1", soon()), Err(Error::Damaged(..))));
     let objects = Arc::clone(&memory) as Arc<dyn freestone_store::objects::Objects>;
@@ -118,7 +119,7 @@ fn hanging_store_fails_reads_at_timeout() {
     let image = Arc::new(Image::open(Arc::clone(&store), None, name, config, soon()).unwrap());
     let mut out = vec![0; PAGE];
     image.read_at(0, &mut out).unwrap();
-    memory.rule(|_| Effect::Hang);
+    memory.set_fault_rule(|_| Effect::Hang);
     let since = Instant::now();
     std::thread::scope(|scope| {
         for number in 0..200_u64 {
@@ -132,7 +133,7 @@ fn hanging_store_fails_reads_at_timeout() {
     });
     assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
     assert!(image.stat().last_error.unwrap().contains("no answer in time"));
-    // The image recovers with the store.
+    // The image recovers when the object store responds again.
     memory.heal();
     assert!(content(&*image) == content(&device));
 }
@@ -146,12 +147,12 @@ fn emptied_bucket_fails_reads() {
     let image = image(&store, Some(&cache), "v1");
     let mut out = vec![0; PAGE];
     image.read_at(0, &mut out).unwrap();
-    memory.empty();
+    memory.remove_all();
     image.read_at(4096, &mut out).unwrap();
     assert_eq!(image.read_at(300 * PAGE as u64, &mut out), Err(DeviceError::Media));
     assert!(image.stat().last_error.unwrap().contains("no such object"));
     assert!(matches!(store.tag("v1", soon()), Ok(None)));
-    // A new push makes it complete again. The store then has a new description.
+    // Opening the emptied bucket creates a new image store, and a push makes the image complete again.
     let again = open(&memory);
     push_plain(&again, &device, "v1").unwrap();
     assert!(content(&self::image(&again, Some(&cache), "v1")) == content(&device));
@@ -166,7 +167,7 @@ fn failed_push_leaves_tag_unchanged() {
     change(&device, 400, 2);
     for fault in [Fault::Denied("QuotaExceeded".into()), Fault::Other("507".into())] {
         let said = fault.to_string();
-        memory.rule(move |call| match call.method {
+        memory.set_fault_rule(move |call| match call.method {
             Method::Put if call.key.starts_with("chunks/") => Effect::Fail(fault.clone()),
             _ => Effect::Pass,
         });
@@ -179,8 +180,8 @@ fn failed_push_leaves_tag_unchanged() {
     assert!(content(&image(&store, None, "v1")) == content(&device));
 }
 
-/// A push that is killed at any request leaves the old or the new image. The next push completes it and sends
-/// only missing chunks.
+/// A push that is killed at any request leaves the tag at the old or the new image. The next push completes
+/// the new image and sends only missing chunks.
 #[test]
 fn interrupted_push_shows_old_or_new_image() {
     let old = mixed(1000, 1);
@@ -190,7 +191,7 @@ fn interrupted_push_shows_old_or_new_image() {
         let (memory, store) = store();
         push_plain(&store, &old, "v1").unwrap();
         push_plain(&store, &new, "v1").unwrap();
-        memory.under("chunks/").len()
+        memory.object_sizes("chunks/").len()
     };
     let mut at = 0;
     loop {
@@ -199,11 +200,11 @@ fn interrupted_push_shows_old_or_new_image() {
         let first = memory.calls();
         let ended = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&ended);
-        memory.rule(move |call| {
+        memory.set_fault_rule(move |call| {
             if call.number < first + at {
                 return Effect::Pass;
             }
-            // The first killed request may have been carried out.
+            // The object store may have executed the first request that was killed.
             if count.fetch_add(1, Ordering::SeqCst) == 0 && at % 2 == 0 {
                 Effect::FailAfter(Fault::Other("killed".into()))
             } else {
@@ -223,10 +224,10 @@ fn interrupted_push_shows_old_or_new_image() {
         if outcome.is_ok() {
             assert!(is_new, "{at}");
         }
-        let there = memory.under("chunks/").len();
+        let there = memory.object_sizes("chunks/").len();
         let again = push_plain(&store, &new, "v1").unwrap();
         assert!(content(&image(&store, None, "v1")) == content(&new), "{at}");
-        assert_eq!(memory.under("chunks/").len(), whole);
+        assert_eq!(memory.object_sizes("chunks/").len(), whole);
         assert_eq!(again.sent.0, (whole - there) as u64, "{at}: {again:?}");
         at += 1;
     }
@@ -236,12 +237,12 @@ fn interrupted_push_shows_old_or_new_image() {
 fn cancelled_push_ends_promptly() {
     let (memory, store) = store();
     let device = mixed(3000, 1);
-    memory.rule(|call| if call.key.starts_with("chunks/") { Effect::Hang } else { Effect::Pass });
+    memory.set_fault_rule(|call| if call.key.starts_with("chunks/") { Effect::Hang } else { Effect::Pass });
     let began = Instant::now();
-    let is_over = || began.elapsed() > Duration::from_millis(100);
-    let until = Until { is_over: &is_over, ..soon() };
-    let source = Source { device: &device, label: "test", over: None };
-    let outcome = push(&store, source, options("v1"), &|_, _| {}, until);
+    let is_cancelled = || began.elapsed() > Duration::from_millis(100);
+    let limits = CallLimits { is_cancelled: &is_cancelled, ..soon() };
+    let source = Source { device: &device, label: "test", base_image: None };
+    let outcome = push(&store, source, options("v1"), &|_, _| {}, limits);
     assert_eq!(outcome, Err(Error::Cancelled));
     assert!(began.elapsed() < Duration::from_secs(5));
     assert_eq!(store.tag("v1", soon()), Ok(None));
@@ -249,11 +250,11 @@ fn cancelled_push_ends_promptly() {
 
 #[test]
 fn lost_response_to_tag_write_is_resolved() {
-    for effect in [Effect::FailAfter(busy()), Effect::Fail(busy()), Effect::FailAfter(Fault::Late)] {
+    for effect in [Effect::FailAfter(busy()), Effect::Fail(busy()), Effect::FailAfter(Fault::TimedOut)] {
         let (memory, store) = store();
         let tries = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&tries);
-        memory.rule(move |call| {
+        memory.set_fault_rule(move |call| {
             if call.method == Method::Put
                 && call.key == "tags/v1"
                 && counted.fetch_add(1, Ordering::SeqCst) < 2
@@ -272,7 +273,7 @@ fn lost_response_to_tag_write_is_resolved() {
 #[test]
 fn concurrent_creation_makes_one_store() {
     for _ in 0..10 {
-        let memory = Arc::new(Memory::default());
+        let memory = Arc::new(MemoryStore::default());
         let stores: Vec<Arc<Store>> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&memory))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()

@@ -1,4 +1,4 @@
-//! Helpers of the tests.
+//! Helpers of the image store tests.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -6,43 +6,43 @@ use std::time::Duration;
 
 use freestone_core::device::{
     Blocking as _, Buffer, Change, Changes, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request,
-    Result, Tried,
+    Result, TryResult,
 };
 use freestone_store::cache::{BYTES_MIN, Cache};
 use freestone_store::format::PAGE;
 use freestone_store::format::domain::GRACE;
 use freestone_store::image::{Config, Image};
-use freestone_store::objects::{Objects, Until};
-use freestone_store::push::{Layer, Options, Over, Pushed, Source, push};
-use freestone_store::store::{Begin, Error, Store};
-use freestone_testkit::objects::Memory;
+use freestone_store::objects::{CallLimits, Objects};
+use freestone_store::push::{BaseImage, Layer, Options, PushReport, Source, push};
+use freestone_store::store::{CreateOptions, Error, Store};
+use freestone_testkit::objects::MemoryStore;
 use freestone_testkit::{Model, Rng};
 
-pub const BEGIN: Begin = Begin { encrypted: false, grace: GRACE };
+pub const BEGIN: CreateOptions = CreateOptions { encrypted: false, grace: GRACE };
 pub const CONFIG: Config = Config { timeout: Duration::from_secs(20), prefetch: false };
 
-pub fn soon() -> Until<'static> {
-    Until::within(Duration::from_secs(60))
+pub fn soon() -> CallLimits<'static> {
+    CallLimits::within(Duration::from_secs(60))
 }
 
-/// Returns object storage in memory, and a store in it.
-pub fn store() -> (Arc<Memory>, Arc<Store>) {
-    let memory = Arc::new(Memory::default());
+/// Returns an object store in memory, and an image store in it.
+pub fn store() -> (Arc<MemoryStore>, Arc<Store>) {
+    let memory = Arc::new(MemoryStore::default());
     let store = open(&memory);
     (memory, store)
 }
 
-pub fn open(memory: &Arc<Memory>) -> Arc<Store> {
+pub fn open(memory: &Arc<MemoryStore>) -> Arc<Store> {
     let objects = Arc::clone(memory) as Arc<dyn Objects>;
-    Arc::new(Store::open_or_begin(objects, None, BEGIN, soon()).unwrap().0)
+    Arc::new(Store::open_or_create(objects, None, BEGIN, soon()).unwrap().0)
 }
 
 pub fn options(tag: &str) -> Options<'_> {
     Options { tag, full: false, threads: 8, is_new: false }
 }
 
-pub fn push_plain(store: &Store, device: &dyn Device, tag: &str) -> std::result::Result<Pushed, Error> {
-    let source = Source { device, label: "test", over: None };
+pub fn push_plain(store: &Store, device: &dyn Device, tag: &str) -> std::result::Result<PushReport, Error> {
+    let source = Source { device, label: "test", base_image: None };
     push(store, source, options(tag), &|_, _| {}, soon())
 }
 
@@ -57,7 +57,7 @@ pub fn image(store: &Arc<Store>, cache: Option<&Arc<Cache>>, tag: &str) -> Image
     Image::open(Arc::clone(store), cache.cloned(), name, CONFIG, soon()).unwrap()
 }
 
-/// Returns the content of a device.
+/// Returns the whole content of a device.
 pub fn content(device: &dyn Device) -> Vec<u8> {
     let mut all = vec![0xee; device.geometry().size as usize];
     for (number, part) in all.chunks_mut(700 << 10).enumerate() {
@@ -66,7 +66,7 @@ pub fn content(device: &dyn Device) -> Vec<u8> {
     all
 }
 
-/// Returns a device with noise, text, same-filled pages and holes.
+/// Returns a device of `pages` pages with noise, text, same-filled pages and holes.
 pub fn mixed(pages: usize, seed: u64) -> Model {
     let mut rng = Rng::new(seed);
     let device = Model::new(pages * PAGE, 512);
@@ -81,7 +81,7 @@ pub fn mixed(pages: usize, seed: u64) -> Model {
     device
 }
 
-/// Overwrites random pages with noise, and returns their number.
+/// Overwrites `count` random pages with noise, and returns `count`.
 pub fn change(device: &dyn Device, count: usize, seed: u64) -> usize {
     let mut rng = Rng::new(seed);
     let pages = device.geometry().size / PAGE as u64;
@@ -97,11 +97,11 @@ pub fn change(device: &dyn Device, count: usize, seed: u64) -> usize {
     count
 }
 
-/// Writable device over an image that tracks its own pages.
+/// A writable device over an image, which keeps and reports its own pages, like a fork.
 pub struct Overlay {
     pub base: Image,
     pub pages: std::sync::Mutex<std::collections::BTreeMap<u64, Vec<u8>>>,
-    /// Number of pages read from the base.
+    /// Number of pages that were read from the base image.
     pub read: std::sync::atomic::AtomicU64,
 }
 
@@ -110,8 +110,8 @@ impl Overlay {
         Self { base, pages: std::sync::Mutex::default(), read: std::sync::atomic::AtomicU64::new(0) }
     }
 
-    pub fn over<'a>(&'a self, layers: &'a [Layer<'a>], tag: Option<&'a str>) -> Over<'a> {
-        Over { layers, base: self.base.name(), tag }
+    pub fn over<'a>(&'a self, layers: &'a [Layer<'a>], tag: Option<&'a str>) -> BaseImage<'a> {
+        BaseImage { layers, name: self.base.name(), tag }
     }
 }
 
@@ -120,7 +120,7 @@ impl Device for Overlay {
         Geometry { read_only: false, ..self.base.geometry() }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         let mut pages = self.pages.lock().unwrap();
         let numbers = request.offset / PAGE as u64..(request.offset + request.len) / PAGE as u64;
@@ -147,7 +147,7 @@ impl Device for Overlay {
                 }
             }
         }
-        Ok(Tried::Done)
+        Ok(TryResult::Done)
     }
 
     fn submit(&self, _: Request, buffer: IoBuf, done: Completion) {

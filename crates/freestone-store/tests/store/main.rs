@@ -1,4 +1,4 @@
-//! Tests of pushes, reads and prunes with a store in memory.
+//! Tests of pushes, reads and prunes of an image store, with an object store in memory.
 
 mod faults;
 mod kit;

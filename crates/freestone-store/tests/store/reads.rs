@@ -1,14 +1,16 @@
-//! Data that reads fetch, and the use of the cache.
+//! Tests of reads: the objects that they fetch, and the use of the cache.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone_core::device::{Blocking as _, Buffer, Device, Error, ExtentKind, IoBuf, Op, Request, Tried};
+use freestone_core::device::{
+    Blocking as _, Buffer, Device, Error, ExtentKind, IoBuf, Op, Request, TryResult,
+};
 use freestone_store::cache::{BYTES_MIN, Cache};
 use freestone_store::format::{CHUNK_BYTES, PAGE};
 use freestone_store::image::Image;
 use freestone_testkit::objects::{Effect, Method};
-use freestone_testkit::{Deferred, Policy, Rng, conformance};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Rng, conformance};
 
 use crate::kit::*;
 
@@ -24,7 +26,8 @@ fn image_passes_device_conformance() {
         let options = conformance::Options { rounds: 60, thread_rounds: 60, ..Default::default() };
         let make = || Arc::new(image(&store, cache, "v1")) as Arc<dyn Device>;
         conformance::check("image", &make, options);
-        let make = || Arc::new(Deferred::new(make(), Policy::Sometimes(50), 3)) as Arc<dyn Device>;
+        let make =
+            || Arc::new(DeferringDevice::new(make(), DeferPolicy::Sometimes(50), 3)) as Arc<dyn Device>;
         conformance::check("image, deferred", &make, options);
     }
 }
@@ -36,11 +39,11 @@ fn chunk_is_fetched_once_per_host() {
     let device = mixed(2000, 1);
     push_plain(&store, &device, "v1").unwrap();
     let want = content(&device);
-    memory.rule(|call| match call.method {
-        Method::Get => Effect::Late(Duration::from_millis(3)),
+    memory.set_fault_rule(|call| match call.method {
+        Method::Get => Effect::Delay(Duration::from_millis(3)),
         _ => Effect::Pass,
     });
-    // Several servers on one host, each with several readers.
+    // Several servers on one host share a cache, and each has several readers.
     let images: Vec<Image> = (0..4)
         .map(|_| {
             let cache = Cache::open(dir.path().join("cache"), cache.limit()).unwrap();
@@ -75,8 +78,8 @@ fn manifest_and_maps_are_fetched_once_per_host() {
     push_plain(&store, &device, "v1").unwrap();
     change(&device, 20, 2);
     let name = push_plain(&store, &device, "v1").unwrap().manifest;
-    memory.rule(|call| match call.method {
-        Method::Get => Effect::Late(Duration::from_millis(30)),
+    memory.set_fault_rule(|call| match call.method {
+        Method::Get => Effect::Delay(Duration::from_millis(30)),
         _ => Effect::Pass,
     });
     let before = memory.gets();
@@ -94,7 +97,7 @@ fn manifest_and_maps_are_fetched_once_per_host() {
     let of =
         |dir: &str| -> Vec<u64> { gets.iter().filter(|(key, _)| key.starts_with(dir)).map(more).collect() };
     assert_eq!(of("manifests/").iter().sum::<u64>(), 1, "{gets:?}");
-    // One map of the first image, and one of the changes.
+    // The readers fetch one page map of the first image, and one page map of the changes.
     assert_eq!(of("maps/").iter().filter(|count| **count > 0).collect::<Vec<_>>(), [&1, &1], "{gets:?}");
 }
 
@@ -105,14 +108,14 @@ fn cached_image_needs_no_store() {
     let device = mixed(2000, 1);
     let name = push_plain(&store, &device, "v1").unwrap().manifest;
     image(&store, Some(&cache), "v1").pull(&|_, _| {}, soon()).unwrap();
-    memory.rule(|_| Effect::Hang);
+    memory.set_fault_rule(|_| Effect::Hang);
     let image = Image::open(Arc::clone(&store), Some(Arc::clone(&cache)), name, CONFIG, soon()).unwrap();
     assert!(content(&image) == content(&device));
     assert_eq!(image.stat().fetched, 0);
-    // Data in the page cache is read inline.
+    // Cached chunks whose data is in the kernel's page cache are read inline.
     let mut out = vec![0; 64 << 10];
     let request = Request::read(1 << 20, out.len() as u64);
-    assert_eq!(image.try_io(&request, Buffer::Read(&mut out)), Ok(Tried::Done));
+    assert_eq!(image.try_io(&request, Buffer::Read(&mut out)), Ok(TryResult::Done));
     assert!(out == content(&device)[1 << 20..(1 << 20) + (64 << 10)]);
 }
 
@@ -125,7 +128,7 @@ fn cached_data_is_served_while_store_hangs() {
     let image = image(&store, Some(&cache), "v1");
     let mut out = vec![0; PAGE];
     image.read_at(0, &mut out).unwrap();
-    memory.rule(|_| Effect::Hang);
+    memory.set_fault_rule(|_| Effect::Hang);
     let (tx, rx) = std::sync::mpsc::channel();
     let wait = || {
         for chunk in 1..40_u64 {
@@ -142,7 +145,7 @@ fn cached_data_is_served_while_store_hangs() {
         image.read_at(8192, &mut out).unwrap();
     }
     assert!(since.elapsed() < Duration::from_secs(5));
-    // Waiting requests fail when the image is dropped. Reads of zeroes succeed without the store.
+    // Waiting requests fail when the image is dropped. Reads of zeroes succeed without the object store.
     drop(image);
     drop(tx);
     let outcomes: Vec<_> = rx.iter().collect();
@@ -182,7 +185,7 @@ fn damaged_cache_is_refilled() {
         dirs.flat_map(|dir| std::fs::read_dir(dir).unwrap().map(|file| file.unwrap().path())).collect()
     };
     assert_eq!(files().len(), 8);
-    // Damage one page of each file.
+    // Damages one page of each cache file.
     for (number, path) in files().into_iter().enumerate() {
         let file = std::fs::File::options().write(true).open(path).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, b"damage", ((1 + number) * PAGE) as u64).unwrap();
@@ -195,7 +198,7 @@ fn damaged_cache_is_refilled() {
     for path in files() {
         std::fs::remove_file(path).unwrap();
     }
-    // Open files still work.
+    // Removed cache files that the image holds open still work.
     assert!(content(&image) == want);
     let before = store.requests().gets;
     assert!(content(&self::image(&store, Some(&cache), "v1")) == want);
@@ -214,7 +217,7 @@ fn failing_cache_is_bypassed() {
     assert!(content(&image) == content(&device));
     let pulled = image.pull(&|_, _| {}, soon()).unwrap_err();
     assert!(pulled.to_string().contains("No such file or directory"), "{pulled}");
-    // A pull uses the cache again at once.
+    // As soon as the directory `new` of the cache exists again, a pull succeeds.
     std::fs::create_dir(&new).unwrap();
     image.pull(&|_, _| {}, soon()).unwrap();
 }
@@ -242,14 +245,14 @@ fn sequential_reads_are_prefetched() {
     let (_dir, cache) = cache();
     let device = mixed(60 * 128, 1);
     push_plain(&store, &device, "v1").unwrap();
-    memory.rule(|call| match call.method {
-        Method::Get => Effect::Late(Duration::from_millis(10)),
+    memory.set_fault_rule(|call| match call.method {
+        Method::Get => Effect::Delay(Duration::from_millis(10)),
         _ => Effect::Pass,
     });
     let image = image(&store, Some(&cache), "v1");
     assert!(content(&image) == content(&device));
     let stat = image.stat();
-    assert!(stat.ahead > 20 && stat.failed == 0, "{stat:?}");
+    assert!(stat.prefetched > 20 && stat.failed == 0, "{stat:?}");
     // Random reads are not prefetched, nor are two adjacent ones.
     let (_dir, cache) = self::cache();
     let image = self::image(&store, Some(&cache), "v1");
@@ -258,16 +261,16 @@ fn sequential_reads_are_prefetched() {
     [30, 4, 5, 50, 12, 31, 41, 9].into_iter().for_each(&mut read);
     std::thread::sleep(Duration::from_millis(30));
     let stat = image.stat();
-    assert!(stat.fetched <= 8 && stat.ahead == 0, "{stat:?}");
-    // The third sequential read prefetches one chunk. Its read is then no miss, so nothing more is
-    // prefetched.
+    assert!(stat.fetched <= 8 && stat.prefetched == 0, "{stat:?}");
+    // The third sequential read prefetches one chunk. The read of that chunk hits the cache, so nothing more
+    // is prefetched.
     read(6);
     let since = Instant::now();
-    while image.stat().ahead == 0 && since.elapsed() < Duration::from_secs(10) {
+    while image.stat().prefetched == 0 && since.elapsed() < Duration::from_secs(10) {
         std::thread::sleep(Duration::from_millis(1));
     }
     read(7);
-    assert_eq!(image.stat().ahead, 1);
+    assert_eq!(image.stat().prefetched, 1);
 }
 
 #[test]
@@ -315,17 +318,17 @@ fn trace_is_prefetched() {
     for chunk in order {
         first.read_at(chunk * CHUNK_BYTES as u64, &mut out).unwrap();
     }
-    assert_eq!(first.stat().ahead, 0);
+    assert_eq!(first.stat().prefetched, 0);
     assert_eq!(first.push_trace(soon()).unwrap(), order.len());
-    // With another cache, the chunks of the trace are prefetched.
+    // With another, empty cache, the chunks of the trace are prefetched.
     let (_dir, cache) = self::cache();
     let second = open(&cache, true);
     let since = Instant::now();
-    while second.stat().ahead < order.len() as u64 {
+    while second.stat().prefetched < order.len() as u64 {
         assert!(since.elapsed() < Duration::from_secs(20), "{:?}", second.stat());
         std::thread::sleep(Duration::from_millis(5));
     }
-    memory.rule(|call| {
+    memory.set_fault_rule(|call| {
         if call.method == Method::Get && call.key.starts_with("chunks/") {
             Effect::Hang
         } else {

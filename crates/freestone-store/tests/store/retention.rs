@@ -1,4 +1,4 @@
-//! Retention rules: the tags that they remove, and concurrent pushes.
+//! Tests of retention rules: the tags that they remove, and concurrent pushes.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use freestone_store::objects::Fault;
 use freestone_store::prune::{check_roots, preview, prune};
 use freestone_store::retention::{Plan, Retention};
 use freestone_store::store::{Error, Store};
-use freestone_testkit::objects::{Effect, Memory, Method};
+use freestone_testkit::objects::{Effect, MemoryStore, Method};
 
 use crate::kit::*;
 
 const LAST: Retention = Retention { keep_last: Some(1), keep_within: None };
 
-/// Sets a tag as a push at the time `pushed` would.
+/// Sets an existing tag as a push at the time `pushed` (seconds since 1970) would.
 fn set(store: &Store, name: &str, pushed: u64) -> Result<(), Error> {
     let before = store.tag(name, soon()).unwrap();
     let manifest = before.as_ref().unwrap().tag.manifest;
@@ -25,11 +25,12 @@ fn set(store: &Store, name: &str, pushed: u64) -> Result<(), Error> {
     store.set_tag(name, before.as_ref(), &tag, soon())
 }
 
-/// Creates two nightly tags, and an older tag `golden`.
-fn nightlies(is_plain: bool) -> (Arc<Memory>, Arc<Store>) {
+/// Creates an image store with two nightly tags and an older tag `golden`. If `is_plain`, the object store
+/// has no conditional deletes.
+fn nightlies(is_plain: bool) -> (Arc<MemoryStore>, Arc<Store>) {
     let (memory, store) = store();
     if is_plain {
-        memory.delete_always();
+        memory.disable_conditional_delete();
     }
     for (seed, tag) in [(1, "golden"), (2, "nightly-1"), (3, "nightly-2")] {
         push_plain(&store, &mixed(300, seed), tag).unwrap();
@@ -53,15 +54,15 @@ fn rules_leave_other_tags_alone() {
         let plan = plan(&store, LAST);
         let removed = names(&plan);
         assert_eq!(removed, ["nightly-1".to_owned()].into());
-        memory.pass(GRACE * 2);
-        let all = memory.under("");
+        memory.advance_clock(GRACE * 2);
+        let all = memory.object_sizes("");
         let expected = preview(&store, &removed, &|_| {}, soon()).unwrap();
         assert!((expected.images, expected.young) == (2, 0) && expected.deleted > 3, "{expected:?}");
         check_roots(&store, &removed, soon()).unwrap();
-        assert_eq!(memory.under(""), all);
+        assert_eq!(memory.object_sizes(""), all);
         let tag = &plan.removed[0];
         assert_eq!(store.remove_tag_unchanged(&tag.name, &tag.read, soon()), Ok(true));
-        // Another prune may have removed the tag.
+        // If another prune has removed the tag, the removal succeeds as well.
         assert_eq!(store.remove_tag_unchanged(&tag.name, &tag.read, soon()), Ok(true));
         assert_eq!(prune(&store, false, &|_| {}, soon()).unwrap(), expected);
         assert_eq!(store.tag_names(soon()).unwrap(), ["golden", "nightly-2"]);
@@ -72,7 +73,7 @@ fn rules_leave_other_tags_alone() {
 #[test]
 fn rules_that_keep_no_tag_are_refused() {
     let (_, store) = nightlies(false);
-    // All pushes are older than one day by the clock of the store.
+    // By the clock of the object store, all pushes are older than one day, so the rule would keep no tag.
     let within = Retention { keep_last: None, keep_within: Some(Duration::from_secs(86_400)) };
     assert_eq!(within.plan(&store, |_| true, soon()), Err(Error::KeepsNone("memory:".to_owned(), 3)));
     assert_eq!(within.plan(&store, |name| name == "other", soon()), Ok(Plan::default()));
@@ -108,10 +109,10 @@ fn tag_set_while_it_is_removed_is_kept() {
         let (memory, store) = nightlies(is_plain);
         let read = store.tag("nightly-1", soon()).unwrap().unwrap();
         let next = Tag::new(store.domain(), "nightly-1", read.tag.manifest, 8, 9000);
-        let (other, set) = (open(&Arc::new(memory.beside())), next.clone());
-        // A push sets the tag as soon as it was read.
+        let (other, set) = (open(&Arc::new(memory.new_client())), next.clone());
+        // Another push sets the tag after `remove_tag` has read it, just before the removal.
         let is_first = AtomicBool::new(true);
-        memory.rule(move |call| {
+        memory.set_fault_rule(move |call| {
             let is_removal = call.method == Method::Delete || call.method == Method::Put;
             if is_removal && call.key.starts_with("tags/") && is_first.swap(false, Ordering::SeqCst) {
                 other.set_tag("nightly-1", Some(&read), &set, soon()).unwrap();
@@ -129,11 +130,11 @@ fn push_during_removal_fails() {
     let plan = plan(&store, LAST);
     let tag = plan.removed[0].clone();
     let name = tag.name.clone();
-    // Another push that has read the tag earlier sets it just before the deletion.
-    let other = open(&Arc::new(memory.beside()));
+    // Another push that has read the tag earlier sets the tag just before the deletion.
+    let other = open(&Arc::new(memory.new_client()));
     let (is_refused, refused) = (Arc::new(AtomicBool::new(false)), tag.clone());
     let seen = Arc::clone(&is_refused);
-    memory.rule(move |call| {
+    memory.set_fault_rule(move |call| {
         if call.method == Method::Delete && call.key.starts_with("tags/") {
             let next = Tag::new(other.domain(), &refused.name, refused.read.tag.manifest, 8, 9000);
             let outcome = other.set_tag(&refused.name, Some(&refused.read), &next, soon());
@@ -150,7 +151,7 @@ fn failed_removal_leaves_tag_as_it_was() {
     let (memory, store) = nightlies(true);
     let plan = plan(&store, LAST);
     let tag = &plan.removed[0];
-    memory.rule(|call| match call.method {
+    memory.set_fault_rule(|call| match call.method {
         Method::Delete => Effect::Fail(Fault::Denied("no".into())),
         _ => Effect::Pass,
     });
@@ -159,9 +160,9 @@ fn failed_removal_leaves_tag_as_it_was() {
     memory.heal();
     let now = store.tag(&tag.name, soon()).unwrap().unwrap().tag;
     assert_eq!((now.manifest, now.pushed), (tag.read.tag.manifest, tag.read.tag.pushed));
-    // The response to a deletion is lost. The retry succeeds.
+    // The response to a deletion is lost. The retry of the deletion succeeds.
     let is_lost = AtomicBool::new(false);
-    memory.rule(move |call| match call.method {
+    memory.set_fault_rule(move |call| match call.method {
         Method::Delete if !is_lost.swap(true, Ordering::SeqCst) => {
             Effect::FailAfter(Fault::Transient("cut".into()))
         }
@@ -177,10 +178,10 @@ fn removal_that_takes_too_long_is_reported() {
     let (memory, store) = nightlies(true);
     let plan = plan(&store, LAST);
     let tag = &plan.removed[0];
-    let asleep = memory.beside();
-    memory.rule(move |call| {
+    let asleep = memory.new_client();
+    memory.set_fault_rule(move |call| {
         if call.method == Method::Delete {
-            asleep.pass(Duration::from_secs(60));
+            asleep.advance_clock(Duration::from_secs(60));
         }
         Effect::Pass
     });

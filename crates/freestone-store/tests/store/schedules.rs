@@ -1,7 +1,7 @@
 //! Random schedules of pushes that run during a prune, with a simulated clock.
 //!
-//! Each actor passes the turn before each request, and time passes with each turn. So a push takes minutes,
-//! as over a slow link, and starts or ends at any step of the prune.
+//! An actor passes the turn before each request, and the clock advances with each turn. So a push takes
+//! minutes, as over a slow link, and starts or ends at any step of the prune.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use freestone_core::device::{Blocking as _, Flags};
 use freestone_store::format::{CHUNK_BYTES, PAGE};
-use freestone_store::objects::{Fault, Objects, Until};
+use freestone_store::objects::{CallLimits, Fault, Objects};
 use freestone_store::prune::prune;
 use freestone_store::push::{Options, Source, push};
-use freestone_store::store::{Begin, Error, Store};
-use freestone_testkit::objects::{Effect, Memory, Method};
+use freestone_store::store::{CreateOptions, Error, Store};
+use freestone_testkit::objects::{Effect, MemoryStore, Method};
 use freestone_testkit::{Model, Rng};
 
 use crate::kit::*;
@@ -25,19 +25,19 @@ const GRACE: Duration = Duration::from_secs(3600);
 const SCHEDULES: u64 = 30;
 const PUSHERS: usize = 2;
 const PUSHES: u64 = 6;
-/// Number of the pruning actor. The others push.
+/// Number of the actor that prunes. All other actors push.
 const PRUNER: usize = 0;
 const CHUNKS: usize = 3;
-/// Number of different contents of a chunk.
+/// Number of different contents that a chunk can have.
 const CONTENTS: u64 = 6;
 
 /// Scheduler that lets one actor run at a time.
 struct Turns {
     state: Mutex<State>,
     changed: Condvar,
-    memory: Arc<Memory>,
-    /// Number of checks before a deletion that is not done. Time stands still then, as a prune limits this
-    /// time.
+    memory: Arc<MemoryStore>,
+    /// Number of checked objects whose deletion is not complete. The clock stands still meanwhile, because a
+    /// prune limits the time from check to deletion.
     looks: Arc<AtomicUsize>,
 }
 
@@ -47,7 +47,8 @@ struct State {
     current: usize,
 }
 
-/// Check of an object before its deletion, and the number of requests of this thread until it ends.
+/// The check of an object before the object is deleted. The check ends after `left` more requests of this
+/// thread.
 struct Look {
     looks: Arc<AtomicUsize>,
     left: u32,
@@ -81,18 +82,18 @@ impl Turns {
         }
     }
 
-    /// Passes the turn before a request.
+    /// Passes the turn to another actor before a request, and waits for the next turn.
     fn step(&self, actor: usize) {
         let look = LOOK.take().and_then(|mut look| {
             look.left -= 1;
             (look.left > 0).then_some(look)
         });
         let mut state = self.wait(actor);
-        // A prune makes many more requests than a push, several at a time.
+        // A prune makes many more requests than a push, several at a time, so each of them takes less time.
         let seconds = if actor == PRUNER { 2 } else { 40 };
         let seconds = state.rng.below(seconds);
         if self.looks.load(Ordering::SeqCst) == 0 {
-            self.memory.pass(Duration::from_secs(seconds));
+            self.memory.advance_clock(Duration::from_secs(seconds));
         }
         self.give(&mut state);
         drop(state);
@@ -100,13 +101,13 @@ impl Turns {
         LOOK.set(look);
     }
 
-    /// Lets a longer time pass as soon as no deletion is in progress.
+    /// Advances the clock by `time` as soon as no deletion is in progress.
     fn idle(&self, actor: usize, time: Duration) {
         loop {
             self.step(actor);
             let _state = self.state.lock().unwrap();
             if self.looks.load(Ordering::SeqCst) == 0 {
-                return self.memory.pass(time);
+                return self.memory.advance_clock(time);
             }
         }
     }
@@ -119,7 +120,7 @@ impl Turns {
     }
 }
 
-/// An actor. Dropping it ends its turns, also on panic.
+/// An actor of the schedule. Dropping the actor ends its turns, also on panic.
 struct Actor<'a> {
     turns: &'a Turns,
     number: usize,
@@ -138,7 +139,7 @@ impl Drop for Actor<'_> {
     }
 }
 
-/// Returns a device with one random page in each chunk.
+/// Returns a device with one page of random content in each chunk.
 fn device(rng: &mut Rng) -> Model {
     let device = Model::new(CHUNKS * CHUNK_BYTES, 512);
     let mut page = vec![0; PAGE];
@@ -149,17 +150,17 @@ fn device(rng: &mut Rng) -> Model {
     device
 }
 
-fn user(memory: &Memory) -> (Arc<Memory>, Store) {
-    let memory = Arc::new(memory.beside());
+fn user(memory: &MemoryStore) -> (Arc<MemoryStore>, Store) {
+    let memory = Arc::new(memory.new_client());
     let objects = Arc::clone(&memory) as Arc<dyn Objects>;
-    let begin = Begin { encrypted: false, grace: GRACE };
-    let (store, _) = Store::open_or_begin(objects, None, begin, soon()).unwrap();
+    let begin = CreateOptions { encrypted: false, grace: GRACE };
+    let (store, _) = Store::open_or_create(objects, None, begin, soon()).unwrap();
     (memory, store)
 }
 
-/// Makes pushes fail before their manifest, so that they leave unreferenced chunks.
-fn cut_off(memory: &Memory) {
-    memory.rule(|call| {
+/// Makes pushes fail before they write a manifest, so that they leave unreferenced chunks.
+fn cut_off(memory: &MemoryStore) {
+    memory.set_fault_rule(|call| {
         if call.method == Method::Put && call.key.starts_with("manifests/") {
             return Effect::Fail(Fault::Denied("cut off".to_owned()));
         }
@@ -167,15 +168,15 @@ fn cut_off(memory: &Memory) {
     });
 }
 
-/// Pushes to the tags of this actor, and returns their expected content.
+/// Pushes random devices to the tags of this actor. Returns the expected content by tag.
 fn pusher(
     turns: &Turns,
     actor: usize,
-    (memory, store): &(Arc<Memory>, Store),
+    (memory, store): &(Arc<MemoryStore>, Store),
     seed: u64,
 ) -> BTreeMap<String, Model> {
     let mut rng = Rng::new(seed);
-    let is_over = || {
+    let is_cancelled = || {
         turns.step(actor);
         false
     };
@@ -183,9 +184,10 @@ fn pusher(
     for _ in 0..PUSHES {
         turns.idle(actor, GRACE / 8 * rng.below(6) as u32);
         let tag = format!("{actor}-{}", rng.below(2));
-        let until = Until { deadline: Instant::now() + Duration::from_secs(60), is_over: &is_over };
+        let limits =
+            CallLimits { deadline: Instant::now() + Duration::from_secs(60), is_cancelled: &is_cancelled };
         if rng.chance(20) {
-            match store.remove_tag(&tag, until) {
+            match store.remove_tag(&tag, limits) {
                 Ok(()) | Err(Error::NoTag(_)) => {}
                 Err(error) => panic!("{error}"),
             }
@@ -196,11 +198,13 @@ fn pusher(
             cut_off(memory);
         }
         let device = device(&mut rng);
-        let source = Source { device: &device, label: "test", over: None };
+        let source = Source { device: &device, label: "test", base_image: None };
         let options = Options { tag: &tag, full: rng.chance(50), threads: 1, is_new: false };
-        match push(store, source, options, &|_, _| {}, until) {
+        match push(store, source, options, &|_, _| {}, limits) {
             Ok(_) => drop(shown.insert(tag, device)),
-            Err(Error::TooSlow(_) | Error::Pruned(_) | Error::Object { fault: Fault::Denied(_), .. }) => {}
+            Err(
+                Error::TooSlow(_) | Error::ObjectPruned(_) | Error::Object { fault: Fault::Denied(_), .. },
+            ) => {}
             Err(error) => panic!("{seed}: {error}"),
         }
         memory.heal();
@@ -210,16 +214,17 @@ fn pusher(
 
 /// Prunes until all pushers are done, and returns the number of deleted objects.
 fn pruner(turns: &Turns, store: &Store, pushers: &AtomicUsize) -> u64 {
-    let is_over = || {
+    let is_cancelled = || {
         turns.step(PRUNER);
         false
     };
     let mut deleted = 0;
     while pushers.load(Ordering::SeqCst) > 0 {
-        let until = Until { deadline: Instant::now() + Duration::from_secs(60), is_over: &is_over };
-        match prune(store, false, &|_| {}, until) {
+        let limits =
+            CallLimits { deadline: Instant::now() + Duration::from_secs(60), is_cancelled: &is_cancelled };
+        match prune(store, false, &|_| {}, limits) {
             Ok(pruned) => deleted += pruned.deleted,
-            // Reading the roots took too long.
+            // The prune fails if reading its roots takes too long.
             Err(Error::Local(_)) => {}
             Err(error) => panic!("{error}"),
         }
@@ -227,9 +232,9 @@ fn pruner(turns: &Turns, store: &Store, pushers: &AtomicUsize) -> u64 {
     deleted
 }
 
-/// Runs a schedule, and returns the number of deleted objects.
+/// Runs the schedule of a seed, and returns the number of deleted objects.
 fn run(seed: u64, is_plain: bool) -> u64 {
-    let memory = Arc::new(Memory::default());
+    let memory = Arc::new(MemoryStore::default());
     let (_, calm) = user(&memory);
     push_plain(&calm, &device(&mut Rng::new(seed)), "kept").unwrap();
     let state = State { rng: Rng::new(seed), live: [true; PUSHERS + 1], current: PRUNER };
@@ -242,9 +247,9 @@ fn run(seed: u64, is_plain: bool) -> u64 {
     let turns = Arc::new(turns);
     let (rules, pruning) = user(&memory);
     if is_plain {
-        rules.delete_always();
+        rules.disable_conditional_delete();
         let turns = Arc::clone(&turns);
-        rules.rule(move |call| {
+        rules.set_fault_rule(move |call| {
             if call.method == Method::Head {
                 turns.look();
             }
@@ -273,9 +278,9 @@ fn run(seed: u64, is_plain: bool) -> u64 {
     let calm = Arc::new(calm);
     for (tag, device) in shown.into_iter().flatten() {
         let name = calm.tag(&tag, soon()).unwrap().unwrap().tag.manifest;
-        let until = Until::within(Duration::from_secs(1));
+        let limits = CallLimits::within(Duration::from_secs(1));
         let config = freestone_store::image::Config { timeout: Duration::from_secs(1), ..CONFIG };
-        let image = freestone_store::image::Image::open(Arc::clone(&calm), None, name, config, until);
+        let image = freestone_store::image::Image::open(Arc::clone(&calm), None, name, config, limits);
         let image = image.unwrap_or_else(|error| panic!("schedule {seed}, plain {is_plain}: {tag}: {error}"));
         let mut page = vec![0; PAGE];
         for chunk in 0..CHUNKS {
@@ -302,28 +307,28 @@ fn random_schedules_of_pushes_and_prunes_lose_nothing() {
 #[test]
 fn chunk_reused_late_survives_prune_with_older_roots() {
     let minutes = |minutes: u64| Duration::from_secs(minutes * 60);
-    let memory = Arc::new(Memory::default());
+    let memory = Arc::new(MemoryStore::default());
     let (_, calm) = user(&memory);
     push_plain(&calm, &mixed(300, 7), "kept").unwrap();
     let device = mixed(300, 1);
     let (cut, first) = user(&memory);
     cut_off(&cut);
     push_plain(&first, &device, "b").unwrap_err();
-    memory.pass(minutes(26));
+    memory.advance_clock(minutes(26));
     let ((slow, pushing), (paused, pruning)) = (user(&memory), user(&memory));
     let ((start, started), (arrive, arrived), (resume, resumed)) = (channel(), channel(), channel());
     let (arrived, resumed) = (Mutex::new(arrived), Mutex::new(resumed));
     let clock = Arc::clone(&memory);
-    slow.rule(move |call| {
+    slow.set_fault_rule(move |call| {
         if call.method == Method::Put && call.key.starts_with("manifests/") {
-            clock.pass(minutes(25));
+            clock.advance_clock(minutes(25));
             start.send(()).unwrap();
             arrived.lock().unwrap().recv().unwrap();
         }
         Effect::Pass
     });
-    paused.rule(move |call| {
-        // The roots have been read.
+    paused.set_fault_rule(move |call| {
+        // When the prune lists the first chunks, it has read its roots.
         if call.method == Method::List && call.key == "chunks/00/" {
             arrive.send(()).unwrap();
             resumed.lock().unwrap().recv().unwrap();
@@ -337,7 +342,7 @@ fn chunk_reused_late_survives_prune_with_older_roots() {
             prune(pruning, false, &|_| {}, soon()).unwrap()
         });
         push_plain(&pushing, &device, "b").unwrap();
-        memory.pass(minutes(9) + Duration::from_secs(30));
+        memory.advance_clock(minutes(9) + Duration::from_secs(30));
         resume.send(()).unwrap();
         pruner.join().unwrap();
     });

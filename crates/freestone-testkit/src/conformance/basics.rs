@@ -1,17 +1,18 @@
-//! Checks geometry, refused requests, and requests in flight when a device is dropped.
+//! Checks the geometry, the refusal of invalid requests, and requests in flight when a device is
+//! dropped.
 
 use std::sync::{Arc, mpsc};
 
 use freestone_core::device::{self, Completion, Device, Error, Flags, IoBuf, Op, Request};
 
-use super::driver::{Data, Driver, Way};
-use super::{Checked, Options, ensure};
+use super::driver::{Data, Driver, SubmitMode};
+use super::{CheckResult, Options, ensure};
 
-/// Requests in flight when the device is dropped.
+/// Number of requests in flight when the device is dropped.
 const ABANDONED: u64 = 64;
 
-/// Checks that the geometry is valid and stable.
-pub fn geometry(device: &dyn Device) -> Checked {
+/// Checks that the geometry of a device is valid and does not change.
+pub fn check_geometry(device: &dyn Device) -> CheckResult {
     const CHECK: &str = "geometry";
     let geometry = device.geometry();
     let block = geometry.logical_block;
@@ -61,25 +62,25 @@ pub fn geometry(device: &dyn Device) -> Checked {
 }
 
 /// Checks that invalid requests fail with the error that the contract's order of checks requires,
-/// by try and submit alike, without effect. Also checks that the first and last blocks are
+/// by try and submit alike, and without effect. Also checks that the first and last blocks are
 /// accessible.
-pub fn errors(device: &dyn Device, options: &Options) -> Checked {
+pub fn check_errors(device: &dyn Device, options: &Options) -> CheckResult {
     let mut driver = Driver::new(device, options, "errors", 1);
     let geometry = device.geometry();
     let block = u64::from(geometry.logical_block);
     let size = geometry.size;
     let edge = size.min(8 * block);
-    if options.stores && !geometry.read_only && geometry.zones.is_none() {
-        // Not zero, so that accidental zeroing shows.
+    if options.stores_data && !geometry.read_only && geometry.zones.is_none() {
+        // Write other bytes than zero, so that accidental zeroing is detected.
         for (offset, byte) in [(0, 0x11), (size - edge, 0x22)] {
             let data = vec![byte; edge as usize];
-            driver.run_ok(Way::Try, Request::write(offset, edge), Data::Out(&data))?;
+            driver.run_ok(SubmitMode::Try, Request::write(offset, edge), Data::Out(&data))?;
         }
     }
-    let head = driver.read(Way::Try, 0, edge)?;
-    let tail = driver.read(Way::Submit, size - edge, edge)?;
+    let head = driver.read(SubmitMode::Try, 0, edge)?;
+    let tail = driver.read(SubmitMode::Submit, size - edge, edge)?;
 
-    // Offset, length, and the error of a writable device.
+    // Offset, length, and the error that a writable device must return.
     let far = u64::MAX - block + 1;
     let cases = [
         (0, 0, Error::Misaligned),
@@ -90,15 +91,15 @@ pub fn errors(device: &dyn Device, options: &Options) -> Checked {
         (0, block + 1, Error::Misaligned),
         (block / 2, block, Error::Misaligned),
         (block, block / 2, Error::Misaligned),
-        // Both misaligned and out of range: alignment is checked first.
+        // The range is misaligned and out of range: alignment is checked first.
         (size + 1, block, Error::Misaligned),
         (size, block + 1, Error::Misaligned),
         (u64::MAX, 1, Error::Misaligned),
-        // Out of range, slightly and far.
+        // The range is out of range, slightly or by far.
         (size, block, Error::OutOfRange),
         (size - block, 2 * block, Error::OutOfRange),
         (size + block, block, Error::OutOfRange),
-        // The end overflows 64 bits.
+        // The end of the range overflows 64 bits.
         (far, block, Error::OutOfRange),
         (far, 4 * block, Error::OutOfRange),
     ];
@@ -126,40 +127,40 @@ pub fn errors(device: &dyn Device, options: &Options) -> Checked {
     for (offset, len) in [(0, block), (block, 0), (block, block), (1, 0), (0, 1), (u64::MAX, u64::MAX)] {
         refuses(&mut driver, Request::new(Op::Flush, offset, len), Error::Misaligned)?;
     }
-    for way in Way::ALL {
-        driver.run_ok(way, Request::flush(), Data::None)?;
-        driver.compare(way, 0, &head, "requests that were refused")?;
-        driver.compare(way, size - edge, &tail, "requests that were refused")?;
-        driver.read(way, 0, block)?;
-        driver.read(way, size - block, block)?;
+    for mode in SubmitMode::ALL {
+        driver.run_ok(mode, Request::flush(), Data::None)?;
+        driver.compare(mode, 0, &head, "requests that were refused")?;
+        driver.compare(mode, size - edge, &tail, "requests that were refused")?;
+        driver.read(mode, 0, block)?;
+        driver.read(mode, size - block, block)?;
     }
     Ok(())
 }
 
-fn refuses(driver: &mut Driver<'_>, request: Request, expected: Error) -> Checked {
+fn refuses(driver: &mut Driver<'_>, request: Request, expected: Error) -> CheckResult {
     let len = match request.op {
         Op::Read | Op::Write => request.len as usize,
         _ => 0,
     };
     let mut memory = vec![0x5a; len];
-    for way in [Way::Try, Way::Submit] {
+    for mode in [SubmitMode::Try, SubmitMode::Submit] {
         let data = match request.op {
             Op::Read => Data::In(&mut memory),
             Op::Write => Data::Out(&memory),
             _ => Data::None,
         };
-        let answer = driver.run(way, request, data)?;
+        let answer = driver.run(mode, request, data)?;
         ensure!(
             answer == Err(expected),
             driver.check,
-            "{request:?} by {way:?} returned {answer:?}, expected error: {expected}"
+            "{request:?} by {mode:?} returned {answer:?}, expected error: {expected}"
         );
     }
     Ok(())
 }
 
 /// Submits requests and drops the device at once: each request must complete exactly once.
-pub fn abandoned(device: Arc<dyn Device>, options: &Options) -> Checked {
+pub fn check_abandoned(device: Arc<dyn Device>, options: &Options) -> CheckResult {
     const CHECK: &str = "abandoned";
     let geometry = device.geometry();
     let block = u64::from(geometry.logical_block);
@@ -177,8 +178,10 @@ pub fn abandoned(device: Arc<dyn Device>, options: &Options) -> Checked {
             Op::WriteZeroes => (Request::new(op, i * block % geometry.size, block), Ok(IoBuf::empty())),
             _ => (Request::new(op, i * block % geometry.size, block), IoBuf::zeroed(block as usize)),
         };
-        let buffer = buffer
-            .map_err(|error| super::Violation { check: CHECK, what: format!("the suite itself: {error}") })?;
+        let buffer = buffer.map_err(|error| super::Violation {
+            check: CHECK,
+            message: format!("the suite itself: {error}"),
+        })?;
         let tx = tx.clone();
         let done = Completion::new(move |outcome, _| {
             let _ = tx.send((request, outcome));
@@ -188,10 +191,10 @@ pub fn abandoned(device: Arc<dyn Device>, options: &Options) -> Checked {
     drop(tx);
     drop(device);
     for answered in 0..ABANDONED {
-        let Ok((request, outcome)) = answers.recv_timeout(options.patience) else {
+        let Ok((request, outcome)) = answers.recv_timeout(options.timeout) else {
             return Err(super::Violation {
                 check: CHECK,
-                what: format!("{} of {ABANDONED} requests did not complete", ABANDONED - answered),
+                message: format!("{} of {ABANDONED} requests did not complete", ABANDONED - answered),
             });
         };
         ensure!(

@@ -1,42 +1,44 @@
-//! Checks several threads on one device: private regions, and shared blocks that must never be torn
-//! or stale.
+//! Checks that several threads can use one device: private regions, and shared blocks that must
+//! never be torn or stale.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
 use freestone_core::device::{Device, Flags, Op, Request};
 
-use super::driver::{Data, Driver, Way};
-use super::{Checked, Options, Violation, ensure};
+use super::driver::{Data, Driver, SubmitMode};
+use super::{CheckResult, Options, Violation, ensure};
 
 const CHECK: &str = "concurrent";
-/// Blocks that one thread writes and all threads read.
+/// Number of blocks that each have one writer and are read by all threads.
 const SHARED_BLOCKS: u64 = 8;
-/// Blocks after those that all threads write.
+/// Number of blocks, after the shared ones, that all threads write.
 const CONTENDED_BLOCKS: u64 = 8;
-/// Bytes of each thread's private region, if the device is large enough.
+/// Maximum size in bytes of each thread's private region.
 const OWN_BYTES: u64 = 256 << 10;
 
-/// Shared knowledge about the shared blocks.
+/// Progress of the writes to the shared and contended blocks, known to all threads.
 struct Board {
     block: u64,
-    /// Bytes of a block that are read and written atomically.
+    /// Number of bytes of a block that are read and written atomically.
     whole: u64,
-    /// Stamps begun and completed, per block. Only the block's owner advances them.
+    /// Last stamp whose write has started, and last stamp whose write has completed, per shared
+    /// block. Only the block's writer advances them.
     begun: Vec<AtomicU64>,
     answered: Vec<AtomicU64>,
-    /// Writes begun to the contended blocks, per thread.
+    /// Number of writes to the contended blocks that have started, per thread.
     contended: Vec<AtomicU64>,
     failed: AtomicBool,
 }
 
-/// Writes and reads concurrently. Each thread has a private region, which must behave as if the
-/// thread were alone. Each thread also owns some blocks at the start of the device, which it stamps
-/// with rising numbers while the others read them. Every block (or [`Options::whole`] bytes of it)
-/// must show exactly one stamp, not older than the last one that completed before the read began.
-/// Further blocks are written by all threads, several at once; each must always hold exactly one of
-/// the writes.
-pub fn concurrent(device: &dyn Device, options: &Options) -> Checked {
+/// Writes and reads on several threads. Each thread has a private region, which must behave as if
+/// no other thread existed. Each thread also owns some shared blocks, which it stamps with
+/// increasing numbers while the others read them.
+///
+/// Every shared block (or [`Options::atomic_bytes`] bytes of it) must contain exactly one stamp,
+/// not older than the last one completed before the read started. All threads also write the
+/// contended blocks; each of these must always contain exactly one of the writes.
+pub fn check_concurrent(device: &dyn Device, options: &Options) -> CheckResult {
     let geometry = device.geometry();
     let block = u64::from(geometry.logical_block);
     let shared = (SHARED_BLOCKS + CONTENDED_BLOCKS) * block;
@@ -45,17 +47,17 @@ pub fn concurrent(device: &dyn Device, options: &Options) -> Checked {
     ensure!(own >= block, CHECK, "the suite needs a device of more than {} blocks", shared / block + threads);
 
     let mut driver = Driver::new(device, options, CHECK, 5);
-    driver.run_ok(Way::Try, Request::new(Op::WriteZeroes, 0, shared), Data::None)?;
+    driver.run_ok(SubmitMode::Try, Request::new(Op::WriteZeroes, 0, shared), Data::None)?;
     let counters = |n: u64| (0..n).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
     let board = Board {
         block,
-        whole: options.whole.min(block),
+        whole: options.atomic_bytes.min(block),
         begun: counters(SHARED_BLOCKS),
         answered: counters(SHARED_BLOCKS),
         contended: counters(threads),
         failed: AtomicBool::new(false),
     };
-    let outcomes: Vec<Checked> = thread::scope(|scope| {
+    let outcomes: Vec<CheckResult> = thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
             .map(|me| {
                 let board = &board;
@@ -72,7 +74,7 @@ pub fn concurrent(device: &dyn Device, options: &Options) -> Checked {
             .into_iter()
             .map(|worker| {
                 worker.join().unwrap_or_else(|_| {
-                    Err(Violation { check: CHECK, what: "a thread panicked in the device".into() })
+                    Err(Violation { check: CHECK, message: "a thread panicked in the device".into() })
                 })
             })
             .collect()
@@ -88,33 +90,34 @@ fn worker(
     threads: u64,
     own_at: u64,
     own_len: u64,
-) -> Checked {
+) -> CheckResult {
     let mut driver = Driver::new(device, options, CHECK, 100 + me);
     let mut own = vec![0; own_len as usize];
-    driver.run_ok(Way::Submit, Request::new(Op::WriteZeroes, own_at, own_len), Data::None)?;
+    driver.run_ok(SubmitMode::Submit, Request::new(Op::WriteZeroes, own_at, own_len), Data::None)?;
     for _ in 0..options.thread_rounds {
         if board.failed.load(Ordering::SeqCst) {
             return Ok(());
         }
-        let way = Way::ALL[driver.rng.below(3) as usize];
+        let mode = SubmitMode::ALL[driver.rng.below(3) as usize];
         match driver.rng.below(10) {
-            0..3 => stamp(&mut driver, board, way, me, threads)?,
-            3..5 => write_contended(&mut driver, board, way, me)?,
-            5..7 => inspect(&mut driver, board, way)?,
-            7..9 => own_region(&mut driver, way, own_at, &mut own)?,
-            _ => driver.run_ok(way, Request::flush(), Data::None)?,
+            0..3 => stamp(&mut driver, board, mode, me, threads)?,
+            3..5 => write_contended(&mut driver, board, mode, me)?,
+            5..7 => inspect(&mut driver, board, mode)?,
+            7..9 => own_region(&mut driver, mode, own_at, &mut own)?,
+            _ => driver.run_ok(mode, Request::flush(), Data::None)?,
         }
     }
-    driver.compare(Way::Try, own_at, &own, "work of several threads on regions of their own")
+    driver.compare(SubmitMode::Try, own_at, &own, "work of several threads on regions of their own")
 }
 
-/// Returns the content word of a block with a stamp; unique per stamp and block.
+/// Returns the 64-bit word that fills a block with this stamp. The word is unique per stamp and
+/// block, and zero for stamp 0.
 fn word(block: u64, stamp: u64) -> u64 {
     if stamp == 0 { 0 } else { (block << 48) | stamp }
 }
 
-/// Writes the next stamp to one of this thread's blocks.
-fn stamp(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64, threads: u64) -> Checked {
+/// Writes the next stamp to one of the blocks that this thread owns.
+fn stamp(driver: &mut Driver<'_>, board: &Board, mode: SubmitMode, me: u64, threads: u64) -> CheckResult {
     // Blocks are assigned round-robin; with more threads than blocks, some threads own none.
     let mine = (SHARED_BLOCKS + threads - 1 - me) / threads;
     if mine == 0 {
@@ -126,18 +129,19 @@ fn stamp(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64, threads: u64
     let mut flags = Flags::empty();
     flags.set(Flags::FUA, driver.rng.chance(5));
     let request = Request::write(at * board.block, board.block).with(flags);
-    driver.run_ok(way, request, Data::Out(&data))?;
+    driver.run_ok(mode, request, Data::Out(&data))?;
     board.answered[at as usize].store(stamp, Ordering::SeqCst);
     Ok(())
 }
 
-/// Reads some shared blocks: each must hold one stamp that is recent enough.
-fn inspect(driver: &mut Driver<'_>, board: &Board, way: Way) -> Checked {
+/// Reads some shared blocks. Each must contain one stamp, not older than the last one completed
+/// before the read.
+fn inspect(driver: &mut Driver<'_>, board: &Board, mode: SubmitMode) -> CheckResult {
     let first = driver.rng.below(SHARED_BLOCKS);
     let count = 1 + driver.rng.below(SHARED_BLOCKS - first);
     let floor: Vec<u64> = board.answered.iter().map(|n| n.load(Ordering::SeqCst)).collect();
-    let data = driver.read(way, first * board.block, count * board.block)?;
-    if !driver.options.stores {
+    let data = driver.read(mode, first * board.block, count * board.block)?;
+    if !driver.options.stores_data {
         ensure!(data.iter().all(|&b| b == 0), CHECK, "a device that discards writes returned data");
         return Ok(());
     }
@@ -162,17 +166,17 @@ fn inspect(driver: &mut Driver<'_>, board: &Board, way: Way) -> Checked {
     Ok(())
 }
 
-/// Writes some of the contended blocks, then reads them.
-fn write_contended(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) -> Checked {
+/// Writes some of the contended blocks, then reads and checks them.
+fn write_contended(driver: &mut Driver<'_>, board: &Board, mode: SubmitMode, me: u64) -> CheckResult {
     let first = driver.rng.below(CONTENDED_BLOCKS);
     let count = 1 + driver.rng.below(CONTENDED_BLOCKS - first);
     let round = board.contended[me as usize].fetch_add(1, Ordering::SeqCst) + 1;
     let mark = ((me + 1) << 32) | round;
     let data: Vec<u8> = (0..count * board.block / 8).flat_map(|_| mark.to_le_bytes()).collect();
     let at = (SHARED_BLOCKS + first) * board.block;
-    driver.run_ok(way, Request::write(at, count * board.block), Data::Out(&data))?;
-    let found = driver.read(way, at, count * board.block)?;
-    if !driver.options.stores {
+    driver.run_ok(mode, Request::write(at, count * board.block), Data::Out(&data))?;
+    let found = driver.read(mode, at, count * board.block)?;
+    if !driver.options.stores_data {
         return Ok(());
     }
     for bytes in found.chunks(board.whole as usize) {
@@ -189,7 +193,7 @@ fn write_contended(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) ->
             CHECK,
             "a block that several threads write holds {word:#x}, which none of them wrote"
         );
-        // Another thread's write is possible, but not an earlier write of this thread.
+        // The block may contain another thread's write, but not an earlier write of this thread.
         ensure!(
             thread as u64 != me || round == board.contended[me as usize].load(Ordering::SeqCst),
             CHECK,
@@ -199,8 +203,8 @@ fn write_contended(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) ->
     Ok(())
 }
 
-/// Runs one operation on this thread's private region.
-fn own_region(driver: &mut Driver<'_>, way: Way, base: u64, own: &mut [u8]) -> Checked {
+/// Runs one random operation on this thread's private region, and checks the content.
+fn own_region(driver: &mut Driver<'_>, mode: SubmitMode, base: u64, own: &mut [u8]) -> CheckResult {
     let block = u64::from(driver.device.geometry().logical_block);
     let all = own.len() as u64 / block;
     let start = driver.rng.below(all);
@@ -210,14 +214,14 @@ fn own_region(driver: &mut Driver<'_>, way: Way, base: u64, own: &mut [u8]) -> C
     match driver.rng.below(4) {
         0 => {
             own[range].fill(0);
-            driver.run_ok(way, Request::new(Op::WriteZeroes, base + at, len), Data::None)
+            driver.run_ok(mode, Request::new(Op::WriteZeroes, base + at, len), Data::None)
         }
-        1 => driver.compare(way, base + at, &own[range], "writes of this thread alone"),
+        1 => driver.compare(mode, base + at, &own[range], "writes of this thread alone"),
         _ => {
             let mut data = vec![0; len as usize];
             driver.rng.content(&mut data);
-            driver.run_ok(way, Request::write(base + at, len), Data::Out(&data))?;
-            if driver.options.stores {
+            driver.run_ok(mode, Request::write(base + at, len), Data::Out(&data))?;
+            if driver.options.stores_data {
                 own[range].copy_from_slice(&data);
             }
             Ok(())

@@ -1,13 +1,14 @@
-//! Checks the content against a byte vector: random operations, single and in batches.
+//! Checks the content of a device against a byte vector: random operations, one by one and in
+//! batches.
 
 use freestone_core::device::{Device, Flags, IoBuf, Op, Request};
 use freestone_core::plug::Plug;
 
-use super::driver::{Data, Driver, Way};
-use super::{Checked, Options, ensure};
+use super::driver::{Data, Driver, SubmitMode};
+use super::{CheckResult, Options, ensure};
 
 const CHECK: &str = "content";
-/// Requests of a batch, which do not overlap.
+/// Number of requests in a batch, which do not overlap.
 const BATCH: u64 = 16;
 
 /// A range of the device and its expected content.
@@ -15,13 +16,13 @@ struct Window {
     base: u64,
     block: u64,
     bytes: Vec<u8>,
-    /// False if the device discards writes.
+    /// False if the device discards writes, so that its content never changes.
     stores: bool,
 }
 
-/// Runs random operations in every way at the start and the end of the device, and compares with a
-/// byte vector. On a read-only device, only reads.
-pub fn content(device: &dyn Device, options: &Options) -> Checked {
+/// Runs random operations in every submit mode at the start and the end of the device, and compares
+/// the content with a byte vector. Only reads from a read-only device.
+pub fn check_content(device: &dyn Device, options: &Options) -> CheckResult {
     let size = device.geometry().size;
     let len = options.window.min(size);
     let mut driver = Driver::new(device, options, CHECK, 2);
@@ -30,11 +31,11 @@ pub fn content(device: &dyn Device, options: &Options) -> Checked {
         bases.push(size - len);
     }
     for base in bases {
-        let bytes = driver.read(Way::Submit, base, len)?;
+        let bytes = driver.read(SubmitMode::Submit, base, len)?;
         let block = u64::from(device.geometry().logical_block);
-        let mut window = Window { base, block, bytes, stores: options.stores };
+        let mut window = Window { base, block, bytes, stores: options.stores_data };
         ensure!(
-            options.stores || window.bytes.iter().all(|&b| b == 0),
+            options.stores_data || window.bytes.iter().all(|&b| b == 0),
             CHECK,
             "a device that discards writes does not read as zeroes"
         );
@@ -42,10 +43,10 @@ pub fn content(device: &dyn Device, options: &Options) -> Checked {
             window.reads(&mut driver, options.rounds)?;
             continue;
         }
-        for way in Way::ALL {
-            window.edges(&mut driver, way)?;
+        for mode in SubmitMode::ALL {
+            window.edges(&mut driver, mode)?;
             for _ in 0..options.rounds {
-                window.step(&mut driver, way)?;
+                window.step(&mut driver, mode)?;
             }
             window.compare(&mut driver, "all of them")?;
         }
@@ -53,9 +54,9 @@ pub fn content(device: &dyn Device, options: &Options) -> Checked {
     Ok(())
 }
 
-/// Checks that a device keeps its content when `grow` enlarges it, that the new part reads as
-/// zeroes, and that it stores data.
-pub fn grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> Checked {
+/// Checks that a device keeps its content when `grow` enlarges it, and that the new part reads as
+/// zeroes and stores data.
+pub fn check_grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> CheckResult {
     let mut driver = Driver::new(device, options, "grown", 3);
     let old = device.geometry();
     let edge = options.window.min(old.size);
@@ -64,20 +65,20 @@ pub fn grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> Checked
     for from in (0..edge).step_by(options.max_io as usize) {
         let part = &data[from as usize..(from + options.max_io).min(edge) as usize];
         let request = Request::write(old.size - edge + from, part.len() as u64);
-        driver.run_ok(Way::Try, request, Data::Out(part))?;
+        driver.run_ok(SubmitMode::Try, request, Data::Out(part))?;
     }
     grow();
     let new = device.geometry();
     ensure!(new.size > old.size, "grown", "the size is {} and was {}", new.size, old.size);
     let added = options.window.min(new.size - old.size);
-    driver.compare(Way::Try, old.size - edge, &data, "growing")?;
-    driver.compare(Way::Try, old.size, &vec![0; added as usize], "growing")?;
+    driver.compare(SubmitMode::Try, old.size - edge, &data, "growing")?;
+    driver.compare(SubmitMode::Try, old.size, &vec![0; added as usize], "growing")?;
     let block = new.logical_block as usize;
-    for way in Way::ALL {
+    for mode in SubmitMode::ALL {
         let mut last = vec![0; block];
         driver.rng.fill(&mut last);
-        driver.run_ok(way, Request::write(new.size - block as u64, block as u64), Data::Out(&last))?;
-        driver.compare(way, new.size - block as u64, &last, "writing to the last block")?;
+        driver.run_ok(mode, Request::write(new.size - block as u64, block as u64), Data::Out(&last))?;
+        driver.compare(mode, new.size - block as u64, &last, "writing to the last block")?;
     }
     Ok(())
 }
@@ -87,7 +88,7 @@ impl Window {
         self.bytes.len() as u64
     }
 
-    /// Returns a random aligned range; short ones are more likely.
+    /// Returns the offset and length of a random aligned range. Short ranges are more likely.
     fn range(&self, driver: &mut Driver<'_>) -> (u64, u64) {
         let most = match driver.rng.below(20) {
             0..6 => self.block,
@@ -100,75 +101,84 @@ impl Window {
         (start * self.block, blocks * self.block)
     }
 
-    fn reads(&self, driver: &mut Driver<'_>, rounds: u32) -> Checked {
+    fn reads(&self, driver: &mut Driver<'_>, rounds: u32) -> CheckResult {
         for _ in 0..rounds {
-            for way in Way::ALL {
+            for mode in SubmitMode::ALL {
                 let (at, len) = self.range(driver);
-                self.matches(driver, way, at, len, "reading only")?;
+                self.matches(driver, mode, at, len, "reading only")?;
             }
         }
         Ok(())
     }
 
-    /// Operations on the first and last blocks, and long ones at both ends.
-    fn edges(&mut self, driver: &mut Driver<'_>, way: Way) -> Checked {
+    /// Runs operations on the first and the last block, and long operations at both ends of the
+    /// window.
+    fn edges(&mut self, driver: &mut Driver<'_>, mode: SubmitMode) -> CheckResult {
         let (block, len) = (self.block, self.len());
         let long = driver.options.max_io.min(len);
         for (at, len) in [(0, block), (len - block, block), (0, long), (len - long, long), (0, block)] {
-            self.write(driver, way, at, len, Flags::empty())?;
+            self.write(driver, mode, at, len, Flags::empty())?;
         }
-        self.write_zeroes(driver, way, 0, long, Flags::MAY_FREE)?;
-        self.write_zeroes(driver, way, len - block, block, Flags::empty())?;
-        self.discard(driver, way, len - long, long)?;
+        self.write_zeroes(driver, mode, 0, long, Flags::MAY_FREE)?;
+        self.write_zeroes(driver, mode, len - block, block, Flags::empty())?;
+        self.discard(driver, mode, len - long, long)?;
         self.compare(driver, "operations at the edges")
     }
 
-    fn step(&mut self, driver: &mut Driver<'_>, way: Way) -> Checked {
+    fn step(&mut self, driver: &mut Driver<'_>, mode: SubmitMode) -> CheckResult {
         let (at, len) = self.range(driver);
         let mut flags = Flags::empty();
         flags.set(Flags::FUA, driver.rng.chance(10));
         match driver.rng.below(100) {
-            0..40 => self.write(driver, way, at, len, flags),
-            40..65 => self.matches(driver, way, at, len, "earlier operations"),
+            0..40 => self.write(driver, mode, at, len, flags),
+            40..65 => self.matches(driver, mode, at, len, "earlier operations"),
             65..77 => {
                 flags.set(Flags::MAY_FREE, driver.rng.chance(50));
-                self.write_zeroes(driver, way, at, len, flags)
+                self.write_zeroes(driver, mode, at, len, flags)
             }
-            77..88 => self.discard(driver, way, at, len),
-            88..92 => driver.run_ok(way, Request::flush(), Data::None),
+            77..88 => self.discard(driver, mode, at, len),
+            88..92 => driver.run_ok(mode, Request::flush(), Data::None),
             92..94 => self.drop_after_try(driver),
             _ => self.batch(driver),
         }
     }
 
-    fn write(&mut self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, flags: Flags) -> Checked {
+    fn write(
+        &mut self,
+        driver: &mut Driver<'_>,
+        mode: SubmitMode,
+        at: u64,
+        len: u64,
+        flags: Flags,
+    ) -> CheckResult {
         let mut data = vec![0; len as usize];
         driver.rng.content(&mut data);
         let request = Request::write(self.base + at, len).with(flags);
-        driver.run_ok(way, request, Data::Out(&data))?;
+        driver.run_ok(mode, request, Data::Out(&data))?;
         self.store(at, &data);
-        self.compare_around(driver, way, at, len, &format!("{request:?} by {way:?}"))
+        self.compare_around(driver, mode, at, len, &format!("{request:?} by {mode:?}"))
     }
 
     fn write_zeroes(
         &mut self,
         driver: &mut Driver<'_>,
-        way: Way,
+        mode: SubmitMode,
         at: u64,
         len: u64,
         flags: Flags,
-    ) -> Checked {
+    ) -> CheckResult {
         let request = Request::new(Op::WriteZeroes, self.base + at, len).with(flags);
-        driver.run_ok(way, request, Data::None)?;
+        driver.run_ok(mode, request, Data::None)?;
         self.bytes[at as usize..(at + len) as usize].fill(0);
-        self.compare_around(driver, way, at, len, &format!("{request:?} by {way:?}"))
+        self.compare_around(driver, mode, at, len, &format!("{request:?} by {mode:?}"))
     }
 
-    /// After a discard, each block holds its old content or zeroes, and does not change after that.
-    fn discard(&mut self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64) -> Checked {
+    /// Discards a range. Afterwards each block must contain its old content or zeroes, and must not
+    /// change again.
+    fn discard(&mut self, driver: &mut Driver<'_>, mode: SubmitMode, at: u64, len: u64) -> CheckResult {
         let request = Request::new(Op::Discard, self.base + at, len);
-        driver.run_ok(way, request, Data::None)?;
-        let found = driver.read(way, self.base + at, len)?;
+        driver.run_ok(mode, request, Data::None)?;
+        let found = driver.read(mode, self.base + at, len)?;
         let old = &mut self.bytes[at as usize..(at + len) as usize];
         for (i, (found, old)) in
             found.chunks(self.block as usize).zip(old.chunks_mut(self.block as usize)).enumerate()
@@ -180,34 +190,40 @@ impl Window {
             );
             old.copy_from_slice(found);
         }
-        self.compare_around(driver, Way::Submit, at, len, &format!("{request:?} by {way:?}"))
+        self.compare_around(driver, SubmitMode::Submit, at, len, &format!("{request:?} by {mode:?}"))
     }
 
-    /// Tries a write once and then drops it: only the part that was not reported done may still be
-    /// old.
-    fn drop_after_try(&mut self, driver: &mut Driver<'_>) -> Checked {
+    /// Tries a write once and does not continue it. Only the part that was not reported as done may
+    /// still have the old content.
+    fn drop_after_try(&mut self, driver: &mut Driver<'_>) -> CheckResult {
         let (at, len) = self.range(driver);
         let mut data = vec![0; len as usize];
         driver.rng.content(&mut data);
         let request = Request::write(self.base + at, len);
         let done = match driver.device.try_io(&request, freestone_core::device::Buffer::Write(&data)) {
-            Ok(freestone_core::device::Tried::Done) => len,
-            Ok(freestone_core::device::Tried::Partly(n)) => n.min(len),
-            Ok(freestone_core::device::Tried::WouldBlock) => 0,
+            Ok(freestone_core::device::TryResult::Done) => len,
+            Ok(freestone_core::device::TryResult::Partly(n)) => n.min(len),
+            Ok(freestone_core::device::TryResult::WouldBlock) => 0,
             Err(error) => return Err(driver.violation(format!("{request:?} tried failed: {error}"))),
         };
         self.store(at, &data[..done as usize]);
-        self.compare_around(driver, Way::Try, at, len, &format!("{request:?} tried, {done} bytes of it done"))
+        self.compare_around(
+            driver,
+            SubmitMode::Try,
+            at,
+            len,
+            &format!("{request:?} tried, {done} bytes of it done"),
+        )
     }
 
-    /// Runs non-overlapping requests concurrently.
-    fn batch(&mut self, driver: &mut Driver<'_>) -> Checked {
+    /// Runs non-overlapping requests concurrently, and checks the content afterwards.
+    fn batch(&mut self, driver: &mut Driver<'_>) -> CheckResult {
         let share = self.len() / self.block / BATCH * self.block;
         if share == 0 {
             return Ok(());
         }
         let mut pending = Vec::new();
-        // Every other batch is submitted under a plug.
+        // Submit about half of the batches under a plug.
         let plug = driver.rng.chance(50).then(Plug::start);
         for i in 0..BATCH {
             let blocks = 1 + driver.rng.below((share / self.block).min(64));
@@ -252,18 +268,32 @@ impl Window {
         }
     }
 
-    fn matches(&self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, after: &str) -> Checked {
-        driver.compare(way, self.base + at, &self.bytes[at as usize..(at + len) as usize], after)
+    fn matches(
+        &self,
+        driver: &mut Driver<'_>,
+        mode: SubmitMode,
+        at: u64,
+        len: u64,
+        after: &str,
+    ) -> CheckResult {
+        driver.compare(mode, self.base + at, &self.bytes[at as usize..(at + len) as usize], after)
     }
 
-    /// Compares a range and one block on each side of it.
-    fn compare_around(&self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, after: &str) -> Checked {
+    /// Compares a range, and one block on each side of it, with the expected content.
+    fn compare_around(
+        &self,
+        driver: &mut Driver<'_>,
+        mode: SubmitMode,
+        at: u64,
+        len: u64,
+        after: &str,
+    ) -> CheckResult {
         let from = at.saturating_sub(self.block);
         let to = (at + len + self.block).min(self.len());
-        self.matches(driver, way, from, to - from, after)
+        self.matches(driver, mode, from, to - from, after)
     }
 
-    fn compare(&self, driver: &mut Driver<'_>, after: &str) -> Checked {
-        self.matches(driver, Way::Try, 0, self.len(), after)
+    fn compare(&self, driver: &mut Driver<'_>, after: &str) -> CheckResult {
+        self.matches(driver, SubmitMode::Try, 0, self.len(), after)
     }
 }

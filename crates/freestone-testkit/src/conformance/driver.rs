@@ -1,27 +1,28 @@
-//! Runs single requests in the ways that exports use.
+//! Runs single requests in the ways that exports use: tries, submissions, or both.
 
 use std::sync::mpsc;
 
-use freestone_core::device::{self, Buffer, Completion, Device, Error, IoBuf, Op, Request, Tried};
+use freestone_core::device::{self, Buffer, Completion, Device, Error, IoBuf, Op, Request, TryResult};
 
-use super::{Checked, Options, Violation, ensure};
+use super::{CheckResult, Options, Violation, ensure};
 use crate::{Rng, first_difference};
 
-/// Limit of tries per request, which turns endless tiny progress into a violation.
+/// Maximum number of tries per request. A device that makes endless tiny progress exceeds it and
+/// violates the contract.
 const MAX_TRIES: u32 = 1_000_000;
 
-/// Way in which a request reaches the device.
+/// How a request is passed to the device: by tries, by a submission, or by both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
-    /// Tried until it completes or would block, then the rest is submitted.
+pub(super) enum SubmitMode {
+    /// The request is tried until it completes or would block; then the rest is submitted.
     Try,
-    /// Submitted at once.
+    /// The request is submitted at once, without a try.
     Submit,
-    /// A random prefix is tried, then the rest is submitted.
+    /// A random prefix of the request is tried; then the rest is submitted.
     Mixed,
 }
 
-impl Way {
+impl SubmitMode {
     pub const ALL: [Self; 3] = [Self::Try, Self::Submit, Self::Mixed];
 }
 
@@ -59,20 +60,25 @@ impl<'a> Driver<'a> {
         Self { device, options, check, rng }
     }
 
-    /// Runs a request. The inner result is the device's.
-    pub fn run(&mut self, way: Way, request: Request, mut data: Data<'_>) -> Checked<device::Result<()>> {
+    /// Runs a request. The outer result is the suite's, the inner one that of the device.
+    pub fn run(
+        &mut self,
+        mode: SubmitMode,
+        request: Request,
+        mut data: Data<'_>,
+    ) -> CheckResult<device::Result<()>> {
         if let Data::In(out) = &mut data {
-            // A pattern, so that skipped parts of a read are detected.
+            // Fill the buffer with a pattern, so that parts which a read skips are detected.
             out.fill(0xa5);
         }
         let block = u64::from(self.device.geometry().logical_block);
-        let prefix = match way {
-            Way::Submit => 0,
-            Way::Try => request.len,
-            Way::Mixed => self.rng.below(request.len / block + 1) * block,
+        let prefix = match mode {
+            SubmitMode::Submit => 0,
+            SubmitMode::Try => request.len,
+            SubmitMode::Mixed => self.rng.below(request.len / block + 1) * block,
         };
         let mut at = 0;
-        if way == Way::Try || prefix > 0 {
+        if mode == SubmitMode::Try || prefix > 0 {
             let part = Request { len: prefix, ..request };
             let done = match self.attempt(part, &mut data, &mut at)? {
                 Ok(done) => done,
@@ -97,20 +103,20 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Tries until the request completes (true) or would block (false); `at` is the progress in
-    /// bytes.
-    fn attempt(&self, part: Request, data: &mut Data<'_>, at: &mut u64) -> Checked<device::Result<bool>> {
+    /// Tries a request until it completes (returns true) or would block (returns false). Adds the
+    /// bytes done to `at`.
+    fn attempt(&self, part: Request, data: &mut Data<'_>, at: &mut u64) -> CheckResult<device::Result<bool>> {
         let block = u64::from(self.device.geometry().logical_block);
         for _ in 0..MAX_TRIES {
             let request = part.rest(*at);
             match self.device.try_io(&request, data.buffer(*at, part.len)) {
                 Err(error) => return Ok(Err(error)),
-                Ok(Tried::WouldBlock) => return Ok(Ok(false)),
-                Ok(Tried::Done) => {
+                Ok(TryResult::WouldBlock) => return Ok(Ok(false)),
+                Ok(TryResult::Done) => {
                     *at = part.len;
                     return Ok(Ok(true));
                 }
-                Ok(Tried::Partly(n)) => {
+                Ok(TryResult::Partly(n)) => {
                     ensure!(
                         n > 0 && n < request.len && n.is_multiple_of(block),
                         self.check,
@@ -133,9 +139,9 @@ impl<'a> Driver<'a> {
         Pending { request, answer }
     }
 
-    pub fn wait(&self, pending: &Pending) -> Checked<device::Result<IoBuf>> {
+    pub fn wait(&self, pending: &Pending) -> CheckResult<device::Result<IoBuf>> {
         let request = pending.request;
-        let Ok((outcome, buffer)) = pending.answer.recv_timeout(self.options.patience) else {
+        let Ok((outcome, buffer)) = pending.answer.recv_timeout(self.options.timeout) else {
             return Err(self.violation(format!("{request:?} was submitted but did not complete")));
         };
         ensure!(
@@ -147,28 +153,29 @@ impl<'a> Driver<'a> {
         Ok(outcome.map(|()| buffer))
     }
 
-    /// Runs a request that must succeed.
-    pub fn run_ok(&mut self, way: Way, request: Request, data: Data<'_>) -> Checked {
-        match self.run(way, request, data)? {
+    /// Runs a request that must succeed; an error is a violation.
+    pub fn run_ok(&mut self, mode: SubmitMode, request: Request, data: Data<'_>) -> CheckResult {
+        match self.run(mode, request, data)? {
             Ok(()) => Ok(()),
-            Err(error) => Err(self.violation(format!("{request:?} by {way:?} failed: {error}"))),
+            Err(error) => Err(self.violation(format!("{request:?} by {mode:?} failed: {error}"))),
         }
     }
 
-    /// Reads a range in requests of at most `max_io`, which must succeed.
-    pub fn read(&mut self, way: Way, offset: u64, len: u64) -> Checked<Vec<u8>> {
+    /// Reads a range in requests of at most `max_io` bytes, which must succeed.
+    pub fn read(&mut self, mode: SubmitMode, offset: u64, len: u64) -> CheckResult<Vec<u8>> {
         let mut out = vec![0; len as usize];
         for from in (0..len).step_by(self.options.max_io as usize) {
             let to = (from + self.options.max_io).min(len);
             let data = Data::In(&mut out[from as usize..to as usize]);
-            self.run_ok(way, Request::read(offset + from, to - from), data)?;
+            self.run_ok(mode, Request::read(offset + from, to - from), data)?;
         }
         Ok(out)
     }
 
-    /// Compares the content at `offset` with `expected`.
-    pub fn compare(&mut self, way: Way, offset: u64, expected: &[u8], after: &str) -> Checked {
-        let found = self.read(way, offset, expected.len() as u64)?;
+    /// Reads the content at `offset` and compares it with `expected`. `after` names the preceding
+    /// operation in messages.
+    pub fn compare(&mut self, mode: SubmitMode, offset: u64, expected: &[u8], after: &str) -> CheckResult {
+        let found = self.read(mode, offset, expected.len() as u64)?;
         match first_difference(&found, expected) {
             None => Ok(()),
             Some(at) => Err(self.violation(format!(
@@ -181,14 +188,14 @@ impl<'a> Driver<'a> {
     }
 
     pub fn violation(&self, what: String) -> Violation {
-        Violation { check: self.check, what }
+        Violation { check: self.check, message: what }
     }
 
-    pub fn copy(&self, data: &[u8]) -> Checked<IoBuf> {
+    pub fn copy(&self, data: &[u8]) -> CheckResult<IoBuf> {
         IoBuf::copy_of(data).map_err(|error| self.no_memory(error))
     }
 
-    pub fn memory(&self, len: usize) -> Checked<IoBuf> {
+    pub fn memory(&self, len: usize) -> CheckResult<IoBuf> {
         IoBuf::zeroed(len).map_err(|error| self.no_memory(error))
     }
 

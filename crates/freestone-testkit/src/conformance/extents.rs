@@ -2,15 +2,17 @@
 
 use freestone_core::device::{Device, Error, Extent, ExtentKind, Op, Request};
 
-use super::driver::{Data, Driver, Way};
-use super::{Checked, Options, ensure};
+use super::driver::{Data, Driver, SubmitMode};
+use super::{CheckResult, Options, ensure};
 
 const CHECK: &str = "extents";
-/// Maximum number of calls to describe a range.
+/// Maximum number of `extents` calls per range. A device that makes tiny progress exceeds it and
+/// violates the contract.
 const MAX_CALLS: u32 = 1_000_000;
 
-/// Checks extents. A writable device first gets data, zeroes and holes.
-pub fn extents(device: &dyn Device, options: &Options) -> Checked {
+/// Checks the extents that a device reports. If the device is writable, first writes data, zeroes
+/// and holes.
+pub fn check_extents(device: &dyn Device, options: &Options) -> CheckResult {
     let mut driver = Driver::new(device, options, CHECK, 4);
     let geometry = device.geometry();
     let block = u64::from(geometry.logical_block);
@@ -42,28 +44,33 @@ pub fn extents(device: &dyn Device, options: &Options) -> Checked {
     Ok(())
 }
 
-/// Writes data, zeroes and discarded ranges next to each other.
-fn fill_mixed(driver: &mut Driver<'_>, base: u64, len: u64) -> Checked {
+/// Writes data, zeroes and discards to adjacent ranges.
+fn fill_mixed(driver: &mut Driver<'_>, base: u64, len: u64) -> CheckResult {
     let block = u64::from(driver.device.geometry().logical_block);
     let step = (len / 32 / block).max(1) * block;
     for (i, at) in (0..len).step_by(step as usize).enumerate() {
         let part = step.min(len - at);
         let mut data = vec![0; part as usize];
         driver.rng.fill(&mut data);
-        driver.run_ok(Way::Try, Request::write(base + at, part), Data::Out(&data))?;
+        driver.run_ok(SubmitMode::Try, Request::write(base + at, part), Data::Out(&data))?;
         let op = if i % 4 == 1 { Op::Discard } else { Op::WriteZeroes };
         if i % 2 == 1 {
-            // Leaves a block of data on each side if there is space.
+            // Leave a block of data on each side if the part is large enough.
             let inset = if part > 4 * block { block } else { 0 };
-            driver.run_ok(Way::Try, Request::new(op, base + at + inset, part - 2 * inset), Data::None)?;
+            driver.run_ok(
+                SubmitMode::Try,
+                Request::new(op, base + at + inset, part - 2 * inset),
+                Data::None,
+            )?;
         }
     }
     Ok(())
 }
 
-/// Walks over a range like an export and compares the rows with the content.
-fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
-    let content = driver.read(Way::Try, offset, len)?;
+/// Queries the extents of a range in several calls, like an export, and compares the rows with the
+/// content.
+fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> CheckResult {
+    let content = driver.read(SubmitMode::Try, offset, len)?;
     let mut at = offset;
     let end = offset + len;
     for _ in 0..MAX_CALLS {
@@ -93,9 +100,9 @@ fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
     Err(driver.violation(format!("({offset}, {len}) took more than {MAX_CALLS} calls")))
 }
 
-/// Checks that rows are ordered, without gaps, within the range and block-aligned, and that their
-/// sum was returned.
-fn check_order(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], described: u64) -> Checked {
+/// Checks that rows are ordered, without gaps, within the range and block-aligned. The call must
+/// have returned the sum of their lengths.
+fn check_order(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], described: u64) -> CheckResult {
     let block = u64::from(driver.device.geometry().logical_block);
     let mut at = from;
     ensure!(!rows.is_empty(), CHECK, "no row for ({from}, {}), expected at least one", end - from);
@@ -116,8 +123,8 @@ fn check_order(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], descri
     Ok(())
 }
 
-/// Checks that a callback that returns false stops the query at once.
-fn check_stop(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
+/// Checks that an `extents` call ends as soon as the callback returns false.
+fn check_stop(driver: &mut Driver<'_>, offset: u64, len: u64) -> CheckResult {
     let wanted = 1 + driver.rng.below(3) as usize;
     let mut rows = Vec::new();
     let described = driver.device.extents(offset, len, &mut |row| {

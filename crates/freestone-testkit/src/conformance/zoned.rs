@@ -1,4 +1,4 @@
-//! Checks for devices with zones.
+//! Checks the contract of devices with zones.
 
 use std::sync::mpsc;
 use std::thread;
@@ -6,11 +6,11 @@ use std::thread;
 use freestone_core::device::zoned::{Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned};
 use freestone_core::device::{self, Device, Error, Flags, IoBuf, Op, Request};
 
-use super::driver::{Data, Driver, Way};
-use super::{Checked, Make, Options, Violation, ensure};
+use super::driver::{Data, Driver, SubmitMode};
+use super::{CheckResult, DeviceFactory, Options, Violation, ensure};
 
 const CHECK: &str = "zoned";
-/// Threads that append to one zone concurrently.
+/// Number of threads that append to one zone concurrently.
 const APPENDERS: u64 = 4;
 
 /// Runs the suite for zoned devices: geometry, errors, extents, write pointer rules, conditions,
@@ -20,25 +20,25 @@ const APPENDERS: u64 = 4;
 /// least eight blocks.
 ///
 /// # Panics
-/// If the contract is violated; the message has `name`, the seed and the violation.
-pub fn check_zoned(name: &str, make: Make<'_>, options: Options) {
+/// Panics if the contract is violated. The message contains `name`, the seed and the violation.
+pub fn check_zoned(name: &str, make: DeviceFactory<'_>, options: Options) {
     if let Err(violation) = run_zoned(make, &options) {
         panic!("{name} violates the contract of zoned devices (seed {:#x}): {violation}", options.seed);
     }
 }
 
-/// Like [`check_zoned`], but returns the first violation.
-pub fn run_zoned(make: Make<'_>, options: &Options) -> Checked {
+/// Runs the suite like [`check_zoned`], but returns the first violation instead of panicking.
+pub fn run_zoned(make: DeviceFactory<'_>, options: &Options) -> CheckResult {
     let device = make();
-    super::geometry(&*device)?;
-    super::errors(&*device, options)?;
-    super::extents(&*device, options)?;
+    super::check_geometry(&*device)?;
+    super::check_errors(&*device, options)?;
+    super::check_extents(&*device, options)?;
     let mut test = ZoneTest::new(&*device, options)?;
     test.report()?;
     test.conventional()?;
-    for way in [Way::Try, Way::Submit] {
-        test.write_pointer(way)?;
-        test.full(way)?;
+    for mode in [SubmitMode::Try, SubmitMode::Submit] {
+        test.write_pointer(mode)?;
+        test.full(mode)?;
     }
     test.operations()?;
     test.refusals()?;
@@ -52,7 +52,7 @@ pub fn run_zoned(make: Make<'_>, options: &Options) -> Checked {
     test.limit_of_open()?;
     test.limit_of_active()?;
     drop(device);
-    super::abandoned(make(), options)
+    super::check_abandoned(make(), options)
 }
 
 struct ZoneTest<'a> {
@@ -60,12 +60,12 @@ struct ZoneTest<'a> {
     zoned: &'a dyn Zoned,
     geometry: ZoneGeometry,
     block: u64,
-    /// Start offsets of the sequential zones.
+    /// Start offsets in bytes of the sequential zones.
     sequential: Vec<u64>,
 }
 
 impl<'a> ZoneTest<'a> {
-    fn new(device: &'a dyn Device, options: &'a Options) -> Checked<Self> {
+    fn new(device: &'a dyn Device, options: &'a Options) -> CheckResult<Self> {
         let driver = Driver::new(device, options, CHECK, 6);
         let (Some(geometry), Some(zoned)) = (device.geometry().zones, device.zoned()) else {
             return Err(driver.violation("the device has no zones".into()));
@@ -82,7 +82,7 @@ impl<'a> ZoneTest<'a> {
         Ok(test)
     }
 
-    fn zones(&self, offset: u64) -> Checked<Vec<Zone>> {
+    fn zones(&self, offset: u64) -> CheckResult<Vec<Zone>> {
         let mut rows = Vec::new();
         let answer = self.zoned.report(offset, &mut |zone| {
             rows.push(zone);
@@ -92,7 +92,7 @@ impl<'a> ZoneTest<'a> {
         Ok(rows)
     }
 
-    fn zone(&self, start: u64) -> Checked<Zone> {
+    fn zone(&self, start: u64) -> CheckResult<Zone> {
         let mut found = None;
         let answer = self.zoned.report(start, &mut |zone| {
             found = Some(zone);
@@ -102,11 +102,11 @@ impl<'a> ZoneTest<'a> {
         found.ok_or_else(|| self.driver.violation(format!("no row for the zone at {start}")))
     }
 
-    fn ok<T>(&self, answer: device::Result<T>, what: &str) -> Checked<T> {
+    fn ok<T>(&self, answer: device::Result<T>, what: &str) -> CheckResult<T> {
         answer.map_err(|error| self.driver.violation(format!("{what} failed: {error}")))
     }
 
-    fn op(&self, op: ZoneOp, start: u64) -> Checked {
+    fn op(&self, op: ZoneOp, start: u64) -> CheckResult {
         self.ok(self.zoned.zone_op(op, start), &format!("{op:?} of the zone at {start}"))
     }
 
@@ -116,17 +116,17 @@ impl<'a> ZoneTest<'a> {
         data
     }
 
-    fn write(&mut self, way: Way, offset: u64, data: &[u8]) -> Checked<device::Result<()>> {
-        self.driver.run(way, Request::write(offset, data.len() as u64), Data::Out(data))
+    fn write(&mut self, mode: SubmitMode, offset: u64, data: &[u8]) -> CheckResult<device::Result<()>> {
+        self.driver.run(mode, Request::write(offset, data.len() as u64), Data::Out(data))
     }
 
-    fn advance(&mut self, start: u64, blocks: u64) -> Checked<device::Result<()>> {
+    fn advance(&mut self, start: u64, blocks: u64) -> CheckResult<device::Result<()>> {
         let data = self.data(blocks);
         let at = self.zone(start)?.write_pointer;
-        self.write(Way::Try, at, &data)
+        self.write(SubmitMode::Try, at, &data)
     }
 
-    fn is(&self, start: u64, condition: ZoneCondition, pointer: u64, after: &str) -> Checked {
+    fn is(&self, start: u64, condition: ZoneCondition, pointer: u64, after: &str) -> CheckResult {
         let zone = self.zone(start)?;
         ensure!(
             zone.condition == condition && zone.write_pointer == pointer,
@@ -136,7 +136,7 @@ impl<'a> ZoneTest<'a> {
         Ok(())
     }
 
-    fn report(&mut self) -> Checked {
+    fn report(&mut self) -> CheckResult {
         let size = self.driver.device.geometry().size;
         let g = self.geometry;
         ensure!(
@@ -171,7 +171,7 @@ impl<'a> ZoneTest<'a> {
                 "row {i} of a fresh device is {zone:?}"
             );
         }
-        // From within the second zone on, and stopped after one row.
+        // A report from within the second zone must start with that zone.
         let from = g.zone_size + self.block;
         let tail = self.zones(from)?;
         ensure!(
@@ -192,17 +192,17 @@ impl<'a> ZoneTest<'a> {
         Ok(())
     }
 
-    fn conventional(&mut self) -> Checked {
+    fn conventional(&mut self) -> CheckResult {
         let Some(zone) = self.zones(0)?.into_iter().find(|zone| zone.kind == ZoneType::Conventional) else {
             return Ok(());
         };
-        for way in Way::ALL {
-            // Backwards and twice: conventional zones allow any order.
+        for mode in SubmitMode::ALL {
+            // Write backwards and twice: conventional zones allow any order.
             for at in [4, 2, 2, 0] {
                 let data = self.data(2);
                 let offset = zone.start + at * self.block;
-                self.driver.run_ok(way, Request::write(offset, data.len() as u64), Data::Out(&data))?;
-                self.driver.compare(way, offset, &data, "a write to a conventional zone")?;
+                self.driver.run_ok(mode, Request::write(offset, data.len() as u64), Data::Out(&data))?;
+                self.driver.compare(mode, offset, &data, "a write to a conventional zone")?;
             }
         }
         for op in [ZoneOp::Open, ZoneOp::Close, ZoneOp::Finish, ZoneOp::Reset] {
@@ -223,16 +223,17 @@ impl<'a> ZoneTest<'a> {
         self.is(zone.start, ZoneCondition::NotWritePointer, zone.start + zone.len, "all that")
     }
 
-    /// Writes at the pointer advance it; writes elsewhere have no effect.
-    fn write_pointer(&mut self, way: Way) -> Checked {
+    /// Checks that writes at the write pointer advance it, and that writes elsewhere have no
+    /// effect.
+    fn write_pointer(&mut self, mode: SubmitMode) -> CheckResult {
         let (start, block) = (self.sequential[0], self.block);
         self.op(ZoneOp::Reset, start)?;
         let zone = self.zone(start)?;
         let data = self.data(3);
-        let wrong = |test: &mut Self, offset: u64, blocks: u64, allowed: &[Error]| -> Checked {
+        let wrong = |test: &mut Self, offset: u64, blocks: u64, allowed: &[Error]| -> CheckResult {
             let before = test.zone(start)?;
             let noise = test.data(blocks);
-            let answer = test.write(way, offset, &noise)?;
+            let answer = test.write(mode, offset, &noise)?;
             ensure!(
                 answer.is_err_and(|error| allowed.contains(&error)),
                 CHECK,
@@ -242,7 +243,7 @@ impl<'a> ZoneTest<'a> {
             Ok(())
         };
         wrong(self, start + block, 1, &[Error::ZoneWritePointer])?;
-        let answer = self.write(way, start, &data)?;
+        let answer = self.write(mode, start, &data)?;
         self.ok(answer, "a write at the write pointer")?;
         self.is(start, ZoneCondition::ImplicitOpen, start + 3 * block, "a write of three blocks")?;
         let pointer = start + 3 * block;
@@ -258,16 +259,16 @@ impl<'a> ZoneTest<'a> {
             let both = [Error::ZoneBoundary, Error::ZoneWritePointer];
             wrong(self, start + zone.len - block, 2, &both)?;
         }
-        self.driver.compare(way, start, &data, "refused writes")?;
-        let nothing = vec![self.driver.options.unwritten; block as usize];
-        self.driver.compare(way, pointer, &nothing, "refused writes, behind the write pointer")?;
+        self.driver.compare(mode, start, &data, "refused writes")?;
+        let nothing = vec![self.driver.options.unwritten_byte; block as usize];
+        self.driver.compare(mode, pointer, &nothing, "refused writes, behind the write pointer")?;
         self.op(ZoneOp::Reset, start)?;
         self.is(start, ZoneCondition::Empty, start, "a reset")?;
-        self.driver.compare(way, start, &nothing, "a reset")
+        self.driver.compare(mode, start, &nothing, "a reset")
     }
 
-    /// A zone written to its capacity becomes full.
-    fn full(&mut self, way: Way) -> Checked {
+    /// Checks that a zone which is written to its capacity becomes full.
+    fn full(&mut self, mode: SubmitMode) -> CheckResult {
         let start = self.sequential[1];
         self.op(ZoneOp::Reset, start)?;
         let zone = self.zone(start)?;
@@ -276,7 +277,7 @@ impl<'a> ZoneTest<'a> {
             let left = (zone.capacity - all.len() as u64) / self.block;
             let blocks = 1 + self.driver.rng.below(left);
             let data = self.data(blocks);
-            let answer = self.write(way, start + all.len() as u64, &data)?;
+            let answer = self.write(mode, start + all.len() as u64, &data)?;
             self.ok(answer, "a write at the write pointer")?;
             all.extend(data);
         }
@@ -284,7 +285,7 @@ impl<'a> ZoneTest<'a> {
         ensure!(found.condition == ZoneCondition::Full, CHECK, "written to its capacity: {found:?}");
         for offset in [start, start + zone.capacity - self.block] {
             let data = self.data(1);
-            let answer = self.write(way, offset, &data)?;
+            let answer = self.write(mode, offset, &data)?;
             ensure!(
                 answer == Err(Error::ZoneCondition),
                 CHECK,
@@ -294,11 +295,11 @@ impl<'a> ZoneTest<'a> {
         let open = self.zoned.zone_op(ZoneOp::Open, start);
         ensure!(open == Err(Error::ZoneCondition), CHECK, "opening a full zone returned {open:?}");
         self.op(ZoneOp::Finish, start)?;
-        self.driver.compare(way, start, &all, "filling the zone")?;
+        self.driver.compare(mode, start, &all, "filling the zone")?;
         self.op(ZoneOp::Reset, start)
     }
 
-    fn operations(&mut self) -> Checked {
+    fn operations(&mut self) -> CheckResult {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, Full, ImplicitOpen};
         let (start, block) = (self.sequential[0], self.block);
         self.op(ZoneOp::Reset, start)?;
@@ -320,24 +321,24 @@ impl<'a> ZoneTest<'a> {
         let answer = self.advance(start, 1)?;
         self.ok(answer, "a write to a closed zone")?;
         self.is(start, ImplicitOpen, start + 3 * block, "a write to a closed zone")?;
-        let kept = self.driver.read(Way::Try, start, 3 * block)?;
+        let kept = self.driver.read(SubmitMode::Try, start, 3 * block)?;
         self.op(ZoneOp::Finish, start)?;
         let zone = self.zone(start)?;
         ensure!(zone.condition == Full, CHECK, "finish left {zone:?}");
-        self.driver.compare(Way::Submit, start, &kept, "finish")?;
+        self.driver.compare(SubmitMode::Submit, start, &kept, "finish")?;
         let other = self.sequential[1];
         let answer = self.advance(other, 2)?;
         self.ok(answer, "a write")?;
         self.ok(self.zoned.reset_all(), "reset of all zones")?;
         for start in self.sequential.clone() {
             self.is(start, Empty, start, "reset of all zones")?;
-            let nothing = vec![self.driver.options.unwritten; 3 * block as usize];
-            self.driver.compare(Way::Try, start, &nothing, "reset of all zones")?;
+            let nothing = vec![self.driver.options.unwritten_byte; 3 * block as usize];
+            self.driver.compare(SubmitMode::Try, start, &nothing, "reset of all zones")?;
         }
         Ok(())
     }
 
-    fn refusals(&mut self) -> Checked {
+    fn refusals(&mut self) -> CheckResult {
         let size = self.driver.device.geometry().size;
         let start = self.sequential[0];
         for op in [ZoneOp::Open, ZoneOp::Close, ZoneOp::Finish, ZoneOp::Reset] {
@@ -368,8 +369,9 @@ impl<'a> ZoneTest<'a> {
         self.is(start, ZoneCondition::Empty, start, "operations that were refused")
     }
 
-    /// Appends like an export: tries, then submits if the try would block.
-    fn append(&self, zone: u64, data: &[u8]) -> Checked<device::Result<u64>> {
+    /// Appends to a zone like an export: tries, then submits if the try would block. Returns the
+    /// offset of the data.
+    fn append(&self, zone: u64, data: &[u8]) -> CheckResult<device::Result<u64>> {
         match self.zoned.try_append(zone, data, Flags::empty()) {
             Ok(Some(at)) => Ok(Ok(at)),
             Ok(None) => self.submit_append(zone, self.driver.copy(data)?),
@@ -377,18 +379,18 @@ impl<'a> ZoneTest<'a> {
         }
     }
 
-    fn submit_append(&self, zone: u64, data: IoBuf) -> Checked<device::Result<u64>> {
+    fn submit_append(&self, zone: u64, data: IoBuf) -> CheckResult<device::Result<u64>> {
         let (tx, rx) = mpsc::channel();
         let done = Box::new(move |outcome| {
             // The receiver is gone if the check has already failed.
             let _ = tx.send(outcome);
         });
         self.zoned.submit_append(zone, data, Flags::empty(), done);
-        rx.recv_timeout(self.driver.options.patience)
+        rx.recv_timeout(self.driver.options.timeout)
             .map_err(|_| self.driver.violation("an append was submitted but did not complete".into()))
     }
 
-    fn appends(&mut self) -> Checked {
+    fn appends(&mut self) -> CheckResult {
         let (start, block) = (self.sequential[0], self.block);
         self.op(ZoneOp::Reset, start)?;
         let data = self.data(2);
@@ -400,9 +402,9 @@ impl<'a> ZoneTest<'a> {
             };
             let due = start + 2 * i as u64 * block;
             ensure!(answer == Ok(due), CHECK, "an append at pointer {due} returned {answer:?}");
-            self.driver.compare(Way::Try, due, &data, "an append")?;
+            self.driver.compare(SubmitMode::Try, due, &data, "an append")?;
         }
-        // An append beyond the remaining capacity has no effect.
+        // An append that exceeds the remaining capacity must have no effect.
         let before = self.zone(start)?;
         let most = u64::from(self.geometry.max_append).min(before.capacity) / block;
         if most * block > before.capacity - 4 * block {
@@ -421,12 +423,12 @@ impl<'a> ZoneTest<'a> {
         self.appends_at_once()
     }
 
-    /// Concurrent appends to one zone are placed without gap or overlap.
-    fn appends_at_once(&mut self) -> Checked {
+    /// Checks that concurrent appends to one zone are placed without gaps or overlaps.
+    fn appends_at_once(&mut self) -> CheckResult {
         let (start, block) = (self.sequential[0], self.block);
         self.op(ZoneOp::Reset, start)?;
         let each = (self.zone(start)?.capacity / block / APPENDERS).min(64);
-        let placed: Vec<Checked<Vec<(u64, u8)>>> = thread::scope(|scope| {
+        let placed: Vec<CheckResult<Vec<(u64, u8)>>> = thread::scope(|scope| {
             let threads: Vec<_> = (0..APPENDERS)
                 .map(|me| {
                     let (device, options) = (self.driver.device, self.driver.options);
@@ -446,23 +448,28 @@ impl<'a> ZoneTest<'a> {
                 .into_iter()
                 .map(|thread| {
                     thread.join().unwrap_or_else(|_| {
-                        Err(Violation { check: CHECK, what: "a thread panicked in the device".into() })
+                        Err(Violation { check: CHECK, message: "a thread panicked in the device".into() })
                     })
                 })
                 .collect()
         });
-        let mut placed: Vec<_> = placed.into_iter().collect::<Checked<Vec<_>>>()?.concat();
+        let mut placed: Vec<_> = placed.into_iter().collect::<CheckResult<Vec<_>>>()?.concat();
         placed.sort_unstable();
         for (i, (at, mark)) in placed.iter().enumerate() {
             let due = start + i as u64 * block;
             ensure!(*at == due, CHECK, "appends of several threads: one was put at {at}, {due} was free");
-            self.driver.compare(Way::Try, *at, &vec![*mark; block as usize], "appends of several threads")?;
+            self.driver.compare(
+                SubmitMode::Try,
+                *at,
+                &vec![*mark; block as usize],
+                "appends of several threads",
+            )?;
         }
         Ok(())
     }
 
-    /// Writes submitted in sequence without waiting start in that order.
-    fn in_order(&mut self) -> Checked {
+    /// Checks that writes submitted in sequence, without waiting, start in that order.
+    fn in_order(&mut self) -> CheckResult {
         let start = self.sequential[1];
         self.op(ZoneOp::Reset, start)?;
         let data = self.data(8);
@@ -475,11 +482,11 @@ impl<'a> ZoneTest<'a> {
             let answer = self.driver.wait(&pending)?;
             self.ok(answer, "one of several writes submitted in order")?;
         }
-        self.driver.compare(Way::Try, start, &data, "writes submitted in order")?;
-        self.driver.run_ok(Way::Submit, Request::new(Op::Flush, 0, 0), Data::None)
+        self.driver.compare(SubmitMode::Try, start, &data, "writes submitted in order")?;
+        self.driver.run_ok(SubmitMode::Submit, Request::new(Op::Flush, 0, 0), Data::None)
     }
 
-    fn limit_of_open(&mut self) -> Checked {
+    fn limit_of_open(&mut self) -> CheckResult {
         let max = self.geometry.max_open as usize;
         if max == 0 || self.sequential.len() <= max {
             return Ok(());
@@ -489,7 +496,7 @@ impl<'a> ZoneTest<'a> {
         for &start in &held {
             self.op(ZoneOp::Open, start)?;
         }
-        // If both limits are equal, either error is valid.
+        // If the limits of open and active zones are equal, either error is valid.
         let both = self.geometry.max_active == self.geometry.max_open;
         let refused =
             |error: Error| error == Error::ZoneTooManyOpen || (both && error == Error::ZoneTooManyActive);
@@ -498,7 +505,7 @@ impl<'a> ZoneTest<'a> {
         let write = self.advance(extra, 1)?;
         ensure!(write.is_err_and(refused), CHECK, "a write that opens one too many returned {write:?}");
         self.is(extra, ZoneCondition::Empty, extra, "operations over the limit of open zones")?;
-        // An implicitly open zone is closed to make room.
+        // The device closes an implicitly open zone to make room for another one.
         self.op(ZoneOp::Reset, held[0])?;
         let answer = self.advance(held[0], 1)?;
         self.ok(answer, "a write below the limit")?;
@@ -509,7 +516,7 @@ impl<'a> ZoneTest<'a> {
         self.ok(self.zoned.reset_all(), "reset of all zones")
     }
 
-    fn limit_of_active(&mut self) -> Checked {
+    fn limit_of_active(&mut self) -> CheckResult {
         let max = self.geometry.max_active as usize;
         if max == 0 || self.sequential.len() <= max {
             return Ok(());
@@ -530,7 +537,7 @@ impl<'a> ZoneTest<'a> {
         let open = self.zoned.zone_op(ZoneOp::Open, extra);
         ensure!(open == Err(Error::ZoneTooManyActive), CHECK, "opening it returned {open:?}");
         self.is(extra, ZoneCondition::Empty, extra, "operations over the limit of active zones")?;
-        // Finish and reset each release an active zone.
+        // Finishing or resetting a zone makes it inactive, so another zone can become active.
         self.op(ZoneOp::Finish, held[0])?;
         let answer = self.advance(extra, 1)?;
         self.ok(answer, "a write after another zone was finished")?;

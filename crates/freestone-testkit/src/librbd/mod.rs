@@ -1,20 +1,20 @@
 //! A fake of Ceph's librados and librbd, over files.
 //!
-//! The library is built from `fake.c`, whose first comment describes its files. It aborts a process
-//! that misuses its API.
+//! The fake is built from `fake.c`, whose first comment describes the files. The fake aborts a
+//! process that misuses the API.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
-/// C source of the library.
+/// C source of the fake libraries.
 pub const SOURCE: &str = include_str!("fake.c");
 
-/// Builds `librbd.so.1` and `librados.so.2` in an existing empty directory. If `old` is set,
-/// functions added in Ceph 16 are missing.
+/// Builds `librbd.so.1` and `librados.so.2` in an existing empty directory. If `old` is set, the
+/// libraries lack the functions added in Ceph 16.
 ///
 /// # Panics
-/// No C compiler is available (`cc`, or `$CC`).
+/// Panics if no C compiler is available (`$CC`, or `cc`), or if the build fails.
 pub fn build(directory: &Path, old: bool) {
     let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
     let status = Command::new(compiler)

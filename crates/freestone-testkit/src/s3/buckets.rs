@@ -1,4 +1,4 @@
-//! Buckets and objects of a server.
+//! The buckets of the S3 server, and the objects in them.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -34,7 +34,7 @@ impl Buckets {
         self.0.get(bucket)?.get(key)
     }
 
-    /// Stores an object and returns its tag. Creates the bucket if it does not exist.
+    /// Stores an object and returns its entity tag. Creates the bucket if it does not exist.
     pub fn set(&mut self, bucket: &str, key: &str, bytes: Arc<[u8]>, modified: SystemTime) -> String {
         let tag = tag(&bytes);
         let object = Object { bytes, tag: tag.clone(), modified };
@@ -52,13 +52,14 @@ impl Buckets {
         self.0.get(bucket).map(|objects| objects.keys().cloned().collect()).unwrap_or_default()
     }
 
-    /// Returns the bytes in a bucket, except those of one key.
+    /// Returns the number of bytes in a bucket, except those of the object `key`.
     pub fn bytes_beside(&self, bucket: &str, key: &str) -> u64 {
         let objects = self.0.get(bucket).into_iter().flatten();
         objects.filter(|(k, _)| *k != key).map(|(_, object)| object.bytes.len() as u64).sum()
     }
 
-    /// Returns at most `most` objects with a prefix, after a key, and true if there are more.
+    /// Returns at most `most` objects whose keys start with `prefix` and follow `after`. Also
+    /// returns true if there are more.
     pub fn page(
         &self,
         bucket: &str,

@@ -1,25 +1,25 @@
-//! A minimal HTTP/1.1 request parser for test clients.
+//! A minimal parser of HTTP/1.1 requests, sufficient for test clients.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, Read as _};
 
-/// Longest header line in bytes.
+/// Longest header line that is accepted, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// Maximum number of header lines.
+/// Maximum number of header lines in a request.
 const LINES_MAX: usize = 200;
-/// Longest request body in bytes.
+/// Longest request body that is accepted, in bytes.
 const BODY_BYTES_MAX: u64 = 1 << 30;
 
 #[derive(Debug, Default)]
 pub struct Request {
     pub method: String,
-    /// Path without the query, percent-decoded.
+    /// Path of the URL without the query, percent-decoded.
     pub path: String,
     pub query: BTreeMap<String, String>,
-    /// Headers by name in lower case.
+    /// Header values, by header name in lower case.
     pub headers: BTreeMap<String, String>,
     pub body: Vec<u8>,
-    /// Bytes of the whole request.
+    /// Size of the whole request in bytes.
     pub bytes: u64,
 }
 
@@ -29,7 +29,7 @@ impl Request {
     }
 }
 
-/// Reads the next request of a connection, or returns `None` at its end.
+/// Reads the next request of a connection. Returns `None` if the client has closed the connection.
 pub fn read(stream: &mut impl BufRead) -> io::Result<Option<Request>> {
     let mut request = Request::default();
     let mut line = String::new();

@@ -1,15 +1,16 @@
-//! An S3 server in this process with fault injection, limited to what an object store needs.
+//! An S3 server in the test's process, with fault injection. Supports only the operations that an
+//! image store needs.
 //!
 //! Conditions work as in Ceph: `If-None-Match: *` and `If-Match` of a PUT are honoured, `If-Match`
-//! of a DELETE is not. Signatures are not checked, but an access key can be required. A GET of an
-//! object also works as from a plain web server.
+//! of a DELETE is not. Signatures are not checked, but an access key can be required. Clients can
+//! also GET an object as from a plain web server.
 
 mod buckets;
 mod http;
 mod response;
 mod server;
+mod server_fault;
 mod storage;
-mod trouble;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,145 +21,148 @@ use std::time::{Duration, SystemTime};
 
 use server::Shared;
 
-pub use trouble::{Asked, Trouble};
+pub use server_fault::{S3Request, ServerFault};
 
-/// Handling of conditional PUTs.
+/// How the server handles conditional PUTs (with `If-Match` or `If-None-Match`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conditions {
-    /// `If-Match` accepts tags with and without quotes.
+    /// `If-Match` accepts entity tags with and without quotes.
     Any,
-    /// `If-Match` fails for tags without quotes, as in HTTP.
+    /// `If-Match` fails for entity tags without quotes, as in HTTP.
     Quoted,
-    /// `If-Match` fails for tags with quotes, as in Ceph 16.
+    /// `If-Match` fails for entity tags with quotes, as in Ceph 16.
     Bare,
-    /// Conditions are ignored.
+    /// Both conditions are ignored: the PUT always takes effect.
     Ignored,
-    /// `If-Match` is ignored.
+    /// `If-Match` is ignored, but `If-None-Match` is honoured.
     IfMatchIgnored,
-    /// `If-Match` always fails.
+    /// `If-Match` with an entity tag always fails.
     NeverMatch,
     /// Conditional PUTs fail with 501 `NotImplemented`.
     Unknown,
 }
 
-/// Requests and bytes that a server has processed.
+/// Number of requests and bytes that a server has processed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Requests by method and key. Requests for a bucket have its name and a `/` as key.
+    /// Number of requests by method and key. The key of a request for a bucket is the bucket name
+    /// and a `/`.
     pub requests: BTreeMap<(String, String), u64>,
-    /// Bytes received, including headers.
+    /// Number of bytes received, including headers.
     pub received: u64,
-    /// Bytes sent.
+    /// Number of bytes sent, including headers.
     pub sent: u64,
 }
 
 impl Traffic {
-    /// Returns the number of requests with a method.
+    /// Returns the number of requests with this method.
     pub fn of(&self, method: &str) -> u64 {
         self.requests.iter().filter(|((m, _), _)| m == method).map(|(_, count)| count).sum()
     }
 }
 
-/// A server on a free local port. Dropping it closes its connections.
+/// An S3 server on a free local port. Dropping it closes all its connections.
 pub struct Server {
     address: SocketAddr,
     shared: Arc<Shared>,
 }
 
 impl Server {
-    /// Starts a server with these empty buckets.
+    /// Starts a server that has these buckets, all empty.
     pub fn start(buckets: &[&str]) -> Self {
         let (address, shared) = server::start();
         let server = Self { address, shared };
         for bucket in buckets {
-            server.make_bucket(bucket);
+            server.create_bucket(bucket);
         }
         server
     }
 
-    /// Returns the address.
+    /// Returns the address to which clients connect.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Returns the URL.
+    /// Returns the HTTP URL to which clients connect.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
     /// Creates a bucket, or empties an existing one.
-    pub fn make_bucket(&self, bucket: &str) {
+    pub fn create_bucket(&self, bucket: &str) {
         self.shared.storage.buckets.lock().unwrap().make(bucket);
     }
 
-    /// Removes a bucket with its objects.
+    /// Removes a bucket and its objects.
     pub fn remove_bucket(&self, bucket: &str) {
         self.shared.storage.buckets.lock().unwrap().remove(bucket);
     }
 
-    /// Returns the content of an object.
+    /// Returns the content of an object, or `None` if it does not exist.
     pub fn object(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
         let buckets = self.shared.storage.buckets.lock().unwrap();
         buckets.get(bucket, key).map(|object| object.bytes.to_vec())
     }
 
-    /// Stores an object without a request.
+    /// Stores an object directly, without a request.
     pub fn set_object(&self, bucket: &str, key: &str, bytes: &[u8]) {
         let now = self.shared.storage.now();
         self.shared.storage.buckets.lock().unwrap().set(bucket, key, bytes.into(), now);
     }
 
-    /// Returns the keys in a bucket.
+    /// Returns the keys of all objects in a bucket.
     pub fn keys(&self, bucket: &str) -> Vec<String> {
         self.shared.storage.buckets.lock().unwrap().keys(bucket)
     }
 
-    /// Stops the server's clock at a time; `None` restarts it at the real time.
+    /// Sets the server's clock to a fixed time. `None` makes the clock follow the real time again.
     pub fn set_time(&self, time: Option<SystemTime>) {
         *self.shared.storage.time.lock().unwrap() = time;
     }
 
-    /// Sets the access key that requests must be signed with.
+    /// Sets the access key with which requests must be signed; `None` accepts all requests.
     pub fn require_key(&self, key: Option<&str>) {
         *self.shared.storage.access_key.lock().unwrap() = key.map(str::to_owned);
     }
 
-    /// Sets the handling of conditional PUTs.
+    /// Sets how the server handles conditional PUTs.
     pub fn set_conditions(&self, conditions: Conditions) {
         *self.shared.storage.conditions.lock().unwrap() = conditions;
     }
 
-    /// Sets the maximum number of keys per page of a list.
+    /// Sets the maximum number of keys that one list response contains.
     pub fn set_page(&self, keys: usize) {
         self.shared.storage.page.store(keys, SeqCst);
     }
 
-    /// Limits the bytes of each bucket: a PUT beyond the quota fails with 403 `QuotaExceeded`.
+    /// Limits the bytes in each bucket; `None` means unlimited. A PUT beyond the quota fails with
+    /// 403 `QuotaExceeded`.
     pub fn set_quota(&self, bytes: Option<u64>) {
         *self.shared.storage.quota.lock().unwrap() = bytes;
     }
 
-    /// Adds a fault for requests that match `when`. The first matching fault applies.
-    pub fn trouble(&self, when: impl Fn(&Asked) -> bool + Send + Sync + 'static, trouble: Trouble) {
-        self.shared.troubles.lock().unwrap().push((Box::new(when), trouble));
+    /// Adds a fault for the requests for which `when` returns true. If several faults match, the
+    /// one added first applies.
+    pub fn add_fault(&self, when: impl Fn(&S3Request) -> bool + Send + Sync + 'static, fault: ServerFault) {
+        self.shared.faults.lock().unwrap().push((Box::new(when), fault));
     }
 
-    /// Removes all faults. Requests in progress keep theirs.
-    pub fn no_troubles(&self) {
-        self.shared.troubles.lock().unwrap().clear();
+    /// Removes all faults. Requests in progress keep the faults that apply to them.
+    pub fn clear_faults(&self) {
+        self.shared.faults.lock().unwrap().clear();
     }
 
-    /// Returns the traffic since the start, or since [`Server::forget_traffic`].
+    /// Returns the traffic since the start of the server, or since [`Server::reset_traffic`].
     pub fn traffic(&self) -> Traffic {
         self.shared.traffic.lock().unwrap().clone()
     }
 
-    /// Resets the traffic counters. The request numbers that faults see continue.
-    pub fn forget_traffic(&self) {
+    /// Resets the traffic counters. The request numbers in [`S3Request::nth`] continue.
+    pub fn reset_traffic(&self) {
         *self.shared.traffic.lock().unwrap() = Traffic::default();
     }
 
-    /// Closes all connections; new ones are accepted.
+    /// Closes all connections. The server still accepts new ones.
     pub fn cut_connections(&self) {
         self.shared.cut();
     }
@@ -170,7 +174,7 @@ impl Drop for Server {
     }
 }
 
-/// Returns an entity tag of the content; a fast stand-in for S3's MD5.
+/// Returns an entity tag of the content: a fast hash in place of S3's MD5.
 fn tag(bytes: &[u8]) -> String {
     let mut halves = [0x9e37_79b9_7f4a_7c15_u64, bytes.len() as u64];
     for (index, chunk) in bytes.chunks(8).enumerate() {
@@ -182,10 +186,11 @@ fn tag(bytes: &[u8]) -> String {
     format!("{:016x}{:016x}", halves[0], halves[1])
 }
 
-/// Returns year, month, day, and second of the day.
+/// Returns the year, month, day, and second of the day of a time, in UTC.
 fn date(time: SystemTime) -> (i64, u64, u64, u64) {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
-    // Days since March 1 of the year 0, in eras of 400 years.
+    // Count days from March 1 of the year 0, in eras of 400 years: leap days then come last in a
+    // year.
     let days = since / 86_400 + 719_468;
     let (era, of_era) = (days / 146_097, days % 146_097);
     let year = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
@@ -196,7 +201,7 @@ fn date(time: SystemTime) -> (i64, u64, u64, u64) {
     ((year + era * 400) as i64 + i64::from(month <= 2), month, day, since % 86_400)
 }
 
-/// Formats a time as in HTTP headers.
+/// Formats a time as HTTP headers contain it.
 fn http_date(time: SystemTime) -> String {
     const DAYS: [&str; 7] = ["Thu", "Fri", "Sat", "Sun", "Mon", "Tue", "Wed"];
     const MONTHS: [&str; 12] =
@@ -207,7 +212,7 @@ fn http_date(time: SystemTime) -> String {
     format!("{name}, {day:02} {month} {year:04} {} GMT", clock(second))
 }
 
-/// Formats a time as in list responses.
+/// Formats a time as the XML of list responses contains it.
 fn xml_date(time: SystemTime) -> String {
     let (year, month, day, second) = date(time);
     format!("{year:04}-{month:02}-{day:02}T{}.000Z", clock(second))
@@ -215,7 +220,7 @@ fn xml_date(time: SystemTime) -> String {
 
 fn clock(second: u64) -> String {
     let mut text = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = write!(text, "{:02}:{:02}:{:02}", second / 3600, second / 60 % 60, second % 60);
     text
 }

@@ -1,4 +1,4 @@
-//! Regular responses to requests.
+//! The responses of the S3 server to requests without faults.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use super::{Conditions, http_date, xml_date};
 pub struct Response {
     pub status: u16,
     pub headers: Vec<(&'static str, String)>,
-    /// Content of the object or response; `part` is the range that forms the body.
+    /// Content of the object or response. `part` is the range of it that is sent as the body.
     pub body: Arc<[u8]>,
     pub part: Range<usize>,
 }
@@ -32,11 +32,11 @@ impl Response {
     }
 }
 
-/// Deviations of a response because of a fault.
+/// Ways in which a fault changes the range of a GET response.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Deviation {
     pub ignores_range: bool,
-    /// Bytes by which a range is shifted.
+    /// Number of bytes by which the returned range is shifted.
     pub shift: u64,
 }
 
@@ -115,7 +115,8 @@ fn put(storage: &Storage, request: &Request, bucket: &str, key: &str) -> Respons
     if conditions == Conditions::Unknown && (if_match.is_some() || if_none_match.is_some()) {
         return Response::error(501, "NotImplemented");
     }
-    // Locked across condition and write, so that concurrent writers are ordered.
+    // Hold the lock from the check of the condition to the write, so that concurrent writers are
+    // ordered.
     let mut buckets = storage.buckets.lock().unwrap();
     let there = buckets.get(bucket, key);
     let holds = match (if_none_match, if_match) {
@@ -150,7 +151,8 @@ fn list(storage: &Storage, request: &Request, bucket: &str) -> Response {
     }
     let asked = query("max-keys").and_then(|keys| keys.parse().ok()).unwrap_or(usize::MAX);
     let most = asked.min(storage.page.load(SeqCst));
-    // The token is the last key of the previous page; clients must treat it as opaque.
+    // The continuation token contains the last key of the previous page; clients must treat it as
+    // opaque.
     let after = query("continuation-token").and_then(|token| token.strip_prefix("after:"));
     let after = after.or(query("start-after")).unwrap_or_default();
     let prefix = query("prefix").unwrap_or_default();
@@ -161,7 +163,7 @@ fn list(storage: &Storage, request: &Request, bucket: &str) -> Response {
         page.len()
     );
     for (key, object) in &page {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = write!(
             body,
             "<Contents><Key>{}</Key><LastModified>{}</LastModified><ETag>&quot;{}&quot;</ETag><Size>{}</Size>\

@@ -1,4 +1,4 @@
-//! Connections of the server, and their faults.
+//! The connections of the S3 server, and the faults of requests.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,17 +11,17 @@ use std::time::Duration;
 use super::Traffic;
 use super::http::{self, Request};
 use super::response::{Deviation, Response, respond};
+use super::server_fault::{S3Request, ServerFault};
 use super::storage::Storage;
-use super::trouble::{Asked, Trouble};
 
-type When = Box<dyn Fn(&Asked) -> bool + Send + Sync>;
+type When = Box<dyn Fn(&S3Request) -> bool + Send + Sync>;
 
-/// State shared by all connections. Each lock is held briefly, and never together with another.
+/// State shared by all connections. Each lock is held only briefly, and no two at the same time.
 pub struct Shared {
     pub storage: Storage,
-    pub troubles: Mutex<Vec<(When, Trouble)>>,
+    pub faults: Mutex<Vec<(When, ServerFault)>>,
     pub traffic: Mutex<Traffic>,
-    /// Requests by method and key since the start.
+    /// Number of requests by method and key since the start.
     counts: Mutex<BTreeMap<(String, String), u64>>,
     connections: Mutex<BTreeMap<u64, TcpStream>>,
     has_ended: Mutex<bool>,
@@ -33,7 +33,7 @@ pub fn start() -> (SocketAddr, Arc<Shared>) {
     let address = listener.local_addr().expect("a listener has an address");
     let shared = Arc::new(Shared {
         storage: Storage::default(),
-        troubles: Mutex::default(),
+        faults: Mutex::default(),
         traffic: Mutex::default(),
         counts: Mutex::default(),
         connections: Mutex::default(),
@@ -69,19 +69,19 @@ impl Shared {
     pub fn end(&self, address: SocketAddr) {
         *self.has_ended.lock().unwrap() = true;
         self.ended.notify_all();
-        // Wakes the accepting thread.
+        // Connect once, so that the accepting thread wakes up and ends.
         let _ = TcpStream::connect(address);
         self.cut();
     }
 
-    /// Waits for `time`, or forever. Returns false if the server ends first.
+    /// Waits for `time`, or at most a day for `None`. Returns false if the server ends meanwhile.
     fn wait(&self, time: Option<Duration>) -> bool {
         let ended = self.has_ended.lock().unwrap();
         let time = time.unwrap_or(Duration::from_secs(86_400));
         !*self.ended.wait_timeout_while(ended, time, |ended| !*ended).unwrap().0
     }
 
-    /// Serves a connection until the client closes it or an error occurs.
+    /// Serves the requests of a connection until the client closes it or an error occurs.
     fn serve(&self, stream: &TcpStream) {
         let _ = stream.set_nodelay(true);
         let mut reader = BufReader::with_capacity(256 << 10, stream);
@@ -89,14 +89,15 @@ impl Shared {
             match self.handle(stream, &request) {
                 Ok(true) => {}
                 Ok(false) => break,
-                // Closed without a shutdown, which would prevent a reset.
+                // Close the socket without a shutdown: after a shutdown, the close would not reset
+                // the connection.
                 Err(_) => return,
             }
         }
         let _ = stream.shutdown(Shutdown::Both);
     }
 
-    /// Responds to a request. Returns true if the connection stays open.
+    /// Responds to a request. Returns true if the connection stays open for further requests.
     fn handle(&self, mut stream: &TcpStream, request: &Request) -> io::Result<bool> {
         let path = request.path.trim_start_matches('/');
         let (bucket, key) = path.split_once('/').unwrap_or((path, ""));
@@ -108,33 +109,33 @@ impl Shared {
             traffic.received += request.bytes;
             *traffic.requests.entry(counted).or_default() += 1;
         }
-        let asked = Asked { method: &request.method, bucket, key, nth };
-        let trouble = {
-            let troubles = self.troubles.lock().unwrap();
-            troubles.iter().find(|(when, _)| when(&asked)).map(|(_, trouble)| trouble.clone())
+        let asked = S3Request { method: &request.method, bucket, key, nth };
+        let fault = {
+            let faults = self.faults.lock().unwrap();
+            faults.iter().find(|(when, _)| when(&asked)).map(|(_, fault)| fault.clone())
         };
         let mut deviation = Deviation::default();
-        match &trouble {
-            Some(Trouble::Status(status, code)) => {
+        match &fault {
+            Some(ServerFault::Status(status, code)) => {
                 return self.write(stream, request, &Response::error(*status, code), None);
             }
-            Some(Trouble::Stall(time)) if !self.wait(*time) => return Ok(false),
-            Some(Trouble::ResetBefore) => return reset(stream),
-            Some(Trouble::NoRange) => deviation.ignores_range = true,
-            Some(Trouble::OtherPart(bytes)) => deviation.shift = *bytes,
+            Some(ServerFault::Stall(time)) if !self.wait(*time) => return Ok(false),
+            Some(ServerFault::ResetBefore) => return reset(stream),
+            Some(ServerFault::NoRange) => deviation.ignores_range = true,
+            Some(ServerFault::OtherPart(bytes)) => deviation.shift = *bytes,
             _ => {}
         }
         let response = respond(&self.storage, request, bucket, key, deviation);
-        match &trouble {
-            Some(Trouble::StatusAfter(status, code)) => {
+        match &fault {
+            Some(ServerFault::StatusAfter(status, code)) => {
                 self.write(stream, request, &Response::error(*status, code), None)
             }
-            Some(Trouble::ResetAfter) => reset(stream),
-            Some(Trouble::Raw(bytes)) => {
+            Some(ServerFault::ResetAfter) => reset(stream),
+            Some(ServerFault::Raw(bytes)) => {
                 self.send(stream, bytes)?;
                 Ok(false)
             }
-            Some(Trouble::Endless(head)) => {
+            Some(ServerFault::Endless(head)) => {
                 self.send(stream, head.as_bytes())?;
                 let zeroes = vec![0; 64 << 10];
                 while !*self.has_ended.lock().unwrap() {
@@ -142,7 +143,7 @@ impl Shared {
                 }
                 Ok(false)
             }
-            _ => self.write(stream, request, &response, trouble.as_ref()),
+            _ => self.write(stream, request, &response, fault.as_ref()),
         }
     }
 
@@ -151,22 +152,23 @@ impl Shared {
         stream.write_all(bytes)
     }
 
-    /// Sends a response, with faults of its body.
+    /// Sends a response, with the faults that affect its header or body. Returns true if the
+    /// connection stays open.
     fn write(
         &self,
         stream: &TcpStream,
         request: &Request,
         response: &Response,
-        trouble: Option<&Trouble>,
+        fault: Option<&ServerFault>,
     ) -> io::Result<bool> {
         let mut body = &response.body[response.part.clone()];
-        let announced = match trouble {
-            Some(Trouble::Length(more)) => body.len() as i64 + more,
+        let announced = match fault {
+            Some(ServerFault::Length(more)) => body.len() as i64 + more,
             _ => body.len() as i64,
         };
         let mut head = format!("HTTP/1.1 {} Answer\r\nContent-Length: {announced}\r\n", response.status);
         for (name, value) in &response.headers {
-            // Writing to a string does not fail.
+            // Writing to a string cannot fail.
             let _ = write!(head, "{name}: {value}\r\n");
         }
         head += "\r\n";
@@ -175,18 +177,18 @@ impl Shared {
             return Ok(true);
         }
         let flipped;
-        match trouble {
-            Some(Trouble::Cut(bytes)) => {
+        match fault {
+            Some(ServerFault::Cut(bytes)) => {
                 self.send(stream, &body[..body.len().min(*bytes)])?;
                 return Ok(false);
             }
-            Some(Trouble::Flip(byte)) if *byte < body.len() => {
+            Some(ServerFault::Flip(byte)) if *byte < body.len() => {
                 let mut copy = body.to_vec();
                 copy[*byte] ^= 1;
                 flipped = copy;
                 body = &flipped;
             }
-            Some(Trouble::StallInBody(bytes, time)) => {
+            Some(ServerFault::StallInBody(bytes, time)) => {
                 let (now, then) = body.split_at(body.len().min(*bytes));
                 self.send(stream, now)?;
                 if !self.wait(*time) {
@@ -197,11 +199,12 @@ impl Shared {
             _ => {}
         }
         self.send(stream, body)?;
-        Ok(!matches!(trouble, Some(Trouble::Length(_))))
+        Ok(!matches!(fault, Some(ServerFault::Length(_))))
     }
 }
 
-/// Closes a connection with a TCP reset.
+/// Makes the close of a connection send a TCP reset. Always returns an error, which ends the
+/// connection.
 fn reset(stream: &TcpStream) -> io::Result<bool> {
     rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO))?;
     Err(io::ErrorKind::ConnectionReset.into())

@@ -1,4 +1,4 @@
-//! Content and settings of a server.
+//! The content and the settings of the S3 server.
 
 use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
@@ -7,14 +7,15 @@ use std::time::SystemTime;
 use super::Conditions;
 use super::buckets::Buckets;
 
-/// Keys per page of a list, as in S3.
+/// Default number of keys that one list response contains, as in S3.
 const PAGE_KEYS: usize = 1000;
 
-/// Content and settings. Each lock is held briefly, and never together with another.
+/// The content and the settings of the S3 server. Each lock is held only briefly, and no two at the
+/// same time.
 #[derive(Debug)]
 pub struct Storage {
     pub buckets: Mutex<Buckets>,
-    /// Fixed time of the clock, if set.
+    /// Fixed time of the clock; `None` if the clock follows the real time.
     pub time: Mutex<Option<SystemTime>>,
     pub access_key: Mutex<Option<String>>,
     pub quota: Mutex<Option<u64>>,

@@ -1,4 +1,4 @@
-//! vhost-user messages of a frontend.
+//! Sends and receives vhost-user messages, as a frontend.
 
 use std::io::{self, IoSlice, IoSliceMut, Read as _};
 use std::mem::MaybeUninit;
@@ -14,19 +14,19 @@ use rustix::net::{
 
 use super::wire::{self, HEADER_BYTES};
 
-/// Bytes of the configuration space.
+/// Size in bytes of the configuration space that is read.
 const CONFIG_BYTES: usize = 96;
-/// Flags of a reply: protocol version and reply bit.
+/// Flags in the header of a reply: protocol version 1 and the reply bit.
 const ANSWER_FLAGS: u32 = 5;
 
-/// A connected frontend. Its messages may be invalid.
+/// A connected vhost-user frontend, which can also send invalid messages.
 #[derive(Debug)]
 pub struct Frontend {
-    /// The connection.
+    /// The connection to the server.
     pub socket: UnixStream,
 }
 
-/// The configuration space.
+/// The configuration space of a virtio-blk device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
     bytes: [u8; CONFIG_BYTES],
@@ -42,41 +42,41 @@ impl Config {
         u64::from_le_bytes(self.bytes[..8].try_into().expect("eight bytes"))
     }
 
-    /// Returns the logical block in bytes.
+    /// Returns the logical block size in bytes.
     pub fn block(&self) -> u32 {
         self.word(20)
     }
 
-    /// Returns the number of queues offered.
+    /// Returns the number of queues that the device offers.
     pub fn queues(&self) -> u16 {
         u16::from_le_bytes([self.bytes[34], self.bytes[35]])
     }
 }
 
-/// Returns the error for a protocol violation of the server.
-pub(super) fn wrong(what: impl Into<String>) -> io::Error {
+/// Returns the error for a violation of the protocol by the server.
+pub(super) fn protocol_error(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
 impl Frontend {
-    /// Connects. Replies must arrive within `patience`.
+    /// Connects to the socket at `path`. Each reply must arrive within `patience`.
     ///
     /// # Errors
-    /// Connecting failed.
+    /// Fails if the connection cannot be opened.
     pub fn connect(path: &Path, patience: Duration) -> io::Result<Self> {
         let socket = UnixStream::connect(path)?;
         socket.set_read_timeout(Some(patience))?;
         Ok(Self { socket })
     }
 
-    /// Sends a message.
+    /// Sends a message with a body and descriptors.
     ///
     /// # Errors
-    /// The connection has ended.
+    /// Fails if the connection has ended.
     ///
     /// # Panics
-    /// `files` has more than eight descriptors.
-    pub fn say(&self, request: u32, flags: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    /// Panics if `files` has more than eight descriptors.
+    pub fn send(&self, request: u32, flags: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !files.is_empty() {
@@ -87,11 +87,12 @@ impl Frontend {
         Ok(())
     }
 
-    /// Receives the reply to a message, with a descriptor if one is attached.
+    /// Receives the reply to the message `request`. Returns the body, and a descriptor if one is
+    /// attached.
     ///
     /// # Errors
-    /// The connection has ended, or another message arrived.
-    pub fn hear(&mut self, request: u32) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
+    /// Fails if the connection has ended, the reply is late, or another message arrives.
+    pub fn receive_reply(&mut self, request: u32) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
         let mut header = [0; HEADER_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -109,66 +110,75 @@ impl Frontend {
         self.socket.read_exact(&mut header[got..])?;
         let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().expect("four bytes"));
         if (word(0), word(4)) != (request, ANSWER_FLAGS) {
-            return Err(wrong(format!("message {request} is answered with {header:x?}")));
+            return Err(protocol_error(format!("message {request} is answered with {header:x?}")));
         }
         let mut body = vec![0; word(8) as usize];
         self.socket.read_exact(&mut body)?;
         Ok((body, files.pop()))
     }
 
-    /// Sends a request for a number and returns the number.
+    /// Sends a message without a body whose reply is a 64-bit number, and returns the number.
     ///
     /// # Errors
-    /// See [`hear`](Self::hear).
+    /// See [`receive_reply`](Self::receive_reply).
     pub fn number(&mut self, request: u32) -> io::Result<u64> {
-        self.say(request, 0, &[], &[])?;
-        let (body, _) = self.hear(request)?;
-        let body = body.try_into().map_err(|body| wrong(format!("{body:x?} is no number")))?;
+        self.send(request, 0, &[], &[])?;
+        let (body, _) = self.receive_reply(request)?;
+        let body = body.try_into().map_err(|body| protocol_error(format!("{body:x?} is no number")))?;
         Ok(u64::from_ne_bytes(body))
     }
 
-    /// Sends a message without a reply of its own. Returns true if the server acknowledged it.
+    /// Sends a message that has no reply of its own and requests an acknowledgement. Returns true
+    /// if the server reports success.
     ///
     /// # Errors
-    /// See [`hear`](Self::hear).
-    pub fn ask(&mut self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<bool> {
-        self.say(request, wire::NEED_REPLY, body, files)?;
-        let (body, _) = self.hear(request)?;
+    /// See [`receive_reply`](Self::receive_reply).
+    pub fn send_checked(&mut self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<bool> {
+        self.send(request, wire::NEED_REPLY, body, files)?;
+        let (body, _) = self.receive_reply(request)?;
         Ok(body == [0; 8])
     }
 
     /// Sends a message that the server must acknowledge.
     ///
     /// # Errors
-    /// See [`hear`](Self::hear); or the server refused the message.
-    pub fn must(&mut self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
-        if self.ask(request, body, files)? {
+    /// Fails as [`receive_reply`](Self::receive_reply) does, or if the server refuses the message.
+    pub fn send_acknowledged(
+        &mut self,
+        request: u32,
+        body: &[u8],
+        files: &[BorrowedFd<'_>],
+    ) -> io::Result<()> {
+        if self.send_checked(request, body, files)? {
             Ok(())
         } else {
-            Err(wrong(format!("message {request} is refused")))
+            Err(protocol_error(format!("message {request} is refused")))
         }
     }
 
-    /// Reads the configuration space.
+    /// Reads the configuration space of the device.
     ///
     /// # Errors
-    /// See [`hear`](Self::hear).
+    /// See [`receive_reply`](Self::receive_reply).
     pub fn config(&mut self) -> io::Result<Config> {
         let part = wire::u32s(&[0, CONFIG_BYTES as u32, 0]);
-        self.say(wire::GET_CONFIG, 0, &[&part[..], &[0; CONFIG_BYTES]].concat(), &[])?;
-        let (body, _) = self.hear(wire::GET_CONFIG)?;
+        self.send(wire::GET_CONFIG, 0, &[&part[..], &[0; CONFIG_BYTES]].concat(), &[])?;
+        let (body, _) = self.receive_reply(wire::GET_CONFIG)?;
         let bytes = body.get(part.len()..).and_then(|bytes| bytes.try_into().ok());
-        Ok(Config { bytes: bytes.ok_or_else(|| wrong(format!("{} bytes of configuration", body.len())))? })
+        Ok(Config {
+            bytes: bytes.ok_or_else(|| protocol_error(format!("{} bytes of configuration", body.len())))?,
+        })
     }
 
-    /// Requests the inflight region: returns its description and its descriptor.
+    /// Requests an inflight region (a log of requests in flight). Returns its description and its
+    /// file descriptor.
     ///
     /// # Errors
-    /// See [`hear`](Self::hear).
+    /// See [`receive_reply`](Self::receive_reply).
     pub fn inflight(&mut self, queues: u16, size: u16) -> io::Result<(Vec<u8>, OwnedFd)> {
         let sizes = [queues.to_ne_bytes(), size.to_ne_bytes(), [0; 2], [0; 2]].concat();
-        self.say(wire::GET_INFLIGHT_FD, 0, &[wire::u64s(&[0, 0]), sizes].concat(), &[])?;
-        let (area, file) = self.hear(wire::GET_INFLIGHT_FD)?;
-        Ok((area, file.ok_or_else(|| wrong("memory for what is in flight comes without a file"))?))
+        self.send(wire::GET_INFLIGHT_FD, 0, &[wire::u64s(&[0, 0]), sizes].concat(), &[])?;
+        let (area, file) = self.receive_reply(wire::GET_INFLIGHT_FD)?;
+        Ok((area, file.ok_or_else(|| protocol_error("memory for what is in flight comes without a file"))?))
     }
 }

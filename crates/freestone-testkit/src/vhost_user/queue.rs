@@ -1,4 +1,4 @@
-//! The driver of one virtqueue.
+//! The driver of one virtqueue of a simulated virtual machine.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -8,129 +8,133 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::frontend::wrong;
-use super::memory::{Memory, event};
-use super::shape::Shape;
+use super::frontend::protocol_error;
+use super::machine_config::MachineConfig;
+use super::memory::{GuestMemory, new_eventfd};
 use super::wire::{self, GUEST, NEXT, TABLE, WRITE};
 
-/// Ring descriptors per slot. More than two data pieces need an indirect table.
+/// Number of ring descriptors per slot. A request with more than two data pieces needs an indirect
+/// table.
 const PER_SLOT: u16 = 4;
-/// Maximum number of data pieces with an indirect table.
+/// Maximum number of data pieces of a request with an indirect table.
 const PIECES_MAX: u64 = 8;
-/// Offsets of the rings and slots of a queue.
+/// Offsets in bytes of the available ring, the used ring and the slots, from the start of the
+/// queue's memory.
 const AVAIL_AT: u64 = 0x1000;
 const USED_AT: u64 = 0x2000;
 const SLOTS_AT: u64 = 0x3000;
-/// Bytes of a slot for header, status, sector of an append, and table.
+/// Size in bytes of a slot without its data: header, status, sector of an append, and indirect
+/// table.
 const SLOT_BYTES: u64 = 256;
 const STATUS_AT: u64 = 16;
 const APPENDED_AT: u64 = 24;
 const TABLE_AT: u64 = 32;
 const SECTOR_BYTES: u64 = 512;
-/// Not a valid device status.
+/// Initial value of a status byte, which is not a valid status.
 const NO_STATUS: u8 = 0xee;
 
-/// Data of a request.
+/// Data of a request, and its direction.
 #[derive(Debug, Clone, Copy)]
 pub enum Data<'a> {
-    /// None.
+    /// The request has no data.
     None,
-    /// Data to the device.
+    /// Data that the device reads from the guest.
     Out(&'a [u8]),
-    /// Bytes to read from the device.
+    /// Number of bytes that the device writes to the guest.
     In(usize),
-    /// Data to append; the device returns its position.
+    /// Data that the device reads and appends to a zone. The device returns the sector of the data.
     Append(&'a [u8]),
 }
 
-/// A request.
+/// A request to submit to a queue.
 #[derive(Debug, Clone, Copy)]
-pub struct Asked<'a> {
+pub struct QueueRequest<'a> {
     /// Request type, a constant of [`wire`].
     pub kind: u32,
-    /// Offset in bytes.
+    /// Offset on the disk in bytes.
     pub offset: u64,
-    /// Data.
+    /// Data of the request.
     pub data: Data<'a>,
-    /// Number of descriptors for the data, limited to what is possible.
+    /// Number of descriptors among which the data is divided, limited to the possible number.
     pub pieces: u64,
 }
 
-/// A completed request.
+/// A completed request of a queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answer {
-    /// Slot returned by [`Queue::begin`].
+pub struct QueueCompletion {
+    /// Slot of the request, as returned by [`Queue::begin`].
     pub slot: u16,
-    /// Status, a constant of [`wire`].
+    /// Status that the device returned, a constant of [`wire`].
     pub status: u8,
-    /// Data read, or the sector of an append.
+    /// Bytes read by the request, or the sector of an append. Empty unless the request succeeded.
     pub data: Vec<u8>,
 }
 
-/// A queue with a fixed number of slots for one request each.
+/// A queue with a fixed number of slots, each for one request in flight.
 #[derive(Debug)]
 pub struct Queue {
-    memory: Arc<Memory>,
-    shape: Shape,
-    /// Offset of the queue's part of the memory.
+    memory: Arc<GuestMemory>,
+    shape: MachineConfig,
+    /// Offset in bytes of the queue's part of the guest memory.
     at: u64,
-    /// Eventfds for notifications to and from the server.
+    /// Eventfds: `kick` notifies the server, and the server notifies the driver through `call`.
     pub(super) kick: OwnedFd,
     pub(super) call: OwnedFd,
     next: u16,
     seen: u16,
     free: Vec<u16>,
-    /// Number of notifications from the server, as far as they were read.
-    told: AtomicU64,
-    /// Per slot in flight: address and length of the data from the device.
+    /// Number of notifications from the server that were read from `call`.
+    notifications: AtomicU64,
+    /// For each slot in flight: address and length in bytes of the data that the device returns.
     gets: Vec<Option<(u64, usize)>>,
 }
 
 impl Queue {
-    /// Returns the memory that a queue of this shape needs, in bytes.
-    pub(super) fn bytes(shape: &Shape) -> u64 {
+    /// Returns the number of bytes of guest memory that a queue of this shape needs.
+    pub(super) fn bytes(shape: &MachineConfig) -> u64 {
         let slots = u64::from(shape.slots);
         (SLOTS_AT + slots * (SLOT_BYTES + shape.slot_bytes)).next_multiple_of(4096)
     }
 
-    /// Returns the number of ring entries.
-    pub(super) fn size(shape: &Shape) -> u16 {
+    /// Returns the number of entries in each ring.
+    pub(super) fn size(shape: &MachineConfig) -> u16 {
         (shape.slots * PER_SLOT).next_power_of_two()
     }
 
-    pub(super) fn new(memory: &Arc<Memory>, shape: Shape, index: u16) -> io::Result<Self> {
+    pub(super) fn new(memory: &Arc<GuestMemory>, shape: MachineConfig, index: u16) -> io::Result<Self> {
         let at = u64::from(index) * Self::bytes(&shape);
         Ok(Self {
             memory: Arc::clone(memory),
             shape,
             at,
-            kick: event()?,
-            call: event()?,
+            kick: new_eventfd()?,
+            call: new_eventfd()?,
             next: 0,
             seen: 0,
-            told: AtomicU64::new(0),
+            notifications: AtomicU64::new(0),
             free: (0..shape.slots).rev().collect(),
             gets: vec![None; shape.slots.into()],
         })
     }
 
-    /// Returns the offsets of the descriptor table, used ring and available ring.
+    /// Returns the offsets of the descriptor table, the used ring and the available ring in the
+    /// guest memory.
     pub(super) fn places(&self) -> [u64; 3] {
         [self.at, self.at + USED_AT, self.at + AVAIL_AT]
     }
 
-    /// Returns the used index, as published by the server.
+    /// Returns the index in the used ring up to which the server has published completions.
     pub(super) fn used(&self) -> u16 {
         self.memory.word(self.at + USED_AT + 2)
     }
 
-    /// Returns the number of notifications by the server; each costs it a system call.
-    pub fn told(&self) -> u64 {
-        self.hush();
-        self.told.load(Ordering::SeqCst)
+    /// Returns the number of notifications by the server. Each costs the server a system call.
+    pub fn notifications(&self) -> u64 {
+        self.count_notifications();
+        self.notifications.load(Ordering::SeqCst)
     }
 
-    /// Returns the number of requests in flight.
+    /// Returns the number of requests in flight in this queue.
     pub fn in_flight(&self) -> usize {
         usize::from(self.shape.slots) - self.free.len()
     }
@@ -152,8 +156,8 @@ impl Queue {
         self.memory.put(at, &entry);
     }
 
-    /// Returns the descriptor chain of a request.
-    fn chain(&self, slot: u16, asked: &Asked<'_>) -> Vec<(u64, u64, u16)> {
+    /// Returns the descriptors of a request: address, length in bytes and flags of each.
+    fn chain(&self, slot: u16, asked: &QueueRequest<'_>) -> Vec<(u64, u64, u16)> {
         let (own, data) = (self.slot_at(slot), self.data_at(slot));
         let (len, flags) = match asked.data {
             Data::None => (0, 0),
@@ -162,7 +166,7 @@ impl Queue {
         };
         let has_more = matches!(asked.data, Data::Append(_));
         let most = if self.shape.indirect { PIECES_MAX } else { 2 - u64::from(has_more) };
-        // Pieces of whole sectors; the last one has the rest.
+        // Each piece consists of whole sectors, except that the last one has the rest.
         let pieces = asked.pieces.clamp(1, most);
         let each = (len / pieces).next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES);
         let mut chain = vec![(own, 16, 0)];
@@ -179,11 +183,11 @@ impl Queue {
         chain
     }
 
-    /// Submits a request if a slot is free, and returns the slot.
+    /// Submits a request. Returns its slot, or `None` if no slot is free.
     ///
     /// # Panics
-    /// If the data exceeds a slot.
-    pub fn begin(&mut self, asked: Asked<'_>) -> Option<u16> {
+    /// Panics if the data does not fit in a slot.
+    pub fn begin(&mut self, asked: QueueRequest<'_>) -> Option<u16> {
         let slot = self.free.pop()?;
         let own = self.slot_at(slot);
         let mut header = wire::u32s(&[asked.kind.to_le(), 0]);
@@ -200,7 +204,8 @@ impl Queue {
             }
             Data::In(len) => {
                 fits(len);
-                // A pattern that shows bytes which were not read.
+                // Fill the buffer with a pattern, so that bytes which the device does not return
+                // are detected.
                 self.memory.put(data, &vec![0xa5; len]);
                 (data, len)
             }
@@ -227,7 +232,8 @@ impl Queue {
         }
     }
 
-    /// Makes a chain available, and kicks the server unless it has suppressed notifications.
+    /// Adds the descriptor chain at `head` to the available ring. Notifies the server unless it has
+    /// suppressed notifications.
     fn offer(&mut self, head: u16) {
         let (avail, size) = (self.at + AVAIL_AT, Self::size(&self.shape));
         self.memory.put(avail + 4 + 2 * u64::from(self.next % size), &head.to_le_bytes());
@@ -246,21 +252,22 @@ impl Queue {
         }
     }
 
-    /// Notifies the server.
+    /// Notifies the server that requests may be available.
     pub fn kick(&self) {
-        // A write to a full counter fails, but the kick is pending then.
+        // A write to a full eventfd counter fails, but a notification is pending then.
         let _ = rustix::io::write(&self.kick, &1_u64.to_ne_bytes());
     }
 
-    /// Takes a completed request.
+    /// Takes a completed request, or returns `None` if no request has completed.
     ///
     /// # Errors
-    /// The used entry does not belong to a request in flight.
-    pub fn answer(&mut self) -> io::Result<Option<Answer>> {
+    /// Fails if the entry in the used ring does not belong to a request in flight, or has an
+    /// invalid status or length.
+    pub fn take_completion(&mut self) -> io::Result<Option<QueueCompletion>> {
         if self.used() == self.seen {
             if self.shape.event_idx {
-                // Requests a notification for the next entry. Checked again below, as one may have
-                // arrived just before.
+                // Request a notification for the next entry. Check the ring again below, since an
+                // entry may have arrived just before.
                 let size = u64::from(Self::size(&self.shape));
                 self.memory.set_word(self.at + AVAIL_AT + 4 + 2 * size, self.seen);
             }
@@ -276,41 +283,41 @@ impl Queue {
         let slot = u16::try_from(head / u32::from(PER_SLOT)).unwrap_or(u16::MAX);
         let gets = self.gets.get_mut(usize::from(slot)).and_then(Option::take);
         let Some((from, room)) = gets.filter(|_| head % u32::from(PER_SLOT) == 0) else {
-            return Err(wrong(format!("an answer to descriptor {head}, which is not in flight")));
+            return Err(protocol_error(format!("an answer to descriptor {head}, which is not in flight")));
         };
         self.seen = self.seen.wrapping_add(1);
         self.free.push(slot);
         let (mut status, mut data) = ([0], Vec::new());
         self.memory.get(self.slot_at(slot) + STATUS_AT, &mut status);
         if status == [wire::OK] {
-            // A zone report may return less data; all other reads fill the buffer.
+            // The device may return less data than requested only for a zone report.
             data.resize((len as usize).saturating_sub(1).min(room), 0);
             self.memory.get(from, &mut data);
         }
         if status == [NO_STATUS] || status == [wire::OK] && len as usize != 1 + data.len() {
-            return Err(wrong(format!("status {status:?} with {len} bytes, {room} were asked for")));
+            return Err(protocol_error(format!("status {status:?} with {len} bytes, {room} were asked for")));
         }
-        Ok(Some(Answer { slot, status: status[0], data }))
+        Ok(Some(QueueCompletion { slot, status: status[0], data }))
     }
 
-    /// Waits for a notification. Returns false if none arrived in time.
+    /// Waits for a notification by the server. Returns false if none arrives within `patience`.
     ///
     /// # Errors
-    /// System error.
+    /// Fails if the poll fails.
     pub fn wait(&self, patience: Duration) -> io::Result<bool> {
         let mut fds = [PollFd::from_borrowed_fd(self.call.as_fd(), PollFlags::IN)];
         let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
-        let told = poll(&mut fds, Some(&patience))? > 0;
-        self.hush();
-        Ok(told)
+        let notifications = poll(&mut fds, Some(&patience))? > 0;
+        self.count_notifications();
+        Ok(notifications)
     }
 
-    /// Reads and counts pending notifications.
-    pub(super) fn hush(&self) {
+    /// Reads pending notifications from `call`, and adds them to the count.
+    pub(super) fn count_notifications(&self) {
         let mut count = [0; 8];
-        // An empty counter means that none is pending.
+        // The read fails if the eventfd counter is zero: no notification is pending.
         if rustix::io::read(&self.call, &mut count).is_ok() {
-            self.told.fetch_add(u64::from_ne_bytes(count), Ordering::SeqCst);
+            self.notifications.fetch_add(u64::from_ne_bytes(count), Ordering::SeqCst);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Checks that the conformance suite detects violations: each broken device violates one rule, and
-//! must fail in the right part.
+//! Checks that the conformance suite detects violations: each broken device violates one rule, and must fail
+//! the right part of the suite.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 use freestone_core::plug::{self, Unplug};
 use freestone_testkit::conformance::{self, Options};
@@ -61,8 +62,8 @@ enum Fault {
     LosesConcurrent,
 }
 
-/// Lets other threads run. For the blocks of the concurrent part, sleeps long enough for a conflict
-/// even on a loaded machine.
+/// Lets other threads run when a request has reached byte `at`. In the blocks of the suite's concurrent part,
+/// sleeps long enough for a conflict even on a loaded machine.
 fn yield_to_others(at: usize) {
     if at < 16 * BLOCK as usize { thread::sleep(Duration::from_micros(50)) } else { thread::yield_now() }
 }
@@ -119,10 +120,10 @@ impl Broken {
                 let half = BLOCK as usize / 2;
                 for (i, part) in data.chunks(half).enumerate() {
                     lock(&self.bytes)[at + i * half..][..part.len()].copy_from_slice(part);
-                    yield_to_others(at);
+                    yield_to_others(at + i * half);
                 }
             }
-            // Read-modify-write of a whole page without a lock.
+            // A read-modify-write of a whole page without a lock loses concurrent writes.
             Fault::LosesConcurrent => {
                 let page = at / 4096 * 4096;
                 let end = (at + data.len()).next_multiple_of(4096);
@@ -156,23 +157,24 @@ impl Broken {
         }
     }
 
-    fn perform(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn perform(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         if self.geometry().read_only && request.op != Op::Read && !self.is(Fault::ReadOnlyWrites) {
             return Err(Error::ReadOnly);
         }
         let (at, len) = (request.offset as usize, request.len as usize);
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(out)) if self.is(Fault::TornRead) => {
-                for (i, part) in out.chunks_mut(BLOCK as usize / 2).enumerate() {
-                    part.copy_from_slice(&lock(&self.bytes)[at + i * BLOCK as usize / 2..][..part.len()]);
-                    yield_to_others(at);
+                let half = BLOCK as usize / 2;
+                for (i, part) in out.chunks_mut(half).enumerate() {
+                    part.copy_from_slice(&lock(&self.bytes)[at + i * half..][..part.len()]);
+                    yield_to_others(at + i * half);
                 }
             }
             (Op::Read, Buffer::Read(_)) if self.is(Fault::ReadsNothing) => {}
             (Op::Read, Buffer::Read(out)) => {
                 out.copy_from_slice(&lock(&self.bytes)[at % SIZE as usize..][..len]);
                 if self.is(Fault::DiscardFickle) {
-                    // 0xdd marks discarded bytes.
+                    // The byte 0xdd marks discarded bytes, whose content changes between reads.
                     let noise = self.calls.fetch_add(1, SeqCst).is_multiple_of(2);
                     out.iter_mut().filter(|b| **b == 0xdd).for_each(|b| *b = if noise { 0xdd } else { 0 });
                 }
@@ -190,7 +192,7 @@ impl Broken {
             (Op::Flush, _) if self.is(Fault::FlushFails) => return Err(Error::Media),
             _ => {}
         }
-        Ok(Tried::Done)
+        Ok(TryResult::Done)
     }
 }
 
@@ -219,19 +221,19 @@ impl Device for Broken {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.check(request)?;
         let long = request.len > BLOCK;
         match self.fault {
-            Fault::PartlyNothing if long => Ok(Tried::Partly(0)),
-            Fault::PartlyAll => self.perform(request, buffer).map(|_| Tried::Partly(request.len)),
-            Fault::PartlyUnaligned if long => Ok(Tried::Partly(100)),
-            Fault::PartlyLie if long && request.op == Op::Write => Ok(Tried::Partly(BLOCK)),
+            Fault::PartlyNothing if long => Ok(TryResult::Partly(0)),
+            Fault::PartlyAll => self.perform(request, buffer).map(|_| TryResult::Partly(request.len)),
+            Fault::PartlyUnaligned if long => Ok(TryResult::Partly(100)),
+            Fault::PartlyLie if long && request.op == Op::Write => Ok(TryResult::Partly(BLOCK)),
             Fault::BlocksButWrites if request.op == Op::Write => {
-                self.perform(request, buffer).map(|_| Tried::WouldBlock)
+                self.perform(request, buffer).map(|_| TryResult::WouldBlock)
             }
-            // Forces the use of `submit`.
-            Fault::ShortBuffer => Ok(Tried::WouldBlock),
+            // `WouldBlock` forces the suite to use `submit`.
+            Fault::ShortBuffer => Ok(TryResult::WouldBlock),
             _ => self.perform(request, buffer),
         }
     }
@@ -250,7 +252,7 @@ impl Device for Broken {
         });
         match self.fault {
             Fault::ForgetsCompletion if calls % 20 == 19 => std::mem::forget(done),
-            // Requests under a plug are lost.
+            // Requests that are submitted under a plug are lost.
             Fault::ForgetsTheHeld if plug::hold(&self.never) => std::mem::forget(done),
             Fault::DropsCompletion if calls % 300 == 299 => drop(done),
             Fault::ShortBuffer => done.complete(outcome.map(|_| ()), IoBuf::empty()),
@@ -289,12 +291,12 @@ fn options() -> Options {
         window: SIZE,
         max_io: 512 << 10,
         thread_rounds: 300,
-        patience: Duration::from_millis(500),
+        timeout: Duration::from_millis(500),
         ..Options::default()
     }
 }
 
-fn run(fault: Fault, options: &Options) -> conformance::Checked {
+fn run(fault: Fault, options: &Options) -> conformance::CheckResult {
     conformance::run(&|| Arc::new(Broken::new(fault)), options)
 }
 
@@ -336,7 +338,7 @@ fn each_fault_is_caught() {
         (DiscardFickle, "content"),
         (DropsCompletion, "content"),
         (Forgets, "content"),
-        // The late write may already fail the first check that reads back.
+        // The write that runs after its completion may already fail the first check that reads data back.
         (AnswersEarly, "content|errors"),
         (AllHoles, "extents"),
         (ExtentGap, "extents"),
@@ -363,21 +365,21 @@ fn each_fault_is_caught() {
 
 #[test]
 fn storing_device_fails_without_stores_option() {
-    let violation = run(Fault::Remembers, &Options { stores: false, ..options() }).unwrap_err();
+    let violation = run(Fault::Remembers, &Options { stores_data: false, ..options() }).unwrap_err();
     assert_eq!(violation.check, "content");
 }
 
 #[test]
 fn lost_completion_on_drop_is_caught() {
-    let violation =
-        conformance::abandoned(Arc::new(Broken::new(Fault::ForgetsCompletion)), &options()).unwrap_err();
+    let violation = conformance::check_abandoned(Arc::new(Broken::new(Fault::ForgetsCompletion)), &options())
+        .unwrap_err();
     assert_eq!(violation.check, "abandoned");
 }
 
 #[test]
 fn missing_growth_and_lost_data_are_caught() {
     let device = Broken::new(Fault::None);
-    let violation = conformance::grown(&device, &options(), &|| {}).unwrap_err();
+    let violation = conformance::check_grown(&device, &options(), &|| {}).unwrap_err();
     assert_eq!(violation.check, "grown");
 
     let model = freestone_testkit::Model::new(SIZE as usize, 512);
@@ -385,6 +387,6 @@ fn missing_growth_and_lost_data_are_caught() {
         model.grow(2 * SIZE as usize);
         freestone_core::device::Blocking::write_zeroes(&model, SIZE - 512, 512, Flags::default()).unwrap();
     };
-    let violation = conformance::grown(&model, &options(), &loses).unwrap_err();
+    let violation = conformance::check_grown(&model, &options(), &loses).unwrap_err();
     assert_eq!(violation.check, "grown");
 }

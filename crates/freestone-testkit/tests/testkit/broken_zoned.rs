@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneGeometry, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone_testkit::conformance::{self, Options};
 use freestone_testkit::{ModelZoned, ZonedConfig};
@@ -40,7 +40,7 @@ const CONFIG: ZonedConfig = ZonedConfig {
 struct Broken {
     fault: Fault,
     model: ModelZoned,
-    /// A write held back so that the next one overtakes it.
+    /// A write that is held back so that the next write overtakes it.
     held: std::sync::Mutex<Option<(Request, IoBuf, Completion)>>,
 }
 
@@ -80,9 +80,9 @@ impl Device for Broken {
         Geometry { zones, ..geometry }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         match self.model.try_io(request, buffer) {
-            Err(Error::ZoneWritePointer) if self.is(Fault::WritesAnywhere) => Ok(Tried::Done),
+            Err(Error::ZoneWritePointer) if self.is(Fault::WritesAnywhere) => Ok(TryResult::Done),
             Err(Error::ZoneCondition) if self.is(Fault::WrongErrorForFull) => Err(Error::NoSpace),
             answer => answer,
         }
@@ -90,7 +90,7 @@ impl Device for Broken {
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         if self.is(Fault::OutOfOrder) && request.op == Op::Write && request.len == 4096 {
-            // Every second write overtakes the one before.
+            // Every second write overtakes the write before it.
             let mut held = self.held.lock().unwrap();
             match held.take() {
                 None if request.offset == self.pointer(request.offset) => {
@@ -164,7 +164,7 @@ impl Zoned for Broken {
 fn each_fault_is_caught() {
     use Fault::*;
     let options =
-        Options { window: 256 << 10, rounds: 20, patience: Duration::from_millis(300), ..Options::default() };
+        Options { window: 256 << 10, rounds: 20, timeout: Duration::from_millis(300), ..Options::default() };
     let run = |fault| conformance::run_zoned(&|| Arc::new(Broken::new(fault)) as Arc<dyn Device>, &options);
     run(None).unwrap();
     for fault in [

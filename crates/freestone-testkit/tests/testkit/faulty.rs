@@ -1,36 +1,36 @@
-//! Checks that `Faulty` conforms to the contract, and that each fault works.
+//! Checks that `FaultyDisk` conforms to the device contract, and that each of its faults works.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Faulty, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
 
 const BLOCK: u64 = 4096;
 const SIZE: usize = 1 << 20;
-/// Long enough for an immediate completion to arrive.
+/// Time that is long enough for an immediate completion to arrive.
 const SOON: Duration = Duration::from_millis(30);
 const NONE: Flags = Flags::empty();
 
-fn disk() -> Faulty {
-    Faulty::new(SIZE, BLOCK as u32)
+fn disk() -> FaultyDisk {
+    FaultyDisk::new(SIZE, BLOCK as u32)
 }
 
 fn block(byte: u8) -> Vec<u8> {
     vec![byte; BLOCK as usize]
 }
 
-fn read(disk: &Faulty, offset: u64, len: u64) -> Result<Vec<u8>> {
+fn read(disk: &FaultyDisk, offset: u64, len: u64) -> Result<Vec<u8>> {
     let mut data = vec![0xAA; len as usize];
     disk.read_at(offset, &mut data).map(|()| data)
 }
 
-/// Submits a request; the receiver gets its result.
-fn submit(disk: &Faulty, request: Request, data: &[u8]) -> Receiver<Result<()>> {
+/// Submits a request. The returned channel receives the result.
+fn submit(disk: &FaultyDisk, request: Request, data: &[u8]) -> Receiver<Result<()>> {
     let (tx, rx) = mpsc::channel();
     let done = Completion::new(move |outcome, _| {
         // The test may have dropped the receiver.
@@ -45,11 +45,11 @@ fn faulty_without_faults_conforms() {
     let options =
         |seed| Options { seed, window: 1 << 19, rounds: 80, thread_rounds: 80, ..Options::default() };
     for logical_block in [512, 4096] {
-        let plain = || Arc::new(Faulty::new(SIZE, logical_block)) as Arc<dyn Device>;
+        let plain = || Arc::new(FaultyDisk::new(SIZE, logical_block)) as Arc<dyn Device>;
         conformance::check("faulty", &plain, options(1));
-        let shuffled = || Arc::new(Faulty::new(SIZE, logical_block).shuffled(7)) as Arc<dyn Device>;
+        let shuffled = || Arc::new(FaultyDisk::new(SIZE, logical_block).shuffled(7)) as Arc<dyn Device>;
         conformance::check("shuffled faulty", &shuffled, options(2));
-        let inline = || Arc::new(Faulty::new(SIZE, logical_block).inline()) as Arc<dyn Device>;
+        let inline = || Arc::new(FaultyDisk::new(SIZE, logical_block).inline()) as Arc<dyn Device>;
         conformance::check("inline faulty", &inline, options(3));
     }
 }
@@ -58,7 +58,7 @@ fn faulty_without_faults_conforms() {
 fn fail_done_takes_effect_and_fails() {
     for disk in [disk(), disk().inline()] {
         disk.write_at(0, &block(1), NONE).unwrap();
-        disk.fault(None, When::Always, What::FailDone(Error::NoSpace));
+        disk.fault(None, FaultSchedule::Always, FaultEffect::FailDone(Error::NoSpace));
         assert_eq!(disk.write_at(0, &block(2), NONE), Err(Error::NoSpace));
         assert_eq!(disk.write_zeroes(BLOCK, BLOCK, NONE), Err(Error::NoSpace));
         assert_eq!(disk.flush(), Err(Error::NoSpace));
@@ -71,9 +71,9 @@ fn fail_done_takes_effect_and_fails() {
 #[test]
 fn faults_apply_by_operation_number() {
     let disk = disk();
-    disk.fault(Some(Op::Write), When::At(1), What::Fail(Error::Media));
-    disk.fault(None, When::At(4), What::Fail(Error::Gone));
-    disk.fault(Some(Op::Flush), When::From(1), What::Fail(Error::NoSpace));
+    disk.fault(Some(Op::Write), FaultSchedule::At(1), FaultEffect::Fail(Error::Media));
+    disk.fault(None, FaultSchedule::At(4), FaultEffect::Fail(Error::Gone));
+    disk.fault(Some(Op::Flush), FaultSchedule::From(1), FaultEffect::Fail(Error::NoSpace));
     assert_eq!(disk.write_at(0, &block(1), NONE), Ok(()));
     assert_eq!(disk.flush(), Ok(()));
     assert_eq!(disk.write_at(0, &block(2), NONE), Err(Error::Media));
@@ -82,7 +82,7 @@ fn faults_apply_by_operation_number() {
     assert_eq!(disk.flush(), Err(Error::NoSpace));
     assert_eq!(disk.flush(), Err(Error::NoSpace));
     assert_eq!(disk.write_at(BLOCK, &[3; 3 * BLOCK as usize], NONE), Ok(()));
-    disk.fault(None, When::Always, What::Fail(Error::Media));
+    disk.fault(None, FaultSchedule::Always, FaultEffect::Fail(Error::Media));
     assert_eq!(disk.discard(0, BLOCK), Err(Error::Media));
     disk.heal();
     assert_eq!(disk.flush(), Ok(()));
@@ -90,14 +90,14 @@ fn faults_apply_by_operation_number() {
     assert_eq!((counts.reads, counts.writes, counts.flushes, counts.frees), (2, 3, 4, 1));
     assert_eq!((counts.total(), counts.largest, counts.in_flight), (10, 3 * BLOCK, 0));
     assert_eq!((counts.bytes_written, counts.bytes_read), (4 * BLOCK, BLOCK));
-    assert_eq!(disk.complaints(), [""; 0]);
+    assert_eq!(disk.violations(), [""; 0]);
 }
 
 #[test]
 fn torn_write_stores_first_half() {
     let disk = disk();
     disk.write_at(0, &[1; 3 * BLOCK as usize], NONE).unwrap();
-    disk.fault(Some(Op::Write), When::At(1), What::Tear);
+    disk.fault(Some(Op::Write), FaultSchedule::At(1), FaultEffect::Tear);
     assert_eq!(disk.write_at(0, &[2; 3 * BLOCK as usize], NONE), Err(Error::Media));
     let left = read(&disk, 0, 3 * BLOCK).unwrap();
     assert!(left[..BLOCK as usize] == block(2) && left[BLOCK as usize..] == [block(1), block(1)].concat());
@@ -107,7 +107,7 @@ fn torn_write_stores_first_half() {
 fn corrupt_read_succeeds_with_wrong_data() {
     let disk = disk();
     disk.write_at(0, &[1; 2 * BLOCK as usize], NONE).unwrap();
-    disk.fault(Some(Op::Read), When::At(0), What::Corrupt);
+    disk.fault(Some(Op::Read), FaultSchedule::At(0), FaultEffect::Corrupt);
     let data = read(&disk, 0, 2 * BLOCK).unwrap();
     assert!(data.chunks(BLOCK as usize).all(|data| data.iter().filter(|&&byte| byte != 1).count() == 1));
     assert_eq!(read(&disk, 0, BLOCK), Ok(block(1)));
@@ -116,11 +116,11 @@ fn corrupt_read_succeeds_with_wrong_data() {
 #[test]
 fn held_operations_complete_after_heal() {
     let disk = disk();
-    disk.fault(Some(Op::Write), When::From(0), What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::From(0), FaultEffect::Hang);
     let first = submit(&disk, Request::write(0, BLOCK), &block(1));
     let second = submit(&disk, Request::write(BLOCK, BLOCK), &block(2));
-    disk.await_held(2);
-    // Other operations continue.
+    disk.wait_held(2);
+    // Operations without a fault continue.
     assert_eq!(read(&disk, 0, 2 * BLOCK), Ok(vec![0; 2 * BLOCK as usize]));
     assert!(first.recv_timeout(SOON).is_err());
     assert_eq!((disk.counts().held, disk.counts().in_flight), (2, 2));
@@ -133,9 +133,9 @@ fn held_operations_complete_after_heal() {
 #[test]
 fn held_operations_fail_on_drop() {
     let disk = disk();
-    disk.fault(None, When::Always, What::Hang);
+    disk.fault(None, FaultSchedule::Always, FaultEffect::Hang);
     let read = submit(&disk, Request::read(0, BLOCK), &block(0));
-    disk.await_held(1);
+    disk.wait_held(1);
     drop(disk);
     assert_eq!(read.recv(), Ok(Err(Error::Gone)));
 }
@@ -144,7 +144,7 @@ fn held_operations_fail_on_drop() {
 fn delayed_operation_is_overtaken() {
     let disk = disk();
     let delay = Duration::from_millis(60);
-    disk.fault(Some(Op::Write), When::At(0), What::Delay(delay));
+    disk.fault(Some(Op::Write), FaultSchedule::At(0), FaultEffect::Delay(delay));
     let start = Instant::now();
     let slow = submit(&disk, Request::write(0, BLOCK), &block(1));
     disk.write_at(BLOCK, &block(2), NONE).unwrap();
@@ -181,15 +181,15 @@ fn truncated_disk_fails_beyond_end() {
 
 #[test]
 fn seed_determines_completion_order() {
-    let order = |disk: Faulty| {
+    let order = |disk: FaultyDisk| {
         let (tx, rx) = mpsc::channel();
-        disk.fault(None, When::Always, What::Hang);
+        disk.fault(None, FaultSchedule::Always, FaultEffect::Hang);
         for number in 0..32_u64 {
             let tx = tx.clone();
             let done = Completion::new(move |_, _| tx.send(number).unwrap());
             disk.submit(Request::read(number * BLOCK, BLOCK), IoBuf::zeroed(BLOCK as usize).unwrap(), done);
         }
-        disk.await_held(32);
+        disk.wait_held(32);
         disk.heal();
         (0..32).map(|_| rx.recv().unwrap()).collect::<Vec<_>>()
     };
@@ -207,27 +207,27 @@ fn misuse_is_reported() {
     let disk = disk().strict_reads();
     disk.write_at(0, &block(1), NONE).unwrap();
     read(&disk, 0, BLOCK).unwrap();
-    assert_eq!(disk.complaints(), [""; 0]);
+    assert_eq!(disk.violations(), [""; 0]);
     read(&disk, 0, 2 * BLOCK).unwrap();
     assert!(
-        disk.complaints()[0].contains("reads block 1, which was never written"),
+        disk.violations()[0].contains("reads block 1, which was never written"),
         "{:?}",
-        disk.complaints()
+        disk.violations()
     );
 
     let disk = self::disk();
     read(&disk, 0, BLOCK).unwrap();
     assert_eq!(submit(&disk, Request::read(512, 512), &[0; 512]).recv(), Ok(Err(Error::Misaligned)));
-    assert!(disk.complaints()[0].contains("is refused"), "{:?}", disk.complaints());
+    assert!(disk.violations()[0].contains("is refused"), "{:?}", disk.violations());
 
     let disk = self::disk();
-    disk.fault(None, When::At(0), What::Hang);
+    disk.fault(None, FaultSchedule::At(0), FaultEffect::Hang);
     let held = submit(&disk, Request::write(0, 2 * BLOCK), &[1; 2 * BLOCK as usize]);
     disk.write_at(2 * BLOCK, &block(2), NONE).unwrap();
-    assert_eq!(disk.complaints(), [""; 0]);
+    assert_eq!(disk.violations(), [""; 0]);
     disk.write_at(BLOCK, &block(2), NONE).unwrap();
-    assert_eq!(disk.complaints().len(), 1);
-    assert!(disk.complaints()[0].contains("is being written"), "{:?}", disk.complaints());
+    assert_eq!(disk.violations().len(), 1);
+    assert!(disk.violations()[0].contains("is being written"), "{:?}", disk.violations());
     disk.heal();
     assert_eq!(held.recv(), Ok(Ok(())));
 }
@@ -236,12 +236,12 @@ fn misuse_is_reported() {
 fn inline_disk_completes_tries() {
     let mut data = block(0);
     let request = Request::read(0, BLOCK);
-    assert_eq!(disk().try_io(&request, Buffer::Read(&mut data)), Ok(Tried::WouldBlock));
+    assert_eq!(disk().try_io(&request, Buffer::Read(&mut data)), Ok(TryResult::WouldBlock));
     let disk = disk().inline();
-    assert_eq!(disk.try_io(&request, Buffer::Read(&mut data)), Ok(Tried::Done));
-    disk.fault(Some(Op::Read), When::At(1), What::Hang);
-    assert_eq!(disk.try_io(&request, Buffer::Read(&mut data)), Ok(Tried::WouldBlock));
+    assert_eq!(disk.try_io(&request, Buffer::Read(&mut data)), Ok(TryResult::Done));
+    disk.fault(Some(Op::Read), FaultSchedule::At(1), FaultEffect::Hang);
+    assert_eq!(disk.try_io(&request, Buffer::Read(&mut data)), Ok(TryResult::WouldBlock));
     assert_eq!((disk.counts().reads, disk.counts().in_flight), (1, 0));
-    disk.fault(Some(Op::Write), When::At(0), What::Fail(Error::Media));
+    disk.fault(Some(Op::Write), FaultSchedule::At(0), FaultEffect::Fail(Error::Media));
     assert_eq!(disk.try_io(&Request::write(0, BLOCK), Buffer::Write(&data)), Err(Error::Media));
 }

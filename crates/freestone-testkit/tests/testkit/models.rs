@@ -5,7 +5,7 @@ use std::sync::Arc;
 use freestone_core::device::Device;
 use freestone_drive::null::{self, Null};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Model, ModelZoned, Policy, Rng, ZonedConfig};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, ModelZoned, Rng, ZonedConfig};
 
 const SIZE: usize = 2 << 20;
 
@@ -31,15 +31,17 @@ fn model_read_only() {
 #[test]
 fn model_grows() {
     let device = Model::new(SIZE, 512);
-    conformance::grown(&device, &options(3), &|| device.grow(2 * SIZE)).unwrap();
+    conformance::check_grown(&device, &options(3), &|| device.grow(2 * SIZE)).unwrap();
 }
 
 #[test]
 fn deferred_model() {
-    for (seed, policy) in [(1, Policy::Always), (2, Policy::Sometimes(50)), (3, Policy::Sometimes(5))] {
+    for (seed, policy) in
+        [(1, DeferPolicy::Always), (2, DeferPolicy::Sometimes(50)), (3, DeferPolicy::Sometimes(5))]
+    {
         let make = || {
             let model = Arc::new(Model::new(SIZE, 512));
-            Arc::new(Deferred::new(model, policy, seed)) as Arc<dyn Device>
+            Arc::new(DeferringDevice::new(model, policy, seed)) as Arc<dyn Device>
         };
         conformance::check(&format!("deferred model, {policy:?}"), &make, options(seed));
     }
@@ -51,16 +53,17 @@ fn null() {
         let null = Null::new(null::Config::plain(1 << 40, 512)).unwrap();
         Arc::new(null) as Arc<dyn Device>
     };
-    conformance::check("null", &make, Options { stores: false, ..options(4) });
-    let deferred = || Arc::new(Deferred::new(make(), Policy::Sometimes(50), 4)) as Arc<dyn Device>;
-    conformance::check("deferred null", &deferred, Options { stores: false, ..options(4) });
+    conformance::check("null", &make, Options { stores_data: false, ..options(4) });
+    let deferred =
+        || Arc::new(DeferringDevice::new(make(), DeferPolicy::Sometimes(50), 4)) as Arc<dyn Device>;
+    conformance::check("deferred null", &deferred, Options { stores_data: false, ..options(4) });
 }
 
 fn zoned(config: ZonedConfig) {
     let make = || Arc::new(ModelZoned::new(config)) as Arc<dyn Device>;
     conformance::check_zoned("zoned model", &make, options(5));
-    for policy in [Policy::Always, Policy::Sometimes(50)] {
-        let deferred = || Arc::new(Deferred::new(make(), policy, 5)) as Arc<dyn Device>;
+    for policy in [DeferPolicy::Always, DeferPolicy::Sometimes(50)] {
+        let deferred = || Arc::new(DeferringDevice::new(make(), policy, 5)) as Arc<dyn Device>;
         conformance::check_zoned(&format!("deferred zoned model, {policy:?}"), &deferred, options(5));
     }
 }

@@ -1,4 +1,4 @@
-//! The content of a disk: the durable bytes, and every unflushed version.
+//! The content of a simulated disk: the durable bytes, and all unflushed versions of each sector.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,11 +11,11 @@ type Bytes = Box<[u8; SECTOR_BYTES]>;
 
 pub(super) struct Media {
     durable: Vec<u8>,
-    /// Unflushed versions by sector, in the order of writing. Reads return the last version.
+    /// Unflushed versions by sector number, oldest first. Reads return the last one.
     unflushed: BTreeMap<u64, Vec<Bytes>>,
-    /// For each sector, true if it takes up space.
+    /// For each sector, true if it takes up space (is not a hole).
     used: Vec<bool>,
-    /// Writes stay out of `durable` until a flush.
+    /// The disk has a volatile cache: writes without FUA stay in `unflushed` until a flush.
     volatile_cache: bool,
 }
 
@@ -46,7 +46,8 @@ impl Media {
         }
     }
 
-    /// Writes one sector; `None` writes zeroes that take up no space.
+    /// Writes one sector; `None` discards the sector, which then reads as zeroes and takes up no
+    /// space.
     pub fn write(&mut self, at: u64, bytes: Option<&[u8]>, fua: bool) {
         const ZEROES: &[u8] = &[0; SECTOR_BYTES];
         self.used[at as usize] = bytes.is_some();
@@ -68,7 +69,7 @@ impl Media {
         }
     }
 
-    /// Flushes a random half of the sectors, as a flush that failed midway.
+    /// Makes a random half of the unflushed sectors durable, like a flush that fails midway.
     pub fn flush_some(&mut self, rng: &mut Rng) {
         let some: Vec<u64> = self.unflushed.keys().copied().filter(|_| rng.chance(50)).collect();
         for at in some {
@@ -78,7 +79,7 @@ impl Media {
         }
     }
 
-    /// Replaces each sector by its durable content or one of the unflushed versions.
+    /// Sets each sector to its durable content or to one of its unflushed versions, at random.
     pub fn lose_power(&mut self, rng: &mut Rng) {
         for (at, versions) in std::mem::take(&mut self.unflushed) {
             let chosen = rng.below(versions.len() as u64 + 1) as usize;
@@ -89,15 +90,15 @@ impl Media {
         }
     }
 
-    /// Returns the content that reads return.
+    /// Returns the whole content as reads return it.
     pub fn visible(&self) -> Vec<u8> {
         let mut out = vec![0; self.durable.len()];
         self.read(0, &mut out);
         out
     }
 
-    /// Returns the bytes of space that a write to these sectors needs.
-    pub fn room_for(&self, sectors: Range<u64>) -> u64 {
+    /// Returns the additional space in bytes that a write to these sectors needs.
+    pub fn space_for(&self, sectors: Range<u64>) -> u64 {
         let new = sectors.filter(|&at| !self.used[at as usize]).count();
         (new * SECTOR_BYTES) as u64
     }

@@ -1,4 +1,4 @@
-//! Fault probabilities of a disk, and the counts of injected faults.
+//! Fault probabilities of a simulated disk, and the counts of injected faults.
 
 use freestone::device::Op;
 use freestone_testkit::Rng;
@@ -6,37 +6,37 @@ use serde::{Deserialize, Serialize};
 
 use crate::rt::time::Duration;
 
-/// Fault probabilities of one kind of operation, per mille. Their sum is at most 1000.
+/// Fault probabilities of one kind of operation, per thousand. Their sum is at most 1000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Chances {
-    /// Fails and does nothing.
+pub struct FaultRates {
+    /// The operation fails and does nothing.
     pub fail: u16,
-    /// Fails although all of it was done.
+    /// The operation fails although all of it was done.
     pub fail_done: u16,
-    /// Fails after some of its sectors were done: the first few, or any.
+    /// The operation fails after some of its sectors were done: the first few, or any.
     pub fail_partly: u16,
-    /// Starts later; other requests overtake it.
+    /// The operation starts later; other operations overtake it.
     pub delay: u16,
-    /// Waits until it is released.
+    /// The operation waits until [`DiskControl::release`](super::DiskControl::release).
     pub hang: u16,
 }
 
-/// Fault probabilities of a disk. The default has no faults.
+/// Fault probabilities of a disk, by kind of operation. The default has no faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Plan {
-    /// For reads.
-    pub read: Chances,
-    /// For writes.
-    pub write: Chances,
-    /// For discards and for writes of zeroes.
-    pub clear: Chances,
-    /// For flushes.
-    pub flush: Chances,
-    /// Longest delay in microseconds of a delayed operation.
+    /// Fault probabilities of reads.
+    pub read: FaultRates,
+    /// Fault probabilities of writes.
+    pub write: FaultRates,
+    /// Fault probabilities of discards and of writes of zeroes.
+    pub clear: FaultRates,
+    /// Fault probabilities of flushes.
+    pub flush: FaultRates,
+    /// Longest delay of a delayed operation, in microseconds.
     pub delay_max_us: u32,
 }
 
-/// Fate of one operation.
+/// Fate of one operation: success, or the fault that the disk injects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
     Well,
@@ -55,7 +55,7 @@ impl Plan {
             Op::Discard | Op::WriteZeroes => &self.clear,
             Op::Flush => &self.flush,
         };
-        if *chances == Chances::default() {
+        if *chances == FaultRates::default() {
             return Fate::Well;
         }
         let mut left = rng.below(1000);
@@ -80,36 +80,37 @@ impl Plan {
     }
 }
 
-/// Counts of injected faults. Each kind of error that the disk returns is counted here, so an error
-/// above without an increase of a count below has no cause.
+/// Counts of injected faults. The disk counts each error that it returns. An error of a device
+/// above without an increase of a count here has no cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Injected {
-    /// Operations that failed and did nothing.
+pub struct FaultCounts {
+    /// Number of operations that failed and did nothing.
     pub failed: u64,
-    /// Operations that failed after doing everything.
+    /// Number of operations that failed although all of them was done.
     pub failed_done: u64,
-    /// Operations that failed after doing some sectors.
+    /// Number of operations that failed after some of their sectors were done.
     pub failed_partly: u64,
-    /// Operations that started later.
+    /// Number of operations that were delayed.
     pub delayed: u64,
-    /// Operations that waited to be released.
+    /// Number of operations that hung.
     pub hung: u64,
-    /// Writes that found no free space.
+    /// Number of writes that failed for lack of free space.
     pub no_space: u64,
-    /// Operations beyond the end of a disk that shrank.
+    /// Number of operations that failed because they reached beyond the end of a disk that shrank.
     pub shrunk: u64,
-    /// Operations that failed with "gone" because power was lost or the disk was dropped.
+    /// Number of operations that failed with `Error::Gone` because power was lost or the disk was
+    /// dropped.
     pub gone: u64,
 }
 
-impl Injected {
+impl FaultCounts {
     /// Returns the number of operations that failed with
     /// [`Error::Media`](freestone::device::Error::Media).
     pub fn media(&self) -> u64 {
         self.failed + self.failed_done + self.failed_partly + self.shrunk
     }
 
-    /// Returns the number of operations that failed.
+    /// Returns the number of operations that failed with any error.
     pub fn errors(&self) -> u64 {
         self.media() + self.no_space + self.gone
     }

@@ -7,8 +7,8 @@ use crate::rt::sync::mpsc;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn always(set: impl Fn(&mut Chances)) -> Plan {
-    let mut chances = Chances::default();
+fn always(set: impl Fn(&mut FaultRates)) -> Plan {
+    let mut chances = FaultRates::default();
     set(&mut chances);
     Plan { read: chances, write: chances, clear: chances, flush: chances, delay_max_us: 1000 }
 }
@@ -54,12 +54,12 @@ fn disk_with_delays_passes_conformance() {
 
 #[test]
 fn each_fault_has_its_effect_and_is_counted() {
-    let count = |disk: &SimDisk| disk.control().injected();
+    let count = |disk: &SimDisk| disk.control().fault_counts();
     let failing = disk(always(|chances| chances.fail = 1000));
     assert_eq!(failing.write_at(0, &[1; 512], Flags::empty()), Err(Error::Media));
     assert_eq!(read(&failing, 0, 512), Err(Error::Media));
     assert_eq!(Blocking::flush(&failing), Err(Error::Media));
-    assert_eq!(count(&failing), Injected { failed: 3, ..Injected::default() });
+    assert_eq!(count(&failing), FaultCounts { failed: 3, ..FaultCounts::default() });
     assert_eq!(failing.control().bytes(), vec![0; 64 << 10]);
 
     let arrives = disk(always(|chances| chances.fail_done = 1000));
@@ -85,7 +85,7 @@ fn each_fault_has_its_effect_and_is_counted() {
     Blocking::flush(&good).unwrap();
     assert_eq!(read(&good, 0, 4096).unwrap(), [9; 4096]);
     assert_eq!(read(&good, 4096, 512).unwrap(), [0; 512]);
-    assert_eq!(count(&good), Injected::default());
+    assert_eq!(count(&good), FaultCounts::default());
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn hanging_request_blocks_no_other_until_released() {
     disk.control().release();
     assert_eq!(first.recv_timeout(PATIENCE), Ok(Ok(())));
     assert_eq!(read(&disk, 0, 512).unwrap(), [1; 512]);
-    assert_eq!(disk.control().injected().hung, 1);
+    assert_eq!(disk.control().fault_counts().hung, 1);
 
     disk.control().set_plan(always(|chances| chances.hang = 1000));
     let last = submit(&disk, Request::write(0, 512), &[3; 512]);
@@ -110,14 +110,14 @@ fn hanging_request_blocks_no_other_until_released() {
 #[test]
 fn full_disk_fails_writes_until_discard() {
     let disk = disk(Plan::default());
-    disk.control().set_room(Some(1024));
+    disk.control().set_free_space(Some(1024));
     disk.write_at(0, &[1; 1024], Flags::empty()).unwrap();
     disk.write_at(0, &[2; 1024], Flags::empty()).unwrap();
     assert_eq!(disk.write_at(512, &[3; 1024], Flags::empty()), Err(Error::NoSpace));
     assert_eq!(read(&disk, 512, 512).unwrap(), [2; 512]);
     disk.discard(0, 512).unwrap();
     disk.write_at(4096, &[3; 512], Flags::empty()).unwrap();
-    assert_eq!(disk.control().injected().no_space, 1);
+    assert_eq!(disk.control().fault_counts().no_space, 1);
     disk.control().heal();
     disk.write_at(0, &[4; 4096], Flags::empty()).unwrap();
 }
@@ -131,7 +131,7 @@ fn shrunk_disk_fails_requests_beyond_its_end() {
     assert_eq!(read(&disk, 0, 2048).unwrap(), [1; 2048]);
     assert_eq!(read(&disk, 1024, 2048), Err(Error::Media));
     assert_eq!(disk.write_at(2048, &[1; 512], Flags::empty()), Err(Error::Media));
-    assert_eq!(disk.control().injected().shrunk, 2);
+    assert_eq!(disk.control().fault_counts().shrunk, 2);
     disk.control().grow(128 << 10);
     disk.control().heal();
     disk.write_at((128 << 10) - 512, &[1; 512], Flags::empty()).unwrap();
@@ -150,7 +150,7 @@ fn power_cut_keeps_flushed_data_or_some_version() {
         let control = disk.control();
         control.power_cut(seed);
         assert_eq!(disk.write_at(0, &[9; 512], Flags::empty()), Err(Error::Gone));
-        let after = control.reopened(seed);
+        let after = control.reopen(seed);
         let version = read(&after, 0, 512).unwrap()[0];
         seen[usize::from(version)] += 1;
         assert_eq!(read(&after, 0, 512).unwrap(), [version; 512]);
@@ -184,10 +184,10 @@ fn overlapping_and_invalid_requests_are_reported() {
     let _one = submit(&disk, Request::write(0, 1024), &[1; 1024]);
     let _two = submit(&disk, Request::write(512, 1024), &[2; 1024]);
     let _three = submit(&disk, Request::write(2048, 512), &[2; 512]);
-    assert_eq!(disk.control().complaints().len(), 1);
+    assert_eq!(disk.control().violations().len(), 1);
     let refused = submit(&disk, Request::write(64 << 10, 512), &[2; 512]);
     assert_eq!(refused.recv_timeout(PATIENCE), Ok(Err(Error::OutOfRange)));
-    assert!(disk.control().complaints()[1].contains("out of range"));
+    assert!(disk.control().violations()[1].contains("out of range"));
 }
 
 #[test]
@@ -206,8 +206,8 @@ fn extents_report_unwritten_blocks_as_holes() {
     );
 }
 
-/// The oracle accepts the disk's behaviour on writes, failures and cuts, and detects a disk that
-/// forgets a flush.
+/// The oracle accepts the behaviour of the disk on writes, failures and power cuts. The oracle
+/// detects a disk that loses the effect of a flush.
 #[test]
 fn oracle_accepts_disk_and_detects_lost_flush() {
     let lives = |forgets: bool| {
@@ -223,9 +223,14 @@ fn oracle_accepts_disk_and_detects_lost_flush() {
 
 fn life(seed: u64, forgets: bool) -> std::result::Result<(), String> {
     let mut rng = Rng::new(seed);
-    let chances = Chances { fail: 50, fail_done: 50, fail_partly: 50, delay: 100, hang: 0 };
-    let plan =
-        Plan { read: Chances::default(), write: chances, clear: chances, flush: chances, delay_max_us: 50 };
+    let chances = FaultRates { fail: 50, fail_done: 50, fail_partly: 50, delay: 100, hang: 0 };
+    let plan = Plan {
+        read: FaultRates::default(),
+        write: chances,
+        clear: chances,
+        flush: chances,
+        delay_max_us: 50,
+    };
     let mut disk = disk(plan);
     let mut oracle = Oracle::new("disk", 128, Durability::Flushed);
     for serial in 1..300 {
@@ -266,7 +271,7 @@ fn life(seed: u64, forgets: bool) -> std::result::Result<(), String> {
                     disk.control().detach(serial);
                 }
                 oracle.crash();
-                disk = disk.control().reopened(serial);
+                disk = disk.control().reopen(serial);
                 disk.control().set_plan(plan);
             }
             _ => {

@@ -1,4 +1,5 @@
-//! Executes the requests of a disk: each request gets a fate on arrival, waits, and is performed.
+//! Executes the requests of a disk: the fate of each request is drawn on arrival; the request then
+//! waits and is performed.
 
 use std::ops::Range;
 
@@ -6,15 +7,15 @@ use freestone::device::{Completion, Error, Flags, Geometry, IoBuf, Op, Request, 
 use freestone_testkit::Rng;
 
 use super::media::Media;
-use super::plan::{Fate, Injected, Plan};
-use super::{COMPLAINTS_MAX, DiskConfig, SECTOR};
+use super::plan::{Fate, FaultCounts, Plan};
+use super::{DiskConfig, MAX_VIOLATIONS, SECTOR};
 use crate::oracle::SECTOR_BYTES;
 use crate::rt::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use crate::rt::time::Instant;
 
 pub(super) struct Shared {
     pub config: DiskConfig,
-    /// Held for a lookup or one operation, never while a completion runs.
+    /// Held during a lookup or one operation, never while a completion callback runs.
     pub state: Mutex<State>,
     pub changed: Condvar,
 }
@@ -23,17 +24,17 @@ pub(super) struct State {
     pub media: Media,
     pub rng: Rng,
     pub plan: Plan,
-    /// Free space in bytes; `None` is unlimited.
-    pub room: Option<u64>,
+    /// Free space in bytes; `None` means unlimited.
+    pub free_space: Option<u64>,
     pub shrunk_to: Option<u64>,
     pub queue: Vec<Job>,
     pub hung: Vec<Job>,
-    /// Sectors of the writes that have arrived and not completed.
+    /// Sector ranges of the writes that have arrived and not completed.
     pub writing: Vec<Range<u64>>,
-    pub injected: Injected,
+    pub fault_counts: FaultCounts,
     pub arrived: u64,
-    pub complaints: Vec<String>,
-    /// Power was lost, or the user died.
+    pub violations: Vec<String>,
+    /// The power was lost, or the user of the disk died. All further requests fail.
     pub dead: bool,
     pub stop: bool,
 }
@@ -46,7 +47,7 @@ pub(super) struct Job {
     pub due: Instant,
 }
 
-/// Which sectors of a torn operation are done.
+/// Selects the sectors of a torn operation that are done.
 #[derive(Clone, Copy)]
 pub(super) enum Torn {
     First(u64),
@@ -128,14 +129,14 @@ impl Shared {
 }
 
 impl State {
-    /// Checks a request and draws its fate.
+    /// Checks the contract for a request that arrives, and draws its fate.
     pub fn arrive(&mut self, request: &Request, shared: &Shared) -> Result<Fate> {
         if self.dead {
-            self.injected.gone += 1;
+            self.fault_counts.gone += 1;
             return Err(Error::Gone);
         }
         if let Err(error) = request.check(&shared.geometry(self.media.len())) {
-            self.complain(format!("{request:?} is refused: {error}"));
+            self.record_violation(format!("{request:?} is refused: {error}"));
             return Err(error);
         }
         self.arrived += 1;
@@ -143,7 +144,7 @@ impl State {
             let range = sectors(request);
             let other = self.writing.iter().find(|other| other.start < range.end && range.start < other.end);
             if let Some(other) = other.cloned().filter(|_| !shared.config.overlap) {
-                self.complain(format!("{request:?} while sectors {other:?} are being written"));
+                self.record_violation(format!("{request:?} while sectors {other:?} are being written"));
             }
             self.writing.push(range);
         }
@@ -151,7 +152,8 @@ impl State {
         Ok(plan.draw(request.op, &mut self.rng))
     }
 
-    /// Reverts an arrival: the request will be submitted and arrive again.
+    /// Reverts an arrival, for a request that a try does not complete: it will be submitted and
+    /// arrive again.
     pub fn revert_arrival(&mut self, request: &Request) {
         self.arrived -= 1;
         self.remove_writing(request);
@@ -165,31 +167,32 @@ impl State {
         }
     }
 
-    /// Performs a request that arrived. `buffer` is empty unless the request reads or writes.
+    /// Performs a request that arrived, with its fate. `buffer` is empty unless the request reads
+    /// or writes.
     pub fn perform(&mut self, request: &Request, buffer: &mut [u8], fate: Fate) -> Result<()> {
         self.remove_writing(request);
         if self.dead {
-            self.injected.gone += 1;
+            self.fault_counts.gone += 1;
             return Err(Error::Gone);
         }
         match fate {
             Fate::Fail => {
-                self.injected.failed += 1;
+                self.fault_counts.failed += 1;
                 return Err(Error::Media);
             }
-            Fate::Delay(_) => self.injected.delayed += 1,
+            Fate::Delay(_) => self.fault_counts.delayed += 1,
             _ => {}
         }
         if self.shrunk_to.is_some_and(|end| request.offset + request.len > end) {
-            self.injected.shrunk += 1;
+            self.fault_counts.shrunk += 1;
             return Err(Error::Media);
         }
         if request.op == Op::Write
-            && let Some(room) = &mut self.room
+            && let Some(room) = &mut self.free_space
         {
-            let takes = self.media.room_for(sectors(request));
+            let takes = self.media.space_for(sectors(request));
             if takes > *room {
-                self.injected.no_space += 1;
+                self.fault_counts.no_space += 1;
                 return Err(Error::NoSpace);
             }
             *room -= takes;
@@ -203,8 +206,8 @@ impl State {
             Op::Write | Op::WriteZeroes | Op::Discard => self.store(request, buffer, torn),
         }
         match fate {
-            Fate::FailDone => self.injected.failed_done += 1,
-            Fate::FailPartly => self.injected.failed_partly += 1,
+            Fate::FailDone => self.fault_counts.failed_done += 1,
+            Fate::FailPartly => self.fault_counts.failed_partly += 1,
             _ => return Ok(()),
         }
         Err(Error::Media)
@@ -222,7 +225,7 @@ impl State {
                     self.media.write(at, Some(bytes), fua);
                 }
                 Op::Discard | Op::WriteZeroes => {
-                    if let Some(room) = self.room.as_mut().filter(|_| self.media.is_used(at)) {
+                    if let Some(room) = self.free_space.as_mut().filter(|_| self.media.is_used(at)) {
                         *room += SECTOR;
                     }
                     self.media.write(at, None, fua);
@@ -232,14 +235,14 @@ impl State {
         }
     }
 
-    /// Kills the disk and returns the requests in flight, which must fail with [`Error::Gone`].
-    /// Each of them was done, torn or not done.
-    pub fn die(&mut self, rng: &mut Rng, power: bool) -> Vec<Job> {
+    /// Kills the disk and returns the requests in flight, which the caller must fail with
+    /// [`Error::Gone`]. Each of these requests was done, torn or not done.
+    pub fn kill(&mut self, rng: &mut Rng, power: bool) -> Vec<Job> {
         self.dead = true;
         let mut lost = std::mem::take(&mut self.queue);
         lost.append(&mut self.hung);
         for job in &lost {
-            self.injected.gone += 1;
+            self.fault_counts.gone += 1;
             let outcome = rng.below(3);
             let sectors = sectors(&job.request);
             let torn = Torn::draw(rng, sectors.end - sectors.start);
@@ -257,9 +260,9 @@ impl State {
         lost
     }
 
-    fn complain(&mut self, complaint: String) {
-        if self.complaints.len() < COMPLAINTS_MAX {
-            self.complaints.push(complaint);
+    fn record_violation(&mut self, violation: String) {
+        if self.violations.len() < MAX_VIOLATIONS {
+            self.violations.push(violation);
         }
     }
 }

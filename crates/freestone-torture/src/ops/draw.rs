@@ -1,31 +1,32 @@
-//! Draws runs from a seed.
+//! Draws the ops of random runs, and of the stacks on which they operate, from a seed.
 
 mod scenes;
 
 use freestone_testkit::Rng;
 
 use super::{Backing, CowOp, DiskOp, Io, IoKind, Op};
-use crate::disk::{Chances, Plan};
+use crate::disk::{FaultRates, Plan};
 
-/// Percentage of runs that have images, and percentage of ops in such a run that an image op precedes.
+/// Percentage of runs that have images, and percentage of ops in such a run before which an image op is
+/// inserted.
 const IMAGES_PERCENT: u8 = 40;
 const IMAGE_OPS_PERCENT: u8 = 4;
 
-/// The state of a draw.
+/// The random state from which one run is drawn.
 struct Draw {
     rng: Rng,
-    /// Addresses that requests return to often.
+    /// Addresses (block numbers) to which many requests go.
     hot: [u32; 4],
-    /// End of the last request, where a sequential request continues.
+    /// End of the last request in blocks; a sequential request starts there.
     next: u32,
-    /// The run has faults, or crashes.
+    /// The run may inject faults, or crash disks.
     faults: bool,
     crashes: bool,
-    /// Number of request threads; with 0 the runner issues the requests.
+    /// Number of threads that issue requests; with 0 the runner issues the requests itself.
     request_threads: u8,
 }
 
-/// Draws the ops that build a stack. The same seed gives the same ops.
+/// Draws the ops that build a stack of devices. The same seed gives the same ops.
 pub fn stack(seed: u64) -> Vec<Op> {
     let mut draw = Draw::new(seed);
     let mut ops = Vec::new();
@@ -76,7 +77,7 @@ pub fn draw(seed: u64, count: usize) -> Vec<Op> {
     with_images(seed, draw.faults, ops)
 }
 
-/// Adds images to some runs. The draws of other runs do not change.
+/// Inserts image ops in some runs. The other runs keep their ops.
 fn with_images(seed: u64, faults: bool, ops: Vec<Op>) -> Vec<Op> {
     let mut draw = Draw::new(!seed);
     if !draw.chance(IMAGES_PERCENT) {
@@ -110,7 +111,7 @@ fn with_images(seed: u64, faults: bool, ops: Vec<Op>) -> Vec<Op> {
     all
 }
 
-/// Returns ops that start all threads that the process then keeps.
+/// Returns ops that start all threads that the process keeps after a run.
 pub fn warm_up() -> Vec<Op> {
     let family = Op::Family { limit_kib: 0, algorithm: 0, backing: None, auto: false };
     let base = Op::Base { kib: 64, seed: 1, faults: true };
@@ -142,7 +143,8 @@ impl Draw {
         self.rng.word() as u16
     }
 
-    /// Draws a size from `least` to `most`, with a uniform distribution of the magnitude.
+    /// Draws a size in KiB from `least` to `most`: first the power of two, uniformly, then the size within
+    /// it.
     fn kib(&mut self, least: u32, most: u32) -> u32 {
         let doublings = u64::from((most / least).ilog2());
         let from = least << self.below(doublings + 1);
@@ -219,7 +221,7 @@ impl Draw {
             987..989 if faults => Op::Room { disk: self.any(), kib: self.kib(4, 1024) },
             989..991 if faults => Op::Shrink { disk: self.any(), parts: self.below(1024) as u16 },
             991..998 if faults => Op::Heal(self.chance(50).then(|| self.any())),
-            // 785 to 789, and ops that this run does not have.
+            // Numbers 785 to 789, and faults or crashes in a run without them.
             _ => Op::Check(self.any()),
         }
     }
@@ -300,7 +302,7 @@ impl Draw {
         }
     }
 
-    /// Draws bad blocks, half of them at the addresses that requests return to.
+    /// Draws bad blocks, half of them at the addresses to which many requests go.
     fn bad(&mut self) -> Op {
         let hot = self.below(2 * self.hot.len() as u64) as usize;
         let at = self.hot.get(hot).copied().unwrap_or_else(|| self.rng.word() as u32);
@@ -316,7 +318,8 @@ impl Draw {
         }
     }
 
-    /// Draws fault rules with effects that the judge knows: errors without effect, and late completions.
+    /// Draws fault rules whose effects the judge can account for: errors without effect, and late
+    /// completions.
     fn rules(&mut self) -> String {
         let rules = (0..=self.below(2)).map(|_| self.rule());
         rules.collect::<Vec<_>>().join("; ")
@@ -362,7 +365,7 @@ impl Draw {
         for chances in [&mut plan.read, &mut plan.write, &mut plan.clear, &mut plan.flush] {
             let mut draw =
                 |percent| if self.rng.chance(percent) { self.rng.below(most) as u16 / 4 } else { 0 };
-            *chances = Chances {
+            *chances = FaultRates {
                 fail: draw(40),
                 fail_done: draw(50),
                 fail_partly: draw(40),

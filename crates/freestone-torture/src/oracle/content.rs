@@ -1,33 +1,32 @@
-//! The content of a write: a function of the write's id and the sector only, so a read can be
-//! judged without storing data, and bytes found can be identified.
+//! The content of a write: a function of only the write's id and the sector number. Reads can thus
+//! be judged without storing data, and bytes found can be identified.
 
 use std::fmt;
 
 use freestone_testkit::{Rng, first_difference};
 
-/// Bytes per sector, the unit in which writes may tear.
+/// Bytes per sector, the unit in which a write may tear (be done in part).
 pub const SECTOR_BYTES: usize = 512;
 
-/// First bytes of a sector with a tag.
+/// First four bytes of a sector with a tag.
 const MAGIC: u32 = 0x464f_5254;
-/// Magic, checksum, id and sector number.
+/// Bytes of a tag: magic, checksum, id of the write, and sector number.
 const TAG_BYTES: usize = 24;
-/// The fill is encoded in the id modulo this.
+/// The remainder of a write's id modulo this number encodes its fill pattern.
 const FILLS: u64 = 8;
 
-/// Fill pattern of a write, since devices treat contents differently.
+/// Fill pattern of a write. Devices treat contents differently by how well they compress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
-    /// A tag, then words of a small vocabulary: compresses like text.
+    /// A tag, then words of a small vocabulary. Compresses like text.
     Text,
-    /// A tag, then noise: does not compress.
+    /// A tag, then noise. Does not compress.
     Noise,
-    /// A tag, then one repeated word.
+    /// A tag, then one repeated word. Compresses well.
     Repeat,
-    /// A tag and noise, then zeroes from the middle on.
+    /// A tag and noise, then zeroes from the middle of the sector on. Compresses to about half.
     Half,
-    /// One repeated word without a tag, the same in all sectors of the write, so its pages are
-    /// same-filled.
+    /// The same word in the whole write, without tags, so all pages are same-filled.
     Same,
 }
 
@@ -35,7 +34,7 @@ impl Fill {
     /// All fill patterns.
     pub const ALL: [Self; 5] = [Self::Text, Self::Noise, Self::Repeat, Self::Half, Self::Same];
 
-    /// Returns the fill pattern of this write.
+    /// Returns the fill pattern that is encoded in the id of a write.
     pub const fn of(id: u64) -> Self {
         match id % FILLS {
             0 | 1 => Self::Text,
@@ -59,7 +58,7 @@ impl Fill {
     }
 }
 
-/// Returns the content that the write `id` gives this sector.
+/// Returns the bytes that the write with this id puts into this sector.
 pub fn content(id: u64, sector: u64) -> [u8; SECTOR_BYTES] {
     let mut out = [0; SECTOR_BYTES];
     let fill = Fill::of(id);
@@ -87,7 +86,8 @@ pub fn content(id: u64, sector: u64) -> [u8; SECTOR_BYTES] {
     out
 }
 
-/// Fills `out`, which begins at this sector, with the content of the write `id`.
+/// Fills `out` with the content of the write `id`. The first byte of `out` is the start of
+/// `first_sector`.
 pub fn fill(id: u64, first_sector: u64, out: &mut [u8]) {
     for (sector, out) in (first_sector..).zip(out.chunks_mut(SECTOR_BYTES)) {
         out.copy_from_slice(&content(id, sector)[..out.len()]);
@@ -120,7 +120,8 @@ fn repeat(out: &mut [u8], word: u64) {
     }
 }
 
-/// Returns the word of a write without a tag; never zero.
+/// Returns the word that a write without tags repeats; never zero, since zeroes are a content of
+/// their own.
 fn pattern(id: u64) -> u64 {
     Rng::new(!id).word() | 1
 }
@@ -129,17 +130,17 @@ fn check(id: u64, sector: u64) -> u32 {
     (Rng::new(id.wrapping_mul(31).wrapping_add(sector)).word() >> 32) as u32
 }
 
-/// The content of a version.
+/// The content that a sector has in one version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Content {
-    /// Zeroes.
+    /// All bytes are zero.
     Zero,
     /// The content of the write with this id.
     Data(u64),
 }
 
 impl Content {
-    /// Returns true if the bytes of sector `at` are this content.
+    /// Returns true if `bytes` are this content at sector `at`.
     pub fn is(self, at: u64, bytes: &[u8]) -> bool {
         match self {
             Self::Zero => bytes.iter().all(|&byte| byte == 0),
@@ -160,32 +161,32 @@ impl fmt::Display for Content {
 /// The identification of the bytes of a sector.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentifiedBytes {
-    /// Zeroes.
+    /// All bytes are zero.
     Zero,
-    /// The content of a write for some sector, possibly another one.
+    /// The content of a write, generated for this sector or another one.
     Tagged {
         /// Id of the write.
         id: u64,
         /// Sector for which the content was generated.
         sector: u64,
     },
-    /// The tag of a write and sector, followed by other bytes.
+    /// The valid tag of a write and sector, followed by other bytes than the write has there.
     Torn {
         /// Id of the write.
         id: u64,
         /// Sector for which the tag was generated.
         sector: u64,
-        /// Offset of the first byte that differs.
+        /// Offset in bytes of the first byte that differs.
         from: usize,
     },
-    /// One repeated word, from a write without tags. Only comparing can identify the write.
+    /// One repeated word, from a write without tags. The write can be identified only by comparing.
     Pattern(u64),
-    /// The first bytes of unknown content.
+    /// Unknown content, with its first bytes.
     Garbage([u8; 16]),
 }
 
 impl IdentifiedBytes {
-    /// Identifies the bytes of one sector.
+    /// Identifies the bytes of one sector by their tag or repeated word.
     pub fn identify(bytes: &[u8]) -> Self {
         if bytes == &[0; SECTOR_BYTES][..bytes.len()] {
             return Self::Zero;
@@ -204,7 +205,7 @@ impl IdentifiedBytes {
         Self::Garbage(bytes[..16].try_into().expect("sixteen bytes"))
     }
 
-    /// Returns true if sector `at`, in which this was found, has this version.
+    /// Returns true if these bytes, found in sector `at`, are the content `version`.
     pub fn matches(&self, at: u64, version: Content) -> bool {
         match (self, version) {
             (Self::Zero, Content::Zero) => true,

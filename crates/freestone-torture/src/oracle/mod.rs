@@ -1,17 +1,18 @@
-//! The oracle: the versions that each sector of a device may hold. One judge for reads, failed writes, power cuts and
-//! crashes.
+//! The oracle: tracks the versions that each sector of a device may hold, and judges reads. Failed writes,
+//! power cuts and crashes follow the same rules.
 //!
 //! The caller reports the start and the completion of each write. For each sector the oracle stores the versions that
 //! a read may return now, and those that only a crash may restore:
 //!
-//! * A write may be visible from its start. When it **completes successfully**, every version completed before its
-//!   start is gone. Writes that overlap in time leave either version.
+//! * A write may be visible from its start. When it **completes successfully**, every version completed
+//!   before the start of the write is gone. Of writes that overlap in time, either version may stay.
 //! * A **failed** write leaves the old or the new version, sector by sector, until a later write completes
 //!   successfully.
-//! * A **read** that overlaps no write shows which of several versions holds, and that version stays.
-//! * A **crash** may restore versions that no flush and no FUA replaced durably. The next read of a sector settles it
-//!   for good. A crash ends the requests in flight. At a power **cut** they survive with their issuer, and may take
-//!   effect before or after the cut.
+//! * A **read** that overlaps no write shows which of several versions is present, and only that version
+//!   stays.
+//! * A **crash** may restore versions that no flush and no FUA replaced durably. The next read of a sector
+//!   shows which version the crash left. A crash ends the requests in flight. At a power **cut** these
+//!   requests survive with their issuer, and may take effect before or after the cut.
 //!
 //! A **tick** is the time of an oracle: a counter of all starts and completions. Ticks show which events overlap, so
 //! the caller must record each start before issuing the request, and each completion after it. The maps are sparse: a
@@ -47,52 +48,52 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::rt::sync::Arc;
 pub use content::{Content, Fill, IdentifiedBytes, SECTOR_BYTES, content, fill};
-use sector::{Past, Sector, State, Version};
+use sector::{PastVersion, Sector, State, Version};
 pub use violation::Violation;
 use violation::WriteRecord;
 
-/// A point in time of an oracle.
+/// A point in time of an oracle: the value of the event counter.
 pub type Tick = u64;
 
-/// Maximum number of writes remembered for messages.
+/// Maximum number of writes remembered for the messages of violations.
 const HISTORY_MAX: usize = 1024;
 
-/// The content of a device after a crash.
+/// The content of a device that survives a crash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
-    /// All zeroes.
+    /// No write survives: the device is all zeroes.
     Nothing,
-    /// Flushed writes survive; each other write may survive.
+    /// Flushed writes survive; each other write may or may not survive.
     Flushed,
     /// All completed writes survive.
     Completed,
 }
 
-/// The effect of a write.
+/// The kind of a write, which decides the content that it leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Writes the content of its id.
+    /// Writes the content of the write's id.
     Write,
     /// Writes zeroes.
     Zeroes,
-    /// A discard.
+    /// Discards the content.
     Discard {
-        /// Leaves zeroes for certain; otherwise zeroes or the old content.
+        /// The sectors are zeroes for certain; otherwise zeroes or the old content.
         zeroing: bool,
     },
 }
 
-/// How a write completed.
+/// The result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// Successfully.
+    /// The write succeeded.
     Done {
-        /// The request had FUA set.
+        /// The request had the FUA flag set, so the write is durable.
         fua: bool,
     },
-    /// With an error, though it may have taken effect.
+    /// The write failed, but may have taken effect.
     Failed,
-    /// With an error, without effect.
+    /// The write failed without effect.
     Refused,
 }
 
@@ -104,7 +105,7 @@ pub struct WriteToken {
     kind: Kind,
     range: Range<u64>,
     began: Tick,
-    /// Number of crashes before the start.
+    /// Number of crashes before the write started.
     crash_count: u64,
 }
 
@@ -123,12 +124,12 @@ pub struct ReadToken {
     began: Tick,
 }
 
-/// The clock of one oracle, or of several if the order of their events matters.
+/// The event counter of one oracle, or of several oracles if the order of their events matters.
 #[derive(Debug, Clone, Default)]
 pub struct Clock(Arc<AtomicU64>);
 
-/// The versions of a device. Sectors are numbered from 0; ranges are of sectors. A clone is a copy for trial reads:
-/// tokens of the original are only valid for the original.
+/// The versions of all sectors of a device. Sectors are numbered from 0; ranges are of sectors. A clone
+/// serves for trial reads: tokens of the original are not valid for the clone.
 #[derive(Debug, Clone)]
 pub struct Oracle {
     name: String,
@@ -137,29 +138,30 @@ pub struct Oracle {
     clock: Clock,
     /// Tick of the last event.
     tick: Tick,
-    /// Number of crashes.
+    /// Number of crashes until now.
     crash_count: u64,
     /// Tick of the last crash.
     last_crash: Tick,
-    /// All sectors that ever held anything but zeroes.
+    /// Sectors that have or had versions other than the initial zeroes. All others were never written.
     sectors: BTreeMap<u64, Sector>,
-    /// Sectors with versions that reads starting now cannot return.
+    /// Sectors with versions that reads starting now cannot return (past versions).
     sectors_with_past: BTreeSet<u64>,
     /// Start ticks of the reads in progress.
     reads: BTreeSet<Tick>,
-    /// Start of a verb that replaces the content, and the new content.
+    /// Start of the verb in progress that replaces the content, and the new content. `None` without such a
+    /// verb.
     replacing: Option<(Tick, Arc<Self>)>,
     history: VecDeque<WriteRecord>,
 }
 
 impl Oracle {
-    /// Creates the oracle of a device of `size` sectors, all zeroes.
+    /// Creates the oracle of a device of `size` sectors, initially all zeroes. `name` appears in messages.
     pub fn new(name: &str, size: u64, durability: Durability) -> Self {
-        Self::timed(name, size, durability, &Clock::default())
+        Self::with_clock(name, size, durability, &Clock::default())
     }
 
-    /// Creates an oracle that shares the clock of others.
-    pub fn timed(name: &str, size: u64, durability: Durability, clock: &Clock) -> Self {
+    /// Creates an oracle that shares `clock` with other oracles.
+    pub fn with_clock(name: &str, size: u64, durability: Durability, clock: &Clock) -> Self {
         Self {
             name: name.to_owned(),
             size,
@@ -176,37 +178,38 @@ impl Oracle {
         }
     }
 
-    /// Returns the name for messages.
+    /// Returns the name of the device in messages.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Changes the name for messages.
+    /// Changes the name of the device in messages.
     pub fn rename(&mut self, name: &str) {
         name.clone_into(&mut self.name);
     }
 
-    /// Returns the size in sectors.
+    /// Returns the size of the device in sectors.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Returns what survives a crash.
+    /// Returns the content that survives a crash of the device.
     pub fn durability(&self) -> Durability {
         self.durability
     }
 
-    /// Returns the current tick.
+    /// Returns the tick of the last event.
     pub fn tick(&self) -> Tick {
         self.tick
     }
 
-    /// Grows the device to `size` sectors; new sectors are zeroes. A smaller size has no effect.
+    /// Grows the device to `size` sectors; the new sectors are zeroes. A size below the current one has no
+    /// effect.
     pub fn grow(&mut self, size: u64) {
         self.size = self.size.max(size);
     }
 
-    /// Truncates a copy of the device to `size` sectors: it was taken before the device grew.
+    /// Truncates the oracle of a copy that was taken before the device grew to `size` sectors.
     pub fn truncate(&mut self, size: u64) {
         self.size = size;
         self.sectors.retain(|at, _| *at < size);
@@ -215,7 +218,8 @@ impl Oracle {
 
     // ---- writes and flushes ---------------------------------------------------------------------
 
-    /// Records the start of a write. `id` must be unique among all writes to related devices, see [`Fill::id`].
+    /// Records the start of a write. `id` must be unique among all writes to devices that share content, see
+    /// [`Fill::id`].
     pub fn begin_write(&mut self, id: u64, range: Range<u64>, kind: Kind) -> WriteToken {
         assert!(range.start < range.end && range.end <= self.size, "{range:?} of {}", self.size);
         let began = self.next();
@@ -231,14 +235,14 @@ impl Oracle {
         WriteToken { content, kind, range, began, crash_count: self.crash_count }
     }
 
-    /// Records the completion of a write.
+    /// Records the completion of a write, and updates the versions of its sectors.
     pub fn end(&mut self, write: WriteToken, outcome: Outcome) {
         let tick = self.next();
         if let Some(record) = self.history.iter_mut().rev().find(|record| record.began == write.began) {
             record.ended = Some((tick, matches!(outcome, Outcome::Done { .. })));
         }
         if write.crash_count != self.crash_count {
-            // The crash has already made this write one of the possible versions.
+            // The crash has already ended this write and made it one of the possible versions.
             return;
         }
         let outcome = match (write.kind, outcome) {
@@ -260,14 +264,14 @@ impl Oracle {
         FlushToken { began: self.next(), crash_count: self.crash_count }
     }
 
-    /// Records the completion of a flush. A failed flush guarantees nothing.
+    /// Records the completion of a flush. `done`: the flush succeeded. A failed flush makes nothing durable.
     pub fn end_flush(&mut self, FlushToken { began, crash_count }: FlushToken, done: bool) {
         self.next();
         if !done || crash_count != self.crash_count {
             return;
         }
         for at in self.sectors_with_past.clone() {
-            self.sector_mut(at).flushed(began);
+            self.sector_mut(at).record_flush(began);
             self.drop_unneeded(at);
         }
     }
@@ -281,7 +285,7 @@ impl Oracle {
         ReadToken { began }
     }
 
-    /// Ends a read that failed, without judging it.
+    /// Ends a read without judging it, for example because it failed.
     pub fn abandon(&mut self, read: ReadToken) {
         self.close(read);
     }
@@ -315,12 +319,12 @@ impl Oracle {
         judged
     }
 
-    /// Returns the latest start among the writes since `verb` whose content appears in `bytes`, the content of the
-    /// whole device.
+    /// Returns the latest start among the writes whose content appears in `bytes`, the content of the whole
+    /// device. The tick is at least the start of `verb`.
     pub fn latest(&self, verb: &ReadToken, bytes: &[u8]) -> Tick {
         let began = (0..).zip(bytes.chunks(SECTOR_BYTES)).filter_map(|(at, bytes)| {
             let sector = self.sectors.get(&at)?;
-            // Zeroes match many writes.
+            // Skip zeroes: they do not show which write they are from.
             let found =
                 Some(IdentifiedBytes::identify(bytes)).filter(|found| *found != IdentifiedBytes::Zero)?;
             let shown = sector.now.iter().filter(|version| found.matches(at, version.content));
@@ -329,11 +333,11 @@ impl Oracle {
         began.max().unwrap_or(0).max(verb.began)
     }
 
-    /// Checks that `bytes`, the content of the whole device, is possible at a time since `verb` started at which
-    /// everything completed before `moment` was present.
+    /// Checks that `bytes`, the content of the whole device, is a possible content since the start of `verb`
+    /// that includes all writes completed before `moment`.
     ///
     /// # Errors
-    /// Fails if a sector has a version that was superseded before.
+    /// Fails if a sector has a version that was superseded before that time.
     pub fn check_moment(&self, verb: &ReadToken, moment: Tick, bytes: &[u8]) -> Result<(), Violation> {
         let since = moment.max(verb.began);
         for (at, bytes) in (0..).zip(bytes.chunks(SECTOR_BYTES)) {
@@ -351,15 +355,15 @@ impl Oracle {
 
     // ---- crashes, snapshots ---------------------------------------------------------------------
 
-    /// Records a power loss or the death of the process. Requests in flight may have taken effect; their completions
-    /// no longer count. The caller abandons reads in progress first.
+    /// Records a power loss or the death of the process. Requests in flight may have taken effect; their
+    /// later completions are ignored. The caller abandons reads in progress first.
     pub fn crash(&mut self) {
         self.crash_count += 1;
         self.lose_unflushed(Sector::crash);
     }
 
-    /// Records a power loss of the disk that the issuer of the requests in flight survives: these may take effect
-    /// before or after it.
+    /// Records a power loss of the disk which the issuer of the requests in flight survives. These requests
+    /// may take effect before or after the loss.
     pub fn cut(&mut self) {
         self.lose_unflushed(Sector::cut);
     }
@@ -393,25 +397,26 @@ impl Oracle {
         }
     }
 
-    /// Creates the oracle of a snapshot: the current content, with any part of the writes in flight.
+    /// Creates the oracle of a snapshot taken now: the current content, with any part of the writes in
+    /// flight.
     #[must_use]
     pub fn snapshot(&mut self, name: &str, durability: Durability) -> Self {
         let now = self.begin_read();
         self.snapshot_since(now, name, durability)
     }
 
-    /// Creates the oracle of a snapshot of some moment since `verb` started.
+    /// Creates the oracle of a snapshot taken at some moment since `verb` started.
     #[must_use]
     pub fn snapshot_since(&mut self, verb: ReadToken, name: &str, durability: Durability) -> Self {
         let tick = self.next();
-        let mut taken = Self::timed(name, self.size, durability, &self.clock);
+        let mut taken = Self::with_clock(name, self.size, durability, &self.clock);
         (taken.tick, taken.crash_count) = (tick, self.crash_count);
         taken.history.clone_from(&self.history);
         for (&at, sector) in &self.sectors {
             let mut now: Vec<Version> = Vec::with_capacity(sector.now.len());
             let lately = sector.past.iter().filter(|past| past.gone_since > verb.began);
-            // A read shows which of several versions the snapshot has, but a flush of the snapshot makes none
-            // durable.
+            // A read of the snapshot shows which of several versions it has, but a flush of the snapshot
+            // makes none of them durable.
             let is_certain = sector.now.len() == 1 && lately.clone().next().is_none();
             for version in &sector.now {
                 let is_done = is_certain && version.state != State::InFlight;
@@ -427,9 +432,10 @@ impl Oracle {
                 });
             }
             let restores_unflushed = taken.restores_unflushed();
-            // A flush of the snapshot does not flush the original device.
+            // A flush of the snapshot does not flush the original device, so these past versions are never
+            // durably replaced.
             let past = sector.past.iter().filter(|past| restores_unflushed && past.may_return);
-            let past = past.map(|past| Past { durable_after: None, ..*past }).collect();
+            let past = past.map(|past| PastVersion { durable_after: None, ..*past }).collect();
             taken.sectors.insert(at, Sector { now, past });
             taken.drop_unneeded(at);
         }
@@ -437,8 +443,8 @@ impl Oracle {
         taken
     }
 
-    /// Records the start of a verb that replaces the content with that of `other`, such as a rewind: from now on
-    /// reads may return the new content. Ends with [`replace_content`](Self::replace_content).
+    /// Records the start of a verb that replaces the content with that of `other`, such as a rewind. From now on reads
+    /// may return the new content. The replacement ends with [`replace_content`](Self::replace_content).
     pub fn begin_replacement(&mut self, other: &Arc<Self>) -> ReadToken {
         let token = self.begin_read();
         let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();
@@ -448,7 +454,7 @@ impl Oracle {
         token
     }
 
-    /// While a verb replaces the content, its new content may appear in this sector at any time.
+    /// Adds the new content of a running replacement as a version of this sector: it may appear at any time.
     fn add_new_content(&mut self, at: u64) {
         let Some((began, other)) = self.replacing.clone() else { return };
         let sector = self.sector_mut(at);
@@ -457,13 +463,14 @@ impl Oracle {
         }
     }
 
-    /// Records that the device took the content of `other` at some moment since `verb` started, as with a rewind or a
-    /// merge. Writes during the verb may be present or not. `old_returns`: a crash may restore the old content.
+    /// Records that the content of `other` replaced that of the device at some moment since `verb` started,
+    /// as by a rewind. Writes during the verb may be present or not. `old_returns`: a crash may restore the
+    /// old content.
     pub fn replace_content(&mut self, verb: ReadToken, other: &Self, old_returns: bool) {
         self.replace_head(verb, self.size, other, old_returns);
     }
 
-    /// Like [`replace_content`](Self::replace_content) for the first `size` sectors; the rest stays.
+    /// Like [`replace_content`](Self::replace_content), but replaces only the first `size` sectors.
     pub fn replace_head(&mut self, verb: ReadToken, size: u64, other: &Self, old_returns: bool) {
         let tick = self.next();
         let (restores_unflushed, size) = (self.restores_unflushed(), size.min(self.size));
@@ -473,7 +480,7 @@ impl Oracle {
             let theirs = other.sector(at);
             let sector = self.sector_mut(at);
             sector.now.retain(|version| version.state != State::InFlight || version.began != verb.began);
-            let past = |version: &Version| Past {
+            let past = |version: &Version| PastVersion {
                 content: version.content,
                 ended: version.ended,
                 gone_since: tick,
@@ -492,7 +499,7 @@ impl Oracle {
                 });
             }
             let returning = theirs.past.iter().filter(|past| restores_unflushed && past.may_return);
-            sector.past.extend(returning.map(|past| Past {
+            sector.past.extend(returning.map(|past| PastVersion {
                 ended: tick,
                 gone_since: 0,
                 durable_after: past.durable_after.map(|_| tick),
@@ -517,7 +524,8 @@ impl Oracle {
     fn close(&mut self, ReadToken { began }: ReadToken) {
         self.reads.remove(&began);
         if self.reads.is_empty() && !self.restores_unflushed() {
-            // Past versions were stored for reads only.
+            // Without reads in progress and without unflushed versions that a crash may restore, no past
+            // version is needed.
             for at in std::mem::take(&mut self.sectors_with_past) {
                 self.drop_unneeded(at);
             }
@@ -532,7 +540,8 @@ impl Oracle {
         self.sectors.entry(at).or_insert_with(Sector::untouched)
     }
 
-    /// Drops what is no longer needed after a change of this sector.
+    /// Drops the versions of this sector that are no longer needed, and the sector itself if it is as if
+    /// never written.
     fn drop_unneeded(&mut self, at: u64) {
         let oldest_read = self.reads.first().copied().unwrap_or(self.tick);
         let Some(sector) = self.sectors.get_mut(&at) else { return };

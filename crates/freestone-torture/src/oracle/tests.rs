@@ -30,7 +30,7 @@ impl Bench {
         self.0.end_flush(flush, true);
     }
 
-    /// Judges a read that finds this version in all sectors.
+    /// Judges a read that finds the content of write `version` in all sectors; 0 means zeroes.
     fn finds(&mut self, version: u64) -> Result<(), Violation> {
         let read = self.0.begin_read();
         self.found(read, version)
@@ -47,7 +47,8 @@ impl Bench {
         }
     }
 
-    /// Reads from a copy, so that nothing is settled.
+    /// Asserts that reads may return exactly these versions. Reads from clones, so the oracle does
+    /// not change.
     #[track_caller]
     fn may_see(&self, versions: &[u64]) {
         for version in 0..10 {
@@ -56,7 +57,7 @@ impl Bench {
         }
     }
 
-    /// The same after a crash.
+    /// Asserts that reads after a crash may return exactly these versions. Reads from clones.
     #[track_caller]
     fn may_see_after_crash(&self, versions: &[u64]) {
         let mut after = Self(self.0.clone());
@@ -69,7 +70,7 @@ fn id(serial: u64) -> u64 {
     Fill::ALL[serial as usize % Fill::ALL.len()].id(serial)
 }
 
-/// Returns sectors 8 to 15 as the write `serial` leaves them; zeroes for 0.
+/// Returns the content of sectors 8 to 15 after write number `serial`; zeroes for 0.
 fn bytes(serial: u64) -> Vec<u8> {
     let mut out = vec![0; 8 * SECTOR_BYTES];
     if serial > 0 {
@@ -326,7 +327,7 @@ fn write_in_flight_at_cut_may_take_effect_later() {
     bench.may_see(&[1, 2]);
     bench.sees(2);
     bench.may_see(&[2]);
-    // The write took effect after the cut, so the next cut may remove it.
+    // The write took effect after the cut, so it is unflushed and the next cut may remove it.
     bench.may_see_after_crash(&[1, 2]);
     bench.flush();
     bench.may_see_after_crash(&[2]);
@@ -413,7 +414,7 @@ fn snapshot_since_allows_versions_during_verb() {
     taken.may_see(&[2, 3]);
 }
 
-/// Seed 373 of mode exact: the origin's cache lost the write that the snapshot had shown.
+/// Seed 373 of mode exact: a crash of the origin lost a cached write after a snapshot had shown it.
 #[test]
 fn snapshot_flush_keeps_no_write_of_its_origin() {
     let mut bench = Bench::new(Durability::Flushed);
@@ -574,7 +575,7 @@ fn begin_replacement_allows_old_and_new_content() {
 fn check_moment_rejects_missing_earlier_write() {
     let clock = Clock::default();
     let [mut first, mut second] =
-        [(); 2].map(|()| Bench(Oracle::timed("disk", 64, Durability::Nothing, &clock)));
+        [(); 2].map(|()| Bench(Oracle::with_clock("disk", 64, Durability::Nothing, &clock)));
     let whole = |serial: Option<u64>| {
         let mut all = vec![0; 64 * SECTOR_BYTES];
         if let Some(serial) = serial {

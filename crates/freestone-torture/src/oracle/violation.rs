@@ -1,4 +1,4 @@
-//! Describes reads that no allowed version explains.
+//! Describes reads whose bytes no allowed version explains.
 
 use std::fmt;
 use std::ops::Range;
@@ -6,14 +6,14 @@ use std::ops::Range;
 use super::content::{Content, IdentifiedBytes};
 use super::{Kind, Oracle, Tick};
 
-/// A write reported to an oracle, kept for messages.
+/// A write recorded by an oracle, remembered for messages.
 #[derive(Debug, Clone)]
 pub(super) struct WriteRecord {
     pub content: Content,
     pub kind: Kind,
     pub range: Range<u64>,
     pub began: Tick,
-    /// Tick of the completion, and true if it succeeded.
+    /// Tick of the completion, and true if the write succeeded. `None` while in flight.
     pub ended: Option<(Tick, bool)>,
 }
 
@@ -33,16 +33,16 @@ impl fmt::Display for WriteRecord {
     }
 }
 
-/// A read that returned content that was not allowed.
+/// A read that returned a version that was not allowed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// Name of the device.
+    /// Name of the device that was read.
     pub device: String,
-    /// First wrong sector.
+    /// Number of the first wrong sector.
     pub sector: u64,
-    /// Description of the content found.
+    /// Description of the content found in that sector.
     pub found: String,
-    /// Descriptions of the contents allowed.
+    /// Descriptions of the contents allowed in that sector.
     pub allowed: Vec<String>,
     /// Ticks of the start and the judgement of the read.
     pub read: (Tick, Tick),
@@ -82,7 +82,7 @@ impl Oracle {
         }
     }
 
-    /// Describes the versions that a read of this sector may return now.
+    /// Describes the versions of this sector that a read may return now.
     pub fn allowed(&self, sector: u64) -> Vec<String> {
         let sector = self.sector(sector);
         sector.now.iter().map(|version| self.describe_version(version.content, version.began)).collect()

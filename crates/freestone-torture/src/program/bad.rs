@@ -1,5 +1,5 @@
-//! Misbehaving clients on the NBD sockets and on the control socket. The server may treat them as
-//! it likes, but no other client may notice.
+//! Misbehaving clients on the NBD sockets and on the control socket. The server may refuse or
+//! disconnect these clients, but no other client may be affected.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -10,14 +10,14 @@ use std::time::Duration;
 use freestone_testkit::Rng;
 use serde_json::Value;
 
+use super::nbd_client::{self, NbdClient};
 use super::protocol::{self, ConnectionError};
 use super::server;
-use super::watch::{REQUEST_MAX, Slot};
-use super::wire::{self, Wire};
+use super::watch::{REQUEST_MAX, WatchedThread};
 use super::world::{Disk, World};
 use crate::oracle::{Fill, Kind as Write, Outcome, SECTOR_BYTES};
 
-/// How long an idle client stays connected.
+/// Time for which an idle client stays connected.
 const IDLE: Duration = Duration::from_millis(150);
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
@@ -44,17 +44,17 @@ const BEHAVIOURS: [(&str, Behaviour); 16] = [
 
 struct BadClient<'a> {
     world: &'a World,
-    slot: &'a Slot,
+    slot: &'a WatchedThread,
     rng: Rng,
 }
 
-/// Runs misbehaving clients until the world stops.
-pub fn run(world: &World, slot: &Slot, rng: Rng) {
+/// Runs random misbehaving clients, one after the other, until the world stops.
+pub fn run(world: &World, slot: &WatchedThread, rng: Rng) {
     let mut bad = BadClient { world, slot, rng };
-    while !world.stopped() {
+    while !world.is_stopped() {
         let (name, behaviour) = BEHAVIOURS[bad.rng.below(BEHAVIOURS.len() as u64) as usize];
         slot.begin(format!("bad client: {name}"), REQUEST_MAX);
-        // The server may end the connection early.
+        // An error is expected: the server may end the connection early.
         let _ = behaviour(&mut bad);
         world.counts.add("bad clients", name, 1);
         slot.end();
@@ -85,20 +85,21 @@ impl BadClient<'_> {
         disks.get(self.rng.below(disks.len() as u64) as usize).cloned()
     }
 
-    /// Opens a connection that has chosen an export, to send raw bytes.
+    /// Opens an NBD connection that has chosen an export, to send raw bytes in the transmission
+    /// phase.
     fn negotiate(disk: &Disk) -> std::io::Result<UnixStream> {
         let gone = || std::io::Error::from(ErrorKind::NotFound);
         let path = disk.nbd().ok_or_else(gone)?;
         let mut stream = connect(&path)?;
-        wire::greet(&mut stream, true).map_err(|_| gone())?;
-        stream.write_all(&wire::option(1, disk.name.as_bytes()))?;
+        nbd_client::greet(&mut stream, true).map_err(|_| gone())?;
+        stream.write_all(&nbd_client::option(1, disk.name.as_bytes()))?;
         stream.read_exact(&mut [0; 10])?;
         Ok(stream)
     }
 
-    /// Waits for a while, as long as the server lives.
+    /// Keeps the connection idle for a while, unless the world stops.
     fn idle(&self) {
-        if !self.world.stopped() {
+        if !self.world.is_stopped() {
             std::thread::sleep(IDLE);
         }
     }
@@ -106,7 +107,7 @@ impl BadClient<'_> {
 
 fn connect(path: &Path) -> std::io::Result<UnixStream> {
     let stream = UnixStream::connect(path)?;
-    // A write that the server does not accept in time fails.
+    // If the server does not read, a write fails after this time instead of blocking.
     stream.set_write_timeout(Some(IDLE))?;
     stream.set_read_timeout(Some(REQUEST_MAX))?;
     Ok(stream)
@@ -123,7 +124,7 @@ fn garbage(bad: &mut BadClient<'_>) -> std::io::Result<()> {
 fn half_option(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.nbd()?;
     let mut bytes = 3_u32.to_be_bytes().to_vec();
-    bytes.extend(wire::option(7, &wire::go_data("r0")));
+    bytes.extend(nbd_client::option(7, &nbd_client::go_data("r0")));
     let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
     stream.write_all(&bytes[..cut])?;
     if bad.rng.chance(50) {
@@ -137,7 +138,7 @@ fn huge_option(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     stream.write_all(&3_u32.to_be_bytes())?;
     let len = [u32::MAX, 64 << 10, (64 << 10) + 1, 16 << 20, (16 << 20) + 1][bad.rng.below(5) as usize];
     let kind = 1 + bad.rng.below(12) as u32;
-    let mut bytes = wire::option(kind, &[]);
+    let mut bytes = nbd_client::option(kind, &[]);
     bytes[12..16].copy_from_slice(&len.to_be_bytes());
     stream.write_all(&bytes)?;
     let zeroes = vec![0; 64 << 10];
@@ -153,11 +154,11 @@ fn strange_options(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     for _ in 0..50 {
         let kind = bad.rng.below(300) as u32;
         let noise = bad.noise(200);
-        // An unknown export ends the connection; other options get a reply.
-        stream.write_all(&wire::option(kind, &noise))?;
+        // The unknown export ends the connection; the options sent before get a reply.
+        stream.write_all(&nbd_client::option(kind, &noise))?;
         if bad.rng.chance(20) {
-            stream.write_all(&wire::option(7, &wire::go_data("no such export")))?;
-            stream.write_all(&wire::option(3, &[]))?;
+            stream.write_all(&nbd_client::option(7, &nbd_client::go_data("no such export")))?;
+            stream.write_all(&nbd_client::option(3, &[]))?;
         }
     }
     let mut answers = [0; 256];
@@ -167,12 +168,12 @@ fn strange_options(bad: &mut BadClient<'_>) -> std::io::Result<()> {
 fn wrong_magic(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
-    let mut bytes = wire::request(0, protocol::WRITE, 1, 0, 512);
+    let mut bytes = nbd_client::request(0, protocol::WRITE, 1, 0, 512);
     bytes[bad.rng.below(4) as usize] ^= 0x11;
     bytes.extend(vec![0x77; 4096]);
     stream.write_all(&bytes)?;
     let left = stream.read(&mut [0; 64])?;
-    if left != 0 && !bad.world.server_ending() {
+    if left != 0 && !bad.world.is_server_ending() {
         bad.world.fail(format!("{}: the server replied to an invalid request", disk.name));
     }
     Ok(())
@@ -181,7 +182,7 @@ fn wrong_magic(bad: &mut BadClient<'_>) -> std::io::Result<()> {
 fn half_request(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
-    let bytes = wire::request(0, protocol::WRITE, 1, 0, 4096);
+    let bytes = nbd_client::request(0, protocol::WRITE, 1, 0, 4096);
     let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
     stream.write_all(&bytes[..cut])?;
     if bad.rng.chance(50) {
@@ -196,23 +197,25 @@ fn half_payload(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let _inside = disk.gate.read().unwrap_or_else(PoisonError::into_inner);
     let mut stream = BadClient::negotiate(&disk)?;
     if disk.may_have_ended(mark) {
-        // The reason is the same as for a judged client.
+        // A verb ends connections: the device may already have lost power while the oracle does not
+        // know it.
         return Ok(());
     }
     let len = (1 + bad.rng.below(128)) * 4096;
-    // A write larger than the device would be refused as a whole.
+    // The write must fit in the device: the server would refuse a larger one as a whole.
     let len = len.min(disk.oracle().size() * SECTOR / 8192 * 4096);
     let id = bad.world.write_id(Fill::Noise);
     let mut data = vec![0; len as usize];
     crate::oracle::fill(id, 0, &mut data);
     let cut = bad.rng.below(len) as usize;
-    // The write may have been done as a whole or in part.
+    // The server may execute all or a part of the truncated write.
     let token = disk.oracle().begin_write(id, 0..len / SECTOR, Write::Write);
     let sent = stream
-        .write_all(&wire::request(0, protocol::WRITE, 1, 0, len as u32))
+        .write_all(&nbd_client::request(0, protocol::WRITE, 1, 0, len as u32))
         .and_then(|()| stream.write_all(&data[..cut]));
     stream.shutdown(std::net::Shutdown::Write)?;
-    // Once the server has closed the connection, it executes nothing more of the request.
+    // Wait until the server has closed the connection: it then executes nothing more of the
+    // request.
     let _ = stream.read_to_end(&mut Vec::new());
     disk.oracle().end(token, Outcome::Failed);
     sent
@@ -222,7 +225,7 @@ fn huge_payload(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
     let len = [u32::MAX, (32 << 20) + 1, 1 << 31][bad.rng.below(3) as usize];
-    stream.write_all(&wire::request(0, protocol::WRITE, 1, 0, len))?;
+    stream.write_all(&nbd_client::request(0, protocol::WRITE, 1, 0, len))?;
     let noise = bad.noise(64 << 10);
     for _ in 0..8 {
         stream.write_all(&noise)?;
@@ -234,7 +237,7 @@ fn never_reads(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
     for cookie in 0..300 {
-        stream.write_all(&wire::request(0, protocol::READ, cookie, 0, 1 << 20))?;
+        stream.write_all(&nbd_client::request(0, protocol::READ, cookie, 0, 1 << 20))?;
     }
     bad.idle();
     Ok(())
@@ -248,14 +251,14 @@ fn crowd(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Opens connections that have chosen an export and send nothing more.
+/// Opens a crowd of connections that have chosen an export and send nothing more.
 fn crowd_greeted(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut held = Vec::new();
     for _ in 0..=bad.rng.below(60) {
         let Some(path) = disk.nbd() else { break };
         bad.slot.restart_timer();
-        match Wire::connect(&path, &disk.name, &mut bad.rng) {
+        match NbdClient::connect(&path, &disk.name, &mut bad.rng) {
             Ok(wire) => held.push(wire),
             Err(ConnectionError::Protocol(why)) => bad.world.fail(format!("{}: {why}", disk.name)),
             Err(ConnectionError::Ended(why)) => return Err(std::io::Error::other(why)),
@@ -266,7 +269,7 @@ fn crowd_greeted(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Checks that the answer is an error with one of these codes.
+/// Checks that the server replies with a JSON-RPC error that has one of these codes.
 fn must_fail(bad: &BadClient<'_>, stream: &mut UnixStream, codes: &[i64]) -> std::io::Result<()> {
     let mut line = Vec::new();
     let mut byte = [0];
@@ -275,13 +278,13 @@ fn must_fail(bad: &BadClient<'_>, stream: &mut UnixStream, codes: &[i64]) -> std
     }
     let answer: Value = serde_json::from_slice(&line)?;
     let code = answer["error"]["code"].as_i64();
-    if !code.is_some_and(|code| codes.contains(&code)) && !bad.world.server_ending() {
+    if !code.is_some_and(|code| codes.contains(&code)) && !bad.world.is_server_ending() {
         bad.world.fail(format!("an invalid request was answered with {answer}"));
     }
     Ok(())
 }
 
-/// Invalid requests, and the error code that each must return.
+/// Invalid JSON-RPC requests, and the error code that the server must return for each.
 const NO_REQUESTS: [(&str, i64); 9] = [
     ("{", -32700),
     ("]", -32700),
@@ -334,7 +337,7 @@ fn batch(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     stream.write_all(format!("{deep}\n").as_bytes())?;
     must_fail(bad, &mut stream, &[-32700, -32600])?;
     let one = "{\"jsonrpc\":\"2.0\",\"method\":\"stat\"}";
-    // Notifications get no answer.
+    // JSON-RPC notifications have no id, so the server sends no reply to them.
     stream.write_all(format!("[{}]\n", vec![one; 40].join(",")).as_bytes())?;
     let many = vec!["1"; 257].join(",");
     stream.write_all(format!("[{many}]\n").as_bytes())?;

@@ -1,5 +1,5 @@
-//! Misbehaving frontends on the vhost-user sockets. The server may treat them as it likes, but no
-//! other client may notice. None of them writes to a device.
+//! Misbehaving frontends on the vhost-user sockets. The server may disconnect these frontends, but
+//! no other client may be affected. None of the frontends writes to a device.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -8,19 +8,21 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use freestone_testkit::Rng;
-use freestone_testkit::vhost_user::{Asked, Data, Frontend, Machine, Memory, Queue, Shape, event, wire};
+use freestone_testkit::vhost_user::{
+    Data, Frontend, GuestMemory, Machine, MachineConfig, Queue, QueueRequest, new_eventfd, wire,
+};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-use super::watch::{REQUEST_MAX, Slot};
+use super::watch::{REQUEST_MAX, WatchedThread};
 use super::world::World;
 
-/// How long an idle frontend stays connected.
+/// Time for which an idle frontend stays connected.
 const IDLE: Duration = Duration::from_millis(100);
-/// Longest wait for a free socket: each has one machine at a time.
+/// Longest wait for a free socket: a vhost-user socket serves one machine at a time.
 const TURN_MAX: Duration = Duration::from_secs(5);
 const MEMORY_BYTES: u64 = 1 << 16;
-/// Upper bound of message numbers.
+/// Upper bound (exclusive) of the message numbers sent.
 const MESSAGES: u64 = 48;
 
 type Behaviour = fn(&mut BadClient<'_>, &Path) -> io::Result<()>;
@@ -39,14 +41,14 @@ const BEHAVIOURS: [(&str, Behaviour); 9] = [
 
 struct BadClient<'a> {
     world: &'a World,
-    slot: &'a Slot,
+    slot: &'a WatchedThread,
     rng: Rng,
 }
 
-/// Runs misbehaving frontends until the world stops.
-pub fn run(world: &World, slot: &Slot, rng: Rng) {
+/// Runs random misbehaving frontends, one after the other, until the world stops.
+pub fn run(world: &World, slot: &WatchedThread, rng: Rng) {
     let mut bad = BadClient { world, slot, rng };
-    while !world.stopped() {
+    while !world.is_stopped() {
         let paths: Vec<PathBuf> = world.disks(|_| true).iter().filter_map(|disk| disk.machine()).collect();
         let Some(path) = paths.get(bad.rng.below(paths.len() as u64) as usize) else {
             std::thread::sleep(IDLE);
@@ -54,7 +56,7 @@ pub fn run(world: &World, slot: &Slot, rng: Rng) {
         };
         let (name, behaviour) = BEHAVIOURS[bad.rng.below(BEHAVIOURS.len() as u64) as usize];
         slot.begin(format!("bad {name}"), REQUEST_MAX);
-        // The server may end the connection early.
+        // An error is expected: the server may end the connection early.
         let _ = behaviour(&mut bad, path);
         world.counts.add("bad clients", name, 1);
         slot.end();
@@ -68,43 +70,43 @@ impl BadClient<'_> {
         noise
     }
 
-    /// Waits for a while, as long as the server lives.
+    /// Keeps the connection idle for a while, unless the world stops.
     fn idle(&self) {
-        if !self.world.stopped() {
+        if !self.world.is_stopped() {
             std::thread::sleep(IDLE);
         }
     }
 
     fn machine(&mut self, path: &Path) -> io::Result<Machine> {
         let (indirect, event_idx, inflight) = (self.rng.chance(50), self.rng.chance(50), self.rng.chance(50));
-        let shape = Shape {
+        let shape = MachineConfig {
             queues: 2,
             slots: 16,
             slot_bytes: 4096,
             indirect,
             event_idx,
             inflight,
-            ..Shape::default()
+            ..MachineConfig::default()
         };
         Machine::connect(path, shape, TURN_MAX)
     }
 
-    /// Starts reads whose completions are not awaited.
+    /// Submits reads to all queues without waiting for their completions.
     fn begin_reads(machine: &mut Machine) {
         let block = machine.config().block() as usize;
-        let read = Asked { kind: wire::IN, offset: 0, data: Data::In(block), pieces: 1 };
+        let read = QueueRequest { kind: wire::IN, offset: 0, data: Data::In(block), pieces: 1 };
         for queue in &mut machine.queues {
             while queue.begin(read).is_some() {}
         }
     }
 
-    /// Checks that the server ends this connection.
+    /// Checks that the server ends the connection of a misbehaving frontend.
     fn must_end(&self, what: &str, socket: &mut UnixStream) {
-        // Remaining messages of the server are ignored.
+        // Read and ignore the server's remaining messages up to the end of the connection.
         let ended =
             socket.set_read_timeout(Some(REQUEST_MAX)).and_then(|()| socket.read_to_end(&mut Vec::new()));
         let reset = |error: &io::Error| error.kind() == io::ErrorKind::ConnectionReset;
-        if ended.as_ref().is_err_and(|error| !reset(error)) && !self.world.server_ending() {
+        if ended.as_ref().is_err_and(|error| !reset(error)) && !self.world.is_server_ending() {
             self.world.fail(format!("{what}: the server does not end the connection: {ended:?}"));
         }
     }
@@ -115,7 +117,7 @@ fn garbage(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     socket.set_write_timeout(Some(IDLE))?;
     let bytes = 16 + bad.rng.below(4096);
     let mut noise = bad.noise(bytes);
-    // The length is larger than that of any message.
+    // Set a length that exceeds that of any message.
     noise[8..12].copy_from_slice(&u32::MAX.to_ne_bytes());
     socket.write_all(&noise)?;
     bad.must_end("a frontend that sends garbage", &mut socket);
@@ -136,7 +138,7 @@ fn half_message(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
 fn any_messages(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let front = Frontend::connect(path, TURN_MAX)?;
     front.socket.set_write_timeout(Some(IDLE))?;
-    let (memory, bell) = (Memory::new(MEMORY_BYTES)?, event()?);
+    let (memory, bell) = (GuestMemory::new(MEMORY_BYTES)?, new_eventfd()?);
     for _ in 0..60 {
         let request = bad.rng.below(MESSAGES) as u32;
         let bytes = [0, 8, 12, 24, 40][bad.rng.below(5) as usize];
@@ -148,7 +150,7 @@ fn any_messages(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
             _ => &[],
         };
         let flags = if bad.rng.chance(50) { wire::NEED_REPLY } else { 0 };
-        front.say(request, flags, &body, files)?;
+        front.send(request, flags, &body, files)?;
     }
     Ok(())
 }
@@ -156,7 +158,7 @@ fn any_messages(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
 /// Performs the setup of a queue up to a random step, then stalls.
 fn stalls(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let mut front = Frontend::connect(path, TURN_MAX)?;
-    let (memory, kick) = (Memory::new(MEMORY_BYTES)?, event()?);
+    let (memory, kick) = (GuestMemory::new(MEMORY_BYTES)?, new_eventfd()?);
     let rings = wire::addresses(0, wire::USER, wire::USER + 0x2000, wire::USER + 0x1000);
     let region = wire::region(0, MEMORY_BYTES, wire::USER);
     let steps: [(u32, &[u8], &[_]); 8] = [
@@ -170,10 +172,10 @@ fn stalls(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
         (wire::SET_VRING_ENABLE, &wire::u32s(&[0, 1]), &[]),
     ];
     let features = front.number(wire::GET_FEATURES)?;
-    front.say(wire::SET_PROTOCOL_FEATURES, 0, &wire::u64s(&[wire::PROTOCOL]), &[])?;
-    front.must(wire::SET_FEATURES, &wire::u64s(&[features]), &[])?;
+    front.send(wire::SET_PROTOCOL_FEATURES, 0, &wire::u64s(&[wire::PROTOCOL]), &[])?;
+    front.send_acknowledged(wire::SET_FEATURES, &wire::u64s(&[features]), &[])?;
     for (request, body, files) in &steps[..bad.rng.below(steps.len() as u64 + 1) as usize] {
-        front.must(*request, body, files)?;
+        front.send_acknowledged(*request, body, files)?;
     }
     bad.idle();
     Ok(())
@@ -184,12 +186,12 @@ fn shrinks(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     if bad.rng.chance(70) {
         BadClient::begin_reads(&mut machine);
     }
-    machine.memory().cut([0, 4096, 8192][bad.rng.below(3) as usize]);
+    machine.memory().truncate([0, 4096, 8192][bad.rng.below(3) as usize]);
     machine.queues.iter().for_each(Queue::kick);
     bad.slot.restart_timer();
     if bad.rng.chance(50) {
-        // The first queue accesses the missing memory.
-        machine.memory().cut(0);
+        // The server reads the rings of the first queue and finds the memory missing.
+        machine.memory().truncate(0);
         machine.queues.iter().for_each(Queue::kick);
         bad.must_end("a machine without memory", machine.socket());
     }
@@ -216,22 +218,22 @@ fn nonsense(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
 
 fn nonsense_in_flight(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let mut front = Frontend::connect(path, TURN_MAX)?;
-    front.say(wire::SET_PROTOCOL_FEATURES, 0, &wire::u64s(&[wire::PROTOCOL]), &[])?;
+    front.send(wire::SET_PROTOCOL_FEATURES, 0, &wire::u64s(&[wire::PROTOCOL]), &[])?;
     let (area, _) = front.inflight(1, 16)?;
-    let (memory, notes, kick) = (Memory::new(MEMORY_BYTES)?, Memory::new(4096)?, event()?);
+    let (memory, notes, kick) = (GuestMemory::new(MEMORY_BYTES)?, GuestMemory::new(4096)?, new_eventfd()?);
     let noise = bad.noise(4096);
     notes.put(0, &noise);
-    // A valid version, so that the server evaluates the rest.
+    // Use a valid version, so that the server evaluates the noise after it.
     notes.put(8, &1_u16.to_ne_bytes());
     let rings = wire::addresses(0, wire::USER, wire::USER + 0x2000, wire::USER + 0x1000);
-    front.must(wire::SET_INFLIGHT_FD, &area, &[notes.fd()])?;
-    front.must(wire::ADD_MEM_REG, &wire::region(0, MEMORY_BYTES, wire::USER), &[memory.fd()])?;
-    front.must(wire::SET_VRING_NUM, &wire::u32s(&[0, 16]), &[])?;
-    front.must(wire::SET_VRING_ADDR, &rings, &[])?;
-    front.must(wire::SET_VRING_KICK, &wire::u64s(&[0]), &[kick.as_fd()])?;
-    front.ask(wire::SET_VRING_ENABLE, &wire::u32s(&[0, 1]), &[])?;
+    front.send_acknowledged(wire::SET_INFLIGHT_FD, &area, &[notes.fd()])?;
+    front.send_acknowledged(wire::ADD_MEM_REG, &wire::region(0, MEMORY_BYTES, wire::USER), &[memory.fd()])?;
+    front.send_acknowledged(wire::SET_VRING_NUM, &wire::u32s(&[0, 16]), &[])?;
+    front.send_acknowledged(wire::SET_VRING_ADDR, &rings, &[])?;
+    front.send_acknowledged(wire::SET_VRING_KICK, &wire::u64s(&[0]), &[kick.as_fd()])?;
+    front.send_checked(wire::SET_VRING_ENABLE, &wire::u32s(&[0, 1]), &[])?;
     if bad.rng.chance(50) {
-        notes.cut(0);
+        notes.truncate(0);
     }
     bad.idle();
     Ok(())
@@ -255,8 +257,8 @@ fn connect_at_once(path: &Path) -> io::Result<OwnedFd> {
 
 fn crowd(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let count = 1 + bad.rng.below(40);
-    // If one finds the backlog full, all leave: the first one must leave before the next is
-    // accepted.
+    // If a connection finds the backlog full, all of them close: the server accepts the next one
+    // only after the first has left.
     let silent: Result<Vec<_>, _> = (0..count).map(|_| connect_at_once(path)).collect();
     bad.idle();
     silent.map(drop)

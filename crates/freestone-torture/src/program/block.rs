@@ -19,11 +19,11 @@ use super::protocol::{
     ConnectionError, EIO, ENOSPC, FLUSH, FUA, NO_HOLE, Properties, READ, Reply, TRIM, WRITE, WRITE_ZEROES,
 };
 
-/// Alignment of buffers, for any block size.
+/// Alignment of buffers in bytes, sufficient for direct I/O with any logical block size.
 const ALIGN: usize = 4096;
 const THREADS_MAX: u64 = 4;
 const DEPTH: usize = 16;
-/// `BLKDISCARD` of the kernel.
+/// Number of the kernel's ioctl `BLKDISCARD`.
 const DISCARD: Opcode = opcode::none(0x12, 119);
 
 struct Job {
@@ -43,7 +43,7 @@ struct Aligned {
 
 impl Aligned {
     fn new(len: usize) -> Self {
-        // Fill the buffer, so that bytes not read cannot look like data.
+        // Fill the buffer with a pattern, so that bytes which were not read cannot look like data.
         let bytes = vec![0xa5; len + ALIGN];
         let from = bytes.as_ptr().align_offset(ALIGN);
         Self { bytes, from, len }
@@ -54,8 +54,8 @@ impl Aligned {
     }
 }
 
-/// An opened block device.
-pub struct Block {
+/// A client of an opened block device. Several threads execute its requests.
+pub struct BlockClient {
     jobs: Option<mpsc::Sender<Job>>,
     completions: mpsc::Receiver<(u64, Result<Vec<u8>, Errno>)>,
     threads: Vec<JoinHandle<()>>,
@@ -64,7 +64,7 @@ pub struct Block {
     pub properties: Properties,
 }
 
-impl Block {
+impl BlockClient {
     pub fn connect(path: &Path, rng: &mut Rng) -> Result<Self, ConnectionError> {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let attribute = |of: &str| {
@@ -96,7 +96,7 @@ impl Block {
                 let take = || taken.lock().unwrap_or_else(PoisonError::into_inner).recv();
                 while let Ok(mut job) = take() {
                     let outcome = execute_job(&file, &mut job);
-                    // The receiver may be gone after the connection broke.
+                    // The receiver is gone if the client was dropped meanwhile.
                     let _ = tell.send((job.cookie, outcome));
                 }
             })
@@ -109,12 +109,12 @@ impl Block {
         self.in_flight
     }
 
-    /// Returns the cookie of the next request.
+    /// Returns the cookie (number) that the next request will have.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// Hands a request to one of the threads.
+    /// Queues a request for one of the threads.
     pub fn send(&mut self, flags: u16, command: u16, offset: u64, len: u32, data: &[u8]) {
         let mut buffer = Aligned::new(len as usize);
         if !data.is_empty() {
@@ -124,7 +124,7 @@ impl Block {
         self.next = self.next.wrapping_add(0x1_0001);
         self.in_flight += 1;
         if let Some(jobs) = &self.jobs {
-            // The threads live as long as `self`.
+            // The threads receive jobs until `self` is dropped, so sending cannot fail.
             let _ = jobs.send(job);
         }
     }
@@ -137,7 +137,7 @@ impl Block {
         self.in_flight -= 1;
         let (error, data) = match outcome {
             Ok(data) => (0, data),
-            // The device was removed.
+            // These errors mean that the block device was removed.
             Err(Errno::NODEV | Errno::NXIO) => {
                 return Err(ConnectionError::Ended("the block device has gone".into()));
             }
@@ -149,22 +149,31 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for BlockClient {
     fn drop(&mut self) {
         self.jobs = None;
         for thread in self.threads.drain(..) {
-            // A panic of that thread was already noticed.
+            // If the thread panicked, the end of its replies has already shown that.
             let _ = thread.join();
         }
     }
 }
 
+/// Executes a request. A removed block device has size 0: a write beyond its end fails with ENOSPC, a discard with
+/// EINVAL. The function returns `ENXIO` for such errors.
 fn execute_job(file: &File, job: &mut Job) -> Result<Vec<u8>, Errno> {
+    try_job(file, job).map_err(|error| {
+        let mut disk = file;
+        if disk.seek(SeekFrom::End(0)).is_ok_and(|size| size > 0) { error } else { Errno::NXIO }
+    })
+}
+
+fn try_job(file: &File, job: &mut Job) -> Result<Vec<u8>, Errno> {
     let (at, len) = (job.offset, job.data.len as u64);
     let failed = |error: std::io::Error| Errno::from_io_error(&error).unwrap_or(Errno::IO);
     match job.command {
         READ => {
-            // A removed device reads short.
+            // A read from a removed device returns fewer bytes than requested.
             let read = file.read_at(job.data.get(), at).map_err(failed)?;
             return if read as u64 == len { Ok(job.data.get().to_vec()) } else { Err(Errno::NXIO) };
         }

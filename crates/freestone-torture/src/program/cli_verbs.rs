@@ -1,16 +1,16 @@
-//! Verbs by the program's command line, at the same time as all others: some read, some set, some
-//! must be refused.
+//! Runs verbs by the program's command line, concurrently with all others: some query, some change
+//! settings, some must be refused.
 
 use freestone_testkit::Rng;
 use serde_json::Value;
 
 use super::control::{self, VerbError};
-use super::watch::{Slot, VERB_MAX};
+use super::watch::{VERB_MAX, WatchedThread};
 use super::world::{Disk, Kind, World};
 
-/// Runs verbs until the world stops.
-pub fn run(world: &World, slot: &Slot, mut rng: Rng) {
-    while !world.stopped() {
+/// Runs command-line verbs until the world stops.
+pub fn run(world: &World, slot: &WatchedThread, mut rng: Rng) {
+    while !world.is_stopped() {
         let disks = world.disks(|disk| disk.from_start);
         let Some(disk) = disks.get(rng.below(disks.len() as u64) as usize) else { return };
         run_command(world, slot, disk, &mut rng);
@@ -18,7 +18,7 @@ pub fn run(world: &World, slot: &Slot, mut rng: Rng) {
     }
 }
 
-fn run_command(world: &World, slot: &Slot, disk: &Disk, rng: &mut Rng) {
+fn run_command(world: &World, slot: &WatchedThread, disk: &Disk, rng: &mut Rng) {
     let name = disk.name.as_str();
     let (words, right): (Vec<&str>, fn(&Value) -> bool) = match rng.below(7) {
         0 => (vec!["list"], |list| list["devices"].as_array().is_some_and(|rows| !rows.is_empty())),
@@ -37,12 +37,12 @@ fn run_command(world: &World, slot: &Slot, disk: &Disk, rng: &mut Rng) {
         Err(VerbError::Refused { message, .. }) => {
             let meant = words.iter().any(|word| word == "nobody" || word.starts_with("colour"));
             let busy = message.contains("is running") || message.contains("under way");
-            if !meant && !busy && !world.server_ending() {
+            if !meant && !busy && !world.is_server_ending() {
                 world.fail(format!("freestone {words:?}: {message}"));
             }
             world.counts.add("verbs by the program", "refused", 1);
         }
-        Err(_) if world.server_ending() => {}
+        Err(_) if world.is_server_ending() => {}
         Err(error) => world.fail(format!("freestone {words:?}: {error:?}")),
     }
 }

@@ -1,66 +1,66 @@
-//! Clients whose every completion is judged.
+//! Clients of published devices. The completion of each of their requests is judged.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError};
 
 use freestone_testkit::Rng;
 
-use super::link::{Address, Connection};
+use super::connection::{Address, Connection};
 use super::machine::DATA_BYTES_MAX;
 use super::protocol::{self, ConnectionError, Reply};
 use super::requests::{Intent, Request, Token, WaitingMachine};
-use super::watch::{REQUEST_MAX, Slot};
+use super::watch::{REQUEST_MAX, WatchedThread};
 use super::world::{ConnectionMark, DeferredRead, Disk, Kind, World};
 use crate::oracle::{Durability, Fill, Kind as Write, Oracle, Outcome, SECTOR_BYTES, fill};
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const DEPTH_MAX: u64 = 24;
 const REQUESTS_MAX: u64 = 160;
-/// An offset beyond every device.
+/// An offset in bytes beyond the end of every device.
 const FAR: u64 = 1 << 60;
-/// A command that no export has.
+/// An NBD command number that no export supports.
 const NO_COMMAND: u16 = 77;
 
-/// Requests in flight, by cookie.
+/// Requests in flight with their oracle tokens, by cookie.
 type SentRequests = HashMap<u64, (Request, Token)>;
 
-/// A connection, and its requests in flight.
+/// A connection to one device, and its requests in flight.
 struct Session<'a> {
     world: &'a World,
-    slot: &'a Slot,
+    slot: &'a WatchedThread,
     disk: &'a Disk,
     mark: ConnectionMark,
     link: Connection,
     sent_requests: SentRequests,
-    /// Content of the fork that this connection has, for a template.
+    /// Content of the fork that belongs to this connection. `None` unless the device is a template.
     own: Option<std::sync::Mutex<Oracle>>,
 }
 
-/// Runs connections until the world stops.
-pub fn run(world: &World, slot: &Slot, mut rng: Rng) {
-    while !world.stopped() {
+/// Connects to random devices, one after the other, until the world stops.
+pub fn run(world: &World, slot: &WatchedThread, mut rng: Rng) {
+    while !world.is_stopped() {
         if !connect_once(world, slot, &mut rng) {
             std::thread::yield_now();
         }
     }
 }
 
-/// Makes one connection to a random device. Returns false if no device is published.
-pub fn connect_once(world: &World, slot: &Slot, rng: &mut Rng) -> bool {
+/// Makes one connection to a random device and uses it. Returns false if no device is published.
+pub fn connect_once(world: &World, slot: &WatchedThread, rng: &mut Rng) -> bool {
     let disks = world.disks(|disk| !disk.addresses().is_empty());
     if disks.is_empty() {
         return false;
     }
     let any = &disks[rng.below(disks.len() as u64) as usize];
     let disk = disks.iter().find(|disk| rng.chance(50) && world.has_waiting_machine(disk)).unwrap_or(any);
-    // Some connections read the whole device, so that lost data is not only found by chance.
+    // Some connections read the whole device, so that lost data is found reliably.
     let purpose = if rng.chance(15) { Purpose::Sweep } else { Purpose::Random };
     use_device(world, slot, disk, rng, purpose);
     slot.end();
     true
 }
 
-/// Reads all devices, one after the other.
+/// Reads and judges the whole content of all published devices, one after the other.
 pub fn read_all_devices(world: &World) {
     let slot = world.watch.slot("sweep".into());
     let mut rng = Rng::new(world.next_number());
@@ -73,27 +73,27 @@ pub fn read_all_devices(world: &World) {
 /// The purpose of a connection.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// Send random requests.
+    /// The client sends random requests.
     Random,
-    /// Read the whole device.
+    /// The client reads the whole device.
     Sweep,
 }
 
-/// Makes one connection to one device.
-fn use_device(world: &World, slot: &Slot, disk: &Arc<Disk>, rng: &mut Rng, purpose: Purpose) {
+/// Makes one connection to one device, and uses it for the given purpose.
+fn use_device(world: &World, slot: &WatchedThread, disk: &Arc<Disk>, rng: &mut Rng, purpose: Purpose) {
     let mark = disk.mark();
     let addresses = disk.addresses();
     if addresses.is_empty() {
         return;
     }
     let any = rng.below(addresses.len() as u64) as usize;
-    // Machines that wait for their disk go first.
+    // Prefer a vhost-user socket if a machine waits to connect again with requests in flight.
     let machine_address = world
         .has_waiting_machine(disk)
         .then(|| addresses.iter().find(|at| matches!(at, Address::Machine(_))));
     let place = machine_address.flatten().unwrap_or(&addresses[any]);
     slot.begin(format!("{}: connects at {place:?}", disk.name), REQUEST_MAX);
-    // A power cut waits until no client holds the gate.
+    // A power cut waits until no client holds this gate.
     let _gate_guard = disk.gate.read().unwrap_or_else(PoisonError::into_inner);
     if disk.addresses().is_empty() {
         return;
@@ -105,15 +105,15 @@ fn use_device(world: &World, slot: &Slot, disk: &Arc<Disk>, rng: &mut Rng, purpo
     let (link, sent_requests) = match connect(world, disk, place, rng) {
         Ok(connected) => connected,
         Err(error) => {
-            if !world.server_ending() && !disk.may_have_ended(mark) {
+            if !world.is_server_ending() && !disk.may_have_ended(mark) {
                 world.fail(format!("{}: a client cannot connect at {place:?}: {error:?}", disk.name));
             }
             return;
         }
     };
     let mut session = Session { world, slot, disk, mark, link, sent_requests, own };
-    // After a verb that ends connections, the device may already have lost power while the oracle
-    // does not know it.
+    // If a verb ends connections, the device may already have lost power while the oracle does not
+    // know it.
     let outcome = if disk.may_have_ended(mark) {
         Err(ConnectionError::Ended("a verb ends connections".into()))
     } else {
@@ -128,14 +128,18 @@ fn use_device(world: &World, slot: &Slot, disk: &Arc<Disk>, rng: &mut Rng, purpo
     match outcome {
         Ok(()) => link.leave(),
         Err(ConnectionError::Ended(why)) => {
-            if !world.server_ending() && !disk.may_have_ended(mark) {
+            if !world.is_server_ending() && !disk.may_have_ended(mark) {
                 world.fail(format!("{}: the server ended a judged connection: {why}", disk.name));
             }
-            // A machine that connects again has its requests in flight completed.
+            // If a machine connects again, the server completes its requests in flight.
             if let Connection::Machine(driver) = link
                 && driver.can_reconnect()
             {
-                world.add_waiting_machine(WaitingMachine { disk: disk.name.clone(), driver, sent_requests });
+                world.add_waiting_machine(WaitingMachine {
+                    disk: disk.name.clone(),
+                    client: driver,
+                    sent_requests,
+                });
             }
         }
         Err(ConnectionError::Protocol(why)) => world.fail(format!("{}: {why}", disk.name)),
@@ -145,7 +149,8 @@ fn use_device(world: &World, slot: &Slot, disk: &Arc<Disk>, rng: &mut Rng, purpo
     }
 }
 
-/// Opens a new connection, or reconnects a waiting machine with its requests in flight.
+/// Opens a new connection, or reconnects a waiting machine. Returns the connection and its requests
+/// in flight.
 fn connect(
     world: &World,
     disk: &Disk,
@@ -155,11 +160,12 @@ fn connect(
     let Address::Machine(path) = place else {
         return Ok((Connection::connect(place, &disk.name, rng)?, HashMap::new()));
     };
-    let Some(WaitingMachine { mut driver, sent_requests, .. }) = world.take_waiting_machine(&disk.name)
+    let Some(WaitingMachine { client: mut driver, sent_requests, .. }) =
+        world.take_waiting_machine(&disk.name)
     else {
         return Ok((Connection::connect(place, &disk.name, rng)?, HashMap::new()));
     };
-    // From here on, any of its requests may be done.
+    // From here on, the server may execute any of the machine's requests.
     let mut oracle = disk.oracle();
     let begin = |(cookie, request): (u64, Request)| {
         let token = request.intent.begin(&mut oracle);
@@ -168,7 +174,8 @@ fn connect(
     let sent_requests: SentRequests = sent_requests.into_iter().map(begin).collect();
     drop(oracle);
     if let Err(error) = driver.reconnect(path) {
-        // How many of its requests were completed is unknown: this machine gives up.
+        // The number of requests that the server has completed is unknown, so this machine gives
+        // up.
         end_requests(&mut disk.oracle(), sent_requests);
         return Err(error);
     }
@@ -177,7 +184,8 @@ fn connect(
     Ok((Connection::Machine(driver), sent_requests))
 }
 
-/// Ends requests that will not complete; they may have taken effect.
+/// Ends requests that will not complete but may have taken effect. Returns the requests without
+/// their tokens.
 fn end_requests(oracle: &mut Oracle, sent_requests: SentRequests) -> Vec<(u64, Request)> {
     let end = |(cookie, (request, token)): (u64, (Request, Token))| {
         match token {
@@ -212,7 +220,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Waits until nothing is in flight.
+    /// Handles replies until no request is in flight.
     fn wait(&mut self) -> Result<(), ConnectionError> {
         while self.link.in_flight() > 0 {
             self.answer()?;
@@ -220,7 +228,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Reads the whole device.
+    /// Reads the whole device and judges the bytes.
     fn read_device(&mut self) -> Result<(), ConnectionError> {
         let size = self.link.properties().size / self.disk.block * self.disk.block;
         let depth = self.link.properties().depth.min(8);
@@ -236,16 +244,17 @@ impl Session<'_> {
         self.wait()
     }
 
-    /// Sends random requests.
+    /// Sends a random number of random requests, and waits for their replies.
     fn send_random_requests(&mut self, rng: &mut Rng) -> Result<(), ConnectionError> {
         let properties = self.link.properties();
         let size = properties.size;
         let depth = (1 + rng.below(DEPTH_MAX) as usize).min(properties.depth);
         let count = 1 + rng.below(REQUESTS_MAX);
-        // Some connections use only a part of the device, where they meet others.
+        // Some connections use only the start of the device, so that their requests overlap those
+        // of others.
         let part = if rng.chance(40) { size.min(1 << 20) } else { size };
         for _ in 0..count {
-            if self.world.stopped() {
+            if self.world.is_stopped() {
                 break;
             }
             while self.link.in_flight() >= depth {
@@ -322,7 +331,7 @@ impl Session<'_> {
                 (protocol::WRITE, wrong(if writable { protocol::ENOSPC } else { protocol::EPERM }))
             }
             58 if !properties.is_coarse => {
-                // The length may also exceed the device.
+                // The read is longer than a server accepts, and may also exceed the device.
                 sent = (0, 0, 1 << 31);
                 (protocol::READ, wrong(protocol::EINVAL))
             }
@@ -354,8 +363,8 @@ impl Session<'_> {
         let (name, kind) = (&self.disk.name, self.link.kind());
         let text = format!("{name}, {kind}: command {command}, flags {flags}, {len} bytes at {offset}");
         self.slot.begin(text.clone(), REQUEST_MAX);
-        // Record the start before sending: a request whose sending failed may have been done all
-        // the same.
+        // Record the start before sending: the server may execute a request even if sending it
+        // fails.
         let token = intent.begin(&mut self.oracle());
         self.sent_requests.insert(self.link.next(), (Request { command, offset, len, intent, text }, token));
         self.link.send(flags, command, offset, len as u32, data)
@@ -376,7 +385,8 @@ impl Session<'_> {
         let text = request.text.clone();
         let story = |why| ConnectionError::Protocol(format!("{text}: {why}\n  {}", self.disk.describe()));
         if self.link.survives_disconnects() && self.disk.may_have_ended(self.mark) {
-            // The device may already have lost power, as in `use_device`.
+            // A verb ends connections: the device may already have lost power while the oracle does
+            // not know it. Do not judge the reply.
             self.sent_requests.insert(reply.cookie, (request, token));
             return Err(ConnectionError::Ended("a verb ends connections".into()));
         }
@@ -405,7 +415,7 @@ impl Session<'_> {
                 self.check(&mut oracle, DeferredRead { read: token, first, data, text })?;
             }
             (Intent::Status(first, len), Token::Read(token)) if error == 0 => {
-                // Extents described as zeroes must read as zeroes.
+                // Extents reported as zeroes must read as zeroes.
                 let (at, zeroes) = longest_zeroes(len, &extents)?;
                 let data = vec![0; zeroes as usize];
                 let text = format!("{text}: reported as zeroes");
@@ -436,17 +446,19 @@ impl Session<'_> {
         judged.map_err(|wrong| wrong.to_string())
     }
 
-    /// Returns the reason why the request may fail with this error.
+    /// Returns the accepted reason why the request failed with this error, or `None` if there is
+    /// none.
     fn excuse(&self, request: &Request, error: u32) -> Option<&'static str> {
         let (disk, properties, command) = (self.disk, self.link.properties(), request.command);
         let stores = matches!(command, protocol::WRITE | protocol::WRITE_ZEROES | protocol::TRIM)
-            // Unflushed data of a power layer reaches the device only then.
+            // A flush of a power layer writes unflushed data to the device below.
             || matches!(command, protocol::FLUSH) && disk.has_volatile_cache;
-        let ends = self.world.server_ending() || disk.may_have_ended(self.mark);
+        let ends = self.world.is_server_ending() || disk.may_have_ended(self.mark);
         let is_full = error == protocol::EIO && properties.is_coarse
             || matches!(error, protocol::ENOSPC | protocol::ENOMEM);
         match error {
-            // Withheld requests fail like this.
+            // Requests to a device that is being removed, or to a server that ends, fail with these
+            // errors.
             protocol::ESHUTDOWN | protocol::EIO if ends => {
                 Some("the device is being removed, or the server ends")
             }
@@ -460,19 +472,19 @@ impl Session<'_> {
         }
     }
 
-    /// Ends the requests in flight, which will not complete.
+    /// Ends the requests in flight, which will not complete. Returns them for a reconnection.
     fn end_requests(&mut self) -> Vec<(u64, Request)> {
         let sent_requests = std::mem::take(&mut self.sent_requests);
         end_requests(&mut self.oracle(), sent_requests)
     }
 }
 
-/// Returns offset and length in bytes of the longest extent described as zeroes.
+/// Returns the offset and the length in bytes of the longest extent that is reported as zeroes.
 fn longest_zeroes(len: u64, extents: &[(u32, bool)]) -> Result<(u64, u64), String> {
     let mut at = 0;
     let mut longest = (0, 0);
     for (extent, zeroes) in extents {
-        // The last extent may be longer than the requested range.
+        // The last extent may end beyond the requested range.
         let end = (at + u64::from(*extent)).min(len);
         if *zeroes && end - at > longest.1 {
             longest = (at, end - at);

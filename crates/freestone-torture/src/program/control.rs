@@ -1,4 +1,4 @@
-//! Verbs over the control socket, and by the program's command line.
+//! Runs verbs, over the control socket or by the program's command line.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -7,18 +7,18 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-/// Why a verb has no result.
+/// The reason why a verb has no result.
 #[derive(Debug, Clone)]
 pub enum VerbError {
-    /// The server refused the verb.
+    /// The server refused the verb, with this error.
     Refused { code: i64, errno: String, message: String },
-    /// The server ended.
+    /// The server ended the connection; the string is the reason.
     Ended(String),
-    /// The answer is malformed.
+    /// The answer is not a valid JSON-RPC response; the string is the reason.
     Malformed(String),
 }
 
-/// Parses one line of a control socket.
+/// Parses a JSON-RPC response, one line from a control socket, and returns the result of the verb.
 pub fn answer(line: &str) -> Result<Value, VerbError> {
     let wrong =
         |why: &str| VerbError::Malformed(format!("{why}: {}", line.chars().take(400).collect::<String>()));
@@ -40,7 +40,7 @@ pub fn answer(line: &str) -> Result<Value, VerbError> {
     }
 }
 
-/// Runs one verb on a connection of its own.
+/// Runs one verb on a connection of its own, and returns the result.
 pub fn ask(socket: &Path, method: &str, params: &Value) -> Result<Value, VerbError> {
     let ended = |e: std::io::Error| VerbError::Ended(e.to_string());
     let mut stream = UnixStream::connect(socket).map_err(ended)?;
@@ -54,7 +54,8 @@ pub fn ask(socket: &Path, method: &str, params: &Value) -> Result<Value, VerbErr
     answer(&line)
 }
 
-/// Runs a verb with the program. A refusal must have exit status 1 or 2 and one line of text.
+/// Runs a verb by the program's command line. A refusal must have exit status 1 or 2 and one line
+/// of text.
 pub fn ask_program(program: &Path, socket: &Path, words: &[String]) -> Result<Value, VerbError> {
     let mut command = Command::new(program);
     command

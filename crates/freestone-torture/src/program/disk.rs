@@ -1,139 +1,139 @@
-//! A served device: its possible content, and its state while it lives.
+//! A served device: the content that it may have, and the state that verbs and restarts change.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use super::link::Address;
+use super::connection::Address;
 use crate::oracle::{Durability, Oracle, ReadToken, SECTOR_BYTES};
 
-/// Tags of the image store that verbs set.
+/// Tags of the image store to which verbs push.
 pub const TAGS: [&str; 3] = ["a", "b", "c"];
 
-/// An image that a tag may refer to.
+/// An image to which a tag may refer.
 pub struct PossibleImage {
-    /// Name of the image; `None` if the push was not confirmed.
+    /// Name of the image; `None` if the push of the image was not confirmed.
     pub image: Option<String>,
     pub oracle: Oracle,
 }
 
-/// Kinds of devices.
+/// Kinds of devices, which have different clients, verbs and lifetimes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A RAM disk, possibly restored.
+    /// A RAM disk, possibly restored from a saved file.
     Ram,
-    /// A test drive with memory.
+    /// A null device that stores its content in memory.
     Null,
-    /// A writable file.
+    /// A writable file as a device.
     File,
-    /// A read-only file, for forks.
+    /// A read-only file, the base of forks.
     Base,
-    /// An image in a store.
+    /// An image in the image store.
     Image,
-    /// A fork.
+    /// A fork of a base, an image or a snapshot.
     Fork,
-    /// A snapshot of a RAM disk or fork.
+    /// A snapshot of a RAM disk or fork, without a COW device.
     Frozen,
-    /// A snapshot of a file.
+    /// A snapshot of a file, with a COW device.
     Cow,
-    /// A fork for every connection.
+    /// A template: each connection has a fork of its own.
     Template,
-    /// A fork restored from a saved file.
+    /// A fork that was restored from a saved file.
     Restored,
 }
 
-/// A device and what the torture knows about it.
+/// A device, and what the torture knows about it.
 #[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 pub struct Disk {
     pub name: String,
     pub kind: Kind,
-    /// Base or origin.
+    /// Base of a fork, or origin of a snapshot.
     pub parent: Option<Arc<Disk>>,
-    /// Clients may write.
+    /// Clients may write to the device.
     pub writable: bool,
-    /// Requests are multiples of this many bytes.
+    /// Block size in bytes, of which offsets and lengths of requests are multiples.
     pub block: u64,
-    /// Unflushed writes are lost when the power is cut; for a file also when the server is killed.
+    /// Unflushed writes are lost when the power is cut. For a file, they are also lost when the server is killed.
     pub has_volatile_cache: bool,
-    /// Has fault rules, or can have.
+    /// The device has fault rules, or may have some later.
     pub faults: bool,
-    /// Has a backing device.
+    /// The device has a backing device, to which its family spills pages.
     pub spills: bool,
-    /// The content, or the COW device of a snapshot, is in a file or a store and survives a restart.
+    /// The content survives a restart: it, or the COW device of a snapshot, is in a file or in the image store.
     pub survives_restart: bool,
-    /// Name of the image, for an image.
+    /// Name of the image; `None` if the device is not an image.
     pub image: Option<String>,
-    /// Arguments of `serve` that create the device.
+    /// Arguments of `serve` that create the device; `None` if there are none.
     pub device_args: Option<String>,
-    /// The verb that created the device, if one did.
+    /// The verb that created the device, for messages; empty if arguments of `serve` did.
     pub created_by: String,
-    /// Created by the arguments of `serve`; other devices were created by a verb.
+    /// Arguments of `serve` created the device; otherwise a verb did.
     pub from_start: bool,
-    /// The content is in memory only and ends with the server.
+    /// The content is in memory only and lost when the server ends.
     pub is_lost: bool,
-    /// If its content is lost, the device is served empty and not withheld (`on_lost=empty`).
+    /// The device is served empty, and not withheld, if its content is lost (`on_data_loss=empty`).
     pub serves_lost: bool,
-    /// The content is saved when the server ends in order (`keep=yes`).
+    /// The content is saved when the server ends in an orderly way (`keep=yes`).
     pub keeps: bool,
-    /// Content at the last orderly end of a server.
+    /// Content at the last orderly end of a server; `None` if there was none.
     pub saved: Option<Oracle>,
-    /// A merge was running or pending at the restart. If it finished, the device is a new snapshot
-    /// now.
+    /// A merge was running or pending at the restart. If the merge has finished since, the device is now a new
+    /// snapshot.
     pub merged_before: bool,
-    /// The possible content.
+    /// The versions that the content may have.
     pub oracle: Mutex<Oracle>,
-    /// Held for reading by clients with requests in flight; for writing while no request may be in
-    /// flight.
+    /// Held for reading by clients with requests in flight, and for writing while no request may be in flight.
     pub gate: RwLock<()>,
-    /// Held during `publish`, `unpublish` and `merge`: with two of them at once the remaining
-    /// addresses, or which call started the merge, would be unknown.
+    /// Held during `publish`, `unpublish` and `merge`. If two of these verbs ran at once, the torture would not know
+    /// the remaining addresses, or which call started the merge.
     pub publishing: Mutex<()>,
-    /// Mutable state.
+    /// The part of the state that changes while the server runs.
     pub state: Mutex<State>,
 }
 
-/// The mutable state of a device.
+/// The part of a device's state that changes while a server runs.
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 pub struct State {
     addresses: Vec<Address>,
-    /// State that a server with a state directory keeps.
+    /// State that a server with a state directory must keep.
     known: KnownState,
-    /// Requests may fail with ENOSPC.
+    /// Requests may fail with ENOSPC because a memory limit is small.
     tight: bool,
-    /// Requests may fail with EIO.
+    /// Requests may fail with EIO because of faults or a small COW device.
     fails: bool,
-    /// Number of reasons why clients must not start anything.
+    /// Number of reasons why clients must not connect to the device now.
     closed: u32,
-    /// Number of running verbs that may end connections, and of all such verbs so far.
+    /// Number of running verbs that may end connections to the device.
     ending: u32,
+    /// Number of verbs that may have ended connections to the device, the running ones included.
     ended: u64,
     /// A merge into the origin is running or pending.
     merging: bool,
     removed: bool,
-    /// Number of running verbs that replace the content.
+    /// Number of running verbs that replace the content of the device.
     replacing: u32,
-    /// Reads completed during such a verb: they may show the new content, and are judged when it is
-    /// known.
+    /// Reads completed while such a verb runs. These reads may return the new content, and are judged when the verb
+    /// ends.
     deferred: Vec<DeferredRead>,
 }
 
-/// State of a device that a server with a state directory keeps, apart from its addresses.
+/// State of a device, except its addresses, that a server with a state directory must keep.
 #[derive(Debug, Clone, Default)]
 pub struct KnownState {
-    /// UUID, if it was queried.
+    /// UUID of the device; `None` if it was not queried yet.
     pub uuid: Option<String>,
-    /// Number of times the content was lost.
+    /// Number of times that the content was lost.
     pub losses: u64,
-    /// Memory limit in bytes.
+    /// Memory limit in bytes; `None` if none was set.
     pub limit: Option<u64>,
-    /// Size that was set, in bytes.
+    /// Size in bytes that a verb has set; `None` if none has.
     pub size: Option<u64>,
-    /// The content was lost, and no verb has released the device.
+    /// The device is withheld (not served): its content was lost, and no verb has released it since.
     pub withheld: bool,
 }
 
-/// A read that is judged later.
+/// A read that is judged when the verbs that replace the content have ended.
 pub struct DeferredRead {
     pub read: ReadToken,
     pub first: u64,
@@ -141,7 +141,7 @@ pub struct DeferredRead {
     pub text: String,
 }
 
-/// The state of a device's connections at one moment.
+/// The verbs that had ended connections of a device at one moment; see [`Disk::may_have_ended`].
 #[derive(Debug, Clone, Copy)]
 pub struct ConnectionMark {
     ended: u64,
@@ -149,7 +149,7 @@ pub struct ConnectionMark {
 }
 
 impl Disk {
-    /// Creates a device with the content of `oracle`, published at `at`.
+    /// Creates a device with the content of `oracle`, published at the addresses `at`.
     pub fn new(name: &str, kind: Kind, oracle: Oracle, at: Vec<Address>) -> Self {
         Self {
             name: name.to_owned(),
@@ -185,7 +185,7 @@ impl Disk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the addresses where clients find the device now.
+    /// Returns the addresses at which clients find the device now; none if it is withheld, removed or blocked.
     pub fn addresses(&self) -> Vec<Address> {
         let state = self.state();
         if state.closed > 0 || state.removed || state.known.withheld {
@@ -195,7 +195,7 @@ impl Disk {
         }
     }
 
-    /// Returns the addresses of the device, including those from which it is withheld.
+    /// Returns the addresses of the device, even if clients do not find it there now.
     pub fn all_addresses(&self) -> Vec<Address> {
         self.state().addresses.clone()
     }
@@ -212,7 +212,7 @@ impl Disk {
         self.state().known.withheld
     }
 
-    /// Returns an address for NBD clients.
+    /// Returns an NBD address of the device, or `None` if clients find none now.
     pub fn nbd(&self) -> Option<PathBuf> {
         self.addresses().into_iter().find_map(|place| match place {
             Address::Nbd(path) => Some(path),
@@ -220,7 +220,7 @@ impl Disk {
         })
     }
 
-    /// Returns an address for virtual machines.
+    /// Returns a vhost-user address of the device, or `None` if clients find none now.
     pub fn machine(&self) -> Option<PathBuf> {
         self.addresses().into_iter().find_map(|place| match place {
             Address::Machine(path) => Some(path),
@@ -238,7 +238,7 @@ impl Disk {
         state.known.withheld = false;
     }
 
-    /// Prevents clients from starting anything until [`allow_clients`](Self::allow_clients) was called as often.
+    /// Prevents new connections until [`allow_clients`](Self::allow_clients) has been called as often as this function.
     pub fn block_clients(&self) {
         self.state().closed += 1;
     }
@@ -251,7 +251,7 @@ impl Disk {
         self.state().tight = tight;
     }
 
-    /// Returns true if the memory limit of the device or its family is small.
+    /// Returns true if the memory limit of the device or of its base is small.
     pub fn is_tight(&self) -> bool {
         self.state().tight || self.parent.as_ref().is_some_and(|of| of.is_tight())
     }
@@ -280,13 +280,13 @@ impl Disk {
         self.state().removed
     }
 
-    /// Records the start of a verb that replaces the content.
+    /// Records the start of a verb that replaces the content. Ends with [`end_replacement`](Self::end_replacement).
     pub fn begin_replacement(&self) -> ReadToken {
         self.state().replacing += 1;
         self.oracle().begin_read()
     }
 
-    /// Records the completion of the verb; `tell` informs the oracle of the new content.
+    /// Records the end of a verb that replaces the content. `tell` reports the new content to the oracle.
     ///
     /// # Errors
     /// Fails if a read during the verb found neither the old content nor the new.
@@ -304,7 +304,10 @@ impl Disk {
         Ok(())
     }
 
-    /// Judges a read, or defers it until a running verb has completed.
+    /// Judges a read now, or defers it until the running verbs that replace the content have ended.
+    ///
+    /// # Errors
+    /// Fails if a read that is judged now found content that is not allowed.
     pub fn judge(&self, oracle: &mut Oracle, deferred: DeferredRead) -> Result<(), String> {
         let mut state = self.state();
         if state.replacing > 0 {
@@ -316,7 +319,7 @@ impl Disk {
         oracle.check_read(read, first, &data).map_err(|wrong| wrong.to_string())
     }
 
-    /// Returns the content since `verb` started, once it is known.
+    /// Returns the oracle of a snapshot taken since `verb` started. Waits for running verbs that replace the content.
     pub fn snapshot_since(&self, verb: ReadToken, name: &str) -> Oracle {
         loop {
             let mut oracle = self.oracle();
@@ -328,21 +331,21 @@ impl Disk {
         }
     }
 
-    /// Describes the origin of the device.
+    /// Describes how the device and the devices below it were created.
     pub fn describe(&self) -> String {
         let device_args = self.device_args.as_deref().unwrap_or(&self.created_by);
         let below = self.parent.as_ref().map(|of| format!(", of {}", of.describe())).unwrap_or_default();
         format!("{} ({device_args}{below})", self.name)
     }
 
-    /// Records the start of a verb that may end connections.
+    /// Records the start of a verb that may end connections to the device.
     pub fn begin_disconnect(&self) {
         let mut state = self.state();
         state.ending += 1;
         state.ended += 1;
     }
 
-    /// Records the completion of the verb.
+    /// Records the end of a verb that may end connections to the device.
     pub fn end_disconnect(&self) {
         self.state().ending -= 1;
     }
@@ -352,19 +355,19 @@ impl Disk {
         ConnectionMark { ended: state.ended, ending: state.ending > 0 }
     }
 
-    /// Returns true if a verb may have ended a connection made after `mark`.
+    /// Returns true if a verb may have ended a connection since `mark` was taken, or if the device was removed.
     pub fn may_have_ended(&self, mark: ConnectionMark) -> bool {
         let state = self.state();
         mark.ending || state.ended != mark.ended || state.removed
     }
 
-    /// Returns what survives a power loss.
+    /// Returns what content survives a power loss.
     fn durability(&self) -> Durability {
         if self.has_volatile_cache { Durability::Flushed } else { Durability::Completed }
     }
 
-    /// Returns the same device after a restart. `killed`: the server ended without writing
-    /// anything. `size` is in sectors, if known.
+    /// Returns the device as it must be after a restart. `killed`: the server was killed and wrote nothing at its end.
+    /// `size`: size in sectors, if known.
     pub fn after_restart(
         &self,
         killed: bool,
@@ -385,7 +388,7 @@ impl Disk {
                 saved = Some(oracle.clone());
                 oracle.clone()
             }
-            // The device may have grown since.
+            // The device may have grown since its content was saved.
             _ if self.saved.is_some() => {
                 let mut fresh = self.saved.clone().expect("looked at just now");
                 fresh.grow(size.unwrap_or_default());
@@ -432,7 +435,7 @@ impl Disk {
             keeps: self.keeps,
             saved,
             merged_before: merging,
-            // The content of a merging snapshot is judged through its origin.
+            // Block clients of a merging snapshot: its content is judged through its origin.
             state: Mutex::new(State { merging, closed: u32::from(merging), ..state }),
             ..Self::new(name, self.kind, fresh, Vec::new())
         }

@@ -1,5 +1,5 @@
-//! The far server: a second server whose exports are devices of the tortured server. This process is killed now and
-//! then and restarted at once. Its files keep all completed writes.
+//! The far server: a second server whose exports are devices of the server under test. The far server is killed now and
+//! then and restarted at once. The files of the far server keep all completed writes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,21 +12,21 @@ use rustix::process::Signal;
 use super::server::{self, Server};
 use super::world::World;
 
-/// Directory of the far server, in that of the run.
+/// Name of the far server's directory, in the directory of the run.
 pub const FAR_DIR: &str = "far";
-/// Longest time until a killed server has ended.
+/// Longest wait until a killed server has ended.
 const END_MAX: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Shortest life, and the longest addition to it in milliseconds.
+/// Shortest time between two kills, and the longest random addition to it in milliseconds.
 const LIFE_MIN: Duration = Duration::from_secs(1);
 const LIFE_MORE_MS: u64 = 5000;
 
-/// Returns the URI of a device of the far server.
+/// Returns the NBD URI of a device of the far server. `dir` is the directory of the run.
 pub fn uri(dir: &Path, name: &str) -> String {
     format!("nbd+unix:///{name}?socket={}", dir.join(FAR_DIR).join(server::NBD).display())
 }
 
-/// The far server.
+/// The far server, and what is needed to restart it.
 pub struct FarServer {
     dir: PathBuf,
     program: PathBuf,
@@ -35,7 +35,7 @@ pub struct FarServer {
 }
 
 impl FarServer {
-    /// Starts a far server with these devices.
+    /// Starts a far server that serves these devices.
     pub fn start(program: &Path, dir: &Path, devices: Vec<String>) -> Result<Self, String> {
         let dir = dir.join(FAR_DIR);
         fs::create_dir(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
@@ -43,12 +43,12 @@ impl FarServer {
         Ok(Self { dir, program: program.to_owned(), devices, server })
     }
 
-    /// Kills and restarts the server repeatedly, until the world stops.
+    /// Kills and restarts the far server repeatedly, until the world stops.
     pub fn run(&mut self, world: &World, mut rng: Rng) {
         loop {
             let until = Instant::now() + LIFE_MIN + Duration::from_millis(rng.below(LIFE_MORE_MS));
             while Instant::now() < until {
-                if world.stopped() {
+                if world.is_stopped() {
                     return;
                 }
                 thread::sleep(POLL_INTERVAL);
@@ -59,7 +59,7 @@ impl FarServer {
         }
     }
 
-    /// Kills and restarts the server.
+    /// Kills the far server, and starts it again.
     pub fn restart(&mut self, world: &World) -> Result<(), String> {
         self.server.signal(Signal::KILL);
         if self.server.wait(END_MAX).is_none() {

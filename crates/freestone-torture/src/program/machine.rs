@@ -1,24 +1,24 @@
-//! A disk of a virtual machine: requests through its queues, and reconnection with requests in
-//! flight when its server ends.
+//! A virtual machine as a client: sends requests through the queues of its disk. When the server
+//! ends, the machine reconnects with the requests in flight.
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use freestone_testkit::Rng;
-use freestone_testkit::vhost_user::{Asked, Data, Machine, Shape, wire};
+use freestone_testkit::vhost_user::{Data, Machine, MachineConfig, QueueRequest, wire};
 
 use super::protocol::{
     ConnectionError, EIO, EOPNOTSUPP, FLUSH, NO_HOLE, Properties, READ, Reply, TRIM, WRITE, WRITE_ZEROES,
 };
 use super::watch::REQUEST_MAX;
 
-/// Largest request, in bytes.
+/// Largest request of a machine, in bytes.
 pub const DATA_BYTES_MAX: u64 = 256 << 10;
-/// A request type that virtio does not have.
+/// A request type that virtio-blk does not define.
 const NO_KIND: u32 = 99;
 
-/// A machine that assigns a cookie to each request.
-pub struct Driver {
+/// A machine whose requests have cookies, as those of the other clients.
+pub struct MachineClient {
     machine: Machine,
     slots: u16,
     cookies: HashMap<(u16, u16), u64>,
@@ -28,10 +28,10 @@ pub struct Driver {
     pub properties: Properties,
 }
 
-impl Driver {
-    /// Connects a machine of random shape.
+impl MachineClient {
+    /// Connects a machine with random numbers of queues and slots to the socket at `path`.
     pub fn connect(path: &Path, rng: &mut Rng) -> Result<Self, ConnectionError> {
-        let shape = Shape {
+        let shape = MachineConfig {
             queues: 1 + rng.below(3) as u16,
             slots: 4 << rng.below(4),
             slot_bytes: DATA_BYTES_MAX,
@@ -56,7 +56,7 @@ impl Driver {
         })
     }
 
-    /// Connects again, to the same server or the next, with the requests in flight.
+    /// Connects again, to the same server or the next one, and offers it the requests in flight.
     pub fn reconnect(&mut self, path: &Path) -> Result<(), ConnectionError> {
         self.machine.reconnect(path, REQUEST_MAX)?;
         self.has_ended = false;
@@ -64,21 +64,22 @@ impl Driver {
         Ok(())
     }
 
-    /// Returns true if the server has ended the connection and all completions were taken.
+    /// Returns true if the server has ended the connection, all completions were taken, and the
+    /// requests in flight are logged.
     pub fn can_reconnect(&self) -> bool {
-        self.has_ended && self.machine.is_noted()
+        self.has_ended && self.machine.has_inflight_log()
     }
 
     pub fn in_flight(&self) -> usize {
         self.cookies.len()
     }
 
-    /// Returns the cookie of the next request.
+    /// Returns the cookie (number) that the next request will have.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// Makes a request available in a queue with a free slot.
+    /// Makes a request available to the server, in a queue with a free slot.
     pub fn send(
         &mut self,
         flags: u16,
@@ -87,7 +88,7 @@ impl Driver {
         len: u32,
         data: &[u8],
     ) -> Result<(), ConnectionError> {
-        // A discard has no flags.
+        // A discard has no flags: only a write of zeroes may ask for unmapping.
         let range = wire::range(offset, len.into(), command == WRITE_ZEROES && flags & NO_HOLE == 0);
         let range = &range[..];
         let (kind, offset, data) = match command {
@@ -98,7 +99,7 @@ impl Driver {
             WRITE_ZEROES => (wire::WRITE_ZEROES, 0, Data::Out(range)),
             _ => (NO_KIND, offset, Data::None),
         };
-        let asked = Asked { kind, offset, data, pieces: 1 + self.rng.below(8) };
+        let asked = QueueRequest { kind, offset, data, pieces: 1 + self.rng.below(8) };
         let first = self.rng.below(self.machine.queues.len() as u64) as usize;
         for n in 0..self.machine.queues.len() {
             let index = (first + n) % self.machine.queues.len();
@@ -115,10 +116,11 @@ impl Driver {
         )))
     }
 
-    /// Returns the next completion, including those from before the connection ended.
+    /// Waits for the next completion. Includes the completions from before the end of the
+    /// connection.
     pub fn reply(&mut self) -> Result<Reply, ConnectionError> {
         loop {
-            if let Some((queue, answer)) = self.machine.answer()? {
+            if let Some((queue, answer)) = self.machine.take_completion()? {
                 let Some(cookie) = self.cookies.remove(&(queue, answer.slot)) else {
                     return Err(ConnectionError::Protocol(format!(
                         "a completion of unused slot {}",
@@ -143,7 +145,7 @@ impl Driver {
     }
 }
 
-fn properties(machine: &Machine, shape: &Shape) -> Properties {
+fn properties(machine: &Machine, shape: &MachineConfig) -> Properties {
     let has = |bit: u64| machine.features() & bit == bit;
     let both = has(wire::DISCARD_AND_ZEROES);
     Properties {

@@ -1,10 +1,12 @@
-//! Mode program: tortures the built program over its sockets. Judged clients, misbehaving clients,
-//! verbs, `kill -9` and restarts run at the same time; at the end no resource may be left.
+//! Mode program: tests the built program under load over its sockets. Judged clients, misbehaving
+//! clients, verbs, `kill -9` and restarts run at the same time. At the end the server must have
+//! released all resources.
 //!
-//! A run consists of rounds. A round has random devices and several lives of a server; each life
-//! ends by `kill -9` or SIGTERM at a random moment, the last one by removing all devices. All
-//! random choices come from the seed. With real processes and threads, the same seed does not give
-//! the same run: only the devices and the random numbers of each thread are the same.
+//! A run consists of rounds. A round has random devices and several lives of a server. Each life
+//! ends by `kill -9` or SIGTERM at a random moment, except that the last one ends after the removal
+//! of all devices. All random choices come from the seed. Since processes and threads are real, the
+//! same seed does not give the same run. Only the devices and the random numbers of each thread are
+//! the same.
 
 mod bad;
 mod bad_machine;
@@ -13,14 +15,15 @@ mod block;
 pub mod calls;
 mod cli_verbs;
 mod clients;
+mod connection;
 mod control;
-mod cut_off;
 mod disk;
 mod far;
 mod images;
-mod link;
+mod interrupted_verb;
 pub mod lives;
 mod machine;
+mod nbd_client;
 mod plan;
 mod protocol;
 mod refusals;
@@ -30,7 +33,6 @@ mod server;
 mod stall;
 mod verbs;
 mod watch;
-mod wire;
 mod world;
 
 use std::collections::BTreeMap;
@@ -44,13 +46,13 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use world::World;
 
-/// Approximate duration of a round.
+/// Approximate duration of one round, with several lives of a server.
 const ROUND: Duration = Duration::from_secs(24);
 
 /// Statistics of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Rounds with devices of their own.
+    /// Number of rounds, each with new devices.
     pub rounds: u64,
     /// Number of connections of judged clients, by kind of export.
     pub clients: BTreeMap<String, u64>,
@@ -60,15 +62,16 @@ pub struct Report {
     pub errors: BTreeMap<String, u64>,
     /// Number of verbs on the control socket, by name and outcome (`ok`, or the errno).
     pub verbs: BTreeMap<String, u64>,
-    /// Number of verbs by command line, by outcome.
+    /// Number of verbs run by command line, by outcome.
     pub program: BTreeMap<String, u64>,
     /// Number of misbehaving clients, by behaviour.
     pub bad_clients: BTreeMap<String, u64>,
     /// Largest memory of a server after all devices were removed, in KiB.
     pub left_kib: u64,
-    /// Number of servers, by how they ended.
+    /// Number of servers that ended, by how they ended.
     pub ends: BTreeMap<String, u64>,
-    /// Devices and verbs found after restarts of servers with a state directory.
+    /// Number of devices and cut-off verbs judged after restarts of servers with a state directory,
+    /// by result.
     pub restarts: BTreeMap<String, u64>,
 }
 
@@ -77,17 +80,17 @@ pub struct Report {
 pub struct Failure {
     /// Seed of the run.
     pub seed: u64,
-    /// Time since the start of the run.
+    /// Time from the start of the run to the failure.
     pub after: Duration,
-    /// Description of the failure.
+    /// Description of the finding or failure.
     pub what: String,
-    /// Operations in progress at that moment.
+    /// Operations in progress at the failure.
     pub running: String,
-    /// The end of the server's log.
+    /// The last lines of the server's log.
     pub log: String,
-    /// Directory of the server, which is kept.
+    /// Directory of the server, which is kept after the run.
     pub dir: PathBuf,
-    /// Statistics until the failure.
+    /// Statistics of the run until the failure.
     pub report: Report,
 }
 
@@ -148,7 +151,7 @@ impl Report {
         }
     }
 
-    /// Adds the statistics of another run.
+    /// Adds the statistics of another run to these.
     fn add(&mut self, other: &Self) {
         self.rounds += other.rounds;
         self.left_kib = self.left_kib.max(other.left_kib);
@@ -170,21 +173,21 @@ impl Report {
     }
 }
 
-/// Tortures the program at `binary` for this many minutes.
+/// Runs the program at `binary` under load for this number of minutes.
 ///
 /// # Errors
-/// Returns the first failure.
+/// Returns the first failure found.
 pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure>> {
-    // A crowd of clients needs one descriptor each.
+    // Raise the limit of descriptors, since each client of a crowd needs one.
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // If the limit cannot be raised, crowds are smaller.
+    // An error only means that crowds are smaller.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     let time = Duration::from_secs_f64(minutes.max(0.0) * 60.0);
     let world = Arc::new(World::new(binary));
     let mut rng = Rng::new(seed);
     let mut rounds = 0;
     let mut outcome = measure_empty_server(&world);
-    // The time of the empty server does not count.
+    // Start the clock now: the measurement of the empty server does not count.
     let start = Instant::now();
     while let Ok(empty) = &outcome
         && start.elapsed() < time
@@ -210,7 +213,7 @@ pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure
 fn measure_empty_server(world: &World) -> Result<(server::Resources, u64), String> {
     let dir = tempfile::Builder::new().prefix("torture-empty-").tempdir().map_err(|e| e.to_string())?;
     world.set_dir(dir.path());
-    // The directory of the empty server will be removed, so include its log.
+    // Include the log in the message, since the directory of the empty server is removed.
     let told = |what| format!("{what}\nits log ends with:\n{}", server::log_tail(dir.path()));
     round::empty_server(world, dir.path()).map_err(told)
 }

@@ -1,4 +1,4 @@
-//! Draws a command line for the server, and the possible content of each device.
+//! Draws the arguments of the server, and creates the devices and files of a round with their content.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -8,9 +8,9 @@ use std::sync::{Arc, PoisonError};
 
 use freestone_testkit::Rng;
 
+use super::connection::Address;
 use super::far;
 use super::images;
-use super::link::Address;
 use super::server;
 use super::world::{Disk, Kind, PossibleImage, TAGS, World};
 use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_BYTES, fill};
@@ -18,16 +18,18 @@ use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_B
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const SECTOR: u64 = SECTOR_BYTES as u64;
-/// Size of the backing device of a RAM disk: enough for everything that its family can hold.
+/// Size of the backing device of a RAM disk: enough for all pages of its family (a base and its forks, which share
+/// memory).
 pub const BACKING: &str = "1G";
-/// File name of the base of forks.
+/// Name of the read-only file that is the base of forks.
 const BASE: &str = "g.img";
-/// Prefix of exports of the far server that serve as backing devices.
+/// Prefix of the names of far-server exports that serve as backing devices.
 const FAR_PREFIX: &str = "far-";
-/// Size of a COW device with room for every chunk and for the format.
+/// Size of a COW device that has room for copies of all chunks and for the metadata.
 pub const ROOMY_COW: &str = "48M";
 
-/// Creates the devices of a round and their files, and adds them to the world. Returns the devices of the far server.
+/// Draws the devices of a round, creates their files, and adds the devices to the world. Returns the arguments for the
+/// devices of the far server.
 pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Vec<String>> {
     world.set_disks(Vec::new());
     world.forget_machines();
@@ -75,7 +77,7 @@ fn add(world: &World, dir: &Path, mut disk: Disk, device_args: String) -> Arc<Di
     world.add(disk)
 }
 
-/// Returns the memory limit in these arguments, in bytes.
+/// Returns the memory limit in these device arguments, in bytes. `None` if they contain none.
 pub fn limit_of(device_args: &str) -> Option<u64> {
     let limit = device_args.split(',').find_map(|pair| pair.strip_prefix("mem_limit="))?;
     let (number, unit) = limit.split_at_checked(limit.len().checked_sub(1)?)?;
@@ -88,12 +90,13 @@ pub fn limit_of(device_args: &str) -> Option<u64> {
     Some(number.parse::<u64>().ok()? * unit)
 }
 
-/// Draws what happens to lost content: the argument, and true if the device is then served empty.
-fn on_lost(world: &World, rng: &mut Rng) -> (&'static str, bool) {
-    if world.has_state && rng.chance(50) { (",on_lost=empty", true) } else { ("", false) }
+/// Draws what the server does with a device that lost its content: the argument, and true if the device is served
+/// empty.
+fn on_data_loss(world: &World, rng: &mut Rng) -> (&'static str, bool) {
+    if world.has_state && rng.chance(50) { (",on_data_loss=empty", true) } else { ("", false) }
 }
 
-/// Draws whether the content is kept: the argument, and true if so.
+/// Draws whether the content is saved at an orderly end: the argument, and true if so.
 fn keep(world: &World, cut: bool, rng: &mut Rng) -> (&'static str, bool) {
     if world.has_state && !cut && rng.chance(40) { (",keep=yes", true) } else { ("", false) }
 }
@@ -106,7 +109,7 @@ fn blank(name: &str, kind: Kind, bytes: u64, cut: bool) -> Disk {
     }
 }
 
-/// Draws keys for compression.
+/// Draws the device arguments for compression.
 fn packing(rng: &mut Rng) -> String {
     let algorithm = ["lz4", "lz4hc", "lzo", "zstd", "store"][rng.below(5) as usize];
     let mut device_args = format!(",comp_algorithm={algorithm}");
@@ -119,7 +122,7 @@ fn packing(rng: &mut Rng) -> String {
     device_args
 }
 
-/// Draws keys for a backing file and a memory limit.
+/// Draws the device arguments for a memory limit and a backing file.
 pub fn spilling(name: &str, rng: &mut Rng) -> String {
     spilling_to(&format!("./{name}.spill,backing_size={BACKING}"), rng)
 }
@@ -134,8 +137,8 @@ fn spilling_to(backing: &str, rng: &mut Rng) -> String {
     device_args
 }
 
-/// The same, with a file or an export of the far server. Returns the arguments for that export, which come first, and
-/// the keys.
+/// Draws the device arguments for a memory limit and a backing device: a file or an export of the far server. Returns
+/// the arguments for that export, which come first, and the arguments of the RAM disk.
 fn spilling_anywhere(dir: &Path, name: &str, far: &mut Vec<String>, rng: &mut Rng) -> (String, String) {
     if !rng.chance(35) {
         return (String::new(), spilling(name, rng));
@@ -146,7 +149,7 @@ fn spilling_anywhere(dir: &Path, name: &str, far: &mut Vec<String>, rng: &mut Rn
     (own, spilling_to(&format!("device:{backing}"), rng))
 }
 
-/// Draws fault rules that do not change data.
+/// Draws fault rules, none of which changes data.
 pub fn faults(rng: &mut Rng) -> String {
     let rules = [
         "write error=EIO chance=1%",
@@ -158,7 +161,7 @@ pub fn faults(rng: &mut Rng) -> String {
     rules[rng.below(rules.len() as u64) as usize].to_owned()
 }
 
-/// Draws layers over a device: the arguments, true if its power can be cut, and true if requests may fail.
+/// Draws the layers over a device: the arguments, true if the power can be cut, and true if requests may fail.
 fn layers(rng: &mut Rng) -> (String, bool, bool) {
     match rng.below(10) {
         0..2 => (",power_cut=yes".into(), true, false),
@@ -182,7 +185,7 @@ fn ram(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng) 
         6..8 => (format!(",mem_limit={}K", 128 << rng.below(4)), true, false),
         _ => (String::new(), false, false),
     };
-    let (lost, serves_lost) = on_lost(world, rng);
+    let (lost, serves_lost) = on_data_loss(world, rng);
     let (keep, keeps) = keep(world, cut, rng);
     let device_args =
         format!("{own}{name}=ram,disksize={}K{}{limit}{over}{lost}{keep}", bytes / KIB, packing(rng));
@@ -205,10 +208,10 @@ fn file(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng)
     } else {
         format!("{name}={at}{over}")
     };
-    // With direct I/O, the disk determines the block size.
+    // With direct I/O, the file system under the file determines the block size.
     let block = if direct == "on" { 4 * KIB } else { SECTOR };
     let disk = Disk { faults: fails, block, survives_restart: true, ..blank(&name, Kind::File, bytes, cut) };
-    // The flush after a loss of the far server fails.
+    // After the far server was killed, the first flush fails.
     disk.set_may_fail(fails || is_far);
     add(world, dir, disk, device_args)
 }
@@ -222,8 +225,8 @@ fn snapshot(world: &World, dir: &Path, n: u64, origin: &Arc<Disk>, rng: &mut Rng
     let cow = if on_file {
         format!("./{name}.cow,cow_size={ROOMY_COW}")
     } else {
-        // The RAM disk is not added to the world, since it is not published. The disk ends with the server,
-        // so the snapshot needs force.
+        // The COW device is a RAM disk, which is not added to the world because it is not published. The RAM disk ends
+        // with the server, so creating the snapshot requires `force`.
         format!("c{n},force=yes")
     };
     let own = if on_file {
@@ -247,7 +250,8 @@ fn snapshot(world: &World, dir: &Path, n: u64, origin: &Arc<Disk>, rng: &mut Rng
     add(world, dir, disk, device_args);
 }
 
-/// Returns true for names of COW devices and backing devices: these are neither in the world nor published.
+/// Returns true if a device with this name is a COW device or backing device: these are neither published nor in the
+/// world.
 pub fn is_unpublished_backing(name: &str) -> bool {
     if name.starts_with(FAR_PREFIX) {
         return true;
@@ -256,7 +260,7 @@ pub fn is_unpublished_backing(name: &str) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Generates content: some writes at random addresses.
+/// Generates the content of a device: some writes at random addresses. Returns the bytes and their oracle.
 fn content(world: &World, name: &str, bytes: u64, rng: &mut Rng) -> (Vec<u8>, Oracle) {
     let mut content = vec![0; bytes as usize];
     let mut oracle = Oracle::new(name, bytes / SECTOR, Durability::Completed);
@@ -305,7 +309,7 @@ fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
     let (over, cut, fails) = layers(rng);
     let own = rng.chance(25);
     let limit = if own { format!(",mem_limit={}K", 64 << rng.below(4)) } else { String::new() };
-    let (lost, serves_lost) = on_lost(world, rng);
+    let (lost, serves_lost) = on_data_loss(world, rng);
     let (keep, keeps) = keep(world, cut, rng);
     let device_args = format!("{name}=fork,base=g{limit}{over}{lost}{keep}");
     let durability = if cut { Durability::Flushed } else { Durability::Completed };
@@ -326,8 +330,8 @@ fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
     add(world, dir, disk, device_args);
 }
 
-/// Creates an image in a store, and a fork of it. A server with a state directory remembers the image that the tag
-/// referred to; others must be given its name.
+/// Creates an image in the image store, and often a device and a fork over the image. A server with a state directory
+/// remembers the image to which the tag referred; other servers are given the name of the image.
 fn image(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
     for tag in &world.tags {
         tag.lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -347,7 +351,7 @@ fn image(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
         Disk { survives_restart: true, image: Some(name), ..Disk::new("i", Kind::Image, oracle, Vec::new()) };
     let image = add(world, dir, disk, device_args);
     if rng.chance(60) {
-        let (lost, serves_lost) = on_lost(world, rng);
+        let (lost, serves_lost) = on_data_loss(world, rng);
         let (keep, keeps) = keep(world, false, rng);
         let device_args = format!("ki=fork,base=i{lost}{keep}");
         let oracle = image.oracle().snapshot("ki", Durability::Completed);
@@ -377,7 +381,7 @@ fn null(world: &World, dir: &Path, rng: &mut Rng) {
         device_args += ",cache_size=128K";
         cut = true;
     }
-    let (lost, serves_lost) = on_lost(world, rng);
+    let (lost, serves_lost) = on_data_loss(world, rng);
     let disk = Disk { faults: fails, block, serves_lost, ..blank("n", Kind::Null, bytes, cut) };
     disk.set_may_fail(fails);
     add(world, dir, disk, device_args + &over + lost);

@@ -1,5 +1,5 @@
-//! Requests, replies and properties common to all kinds of exports. Commands and errors have NBD's
-//! numbers.
+//! Requests, replies and properties that are common to all kinds of exports. Commands and errors
+//! have the numbers of the NBD protocol.
 
 pub const READ: u16 = 0;
 pub const WRITE: u16 = 1;
@@ -21,14 +21,14 @@ pub const ENOSPC: u32 = 28;
 pub const ESHUTDOWN: u32 = 108;
 pub const EOPNOTSUPP: u32 = 95;
 
-/// Reasons why a connection is unusable.
+/// The reason why a connection cannot be used.
 #[derive(Debug)]
 pub enum ConnectionError {
     /// The server ended the connection, or is not running.
     Ended(String),
-    /// The server refused the export: error of the option, and its text.
+    /// The server refused the export, with this error number and text.
     Refused(u32, String),
-    /// The server violated the protocol.
+    /// The server violated the protocol; the string describes how.
     Protocol(String),
 }
 
@@ -45,15 +45,16 @@ impl From<std::io::Error> for ConnectionError {
 #[derive(Debug)]
 pub struct Reply {
     pub cookie: u64,
-    /// Error: 0, or a number of the protocol.
+    /// Error number of the NBD protocol, or 0 for success.
     pub error: u32,
-    /// Data of a read.
+    /// Bytes of a successful read; empty for other requests.
     pub data: Vec<u8>,
-    /// Extents of a block status: length, and true if the extent reads as zeroes.
+    /// Extents of a block status request: the length in bytes, and true if the extent reads as
+    /// zeroes.
     pub extents: Vec<(u32, bool)>,
 }
 
-/// Properties of an export.
+/// Properties of an export, as the client found them.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 pub struct Properties {
@@ -62,17 +63,17 @@ pub struct Properties {
     pub writable: bool,
     pub zeroes: bool,
     pub trims: bool,
-    /// Block status is supported.
+    /// Block status requests are supported.
     pub contexts: bool,
     /// Writes with FUA are supported.
     pub fua: bool,
-    /// All writes are durable.
+    /// The export has no volatile cache: all completed writes are durable.
     pub write_through: bool,
-    /// Most errors are reported as EIO.
+    /// The export reports most errors as EIO.
     pub is_coarse: bool,
-    /// Requests reach the server without a block layer that checks them.
+    /// Requests reach the server unchecked: no block layer rejects invalid ones before.
     pub is_raw: bool,
-    /// Maximum number of requests in flight.
+    /// Maximum number of requests in flight that the client may have.
     pub depth: usize,
 }
 

@@ -1,7 +1,7 @@
-//! The errors with which a verb may fail, and why. Concurrent verbs choose their devices at random,
-//! so most conflicts between them are allowed. Errors of disks or memory are not.
+//! Lists the errors with which each verb may fail, and why. Concurrent verbs choose their devices
+//! at random, so most conflicts between them are allowed. Errors of disks or memory are not.
 
-/// For any verb: another verb removes the device meanwhile, or holds it for too long.
+/// Errors allowed for any verb: another verb removes the device meanwhile, or uses it for too long.
 const ALWAYS: [(&str, &str); 2] = [
     ("ENODEV", "another verb removed it meanwhile"),
     ("EBUSY", "devices lie on it, clients are connected, or another verb uses it"),
@@ -38,7 +38,8 @@ const BY_VERB: [(&str, &str, &str); 28] = [
     ("delta.save", "EOPNOTSUPP", "not a fork of a file"),
 ];
 
-/// Returns the reason why the verb may fail with this error, or `None` if it may not.
+/// Returns the accepted reason for a failure of the verb with this errno, or `None` if it may not
+/// fail so.
 pub fn reason(verb: &str, errno: &str) -> Option<&'static str> {
     let always = ALWAYS.iter().find(|(name, _)| *name == errno).map(|(_, why)| *why);
     always

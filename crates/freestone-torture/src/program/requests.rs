@@ -1,11 +1,11 @@
-//! Requests of clients, and virtual machines that wait for their disk with requests in flight.
+//! Requests of judged clients, and virtual machines that wait to reconnect with requests in flight.
 
 use std::ops::Range;
 
-use super::machine::Driver;
+use super::machine::MachineClient;
 use crate::oracle::{FlushToken, Kind as Write, Oracle, ReadToken, WriteToken};
 
-/// A request, as the judge sees it.
+/// The effect of a request, against which the completion is judged.
 #[derive(Debug, Clone)]
 pub enum Intent {
     Write {
@@ -15,16 +15,16 @@ pub enum Intent {
         fua: bool,
     },
     Flush,
-    /// From this sector.
+    /// A read, from this sector on.
     Read(u64),
-    /// From this sector, with this length in bytes.
+    /// A block status request, from this sector on, with this length in bytes.
     Status(u64, u64),
     Cache,
-    /// An invalid request, which must fail with this error.
+    /// An invalid request, which must fail with this error number.
     Invalid(u32),
 }
 
-/// The oracle's token of a request.
+/// The token that the oracle returned at the start of a request.
 pub enum Token {
     Write(WriteToken),
     Flush(FlushToken),
@@ -33,7 +33,7 @@ pub enum Token {
 }
 
 impl Intent {
-    /// Tells the oracle that the request starts.
+    /// Records the start of the request in the oracle of the device.
     pub fn begin(&self, oracle: &mut Oracle) -> Token {
         match self {
             Self::Write { id, sectors, kind, .. } => {
@@ -46,7 +46,7 @@ impl Intent {
     }
 }
 
-/// A request that was sent.
+/// A request that a client has sent.
 pub struct Request {
     pub command: u16,
     pub offset: u64,
@@ -55,11 +55,11 @@ pub struct Request {
     pub text: String,
 }
 
-/// A machine whose connection ended because of a verb or the end of its server.
+/// A virtual machine whose connection was ended by a verb or by the end of the server.
 pub struct WaitingMachine {
-    /// Name of the device.
+    /// Name of the device to which the machine was connected.
     pub disk: String,
-    pub driver: Box<Driver>,
-    /// Requests in flight, by cookie.
+    pub client: Box<MachineClient>,
+    /// Requests in flight with their cookies.
     pub sent_requests: Vec<(u64, Request)>,
 }

@@ -1,5 +1,5 @@
-//! A round: random devices, several lives of a server with them, and a check at the end that
-//! nothing is left.
+//! A round: random devices, and several lives of a server with these devices. At the end the round checks that the
+//! server has released all resources.
 
 use std::fs;
 use std::path::Path;
@@ -12,37 +12,37 @@ use freestone_testkit::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use super::connection::Address;
 use super::control::{self, VerbError};
 use super::far::{FAR_DIR, FarServer};
-use super::link::Address;
 use super::server::{self, Resources, Server};
 use super::watch::VERB_MAX;
 use super::world::{Disk, Kind, KnownState, World};
 use super::{bad, bad_machine, cli_verbs, clients, images, plan, stall, verbs};
 
-/// Longest time for the end of a server: 5 s for clients that hang, 2 s for verbs, 60 s for
+/// Longest wait for the end of a server. Its own limits are 5 s for clients that hang, 2 s for verbs, and 60 s for
 /// unflushed data.
 pub const END_MAX: Duration = Duration::from_secs(90);
-/// Longest time until threads and descriptors are gone after the last verb.
+/// Longest wait until threads and descriptors are gone after the last verb.
 const QUIET_MAX: Duration = Duration::from_secs(60);
-/// Memory that a server may have beyond that of an empty one: some small freed pieces stay with the
-/// process.
+/// Bytes by which the memory of a server without devices may exceed that of an unused one: the allocator keeps small
+/// freed pieces.
 const LEFT_BYTES_MAX: u64 = 64 << 20;
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How a life ends.
+/// How the life of a server ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// `kill -9` under load.
+    /// SIGKILL under load.
     Killed,
     /// SIGTERM under load.
     Terminated,
-    /// Threads end first, then all devices are removed, then SIGTERM.
+    /// All client and verb threads end, then all devices are removed, then the server receives SIGTERM.
     Emptied,
 }
 
-/// Returns the descriptors, threads and memory of a server without devices that had each kind of
-/// device before.
+/// Starts a server that creates and removes a device of each kind. Returns its descriptors and threads, and its memory
+/// in bytes, after that.
 pub fn empty_server(world: &World, dir: &Path) -> Result<(Resources, u64), String> {
     let server = Server::start(&world.program, dir, &["x=null,size=1M".into()], world.has_ublk)?;
     fs::write(dir.join("x.img"), vec![1; 1 << 20]).map_err(|e| e.to_string())?;
@@ -64,7 +64,7 @@ pub fn empty_server(world: &World, dir: &Path) -> Result<(Resources, u64), Strin
     for name in ["n", "rs", "hs", "k", "g", "h", "f", "r", "x"] {
         ask("remove", &json!({ "name": name }))?;
     }
-    // The cleaner frees removed devices; its threads are gone when nothing changes any more.
+    // Removed devices are freed in the background: wait until the keeper thread has ended and no memfd is open.
     let start = Instant::now();
     let mut held = server.resources();
     while held.threads.contains_key("keeper") || held.descriptors.keys().any(|what| what.contains("memfd")) {
@@ -82,7 +82,7 @@ pub fn empty_server(world: &World, dir: &Path) -> Result<(Resources, u64), Strin
     }
 }
 
-/// Runs one round of about this length.
+/// Runs one round that lasts about `time`.
 pub fn run(
     world: &Arc<World>,
     rng: &mut Rng,
@@ -114,27 +114,27 @@ pub fn run(
         }
     }
     if outcome.is_err() || world.first_failure().is_some() {
-        // Keep the directory for the analysis.
+        // Keep the directory of the round for the analysis of the failure.
         let _ = dir.keep();
     }
     outcome
 }
 
-/// Returns the device arguments of `serve`.
+/// Returns the arguments of `serve` that create the devices of the world.
 pub fn device_args(world: &World) -> Vec<String> {
     let device_args = world.disks(|_| true).into_iter().filter_map(|disk| disk.device_args.clone());
     device_args.flat_map(|device_args| device_args.lines().map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
-/// Replaces the devices by their state after a restart.
+/// Replaces the devices of the world by what they must be after a restart.
 fn restart_devices(world: &World, dir: &Path, killed: bool) {
     let at = vec![Address::Nbd(dir.join(server::NBD))];
     let mut disks: Vec<Arc<Disk>> = Vec::new();
     let merged = world.disks(|disk| disk.device_args.is_some() && disk.is_merging());
     let half_merged: Vec<_> = merged.iter().filter_map(|disk| disk.parent.as_ref()).collect();
     for disk in world.disks(|disk| disk.device_args.is_some()) {
-        // A snapshot whose COW device ends with the server starts anew; it cannot start while its
-        // origin is half merged.
+        // A snapshot whose COW device ends with the server is created anew. The creation fails while the origin is half
+        // merged, so omit the snapshot.
         let is_new = disk.kind == Kind::Cow && !disk.survives_restart;
         let is_of = |origin: &Arc<Disk>| disk.parent.as_ref().is_some_and(|of| of.name == origin.name);
         if is_new && half_merged.iter().any(|origin| is_of(origin)) {
@@ -167,7 +167,7 @@ fn run_life(
     let removed = thread::scope(|scope| {
         let watchdog = scope.spawn(|| watch(world, &server, &over));
         let mut threads = Vec::new();
-        let mut start = |name: String, run: fn(&World, &super::watch::Slot, Rng)| {
+        let mut start = |name: String, run: fn(&World, &super::watch::WatchedThread, Rng)| {
             let (slot, rng) = (world.watch.slot(name), Rng::new(rng.word()));
             threads.push(scope.spawn(move || run(world, &slot, rng)));
         };
@@ -180,7 +180,7 @@ fn run_life(
         let far_rng = Rng::new(rng.word());
         threads.push(scope.spawn(move || far.run(world, far_rng)));
         let begun = Instant::now();
-        while begun.elapsed() < time && !world.stopped() {
+        while begun.elapsed() < time && !world.is_stopped() {
             thread::sleep(POLL_INTERVAL);
         }
         if end != End::Emptied && world.first_failure().is_none() {
@@ -191,7 +191,7 @@ fn run_life(
             world.counts.add("ends", if end == End::Killed { "kill -9" } else { "SIGTERM in traffic" }, 1);
         }
         world.set_stop(true);
-        // A panic of a thread is a defect of the torture itself.
+        // A panic of a thread is a defect of the torture itself, and also a failure.
         for thread in threads {
             if thread.join().is_err() {
                 world.fail("a thread of the torture panicked");
@@ -199,7 +199,7 @@ fn run_life(
         }
         let mut removed = Ok(());
         if end == End::Emptied && world.first_failure().is_none() {
-            // Read everything once more before it is removed.
+            // Read all devices once more before they are removed.
             clients::read_all_devices(world);
             let slot = world.watch.slot("end".into());
             slot.begin("removes all devices", 2 * VERB_MAX);
@@ -231,8 +231,8 @@ fn run_life(
     }
 }
 
-/// Publishes some devices for virtual machines, so that machines connected to the last server find
-/// them; also collects the block devices.
+/// Publishes some devices at vhost-user sockets, so that machines of the last server can reconnect. Also records the
+/// addresses of the block devices.
 fn publish_some(world: &World, server: &Server, rng: &mut Rng) -> Result<(), String> {
     let ask = |method: &str, params: &Value| {
         control::ask(&server.control, method, params).map_err(|error| format!("{method} {params}: {error:?}"))
@@ -255,9 +255,10 @@ fn publish_some(world: &World, server: &Server, rng: &mut Rng) -> Result<(), Str
     Ok(())
 }
 
-/// Waits for an orderly end with status 0.
+/// Waits for an orderly end of the server, with exit status 0.
 pub fn wait_orderly_end(world: &World, server: &Server) -> Result<(), String> {
-    // Data of a power layer may find no space below. A far server that was killed may have lost unflushed writes.
+    // Unflushed data of a power layer may find no space on the device below. A far server that was killed may have lost
+    // unflushed writes.
     let may_fail_to_flush =
         || !world.disks(|disk| disk.has_volatile_cache && disk.is_tight() || disk.may_fail()).is_empty();
     match server.wait(END_MAX) {
@@ -270,18 +271,18 @@ pub fn wait_orderly_end(world: &World, server: &Server) -> Result<(), String> {
     }
 }
 
-/// Watches until the life is over: the server must not end, and every thread must make progress.
+/// Watches a server until `over` is set: it must not end by itself, and every thread must make progress.
 pub fn watch(world: &World, server: &Server, over: &AtomicBool) {
     while !over.load(Ordering::SeqCst) {
         if let Some(late) = world.watch.overdue() {
             world.fail(format!("{late}\nthreads of the server:\n{}", server.stacks()));
-        } else if !world.server_ending()
+        } else if !world.is_server_ending()
             && let Some(status) = server.ended()
         {
             world.fail(format!("the server ended on its own: {status}"));
         }
         if world.first_failure().is_some() {
-            // The kill lets threads that wait for the server continue.
+            // Kill the server, so that threads that wait for it continue.
             world.set_server_ending(true);
             server.signal(Signal::KILL);
             return;
@@ -290,7 +291,7 @@ pub fn watch(world: &World, server: &Server, over: &AtomicBool) {
     }
 }
 
-/// Removes every device, those on top first.
+/// Removes every device of the server, the topmost first.
 pub fn remove_all(world: &World, server: &Server) -> Result<(), String> {
     let ask = |method: &str, params: &Value| control::ask(&server.control, method, params);
     let names = || -> Result<Vec<String>, String> {
@@ -308,10 +309,10 @@ pub fn remove_all(world: &World, server: &Server) -> Result<(), String> {
         for name in left.iter().rev() {
             match ask("remove", &json!({ "name": name, "force": true })) {
                 Ok(_) => world.counts.add("verbs", "remove ok", 1),
-                // Forks of ending connections are removed with them, possibly before this loop reaches them.
+                // The server removes a fork with the connection to which it belongs, perhaps before this loop does.
                 Err(VerbError::Refused { errno, .. }) if errno == "ENODEV" => {}
                 Err(VerbError::Refused { errno, message, .. }) if errno == "EBUSY" => {
-                    // The merge stopped because of an injected fault of its origin.
+                    // The merge has stopped because of an injected fault of the origin, so start it again.
                     if message.contains("its merge into") {
                         let _ = ask("merge", &json!({ "name": name, "into_origin": true, "force": true }));
                     }
@@ -334,7 +335,7 @@ pub fn remove_all(world: &World, server: &Server) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that descriptors, threads and memory are those of a server without devices.
+/// Checks that the server has no more descriptors, threads and memory than an empty one.
 fn check_resources_released(
     world: &World,
     server: &Server,
@@ -343,7 +344,7 @@ fn check_resources_released(
     let start = Instant::now();
     loop {
         let held = server.resources();
-        // Fewer are fine: some start on first use.
+        // Fewer than in the empty server are allowed: some threads start at the first use.
         let more: Vec<_> = excess(&held.descriptors, &empty.descriptors)
             .chain(excess(&held.threads, &empty.threads))
             .collect();
@@ -374,14 +375,15 @@ fn excess<'a>(
     })
 }
 
-/// Checks that only images, stores and saved files are left after the server has ended.
+/// Checks that after the end of the server only lasting files are left, such as images, COW devices, saved files and
+/// the log.
 pub fn check_files(world: &World, dir: &Path) -> Result<(), String> {
     let killed = world.counts.of("ends").keys().any(|end| end.starts_with("kill -9"));
     let ours = [".img", ".cow", ".saved", ".qcow2"];
     for entry in fs::read_dir(dir).map_err(|e| e.to_string())?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        // A kill leaves sockets behind, and possibly the temporary file of a replacement or the
-        // directory of a control socket being created.
+        // A kill leaves sockets behind. The temporary file of a replacement, or the directory of a control socket being
+        // created, may also remain.
         let left = killed && (name.starts_with(".freestone-") || is_socket(&entry.path()));
         if !(ours.iter().any(|end| name.ends_with(end))
             || [images::STORE, images::CACHE, FAR_DIR].contains(&&*name)
@@ -395,8 +397,7 @@ pub fn check_files(world: &World, dir: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that no block device is left. The kernel removes the last ones a little after the
-/// server's end.
+/// Checks that no ublk block device is left. The kernel removes the last ones shortly after the end of the server.
 fn check_no_block_devices(world: &World) -> Result<(), String> {
     let start = Instant::now();
     if !world.has_ublk {

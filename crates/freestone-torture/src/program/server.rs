@@ -1,4 +1,4 @@
-//! The server as a process: start, kill, end, and the resources that it holds.
+//! The server as a process: how it is started, killed and ended, and which resources it uses.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Sockets and files of the server, in its directory.
+/// Names of the sockets and files of a server, in its directory.
 pub const NBD: &str = "nbd";
 pub const CONTROL: &str = "ctl";
 pub const STATE: &str = "state";
 pub const LOG: &str = "log";
-/// Number of log lines printed with a failure.
+/// Number of log lines in the report of a failure.
 const LOG_TAIL: usize = 40;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -30,23 +30,23 @@ pub struct Server {
     pub control: PathBuf,
 }
 
-/// The descriptors of a process by kind, and its threads by name, with their numbers.
+/// Numbers of the descriptors of a process, by kind, and of its threads, by name.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Resources {
     pub descriptors: BTreeMap<String, usize>,
     pub threads: BTreeMap<String, usize>,
-    /// Number of descriptors of rings among the others.
+    /// Number of `io_uring` descriptors among the descriptors.
     rings: usize,
 }
 
 impl Resources {
-    /// Returns the number of descriptors without those of rings and their wake-ups. The kernel may refuse a ring; the
-    /// file then uses threads.
+    /// Returns the number of descriptors without those of rings and their eventfds. These vary: the kernel may refuse a
+    /// ring, and the file then uses threads.
     pub fn descriptors_without_rings(&self) -> usize {
         self.descriptors.values().sum::<usize>().saturating_sub(2 * self.rings)
     }
 
-    /// Takes the larger number of each kind.
+    /// Sets each number to the larger of the two.
     pub fn join(&mut self, other: Self) {
         for (mine, theirs) in [(&mut self.descriptors, other.descriptors), (&mut self.threads, other.threads)]
         {
@@ -58,16 +58,16 @@ impl Resources {
         self.rings = self.rings.max(other.rings);
     }
 
-    /// Returns the descriptors and threads of a process, with the names of files below `dir`.
+    /// Returns the descriptors and threads of a process. Names of files below `dir` are relative to it.
     pub fn of(pid: Pid, dir: &Path) -> Self {
         let proc = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
         let mut held = Self::default();
         for entry in fs::read_dir(proc.join("fd")).into_iter().flatten().flatten() {
-            // A descriptor closed meanwhile has no target.
+            // A descriptor that was closed meanwhile has no target.
             if let Ok(target) = fs::read_link(entry.path()) {
                 let name = target.to_string_lossy();
                 held.rings += usize::from(name.ends_with("[io_uring]"));
-                // Names of sockets and pipes end with a number.
+                // The names of sockets and pipes end with a number, which is removed.
                 let kind = name.split(":[").next().unwrap_or_default();
                 let kind = kind.strip_prefix(&*dir.to_string_lossy()).unwrap_or(kind).to_owned();
                 *held.descriptors.entry(kind).or_default() += 1;
@@ -75,7 +75,7 @@ impl Resources {
         }
         for entry in fs::read_dir(proc.join("task")).into_iter().flatten().flatten() {
             if let Ok(name) = fs::read_to_string(entry.path().join("comm")) {
-                // Threads started for large requests stay, at most one per CPU.
+                // Do not count worker threads: those started for large requests stay, at most one per CPU.
                 if name.trim_end() != "worker" {
                     *held.threads.entry(name.trim_end().to_owned()).or_default() += 1;
                 }
@@ -86,7 +86,7 @@ impl Resources {
 }
 
 impl Server {
-    /// Starts the server in `dir` and waits until it is ready. The error contains its output.
+    /// Starts the server in `dir` and waits until it is ready. On failure, the error contains the output of the server.
     pub fn start(program: &Path, dir: &Path, devices: &[String], ublk: bool) -> Result<Self, String> {
         let mut command = command(program, dir, devices)?;
         if ublk {
@@ -95,7 +95,7 @@ impl Server {
         let mut child = command.spawn().map_err(|e| format!("{}: {e}", program.display()))?;
         let mut said = String::new();
         let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe"));
-        // The line about the control socket is the last one.
+        // The line with the control socket is the last one of the start.
         while !said.contains("control: ") {
             let before = said.len();
             if !matches!(lines.read_line(&mut said), Ok(n) if n > 0) {
@@ -107,17 +107,17 @@ impl Server {
         Ok(Self { child: Mutex::new(child), pid, dir: dir.to_owned(), control: dir.join(CONTROL) })
     }
 
-    /// Sends a signal. If the server has ended meanwhile, waiting for it shows that.
+    /// Sends a signal to the server. An error only means that the server has ended, which waiting for it shows.
     pub fn signal(&self, signal: Signal) {
         let _ = kill_process(self.pid, signal);
     }
 
-    /// Returns the exit status if the server has ended.
+    /// Returns the exit status, or `None` if the server has not ended.
     pub fn ended(&self) -> Option<ExitStatus> {
         self.child.lock().expect("nobody panics with it").try_wait().ok().flatten()
     }
 
-    /// Waits for the end of the server, for at most this long.
+    /// Waits for the end of the server for at most this time. Returns `None` if it has not ended.
     pub fn wait(&self, at_most: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
         loop {
@@ -133,12 +133,12 @@ impl Server {
         format!("/proc/{}/{what}", self.pid.as_raw_nonzero()).into()
     }
 
-    /// Returns descriptors and threads of the server.
+    /// Returns the descriptors and threads that the server has now.
     pub fn resources(&self) -> Resources {
         Resources::of(self.pid, &self.dir)
     }
 
-    /// Returns anonymous and shared memory in bytes.
+    /// Returns the anonymous and shared memory of the server, in bytes.
     pub fn memory_bytes(&self) -> u64 {
         let status = fs::read_to_string(self.proc("status")).unwrap_or_default();
         let of = |key: &str| {
@@ -148,7 +148,7 @@ impl Server {
         ["RssAnon:", "RssShmem:"].iter().filter_map(|key| of(key)).sum::<u64>() << 10
     }
 
-    /// Returns the stacks of all threads.
+    /// Returns the stacks of all threads of the server, as text.
     pub fn stacks(&self) -> String {
         let pid = self.pid.as_raw_nonzero().to_string();
         let mut gdb = Command::new("gdb");
@@ -173,26 +173,26 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let mut child = self.child.lock().expect("nobody panics with it");
-        // Has no effect after its end.
+        // The kill has no effect if the server has already ended.
         let _ = child.kill();
         let _ = child.wait();
     }
 }
 
-/// Returns the command that starts a server in `dir`.
+/// Returns the command that starts a server in `dir` with these device arguments.
 pub fn command(program: &Path, dir: &Path, devices: &[String]) -> Result<Command, String> {
     let log = File::options().create(true).append(true).open(dir.join(LOG)).map_err(|e| e.to_string())?;
     let mut command = Command::new(program);
     command.arg("serve").args(devices);
     command.args(["--nbd", &format!("unix:{NBD}"), "--control", CONTROL]).current_dir(dir);
     command.env("XDG_RUNTIME_DIR", dir).env_remove("RUST_LOG");
-    // Return freed memory to the kernel at once, so that memory left at the end was not freed.
+    // Make the allocator return freed memory to the kernel at once: memory left at the end is then a leak.
     command.env("MALLOC_MMAP_THRESHOLD_", "65536").env("MALLOC_TRIM_THRESHOLD_", "65536");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
     Ok(command)
 }
 
-/// Starts a server and kills it after this time, ready or not.
+/// Starts a server and kills it after a given time, even if it is not ready.
 pub fn killed_at_start(
     program: &Path,
     dir: &Path,
@@ -208,12 +208,12 @@ pub fn killed_at_start(
     }
 }
 
-/// Returns true if the process was killed by SIGKILL.
+/// Returns true if SIGKILL ended the process.
 pub fn was_killed(status: ExitStatus) -> bool {
     status.signal() == Some(Signal::KILL.as_raw())
 }
 
-/// Returns the last lines that the servers in `dir` logged.
+/// Returns the last lines of the log of the servers in `dir`.
 pub fn log_tail(dir: &Path) -> String {
     let log = fs::read_to_string(dir.join(LOG)).unwrap_or_default();
     let lines: Vec<_> = log.lines().collect();

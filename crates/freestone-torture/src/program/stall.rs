@@ -1,6 +1,6 @@
 //! Runs a verb that waits for a hanging disk, and other verbs on unrelated devices at the same
-//! time. These must complete while the first one waits. The disk is released only after that, so
-//! the check does not depend on speed.
+//! time. The other verbs must complete while the first one waits. The disk is released only
+//! afterwards, so the check does not depend on speed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -10,27 +10,28 @@ use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
 use super::control::{self, VerbError};
-use super::watch::{Slot, VERB_MAX};
+use super::watch::{VERB_MAX, WatchedThread};
 use super::world::World;
 
-/// Poll interval while the verb does not wait yet.
+/// Poll interval until the verb waits for the hanging disk.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Pause between two such verbs.
+/// Pause between two verbs that wait for a hanging disk.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Runs such verbs until the world stops.
-pub fn run(world: &World, slot: &Slot, mut rng: Rng) {
-    while !world.stopped() {
+/// Repeats the check with a verb that waits for a hanging disk, until the world stops.
+pub fn run(world: &World, slot: &WatchedThread, mut rng: Rng) {
+    while !world.is_stopped() {
         Stall { world, slot, number: world.next_number() }.run_once(&mut rng);
         slot.end();
         thread::sleep(PAUSE);
     }
 }
 
-/// All names contain the number, so no other thread uses these devices.
+/// A check with its number. The device names contain the number, so no other thread uses these
+/// devices.
 struct Stall<'a> {
     world: &'a World,
-    slot: &'a Slot,
+    slot: &'a WatchedThread,
     number: u64,
 }
 
@@ -58,7 +59,7 @@ impl Stall<'_> {
             for _ in 0..=rng.below(3) {
                 self.run_unrelated_verbs(rng);
             }
-            if over() && !self.world.server_ending() {
+            if over() && !self.world.is_server_ending() {
                 self.world.fail(format!("{waits} completed while {cow} hung"));
             }
             while !over() {
@@ -76,7 +77,7 @@ impl Stall<'_> {
         let _ = std::fs::remove_file(self.world.dir().join(format!("{origin}.img")));
     }
 
-    /// Runs verbs that do not need the devices of the waiting verb.
+    /// Runs verbs on devices that are unrelated to the waiting verb.
     fn run_unrelated_verbs(&self, rng: &mut Rng) {
         let name = self.name("wr");
         if self.create(&format!("{name}=ram,disksize=1M")).is_none() {
@@ -109,7 +110,8 @@ impl Stall<'_> {
         self.judge(method, params, answer)
     }
 
-    /// Judges an answer: no verb may be refused as long as the server lives.
+    /// Judges the answer to a verb, which must not be refused as long as the server lives. Returns
+    /// the result, or `None`.
     fn judge(&self, method: &str, params: &Value, answer: Result<Value, VerbError>) -> Option<Value> {
         let error = match answer {
             Ok(result) => {
@@ -118,7 +120,7 @@ impl Stall<'_> {
             }
             Err(error) => error,
         };
-        if !self.world.server_ending() {
+        if !self.world.is_server_ending() {
             self.world.note(format!("{method} {params}: {error:?}"));
             self.world.fail(format!("{method} {params}: on unshared devices: {error:?}"));
         }

@@ -1,4 +1,4 @@
-//! Random verbs, concurrent with clients and other verbs. Their effects are reported to the oracles.
+//! Runs random verbs, concurrently with clients and other verbs, and reports their effects to the oracles.
 
 mod images;
 mod saved;
@@ -10,33 +10,33 @@ use std::sync::{Arc, PoisonError};
 use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
+use super::connection::Address;
 use super::control::{self, VerbError};
-use super::cut_off::CutOffVerb;
-use super::link::Address;
+use super::interrupted_verb::InterruptedVerb;
 use super::plan;
 use super::refusals;
-use super::watch::{Slot, VERB_MAX};
+use super::watch::{VERB_MAX, WatchedThread};
 use super::world::{Disk, Kind, World};
 use crate::oracle::{Durability, Oracle, ReadToken, SECTOR_BYTES};
 
-/// Maximum number of devices created by verbs.
+/// Maximum number of devices created by verbs that exist at one time.
 const MADE_MAX: usize = 14;
 const KIB: u64 = 1 << 10;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
-/// A thread that runs verbs.
+/// A thread that runs verbs over the control socket.
 pub struct VerbThread<'a> {
     pub world: &'a World,
-    pub slot: &'a Slot,
+    pub slot: &'a WatchedThread,
     pub rng: Rng,
-    /// The server was killed or ended before the last verb completed.
-    cut_off: bool,
+    /// The last verb had no answer, because the server was killed or ended meanwhile.
+    interrupted: bool,
 }
 
-/// Runs verbs until the world stops.
-pub fn run(world: &World, slot: &Slot, rng: Rng) {
+/// Runs random verbs until the world stops.
+pub fn run(world: &World, slot: &WatchedThread, rng: Rng) {
     let mut verb_thread = VerbThread::new(world, slot, rng);
-    while !world.stopped() {
+    while !world.is_stopped() {
         verb_thread.run_random_verb();
         slot.end();
     }
@@ -47,8 +47,8 @@ fn has_no_volatile_cache(disk: &Disk) -> bool {
 }
 
 impl<'a> VerbThread<'a> {
-    pub fn new(world: &'a World, slot: &'a Slot, rng: Rng) -> Self {
-        Self { world, slot, rng, cut_off: false }
+    pub fn new(world: &'a World, slot: &'a WatchedThread, rng: Rng) -> Self {
+        Self { world, slot, rng, interrupted: false }
     }
 }
 
@@ -74,19 +74,20 @@ impl VerbThread<'_> {
         }
     }
 
-    /// Runs a verb and judges a refusal. Returns `None` without a result.
+    /// Runs a verb and judges a refusal. Returns `None` if the verb was refused or had no answer.
     pub fn ask(&mut self, method: &str, params: &Value) -> Option<Value> {
         self.ask_about(method, params, None)
     }
 
-    /// Like [`ask`](Self::ask), for a verb that may fail because the limit or the COW device of `disk` is small.
+    /// Like [`ask`](Self::ask), but the verb may also fail because the memory limit or the COW device of `disk` is
+    /// small.
     fn ask_about(&mut self, method: &str, params: &Value, disk: Option<&Disk>) -> Option<Value> {
         self.slot.begin(format!("{method} {params}"), VERB_MAX);
         let world = self.world;
         let answer = control::ask(&world.control(), method, params);
         self.slot.restart_timer();
-        self.cut_off = matches!(answer, Err(VerbError::Ended(_)));
-        if !self.cut_off {
+        self.interrupted = matches!(answer, Err(VerbError::Ended(_)));
+        if !self.interrupted {
             world.completions.add();
         }
         let outcome = match &answer {
@@ -102,12 +103,12 @@ impl VerbThread<'_> {
             Err(VerbError::Refused { code, errno, message }) => {
                 self.world.counts.add("verbs", format!("{method} {errno}"), 1);
                 let known = matches!(code, -32000 | -32602);
-                // While a server ends, each verb has its own error.
-                let ends = self.world.server_ending();
-                // Recompression does not wait for evictions.
+                // While a server ends, verbs may fail with any error.
+                let ends = self.world.is_server_ending();
+                // Recompression does not wait until evictions free memory, so it may find no space.
                 let tight = |disk: &Disk| disk.is_tight() || method == "recompress" && disk.spills;
                 let full = errno == "ENOSPC" && disk.is_some_and(tight)
-                    // The device below is lost if its COW device was too small.
+                    // A snapshot below is lost if its COW device was too small.
                     || errno == "EIO" && disk.is_some_and(Disk::may_fail);
                 if !ends && !full && (!known || refusals::reason(method, &errno).is_none()) {
                     self.world.fail(format!(
@@ -115,7 +116,7 @@ impl VerbThread<'_> {
                     ));
                 }
             }
-            Err(VerbError::Ended(why)) if !self.world.server_ending() => {
+            Err(VerbError::Ended(why)) if !self.world.is_server_ending() => {
                 self.world.fail(format!("{method} {params}: the server ended the connection: {why}"));
             }
             Err(VerbError::Ended(_)) => {}
@@ -142,7 +143,7 @@ impl VerbThread<'_> {
         self.world.dir().join(name)
     }
 
-    /// Adds a new device that a verb created, and publishes it unless it is published already.
+    /// Adds a device that a verb created to the world, and often publishes it if it is not published yet.
     fn add_created(&mut self, disk: Disk) {
         let disk = self.world.add(disk);
         if disk.addresses().is_empty() && self.rng.chance(80) {
@@ -150,10 +151,10 @@ impl VerbThread<'_> {
         }
     }
 
-    /// Adds devices that a verb created, or may have created if it was cut off.
+    /// Adds devices that a verb created. If the verb was cut off, records that it may have created them.
     fn add_all_created(&mut self, disks: Vec<Disk>) {
-        if self.cut_off {
-            return self.world.add_cut_off(CutOffVerb::Creates(disks));
+        if self.interrupted {
+            return self.world.add_interrupted(InterruptedVerb::Creates(disks));
         }
         for disk in disks {
             self.add_created(disk);
@@ -162,7 +163,7 @@ impl VerbThread<'_> {
 
     fn publish_one(&mut self, disk: &Arc<Disk>) {
         let (mut params, mut places) = (json!({ "name": disk.name }), Vec::new());
-        // Templates are published to NBD clients only.
+        // Templates can only be published to NBD clients.
         let which = if disk.kind == Kind::Template { 0 } else { self.rng.below(6) };
         if matches!(which, 0..2 | 4) {
             let at = self.path(&format!("p{}", self.world.next_number()));
@@ -184,12 +185,12 @@ impl VerbThread<'_> {
                 disk.publish(place);
             }
             disk.update_known(|known| known.withheld = false);
-        } else if self.cut_off {
-            self.world.add_cut_off(CutOffVerb::Publishes(Arc::clone(disk), places));
+        } else if self.interrupted {
+            self.world.add_interrupted(InterruptedVerb::Publishes(Arc::clone(disk), places));
         }
     }
 
-    /// Releases a withheld device, although its content was lost.
+    /// Releases a withheld device (not served because its content was lost), so that it is served again.
     fn show_lost(&mut self) {
         let Some(disk) = self.choose(|disk| disk.is_withheld() && !disk.is_merging()) else { return };
         let _publishing_guard = disk.publishing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -239,12 +240,12 @@ impl VerbThread<'_> {
         }
         let since: Vec<ReadToken> = all.iter().map(|origin| origin.oracle().begin_read()).collect();
         let params: Vec<Value> = new.iter().map(|(params, _)| params.clone()).collect();
-        // The origin is flushed first.
+        // Taking a snapshot flushes the origin first, so faults of the origin may make it fail.
         let fails = all.iter().find(|origin| origin.may_fail()).map(Arc::as_ref);
         let done = self.ask_about("snapshot", &json!({ "snapshots": params }), fails).is_some();
         let mut created = Vec::new();
         for ((origin, since), (params, mut disk)) in all.iter().zip(since).zip(new) {
-            if !done && !self.cut_off {
+            if !done && !self.interrupted {
                 origin.oracle().abandon(since);
                 continue;
             }
@@ -256,7 +257,7 @@ impl VerbThread<'_> {
         self.add_all_created(created);
     }
 
-    /// Chooses the COW device of a snapshot of a file: in memory, in a file, or in a file that is too small.
+    /// Chooses the COW device of a snapshot of a file: memory, a file, or a file that is too small.
     fn cow(&mut self, name: &str, origin: &Disk, params: &mut Value, disk: Disk) -> Disk {
         let chunk = format!("{}K", 4 << self.rng.below(5));
         params["chunk_size"] = json!(chunk);
@@ -271,8 +272,8 @@ impl VerbThread<'_> {
         params["cow_size"] = json!(size);
         params["store"] = json!(store);
         params["readonly"] = json!(readonly);
-        // A transient exception store is useless to the next server. Without a state directory, a COW device that was
-        // too small is not opened again.
+        // A later server cannot use a transient exception store. Without a state directory, it also does not open a COW
+        // device that was too small.
         let is_lost = store == "N";
         let kept = !is_lost && (!small || self.world.has_state);
         let device_args = (kept && !small).then(|| {
@@ -287,7 +288,7 @@ impl VerbThread<'_> {
     fn fork(&mut self) {
         let bases = |disk: &Disk| match disk.kind {
             Kind::Base | Kind::Image | Kind::Frozen => true,
-            // A merging snapshot has the content of its origin.
+            // Exclude a merging snapshot: it has the changing content of its origin.
             Kind::Cow => !disk.writable && !disk.is_merging(),
             _ => false,
         };
@@ -306,7 +307,7 @@ impl VerbThread<'_> {
         }
         let serves_lost = self.world.has_state && self.rng.chance(40);
         if serves_lost {
-            params["on_lost"] = json!("empty");
+            params["on_data_loss"] = json!("empty");
         }
         let may_keep = !template && (matches!(base.kind, Kind::Base | Kind::Image) || base.keeps);
         let keeps = self.world.has_state && may_keep && self.rng.chance(50);
@@ -323,11 +324,11 @@ impl VerbThread<'_> {
         if let Some(at) = &at {
             params["nbd"] = json!(format!("unix:{}", at.display()));
         }
-        // With `if_absent` the fork succeeds if the device exists already.
+        // With `if_absent` the verb also succeeds if the device already exists.
         if self.rng.chance(20) {
             params["if_absent"] = json!(true);
         }
-        if self.ask("fork", &params).is_none() && !self.cut_off {
+        if self.ask("fork", &params).is_none() && !self.interrupted {
             return;
         }
         let mut created = Vec::new();
@@ -354,8 +355,8 @@ impl VerbThread<'_> {
     fn remove(&mut self) {
         let Some(disk) = self.choose(|disk| !disk.from_start) else { return };
         let force = self.rng.chance(75);
-        // A kill waits for the removal, since a removed COW device must not be opened again. A server with a state
-        // directory handles this itself.
+        // A kill of the server waits for the removal, since a removed COW device must not be opened again. A server
+        // with a state directory ensures that itself.
         let world = self.world;
         let _no_kill_guard =
             (!world.has_state).then(|| world.no_kill.read().unwrap_or_else(PoisonError::into_inner));
@@ -363,8 +364,8 @@ impl VerbThread<'_> {
         let done = self.ask("remove", &json!({ "name": disk.name, "force": force })).is_some();
         if done {
             self.world.forget(&disk);
-        } else if self.cut_off {
-            self.world.add_cut_off(CutOffVerb::Removes(Arc::clone(&disk)));
+        } else if self.interrupted {
+            self.world.add_interrupted(InterruptedVerb::Removes(Arc::clone(&disk)));
         }
         disk.end_disconnect();
     }
@@ -377,7 +378,7 @@ impl VerbThread<'_> {
         let force = self.rng.chance(75);
         let below = match &disk.parent {
             Some(base) if disk.kind == Kind::Fork => {
-                // The fork may have grown beyond its base.
+                // The fork may have grown beyond its base, so the rewound content is longer.
                 let mut below = base.oracle().snapshot(&disk.name, Durability::Completed);
                 below.grow(disk.oracle().size());
                 below
@@ -407,13 +408,13 @@ impl VerbThread<'_> {
         let publishing_guard = disk.publishing.lock().unwrap_or_else(PoisonError::into_inner);
         if self.ask("unpublish", &json!({ "name": disk.name, "force": force })).is_some() {
             disk.unpublish();
-        } else if self.cut_off {
-            self.world.add_cut_off(CutOffVerb::Unpublishes(Arc::clone(&disk)));
+        } else if self.interrupted {
+            self.world.add_interrupted(InterruptedVerb::Unpublishes(Arc::clone(&disk)));
         }
         drop(publishing_guard);
         disk.allow_clients();
         disk.end_disconnect();
-        if disk.addresses().is_empty() && !disk.is_merging() && !self.world.server_ending() {
+        if disk.addresses().is_empty() && !disk.is_merging() && !self.world.is_server_ending() {
             self.publish_one(&disk);
         }
     }
@@ -423,7 +424,7 @@ impl VerbThread<'_> {
             return;
         };
         let mut attrs = json!({});
-        // With two limits set at once, the last one would be unknown.
+        // If two verbs set limits at once, the torture would not know the last one, which the server must keep.
         let world = self.world;
         let _publishing_guard =
             world.has_state.then(|| disk.publishing.lock().unwrap_or_else(PoisonError::into_inner));
@@ -435,14 +436,14 @@ impl VerbThread<'_> {
             return;
         } else if self.rng.chance(40) {
             let kib = (disk.oracle().size() * SECTOR / KIB).next_multiple_of(4) + 4 * self.rng.below(64);
-            // A client that connects after the growth may see the new size before the verb's answer arrives.
+            // Grow the oracle first: a client may see the new size before the answer to the verb arrives.
             disk.oracle().grow(kib * KIB / SECTOR);
             attrs["disksize"] = json!(format!("{kib}K"));
             size = Some(kib * KIB);
         } else {
             let kib = if disk.spills { 256 << self.rng.below(4) } else { 64 << self.rng.below(6) };
             if !disk.spills {
-                // All devices of a family share its memory.
+                // All devices of a family (a base and its forks, which share memory) are subject to the limit.
                 let top = root(&disk).unwrap_or_else(|| Arc::clone(&disk));
                 for other in self.world.disks(|_| true) {
                     let theirs = root(&other).unwrap_or_else(|| Arc::clone(&other));
@@ -458,24 +459,24 @@ impl VerbThread<'_> {
             disk.update_known(|known| {
                 (known.limit, known.size) = (limit.or(known.limit), size.or(known.size));
             });
-        } else if self.cut_off {
+        } else if self.interrupted {
             let flight = match (limit, size) {
-                (Some(bytes), _) => CutOffVerb::Limits(Arc::clone(&disk), bytes),
-                (_, Some(bytes)) => CutOffVerb::Grows(Arc::clone(&disk), bytes),
+                (Some(bytes), _) => InterruptedVerb::Limits(Arc::clone(&disk), bytes),
+                (_, Some(bytes)) => InterruptedVerb::Grows(Arc::clone(&disk), bytes),
                 _ => return,
             };
-            world.add_cut_off(flight);
+            world.add_interrupted(flight);
         }
     }
 
-    /// Informs the oracle that the device has the content of `new`, if the verb is `done`.
+    /// Reports to the oracle that a verb replaced the content of the device by that of `new`, unless `done` is false.
     fn end_replacement(&self, disk: &Disk, done: bool, since: ReadToken, new: &Oracle) {
         let judged = disk.end_replacement(|oracle| {
-            // A killed server may have completed the verb, but then its content is never read.
+            // A killed server may have completed the verb, but the content in memory is then never read.
             if done { oracle.replace_content(since, new, false) } else { oracle.abandon(since) }
         });
         if let Err(why) = judged
-            && !self.world.server_ending()
+            && !self.world.is_server_ending()
         {
             self.world.fail(format!("{why}\n  {}", disk.describe()));
         }
@@ -486,12 +487,11 @@ impl VerbThread<'_> {
         disk.block_clients();
         disk.begin_disconnect();
         let done = self.ask_about("power-cut", &json!({ "name": disk.name }), Some(&disk)).is_some();
-        // Clients must notice, and end their requests in the oracle.
+        // Wait until all clients have noticed the cut, and have ended their requests in the oracle.
         self.slot.begin(format!("{}: its clients leave", disk.name), VERB_MAX);
         let publishing_guard = disk.gate.write().unwrap_or_else(PoisonError::into_inner);
-        if done || self.cut_off || disk.is_tight() {
-            // Without space for unflushed data the cut fails halfway; the outcome of a cut without an answer is
-            // unknown.
+        if done || self.interrupted || disk.is_tight() {
+            // A cut fails halfway if unflushed data finds no space, and a cut without an answer may have happened.
             disk.oracle().crash();
         }
         disk.end_disconnect();
@@ -500,13 +500,14 @@ impl VerbThread<'_> {
     }
 
     fn merge(&mut self) {
-        // Whether an earlier merge has finished is unknown, and so is whether another one would start.
+        // Exclude snapshots with an earlier merge: it may have finished, and whether another one would start is
+        // unknown.
         let stored = |disk: &Disk| {
             disk.kind == Kind::Cow && disk.device_args.is_some() && !disk.from_start && !disk.merged_before
         };
         let Some(snapshot) = self.choose(stored) else { return };
         let Some(origin) = snapshot.parent.clone() else { return };
-        // From its start both devices have the same content; only the origin is read then.
+        // During a merge both devices show the same content, so clients use only the origin.
         snapshot.block_clients();
         self.slot.begin(format!("{}: its clients leave", snapshot.name), VERB_MAX);
         drop(snapshot.gate.write().unwrap_or_else(PoisonError::into_inner));
@@ -514,7 +515,7 @@ impl VerbThread<'_> {
         let below = snapshot.oracle().snapshot(&origin.name, Durability::Completed);
         let again = snapshot.is_merging();
         let params = json!({ "name": snapshot.name, "into_origin": true, "force": true, "background": true });
-        // A kill waits: the torture must know that the merge has started.
+        // Prevent a kill until the answer arrives: the torture must know whether the merge has started.
         let world = self.world;
         let _no_kill_guard = world.no_kill.read().unwrap_or_else(PoisonError::into_inner);
         let since = origin.begin_replacement();
@@ -538,11 +539,11 @@ impl VerbThread<'_> {
             _ => (String::new(), false),
         };
         let serves_lost = self.world.has_state && self.rng.chance(50);
-        let on_lost = if serves_lost { ",on_lost=empty" } else { "" };
+        let on_data_loss = if serves_lost { ",on_data_loss=empty" } else { "" };
         let keeps = self.world.has_state && self.rng.chance(40);
         let keep = if keeps { ",keep=yes" } else { "" };
-        let device = format!("{name}=ram,disksize={}K,publish=yes{keys}{on_lost}{keep}", bytes / KIB);
-        if self.ask("create", &json!({ "device": device })).is_some() || self.cut_off {
+        let device = format!("{name}=ram,disksize={}K,publish=yes{keys}{on_data_loss}{keep}", bytes / KIB);
+        if self.ask("create", &json!({ "device": device })).is_some() || self.interrupted {
             let oracle = Oracle::new(&name, bytes / SECTOR, Durability::Completed);
             let at = vec![Address::Nbd(self.path(super::server::NBD))];
             let limit = plan::limit_of(&device);
@@ -586,7 +587,7 @@ impl VerbThread<'_> {
     }
 }
 
-/// Returns the device at the bottom of the stack.
+/// Returns the device at the bottom of the stack, or `None` if the device lies on no other.
 fn root(disk: &Arc<Disk>) -> Option<Arc<Disk>> {
     let mut at = disk.parent.clone()?;
     while let Some(of) = at.parent.clone() {

@@ -1,22 +1,22 @@
-//! A watchdog: the current operation of every thread, its start, and its time limit.
+//! A watchdog: records the current operation of each thread, when it started, and its time limit.
 
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Longest time for a request. On a machine with a busy disk, `compact` held up writes at a memory
+/// Time limit of a request. On a machine with a busy disk, `compact` has delayed writes at a memory
 /// limit for 90 s.
 pub const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// Longest time for a verb. Verbs wait for one another for at most 30 s, and for a pass of the
-/// keeper as requests do.
+/// Time limit of a verb. Verbs wait for one another for at most 30 s. Like requests, they also wait
+/// for the keeper.
 pub const VERB_MAX: Duration = Duration::from_secs(240);
 
-/// All threads of a run.
+/// The operations of all threads of a run.
 #[derive(Default)]
-pub struct Watch(Mutex<Vec<Arc<Slot>>>);
+pub struct Watch(Mutex<Vec<Arc<WatchedThread>>>);
 
-/// A thread.
-pub struct Slot {
+/// A thread, and its current operation.
+pub struct WatchedThread {
     name: String,
     operation: Mutex<Option<Operation>>,
 }
@@ -28,23 +28,23 @@ struct Operation {
 }
 
 impl Watch {
-    /// Adds a thread.
-    pub fn slot(&self, name: String) -> Arc<Slot> {
-        let slot = Arc::new(Slot { name, operation: Mutex::new(None) });
+    /// Adds a thread, and returns the handle with which it records its operations.
+    pub fn slot(&self, name: String) -> Arc<WatchedThread> {
+        let slot = Arc::new(WatchedThread { name, operation: Mutex::new(None) });
         self.slots().push(Arc::clone(&slot));
         slot
     }
 
-    fn slots(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Slot>>> {
+    fn slots(&self) -> std::sync::MutexGuard<'_, Vec<Arc<WatchedThread>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes threads that have ended.
+    /// Removes the threads that have ended, which no longer hold their handle.
     pub fn clear(&self) {
         self.slots().retain(|slot| Arc::strong_count(slot) > 1);
     }
 
-    /// Returns a description of an operation that takes too long.
+    /// Returns a description of an operation that has exceeded its time limit, or `None`.
     pub fn overdue(&self) -> Option<String> {
         self.slots().iter().find_map(|slot| {
             let operation = slot.operation();
@@ -54,7 +54,7 @@ impl Watch {
         })
     }
 
-    /// Describes what all threads do.
+    /// Describes the current operations of all threads, as text.
     pub fn describe_all(&self) -> String {
         let mut text = String::new();
         for slot in self.slots().iter() {
@@ -66,24 +66,24 @@ impl Watch {
     }
 }
 
-impl Slot {
+impl WatchedThread {
     fn operation(&self) -> std::sync::MutexGuard<'_, Option<Operation>> {
         self.operation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records the start of an operation, and its time limit.
+    /// Records the start of an operation with this time limit.
     pub fn begin(&self, what: impl Into<String>, at_most: Duration) {
         *self.operation() = Some(Operation { what: what.into(), since: Instant::now(), at_most });
     }
 
-    /// Records progress: restarts the time limit.
+    /// Restarts the time limit of the current operation, which has made progress.
     pub fn restart_timer(&self) {
         if let Some(operation) = &mut *self.operation() {
             operation.since = Instant::now();
         }
     }
 
-    /// Records the end of the operation.
+    /// Records the end of the current operation.
     pub fn end(&self) {
         *self.operation() = None;
     }

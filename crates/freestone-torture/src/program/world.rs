@@ -1,4 +1,4 @@
-//! The state shared by all threads of a run.
+//! The state shared by all threads of a run: devices, counters, and the first failure.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -6,26 +6,26 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use super::cut_off::{Completions, CutOffVerb};
 pub use super::disk::{ConnectionMark, DeferredRead, Disk, Kind, KnownState, PossibleImage, TAGS};
+use super::interrupted_verb::{Completions, InterruptedVerb};
 use super::requests::WaitingMachine;
 use super::watch::Watch;
 use crate::oracle::Fill;
 
-/// Number of verbs printed with a failure.
+/// Number of verbs in the report of a failure.
 const HISTORY_MAX: usize = 60;
-/// Maximum number of machines that wait for their disk.
+/// Maximum number of virtual machines that wait to reconnect.
 const ASLEEP_MAX: usize = 8;
 
-/// The first failure.
+/// The first failure of a run.
 #[derive(Debug, Clone)]
 pub struct FirstFailure {
     pub what: String,
-    /// Operations of all threads at that moment.
+    /// Operations of all threads at the failure.
     pub running: String,
 }
 
-/// Counters of events, by group and name.
+/// Counters of events, by group and name of the event.
 #[derive(Default)]
 pub struct Counts(Mutex<BTreeMap<(&'static str, String), u64>>);
 
@@ -35,7 +35,7 @@ impl Counts {
         *counts.entry((group, name.into())).or_default() += count;
     }
 
-    /// Raises the counter to `number`.
+    /// Raises a counter to `number`, unless it is larger already.
     pub fn raise(&self, group: &'static str, name: &str, number: u64) {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let most = counts.entry((group, name.to_owned())).or_default();
@@ -55,31 +55,31 @@ impl Counts {
 /// The state shared by the threads of a run.
 pub struct World {
     pub program: PathBuf,
-    /// The kernel supports ublk block devices.
+    /// The kernel and the user's rights allow ublk block devices.
     pub has_ublk: bool,
-    /// The servers have a state directory.
+    /// The servers of the run have a state directory.
     pub has_state: bool,
-    /// Directory of this round.
+    /// Directory of the current round.
     pub dir: Mutex<PathBuf>,
     disks: Mutex<Vec<Arc<Disk>>>,
-    /// Possible images of the tags of the store; locked during a push.
+    /// Images to which each tag of the image store may refer; locked during a push to the tag.
     pub tags: [Mutex<Vec<PossibleImage>>; TAGS.len()],
-    /// Machines that wait for their disk.
+    /// Virtual machines that wait to reconnect.
     waiting: Mutex<Vec<WaitingMachine>>,
-    /// Threads must not start anything.
+    /// Threads must not start further operations.
     stop: AtomicBool,
-    /// The server is being killed or ended, the only reason for connections to end.
+    /// The server is being killed or ended, so connections may end.
     server_ending: AtomicBool,
-    /// Held for reading by a verb during which the server must not be killed.
+    /// Held for reading by verbs during which the server must not be killed.
     pub no_kill: RwLock<()>,
-    /// Devices that a server could not create again.
+    /// Devices that a server could not create again after a restart.
     missing: Mutex<Vec<Arc<Disk>>>,
-    /// Verbs without an answer when the server was killed.
-    cut_off: Mutex<Vec<CutOffVerb>>,
-    /// Number of requests and verbs completed.
+    /// Verbs that were cut off when the server was killed.
+    interrupted: Mutex<Vec<InterruptedVerb>>,
+    /// Number of requests and verbs that the current server has completed.
     pub completions: Completions,
     first_failure: Mutex<Option<FirstFailure>>,
-    /// The most recent verbs.
+    /// The most recent verbs with their outcomes, oldest first.
     history: Mutex<VecDeque<String>>,
     pub counts: Counts,
     pub watch: Watch,
@@ -100,7 +100,7 @@ impl World {
             server_ending: AtomicBool::new(false),
             no_kill: RwLock::new(()),
             missing: Mutex::new(Vec::new()),
-            cut_off: Mutex::new(Vec::new()),
+            interrupted: Mutex::new(Vec::new()),
             completions: Completions::default(),
             first_failure: Mutex::new(None),
             history: Mutex::new(VecDeque::new()),
@@ -131,7 +131,7 @@ impl World {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the devices for which `fits` is true.
+    /// Returns the devices for which `fits` returns true.
     pub fn disks(&self, fits: impl Fn(&Disk) -> bool) -> Vec<Arc<Disk>> {
         self.lock_disks().iter().filter(|disk| fits(disk)).cloned().collect()
     }
@@ -151,7 +151,7 @@ impl World {
         self.lock_disks().retain(|other| !Arc::ptr_eq(other, disk));
     }
 
-    /// Records that a server could not create this device again.
+    /// Records that a server could not create this device again after a restart.
     pub fn add_missing(&self, disk: &Arc<Disk>) {
         self.missing.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(disk));
     }
@@ -160,17 +160,17 @@ impl World {
         self.missing.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Records a verb without an answer when the server was killed.
-    pub fn add_cut_off(&self, flight: CutOffVerb) {
-        self.cut_off.lock().unwrap_or_else(PoisonError::into_inner).push(flight);
+    /// Records a verb that was cut off when the server was killed.
+    pub fn add_interrupted(&self, flight: InterruptedVerb) {
+        self.interrupted.lock().unwrap_or_else(PoisonError::into_inner).push(flight);
     }
 
-    pub fn take_cut_off(&self) -> Vec<CutOffVerb> {
-        std::mem::take(&mut *self.cut_off.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn take_interrupted(&self) -> Vec<InterruptedVerb> {
+        std::mem::take(&mut *self.interrupted.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Adds a machine whose connection ended; it waits until it can connect again. The machine that
-    /// has waited longest gives up if there are too many.
+    /// Adds a virtual machine whose connection ended; it waits to reconnect. If too many wait, the
+    /// one that has waited longest is dropped.
     pub fn add_waiting_machine(&self, machine: WaitingMachine) {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         if waiting.len() == ASLEEP_MAX {
@@ -179,14 +179,15 @@ impl World {
         waiting.push(machine);
     }
 
-    /// Takes a machine that waits for this device.
+    /// Removes and returns a machine that waits to reconnect to the device `disk`. `None` if no
+    /// such machine waits.
     pub fn take_waiting_machine(&self, disk: &str) -> Option<WaitingMachine> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let at = waiting.iter().position(|machine| machine.disk == disk)?;
         Some(waiting.remove(at))
     }
 
-    /// Returns true if a machine waits for this device.
+    /// Returns true if a machine waits to reconnect to this device.
     pub fn has_waiting_machine(&self, disk: &Disk) -> bool {
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.iter().any(|machine| machine.disk == disk.name)
@@ -197,17 +198,17 @@ impl World {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Returns a unique number.
+    /// Returns a number that is unique in the run.
     pub fn next_number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Returns a unique id of a write.
+    /// Returns the id of a new write with this fill pattern, unique in the run.
     pub fn write_id(&self, fill: Fill) -> u64 {
         fill.id(self.next_number())
     }
 
-    pub fn stopped(&self) -> bool {
+    pub fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }
 
@@ -215,7 +216,7 @@ impl World {
         self.stop.store(stop, Ordering::SeqCst);
     }
 
-    pub fn server_ending(&self) -> bool {
+    pub fn is_server_ending(&self) -> bool {
         self.server_ending.load(Ordering::SeqCst)
     }
 
@@ -223,7 +224,7 @@ impl World {
         self.server_ending.store(server_ending, Ordering::SeqCst);
     }
 
-    /// Reports a failure; only the first one is kept.
+    /// Records a failure; only the first one is kept.
     pub fn fail(&self, what: impl Into<String>) {
         let mut first_failure = self.first_failure.lock().unwrap_or_else(PoisonError::into_inner);
         if first_failure.is_none() {
@@ -233,7 +234,7 @@ impl World {
         self.set_stop(true);
     }
 
-    /// Describes what all threads do, and the last verbs.
+    /// Describes the current operations of all threads and the most recent verbs, as text.
     pub fn running(&self) -> String {
         let mut running = self.watch.describe_all();
         running += "  the last verbs:\n";
@@ -243,7 +244,7 @@ impl World {
         running
     }
 
-    /// Records the answer to a verb.
+    /// Records a verb with its outcome, for the report of a failure.
     pub fn note(&self, verb: String) {
         let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
         if history.len() == HISTORY_MAX {

@@ -1,9 +1,10 @@
-//! Issues requests as an export does: a try first, then a submission of the rest. Requests are
-//! issued on the runner's thread, on one of several request threads, or on a worker.
+//! Issues requests as an export does: first a try, then a submission of the part that the try did
+//! not complete. Requests are issued on the runner's thread, on one of several request threads, or
+//! on a worker.
 
 use std::panic::{self, AssertUnwindSafe};
 
-use freestone::device::{Buffer, Completion, Device, IoBuf, Op, Request, Result as Answer, Tried};
+use freestone::device::{Buffer, Completion, Device, IoBuf, Op, Request, Result as Answer, TryResult};
 
 use freestone_core::bytes::Bytes;
 use freestone_core::workers::Workers;
@@ -13,21 +14,21 @@ use crate::rt::sync::{Arc, mpsc};
 use crate::rt::thread::{self, JoinHandle};
 use crate::stack::Finding;
 
-/// A request to a device.
+/// A request to issue to a device.
 pub(super) struct DeviceRequest {
-    /// Number of the request in the runner.
+    /// Number of the request, given by the runner.
     pub id: u64,
     pub request: Request,
-    /// Data to write.
+    /// Data to write; empty for other operations.
     pub data: Vec<u8>,
     pub device: Arc<dyn Device>,
-    /// Submits the request without a try.
+    /// Submits the request without a preceding try.
     pub submit: bool,
-    /// Worker that executes the request.
+    /// Worker that executes the request; `None` submits the request to the device directly.
     pub worker: Option<Arc<WorkerUser>>,
 }
 
-/// A user of a device that hands its requests to workers.
+/// A user of a device that hands its requests to worker threads.
 pub(super) struct WorkerUser {
     user: Bytes,
     workers: Workers,
@@ -39,19 +40,19 @@ impl WorkerUser {
     }
 }
 
-/// Outcome of a try.
+/// Outcome of a try on a device.
 pub(super) enum TryOutcome {
-    /// Completed, with the bytes read.
+    /// The try completed the whole request: its result, and the bytes read.
     Completed(Answer<()>, Vec<u8>),
     Blocked(Remainder),
 }
 
-/// The part of a request that must be submitted.
+/// The part of a request that the try did not complete and that must be submitted.
 pub(super) struct Remainder {
     id: u64,
     request: Request,
     owned: IoBuf,
-    /// Bytes read by the try.
+    /// Bytes read by the try before the remainder.
     head: Vec<u8>,
     device: Arc<dyn Device>,
     worker: Option<Arc<WorkerUser>>,
@@ -69,12 +70,12 @@ impl DeviceRequest {
                 _ => Buffer::None,
             };
             match device.try_io(&request, part) {
-                Ok(Tried::Done) => return Ok(TryOutcome::Completed(Ok(()), head)),
-                Ok(Tried::Partly(bytes)) => {
+                Ok(TryResult::Done) => return Ok(TryOutcome::Completed(Ok(()), head)),
+                Ok(TryResult::Partly(bytes)) => {
                     from += bytes as usize;
                     request = request.rest(bytes);
                 }
-                Ok(Tried::WouldBlock) => tries = false,
+                Ok(TryResult::WouldBlock) => tries = false,
                 Err(error) => return Ok(TryOutcome::Completed(Err(error), Vec::new())),
             }
         }
@@ -94,7 +95,7 @@ impl Remainder {
         let Self { id, request, owned, mut head, device, worker } = self;
         let done = Completion::new(move |answer, buffer: IoBuf| {
             head.extend_from_slice(&buffer);
-            // The receiver may be gone after the end of the run.
+            // The runner no longer receives events after the end of the run.
             let _ = events.send(Event::Completed(id, answer, head));
         });
         match worker {
@@ -106,7 +107,7 @@ impl Remainder {
     }
 }
 
-/// A thread that issues requests.
+/// A thread that issues requests and sends their completions to the runner.
 pub(super) struct RequestThread {
     pub requests: mpsc::Sender<DeviceRequest>,
     thread: JoinHandle<()>,
@@ -140,10 +141,10 @@ impl RequestThread {
         Self { requests, thread }
     }
 
-    /// Ends the thread after its last completion.
+    /// Ends the thread after its last completion, and joins it.
     pub fn end(self) {
         drop(self.requests);
-        // A panic of that thread was already reported.
+        // The panic hook has already reported a panic of that thread.
         let _ = self.thread.join();
     }
 }

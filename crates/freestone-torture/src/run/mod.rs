@@ -1,6 +1,6 @@
 //! Executes the ops of a run on a stack, one after the other with some requests in flight, and
-//! judges the outcome. One thread, the runner, knows the state of all devices ([`World`]); other
-//! threads send it events.
+//! judges the results. A single thread, the runner, knows the state of all devices ([`World`]);
+//! other threads send it events.
 
 mod issue;
 
@@ -18,36 +18,37 @@ use crate::rt::time::{Duration, Instant};
 use crate::stack::{Finding, NodeId, Scope, Task, VerbResult, VerbTask, World};
 use issue::{DeviceRequest, RequestThread, TryOutcome, WorkerUser};
 
-/// Maximum number of requests in flight.
+/// Maximum number of requests in flight on all nodes.
 const IN_FLIGHT_MAX: usize = 8;
-/// Longest wait for one event.
+/// Longest wait for one event before the runner checks the time limits again.
 const EVENT_WAIT: Duration = Duration::from_millis(20);
-/// Bytes per read of a check.
+/// Bytes per read when a check reads a whole node.
 const CHECK_BYTES: u64 = 128 << 10;
-/// Worker threads that some requests are handed to.
+/// Number of worker threads, which execute some of the requests.
 const WORKERS: usize = 2;
-/// Maximum number of ops that run beside one verb.
+/// Maximum number of ops that run while one verb (an op other than a request) is in progress.
 const CONCURRENT_OPS_MAX: u32 = 16;
 
 /// Limits and settings of a run.
 #[derive(Debug, Clone, Copy)]
-pub struct Judge {
-    /// Longest duration of a request or a verb, after everything that hangs was released.
-    pub bound: Duration,
-    /// How long hanging requests stay held while the runner waits for something.
-    pub patience: Duration,
+pub struct RunSettings {
+    /// Longest duration of a request or a verb. The time counts from the release of everything that
+    /// hangs.
+    pub max_duration: Duration,
+    /// Time that the runner waits before it releases hanging requests.
+    pub release_after: Duration,
     /// Prints each op on standard error.
     pub trace: bool,
-    /// Checks that the run leaves no threads or descriptors behind. Nothing else may run in the
-    /// process.
+    /// Checks that the run leaves no threads or file descriptors behind. Nothing else may run in
+    /// the process.
     pub process: bool,
 }
 
-impl Default for Judge {
+impl Default for RunSettings {
     fn default() -> Self {
         Self {
-            bound: Duration::from_secs(60),
-            patience: Duration::from_millis(100),
+            max_duration: Duration::from_secs(60),
+            release_after: Duration::from_millis(100),
             trace: false,
             process: false,
         }
@@ -61,13 +62,13 @@ pub struct Report {
     pub tally: BTreeMap<&'static str, u64>,
 }
 
-/// The failure of a run.
+/// The failure of a run: the op and the finding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// Number of the failing op, counted from 1 over the ops of the stack and the run. One more
-    /// than the last op stands for the end of the run.
+    /// Number of the failing op, counted from 1 over the ops of the stack and the run. The number
+    /// after that of the last op means a failure in the checks at the end of the run.
     pub op: usize,
-    /// The finding.
+    /// The finding of the judge.
     pub finding: Finding,
 }
 
@@ -77,14 +78,14 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Runs `ops` on the stack of this seed, or on an empty stack if the seed is `None`.
+/// Runs `ops` on the stack drawn from `stack_seed`, or on an empty stack for `None`.
 ///
 /// # Errors
 /// Returns the first finding.
-pub fn run(stack_seed: Option<u64>, ops: &[Op], judge: Judge) -> Result<Report, Failure> {
-    let before = judge.process.then(Process::now);
+pub fn run(stack_seed: Option<u64>, ops: &[Op], settings: RunSettings) -> Result<Report, Failure> {
+    let before = settings.process.then(Process::now);
     let stack = stack_seed.map(ops::stack).unwrap_or_default();
-    let mut runner = Runner::new(judge);
+    let mut runner = Runner::new(settings);
     let outcome = stack.iter().chain(ops).try_for_each(|op| runner.step(op));
     let outcome = outcome.and_then(|()| {
         runner.op_number += 1;
@@ -93,11 +94,11 @@ pub fn run(stack_seed: Option<u64>, ops: &[Op], judge: Judge) -> Result<Report, 
     let op_number = runner.op_number;
     let report = Report { tally: runner.world.tally().clone() };
     let ended = match outcome {
-        Ok(()) => {
-            runner.close().and_then(|()| before.map_or(Ok(()), |before| before.wait_restored(judge.bound)))
-        }
+        Ok(()) => runner
+            .close()
+            .and_then(|()| before.map_or(Ok(()), |before| before.wait_restored(settings.max_duration))),
         Err(finding) => {
-            // Parts of the run may still hang, so nothing is joined.
+            // Requests of the run may still hang, so no thread is joined.
             runner.abandon();
             Err(finding)
         }
@@ -105,14 +106,14 @@ pub fn run(stack_seed: Option<u64>, ops: &[Op], judge: Judge) -> Result<Report, 
     ended.map(|()| report).map_err(|finding| Failure { op: op_number, finding })
 }
 
-/// An event for the runner, the one thread that knows the state of all devices.
+/// An event for the runner, which alone knows the state of all devices.
 enum Event {
-    /// Completion of the request with this number, with the bytes read.
+    /// Completion of the request with this number: its result, and the bytes read.
     Completed(u64, Answer<()>, Vec<u8>),
-    /// The issuing thread released the device of the request with this number.
+    /// The issuing thread has dropped its reference to the device of the request with this number.
     Released(u64),
     VerbResult(VerbResult),
-    /// A finding of another thread.
+    /// A finding of a thread other than the runner.
     Finding(Finding),
 }
 
@@ -120,11 +121,12 @@ enum Event {
 struct InFlight {
     task: Task,
     began: Instant,
-    /// The issuing thread still holds the device. Judging the request waits for it, since a removed
-    /// device would otherwise outlive its removal.
+    /// The issuing thread still holds a reference to the device. The request is judged only after
+    /// the release: otherwise the reference would keep a removed device alive.
     is_device_held: bool,
     answer: Option<(Answer<()>, Vec<u8>)>,
-    /// Keeps the user of a worker alive: its requests do not start after it is dropped.
+    /// Keeps the worker's user alive: requests queued at the worker do not start after the user is
+    /// dropped.
     _worker: Option<Arc<WorkerUser>>,
 }
 
@@ -134,18 +136,18 @@ impl InFlight {
     }
 }
 
-/// A verb in progress.
+/// A verb (an op other than a request) in progress.
 struct RunningVerb {
     what: String,
     scope: Scope,
     began: Instant,
-    /// Ops started beside the verb.
+    /// Number of ops started while the verb is in progress.
     concurrent: u32,
 }
 
 struct Runner {
-    judge: Judge,
-    /// Number of the current op.
+    settings: RunSettings,
+    /// Number of the current op, counted from 1.
     op_number: usize,
     world: World,
     events: mpsc::Receiver<Event>,
@@ -155,14 +157,14 @@ struct Runner {
     next_id: u64,
     verb_sender: Option<mpsc::Sender<VerbTask>>,
     verb_thread: Option<JoinHandle<()>>,
-    /// Threads that issue requests. Without any, the runner issues them itself.
+    /// Threads that issue requests. If there are none, the runner issues the requests itself.
     request_threads: Vec<RequestThread>,
-    /// Workers that some requests are handed to.
+    /// Workers that execute some of the requests.
     workers: Workers,
 }
 
 impl Runner {
-    fn new(judge: Judge) -> Self {
+    fn new(settings: RunSettings) -> Self {
         let (event_sender, events) = mpsc::channel();
         let (verb_sender, todo) = mpsc::channel::<VerbTask>();
         let finished = event_sender.clone();
@@ -176,7 +178,7 @@ impl Runner {
             }
         });
         Self {
-            judge,
+            settings,
             op_number: 0,
             world: World::new(),
             events,
@@ -227,11 +229,11 @@ impl Runner {
                 self.prepare_verb(op, scope)?;
             }
         }
-        let complaints = self.world.complaints();
-        if complaints.is_empty() { Ok(()) } else { Err(Finding::Message(complaints.join("; "))) }
+        let violations = self.world.violations();
+        if violations.is_empty() { Ok(()) } else { Err(Finding::Message(violations.join("; "))) }
     }
 
-    /// Waits for the running verb, unless this op can run beside that verb.
+    /// Waits for the running verb, unless `op` can run beside that verb.
     fn wait_unless_concurrent(&mut self, op: &Op) -> Result<(), Finding> {
         let can = self.running_verb.as_mut().is_none_or(|verb| {
             verb.concurrent += 1;
@@ -240,18 +242,18 @@ impl Runner {
         if can { Ok(()) } else { self.wait_verb() }
     }
 
-    /// Waits for the running verb.
+    /// Waits for the running verb, if any.
     fn wait_verb(&mut self) -> Result<(), Finding> {
         self.wait_until("a verb", |runner| runner.running_verb.is_none())
     }
 
     fn trace(&self, what: impl FnOnce(&Self) -> String) {
-        if self.judge.trace {
+        if self.settings.trace {
             eprintln!("{:>5} {}", self.op_number, what(self));
         }
     }
 
-    /// Starts a verb, which continues beside the next ops.
+    /// Starts a verb once its nodes are idle. The verb continues while the next ops run.
     fn prepare_verb(&mut self, op: &Op, scope: Scope) -> Result<(), Finding> {
         self.world.before_wait(op, &scope);
         let idle = scope.idle.clone();
@@ -277,13 +279,13 @@ impl Runner {
 
     // ---- requests -------------------------------------------------------------------------------
 
-    /// Issues a request as an export does, and returns its number. A request that completes at once
-    /// does not enter `in_flight`.
+    /// Issues a request as an export does, and returns the number of the request. A request that
+    /// completes at once is never in `in_flight`.
     fn issue(&mut self, mut task: Task, device: Arc<dyn Device>, submit: bool) -> Result<u64, Finding> {
         let id = self.next_id;
         self.next_id += 1;
         let (request, data) = (task.request, std::mem::take(&mut task.data));
-        // Every other request that skips the try goes to a worker.
+        // Give a worker every other request that skips the try.
         let worker = (submit && id % 2 == 1).then(|| WorkerUser::new(&device, &self.workers));
         let device_request = DeviceRequest { id, request, data, device, submit, worker: worker.clone() };
         if !self.request_threads.is_empty() {
@@ -304,7 +306,7 @@ impl Runner {
         Ok(id)
     }
 
-    /// Reads all of a node and waits for each read.
+    /// Reads all of a node, waits for each read, and judges the bytes.
     fn check_content(&mut self, node: NodeId) -> Result<(), Finding> {
         let mut op_number = 0;
         while let Some((task, device)) = self.world.begin_check(node, op_number, CHECK_BYTES) {
@@ -329,7 +331,7 @@ impl Runner {
                     return Err(Finding::Message(format!("request {id} completed twice")));
                 };
                 let took = request.began.elapsed();
-                if took > self.judge.bound {
+                if took > self.settings.max_duration {
                     let request = request.task.request;
                     return Err(Finding::Message(format!("{request:?} completed only after {took:?}")));
                 }
@@ -347,7 +349,7 @@ impl Runner {
                 verb_result(&mut self.world)?;
                 self.world.resume_nodes(&scope);
                 let took = began.elapsed();
-                if took > self.judge.bound {
+                if took > self.settings.max_duration {
                     return Err(Finding::Message(format!("{what}: ended only after {took:?}")));
                 }
                 Ok(())
@@ -356,7 +358,7 @@ impl Runner {
         }
     }
 
-    /// Judges a completed request once its issuing thread has released the device.
+    /// Judges a completed request once the issuing thread has released the device.
     fn judge_completed(&mut self, id: u64) -> Result<(), Finding> {
         let is_over = |request: &InFlight| request.answer.is_some() && !request.is_device_held;
         if !self.in_flight.get(&id).is_some_and(is_over) {
@@ -368,12 +370,12 @@ impl Runner {
         self.world.end_io(task, answer, &bytes)
     }
 
-    /// Handles events until the condition holds. Releases hanging requests after `patience`.
+    /// Handles events until `is` returns true. Releases hanging requests after `release_after`.
     fn wait_until(&mut self, what: &str, is: impl Fn(&Self) -> bool) -> Result<(), Finding> {
         let began = Instant::now();
         while !is(self) {
             let waited = began.elapsed();
-            if waited > self.judge.bound {
+            if waited > self.settings.max_duration {
                 let in_flight: Vec<String> = self
                     .in_flight
                     .values()
@@ -387,7 +389,7 @@ impl Runner {
                     in_flight.join(", ")
                 )));
             }
-            if waited >= self.judge.patience {
+            if waited >= self.settings.release_after {
                 self.world.release();
             }
             if let Ok(event) = self.events.recv_timeout(EVENT_WAIT) {
@@ -399,7 +401,7 @@ impl Runner {
 
     // ---- the end --------------------------------------------------------------------------------
 
-    /// Ends all faults, checks all content, and removes every node.
+    /// Ends all faults, checks the content of all nodes, and removes them.
     fn end(&mut self) -> Result<(), Finding> {
         self.world.heal();
         self.wait_verb()?;
@@ -418,13 +420,13 @@ impl Runner {
         loop {
             match self.world.check_released() {
                 Ok(()) => return Ok(()),
-                Err(finding) if began.elapsed() > self.judge.bound => return Err(finding),
+                Err(finding) if began.elapsed() > self.settings.max_duration => return Err(finding),
                 Err(_) => thread::sleep(Duration::from_millis(1)),
             }
         }
     }
 
-    /// Drops everything that remains.
+    /// Drops the remaining devices on the verb thread, so that a drop that hangs is detected.
     fn close(mut self) -> Result<(), Finding> {
         let world = std::mem::take(&mut self.world);
         let dropped: VerbTask = Box::new(move || {
@@ -437,18 +439,18 @@ impl Runner {
         self.request_threads.drain(..).for_each(RequestThread::end);
         self.workers.stop();
         if let Some(verb_thread) = self.verb_thread.take() {
-            // A panic of that thread was already reported.
+            // The panic hook has already reported a panic of that thread.
             let _ = verb_thread.join();
         }
         Ok(())
     }
 
-    /// Cleans up after a failure. Waits for nothing, since it may never end.
+    /// Cleans up after a failure. Waits for no request or thread, since it may never end.
     fn abandon(mut self) {
         self.world.heal();
         let world = std::mem::take(&mut self.world);
         let in_flight = std::mem::take(&mut self.in_flight);
-        // Dropped without joining.
+        // Drop the request threads without joining them: a request may still hang.
         self.request_threads.clear();
         if let Some(verb_sender) = self.verb_sender.take() {
             let left: VerbTask = Box::new(move || {
@@ -460,7 +462,7 @@ impl Runner {
     }
 }
 
-/// Number of threads and descriptors of the process.
+/// Number of threads and open file descriptors of the process.
 struct Process {
     threads: usize,
     descriptors: usize,
@@ -472,8 +474,8 @@ impl Process {
         Self { threads: count("/proc/self/task"), descriptors: count("/proc/self/fd") }
     }
 
-    /// Waits until the counts are the same as before. Threads end a moment after their completion
-    /// was reported.
+    /// Waits until the counts equal those of `self`. A thread ends a moment after it has reported
+    /// its last completion.
     fn wait_restored(&self, bound: Duration) -> Result<(), Finding> {
         let began = Instant::now();
         loop {
@@ -495,26 +497,26 @@ impl Process {
 #[cfg(test)]
 mod tests {
     use freestone::device::{
-        Blocking, Buffer, Completion, Extent, Geometry, IoBuf, Op as DeviceOp, Request, Tried,
+        Blocking, Buffer, Completion, Extent, Geometry, IoBuf, Op as DeviceOp, Request, TryResult,
     };
     use freestone_testkit::Model;
 
     use super::*;
     use crate::rt::sync::Mutex;
 
-    /// A device that ignores every 20th write.
+    /// A device that reports success for every 20th write but discards it.
     struct Forgetful(Model, Mutex<u32>);
 
     impl Device for Forgetful {
         fn geometry(&self) -> Geometry {
             self.0.geometry()
         }
-        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<Tried> {
+        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<TryResult> {
             let mut left = self.1.lock().unwrap();
             *left -= u32::from(request.op == DeviceOp::Write);
             if *left == 0 {
                 *left = 20;
-                return Ok(Tried::Done);
+                return Ok(TryResult::Done);
             }
             drop(left);
             self.0.try_io(request, buffer)
@@ -530,7 +532,7 @@ mod tests {
     #[test]
     fn seeded_runs_pass() {
         for seed in [2, 5, 8, 12] {
-            let report = run(Some(seed), &ops::draw(seed, 150), Judge::default());
+            let report = run(Some(seed), &ops::draw(seed, 150), RunSettings::default());
             let report = report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
             assert!(report.tally["reads"] > 0);
         }
@@ -540,9 +542,9 @@ mod tests {
     fn forgetful_device_is_found() {
         let broken = Forgetful(Model::new(1 << 20, 512), Mutex::new(20));
         broken.0.write_zeroes(0, 512, freestone::device::Flags::empty()).unwrap();
-        let mut runner = Runner::new(Judge::default());
+        let mut runner = Runner::new(RunSettings::default());
         runner.world.add_device("forgetful", Arc::new(broken));
-        // No verbs: one might remove the device.
+        // Run requests only: a verb might remove the broken device.
         let ops = ops::draw(1, 400).into_iter().filter(|op| matches!(op, Op::Io(_) | Op::Await));
         let found = ops.into_iter().try_for_each(|op| runner.step(&op)).and_then(|()| runner.end());
         assert!(matches!(found, Err(Finding::Content(_))), "{found:?}");
@@ -552,10 +554,10 @@ mod tests {
     #[test]
     fn hanging_device_is_found() {
         let disk = crate::disk::SimDisk::new(crate::disk::DiskConfig::default(), 1);
-        let hangs = crate::disk::Chances { hang: 1000, ..Default::default() };
+        let hangs = crate::disk::FaultRates { hang: 1000, ..Default::default() };
         disk.control().set_plan(crate::disk::Plan { read: hangs, write: hangs, ..Default::default() });
-        let judge = Judge { bound: Duration::from_millis(300), ..Judge::default() };
-        let mut runner = Runner::new(judge);
+        let settings = RunSettings { max_duration: Duration::from_millis(300), ..RunSettings::default() };
+        let mut runner = Runner::new(settings);
         runner.world.add_device("silent", Arc::new(disk));
         let mut ops = ops::draw(1, 100).into_iter().filter(|op| matches!(op, Op::Io(_) | Op::Await));
         let found = ops.try_for_each(|op| runner.step(&op));

@@ -9,10 +9,10 @@ use crate::ops::CowOp;
 use crate::oracle::{Durability, ReadToken};
 use crate::rt::sync::Arc;
 
-/// Bytes to zero so that a device looks like a new COW device.
+/// Bytes at the start of a device that are zeroed so that the device looks like a new COW device.
 const HEADER_BYTES: u64 = 4096;
 
-/// A snapshot being created.
+/// A snapshot being created, with the state needed to judge the result.
 pub(super) struct PreparedCow {
     id: NodeId,
     cow: NodeId,
@@ -27,7 +27,7 @@ pub(super) struct PreparedCow {
 }
 
 impl PreparedCow {
-    /// Blanks the COW device and prepares the snapshot; waits for the COW device.
+    /// Zeroes the header of the COW device and prepares the snapshot. Waits for the COW device.
     pub fn prepare(&self) -> Result<cow::PendingSnapshot, SetupError> {
         let blank = self.device.write_zeroes(0, HEADER_BYTES, Flags::FUA);
         blank.map_err(|source| SetupError::Device { what: "blanking", source })?;
@@ -36,7 +36,7 @@ impl PreparedCow {
 }
 
 impl World {
-    /// Returns the origins that can have snapshots.
+    /// Returns the origins of which a snapshot can be taken.
     pub(super) fn origins(&self) -> Vec<NodeId> {
         let mut all = self.nodes_that(|node| matches!(&node.kind, Kind::Origin(origin) if !origin.is_half));
         all.retain(|&id| self.is_content_visible(id));
@@ -47,7 +47,8 @@ impl World {
         self.nodes_that(|node| matches!(node.kind, Kind::Cow(_)))
     }
 
-    /// Chooses the COW device of a snapshot; the device must not lie on any node of `set`.
+    /// Prepares a snapshot of an origin and chooses its COW device, which must not lie on any node
+    /// of `set`. Returns `None` if the origin is gone.
     pub(super) fn prepare_cow(&mut self, id: NodeId, op: CowOp, set: &[NodeId]) -> Option<PreparedCow> {
         let CowOp { store, chunk, ample, on } = op;
         let Kind::Origin(origin) = &self.nodes.get(&id)?.kind else { return None };
@@ -110,30 +111,31 @@ impl World {
         self.rename(made);
     }
 
-    /// Checks that a failed preparation of a snapshot has a cause.
+    /// Checks that a failure to prepare a snapshot has a cause.
     pub(super) fn judge_cow(&self, prepared: &PreparedCow, error: &SetupError) -> Result<(), Finding> {
         let &PreparedCow { id, cow, before, .. } = prepared;
         let now = self.causes(&self.cow_disks(id, cow));
         let causes = now != before || now.hung > 0;
         let nodes = || [id, cow].into_iter().filter_map(|id| self.nodes.get(&id));
         let limited = nodes().any(|node| self.is_limited(node));
-        // A snapshot below may have been lost before.
+        // A snapshot below the origin or the COW device may have been lost before.
         let worse_off = nodes()
             .any(|node| self.can_be_damaged(node) && (self.may_be_damaged(node) || self.may_overflow(node)));
         match error {
             SetupError::Merging if self.has_merge(id) => Ok(()),
-            SetupError::NotInTime(_) if self.has_hung() => Ok(()),
+            SetupError::FreezeTimeout(_) if self.has_hung() => Ok(()),
             SetupError::Device { .. } if causes || limited || worse_off => Ok(()),
             SetupError::TooSmall { .. } | SetupError::OddSize { .. } | SetupError::Block { .. } => Ok(()),
             error => finding(format!("a snapshot could not be made: {error}")),
         }
     }
 
-    /// Cleans up after a failed snapshot: removes its COW device and the nodes below.
+    /// Cleans up after a failed snapshot: removes the COW device and the nodes below it.
     pub(super) fn discard_prepared(&mut self, prepared: PreparedCow) {
         self.abandon(prepared.oracle, prepared.token);
         let mut gone = Vec::new();
-        // The nodes below have its content, possibly parts of exceptions.
+        // The nodes below the COW device have the same content, which may include parts of
+        // exceptions and is not judged.
         for id in self.below(prepared.cow) {
             self.remove_node(id, &mut gone);
         }
@@ -152,7 +154,8 @@ impl World {
         node.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half))
     }
 
-    /// Returns true if a node can be the COW device of an origin: neither lies on the other.
+    /// Returns true if `cow` is large enough and can be the COW device of `origin`: neither node
+    /// lies on the other.
     fn can_hold(&self, cow: NodeId, origin: NodeId, bytes: u64) -> bool {
         let node = &self.nodes[&cow];
         let is_plain =
@@ -163,7 +166,7 @@ impl World {
             && !self.below(cow).contains(&origin)
     }
 
-    /// Returns a node and all nodes below it.
+    /// Returns a node and all nodes below it, the node first.
     pub(super) fn below(&self, id: NodeId) -> Vec<NodeId> {
         let mut all = vec![id];
         let mut at = 0;
@@ -176,7 +179,8 @@ impl World {
         all
     }
 
-    /// Returns true if this origin lies directly on a disk, which can be opened again.
+    /// Returns true if this origin lies directly on a simulated disk, which can be opened again
+    /// after a crash.
     pub(super) fn lies_on_disk(&self, id: NodeId) -> bool {
         let below = self.nodes.get(&id).and_then(|node| self.nodes.get(node.on.first()?));
         below.is_some_and(|below| matches!(below.kind, Kind::Disk(_)))
@@ -186,7 +190,8 @@ impl World {
         let (node, Kind::Cow(cow)) = (&self.nodes[&id], &self.nodes[&id].kind) else { return None };
         let (snapshot, origin, merging) = (cow.snapshot.clone(), cow.origin, cow.merging);
         let is_covered = node.covered;
-        // A cover of the snapshot would have to share its oracle with the covers of the origin.
+        // Do not merge then: a cover of the snapshot would have to share its oracle with the covers
+        // of the origin.
         if is_covered || self.nodes.get(&origin).is_none_or(|origin| origin.covered) {
             return None;
         }
@@ -205,8 +210,10 @@ impl World {
                 }
                 match begun {
                     Ok(()) | Err(MergeSetupError::Transient) => Ok(()),
-                    Err(MergeSetupError::Other) if world.has_merge(origin) || world.is_half(origin) => Ok(()),
-                    Err(MergeSetupError::NotInTime(_)) if world.has_hung() => Ok(()),
+                    Err(MergeSetupError::OtherMerge) if world.has_merge(origin) || world.is_half(origin) => {
+                        Ok(())
+                    }
+                    Err(MergeSetupError::FreezeTimeout(_)) if world.has_hung() => Ok(()),
                     Err(MergeSetupError::Invalid | MergeSetupError::Mark(_)) if may_be_damaged => {
                         if let Some(Kind::Cow(cow)) = world.nodes.get_mut(&id).map(|node| &mut node.kind) {
                             cow.maybe_marked = true;
@@ -219,7 +226,7 @@ impl World {
         })
     }
 
-    /// Records a merge: from now on the origin shows the content of this snapshot.
+    /// Records the start of a merge: from now on the origin shows the content of this snapshot.
     pub(super) fn record_merge(&mut self, id: NodeId, token: Option<ReadToken>) {
         let Some(node) = self.nodes.get_mut(&id) else { return };
         let (own, disks, families) = (node.oracle, node.disks.clone(), node.families.clone());
@@ -233,7 +240,7 @@ impl World {
         let Some(shown) = self.oracles.get(&own).cloned() else { return };
         if let Some(oracle) = self.oracles.get_mut(&below) {
             let token = token.unwrap_or_else(|| oracle.begin_read());
-            // The snapshot does not cover what the origin has grown by.
+            // The snapshot does not have the part by which the origin has grown since.
             oracle.replace_head(token, shown.size(), &shown, false);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
@@ -242,7 +249,7 @@ impl World {
         self.sweep();
     }
 
-    /// Waits for the end of a merge, after stopping it if `stop` is set.
+    /// Waits for the end of a merge. If `stop` is set, stops the merge first.
     pub(super) fn end_merge(&mut self, id: NodeId, stop: bool) -> Option<VerbTask> {
         let Kind::Cow(cow) = &self.nodes[&id].kind else { return None };
         let (snapshot, merging) = (cow.snapshot.clone(), cow.merging);

@@ -2,7 +2,7 @@
 //! opened again.
 //!
 //! A **tree** is a disk and all nodes on it. An origin over the disk, and its snapshots with
-//! persistent COW devices on disks of their own, survive a crash; the rest of the tree ends with
+//! persistent COW devices on disks of their own, survive a crash. The rest of the tree ends with
 //! the process.
 
 use std::collections::BTreeSet;
@@ -16,7 +16,7 @@ use crate::disk::{DiskControl, SimDisk};
 use crate::oracle::{Durability, Oracle};
 use crate::rt::sync::Arc;
 
-/// A snapshot that survives.
+/// A snapshot that survives a crash, with what is needed to open it again.
 struct SurvivingSnapshot {
     id: NodeId,
     control: DiskControl,
@@ -24,7 +24,7 @@ struct SurvivingSnapshot {
     node: Option<SnapshotState>,
 }
 
-/// The state of a snapshot before the crash.
+/// The state of a surviving snapshot before the crash.
 #[expect(clippy::struct_excessive_bools, reason = "independent facts")]
 struct SnapshotState {
     origin: NodeId,
@@ -35,7 +35,7 @@ struct SnapshotState {
     unmarked: bool,
 }
 
-/// A disk opened again.
+/// A simulated disk that was opened again after a crash.
 struct ReopenedDisk {
     id: NodeId,
     control: DiskControl,
@@ -44,18 +44,19 @@ struct ReopenedDisk {
 
 impl ReopenedDisk {
     fn open(id: NodeId, control: &DiskControl, seed: u64) -> Self {
-        let disk: SimDisk = control.reopened(seed);
+        let disk: SimDisk = control.reopen(seed);
         Self { id, control: disk.control(), device: Arc::new(disk) }
     }
 }
 
-/// Returns a placeholder for a device that will be opened again; it receives no requests.
+/// Returns a placeholder for a surviving node whose device was dropped and will be opened again.
+/// The placeholder receives no requests.
 fn placeholder_device() -> Arc<dyn Device> {
     Arc::new(Memory::new(Config::plain(4096, 512)).expect("a page"))
 }
 
 impl World {
-    /// Returns the disks whose tree can be opened again.
+    /// Returns the disks whose tree can be crashed and opened again.
     pub(super) fn crashable(&self) -> Vec<NodeId> {
         let all = self.nodes_that(|node| matches!(node.kind, Kind::Disk(_)));
         all.into_iter().filter(|&id| self.can_reopen(id)).collect()
@@ -65,14 +66,14 @@ impl World {
         let Some(node) = self.nodes.get(&id) else { return false };
         let origin = self.origin_on(id).and_then(|id| self.nodes.get(&id));
         let is_half = origin.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half));
-        // If the COW device of a merging snapshot did not survive, the content of the origin would
-        // be unknown.
+        // If the COW device of a merging snapshot does not survive, the content of the origin is
+        // unknown.
         let persistent = self.persistent(id);
         let lost_merge = self.tree(id).into_iter().any(|id| {
             let is_merging = |node: &Node| matches!(&node.kind, Kind::Cow(cow) if cow.merging);
             self.nodes.get(&id).is_some_and(is_merging) && !persistent.contains(&id)
         });
-        // Only an origin can be opened again over a disk.
+        // Of the covers of a disk, only an origin can be opened again.
         !self.is_cow_device(id) && !is_half && !lost_merge && (!node.covered || origin.is_some())
     }
 
@@ -85,8 +86,8 @@ impl World {
         self.nodes.iter().find(|(_, node)| is(node)).map(|(id, _)| *id)
     }
 
-    /// Returns a disk, all nodes on it, and the COW devices of snapshots among them. A node comes
-    /// after the nodes that it lies on.
+    /// Returns a disk, all nodes on it, and the COW devices of snapshots among them. Each node
+    /// comes after the nodes on which it lies.
     pub(super) fn tree(&self, disk: NodeId) -> Vec<NodeId> {
         let mut all = vec![disk];
         let mut at = 0;
@@ -126,16 +127,17 @@ impl World {
         persistent
     }
 
-    /// Kills the disks of a tree at one moment.
-    pub(super) fn tree_dies(&mut self, disk: NodeId, power: bool, seed: u64) {
+    /// Kills all disks of a tree at one moment.
+    pub(super) fn kill_tree(&mut self, disk: NodeId, power: bool, seed: u64) {
         let mut controls = Vec::new();
         for id in self.tree(disk) {
             if let Some(Kind::Disk(number)) = self.nodes.get(&id).map(|node| &node.kind) {
                 controls.extend(self.disks.get(number).cloned());
             }
         }
-        DiskControl::all_die(&controls, seed, power);
-        // Read this now: a dead disk cannot record it either.
+        DiskControl::kill_all(&controls, seed, power);
+        // Read this state now, before the snapshots are dropped: a dead disk cannot record it
+        // either.
         for id in self.persistent(disk) {
             if let Some(Kind::Cow(cow)) = self.nodes.get_mut(&id).map(|node| &mut node.kind) {
                 cow.unmarked = cow.snapshot.is_unmarked();
@@ -143,7 +145,8 @@ impl World {
         }
     }
 
-    /// Ends the remains of the tree and opens it again. Its requests have completed.
+    /// Drops all devices of the tree and opens the surviving ones again. All requests to the tree
+    /// have completed.
     pub(super) fn reopen(&mut self, disk: NodeId, power: bool, seed: u64) -> Option<VerbTask> {
         self.count(if power { "crashes with the power" } else { "crashes" });
         let origin = self.origin_on(disk);
@@ -161,12 +164,13 @@ impl World {
         }
         let mut gone = Vec::new();
         for id in self.tree(disk).into_iter().rev().filter(|id| !survivors.contains(id)) {
-            // A COW device is removed with its snapshot.
+            // A COW device is removed together with its snapshot.
             if !self.is_cow_device(id) {
                 self.remove_node(id, &mut gone);
             }
         }
-        // Drop the handles of surviving nodes as well, topmost first.
+        // Drop the device handles of surviving nodes as well, topmost first, so that the devices
+        // can be opened again.
         let mut handles: Vec<(Kind, Arc<dyn Device>)> = Vec::new();
         for id in survivors.iter().rev() {
             let had_failure = self.nodes.get(id).is_some_and(|node| self.may_be_damaged(node));
@@ -177,7 +181,7 @@ impl World {
                 handles.push((kind, std::mem::replace(&mut node.device, none)));
             }
         }
-        // Data that a power layer had not written below dies with the process.
+        // Data that a power layer had not yet written to the device below is lost with the process.
         let loses = power || gone.iter().any(|node| matches!(node.kind, Kind::Power(_)));
         let oracles: BTreeSet<u32> =
             survivors.iter().filter_map(|id| self.nodes.get(id)).map(|node| node.oracle).collect();
@@ -223,7 +227,8 @@ impl World {
                         _ => {}
                     }
                 }
-                // Of all snapshots, since a stopped merge of one affects the content of the origin.
+                // Compute this over all snapshots: a stopped merge of any snapshot affects the
+                // content of the origin.
                 let is_half =
                     opened.iter().any(|(_, snapshot, _)| snapshot.merge_status() == MergeStatus::Stopped);
                 opened.into_iter().try_for_each(|(id, snapshot, before)| {
@@ -256,7 +261,8 @@ impl World {
         self.restore_node(id, Kind::Disk(number), device);
     }
 
-    /// Restores the node of a snapshot. `is_half`: the origin below is half merged.
+    /// Restores the node of a snapshot. `is_half`: the merge of some snapshot into the origin was
+    /// stopped half way.
     fn restore_snapshot(
         &mut self,
         id: NodeId,
@@ -273,8 +279,8 @@ impl World {
         let is_valid = kind.snapshot.status() != Status::Invalid;
         self.restore_node(id, Kind::Cow(kind), device);
         if unmarked && is_valid && !merging {
-            // If the header could not be marked invalid for two seconds, the origin was written all
-            // the same. The snapshot then has undefined content.
+            // If the header could not be marked invalid within two seconds, the origin was written
+            // anyway. The snapshot then has undefined content.
             self.count("lost snapshots that came back");
             self.remove_node(id, &mut Vec::new());
             return Ok(());
@@ -286,13 +292,15 @@ impl World {
             self.record_merge(id, None);
         }
         if merging && !plays && is_half {
-            // Its merge ended before another one started. The snapshot now belongs to a half merged
-            // origin, which only an origin that keeps records could refuse.
+            // The merge of this snapshot ended before the merge of another one started. The
+            // snapshot now belongs to a half merged origin; only an origin with persistent records
+            // could refuse it.
             self.remove_node(id, &mut Vec::new());
             return Ok(());
         }
         if merging && !plays {
-            // Its merge had ended: the COW device now holds a new snapshot of the origin.
+            // The merge of this snapshot had ended, so the COW device now holds a new snapshot of
+            // the origin.
             let shown = self.nodes.get(&origin).and_then(|origin| self.oracles.get_mut(&origin.oracle));
             let Some(shown) =
                 shown.map(|oracle: &mut Oracle| oracle.snapshot("snapshot", Durability::Flushed))

@@ -1,18 +1,18 @@
-//! Sources of failures besides simulated disks: the library's fault rules, its bad blocks,
-//! truncated files and stores.
+//! Sources of failures besides simulated disks: the library's fault rules and bad blocks, truncated
+//! files, and the image store.
 //!
-//! Each source has a number like a disk, under which its failures are counted as causes.
+//! Each source has a disk number, under which its failures are counted as causes of errors.
 
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::Weak;
 
 use freestone::device::{
-    Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Request, Result as Answer, Tried,
+    Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Request, Result as Answer, TryResult,
 };
 use freestone::faults::{Faults, Rules};
-use freestone::null::{BadBlocks, BadConfig, BadError};
-use freestone_testkit::objects::Memory;
+use freestone::null::{BadBlocks, BadBlocksConfig, BadBlocksError};
+use freestone_testkit::objects::MemoryStore;
 
 use super::images::StoreFaults;
 use super::{Causes, DiskId, Kind, NodeId, VerbTask, World, act, finding, finish, pick};
@@ -23,12 +23,12 @@ use crate::rt::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
-/// A source of failures.
+/// A source of failures other than a simulated disk.
 pub(super) struct Injector {
     what: Source,
-    /// Failures counted under rules that were replaced.
+    /// Failures counted before the rules were last replaced.
     past: Causes,
-    /// Last known count, since the layer may be gone.
+    /// Last known number of failures. Used after the layer that counts them was dropped.
     last_known: Cell<Causes>,
 }
 
@@ -36,8 +36,8 @@ enum Source {
     Faults(Weak<Faults>),
     Bad(Weak<BadBlocks>, Arc<Count>),
     Cut(Arc<Truncation>, Arc<Count>),
-    Store(Arc<Memory>, Arc<StoreFaults>),
-    /// Non-zero if the data of an image may be gone for good.
+    Store(Arc<MemoryStore>, Arc<StoreFaults>),
+    /// The value is non-zero if the data of an opened image may have been pruned.
     LostImage(Arc<AtomicU32>),
 }
 
@@ -53,7 +53,7 @@ impl Injector {
                 Some(Causes { errors: count.failed.load(Ordering::SeqCst), hung: 0 })
             }
             Source::Store(_, faults) => Some(faults.causes()),
-            // Each query counts one more cause.
+            // The loss is permanent, so each query must report one more cause than the last.
             Source::LostImage(lost) => {
                 let more = u64::from(lost.load(Ordering::SeqCst) > 0);
                 Some(Causes { errors: self.last_known.get().errors + more, hung: 0 })
@@ -71,7 +71,8 @@ impl Injector {
             && let Some(faults) = faults.upgrade()
         {
             self.past = self.causes();
-            // Failures decided during the replacement are counted nowhere.
+            // A failure decided during the replacement is counted under neither rule set, so count
+            // one in advance.
             self.past.errors += u64::from(faults.rules() != Rules::default());
             faults.set(rules, None);
         }
@@ -96,7 +97,7 @@ impl Injector {
                 let ranges = bad.iter().flat_map(|bad| bad.ranges());
                 for (first, last) in ranges {
                     count.changes.fetch_add(1, Ordering::SeqCst);
-                    // The range was bad a moment ago. If it is good by now, nothing is left to do.
+                    // If the range has become good in the meantime, nothing is left to do.
                     let _ = bad.as_ref().map(|bad| bad.change(&format!("-{first}-{last}")));
                 }
             }
@@ -109,7 +110,7 @@ impl Injector {
     }
 }
 
-/// Counts how often rules with an error or a hang have fired.
+/// Counts how often rules that fail or hang a request have fired.
 fn fired(faults: &Faults) -> Causes {
     let mut causes = Causes::default();
     for count in faults.counts() {
@@ -119,11 +120,11 @@ fn fired(faults: &Faults) -> Causes {
     causes
 }
 
-/// A file that may be shorter than its device.
+/// A file that may be shorter than the device opened on it.
 struct Truncation {
     path: PathBuf,
     size: u64,
-    /// Current size of the file.
+    /// Current size of the file in bytes.
     at: AtomicU64,
 }
 
@@ -138,7 +139,7 @@ impl Truncation {
     }
 }
 
-/// Count of the failures with a cause.
+/// Number of failures that have a cause, and of changes of the conditions.
 #[derive(Default)]
 struct Count {
     failed: AtomicU64,
@@ -146,11 +147,12 @@ struct Count {
     changes: AtomicU64,
 }
 
-/// Counts the injected errors of a device.
+/// A layer that counts the errors of a device that have an injected cause.
 struct CountingLayer {
     inner: Arc<dyn Device>,
     count: Arc<Count>,
-    /// Returns true if a request has a cause to fail under the current conditions.
+    /// Returns true if a request (offset and length in bytes) has a cause to fail under the current
+    /// conditions.
     has_cause: Box<dyn Fn(u64, u64) -> bool + Send + Sync>,
 }
 
@@ -162,8 +164,8 @@ struct Conditions {
 }
 
 impl Count {
-    /// Counts an error if it has a cause. If the conditions changed meanwhile, the change may be
-    /// the cause.
+    /// Counts a media error if it has a cause. If the conditions changed while the request ran, the
+    /// change may be the cause.
     fn judge(&self, conditions: Conditions, error: Error) {
         let is_caused = conditions.has_cause || self.changes.load(Ordering::SeqCst) != conditions.changes;
         self.failed.fetch_add(u64::from(is_caused && error == Error::Media), Ordering::SeqCst);
@@ -182,7 +184,7 @@ impl Device for CountingLayer {
         self.inner.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<TryResult> {
         let conditions = self.begin(request.offset, request.len);
         self.inner.try_io(request, buffer).inspect_err(|&error| self.count.judge(conditions, error))
     }
@@ -216,7 +218,7 @@ impl World {
         id
     }
 
-    pub(super) fn add_store(&mut self, memory: &Arc<Memory>, faults: &Arc<StoreFaults>) -> DiskId {
+    pub(super) fn add_store(&mut self, memory: &Arc<MemoryStore>, faults: &Arc<StoreFaults>) -> DiskId {
         self.add_injector(Source::Store(Arc::clone(memory), Arc::clone(faults)))
     }
 
@@ -224,7 +226,7 @@ impl World {
         self.add_injector(Source::LostImage(lost))
     }
 
-    /// Counts failures of the injector as causes for the node.
+    /// Adds the injector to the disks whose failures count as causes for the node.
     pub(super) fn add_cause(&mut self, node: NodeId, injector: Option<DiskId>) {
         if let Some(node) = self.nodes.get_mut(&node) {
             node.disks.extend(injector);
@@ -241,7 +243,7 @@ impl World {
         Ok((self.add_injector(Source::Faults(Arc::downgrade(&faults))), faults))
     }
 
-    /// Puts a layer over a file that counts the failures of truncation.
+    /// Puts a layer over a file that counts the errors caused by truncating the file.
     pub(super) fn with_cuts(&mut self, file: Arc<dyn Device>, path: PathBuf) -> (DiskId, Arc<dyn Device>) {
         let size = file.geometry().size;
         let cut = Arc::new(Truncation { path, size, at: AtomicU64::new(size) });
@@ -252,7 +254,7 @@ impl World {
         (id, Arc::new(CountingLayer { inner: file, count, has_cause }))
     }
 
-    /// Puts a layer over a device that fails by rule.
+    /// Puts a fault layer over a device, as a node.
     pub(super) fn make_faults(&mut self, below: NodeId, seed: u64) -> Option<VerbTask> {
         let (device, oracle) = (Arc::clone(&self.nodes[&below].device), self.nodes[&below].oracle);
         match self.with_faults(device, seed) {
@@ -267,21 +269,22 @@ impl World {
         }
     }
 
-    /// Puts a layer with bad blocks over a device.
+    /// Puts a layer with bad blocks over a device, as a node. `how` selects the options of the
+    /// layer.
     pub(super) fn make_bad_blocks(&mut self, below: NodeId, how: u8) -> Option<VerbTask> {
         let (device, oracle) = (Arc::clone(&self.nodes[&below].device), self.nodes[&below].oracle);
-        let config = BadConfig { once: how.is_multiple_of(2), partial_io: how % 4 < 2 };
+        let config = BadBlocksConfig { once: how.is_multiple_of(2), partial_io: how % 4 < 2 };
         let (bad, count) = (Arc::new(BadBlocks::new(device, config)), Arc::<Count>::default());
         let injector = self.add_injector(Source::Bad(Arc::downgrade(&bad), Arc::clone(&count)));
         let inner: Arc<dyn Device> = Arc::clone(&bad) as _;
-        let has_cause = Box::new(move |offset, len| bad.verdict(offset, len).is_some());
+        let has_cause = Box::new(move |offset, len| bad.bytes_before_bad(offset, len).is_some());
         let device = Arc::new(CountingLayer { inner, count, has_cause });
         let node = self.add("bad blocks", Kind::Layer, device, oracle, vec![below]);
         self.add_cause(node, Some(injector));
         None
     }
 
-    /// Replaces the rules of a fault layer.
+    /// Replaces the rules of the fault layer with this number.
     pub(super) fn rules(&mut self, layer: u16, text: &str) -> Option<VerbTask> {
         let rules = match text.parse::<Rules>() {
             Ok(rules) => rules,
@@ -297,7 +300,7 @@ impl World {
         None
     }
 
-    /// Makes blocks of a layer bad, or good.
+    /// Makes blocks of the layer with this number bad, or good if `good` is set.
     pub(super) fn bad_blocks(&mut self, layer: u16, at: u32, sectors: u16, good: bool) -> Option<VerbTask> {
         let is = |what: &Source| matches!(what, Source::Bad(bad, _) if bad.strong_count() > 0);
         let id = self.injector(layer, is)?;
@@ -310,18 +313,19 @@ impl World {
         let changed = bad.change(&format!("{}{first}-{last}", if good { '-' } else { '+' }));
         self.count("bad blocks");
         match changed {
-            Ok(()) | Err(BadError::TooMany) => None,
+            Ok(()) | Err(BadBlocksError::TooMany) => None,
             Err(error) => act(move || finish(move |_| finding(format!("no bad blocks: {error}")))),
         }
     }
 
-    /// Returns the files that can be truncated: no other node shows their content.
+    /// Returns the file devices that can be truncated: they have no cover, so no other node shows
+    /// their content.
     fn cuttable(&self) -> Vec<NodeId> {
         self.nodes_that(|node| matches!(node.kind, Kind::File(_)) && !node.covered)
     }
 
-    /// Truncates a file. The lost range fails until the file is healed, and reads as zeroes from
-    /// then on.
+    /// Truncates the file of a device. Requests to the lost range fail until the file is healed;
+    /// from then on the range reads as zeroes.
     pub(super) fn cut(&mut self, file: u16, parts: u16) -> Option<VerbTask> {
         let id = pick(&self.cuttable(), file)?;
         let node = &self.nodes[&id];
@@ -349,7 +353,7 @@ impl World {
         pick(&all.map(|(id, _)| *id).collect::<Vec<_>>(), number)
     }
 
-    /// Releases hanging requests.
+    /// Releases the hanging requests of all disks and injectors.
     pub fn release(&self) {
         self.disks.values().for_each(DiskControl::release);
         self.injectors.values().for_each(Injector::release);
@@ -363,7 +367,7 @@ impl World {
         self.injectors.get_mut(&id).into_iter().for_each(Injector::heal);
     }
 
-    /// Ends all faults.
+    /// Ends the faults of all disks and injectors.
     pub fn heal(&mut self) {
         self.disks.values().for_each(DiskControl::heal);
         self.injectors.values_mut().for_each(Injector::heal);
@@ -380,11 +384,11 @@ mod tests {
     #[test]
     fn only_failures_of_bad_blocks_are_counted() {
         let below = Arc::new(Model::new(1 << 16, 512));
-        let bad = Arc::new(BadBlocks::new(below, BadConfig { once: false, partial_io: false }));
+        let bad = Arc::new(BadBlocks::new(below, BadBlocksConfig { once: false, partial_io: false }));
         bad.change("+8-15").unwrap();
         let count = Arc::<Count>::default();
         let inner: Arc<dyn Device> = Arc::clone(&bad) as _;
-        let has_cause = Box::new(move |offset, len| bad.verdict(offset, len).is_some());
+        let has_cause = Box::new(move |offset, len| bad.bytes_before_bad(offset, len).is_some());
         let device = CountingLayer { inner, count: Arc::clone(&count), has_cause };
         device.write_at(0, &[1; 4096], Flags::empty()).unwrap();
         assert_eq!(count.failed.load(Ordering::SeqCst), 0);

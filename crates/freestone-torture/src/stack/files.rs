@@ -1,4 +1,4 @@
-//! Files: as devices, as bases of forks, and deltas of forks saved as qcow2 overlays, which are
+//! Files as devices, and as bases of forks. Deltas of forks are saved as qcow2 overlays, which are
 //! bases again.
 
 use std::path::Path;
@@ -10,16 +10,16 @@ use freestone::qcow2::{self, Format, Image};
 use freestone::ram::{Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::Rng;
 
-use super::look::read_all;
+use super::queries::read_all;
 use super::{BaseSource, Kind, NODES_MAX, NodeId, VerbTask, World, act, finding, finish};
 use crate::oracle::{self, Durability, Fill, Kind as Write, Oracle, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
-/// Maximum number of writes in the content of a base.
+/// Maximum number of writes that make up the content of a base.
 const WRITES_MAX: u64 = 24;
 
 impl World {
-    /// Creates a file as a device, all zeroes.
+    /// Creates a file of zeroes and opens it as a device.
     pub(super) fn make_file(&mut self, kib: u32) -> Option<VerbTask> {
         let size = (u64::from(kib) << 10).max(4096);
         let path = self.new_path("file")?;
@@ -40,7 +40,8 @@ impl World {
         })
     }
 
-    /// Creates a read-only file with content; a fault layer above may make its reads fail.
+    /// Creates a read-only file with content, as a base of forks. With `faults`, a fault layer
+    /// above can make its reads fail.
     pub(super) fn make_base(&mut self, kib: u32, seed: u64, faults: bool) -> Option<VerbTask> {
         let size = (u64::from(kib) << 10).max(4096);
         let path = self.new_path("base")?;
@@ -74,7 +75,8 @@ impl World {
         })
     }
 
-    /// Generates the content of a base: some writes at random addresses.
+    /// Generates the content of a base: some writes at random addresses. Returns the bytes and
+    /// their oracle.
     pub(super) fn content_of_base(&mut self, size: u64, seed: u64) -> (Vec<u8>, Oracle) {
         let mut shows = self.new_oracle("base", size, Durability::Nothing);
         let mut bytes = vec![0; size as usize];
@@ -104,7 +106,7 @@ impl World {
         id
     }
 
-    /// Returns the snapshots of forks of files.
+    /// Returns the snapshots of forks of files, whose changes can be saved as an overlay.
     pub(super) fn overlays(&self) -> Vec<NodeId> {
         self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => {
@@ -115,8 +117,8 @@ impl World {
         })
     }
 
-    /// Saves the changes of a snapshot as a qcow2 overlay, which is a new base. `as_fork` also
-    /// applies the overlay to a new fork of the old base.
+    /// Saves the changes of a snapshot as a qcow2 overlay, which becomes a new base. If `as_fork`
+    /// is set, also applies the overlay to a new fork of the old base.
     pub(super) fn save_delta(&mut self, id: NodeId, as_fork: bool) -> Option<VerbTask> {
         let node = &self.nodes[&id];
         let Kind::Ram(ram) = &node.kind else { return None };
@@ -135,7 +137,8 @@ impl World {
             drop(over_base);
             let opened = saved.and_then(|_| {
                 let image = Image::open(&qcow2::Config::new(&path))?;
-                // The image reads the files directly, below the fault layers.
+                // The image opens the files themselves, below the fault layers, so no injected
+                // fault affects this read.
                 let bytes = read_all(&image);
                 Ok((image, bytes))
             });
@@ -149,7 +152,7 @@ impl World {
                     Err(error) => {
                         world.abandon(oracle, token);
                         return match error {
-                            DeltaError::Read { error, .. } => world.judge_look(id, error, before),
+                            DeltaError::Read { error, .. } => world.judge_query(id, error, before),
                             error => finding(format!("a delta could not be saved: {error}")),
                         };
                     }
@@ -177,7 +180,7 @@ impl World {
                     {
                         Ok(())
                     }
-                    Some(Err(DeltaError::Apply { error, .. })) => world.judge_look(id, error, before),
+                    Some(Err(DeltaError::Apply { error, .. })) => world.judge_query(id, error, before),
                     Some(Err(error)) => finding(format!("a delta could not be applied: {error}")),
                 }
             })
@@ -185,7 +188,7 @@ impl World {
     }
 }
 
-/// Creates a fork and applies the delta in `path`.
+/// Creates a fork of `device` and applies the delta in `path` to it.
 fn apply(
     family: &Family,
     device: Arc<dyn Device>,

@@ -1,20 +1,20 @@
-//! The focus of ops: restricts the nodes that ops choose from to those of one disk or one family,
-//! as far as any fit. Defects in the interaction of devices only show if several ops meet the same
-//! devices.
+//! The focus of ops: restricts the nodes that ops choose from to those of one disk or one family
+//! (RAM disks that share a pool). If none of these suits an op, the restriction does not apply.
+//! Defects in the interaction of devices only appear if several ops use the same devices.
 
 use super::{DiskId, Kind, NodeId, World, pick};
 use crate::ops::Focus;
 
-/// The current focus.
+/// The devices from which ops choose with preference.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum CurrentFocus {
-    /// A disk, everything that lies on it, and the COW devices of its snapshots.
+    /// The disk with this node, everything that lies on it, and the COW devices of the snapshots.
     Tree(NodeId),
     Family(usize),
 }
 
 impl World {
-    /// Sets the focus of the following ops.
+    /// Sets the focus of the following ops. Without any disk or family, the focus is unset.
     pub fn focus(&mut self, on: Focus) {
         self.current_focus = match on {
             Focus::All => None,
@@ -28,7 +28,8 @@ impl World {
         };
     }
 
-    /// Chooses one of these nodes, from the focus if it contains any.
+    /// Chooses one of the nodes in `all`: among those in focus if there are any. `None` if `all` is
+    /// empty.
     pub fn choose(&self, all: &[NodeId], number: u16) -> Option<NodeId> {
         let near = match self.current_focus {
             None => Vec::new(),
@@ -39,7 +40,7 @@ impl World {
         pick(if near.is_empty() { all } else { &near }, number)
     }
 
-    /// Chooses several of these nodes, without duplicates.
+    /// Chooses several of the nodes in `all`, without duplicates.
     pub(super) fn several(&self, all: &[NodeId], numbers: &[u16]) -> Vec<NodeId> {
         let mut nodes: Vec<NodeId> = numbers.iter().filter_map(|&number| self.choose(all, number)).collect();
         nodes.sort_unstable();
@@ -47,7 +48,7 @@ impl World {
         nodes
     }
 
-    /// Chooses a family: the one in focus, if there is one.
+    /// Chooses a family: the one in focus, or any. `None` if no family exists.
     pub(super) fn family_of(&self, number: u16) -> Option<usize> {
         match self.current_focus {
             Some(CurrentFocus::Family(family)) => Some(family),
@@ -55,7 +56,7 @@ impl World {
         }
     }
 
-    /// Chooses a simulated disk, from the focus if it contains any.
+    /// Chooses a simulated disk, among those in focus if there are any.
     pub(super) fn disk_of(&self, number: u16) -> Option<DiskId> {
         let near: Vec<DiskId> = match self.current_focus {
             None => Vec::new(),

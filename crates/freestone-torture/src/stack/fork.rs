@@ -7,7 +7,7 @@ use freestone::device::{Blocking as _, Device, Error, Flags, Result as Answer};
 use freestone::ram::{Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::Rng;
 
-use super::look::read_all;
+use super::queries::read_all;
 use super::{
     BaseSource, Below, Causes, DiskId, Finding, Kind, NodeId, VerbTask, World, act, finding, finish, pick,
 };
@@ -15,19 +15,19 @@ use crate::oracle::{self, Fill, Kind as Write, Oracle, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 use crate::rt::thread::{self, JoinHandle};
 
-/// Maximum number of requests of a client.
+/// Maximum number of requests of one client of a template.
 const STEPS_MAX: u64 = 24;
-/// Maximum number of clients.
+/// Maximum number of clients of a template.
 const CLIENTS_MAX: u8 = 3;
-/// Maximum sectors per request of a client.
+/// Maximum number of sectors per request of a client.
 const SECTORS_MAX: u64 = 200;
 
-/// A device to fork.
+/// A read-only device to fork, and the family of its forks.
 struct ForkBase {
-    /// A snapshot that is forked within its family.
+    /// The snapshot to fork, if its forks belong to the same family (RAM disks that share a pool).
     snapshot: Option<Ram>,
     device: Arc<dyn Device>,
-    /// Family of the forks.
+    /// Index of the family of the forks.
     into: usize,
     family: Family,
     shown: Oracle,
@@ -44,7 +44,7 @@ impl ForkBase {
 }
 
 impl World {
-    /// Returns the nodes that can be forked.
+    /// Returns the nodes that can be forked: snapshots of RAM disks and forks, files and images.
     pub(super) fn forkable(&self) -> Vec<NodeId> {
         self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => ram.ram.is_snapshot(),
@@ -53,7 +53,8 @@ impl World {
         })
     }
 
-    /// Prepares forking a node. `family` defaults to that of a snapshot, or to the first one for a base.
+    /// Prepares forking a node. `family` defaults to the family of a snapshot, or to the first family for a
+    /// file or image.
     fn fork_base(&self, id: NodeId, family: Option<u16>) -> Option<ForkBase> {
         let node = self.nodes.get(&id)?;
         let shown = self.oracles.get(&node.oracle)?.clone();
@@ -109,7 +110,7 @@ impl World {
         })
     }
 
-    /// Creates forks as a template does: each for one client, and removed with it.
+    /// Runs clients of a template, each with a fork that is dropped when the client ends.
     pub(super) fn template(
         &mut self,
         id: NodeId,
@@ -169,7 +170,7 @@ impl World {
     }
 }
 
-/// The description and error of the request that ended a client early.
+/// The outcome of a client: the description and error of the request that ended it early, or `None`.
 type ClientOutcome = Result<Option<(String, Error)>, Finding>;
 
 impl From<&str> for Finding {
@@ -178,11 +179,11 @@ impl From<&str> for Finding {
     }
 }
 
-/// A client with a fork of its own.
+/// A client of a template, with a fork of its own.
 struct Client {
     fork: Ram,
     oracle: Oracle,
-    /// Content after a rewind.
+    /// The content to which a rewind returns the fork.
     base: Arc<Oracle>,
     rng: Rng,
 }
@@ -244,7 +245,7 @@ impl Client {
         Ok(answer.err().map(|error| (format!("{what} of {len} bytes at {offset}"), error)))
     }
 
-    /// Rewinds the fork: the next client uses it as a new one.
+    /// Rewinds the fork, as before the next client uses it.
     fn rewind(&mut self) -> ClientOutcome {
         let token = self.oracle.begin_replacement(&self.base);
         let done = if self.rng.chance(50) { self.fork.rewind() } else { self.fork.reset() };
@@ -255,7 +256,7 @@ impl Client {
         self.check_all()
     }
 
-    /// Reads and judges all of the fork.
+    /// Reads all of the fork and judges the bytes.
     fn check_all(&mut self) -> ClientOutcome {
         let token = self.oracle.begin_read();
         let bytes = read_all(&self.fork);
@@ -288,7 +289,7 @@ mod tests {
     use super::*;
     use crate::oracle::Durability;
 
-    /// A fork detects a base whose content is not what its oracle says.
+    /// A client detects a base whose content differs from its oracle.
     #[test]
     fn template_client_detects_wrong_base() {
         let family = Family::new(Config::default()).unwrap();

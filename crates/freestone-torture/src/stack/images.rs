@@ -1,4 +1,4 @@
-//! Images in a store in memory, whose requests fail by rule. Images are bases of forks; snapshots and
+//! Images in an image store in memory, whose requests fail by rule. Images are bases of forks; snapshots and
 //! other read-only devices are pushed as images.
 
 mod judge;
@@ -10,11 +10,11 @@ use freestone::device::Device;
 use freestone::store::cache::{self, Cache};
 use freestone::store::format::name::Name;
 use freestone::store::image::{Config, Image};
-use freestone::store::objects::{Objects, Until};
+use freestone::store::objects::{CallLimits, Objects};
 use freestone::store::prune::prune;
-use freestone::store::push::{Layer, Options, Over, Pushed, Source, push};
-use freestone::store::store::{self, Begin, Store};
-use freestone_testkit::objects::Memory;
+use freestone::store::push::{BaseImage, Layer, Options, PushReport, Source, push};
+use freestone::store::store::{self, CreateOptions, Store};
+use freestone_testkit::objects::MemoryStore;
 use freestone_testkit::{Model, Rng};
 
 use super::io::StartState;
@@ -29,83 +29,84 @@ use crate::rt::time::Duration;
 use judge::{PushResults, TagContent, read_tag};
 pub(super) use rules::StoreFaults;
 
-/// Timeout of a read of an image.
+/// Timeout of reads of an image through a connection whose requests may fail.
 const TIMEOUT: Duration = Duration::from_millis(300);
-/// Timeout of requests to the store without faults.
+/// Timeout of requests through a connection without faults.
 const FAULTLESS_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time for which a prune keeps objects that nothing refers to.
+/// Grace period of a prune: younger objects are kept even if no image refers to them.
 const GRACE: Duration = Duration::from_secs(3600);
-/// Longest time for a push or a prune. In virtual time a push can wait until no prune can delete an object
-/// that the push has written again.
+/// Time limit of a push or a prune. In virtual time a push can wait until no prune can delete an object that
+/// the push has written again.
 const PUSH_MAX: Duration = Duration::from_secs(if cfg!(freestone_sim) { 50 } else { 8 });
-/// Maximum number of requests before a push is cut off.
+/// A push through a killed connection fails after fewer than this number of requests.
 const CUT_AFTER_MAX: u64 = 30;
 const TAGS: [&str; 4] = ["a", "b", "c", "d"];
 
-/// A store, and the images that must be in it.
+/// The image store, and the images that it must contain.
 pub(super) struct Images {
-    memory: Arc<Memory>,
+    memory: Arc<MemoryStore>,
     faults: Arc<StoreFaults>,
     injector: DiskId,
-    /// A connection whose requests may fail.
+    /// A connection to the image store whose requests may fail.
     store: Arc<Store>,
-    /// A connection without faults.
+    /// A connection to the image store without faults.
     faultless: Arc<Store>,
     cache: Option<Arc<Cache>>,
     tags: BTreeMap<&'static str, TagImage>,
-    /// Images that were opened. The flag is set if a prune may have deleted their data.
+    /// Images that were opened. The number is non-zero if a prune may have deleted the data of the image.
     opened: Vec<(Name, Arc<AtomicU32>)>,
 }
 
-/// The image of a tag.
+/// The image to which a tag refers.
 #[derive(Clone)]
 struct TagImage {
     name: Name,
     shows: Oracle,
 }
 
-/// A push in progress.
+/// A push in progress, with the state needed to judge the result.
 struct PushTask {
     id: NodeId,
     device: Arc<dyn Device>,
-    /// The device's changes over an image, if it is a fork of one.
+    /// If the device is a fork of an image: the device with its changes only, and that image.
     own: Option<(Arc<dyn Device>, StoredImage)>,
     oracle: u32,
     token: Option<ReadToken>,
     before: StartState,
     store: Arc<Store>,
-    /// Requests may fail: from some request on, or by rules of the store.
+    /// Requests of the connection may fail: from some request on, or by the rules of the store.
     may_fail: bool,
     full: bool,
 }
 
 impl PushTask {
-    fn run(&self, tag: &str) -> store::Result<Pushed> {
+    fn run(&self, tag: &str) -> store::Result<PushReport> {
         let layers = self.own.as_ref().and_then(|(own, base)| Some(([Layer::of(&**own)?], base)));
-        let over =
-            layers.as_ref().map(|(layers, base)| Over { layers, base: base.name, tag: Some(base.tag) });
-        let source = Source { device: &*self.device, label: "torture", over };
+        let base_image =
+            layers.as_ref().map(|(layers, base)| BaseImage { layers, name: base.name, tag: Some(base.tag) });
+        let source = Source { device: &*self.device, label: "torture", base_image };
         let options = Options { tag, full: self.full, threads: 4, is_new: false };
-        push(&self.store, source, options, &|_, _| {}, Until::within(PUSH_MAX))
+        push(&self.store, source, options, &|_, _| {}, CallLimits::within(PUSH_MAX))
     }
 }
 
-fn open(memory: &Arc<Memory>) -> store::Result<Arc<Store>> {
+fn open(memory: &Arc<MemoryStore>) -> store::Result<Arc<Store>> {
     let objects = Arc::clone(memory) as Arc<dyn Objects>;
-    let begin = Begin { encrypted: false, grace: GRACE };
-    Ok(Arc::new(Store::open_or_begin(objects, None, begin, Until::within(FAULTLESS_TIMEOUT))?.0))
+    let begin = CreateOptions { encrypted: false, grace: GRACE };
+    Ok(Arc::new(Store::open_or_create(objects, None, begin, CallLimits::within(FAULTLESS_TIMEOUT))?.0))
 }
 
 impl Images {
-    /// Opens another connection. From some request on all its requests fail, as if its process was killed.
+    /// Opens another connection to the image store. After some requests all further ones fail, as if the
+    /// process had been killed.
     fn killed_connection(&self, rng: &mut Rng) -> store::Result<Arc<Store>> {
-        let memory = Arc::new(self.memory.beside());
+        let memory = Arc::new(self.memory.new_client());
         let store = open(&memory)?;
         rules::fail_from(&memory, rng.below(CUT_AFTER_MAX), rng.chance(50));
         Ok(store)
     }
 
-    /// Chooses a connection. Returns true with it if its requests may fail.
+    /// Chooses a connection at random. Also returns true if requests of the connection may fail.
     fn choose_connection(&self, rng: &mut Rng) -> store::Result<(Arc<Store>, bool)> {
         match rng.below(10) {
             0..3 => Ok((self.killed_connection(rng)?, true)),
@@ -114,7 +115,7 @@ impl Images {
         }
     }
 
-    /// Marks opened images that a prune may delete, as no tag other than `but` refers to them.
+    /// Marks the opened images that a prune may delete: those to which no tag other than `but` refers.
     fn mark_pruned(&self, but: &str) {
         let kept = |name: &Name| self.tags.iter().any(|(tag, tagged)| *tag != but && tagged.name == *name);
         for (_, lost) in self.opened.iter().filter(|(name, _)| !kept(name)) {
@@ -126,8 +127,8 @@ impl Images {
 impl World {
     fn images(&mut self) -> store::Result<&mut Images> {
         if self.images.is_none() {
-            let memory = Arc::new(Memory::default());
-            let faultless = open(&Arc::new(memory.beside()))?;
+            let memory = Arc::new(MemoryStore::default());
+            let faultless = open(&Arc::new(memory.new_client()))?;
             let store = open(&memory)?;
             let faults = Arc::<StoreFaults>::default();
             let injector = self.add_store(&memory, &faults);
@@ -139,7 +140,7 @@ impl World {
         Ok(self.images.as_mut().expect("it was made"))
     }
 
-    /// Creates an image with content.
+    /// Creates an image with content, and opens it as a node.
     pub(super) fn make_image(&mut self, kib: u32, seed: u64, cached: bool) -> Option<VerbTask> {
         let size = (u64::from(kib) << 10).max(4096);
         let (bytes, shows) = self.content_of_base(size, seed);
@@ -154,13 +155,13 @@ impl World {
             let device = Model::new(size as usize, 512);
             let written =
                 freestone::device::Blocking::write_at(&device, 0, &bytes, freestone::device::Flags::empty());
-            let source = Source { device: &device, label: "torture", over: None };
+            let source = Source { device: &device, label: "torture", base_image: None };
             let options = Options { tag, full: seed.is_multiple_of(3), threads: 4, is_new: false };
             let pushed = written.map_err(store::Error::from).and_then(|()| {
-                push(&faultless, source, options, &|_, _| {}, Until::within(FAULTLESS_TIMEOUT))
+                push(&faultless, source, options, &|_, _| {}, CallLimits::within(FAULTLESS_TIMEOUT))
             });
             finish(move |world| match pushed {
-                Ok(Pushed { manifest: name, .. }) => {
+                Ok(PushReport { manifest: name, .. }) => {
                     let Some(images) = &mut world.images else { return Ok(()) };
                     images.tags.insert(tag, TagImage { name, shows: shows.clone() });
                     world.open_image(&StoredImage { name, tag }, shows, cached, seed.is_multiple_of(2))
@@ -170,7 +171,7 @@ impl World {
         })
     }
 
-    /// Opens the image as a node.
+    /// Opens a stored image as a node.
     fn open_image(
         &mut self,
         stored: &StoredImage,
@@ -183,7 +184,7 @@ impl World {
         let config = Config { timeout: TIMEOUT, prefetch };
         let before = images.faults.causes();
         let opened =
-            Image::open(Arc::clone(&images.store), cache, stored.name, config, Until::within(TIMEOUT));
+            Image::open(Arc::clone(&images.store), cache, stored.name, config, CallLimits::within(TIMEOUT));
         let image = match opened {
             Ok(image) => image,
             Err(_) if images.faults.causes() != before || before.hung > 0 => return Ok(()),
@@ -204,7 +205,7 @@ impl World {
         Ok(())
     }
 
-    /// Sets fault rules of the store.
+    /// Draws new fault rules of the image store from this seed.
     pub(super) fn store_rules(&mut self, seed: u64) -> Option<VerbTask> {
         let images = self.images.as_ref()?;
         rules::set_random(&images.memory, &images.faults, seed);
@@ -212,7 +213,7 @@ impl World {
         None
     }
 
-    /// Returns the nodes that can be pushed.
+    /// Returns the nodes that can be pushed: snapshots of RAM disks and forks, files and images.
     pub(super) fn pushable(&self) -> Vec<NodeId> {
         self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => ram.ram.is_snapshot(),
@@ -239,8 +240,8 @@ impl World {
         Some(PushTask { id, device, own, oracle, token, before, store, may_fail, full: rng.chance(15) })
     }
 
-    /// Pushes these nodes to one tag at the same time, perhaps beside a prune. The tag must then refer to one of
-    /// them, or to its old image.
+    /// Pushes these nodes to one tag at the same time, perhaps beside a prune. Afterwards the tag must refer
+    /// to one of the pushed images, or to its old image.
     pub(super) fn push(&mut self, nodes: &[NodeId], tag: u8, seed: u64) -> Option<VerbTask> {
         let mut rng = Rng::new(seed);
         let tag = TAGS[usize::from(tag) % TAGS.len()];
@@ -252,7 +253,7 @@ impl World {
         if pruner.is_some() {
             images.mark_pruned(tag);
             if cfg!(freestone_sim) && rng.chance(60) {
-                images.memory.pass(GRACE / 8 * rng.below(12) as u32);
+                images.memory.advance_clock(GRACE / 8 * rng.below(12) as u32);
             }
         }
         let opens = rng.chance(60) && self.nodes.len() < NODES_MAX;
@@ -266,7 +267,7 @@ impl World {
                 })
             });
             let pushers: Vec<_> = pushers.collect();
-            let ended_prune = pruner.map(|store| prune(&store, false, &|_| {}, Until::within(PUSH_MAX)));
+            let ended_prune = pruner.map(|store| prune(&store, false, &|_| {}, CallLimits::within(PUSH_MAX)));
             let ended: Vec<_> = pushers.into_iter().map(JoinHandle::join).collect();
             let after = read_tag(&faultless, tag);
             finish(move |world| {
@@ -289,12 +290,12 @@ impl World {
         })
     }
 
-    /// Advances the clock of the store and prunes what no tag refers to.
+    /// Advances the clock of the image store and deletes the objects to which no tag refers.
     pub(super) fn prune(&mut self, eighths: u8, seed: u64) -> Option<VerbTask> {
         let mut rng = Rng::new(seed);
         let images = self.images.as_ref()?;
         if cfg!(freestone_sim) {
-            images.memory.pass(GRACE / 8 * u32::from(eighths % 20));
+            images.memory.advance_clock(GRACE / 8 * u32::from(eighths % 20));
         }
         let dry = rng.chance(15);
         if !dry {
@@ -304,7 +305,7 @@ impl World {
         let faultless = Arc::clone(&images.faultless);
         let tags: Vec<&'static str> = images.tags.keys().copied().collect();
         act(move || {
-            let pruned = prune(&store, dry, &|_| {}, Until::within(PUSH_MAX));
+            let pruned = prune(&store, dry, &|_| {}, CallLimits::within(PUSH_MAX));
             let shown: Vec<(&str, Result<TagContent, super::Finding>)> =
                 tags.into_iter().map(|tag| (tag, read_tag(&faultless, tag))).collect();
             finish(move |world| {
@@ -320,13 +321,13 @@ impl World {
         })
     }
 
-    /// Returns true for the error of a prune that refuses to work because no tag exists.
+    /// Returns true if a prune refused to run because no tag exists, and indeed none exists.
     fn is_without_tags(&self, error: &store::Error) -> bool {
         let has_tags = self.images.as_ref().is_some_and(|images| !images.tags.is_empty());
         matches!(error, store::Error::NoTags(_)) && !has_tags
     }
 
-    /// Checks, without faults, that each tag has its image.
+    /// Checks through a connection without faults that each tag refers to the expected image.
     pub fn check_images(&mut self) -> Result<(), super::Finding> {
         let Some(images) = &self.images else { return Ok(()) };
         let (faultless, tags) =
@@ -334,7 +335,7 @@ impl World {
         tags.into_iter().try_for_each(|tag| self.check_tag_unchanged(tag, read_tag(&faultless, tag)?))
     }
 
-    /// Waits until faults of the store can no longer affect requests.
+    /// Waits until past faults of the image store can no longer affect requests.
     pub fn wait_store_faults_over(&self) {
         if let Some(images) = &self.images {
             images.faults.wait_until_over();

@@ -14,22 +14,23 @@ use crate::rt::thread;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const PAGE: u64 = 4096;
 
-/// Bytes below its limit at which a pool may report that memory is full: the span that it would
-/// have to start, and memory reserved by CPUs.
+/// Bytes below its memory limit at which a pool may already report no space. The slack allows for a
+/// span that a write must start, and for memory reserved by CPUs.
 const LIMIT_SLACK_BYTES: u64 = 192 << 10;
-/// The same for the cap of one device, which is charged in steps of 64 KiB per CPU.
+/// Bytes below its own memory limit at which a device may already report no space. The limit is
+/// charged in steps of 64 KiB per CPU.
 const CAP_SLACK_BYTES: u64 = 256 << 10;
 
-/// Time within which the memory of removed devices is freed.
+/// Time within which the memory of removed devices must be freed.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
 
-/// A request in progress.
+/// A request in progress, with the state needed to judge the completion.
 pub struct Task {
-    /// Node.
+    /// Node that receives the request.
     pub node: NodeId,
-    /// The request.
+    /// The request to issue to the device of the node.
     pub request: Request,
-    /// Data to write.
+    /// Data to write; empty for other operations.
     pub data: Vec<u8>,
     oracle: OracleId,
     token: Token,
@@ -40,21 +41,22 @@ pub struct Task {
 #[derive(Clone, Copy)]
 pub(super) struct StartState {
     causes: Causes,
-    /// A limit that the request can meet was reached.
+    /// A memory limit that the request may exceed was reached.
     full: bool,
-    /// Value of [`World::freeing_verbs`].
+    /// Value of [`World::freeing_verbs`] at the start.
     freeing_verbs: u64,
-    /// Bytes in use in the families below.
+    /// Memory in use by the node's family, in bytes. For a node with several families, the largest
+    /// family's use.
     used: u64,
-    /// Number of layers with memory in the family of a RAM disk, and the bytes of it that belong to
-    /// nodes.
+    /// Number of layers with memory in the family of a RAM disk, and the bytes of the family that
+    /// belong to nodes.
     layers: u64,
     live_bytes: u64,
-    /// Value of [`Removals::settled`].
+    /// Value of [`Removals::settled`] at the start.
     removals: Option<u64>,
 }
 
-/// Number of removals, and true while one is in progress.
+/// Number of removals that have started, and true while one is in progress.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Removals {
     begun: u64,
@@ -70,7 +72,8 @@ impl Removals {
         self.in_progress = false;
     }
 
-    /// Returns a number that stays the same until the next removal starts; `None` during a removal.
+    /// Returns the number of removals that have started, which is unchanged until the next one
+    /// starts. `None` during a removal.
     fn settled(self) -> Option<u64> {
         (!self.in_progress).then_some(self.begun)
     }
@@ -83,7 +86,8 @@ enum Token {
 }
 
 impl World {
-    /// Starts a request. The caller then issues it to the device. Returns `None` if no node fits.
+    /// Starts a request, which the caller then issues to the device. Returns `None` if no node
+    /// suits the request.
     pub fn begin_io(&mut self, io: &Io) -> Option<(Task, Arc<dyn Device>)> {
         let all: Vec<NodeId> = match io.what {
             IoKind::Read | IoKind::Flush => self.targets(),
@@ -106,7 +110,8 @@ impl World {
         self.begin_request(id, request, io.fill)
     }
 
-    /// Starts a read of at most `len` bytes of a node; `None` beyond its end.
+    /// Starts a read of at most `len` bytes of a node. Returns `None` if `offset` is not below the
+    /// size.
     pub fn begin_check(&mut self, id: NodeId, offset: u64, len: u64) -> Option<(Task, Arc<dyn Device>)> {
         let left =
             self.nodes.get(&id)?.device.geometry().size.checked_sub(offset).filter(|&left| left > 0)?;
@@ -178,7 +183,7 @@ impl World {
         }
     }
 
-    /// Captures the state against which an error will be judged.
+    /// Captures the state of a node against which an error will be judged.
     pub(super) fn before(&self, node: &Node) -> StartState {
         let (causes, used) = (self.causes(&node.disks), self.used(node));
         let (layers, live_bytes) = match &node.kind {
@@ -189,7 +194,8 @@ impl World {
         StartState { causes, full, freeing_verbs: self.freeing_verbs, used, layers, live_bytes, removals }
     }
 
-    /// Checks that an error has a cause.
+    /// Checks that the simulation caused the error of a request, for example by a fault rule, a full disk or
+    /// a power cut.
     pub(super) fn judge(
         &self,
         id: NodeId,
@@ -197,12 +203,12 @@ impl World {
         error: Error,
         before: StartState,
     ) -> Result<(), Finding> {
-        // A removed node may fail with "gone".
+        // A request to a node that was removed meanwhile may fail with [`Error::Gone`].
         let Some(node) = self.nodes.get(&id) else { return Ok(()) };
         let now = self.causes(&node.disks);
         let caused = now.errors > before.causes.errors || now.hung > 0;
         let has_cause = match error {
-            // An earlier failure can show now.
+            // A failure before this request may have invalidated a snapshot and show only now.
             Error::Media if self.can_be_damaged(node) => {
                 caused || self.may_be_damaged(node) || self.may_overflow(node)
             }
@@ -227,7 +233,8 @@ impl World {
             || node.on.iter().filter_map(|id| self.nodes.get(id)).any(|on| self.can_be_damaged(on))
     }
 
-    /// Returns true if the snapshot, or one below it, can be lost for lack of space.
+    /// Returns true if the node, or a node below it, may run out of space, which can also
+    /// invalidate a snapshot.
     pub(super) fn may_overflow(&self, node: &Node) -> bool {
         let short = match &node.kind {
             Kind::Cow(cow) => !cow.ample,
@@ -238,7 +245,7 @@ impl World {
             || node.on.iter().filter_map(|id| self.nodes.get(id)).any(|on| self.may_overflow(on))
     }
 
-    /// Returns true if a limit that writes to the node can meet is reached.
+    /// Returns true if a memory limit that writes to the node may exceed is reached.
     fn is_full(&self, node: &Node, used: u64) -> bool {
         match &node.kind {
             Kind::Ram(ram) => {
@@ -255,11 +262,13 @@ impl World {
         }
     }
 
-    /// Returns true if the memory of removed devices filled the family of a RAM disk, so the write
-    /// should have waited for it to be freed. In virtual time this function waits until such memory
-    /// is freed. Memory freed with a layer since the start of the request belonged to removed
-    /// devices, except for memory that nodes released meanwhile. No removal may have run beside the
-    /// request: the request may have come before it.
+    /// Returns true if memory of removed devices filled the family of a RAM disk. The write should
+    /// then have waited for this memory to be freed.
+    ///
+    /// In virtual time this function waits until such memory is freed. Memory freed with a layer
+    /// since the start of the request belonged to removed devices, except for memory that nodes
+    /// released meanwhile. Returns false if a removal ran beside the request, since the request may
+    /// have come before the removal.
     fn was_filled_by_removals(&self, node: &Node, before: StartState) -> bool {
         let Kind::Ram(ram) = &node.kind else { return false };
         let stat = || self.families[ram.family].family.stat();
@@ -276,7 +285,7 @@ impl World {
             && used + now.guaranteed * 9 / 8 + LIMIT_SLACK_BYTES < now.mem_limit
     }
 
-    /// Returns the bytes that the nodes of a family have in memory.
+    /// Returns the bytes of memory charged to the nodes of a family.
     fn live_bytes(&self, family: usize) -> u64 {
         let charged = |node: &Node| match &node.kind {
             Kind::Ram(ram) if ram.family == family => ram.ram.over_stat().charged,
@@ -285,8 +294,8 @@ impl World {
         self.nodes.values().map(charged).sum()
     }
 
-    /// Returns true if a disk below the node has died. Another disk that died with it may be the
-    /// reason: a request can wait for a copy to the COW device of a snapshot next to its own.
+    /// Returns true if a disk below the node has died. Perhaps another disk died at the same
+    /// moment, whose snapshot needed a copy for this request.
     fn is_dead(&self, node: &Node) -> bool {
         node.disks.iter().filter_map(|id| self.disks.get(id)).any(DiskControl::is_dead)
     }
@@ -301,7 +310,7 @@ fn is_read_only(kind: &Kind) -> bool {
     matches!(kind, Kind::Base(_)) || matches!(kind, Kind::Ram(ram) if ram.ram.is_snapshot())
 }
 
-/// Returns offset and length of a request on a device of this geometry.
+/// Returns the offset and the length in bytes of a request on a device of this geometry.
 fn range_of(io: &Io, geometry: &Geometry) -> (u64, u64) {
     let block = u64::from(geometry.logical_block);
     let unit = if io.pages && geometry.size >= PAGE { PAGE } else { block };

@@ -1,11 +1,11 @@
-//! Creates nodes other than snapshots, and removes nodes.
+//! Creates nodes other than snapshots, forks and images, and removes nodes.
 
 use std::collections::BTreeSet;
 
 use freestone::codec::{Algorithm, Params};
 use freestone::cow;
 use freestone::device::Device;
-use freestone::null::{self, Memory, PaceConfig, Paced};
+use freestone::null::{self, Memory, PaceConfig, PacedDevice};
 use freestone::power::{self, Power};
 use freestone::quiesce::Quiesce;
 use freestone::ram::{self, Secondary};
@@ -20,10 +20,10 @@ use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 use crate::rt::time::Duration;
 
-/// Timeout of a backing device.
+/// Time after which a request to a backing device counts as failed.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// State of the node below a removed power layer, for the judge.
+/// State of the node below a removed power layer. The removal is judged against it.
 pub(super) struct RemovedPower {
     below: NodeId,
     disks: BTreeSet<DiskId>,
@@ -92,7 +92,7 @@ impl World {
         })
     }
 
-    /// Adds the node of a disk, fork or snapshot with this content, or zeroes.
+    /// Adds the node of a RAM disk, fork or snapshot. `shown` is the content, by default zeroes.
     pub(super) fn add_ram(
         &mut self,
         name: &str,
@@ -113,7 +113,7 @@ impl World {
         id
     }
 
-    /// Gives the oracle the name of the node.
+    /// Gives the oracle of a node the node's name, for messages.
     pub(super) fn rename(&mut self, id: NodeId) {
         let node = &self.nodes[&id];
         if let Some(oracle) = self.oracles.get_mut(&node.oracle) {
@@ -127,7 +127,8 @@ impl World {
             logical_block: 512 << (op.block % 4),
             volatile_cache: op.volatile,
             inline: op.inline,
-            // Client requests to an origin pass through to the disk.
+            // Do not report overlapping writes: an origin passes client requests through to the
+            // disk.
             overlap: true,
             ..DiskConfig::default()
         };
@@ -136,7 +137,7 @@ impl World {
         None
     }
 
-    /// Adds the node of a disk, all zeroes.
+    /// Adds the node of a simulated disk, all zeroes.
     pub(super) fn add_disk_node(&mut self, name: &str, disk: SimDisk) -> NodeId {
         let geometry = disk.geometry();
         let durability = if geometry.volatile_cache { Durability::Flushed } else { Durability::Completed };
@@ -165,7 +166,7 @@ impl World {
         })
     }
 
-    /// Adds a node for any device, all zeroes.
+    /// Adds a node for a device of any kind, all zeroes.
     #[cfg(test)]
     pub fn add_device(&mut self, name: &str, device: Arc<dyn Device>) {
         let oracle = self.new_oracle(name, device.geometry().size, Durability::Nothing);
@@ -175,7 +176,7 @@ impl World {
 
     // ---- covers ---------------------------------------------------------------------------------
 
-    /// Returns the nodes that can be covered.
+    /// Returns the nodes over which a layer or origin can be put.
     pub(super) fn coverable(&self) -> Vec<NodeId> {
         let mut all = self.nodes_that(|node| {
             let is_plain = match &node.kind {
@@ -187,7 +188,8 @@ impl World {
             };
             is_plain && !node.covered
         });
-        // A merging snapshot is another path to the content below.
+        // Exclude nodes with a merging snapshot: it shows the same content, but would bypass the
+        // cover.
         all.retain(|&id| !self.has_merge(id));
         all
     }
@@ -208,9 +210,9 @@ impl World {
             0 => Ok(Arc::new(Quiesce::new(device))),
             1 => {
                 let config = PaceConfig { mbps: 0, completion: Duration::from_micros(300) };
-                Paced::new(device, config).map(|paced| Arc::new(paced) as _)
+                PacedDevice::new(device, config).map(|paced| Arc::new(paced) as _)
             }
-            _ => Paced::new(device, PaceConfig { mbps: 200, completion: Duration::ZERO })
+            _ => PacedDevice::new(device, PaceConfig { mbps: 200, completion: Duration::ZERO })
                 .map(|paced| Arc::new(paced) as _),
         };
         match made {
@@ -249,7 +251,7 @@ impl World {
         })
     }
 
-    /// Changes what survives a crash; the content stays.
+    /// Changes the durability of an oracle (what survives a crash) and keeps the current content.
     fn replace_oracle(&mut self, id: u32, durability: Durability) {
         if let Some(oracle) = self.oracles.get_mut(&id) {
             let name = oracle.name().to_owned();
@@ -288,19 +290,20 @@ impl World {
 
     // ---- removal --------------------------------------------------------------------------------
 
-    /// Returns the nodes that no other node lies on.
+    /// Returns the nodes on which no other node lies.
     pub(super) fn removable(&self) -> Vec<NodeId> {
         let used: BTreeSet<NodeId> = self.nodes.values().flat_map(|node| node.on.iter().copied()).collect();
         let all = self.nodes_that(|_| true);
         all.into_iter().filter(|id| !used.contains(id)).collect()
     }
 
-    /// Returns a node that can be removed, if there is one.
+    /// Returns a node on which no other node lies, or `None` if the world is empty.
     pub fn any_removable(&self) -> Option<NodeId> {
         self.removable().last().copied()
     }
 
-    /// Removes a node, and nodes that are useless without it. A covered node keeps its content.
+    /// Removes a node, and the nodes that are useless without it. A node that it covered keeps its
+    /// content.
     pub fn remove(&mut self, id: NodeId) -> VerbTask {
         let mut gone = Vec::new();
         let before = self.nodes.get(&id).map(|node| self.causes(&node.disks));
@@ -312,13 +315,13 @@ impl World {
             drop(gone);
             finish(move |world| {
                 world.removals.finish();
-                // The last flush of the power layer may have failed.
+                // If the last flush of the power layer failed, unflushed writes may be lost.
                 let Some(RemovedPower { below, disks, may_fail, durability_below }) = power else {
                     return Ok(());
                 };
                 let causes = world.causes(&disks);
                 if let Some(below) = world.nodes.get(&below) {
-                    // A limit may have been set since then.
+                    // A limit may have been set since the removal started.
                     let may_fail = may_fail || world.may_overflow(below);
                     let oracle = below.oracle;
                     if before != Some(causes) || causes.hung > 0 || may_fail {
@@ -331,7 +334,8 @@ impl World {
         })
     }
 
-    /// Removes a node from the world. Returns the state of the node below a power layer.
+    /// Removes a node from the world, and moves it to `gone`. For a power layer, returns the state
+    /// of the node below.
     pub(super) fn remove_node(&mut self, id: NodeId, gone: &mut Vec<Node>) -> Option<RemovedPower> {
         let node = self.nodes.remove(&id)?;
         let mut power = None;
@@ -347,7 +351,8 @@ impl World {
                     durability_below: *durability_below,
                 });
             }
-            // The content of a COW device is not judged.
+            // The COW device goes with its snapshot, since the content of a COW device is not
+            // judged.
             Kind::Cow(cow) => {
                 useless.push(cow.cow);
                 let finished = cow.snapshot.merge_status() == cow::MergeStatus::Finished;
@@ -370,17 +375,18 @@ impl World {
         }
         gone.push(node);
         while let Some(below) = useless.pop() {
-            // The nodes below have the same content.
+            // The nodes below a useless node have the same content, so they are useless as well.
             useless.extend(self.nodes.get(&below).into_iter().flat_map(|node| &node.on));
             self.remove_node(below, gone);
         }
         power
     }
 
-    /// Checks that the families have released all resources after the last node was removed.
+    /// Checks that the families (RAM disks that share a pool) hold no memory or blocks after the
+    /// last node was removed.
     pub fn check_released(&self) -> Result<(), Finding> {
         for (at, family) in self.families.iter().enumerate() {
-            let (stat, memory) = (family.family.stat(), family.probe.memory());
+            let (stat, memory) = (family.family.stat(), family.probe.memory_overhead());
             let backing = family.probe.backing().unwrap_or_default();
             let left = [
                 stat.mem_used_total,
@@ -392,7 +398,7 @@ impl World {
                 backing.used_bytes,
                 backing.live_bytes,
                 backing.spilled_pages,
-                u64::from(backing.unanswered_writes),
+                u64::from(backing.abandoned_writes),
             ];
             if left != [0; 10] {
                 return finding(format!(

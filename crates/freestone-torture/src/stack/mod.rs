@@ -1,14 +1,13 @@
 //! A stack of devices, and the content that each of them may hold.
 //!
-//! A **node** is a device that receives requests or that other nodes lie on. A node under another
+//! A **node** is a device that receives requests or on which other nodes lie. A node under another
 //! is **covered**: it receives no requests of its own, since all writes go through its cover. Each
-//! node has an oracle; a cover that does not change content shares the oracle of the node below.
+//! node has an oracle; a cover that does not change content shares the oracle of the node below it.
 //!
-//! An op runs in three steps, so that one [`World`] serves one thread or many: [`World::begin_io`]
-//! and [`World::begin`] read the world and inform the oracles; the task that they return runs
-//! without the world; the result is then judged with the world again.
+//! An op runs in three steps, so that the same [`World`] serves runs with one thread or many.
+//! [`World::begin_io`] and [`World::scope`] read the world and record the start in the oracles. The
+//! task that they return runs without the world. The result is then judged with the world again.
 
-mod begin;
 mod cow;
 mod crash;
 mod failing;
@@ -17,11 +16,12 @@ mod focus;
 mod fork;
 mod images;
 mod io;
-mod look;
 mod make;
-mod moment;
+mod queries;
 mod ram;
 mod saves;
+mod scope;
+mod snapshots;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -38,23 +38,23 @@ use tempfile::TempDir;
 use crate::disk::{DiskControl, SimDisk};
 use crate::oracle::{Clock, Durability, Oracle, ReadToken, SECTOR_BYTES, Violation};
 use crate::rt::sync::Arc;
-pub use begin::Scope;
 use failing::Injector;
 use focus::CurrentFocus;
 use images::Images;
 use io::Removals;
 pub use io::Task;
+pub use scope::Scope;
 
-/// Maximum number of nodes; an op that would add more does nothing.
+/// Maximum number of nodes; an op that would exceed it does nothing.
 const NODES_MAX: usize = 24;
-/// Maximum number of families.
+/// Maximum number of families (RAM disks that share a pool).
 const FAMILIES_MAX: usize = 3;
 
 /// Number of a node; never reused.
 pub type NodeId = u32;
-/// Number of a disk; stays the same when the disk is opened again.
+/// Number of a disk or other source of failures. Stays the same when the disk is opened again.
 pub type DiskId = u32;
-/// Number of an oracle.
+/// Number of an oracle; never reused.
 type OracleId = u32;
 
 /// A finding: behaviour that the judge does not accept.
@@ -81,14 +81,14 @@ impl From<Violation> for Finding {
     }
 }
 
-/// Returns a finding with this message.
+/// Returns a finding with this message, as an error.
 pub(crate) fn finding<T>(what: impl Into<String>) -> Result<T, Finding> {
     Err(Finding::Message(what.into()))
 }
 
-/// Work without the world, which may wait for devices.
+/// The part of an op that runs without the world and may wait for devices.
 pub type VerbTask = Box<dyn FnOnce() -> VerbResult + Send>;
-/// Work with the world after that.
+/// The part of an op that follows its [`VerbTask`]: judges and records the result in the world.
 pub type VerbResult = Box<dyn FnOnce(&mut World) -> Result<(), Finding> + Send>;
 
 #[expect(clippy::unnecessary_wraps, reason = "the callers return an Option")]
@@ -100,96 +100,98 @@ fn finish(finish: impl FnOnce(&mut World) -> Result<(), Finding> + Send + 'stati
     Box::new(finish)
 }
 
-/// The devices of one run and everything they stand on.
+/// The devices of one run, with their disks, families and oracles.
 #[derive(Default)]
 pub struct World {
     nodes: BTreeMap<NodeId, Node>,
     oracles: BTreeMap<OracleId, Oracle>,
-    /// Shared by all oracles, so that events on several devices have an order.
+    /// Clock shared by all oracles, so that events on different devices have an order.
     clock: Clock,
     families: Vec<FamilyNode>,
     disks: BTreeMap<DiskId, DiskControl>,
-    /// Sources of failures other than disks.
+    /// Sources of failures other than simulated disks.
     injectors: BTreeMap<DiskId, Injector>,
-    /// Numbers given out so far.
+    /// Number of ids and of write numbers given out.
     ids: u32,
     writes: u64,
-    /// Directory of files, once there are any.
+    /// Directory of the files of this run; created with the first file.
     dir: Option<TempDir>,
     images: Option<Images>,
-    /// Nodes being changed; these receive no requests.
+    /// Nodes that an op is changing; these receive no requests.
     paused: BTreeSet<NodeId>,
-    /// Number of starts and ends of verbs that free memory or change limits.
+    /// Number of starts and ends of verbs (ops other than requests) that free memory or change
+    /// limits.
     freeing_verbs: u64,
     removals: Removals,
     current_focus: Option<CurrentFocus>,
-    /// Number of occurrences of each kind of event, for the report.
+    /// Number of occurrences of each kind of event.
     tally: BTreeMap<&'static str, u64>,
 }
 
-/// A device of the stack, see the module.
+/// A device of the stack; see the module documentation.
 struct Node {
     name: String,
     kind: Kind,
     device: Arc<dyn Device>,
     oracle: OracleId,
-    /// Nodes that this node lies on.
+    /// Nodes on which this node lies.
     on: Vec<NodeId>,
     covered: bool,
-    /// Disks that its requests may reach, and other sources of failures on the way.
+    /// Disks and other sources of failures that requests to the node may reach.
     disks: BTreeSet<DiskId>,
-    /// Families that its requests may reach.
+    /// Families that requests to the node may reach, as indexes.
     families: BTreeSet<usize>,
-    /// Causes of failures when the node was created.
+    /// Number of causes of failures when the node was created or opened again.
     since: Causes,
-    /// A cause of failures existed before `since`, before a crash.
+    /// A cause of failures existed before the crash after which the node was opened again.
     had_failure: bool,
-    /// Requests in flight.
+    /// Number of requests in flight on the node.
     users: u32,
 }
 
 enum Kind {
     Disk(DiskId),
     Memory,
-    /// The number under which its failures are counted.
+    /// A file as a device, with the number of its injector.
     File(DiskId),
     Ram(RamNode),
     Origin(OriginNode),
     Cow(CowNode),
     Power(PowerNode),
-    /// A read-only file or image.
+    /// A read-only file or image, the base of forks.
     Base(BaseSource),
-    /// A layer that does not change content, but may fail.
+    /// A layer that does not change content, but may fail requests.
     Layer,
 }
 
 struct RamNode {
     ram: Ram,
     family: usize,
-    /// The base of a fork, or of the origin of a snapshot; `None` reads as zeroes.
+    /// The content below a fork or its snapshots. `None` if the disk was not forked and started as
+    /// zeroes.
     below: Option<Below>,
 }
 
-/// The base below a fork and its snapshots.
+/// The content below a fork and its snapshots, and where it comes from.
 #[derive(Clone)]
 struct Below {
     shows: Arc<Oracle>,
-    /// Device at the bottom, if it does not belong to the family.
+    /// Device that supplies the content, if it lies outside the family of the fork.
     device: Option<Arc<dyn Device>>,
-    /// The file or image that the base is.
+    /// The file or image at the bottom, if the base is one.
     file: Option<BaseSource>,
 }
 
-/// A base outside the family of its forks.
+/// A read-only file or image from which forks are made.
 #[derive(Clone)]
 enum BaseSource {
-    /// A file, which can be named as the base of a delta.
+    /// A file, which a delta can name as its base.
     File { path: PathBuf, format: Format },
-    /// An image in a store.
+    /// An image in the image store.
     Image(StoredImage),
 }
 
-/// An image that a node is, or lies over.
+/// An image in the image store, as a node or as the base of forks.
 #[derive(Clone)]
 struct StoredImage {
     name: Name,
@@ -198,13 +200,13 @@ struct StoredImage {
 
 struct OriginNode {
     origin: Origin,
-    /// A snapshot was removed during its merge: the content below is half old, half new.
+    /// A snapshot was removed during its merge, so the content of the origin is half old, half new.
     is_half: bool,
 }
 
 struct PowerNode {
     power: Arc<Power>,
-    /// Durability of the node below.
+    /// Durability of the node below the layer without it.
     durability_below: Durability,
 }
 
@@ -212,29 +214,29 @@ struct PowerNode {
 struct CowNode {
     snapshot: Snapshot,
     origin: NodeId,
-    /// COW device.
+    /// Node of the COW device.
     cow: NodeId,
-    /// The COW device has room for all possible copies.
+    /// The COW device has room for copies of all chunks.
     ample: bool,
-    /// The snapshot is merging: the origin shows its content.
+    /// The snapshot is merging: the origin shows the content of the snapshot.
     merging: bool,
-    /// A merge may be recorded on the COW device, although starting it failed.
+    /// A merge may be recorded on the COW device although the attempt to start it failed.
     maybe_marked: bool,
-    /// The snapshot was lost when its disks died, the COW device does not record that, and the
-    /// origin no longer waited for that record.
+    /// The snapshot was lost when its disks died. The COW device does not record the loss, and the
+    /// origin no longer waits for that record.
     unmarked: bool,
 }
 
 struct FamilyNode {
     family: Family,
-    /// An empty disk, used to query statistics.
+    /// An empty RAM disk of the family, used to query statistics.
     probe: Ram,
     backing: Option<DiskId>,
-    /// The family had a limit at some time.
+    /// A memory limit was set at some time.
     limited: bool,
 }
 
-/// Number of causes of failures so far.
+/// Number of causes of failures: errors, and requests that hung.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Causes {
     errors: u64,
@@ -244,7 +246,7 @@ struct Causes {
 // ---- queries --------------------------------------------------------------------------------
 
 impl World {
-    /// Creates an empty world.
+    /// Creates a world without devices.
     pub fn new() -> Self {
         Self::default()
     }
@@ -258,12 +260,12 @@ impl World {
         *self.tally.entry(what).or_default() += 1;
     }
 
-    /// Returns all nodes that receive requests.
+    /// Returns all nodes that receive requests: those without a cover.
     pub fn targets(&self) -> Vec<NodeId> {
         self.nodes_that(|node| !node.covered)
     }
 
-    /// Returns the name of a node.
+    /// Returns the name of a node, or a placeholder if it was removed.
     pub fn name(&self, id: NodeId) -> String {
         self.nodes.get(&id).map_or_else(|| format!("node {id} (gone)"), |node| node.name.clone())
     }
@@ -273,9 +275,9 @@ impl World {
         self.nodes.get(&id).is_none_or(|node| node.users == 0)
     }
 
-    /// Returns the contract violations that the disks observed.
-    pub fn complaints(&self) -> Vec<String> {
-        self.disks.iter().flat_map(|(id, disk)| named(*id, disk.complaints())).collect()
+    /// Returns descriptions of the contract violations that the disks observed.
+    pub fn violations(&self) -> Vec<String> {
+        self.disks.iter().flat_map(|(id, disk)| named(*id, disk.violations())).collect()
     }
 
     fn nodes_that(&self, is: impl Fn(&Node) -> bool) -> Vec<NodeId> {
@@ -286,16 +288,16 @@ impl World {
             .collect()
     }
 
-    /// Counts the causes so far of failures on these disks.
+    /// Returns the number of causes of failures on these disks and other sources.
     fn causes(&self, disks: &BTreeSet<DiskId>) -> Causes {
         let mut causes = Causes::default();
-        for injected in disks.iter().filter_map(|id| self.disks.get(id)).map(DiskControl::injected) {
-            causes.errors += injected.errors();
-            causes.hung += injected.hung;
+        for fault_counts in disks.iter().filter_map(|id| self.disks.get(id)).map(DiskControl::fault_counts) {
+            causes.errors += fault_counts.errors();
+            causes.hung += fault_counts.hung;
         }
-        for injected in disks.iter().filter_map(|id| self.injectors.get(id)).map(Injector::causes) {
-            causes.errors += injected.errors;
-            causes.hung += injected.hung;
+        for fault_counts in disks.iter().filter_map(|id| self.injectors.get(id)).map(Injector::causes) {
+            causes.errors += fault_counts.errors;
+            causes.hung += fault_counts.hung;
         }
         causes
     }
@@ -308,7 +310,7 @@ impl World {
             || below().any(|below| self.may_be_damaged(below))
     }
 
-    /// Returns true if the node uses memory that has or had a limit.
+    /// Returns true if the node uses a family whose memory has or had a limit.
     fn is_limited(&self, node: &Node) -> bool {
         node.families.iter().any(|&family| self.families[family].limited)
     }
@@ -321,7 +323,7 @@ impl World {
     }
 
     fn new_oracle(&self, name: &str, bytes: u64, durability: Durability) -> Oracle {
-        Oracle::timed(name, bytes / SECTOR_BYTES as u64, durability, &self.clock)
+        Oracle::with_clock(name, bytes / SECTOR_BYTES as u64, durability, &self.clock)
     }
 
     fn add_oracle(&mut self, oracle: Oracle) -> OracleId {
@@ -336,7 +338,7 @@ impl World {
         id
     }
 
-    /// Adds a node over others, which it covers.
+    /// Adds a node over the nodes `on`, which it covers. Returns the number of the node.
     fn add(
         &mut self,
         name: &str,
@@ -357,7 +359,7 @@ impl World {
         let is_snapshot = matches!(kind, Kind::Cow(_));
         for (at, id) in on.iter().enumerate() {
             if let Some(below) = self.nodes.get_mut(id) {
-                // A snapshot lies on its origin and does not cover it.
+                // A snapshot covers its COW device, but not the origin on which it lies.
                 below.covered |= !is_snapshot || at > 0;
                 disks.extend(&below.disks);
                 families.extend(&below.families);
@@ -389,7 +391,7 @@ impl World {
         id
     }
 
-    /// Ends a verb without anything to judge.
+    /// Ends a verb in its oracle without judging anything.
     fn abandon(&mut self, oracle: OracleId, token: ReadToken) {
         if let Some(oracle) = self.oracles.get_mut(&oracle) {
             oracle.abandon(token);
@@ -402,7 +404,7 @@ impl World {
         self.oracles.retain(|id, _| used.contains(id));
     }
 
-    /// Returns a new path for a file.
+    /// Returns an unused path for a file in the directory of the run.
     fn new_path(&mut self, name: &str) -> Option<PathBuf> {
         let number = self.new_id();
         if self.dir.is_none() {
@@ -411,18 +413,19 @@ impl World {
         self.dir.as_ref().map(|dir| dir.path().join(format!("{name}-{number}")))
     }
 
-    /// Returns the next write number.
+    /// Returns the next write number, which is unique among all devices.
     fn next_write(&mut self) -> u64 {
         self.writes += 1;
         self.writes
     }
 }
 
-fn named(id: DiskId, complaints: Vec<String>) -> impl Iterator<Item = String> {
-    complaints.into_iter().map(move |complaint| format!("disk {id}: {complaint}"))
+fn named(id: DiskId, violations: Vec<String>) -> impl Iterator<Item = String> {
+    violations.into_iter().map(move |violation| format!("disk {id}: {violation}"))
 }
 
-/// Picks one of these, if there are any; `u16::MAX` picks the last.
+/// Picks an element: `number` modulo the length, or the last element for `u16::MAX`. Returns `None`
+/// if `all` is empty.
 fn pick<T: Copy>(all: &[T], number: u16) -> Option<T> {
     if number == u16::MAX {
         all.last().copied()

@@ -1,8 +1,9 @@
-//! Verbs of RAM disks, forks and snapshots.
+//! Ops on RAM disks, forks and snapshots.
 
 use freestone::device::Device;
 use freestone::ram::{
-    Idle, Ram, Recompress, RecompressError, RecompressKind, SetupError, Writeback, WritebackError,
+    IdleSelection, Ram, RecompressError, RecompressKind, RecompressOptions, SetupError, Writeback,
+    WritebackError,
 };
 
 use super::{Below, Kind, Node, NodeId, RamNode, VerbTask, World, act, finding, finish};
@@ -19,7 +20,7 @@ impl World {
         self.ram_nodes(|_, _| true)
     }
 
-    /// Returns disks and forks without a cover.
+    /// Returns the RAM disks and forks without a cover.
     pub(super) fn ram_live(&self) -> Vec<NodeId> {
         self.ram_nodes(|node, ram| !node.covered && !ram.ram.is_snapshot())
     }
@@ -28,7 +29,7 @@ impl World {
         self.ram_nodes(|_, ram| ram.ram.is_snapshot())
     }
 
-    /// Returns disks and forks whose content is what their oracle says: without a cover, or under
+    /// Returns the RAM disks and forks whose content equals their oracle: without a cover, or under
     /// layers that hold no writes back.
     pub(super) fn ram_origins(&self) -> Vec<NodeId> {
         let mut all = self.ram_nodes(|_, ram| !ram.ram.is_snapshot());
@@ -36,7 +37,7 @@ impl World {
         all
     }
 
-    /// Returns disks and forks that may grow under their covers.
+    /// Returns the RAM disks and forks that may grow, even under their covers.
     pub(super) fn ram_growing(&self) -> Vec<NodeId> {
         self.ram_origins()
     }
@@ -71,7 +72,7 @@ impl World {
         }
     }
 
-    /// Returns the base of a disk, fork or snapshot.
+    /// Returns the base of a RAM disk, fork or snapshot, or `None` if it has none.
     pub(super) fn below_ram(&self, id: NodeId) -> Option<Below> {
         match &self.nodes.get(&id)?.kind {
             Kind::Ram(node) => node.below.clone(),
@@ -79,7 +80,7 @@ impl World {
         }
     }
 
-    /// Adds the sources of failures of `from` to those of `made`, which was made from it.
+    /// Adds the sources of failures of the node `from` to those of `made`, which was made from it.
     pub(super) fn inherit(&mut self, made: NodeId, from: NodeId) {
         let Some(from) = self.nodes.get(&from) else { return };
         let (disks, families) = (from.disks.clone(), from.families.clone());
@@ -89,9 +90,9 @@ impl World {
         }
     }
 
-    /// Returns true if any request hung so far: verbs that wait for writes may then have timed out.
+    /// Returns true if any request has hung: ops that wait for writes may then have timed out.
     pub(super) fn has_hung(&self) -> bool {
-        self.disks.values().any(|disk| disk.injected().hung > 0)
+        self.disks.values().any(|disk| disk.fault_counts().hung > 0)
             || self.injectors.values().any(|injector| injector.causes().hung > 0)
     }
 
@@ -119,7 +120,7 @@ impl World {
         let (ram, _) = self.ram(id)?;
         let before = ram.geometry().size;
         let size = (before + (u64::from(kib) << 10)).min(16 << 20).max(before);
-        // Requests may reach the new range before the verb ends.
+        // Grow the oracle first: requests may reach the new range before the verb ends.
         let oracle = self.nodes[&id].oracle;
         self.oracles.get_mut(&oracle)?.grow(size / SECTOR_BYTES as u64);
         act(move || {
@@ -147,7 +148,7 @@ impl World {
             _ => Writeback::Idle,
         };
         act(move || {
-            ram.idle(Idle::All);
+            ram.mark_idle(IdleSelection::All);
             let outcome = ram.writeback(&what);
             finish(move |world| {
                 world.count("writebacks");
@@ -155,7 +156,8 @@ impl World {
                 let now = world.causes(&disks);
                 match outcome {
                     Err((_, WritebackError::NoBacking)) if !has_backing => Ok(()),
-                    // The fill level at which the backing device is full depends on how pages pack.
+                    // How full the backing device can be depends on how pages pack, so any
+                    // writeback may find no space.
                     Ok(_) | Err((_, WritebackError::NoSpace)) => Ok(()),
                     Err((_, WritebackError::Device(_))) if now != before || now.hung > 0 => Ok(()),
                     Err((_, error)) => finding(format!("a writeback failed without a cause: {error}")),
@@ -168,7 +170,7 @@ impl World {
         let (ram, family) = self.ram(id)?;
         act(move || {
             let kind = Some(RecompressKind::Huge).filter(|_| id.is_multiple_of(2));
-            let outcome = ram.recompress(&Recompress { kind, ..Recompress::default() });
+            let outcome = ram.recompress(&RecompressOptions { kind, ..RecompressOptions::default() });
             finish(move |world| {
                 world.count("recompressions");
                 match outcome {
@@ -203,7 +205,7 @@ impl World {
     pub(super) fn own_limits(&mut self, id: NodeId, cap_kib: u32, least_kib: u32) -> Option<VerbTask> {
         let (ram, family) = self.ram(id)?;
         let (cap, least) = (u64::from(cap_kib) << 10, u64::from(least_kib) << 10);
-        // A guarantee for one device limits the others.
+        // Guaranteed memory of one device also limits the other devices of the family.
         self.families[family].limited |= cap > 0 || least > 0;
         act(move || {
             let set = ram.set_own_limits(cap, least);

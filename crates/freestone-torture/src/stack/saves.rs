@@ -1,4 +1,4 @@
-//! Saved files: saves devices while they serve requests, and restores them as new ones.
+//! Saves devices to a file while they serve requests, and restores them as new devices.
 
 use freestone::device::{Device, Error};
 use freestone::ram::{Ram, SetupError};
@@ -8,7 +8,7 @@ use super::{Below, Finding, Kind, NODES_MAX, NodeId, VerbTask, World, act, findi
 use crate::oracle::{Durability, ReadToken};
 use crate::rt::sync::Arc;
 
-/// A device being saved.
+/// A device being saved, with the state needed to judge the restored one.
 struct SavedNode {
     from: NodeId,
     name: String,
@@ -19,7 +19,7 @@ struct SavedNode {
 }
 
 impl World {
-    /// Returns the nodes that can be saved.
+    /// Returns the nodes that can be saved: RAM disks, forks and snapshots.
     pub(super) fn savable(&self) -> Vec<NodeId> {
         let mut all = self.ram_origins();
         all.extend(self.ram_snapshots());
@@ -27,7 +27,8 @@ impl World {
         all
     }
 
-    /// Saves all of these at one moment, and restores them into a family.
+    /// Saves these nodes as of one moment, and restores them into a family. `whole`: see
+    /// [`Op::Save`](crate::ops::Op::Save).
     pub(super) fn save(&mut self, nodes: &[NodeId], family: u16, whole: bool) -> Option<VerbTask> {
         let all: Vec<usize> = (0..self.families.len()).collect();
         let into = pick(&all, family)?;
@@ -55,11 +56,12 @@ impl World {
             drop((family, bases));
             finish(move |world| {
                 world.count("saves");
-                // The file was read completely and is no longer needed.
+                // The restore has ended, so the file is no longer needed. An error only leaves it
+                // in the run's directory.
                 let _ = std::fs::remove_file(&path);
                 let causes: Vec<(NodeId, _)> = saved_nodes.iter().map(|one| one.from).zip(before).collect();
                 let failed = |world: &World, error| {
-                    causes.iter().any(|&(from, before)| world.judge_look(from, error, before).is_ok())
+                    causes.iter().any(|&(from, before)| world.judge_query(from, error, before).is_ok())
                 };
                 let limited = world.families[into].limited;
                 let restored = match restored {

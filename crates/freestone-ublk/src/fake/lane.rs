@@ -9,15 +9,15 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{ABORT, Outcome};
 use crate::abi::{IoDesc, ZoneRow, op};
-use crate::kernel::{Arrived, Event};
+use crate::kernel::{RingEvent, RingEventKind};
 
 pub struct Lane {
     pub tags: Vec<Tag>,
     pub queued: VecDeque<Pending>,
     pub done: HashMap<u64, Outcome>,
-    pub arrived: VecDeque<Arrived>,
+    pub arrived: VecDeque<RingEvent>,
     /// Completed data fetches that are not delivered yet.
-    pub fetched: VecDeque<Arrived>,
+    pub fetched: VecDeque<RingEvent>,
     pub bell: OwnedFd,
     /// Number of calls to `enter`, and of requests.
     pub enters: u64,
@@ -29,7 +29,7 @@ pub struct Lane {
 
 #[derive(Default)]
 pub struct Tag {
-    /// The address that the tag was fetched with, until it gets a request.
+    /// Buffer address of the tag's last fetch, until a request is assigned to the tag.
     pub fetched: Option<u64>,
     pub busy: Option<u64>,
     pub descriptor: IoDesc,
@@ -94,7 +94,7 @@ impl Lane {
                 unsafe { to.copy_from_nonoverlapping(pending.data.as_ptr(), pending.data.len()) };
             }
             self.requests += 1;
-            self.arrived.push_back(Arrived { tag: number as u16, event: Event::Command, result: 0 });
+            self.arrived.push_back(RingEvent { tag: number as u16, kind: RingEventKind::Command, result: 0 });
             ring_bell(&self.bell);
         }
     }
@@ -130,7 +130,7 @@ impl Lane {
 
     pub fn fetch(&mut self, number: u16, addr: u64) {
         if self.aborted {
-            self.arrived.push_back(Arrived { tag: number, event: Event::Command, result: ABORT });
+            self.arrived.push_back(RingEvent { tag: number, kind: RingEventKind::Command, result: ABORT });
             return ring_bell(&self.bell);
         }
         let tag = &mut self.tags[usize::from(number)];
@@ -143,7 +143,7 @@ impl Lane {
     pub fn fetch_data(&mut self, number: u16, to: u64, len: usize, fault: Option<i32>) -> i32 {
         let tag = &mut self.tags[usize::from(number)];
         assert!(tag.busy.is_some() && matches!(tag.descriptor.op(), op::WRITE | op::ZONE_APPEND));
-        // Tests without data write zeroes.
+        // If the test submits no data, the request writes zeroes.
         tag.data.resize(tag.descriptor.nr_sectors as usize * 512, 0);
         let moved = fault.unwrap_or(i32::MAX).min(tag.data.len().min(len) as i32);
         if moved > 0 {

@@ -15,15 +15,17 @@ use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::abi::{CtrlCmd, DevInfo, IoDesc, Params, ZoneRow, control, feature, op, param, state};
-use crate::kernel::{Arrived, BlockDevice, CharDevice, Claimed, Event, Kernel, NOT_DONE, Ring, Wait};
+use crate::kernel::{
+    BlockDevice, COMMIT_CANCELLED, CharDevice, Kernel, NodeClaim, Ring, RingEvent, RingEventKind, Wait,
+};
 use lane::{Lane, Pending, ring_bell};
 
 pub const ID: u32 = 7;
-/// User and group that create devices.
+/// User id and group id of the user that creates devices.
 pub const OWNER: (u32, u32) = (1000, 100);
 pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const ABORT: i32 = -19;
-/// Zones per report request; small, like those of a kernel that is short of memory.
+/// Number of zones per report request; small, like that of a kernel that is short of memory.
 const ROWS_ASKED: u32 = 5;
 
 pub type Outcome = (i32, Vec<u8>);
@@ -42,33 +44,33 @@ struct Inner {
 #[expect(clippy::struct_excessive_bools, reason = "independent faults, each with a name")]
 pub struct State {
     pub is_absent: bool,
-    /// Features that the driver lacks.
+    /// Feature bits that the driver lacks.
     pub lacks: u64,
     pub refused: HashMap<u32, Errno>,
     pub no_node: bool,
     pub no_fetch: bool,
-    /// `START_DEV` reads a sector, like a partition scan.
+    /// True if `START_DEV` reads a sector, like a partition scan.
     pub scans: bool,
-    /// The kernel is built without zones.
+    /// True if the kernel is built without zones.
     pub no_zones: bool,
-    /// Features that the driver has but does not grant.
+    /// Feature bits that the driver reports but does not grant.
     pub withholds: u64,
     /// Results of the next data copies: a number of bytes or a negative errno.
     pub copies: VecDeque<i32>,
-    /// Completed data fetches are delivered only by [`Driver::deliver_fetched`].
+    /// True if completed data fetches are delivered only by [`Driver::deliver_fetched`].
     pub holds_fetched: bool,
     pub claimed: bool,
     pub mounted_at: Option<PathBuf>,
     pub cache_drops: u32,
-    /// The caller has no privileges.
+    /// True if the caller has no privileges.
     pub is_user: bool,
-    /// The nodes do not belong to the user.
+    /// True if the device nodes do not belong to the user.
     pub not_given: bool,
     pub log: Vec<u32>,
     pub info: Option<DevInfo>,
     pub params: Option<Params>,
     pub sectors: u64,
-    /// The zone report at the start.
+    /// Zones reported when the block device starts.
     pub zones: Vec<ZoneRow>,
     pub lanes: Vec<Lane>,
     next_ticket: u64,
@@ -79,7 +81,7 @@ impl Driver {
         self.0.state.lock().unwrap()
     }
 
-    /// Waits until `look` returns a value.
+    /// Waits until `look` returns a value, and returns that value.
     pub fn wait_for<T>(&self, look: impl Fn(&mut State) -> Option<T>) -> T {
         let end = Instant::now() + PATIENCE;
         let mut state = self.state();
@@ -121,7 +123,7 @@ impl Driver {
         self.wait(0, ticket)
     }
 
-    /// Returns all zones. Fails if a report fails or is inconsistent.
+    /// Returns all zones, from several reports. Fails if a report fails or is inconsistent.
     pub fn report(&self) -> Result<Vec<ZoneRow>, Errno> {
         let (sectors, zone) = {
             let state = self.state();
@@ -145,7 +147,7 @@ impl Driver {
         if ends.count() == rows.len() { Ok(rows) } else { Err(Errno::NODEV) }
     }
 
-    /// Delivers up to `most` completed data fetches, the last first.
+    /// Delivers up to `most` completed data fetches, the most recent one first.
     pub fn deliver_fetched(&self, lane: usize, most: usize) {
         let lane = &mut self.state().lanes[lane];
         let rest = lane.fetched.len().saturating_sub(most);
@@ -165,9 +167,9 @@ impl Driver {
             lane.aborted = true;
             for (number, tag) in lane.tags.iter_mut().enumerate() {
                 if tag.fetched.take().is_some() {
-                    lane.arrived.push_back(Arrived {
+                    lane.arrived.push_back(RingEvent {
                         tag: number as u16,
-                        event: Event::Command,
+                        kind: RingEventKind::Command,
                         result: ABORT,
                     });
                 }
@@ -329,7 +331,7 @@ impl BlockDevice for Driver {
         format!("/dev/ublkb{ID}").into()
     }
 
-    fn claim(&self) -> io::Result<Option<Box<dyn Claimed>>> {
+    fn claim(&self) -> io::Result<Option<Box<dyn NodeClaim>>> {
         if std::mem::replace(&mut self.state().claimed, true) {
             return Err(Errno::BUSY.into());
         }
@@ -345,7 +347,7 @@ impl BlockDevice for Driver {
 /// calls.
 struct FakeClaim(Driver);
 
-impl Claimed for FakeClaim {
+impl NodeClaim for FakeClaim {
     fn sync(&self) -> io::Result<()> {
         let result = self.0.io(op::FLUSH.into(), 0, 0, &[]).0;
         if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-result)) }
@@ -419,24 +421,24 @@ impl Ring for FakeRing {
             // The tag whose send failed; its commit follows and is canceled.
             let mut broken = None;
             for entry in self.queued.drain(..) {
-                let arrived = |tag, event, result| Arrived { tag, event, result };
+                let arrived = |tag, event, result| RingEvent { tag, kind: event, result };
                 match entry {
                     Entry::Fetch(tag, _) if refuses => {
-                        lane.arrived.push_back(arrived(tag, Event::Command, -22));
+                        lane.arrived.push_back(arrived(tag, RingEventKind::Command, -22));
                     }
                     Entry::Fetch(tag, buffer) => lane.fetch(tag, buffer),
                     Entry::Commit(tag, ..) if broken.take() == Some(tag) => {
-                        lane.arrived.push_back(arrived(tag, Event::Command, NOT_DONE));
+                        lane.arrived.push_back(arrived(tag, RingEventKind::Command, COMMIT_CANCELLED));
                     }
                     Entry::Commit(tag, result, buffer) => lane.commit(tag, result, buffer),
                     Entry::FetchData(tag, to, len) => {
                         let result = lane.fetch_data(tag, to, len, copies.pop_front());
                         let into = if holds { &mut lane.fetched } else { &mut lane.arrived };
-                        into.push_back(arrived(tag, Event::Fetched, result));
+                        into.push_back(arrived(tag, RingEventKind::Fetched, result));
                     }
                     Entry::SendData(tag, from, len) => {
                         let result = lane.send_data(tag, from, len, copies.pop_front());
-                        lane.arrived.push_back(arrived(tag, Event::Sent, result));
+                        lane.arrived.push_back(arrived(tag, RingEventKind::Sent, result));
                         broken = (result != len as i32).then_some(tag);
                     }
                 }
@@ -464,7 +466,7 @@ impl Ring for FakeRing {
         Ok(())
     }
 
-    fn arrived(&mut self, into: &mut Vec<Arrived>) {
+    fn take_events(&mut self, into: &mut Vec<RingEvent>) {
         into.extend(self.driver.state().lanes[self.lane].arrived.drain(..));
     }
 
@@ -482,7 +484,7 @@ impl Drop for FakeRing {
         let mut state = self.driver.state();
         let lane = &mut state.lanes[self.lane];
         (lane.is_open, lane.aborted) = (false, true);
-        // Requests that the server has then fail.
+        // Requests that the server has not completed then fail.
         for tag in &mut lane.tags {
             tag.fetched = None;
             if let Some(ticket) = tag.busy.take() {

@@ -1,11 +1,11 @@
-//! Completes requests: results go to the kernel through the queue's ring.
+//! Completes requests: sends their results to the kernel through the queue's ring.
 
 use freestone_core::device::{Error, IoBuf};
 
 use super::Queue;
 use crate::abi::SECTOR_BYTES;
-use crate::slots::Place;
-use crate::task::{Finished, Kind, Task, result_of};
+use crate::slots::TagState;
+use crate::task::{CompletedRequest, Kind, Task, result_of};
 
 impl Queue {
     /// Completes the requests that the device has finished.
@@ -14,13 +14,13 @@ impl Queue {
             return;
         }
         let mut finished = std::mem::take(&mut self.finished);
-        self.parts.answers.take(&mut finished);
-        for Finished { task, outcome, buffer } in finished.drain(..) {
+        self.resources.answers.take(&mut finished);
+        for CompletedRequest { task, outcome, buffer } in finished.drain(..) {
             self.in_flight -= 1;
             self.charged -= task.charge;
             let slot = self.slots.get(task.tag);
-            if slot.place != Place::Device || slot.serial != task.serial {
-                // The queue already failed this request; the device finished too late.
+            if slot.state != TagState::Device || slot.serial != task.serial {
+                // The queue has already failed this request, for which the device took too long.
                 continue;
             }
             match outcome.and_then(|at| self.take_data(&task, buffer).map(|()| at)) {
@@ -31,13 +31,14 @@ impl Queue {
         self.finished = finished;
     }
 
-    /// Stores the buffer that the device returned in the tag's slot.
+    /// Stores the buffer that the device returned in the slot of the tag. Fails if a read has no
+    /// valid data.
     fn take_data(&mut self, task: &Task, buffer: IoBuf) -> Result<(), Error> {
         if task.len == 0 {
             return Ok(());
         }
         let is_read = task.is_read();
-        // A device that returns a different buffer has no data for the kernel.
+        // A device that returns a different buffer has not filled it with data for the kernel.
         let fits = buffer.len() == task.len - task.done;
         if task.done == 0 {
             let fits = fits && buffer.capacity() >= self.slots.bytes();
@@ -55,10 +56,11 @@ impl Queue {
         Ok(())
     }
 
-    /// Completes a successful request. `at` is the byte offset of an append.
+    /// Completes a successful request. `at` is the byte offset to which an append wrote; other
+    /// requests ignore it.
     pub(super) fn succeed(&mut self, task: &Task, at: u64) {
         let tag = task.tag;
-        if !self.parts.user_copy {
+        if !self.resources.user_copy {
             return self.commit(tag, task.result());
         }
         if task.is_read() {
@@ -69,13 +71,13 @@ impl Queue {
         }
         let place = if matches!(task.kind, Kind::Append(_)) { at / SECTOR_BYTES } else { 0 };
         self.ring.commit(tag, task.result(), place);
-        self.slots.get(tag).place = Place::Kernel;
+        self.slots.get(tag).state = TagState::Kernel;
     }
 
     /// Counts a failure and completes the request with its error.
     #[cold]
     pub(super) fn fail(&mut self, task: &Task, error: Error) {
-        self.disk.failed(&task.kind, task.failed(), error);
+        self.disk.record_failure(&task.kind, task.failed(), error);
         self.commit(task.tag, result_of(error));
     }
 
@@ -89,18 +91,18 @@ impl Queue {
     /// Queues a completion and the fetch of the tag's next request. The kernel then owns the tag
     /// and its buffer.
     pub(super) fn commit(&mut self, tag: u16, result: i32) {
-        let buffer = if self.parts.user_copy { Ok(0) } else { self.slots.address(tag) };
+        let buffer = if self.resources.user_copy { Ok(0) } else { self.slots.address(tag) };
         if let Ok(buffer) = buffer {
             self.ring.commit(tag, result, buffer);
-            self.slots.get(tag).place = Place::Kernel;
+            self.slots.get(tag).state = TagState::Kernel;
         } else {
-            // Only successful reads have data to return, and those have a buffer.
+            // Only successful reads return data, and those have a buffer.
             self.starved.push((tag, result));
-            self.slots.get(tag).place = Place::Starved;
+            self.slots.get(tag).state = TagState::Starved;
         }
     }
 
-    /// Retries completions that had no memory for a buffer.
+    /// Retries completions that failed because no memory was left for a buffer.
     pub(super) fn retry_starved(&mut self) {
         for (tag, result) in std::mem::take(&mut self.starved) {
             self.commit(tag, result);

@@ -2,22 +2,22 @@
 
 use std::sync::Arc;
 
-use freestone_core::answers::Answers;
 use freestone_core::client_log;
+use freestone_core::completion_queue::CompletionQueue;
 use freestone_core::device::zoned::ZoneRequest;
-use freestone_core::device::{Buffer, Completion, Error, Geometry, IoBuf, Op, Request, Tried};
+use freestone_core::device::{Buffer, Completion, Error, Geometry, IoBuf, Op, Request, TryResult};
 use freestone_core::plug::Plug;
 use freestone_core::workers::MIN_BYTES;
 
 use super::user_copy::FetchedRequest;
 use super::{CUT, Queue};
-use crate::slots::Place;
-use crate::task::{Finished, Kind, Task};
+use crate::slots::TagState;
+use crate::task::{CompletedRequest, Kind, Task};
 use crate::zones;
 
 impl Queue {
-    /// Begins the first waiting request, that of `tag`. Returns the number of bytes that it moved,
-    /// or `None` if the in-flight limit has no room yet.
+    /// Begins the first waiting request, that of `tag`. Returns the number of bytes that the
+    /// request moved, or `None` if the memory budget has no room yet.
     pub(super) fn begin_next(&mut self, tag: u16) -> Option<usize> {
         if self.dead {
             self.waiting.pop_front();
@@ -25,7 +25,7 @@ impl Queue {
             return Some(0);
         }
         let descriptor = self.ring.descriptor(tag);
-        let task = match Task::parse(&descriptor, self.slots.bytes(), self.parts.user_copy) {
+        let task = match Task::parse(&descriptor, self.slots.bytes(), self.resources.user_copy) {
             Ok(task) => Task { tag, serial: self.slots.get(tag).serial, ..task },
             Err(error) => {
                 self.waiting.pop_front();
@@ -49,9 +49,9 @@ impl Queue {
                 return Some(0);
             }
         };
-        if self.parts.user_copy && task.is_write() {
+        if self.resources.user_copy && task.is_write() {
             self.charged += task.len;
-            self.slots.get(tag).place = Place::Fetching;
+            self.slots.get(tag).state = TagState::Fetching;
             self.copies.fetch(&mut *self.ring, task, buffer);
             return Some(0);
         }
@@ -59,7 +59,7 @@ impl Queue {
         Some(task.len)
     }
 
-    /// Checks a request before it goes to the device.
+    /// Checks a request before it is passed to the device.
     fn check(&self, task: &Task) -> Result<(), Error> {
         let read_only = self.disk.read_only;
         match task.kind {
@@ -76,9 +76,9 @@ impl Queue {
         }
     }
 
-    /// Begins a request whose data has arrived. Returns the number of bytes that it moved.
+    /// Begins a write whose data was fetched. Returns the number of bytes that the write moved.
     pub(super) fn begin_fetched(&mut self, fetched: FetchedRequest) -> usize {
-        let FetchedRequest { task, buffer, moved, is_cut } = fetched;
+        let FetchedRequest { task, buffer, result: moved, is_cut } = fetched;
         self.charged -= task.len;
         if is_cut || moved != Some(task.len as i32) {
             self.slots.put(task.tag, buffer);
@@ -98,22 +98,22 @@ impl Queue {
         if task.len == 0 {
             return Ok(IoBuf::empty());
         }
-        if self.parts.user_copy {
-            // Allocates a new buffer if the device kept the last one. Otherwise the buffer would be
-            // missing when the kernel needs it.
+        if self.resources.user_copy {
+            // Allocates a new buffer if the device kept the last one, because the kernel is about
+            // to copy data into it.
             self.slots.address(task.tag)?;
         }
         Ok(self.slots.take(task.tag, task.len))
     }
 
-    /// Reserves bytes of the in-flight limit. Returns false and registers for a wakeup if the limit
-    /// is reached.
+    /// Reserves bytes of the memory budget. Returns false and registers for a wakeup if the budget
+    /// is used up.
     fn reserve(&mut self, bytes: usize) -> bool {
-        if self.parts.share.reach((self.charged + bytes) as u64) {
+        if self.resources.share.try_reserve((self.charged + bytes) as u64) {
             return true;
         }
         // If bytes were granted in between, this call wakes the thread, which then retries.
-        self.parts.share.wait_for(self.charged as u64, bytes as u64);
+        self.resources.share.wait_for(self.charged as u64, bytes as u64);
         false
     }
 
@@ -129,8 +129,8 @@ impl Queue {
     fn execute_io(&mut self, mut task: Task, request: Request, mut buffer: IoBuf) {
         let large = task.len > 0 && request.len >= MIN_BYTES;
         if large && self.should_use_worker(&request) {
-            let done = completion(self.track_in_flight(task, self.device.beside(&request)));
-            self.device.send_to_worker(&self.parts.workers, &self.costs, request, buffer, done);
+            let done = completion(self.track_in_flight(task, self.device.extra_bytes(&request)));
+            self.device.send_to_worker(&self.resources.workers, &self.costs, request, buffer, done);
             return;
         }
         let began = if large { self.costs.begin() } else { None };
@@ -138,17 +138,17 @@ impl Queue {
             let rest = request.rest(task.done as u64);
             let part = Buffer::rest(request.op, &mut buffer, task.done);
             match self.device.try_io(&rest, part) {
-                Ok(Tried::Done) => {
-                    self.costs.learn(&request, began);
+                Ok(TryResult::Done) => {
+                    self.costs.record(&request, began);
                     break Ok(());
                 }
-                Ok(Tried::Partly(bytes)) => {
+                Ok(TryResult::Partly(bytes)) => {
                     task.done += bytes as usize;
                     self.complete_finished();
-                    // An error repeats at the next wait, which handles it.
+                    // If the ring fails again at the next wait, the error is handled there.
                     let _ = self.submit_completions();
                 }
-                Ok(Tried::WouldBlock) => return self.submit(task, request, rest, buffer),
+                Ok(TryResult::WouldBlock) => return self.submit(task, request, rest, buffer),
                 Err(error) => break Err(error),
             }
         };
@@ -198,10 +198,10 @@ impl Queue {
     }
 
     /// Returns true if a worker should run a large request. Writes to zoned devices must begin in
-    /// order, so they stay on this thread.
+    /// order, so they are executed on this thread.
     fn should_use_worker(&self, request: &Request) -> bool {
-        let (workers, behind) = (&self.parts.workers, self.waiting.len() as u64);
-        !(self.parts.user_copy && request.op == Op::Write)
+        let (workers, behind) = (&self.resources.workers, self.waiting.len() as u64);
+        !(self.resources.user_copy && request.op == Op::Write)
             && self.costs.should_use_worker(workers, request, behind, self.in_flight > 0)
     }
 
@@ -220,33 +220,33 @@ impl Queue {
                 Err(error) => return self.fail(&task, error),
             }
         };
-        let done = completion(self.track_in_flight(task, self.device.beside(&rest)));
+        let done = completion(self.track_in_flight(task, self.device.extra_bytes(&rest)));
         self.plug.get_or_insert_with(Plug::start);
         self.device.submit(rest, part, done);
     }
 
-    /// Accounts for a request that leaves this thread. `beside` is the memory it needs in addition
-    /// to its buffer, in bytes.
+    /// Accounts for a request that is passed to another thread or submitted. `beside` is the memory
+    /// in bytes that the request needs in addition to its buffer.
     fn track_in_flight(&mut self, mut task: Task, beside: usize) -> CompletionSender {
         task.charge = task.len + beside;
         self.charged += task.charge;
         self.in_flight += 1;
-        self.slots.get(task.tag).place = Place::Device;
-        CompletionSender { task: Some(task), answers: Arc::clone(&self.parts.answers) }
+        self.slots.get(task.tag).state = TagState::Device;
+        CompletionSender { task: Some(task), answers: Arc::clone(&self.resources.answers) }
     }
 }
 
-/// Returns a request's outcome to the queue. If it is dropped unused, the request fails with
+/// Sends a request's outcome to the queue. If the sender is dropped unused, the request fails with
 /// [`Error::Gone`].
 struct CompletionSender {
     task: Option<Task>,
-    answers: Arc<Answers<Finished>>,
+    answers: Arc<CompletionQueue<CompletedRequest>>,
 }
 
 impl CompletionSender {
     fn send(mut self, outcome: Result<u64, Error>, buffer: IoBuf) {
         if let Some(task) = self.task.take() {
-            self.answers.push(Finished { task, outcome, buffer });
+            self.answers.push(CompletedRequest { task, outcome, buffer });
         }
     }
 }
@@ -254,7 +254,7 @@ impl CompletionSender {
 impl Drop for CompletionSender {
     fn drop(&mut self) {
         if let Some(task) = self.task.take() {
-            self.answers.push(Finished { task, outcome: Err(Error::Gone), buffer: IoBuf::empty() });
+            self.answers.push(CompletedRequest { task, outcome: Err(Error::Gone), buffer: IoBuf::empty() });
         }
     }
 }

@@ -1,6 +1,6 @@
-//! The loop of a queue's thread. Each turn completes what the device has finished, begins requests
-//! that have arrived, and enters the ring once. This system call submits all completions and waits
-//! for events.
+//! The loop of a queue's thread. Each turn completes the requests that the device has finished,
+//! begins requests that have arrived, and enters the ring once. This system call submits all
+//! completions and waits for events.
 
 mod complete;
 mod execute;
@@ -18,51 +18,54 @@ use freestone_core::plug::Plug;
 use freestone_core::workers::Costs;
 use rustix::io::Errno;
 
-use crate::kernel::{Arrived, Event, NOT_DONE, Ring, Wait};
-use crate::parts::{Drained, Parts};
-use crate::slots::{Place, Slots};
-use crate::task::Finished;
+use crate::kernel::{COMMIT_CANCELLED, Ring, RingEvent, RingEventKind, Wait};
+use crate::queue_resources::{DrainingQueue, QueueResources};
+use crate::slots::{Slots, TagState};
+use crate::task::CompletedRequest;
 use crate::zone_thread::ZoneThread;
 use user_copy::UserCopies;
 
-/// Bytes in flight at which a queue begins no more requests. The last request may exceed the limit.
+/// Number of bytes in flight at which a queue begins no more requests. The last request may exceed
+/// the limit.
 const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
-/// Completions are submitted after this many bytes of work, even if more requests wait.
+/// Number of bytes of work after which completions are submitted, even if more requests wait.
 const SUBMIT_AT_BYTES: usize = 256 << 10;
-/// Minimum number of bytes that a request counts as work.
+/// Smallest number of bytes that a request counts as work.
 const MIN_WORK_BYTES: usize = 4096;
-/// A queue without requests for this long frees the memory of its buffers.
+/// Time without requests after which a queue frees the memory of its buffers.
 pub const IDLE: Duration = Duration::from_secs(1);
-/// Retry interval if there is no memory for a buffer.
+/// Retry interval if no memory is left for a buffer.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
-/// Result of requests that are failed without the device.
+/// Result of requests that the queue fails without the device's result.
 const CUT: i32 = -Error::Media.errno();
 
 fn no_memory(error: Error) -> io::Error {
     io::Error::new(io::ErrorKind::OutOfMemory, error)
 }
 
-/// Returns why a tag came back. A positive result is never expected.
+/// Returns the reason why a tag receives no more requests. A positive result is never expected.
 fn errno_of(result: i32) -> Errno {
     if result < 0 { Errno::from_raw_os_error(-result) } else { Errno::INVAL }
 }
 
 pub struct Queue {
-    parts: Parts,
+    resources: QueueResources,
     ring: Box<dyn Ring>,
     slots: Slots,
     disk: Arc<Disk>,
     device: Bytes,
-    /// Tags whose requests are not begun, in order of arrival.
+    /// Tags whose requests have arrived and not begun, in order of arrival.
     waiting: VecDeque<u16>,
-    /// User copies. Requests that fetch data precede those in `waiting`.
+    /// Copies of request data in flight. Requests that fetch data arrived before those in
+    /// `waiting`.
     copies: UserCopies,
-    /// Tags whose completion waits for memory for a buffer.
+    /// Tags whose completion waits for memory for a buffer, with the results of their requests.
     starved: Vec<(u16, i32)>,
     gone: usize,
-    arrived: Vec<Arrived>,
-    finished: Vec<Finished>,
-    /// Requests that the device has, including those already failed by the queue.
+    arrived: Vec<RingEvent>,
+    finished: Vec<CompletedRequest>,
+    /// Number of requests that the device has not completed, including those that the queue has
+    /// already failed.
     in_flight: usize,
     /// Bytes charged for requests in flight.
     charged: usize,
@@ -70,7 +73,7 @@ pub struct Queue {
     zone_thread: ZoneThread,
     plug: Option<Plug>,
     applied_version: u64,
-    /// The applied version must be reported to waiting threads.
+    /// Set if the applied version must be reported to threads that wait for it.
     must_report: bool,
     held: bool,
     cuts: u64,
@@ -82,11 +85,11 @@ impl Queue {
     ///
     /// # Errors
     /// Fails if there is no memory for buffers or if the kernel rejects a fetch.
-    pub fn new(parts: Parts, ring: Box<dyn Ring>, disk: Arc<Disk>) -> io::Result<Self> {
-        let slots = Slots::new(parts.depth, parts.max_bytes).map_err(no_memory)?;
+    pub fn new(resources: QueueResources, ring: Box<dyn Ring>, disk: Arc<Disk>) -> io::Result<Self> {
+        let slots = Slots::new(resources.depth, resources.max_bytes).map_err(no_memory)?;
         let device = Bytes::new(Arc::clone(&disk.device));
         let mut queue = Self {
-            parts,
+            resources,
             ring,
             slots,
             disk,
@@ -102,7 +105,7 @@ impl Queue {
             costs: Arc::default(),
             zone_thread: ZoneThread::default(),
             plug: None,
-            // The first turn always reads the shared state.
+            // No state has this version, so the first turn reads the shared state.
             applied_version: u64::MAX,
             must_report: false,
             held: false,
@@ -120,22 +123,23 @@ impl Queue {
 
     fn fetch(&mut self) -> io::Result<()> {
         for tag in self.slots.tags() {
-            let buffer = if self.parts.user_copy { 0 } else { self.slots.address(tag).map_err(no_memory)? };
+            let buffer =
+                if self.resources.user_copy { 0 } else { self.slots.address(tag).map_err(no_memory)? };
             self.ring.fetch(tag, buffer);
         }
         while self.ring.has_queued() {
             self.ring.enter(Wait::No)?;
         }
-        self.ring.arrived(&mut self.arrived);
+        self.ring.take_events(&mut self.arrived);
         match self.arrived.iter().find(|arrived| arrived.result != 0) {
             None => Ok(()),
             Some(arrived) => Err(errno_of(arrived.result).into()),
         }
     }
 
-    /// Serves requests until the kernel has returned all tags or the thread must end. Requests
-    /// still in flight are left to [`drain`](Drained::drain).
-    pub fn serve(mut self) -> Drained {
+    /// Serves requests until the kernel has returned all tags or the thread must end. Returns the
+    /// requests still in flight for [`drain`](DrainingQueue::drain).
+    pub fn serve(mut self) -> DrainingQueue {
         loop {
             self.apply_state();
             self.complete_finished();
@@ -145,7 +149,7 @@ impl Queue {
             self.complete_finished();
             self.retry_starved();
             self.report_state();
-            if self.gone == self.slots.tags().len() || self.parts.answers.is_ended() {
+            if self.gone == self.slots.tags().len() || self.resources.answers.is_shut_down() {
                 break;
             }
             if result.is_ok() {
@@ -153,7 +157,7 @@ impl Queue {
             }
             if let Err(error) = result {
                 tracing::error!(
-                    queue = self.parts.index,
+                    queue = self.resources.index,
                     "{}: ublk: io_uring failed: {error}",
                     self.disk.name
                 );
@@ -165,10 +169,10 @@ impl Queue {
 
     /// Applies changes of the shared state.
     fn apply_state(&mut self) {
-        if self.parts.shared.version() == self.applied_version {
+        if self.resources.shared.version() == self.applied_version {
             return;
         }
-        let snapshot = self.parts.shared.snapshot();
+        let snapshot = self.resources.shared.snapshot();
         if let Some(disk) = snapshot.disk
             && !Arc::ptr_eq(&disk, &self.disk)
         {
@@ -185,21 +189,21 @@ impl Queue {
         self.must_report = true;
     }
 
-    /// Reports the applied version. While requests are held, also reports the number in flight,
-    /// because a thread may wait for the last one.
+    /// Reports the applied version to the shared state. While requests are held, also reports the
+    /// number in flight, because a thread may wait for the last one.
     fn report_state(&mut self) {
         if std::mem::take(&mut self.must_report) || self.held {
-            self.parts.shared.record_applied(self.parts.index, self.applied_version, self.in_flight);
+            self.resources.shared.record_applied(self.resources.index, self.applied_version, self.in_flight);
         }
     }
 
-    /// Fails all requests that have arrived.
+    /// Fails all requests that have arrived, even those that the device is executing.
     fn cut(&mut self) {
         self.take_arrivals();
         self.waiting.clear();
         self.copies.cut();
         for tag in self.slots.tags() {
-            if matches!(self.slots.get(tag).place, Place::Waiting | Place::Device) {
+            if matches!(self.slots.get(tag).state, TagState::Waiting | TagState::Device) {
                 self.commit(tag, CUT);
             }
         }
@@ -207,47 +211,47 @@ impl Queue {
 
     fn take_arrivals(&mut self) {
         let mut arrived = std::mem::take(&mut self.arrived);
-        self.ring.arrived(&mut arrived);
-        for Arrived { tag, event, result } in arrived.drain(..) {
+        self.ring.take_events(&mut arrived);
+        for RingEvent { tag, kind: event, result } in arrived.drain(..) {
             match event {
-                Event::Fetched => self.copies.finish_fetch(tag, result),
-                Event::Sent => self.copies.finish_send(),
-                Event::Command => self.take_command(tag, result),
+                RingEventKind::Fetched => self.copies.finish_fetch(tag, result),
+                RingEventKind::Sent => self.copies.finish_send(),
+                RingEventKind::Command => self.take_command(tag, result),
             }
         }
         self.arrived = arrived;
     }
 
     fn take_command(&mut self, tag: u16, result: i32) {
-        if !self.slots.tags().contains(&tag) || self.slots.get(tag).place != Place::Kernel {
+        if !self.slots.tags().contains(&tag) || self.slots.get(tag).state != TagState::Kernel {
             return;
         }
         let slot = self.slots.get(tag);
         if result == 0 {
-            slot.place = Place::Waiting;
+            slot.state = TagState::Waiting;
             slot.serial += 1;
             self.waiting.push_back(tag);
             return;
         }
-        if self.parts.user_copy && result == NOT_DONE {
+        if self.resources.user_copy && result == COMMIT_CANCELLED {
             client_log!(error, "{}: ublk: the kernel has not taken the data of a read", self.disk.name);
             return self.commit(tag, CUT);
         }
-        slot.place = Place::Gone;
+        slot.state = TagState::Gone;
         self.gone += 1;
         let errno = errno_of(result);
         if errno != Errno::NODEV {
             client_log!(
                 error,
                 tag,
-                queue = self.parts.index,
+                queue = self.resources.index,
                 "{}: ublk: lost a tag: {errno}",
                 self.disk.name
             );
         }
     }
 
-    /// Begins the requests that have arrived, within the in-flight limit.
+    /// Begins the requests that have arrived, within the in-flight limits.
     fn process_requests(&mut self) -> io::Result<()> {
         let mut work = 0;
         loop {
@@ -280,9 +284,10 @@ impl Queue {
         let is_drained = self.in_flight == 0 && self.waiting.is_empty() && self.copies.is_empty();
         let is_idle = is_drained && self.starved.is_empty();
         if is_drained {
-            self.parts.share.keep(0);
+            self.resources.share.shrink_to(0);
         }
-        // If the kernel may write to buffers at any time, none is known to be unused.
+        // If the kernel may write to buffers at any time, the queue cannot know that a buffer is
+        // unused.
         let can_free = is_idle && self.slots.are_touched() && self.ring.is_deferred();
         let wait = if !self.starved.is_empty() {
             Wait::AtMost(STARVED_PAUSE)
@@ -296,13 +301,13 @@ impl Queue {
         self.take_arrivals();
         let was_idle = began.is_some_and(|began| began.elapsed() >= IDLE);
         if was_idle && self.waiting.is_empty() && self.copies.is_empty() && !self.ring.has_queued() {
-            self.slots.give_back();
+            self.slots.free_memory();
         }
         Ok(())
     }
 
-    fn close(self) -> Drained {
-        let Self { parts, ring, slots, copies, device, in_flight, gone, .. } = self;
+    fn close(self) -> DrainingQueue {
+        let Self { resources, ring, slots, copies, device, in_flight, gone, .. } = self;
         let all_back = gone == slots.tags().len();
         drop(ring);
         if !all_back {
@@ -311,6 +316,6 @@ impl Queue {
             slots.leak();
             copies.leak();
         }
-        Drained::new(parts, device, in_flight)
+        DrainingQueue::new(resources, device, in_flight)
     }
 }

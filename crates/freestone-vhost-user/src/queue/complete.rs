@@ -7,7 +7,7 @@ use freestone_core::device::{Error, IoBuf};
 
 use super::Queue;
 use crate::ring::RingError;
-use crate::task::{Finished, Kind, Task, status_of, zone_status_of};
+use crate::task::{CompletedRequest, Kind, Task, status_of, zone_status_of};
 
 impl Queue {
     /// Completes the requests that the device has finished.
@@ -16,8 +16,8 @@ impl Queue {
             return;
         }
         let mut finished = std::mem::take(&mut self.finished);
-        self.parts.answers.take(&mut finished);
-        for Finished { task, segments, outcome, buffer } in finished.drain(..) {
+        self.resources.answers.take(&mut finished);
+        for CompletedRequest { task, segments, outcome, buffer } in finished.drain(..) {
             self.in_flight -= 1;
             self.charged -= task.charge;
             match outcome.and_then(|at| task.finish(&self.memory, &segments, &buffer, at)) {
@@ -25,7 +25,7 @@ impl Queue {
                 Err(error) => self.fail(&task, error),
             }
             self.keep_buffer(buffer);
-            // Reuse the allocation for the next chain.
+            // Keeps the allocation for the next chain.
             if self.chain.segments.capacity() == 0 {
                 self.chain.segments = segments;
             }
@@ -48,7 +48,7 @@ impl Queue {
     /// Counts a failure and completes the request with its error.
     #[cold]
     pub(super) fn fail(&mut self, task: &Task, error: Error) {
-        self.parts.disk.failed(&task.kind, task.failed(), error);
+        self.resources.disk.record_failure(&task.kind, task.failed(), error);
         let status = match task.kind {
             Kind::Append(_) | Kind::Zone(_) => zone_status_of(error),
             _ => status_of(error),
@@ -56,31 +56,35 @@ impl Queue {
         self.complete(task, status, 0);
     }
 
-    /// Returns a chain to the used ring, with a status after `len` bytes of data.
+    /// Adds a chain to the used ring, with `len` bytes of data and the status byte.
     #[inline]
     pub(super) fn complete(&mut self, task: &Task, status: u8, len: usize) {
         if self.memory.set(task.status, status).is_err() {
             self.broken = Some(RingError::Memory);
         }
-        self.parts.ring.push_used(task.head, len as u32 + 1);
-        if let Some(queue_log) = &mut self.parts.queue_log {
+        self.resources.ring.push_used(task.head, len as u32 + 1);
+        if let Some(queue_log) = &mut self.resources.queue_log {
             queue_log.complete(task.head);
         }
     }
 
-    /// Publishes the returned chains, and notifies the driver if it requested that.
+    /// Publishes the completed chains, and notifies the driver if it requested that.
     pub(super) fn publish(&mut self) {
-        if self.parts.ring.unpublished() == 0 || self.parts.guest.silent.load(Ordering::SeqCst) {
+        if self.resources.ring.unpublished() == 0
+            || self.resources.frontend.stopped_publishing.load(Ordering::SeqCst)
+        {
             return;
         }
-        if let Some(queue_log) = &self.parts.queue_log {
+        if let Some(queue_log) = &self.resources.queue_log {
             queue_log.before_publish();
         }
-        let must_notify = self.parts.ring.publish();
-        if let Some(queue_log) = &mut self.parts.queue_log {
-            queue_log.after_publish(self.parts.ring.used_index());
+        let must_notify = self.resources.ring.publish();
+        if let Some(queue_log) = &mut self.resources.queue_log {
+            queue_log.after_publish(self.resources.ring.used_index());
         }
-        if must_notify && let Some(call) = &*self.parts.call.lock().unwrap_or_else(PoisonError::into_inner) {
+        if must_notify
+            && let Some(call) = &*self.resources.call.lock().unwrap_or_else(PoisonError::into_inner)
+        {
             freestone_core::eventfd::wake(call);
         }
     }

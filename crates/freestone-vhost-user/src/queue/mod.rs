@@ -1,96 +1,97 @@
-//! The loop of a queue's thread. Each turn completes what the device has finished, begins the
+//! The loop of a queue's thread. Each turn completes the requests that the device has finished, begins the
 //! available requests, and publishes all completions with at most one notification.
 
 mod complete;
-mod sleep;
+mod kick_waiter;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use freestone_core::answers::Answers;
-use freestone_core::budget::{Granted, Share};
+use freestone_core::budget::{GrantReceiver, Share};
 use freestone_core::bytes::Bytes;
 use freestone_core::client_log;
-use freestone_core::device::{Buffer, Completion, Disk, Error, Flags, IoBuf, Op, Request, Tried};
+use freestone_core::completion_queue::CompletionQueue;
+use freestone_core::device::{Buffer, Completion, Disk, Error, Flags, IoBuf, Op, Request, TryResult};
 use freestone_core::plug::Plug;
 use freestone_core::workers::{Costs, MIN_BYTES, Workers};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::guest::Guest;
+use crate::frontend::FrontendState;
 use crate::inflight::QueueLog;
 use crate::memory::Memory;
 use crate::ring::{Addresses, Chain, Ring, RingError};
-use crate::task::{Finished, Kind, Task, gather, scatter};
+use crate::task::{CompletedRequest, Kind, Task, gather, scatter};
 use crate::wire::{ID_BYTES, status};
 use crate::zones;
 
-pub use self::sleep::Sleep;
+pub use self::kick_waiter::KickWaiter;
 
-/// Maximum requests in flight per queue.
+/// Maximum number of requests in flight per queue.
 const MAX_IN_FLIGHT: usize = 256;
-/// Bytes in flight at which a queue begins no more requests. The last request may exceed the limit.
+/// Number of bytes in flight at which a queue begins no more requests. The last request may exceed the limit.
 const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
-/// Completions are published after this many, even if more requests wait.
+/// Number of completions that are published at once, even if more requests wait.
 const PUBLISH_AT: u16 = 32;
 /// Largest buffer kept for the next request, in bytes.
 const MAX_SPARE_BYTES: usize = 512 << 10;
-/// Maximum time of polling the ring before the thread sleeps, as in QEMU's iothreads.
+/// Longest and shortest time of polling the ring before the thread sleeps. The longest is that of QEMU's
+/// iothreads.
 const POLL_TIME_MAX: Duration = Duration::from_micros(32);
 const POLL_TIME_MIN: Duration = Duration::from_micros(4);
-/// Polls of the ring between two reads of the clock.
+/// Number of polls of the ring between two reads of the clock.
 const POLLS_PER_CLOCK_READ: u32 = 16;
-/// Minimum size of a buffer in bytes, so that each buffer fits most requests.
+/// Smallest size of a buffer in bytes, so that each buffer fits most requests.
 const MIN_BUFFER_BYTES: usize = 4096;
 
 /// Resources of a queue's thread.
-pub struct Parts {
+pub struct QueueResources {
     pub index: usize,
     pub disk: Arc<Disk>,
     /// State shared by the queues of the frontend.
-    pub guest: Arc<Guest>,
-    /// Receives completions of the device and wakes the thread.
-    pub answers: Arc<Answers<Finished>>,
-    /// The queue's share of the in-flight limit.
+    pub frontend: Arc<FrontendState>,
+    /// Receives the device's completions and wakes the queue's thread.
+    pub answers: Arc<CompletionQueue<CompletedRequest>>,
+    /// The queue's share of the memory budget.
     pub share: Share,
     /// Threads that run expensive requests.
     pub workers: Workers,
-    /// See [`Options`](crate::Options).
-    pub look_out: bool,
+    /// See [`Options::busy_poll`](crate::Options::busy_poll).
+    pub busy_poll: bool,
     pub ring: Ring,
     /// Addresses of the ring in the frontend's memory.
     pub addresses: Addresses,
     /// The in-flight log, if the frontend uses one.
     pub queue_log: Option<QueueLog>,
-    /// Chains that the previous connection began but did not complete, in reverse order.
+    /// Heads of the chains that the previous connection began but did not complete, in reverse order.
     pub resubmit: Vec<u16>,
-    pub sleep: Sleep,
-    /// Notifies the driver. May change at any time; locked for one write.
+    pub kick_waiter: KickWaiter,
+    /// Eventfd that notifies the driver. May change at any time; locked for one write.
     pub call: Arc<Mutex<Option<OwnedFd>>>,
-    /// Tells the frontend that the queue has ended because of an error.
+    /// Eventfd that signals to the frontend that the queue has ended because of an error.
     pub err: Option<Arc<OwnedFd>>,
 }
 
-/// Returns the next polling time. `took` is the total time of the last polling (`last`) and the
-/// wait after it. If driver and queue share a CPU, polling itself delays the driver, and the time
-/// drops to zero.
+/// Returns the time for which the queue polls before its next sleep. `last` is the last such time, and `took`
+/// is the duration of that polling and the sleep. If driver and queue share a CPU, polling itself delays the
+/// driver, and the time drops to zero.
 fn next_poll_time(last: Duration, took: Duration) -> Duration {
     if took > POLL_TIME_MAX { Duration::ZERO } else { (last * 2).clamp(POLL_TIME_MIN, POLL_TIME_MAX) }
 }
 
-/// Returns the callback that a budget share calls when bytes are granted.
-pub fn grant_callback(answers: &Arc<Answers<Finished>>) -> Arc<dyn Granted> {
-    Arc::clone(answers) as Arc<dyn Granted>
+/// Returns the receiver that a budget share notifies when bytes are granted. It wakes the queue's thread.
+pub fn grant_callback(answers: &Arc<CompletionQueue<CompletedRequest>>) -> Arc<dyn GrantReceiver> {
+    Arc::clone(answers) as Arc<dyn GrantReceiver>
 }
 
 struct Queue {
-    parts: Parts,
+    resources: QueueResources,
     device: Bytes,
     memory: Arc<Memory>,
     generation: u64,
     chain: Chain,
-    finished: Vec<Finished>,
+    finished: Vec<CompletedRequest>,
     spare: IoBuf,
     in_flight: usize,
     /// Bytes charged for requests in flight.
@@ -98,24 +99,24 @@ struct Queue {
     costs: Arc<Costs>,
     zoned: bool,
     plug: Option<Plug>,
-    /// How long the ring is polled before the thread sleeps.
+    /// Time for which the ring is polled before the thread sleeps; zero means no polling.
     poll_time: Duration,
-    /// An error found while completing a request.
+    /// An error found while completing a request, which ends the queue.
     broken: Option<RingError>,
 }
 
-/// Serves a queue until it is stopped or broken, and waits for its requests in flight. Returns the
-/// index of the next available entry.
-pub fn run(parts: Parts) -> u16 {
-    let device = Bytes::new(Arc::clone(&parts.disk.device));
+/// Serves a queue until it is stopped or broken, and waits for its requests in flight. Returns the index of
+/// the next available entry of the ring.
+pub fn run(resources: QueueResources) -> u16 {
+    let device = Bytes::new(Arc::clone(&resources.disk.device));
     let zoned = device.geometry().zones.is_some();
-    let generation = parts.guest.generation();
-    let memory = parts.guest.memory();
+    let generation = resources.frontend.generation();
+    let memory = resources.frontend.memory();
     let mut queue = Queue {
-        parts,
+        resources,
         device,
         memory,
-        // The ring may be older than the memory: the first turn maps it resubmit.
+        // The ring may be older than the memory: the first turn maps it again.
         generation: generation.wrapping_sub(1),
         chain: Chain::default(),
         finished: Vec::new(),
@@ -132,22 +133,22 @@ pub fn run(parts: Parts) -> u16 {
         queue.end(broken);
     }
     queue.drain();
-    queue.parts.ring.next_avail
+    queue.resources.ring.next_avail
 }
 
 impl Queue {
     fn serve(&mut self) -> Result<(), RingError> {
-        while !self.parts.answers.is_ended() {
+        while !self.resources.answers.is_shut_down() {
             self.apply_memory_change()?;
             self.complete_finished();
             // The sum is at most twice the queue size, so it cannot overflow.
-            let ready = self.parts.ring.available()? + self.parts.resubmit.len() as u16;
+            let ready = self.resources.ring.available()? + self.resources.resubmit.len() as u16;
             for behind in (0..ready).rev() {
-                if self.parts.answers.is_ended() || !self.has_room() {
+                if self.resources.answers.is_shut_down() || !self.has_room() {
                     break;
                 }
                 self.next_request(behind)?;
-                if self.parts.ring.unpublished() >= PUBLISH_AT {
+                if self.resources.ring.unpublished() >= PUBLISH_AT {
                     self.publish();
                 }
             }
@@ -172,52 +173,53 @@ impl Queue {
         self.in_flight < MAX_IN_FLIGHT && self.charged < MAX_IN_FLIGHT_BYTES
     }
 
-    /// Applies a change of the frontend's memory.
+    /// Applies a change of the memory that the frontend shares.
     fn apply_memory_change(&mut self) -> Result<(), RingError> {
-        let generation = self.parts.guest.generation();
+        let generation = self.resources.frontend.generation();
         if generation != self.generation {
-            // With this order a change in between is applied in the next turn.
+            // The generation is read before the memory, so that a change in between is applied in the next
+            // turn.
             self.generation = generation;
-            self.memory = self.parts.guest.memory();
-            self.parts.ring = self.parts.ring.remap(&self.memory, &self.parts.addresses)?;
+            self.memory = self.resources.frontend.memory();
+            self.resources.ring = self.resources.ring.remap(&self.memory, &self.resources.addresses)?;
         }
         Ok(())
     }
 
-    /// Returns true if the frontend has truncated its memory.
+    /// Returns true if the frontend has truncated its memory or the in-flight log.
     fn is_dead(&self) -> bool {
-        self.memory.is_dead() || self.parts.queue_log.as_ref().is_some_and(QueueLog::is_dead)
+        self.memory.is_dead() || self.resources.queue_log.as_ref().is_some_and(QueueLog::is_dead)
     }
 
-    /// Sleeps if no request is available.
+    /// Polls the ring, and then sleeps if no request is available.
     fn wait_for_requests(&mut self) -> Result<(), RingError> {
-        if self.parts.ring.available()? > 0 || !self.parts.resubmit.is_empty() {
+        if self.resources.ring.available()? > 0 || !self.resources.resubmit.is_empty() {
             return Ok(());
         }
         let began = Instant::now();
         if self.poll_ring()? {
             return Ok(());
         }
-        self.parts.ring.enable_notifications();
-        if self.parts.ring.available()? == 0 {
-            // A lost ring reads as zeroes, which may look as if no request were available.
+        self.resources.ring.enable_notifications();
+        if self.resources.ring.available()? == 0 {
+            // A lost ring reads as zeroes, so that no request may seem available.
             if self.is_dead() {
                 return Err(RingError::Memory);
             }
             if self.in_flight == 0 {
-                self.parts.share.keep(self.spare.capacity() as u64);
+                self.resources.share.shrink_to(self.spare.capacity() as u64);
             }
             self.sleep();
-            if self.parts.look_out {
+            if self.resources.busy_poll {
                 self.poll_time = next_poll_time(self.poll_time, began.elapsed());
             }
         }
-        self.parts.ring.disable_notifications();
+        self.resources.ring.disable_notifications();
         Ok(())
     }
 
-    /// Polls the ring for a while if recent waits were short. A driver that soon submits resubmit then
-    /// needs no notification. Returns true if a request is available.
+    /// Polls the ring for `poll_time`. A driver that submits a request in this time need not notify the
+    /// queue. Returns true if a request is available.
     fn poll_ring(&mut self) -> Result<bool, RingError> {
         // Polling would not see completions of the device.
         if self.poll_time.is_zero() || self.in_flight > 0 {
@@ -226,12 +228,14 @@ impl Queue {
         let began = Instant::now();
         while began.elapsed() < self.poll_time {
             for _ in 0..POLLS_PER_CLOCK_READ {
-                if self.parts.ring.available()? > 0 {
+                if self.resources.ring.available()? > 0 {
                     return Ok(true);
                 }
                 std::hint::spin_loop();
             }
-            if self.parts.answers.is_ended() || self.parts.guest.generation() != self.generation {
+            if self.resources.answers.is_shut_down()
+                || self.resources.frontend.generation() != self.generation
+            {
                 break;
             }
         }
@@ -240,35 +244,36 @@ impl Queue {
 
     fn sleep(&mut self) {
         self.plug = None;
-        if self.parts.sleep.wait() {
-            self.parts.answers.rearm();
+        if self.resources.kick_waiter.wait() {
+            self.resources.answers.rearm();
         }
     }
 
     fn wait_for_device(&mut self) {
         self.plug = None;
-        let answers = &self.parts.answers;
-        // A signal may end the wait early; every caller checks resubmit.
+        let answers = &self.resources.answers;
+        // A signal may end the wait early; every caller checks again.
         let _ = poll(&mut [PollFd::new(answers.wake_fd(), PollFlags::IN)], None);
         answers.rearm();
     }
 
-    /// Begins the next request. If the queue is stopped first, the request stays the next one.
+    /// Begins the next request, with `behind` requests available after it. If the queue is stopped first, the
+    /// request stays available.
     fn next_request(&mut self, behind: u16) -> Result<(), RingError> {
-        let resubmit = self.parts.resubmit.last().copied();
-        let head = resubmit.unwrap_or_else(|| self.parts.ring.next_head());
-        self.parts.ring.chain(head, &self.memory, &mut self.chain)?;
+        let resubmit = self.resources.resubmit.last().copied();
+        let head = resubmit.unwrap_or_else(|| self.resources.ring.next_head());
+        self.resources.ring.chain(head, &self.memory, &mut self.chain)?;
         let task = Task::parse(head, &mut self.chain, &self.memory)?;
         if task.len > 0 && !self.reserve(task.len) {
             return Ok(());
         }
         if resubmit.is_some() {
-            self.parts.resubmit.pop();
+            self.resources.resubmit.pop();
         } else {
-            if let Some(queue_log) = &mut self.parts.queue_log {
+            if let Some(queue_log) = &mut self.resources.queue_log {
                 queue_log.begin(head);
             }
-            self.parts.ring.take();
+            self.resources.ring.take();
         }
         match task.kind {
             Kind::Io(request) => return self.execute(task, request, behind),
@@ -276,15 +281,15 @@ impl Queue {
             Kind::Refused(status) => self.complete(&task, status, 0),
             Kind::Id => {
                 let mut id = [0; ID_BYTES];
-                let name = self.parts.disk.name.as_bytes();
+                let name = self.resources.disk.name.as_bytes();
                 let n = name.len().min(ID_BYTES);
                 id[..n].copy_from_slice(&name[..n]);
                 self.complete_with(&task, &id[..task.len.min(ID_BYTES)]);
             }
-            Kind::Zone(_) if task.changes() && self.parts.disk.read_only => {
+            Kind::Zone(_) if task.is_modifying() && self.resources.disk.read_only => {
                 self.fail(&task, Error::ReadOnly);
             }
-            Kind::Zone(request) => match zones::execute(&*self.parts.disk.device, request, task.len) {
+            Kind::Zone(request) => match zones::execute(&*self.resources.disk.device, request, task.len) {
                 Err(error) => self.fail(&task, error),
                 Ok(reply) => self.complete_with(&task, &reply),
             },
@@ -292,25 +297,25 @@ impl Queue {
         Ok(())
     }
 
-    /// Completes a request with these bytes.
+    /// Completes a request with `bytes` as its reply.
     fn complete_with(&mut self, task: &Task, bytes: &[u8]) {
-        match scatter(&self.memory, task.room(&self.chain.segments), 0, bytes) {
+        match scatter(&self.memory, task.reply_segments(&self.chain.segments), 0, bytes) {
             Ok(()) => self.complete(task, status::OK, bytes.len()),
             Err(_) => self.complete(task, status::IOERR, 0),
         }
     }
 
-    /// Reserves bytes of the in-flight limit, and waits if it is reached. Returns false if the
-    /// queue is stopped first.
+    /// Reserves bytes of the memory budget, and waits if the budget is used up. Returns false if the queue is
+    /// stopped first.
     fn reserve(&mut self, bytes: usize) -> bool {
         let bytes = bytes.max(MIN_BUFFER_BYTES).next_power_of_two();
-        while !self.parts.share.reach((self.charged + self.spare.capacity() + bytes) as u64) {
+        while !self.resources.share.try_reserve((self.charged + self.spare.capacity() + bytes) as u64) {
             self.spare = IoBuf::empty();
-            self.parts.share.wait_for(self.charged as u64, bytes as u64);
+            self.resources.share.wait_for(self.charged as u64, bytes as u64);
             self.publish();
-            // A grant in between makes this wait return at once.
+            // If bytes were granted in between, this wait returns at once.
             self.wait_for_device();
-            if self.parts.answers.is_ended() {
+            if self.resources.answers.is_shut_down() {
                 return false;
             }
             self.complete_finished();
@@ -324,7 +329,7 @@ impl Queue {
             self.spare = IoBuf::zeroed(len.max(MIN_BUFFER_BYTES).next_power_of_two())?;
         }
         let mut buffer = std::mem::replace(&mut self.spare, IoBuf::empty());
-        buffer.show(len);
+        buffer.set_len(len);
         Ok(buffer)
     }
 
@@ -334,23 +339,24 @@ impl Queue {
         }
     }
 
-    /// Copies the data of a write. Returns false if part of it is not in the memory.
+    /// Copies the data of a write into `buffer`. Returns false if part of the data is outside the frontend's
+    /// memory.
     fn gather(&self, task: &Task, buffer: &mut IoBuf) -> Result<bool, RingError> {
-        let gathered = gather(&self.memory, task.sent(&self.chain.segments), buffer);
-        // Lost pages read as zeroes, which must not be written.
+        let gathered = gather(&self.memory, task.data_segments(&self.chain.segments), buffer);
+        // Lost pages read as zeroes, which must not be written to the device.
         if self.memory.is_dead() { Err(RingError::Memory) } else { Ok(gathered.is_ok()) }
     }
 
     /// Returns true if writes must be durable before they complete.
     fn is_write_through(&self) -> bool {
-        !self.parts.guest.writeback.load(Ordering::SeqCst)
+        !self.resources.frontend.writeback.load(Ordering::SeqCst)
     }
 
     /// Executes a request inline or submits it.
     fn execute(&mut self, mut task: Task, mut request: Request, behind: u16) -> Result<(), RingError> {
         let mut buffer = IoBuf::empty();
-        if request.op != Op::Read && task.changes() {
-            if self.parts.disk.read_only {
+        if request.op != Op::Read && task.is_modifying() {
+            if self.resources.disk.read_only {
                 self.fail(&task, Error::ReadOnly);
                 return Ok(());
             }
@@ -374,7 +380,7 @@ impl Queue {
         let large = task.len as u64 >= MIN_BYTES;
         if large && self.should_use_worker(&request, behind) {
             let done = self.begin_async(task, &request, &buffer);
-            self.device.send_to_worker(&self.parts.workers, &self.costs, request, buffer, done);
+            self.device.send_to_worker(&self.resources.workers, &self.costs, request, buffer, done);
             return Ok(());
         }
         let began = if large { self.costs.begin() } else { None };
@@ -382,20 +388,20 @@ impl Queue {
             let rest = request.rest(task.done as u64);
             let part = Buffer::rest(request.op, &mut buffer, task.done);
             match self.device.try_io(&rest, part) {
-                Ok(Tried::Done) => {
+                Ok(TryResult::Done) => {
                     if large {
-                        self.costs.learn(&request, began);
+                        self.costs.record(&request, began);
                     }
                     task.done = 0;
                     self.succeed(&task, buffer, 0);
                     return Ok(());
                 }
-                Ok(Tried::Partly(bytes)) => {
+                Ok(TryResult::Partly(bytes)) => {
                     task.done += bytes as usize;
                     self.complete_finished();
                     self.publish();
                 }
-                Ok(Tried::WouldBlock) => {
+                Ok(TryResult::WouldBlock) => {
                     self.submit(task, rest, buffer);
                     return Ok(());
                 }
@@ -410,7 +416,7 @@ impl Queue {
 
     /// Executes an append inline or submits it.
     fn append(&mut self, task: Task, offset: u64) -> Result<(), RingError> {
-        if self.parts.disk.read_only {
+        if self.resources.disk.read_only {
             self.fail(&task, Error::ReadOnly);
             return Ok(());
         }
@@ -425,7 +431,7 @@ impl Queue {
             self.complete(&task, status::IOERR, 0);
             return Ok(());
         }
-        let device = Arc::clone(&self.parts.disk.device);
+        let device = Arc::clone(&self.resources.disk.device);
         let Some(zones) = device.zoned() else {
             self.fail(&task, Error::Unsupported);
             return Ok(());
@@ -448,18 +454,23 @@ impl Queue {
         Ok(())
     }
 
-    /// Returns true if a worker should run a large request. Writes to zoned devices must begin in
-    /// order, so they stay on this thread.
+    /// Returns true if a worker should run a large request. Writes to zoned devices must begin in order, so
+    /// they are executed on this thread.
     fn should_use_worker(&self, request: &Request, behind: u16) -> bool {
         !(self.zoned && request.op == Op::Write)
-            && self.costs.should_use_worker(&self.parts.workers, request, behind.into(), self.in_flight > 0)
+            && self.costs.should_use_worker(
+                &self.resources.workers,
+                request,
+                behind.into(),
+                self.in_flight > 0,
+            )
     }
 
     fn submit(&mut self, task: Task, rest: Request, buffer: IoBuf) {
         let buffer = if task.done == 0 || buffer.is_empty() {
             buffer
         } else {
-            let room = task.room(&self.chain.segments);
+            let room = task.reply_segments(&self.chain.segments);
             if task.is_read() && scatter(&self.memory, room, 0, &buffer[..task.done]).is_err() {
                 return self.complete(&task, status::IOERR, 0);
             }
@@ -473,32 +484,32 @@ impl Queue {
         self.device.submit(rest, buffer, done);
     }
 
-    /// Accounts for a request that leaves this thread. Returns its completion.
+    /// Accounts for a request that is submitted or passed to a worker. Returns its completion.
     fn begin_async(&mut self, task: Task, request: &Request, buffer: &IoBuf) -> Completion {
         let finish = self.charge_in_flight(task, request, buffer);
         Completion::new(move |outcome, buffer| finish(outcome.map(|()| 0), buffer))
     }
 
-    /// Accounts for a request that leaves this thread, and moves the current chain's segments to
-    /// it. Returns the function to call with the outcome.
+    /// Accounts for a request that is submitted or passed to a worker, and moves the current chain's segments
+    /// to it. Returns the function to call with the outcome.
     fn charge_in_flight(
         &mut self,
         mut task: Task,
         request: &Request,
         buffer: &IoBuf,
     ) -> impl FnOnce(Result<u64, Error>, IoBuf) + Send + 'static {
-        task.charge = buffer.capacity() + self.device.beside(request);
+        task.charge = buffer.capacity() + self.device.extra_bytes(request);
         self.charged += task.charge;
         self.in_flight += 1;
         let segments = std::mem::take(&mut self.chain.segments);
-        let answers = Arc::clone(&self.parts.answers);
-        move |outcome, buffer| answers.push(Finished { task, segments, outcome, buffer })
+        let answers = Arc::clone(&self.resources.answers);
+        move |outcome, buffer| answers.push(CompletedRequest { task, segments, outcome, buffer })
     }
 
-    /// Waits until the device has completed all requests.
+    /// Waits until the device has completed all requests in flight.
     fn drain(&mut self) {
         self.plug = None;
-        self.parts.share.leave();
+        self.resources.share.release_all();
         self.complete_finished();
         self.publish();
         while self.in_flight > 0 {
@@ -511,12 +522,12 @@ impl Queue {
     /// Ends the queue after a protocol violation or the loss of memory.
     #[cold]
     fn end(&mut self, broken: RingError) {
-        client_log!(warn, queue = self.parts.index, "{}: vhost-user: {broken}", self.parts.disk.name);
-        if let Some(err) = &self.parts.err {
+        client_log!(warn, queue = self.resources.index, "{}: vhost-user: {broken}", self.resources.disk.name);
+        if let Some(err) = &self.resources.err {
             freestone_core::eventfd::wake(err);
         }
         if self.is_dead() {
-            let _ = rustix::net::shutdown(&self.parts.guest.socket, rustix::net::Shutdown::Both);
+            let _ = rustix::net::shutdown(&self.resources.frontend.socket, rustix::net::Shutdown::Both);
         }
     }
 }

@@ -1,10 +1,10 @@
-//! Features a driver accepts, and the durability of its writes.
+//! Tests of the features that a driver accepts, and of the durability of its writes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 
-/// A device with a volatile cache that remembers whether its last write had FUA.
+/// A device with a volatile cache that records whether its last write had FUA.
 struct LastWrite {
     device: Arc<Ram>,
     was_durable: AtomicBool,
@@ -14,7 +14,7 @@ impl Device for LastWrite {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.device.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.was_durable.store(request.flags.contains(Flags::FUA), Ordering::SeqCst);
         self.device.try_io(request, buffer)
     }
@@ -26,7 +26,7 @@ impl Device for LastWrite {
     }
 }
 
-/// Sets the byte of the configuration that switches write-back.
+/// Sets the configuration byte that switches write-back. Returns true if the server accepted it.
 fn set_writeback(client: &mut Client, on: u8) -> bool {
     let part = ConfigPart { offset: 32, size: 1, flags: 0 };
     client.ask(message::SET_CONFIG, &[part.as_bytes(), &[on]].concat(), &[])
@@ -37,8 +37,8 @@ fn driver_without_flush_writes_through() {
     let device = Arc::new(LastWrite { device: ram(), was_durable: AtomicBool::new(false) });
     let (_dir, export) = export(device.clone());
     let all = feature::FLUSH | feature::CONFIG_WCE;
-    // The features a driver does without, the value it writes to the configuration, and whether its
-    // writes have to be durable.
+    // The features that the driver does not accept, the value it writes to the configuration, and
+    // true if its writes must be durable.
     for (without, writeback, durable) in [
         (0, None, false),
         (0, Some(0), true),
@@ -66,11 +66,11 @@ fn reset_driver_that_accepts_nothing_writes_through() {
     let device = Arc::new(LastWrite { device: ram(), was_durable: AtomicBool::new(false) });
     let (_dir, export) = export(device.clone());
     let mut client = Client::connect(&export);
-    assert!(!export.is_driven());
+    assert!(!export.has_driver());
     client.set_up(0);
-    assert!(export.is_connected() && export.is_driven());
+    assert!(export.is_connected() && export.has_driver());
     assert!(client.ask(message::RESET_DEVICE, &[], &[]));
-    assert!(!export.is_driven());
+    assert!(!export.has_driver());
     assert!(client.ask(message::SET_FEATURES, &0_u64.to_ne_bytes(), &[]));
     client.put(USED, &[0; 4]);
     client.put(AVAIL, &[0; 4]);

@@ -66,7 +66,7 @@ fn invalid_message_ends_only_its_connection() {
         client.front.socket.write_all(header.as_bytes()).unwrap();
         let _ = client.front.socket.write_all(&[0; 4]);
         let mut rest = Vec::new();
-        // A close with unread bytes is a reset or an end of file.
+        // The client sees a close with unread bytes as a reset or an end of file.
         let _ = client.front.socket.read_to_end(&mut rest);
         assert!(rest.is_empty(), "{rest:?}");
     }
@@ -86,7 +86,7 @@ fn truncated_memory_ends_connection() {
     let mut client = Client::connect(&export);
     client.set_up(0);
     assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
-    client.memory.cut(0);
+    client.memory.truncate(0);
     rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
     let mut rest = Vec::new();
     assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
@@ -100,7 +100,7 @@ fn truncated_memory_ends_idle_connection() {
     client.set_up(0);
     // The queue is asleep when its memory is truncated.
     std::thread::sleep(Duration::from_millis(50));
-    client.memory.cut(0);
+    client.memory.truncate(0);
     rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
     let mut rest = Vec::new();
     assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");

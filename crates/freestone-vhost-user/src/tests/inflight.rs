@@ -16,8 +16,7 @@ impl Client {
         (InflightArea::read_from_bytes(&body).unwrap(), file)
     }
 
-    /// Connects to another export with the same memory, like a frontend after its server was
-    /// killed.
+    /// Connects to another export with the same memory, like a frontend whose server was killed.
     fn reconnect(&self, export: &Export) -> Self {
         let mut next = Self::connect(export);
         next.memory = Arc::clone(&self.memory);
@@ -75,14 +74,14 @@ fn next_server_repeats_requests_in_order() {
     let (area, file) = client.inflight();
     assert!(client.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[file.as_fd()]));
     client.set_up(0);
-    // All writes go to one sector, which shows their order.
+    // All writes go to one sector, whose content shows their order.
     for number in 0..4 {
         client.offer_write(number, 8, 10 + number as u8);
     }
     assert!(wait_until_logged(&file, 4), "all four writes have begun");
     assert_eq!(u16::from_le_bytes(client.get(USED + 2)), 0);
-    // As if the server were killed: no completion is published.
-    assert!(first.hold().cut());
+    // Like a killed server, the export publishes no completion.
+    assert!(first.hold().disconnect());
 
     let (_dir, second) = export(ram.clone());
     let mut next = client.reconnect(&second);
@@ -103,7 +102,7 @@ fn next_server_repeats_requests_in_order() {
     for number in 0..5 {
         assert_eq!(next.get::<1>(HEADERS + 0x800 + number), [status::OK]);
     }
-    // The third server has no requests to repeat.
+    // All requests have completed, so a third server finds none in the inflight area to execute again.
     drop(second);
     let (_dir, third) = export(ram);
     let mut last = next.reconnect(&third);
@@ -133,11 +132,11 @@ fn invalid_or_truncated_inflight_log_is_handled() {
     }
     assert!(!client.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[]), "no file");
     assert!(!client.ask(message::GET_INFLIGHT_FD, &[0; 24], &[]), "no queues");
-    let own = Memory::new(area.bytes).unwrap();
+    let own = GuestMemory::new(area.bytes).unwrap();
     assert!(client.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[own.fd()]));
     client.set_up(0);
     assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
-    own.cut(0);
+    own.truncate(0);
     client.offer_write(0, 0, 1);
     let mut rest = Vec::new();
     assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");

@@ -11,7 +11,7 @@ fn only_stale_socket_is_replaced() {
     let path = dir.path().join("v");
     let try_export = || Export::new(&path, "disk", ram(), options());
     assert!(try_export().unwrap_err().to_string().contains("another server listens there (pid "));
-    assert!(first.end(PATIENCE) && first.end(PATIENCE));
+    assert!(first.shutdown(PATIENCE) && first.shutdown(PATIENCE));
     assert!(!path.exists());
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists());
@@ -26,7 +26,7 @@ fn end_closes_idle_connection() {
     let mut client = Client::connect(&export);
     client.set_up(0);
     assert!(export.is_connected());
-    assert!(export.end(PATIENCE));
+    assert!(export.shutdown(PATIENCE));
     assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
 }
 
@@ -43,9 +43,9 @@ fn cut_publishes_nothing_and_hold_delays_next_frontend() {
     let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
     let client = client_with_flush(&export);
     let held = export.hold();
-    assert!(held.is_connected() && held.cut());
-    assert!(held.wait_gone(Instant::now() + PATIENCE));
-    assert!(!held.cut() && !held.is_connected());
+    assert!(held.is_connected() && held.disconnect());
+    assert!(held.wait_disconnected(Instant::now() + PATIENCE));
+    assert!(!held.disconnect() && !held.is_connected());
     assert_eq!(u16::from_le_bytes(client.get(USED + 2)), 0, "the flush was not completed");
     let mut next = Client::connect(&export);
     next.front.socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
@@ -64,7 +64,7 @@ fn cut_publishes_nothing_and_hold_delays_next_frontend() {
     assert_eq!(block, [5; 512], "the next frontend has the new device");
 }
 
-/// Returns a frontend whose flush the device keeps for a second.
+/// Returns a frontend with a flush that the device completes after a delay.
 fn stalled_flush() -> (TempDir, Export, Client) {
     let (dir, export) = export(Arc::new(StalledDevice(ram())));
     let client = client_with_flush(&export);
@@ -77,9 +77,9 @@ fn connection_ends_after_requests_in_flight() {
     for is_cut in [false, true] {
         let (_dir, export, mut client) = stalled_flush();
         if is_cut {
-            assert!(export.hold().cut());
+            assert!(export.hold().disconnect());
         } else {
-            export.begin_to_end();
+            export.begin_shutdown();
         }
         assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
         let answered = client.memory.word(USED + 2);
@@ -94,9 +94,9 @@ fn connection_ends_after_grace_with_stalled_request() {
         let began = Instant::now();
         if is_cut {
             let held = export.hold();
-            assert!(held.cut() && !held.wait_gone(began));
+            assert!(held.disconnect() && !held.wait_disconnected(began));
         } else {
-            assert!(!export.end(Duration::ZERO));
+            assert!(!export.shutdown(Duration::ZERO));
         }
         assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
         assert_eq!(client.memory.word(USED + 2), 0, "the device still has the flush");
@@ -107,9 +107,9 @@ fn connection_ends_after_grace_with_stalled_request() {
 fn end_returns_false_after_grace() {
     let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
     let _client = client_with_flush(&export);
-    assert!(!export.end(Duration::ZERO), "a request is in flight");
-    assert!(export.end(PATIENCE));
-    assert!(!export.is_connected() && !export.hold().cut());
+    assert!(!export.shutdown(Duration::ZERO), "a request is in flight");
+    assert!(export.shutdown(PATIENCE));
+    assert!(!export.is_connected() && !export.hold().disconnect());
 }
 
 #[test]
@@ -118,13 +118,13 @@ fn resize_notifies_frontend() {
     let (_dir, export) = export(ram.clone());
     let mut client = Client::connect(&export);
     client.set_up(0);
-    export.resized();
+    export.notify_resize();
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_read_timeout(Some(PATIENCE)).unwrap();
     assert!(client.ask(message::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
     drop(theirs);
     ram.grow(128 << 20).unwrap();
-    export.resized();
+    export.notify_resize();
     let mut header = [0; size_of::<Header>()];
     (&ours).read_exact(&mut header).unwrap();
     let header = Header::read_from_bytes(&header).unwrap();
@@ -133,6 +133,6 @@ fn resize_notifies_frontend() {
     assert_eq!(client.request(request::IN, (128 << 11) - 1, 512, false), (status::OK, 513));
     // A frontend that does not read must not block the server.
     for _ in 0..100_000 {
-        export.resized();
+        export.notify_resize();
     }
 }

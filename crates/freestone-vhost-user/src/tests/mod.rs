@@ -14,10 +14,11 @@ use std::time::{Duration, Instant};
 use freestone_core::budget::{self, Budget};
 use freestone_core::device::zoned::{AppendCompletion, ZoneOp};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, Tried, Zone, Zoned,
+    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult, Zone,
+    Zoned,
 };
 use freestone_ram::ram::{Config, Ram};
-use freestone_testkit::vhost_user::{self, Frontend, Memory};
+use freestone_testkit::vhost_user::{self, Frontend, GuestMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 use zerocopy::{FromBytes, IntoBytes};
@@ -47,9 +48,9 @@ impl Device for DelayedDevice {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.0.geometry() }
     }
-    fn try_io(&self, request: &Request, _: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, _: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
-        Ok(Tried::WouldBlock)
+        Ok(TryResult::WouldBlock)
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         let device = Arc::clone(&self.0);
@@ -95,8 +96,8 @@ impl Device for StalledDevice {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
-    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<Tried> {
-        Ok(Tried::WouldBlock)
+    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<TryResult> {
+        Ok(TryResult::WouldBlock)
     }
     fn submit(&self, _: Request, buffer: IoBuf, done: Completion) {
         std::thread::spawn(move || {
@@ -125,7 +126,7 @@ fn options() -> Options {
 
 struct Client {
     front: Frontend,
-    memory: Arc<Memory>,
+    memory: Arc<GuestMemory>,
     kick: OwnedFd,
     call: OwnedFd,
     err: OwnedFd,
@@ -134,7 +135,7 @@ struct Client {
 }
 
 fn event() -> OwnedFd {
-    vhost_user::event().unwrap()
+    vhost_user::new_eventfd().unwrap()
 }
 
 fn region() -> SingleRegion {
@@ -143,17 +144,17 @@ fn region() -> SingleRegion {
 
 impl Client {
     fn connect(export: &Export) -> Self {
-        let memory = Arc::new(Memory::new(MEMORY_BYTES).unwrap());
+        let memory = Arc::new(GuestMemory::new(MEMORY_BYTES).unwrap());
         let front = Frontend::connect(export.path(), PATIENCE).unwrap();
         Self { front, memory, kick: event(), call: event(), err: event(), next: 0, seen: 0 }
     }
 
     fn send(&self, request: u32, flags: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
-        self.front.say(request, flags, body, fds).unwrap();
+        self.front.send(request, flags, body, fds).unwrap();
     }
 
     fn receive(&mut self, request: u32) -> Vec<u8> {
-        self.front.hear(request).unwrap().0
+        self.front.receive_reply(request).unwrap().0
     }
 
     fn config(&mut self) -> BlkConfig {
@@ -174,9 +175,10 @@ impl Client {
         self.front.number(request).unwrap()
     }
 
-    /// Sends a message with an acknowledgement. Returns true if it succeeded.
+    /// Sends a message that requests an acknowledgement. Returns true if the server reports
+    /// success.
     fn ask(&mut self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
-        self.front.ask(request, body, fds).unwrap()
+        self.front.send_checked(request, body, fds).unwrap()
     }
 
     fn state(&mut self, request: u32, index: u32, num: u32) -> bool {
@@ -249,7 +251,7 @@ impl Client {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    /// Waits for one completion, and returns its length.
+    /// Waits for one completion, and returns the length in its used entry.
     fn answer(&mut self) -> u32 {
         let deadline = Instant::now() + PATIENCE;
         while u16::from_le_bytes(self.get(USED + 2)) == self.seen {
@@ -267,7 +269,8 @@ impl Client {
         self.put(HEADERS + 0x100, &[0xff]);
     }
 
-    /// Runs a request with `len` bytes of data, and returns its status and length.
+    /// Runs a request with `len` bytes of data. Returns the status and the length in the used
+    /// entry.
     fn request(&mut self, kind: u32, sector: u64, len: u32, indirect: bool) -> (u8, u32) {
         self.header(kind, sector);
         let to_us = matches!(kind, request::IN | request::GET_ID | request::ZONE_REPORT);

@@ -3,7 +3,7 @@
 use super::*;
 use crate::wire::{ZoneDescriptor, ZoneReport};
 use freestone_drive::null::{self, Memory};
-use freestone_drive::zone::{Config, State, Zones};
+use freestone_drive::zone::{Config, StateLocation, Zones};
 
 /// Zone types and states, as numbered by VIRTIO.
 mod zone_type {
@@ -19,7 +19,7 @@ mod zone_state {
 }
 
 const ZONE_SECTORS: u64 = 2048;
-/// Offset of the sector that an append returns.
+/// Guest address of the sector number that an append returns.
 const SECTOR: u64 = HEADERS + 0x200;
 
 fn zoned() -> Arc<dyn Device> {
@@ -32,7 +32,7 @@ fn zoned() -> Arc<dyn Device> {
         zone_append_max: 64 << 10,
         ..Config::default()
     };
-    Arc::new(Zones::new(Arc::new(memory), config, State::Volatile, None).unwrap())
+    Arc::new(Zones::new(Arc::new(memory), config, StateLocation::Volatile, None).unwrap())
 }
 
 /// Runs `check` on a zoned device, and again with delayed completions.

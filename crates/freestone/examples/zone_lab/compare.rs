@@ -1,5 +1,6 @@
-//! Compares two sets of results. Intended differences are listed in [`DIFFERENCES`] with their reasons.
-//! A difference that is not in the list is a failure, and so is one in the list that did not occur.
+//! Compares the results of the kernel with those of this crate. [`DIFFERENCES`] lists the intended
+//! differences with their reasons. A difference outside the list is a failure, and so is a listed difference
+//! that did not occur.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +8,10 @@ use crate::ours::Result;
 use crate::scenes;
 use crate::script::{Config, SECTOR_BYTES, UNTOUCHED, sum};
 
-/// A line of the script, with one line of the result of each side.
+/// A result line of the kernel and the line of this crate, with the script line that produced both.
 struct ResultPair<'a> {
     device: &'a Config,
-    /// Comment above the line.
+    /// Text of the `#` comment in the script line above, which names an expected difference.
     note: Option<&'a str>,
     words: Vec<&'a str>,
     kernel: &'a str,
@@ -23,7 +24,8 @@ struct Difference {
     matches: fn(&ResultPair<'_>) -> bool,
 }
 
-/// Returns the kernel's default limit of a request to `null_blk`: 255 sectors, in whole blocks.
+/// Returns the kernel's default limit of a `null_blk` request in bytes: 255 sectors, rounded down to whole
+/// blocks.
 fn request_max_bytes(device: &Config) -> u64 {
     255 * SECTOR_BYTES / u64::from(device.blocksize) * u64::from(device.blocksize)
 }
@@ -159,7 +161,7 @@ const DIFFERENCES: [Difference; 17] = [
     },
 ];
 
-/// Comment of a line that closes a zone after a failed write.
+/// Script comment above a line that closes a zone after the zone's first write failed.
 pub const FIRST_WRITE_FAILED: &str = "a first write that failed";
 
 impl ResultPair<'_> {
@@ -175,13 +177,13 @@ impl ResultPair<'_> {
         self.kernel == kernel && self.ours == ours
     }
 
-    /// Returns true if the range ends beyond the device.
+    /// Returns true if the range of the request (second and third word of the line) ends beyond the device.
     fn beyond(&self) -> bool {
         self.number(1) + self.number(2) > self.device.size << 20
     }
 }
 
-/// A line of the script with the lines of its result.
+/// A line of the script and the result lines that follow it in one side's output.
 struct Block<'a> {
     line: &'a str,
     answers: Vec<&'a str>,
@@ -199,7 +201,8 @@ fn blocks(text: &str) -> Vec<Block<'_>> {
     blocks
 }
 
-/// Prints the comparison. Returns true without failures.
+/// Compares both outputs and prints a summary. Returns true if all differences are intended and each listed
+/// one occurred.
 pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
     let (kernel, ours) = (blocks(kernel), blocks(ours));
     let lines: Vec<_> = script.lines().collect();
@@ -222,8 +225,8 @@ pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
         }
         let note = note.take();
         let words: Vec<_> = kernel.line.split_whitespace().collect();
-        // The status is the first word of the last line; of a `device` line, which is followed by limits,
-        // it is in the first line.
+        // The status is the first word of the last result line. A `device` line has its status in the first
+        // result line, because limits follow it.
         let status =
             if words.first() == Some(&"device") { kernel.answers.first() } else { kernel.answers.last() };
         let status = status.and_then(|answer| answer.split_whitespace().next());
@@ -276,5 +279,5 @@ pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
     Ok(failures == 0)
 }
 
-/// Maximum number of failures that are printed.
+/// Maximum number of failures that are printed in full. Further failures are only counted.
 const SHOWN_MAX: u64 = 40;

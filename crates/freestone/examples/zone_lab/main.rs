@@ -1,6 +1,6 @@
-//! Compares the zones and test drives of this crate with the kernel's `null_blk`: both execute the same
-//! random operations. Every result is compared, and the zone conditions and write pointers after it.
-//! `lab/run-zones.sh` runs this program.
+//! Compares the zoned devices and null devices of this crate with the kernel's `null_blk`. Both execute the
+//! same random operations. After each operation, the results, zone conditions and write pointers are
+//! compared. `lab/run-zones.sh` runs this program.
 //!
 //! ```text
 //! zone_lab make SEED                     print a script

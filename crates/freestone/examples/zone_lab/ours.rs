@@ -1,22 +1,22 @@
-//! Executes a script on the devices of this crate. Results have the format of `lab/zone_guest.c`.
+//! Executes a script on this crate's devices, and formats results like `lab/zone_guest.c`.
 
 use std::sync::Arc;
 
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, ZoneType, Zoned};
 use freestone::device::{self, Blocking, Device, Error, Flags};
-use freestone::null::{self, BadBlocks, BadConfig, Memory, Null};
+use freestone::null::{self, BadBlocks, BadBlocksConfig, Memory, Null};
 use freestone::power::{self, Power};
-use freestone::zone::{self, State, Zones};
+use freestone::zone::{self, StateLocation, Zones};
 
 use crate::script::{self, Config, SECTOR_BYTES, UNTOUCHED};
 
 const MIB: u64 = 1 << 20;
-/// Largest append if `null_blk` sets no limit: the largest `int`, in sectors.
+/// Largest append, in sectors, if `null_blk` sets no limit: the maximum of the kernel's `int`.
 const APPEND_MAX_SECTORS: u64 = i32::MAX as u64;
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// The device of the script.
+/// The side of the comparison that runs on this crate: the device that the script has set up.
 #[derive(Default)]
 pub struct Ours {
     stack: Option<Stack>,
@@ -53,7 +53,7 @@ impl Stack {
             device = Arc::clone(&cache) as Arc<dyn Device>;
             power = Some(cache);
         }
-        let rules = BadConfig { once: config.badblocks_once, partial_io: config.badblocks_partial_io };
+        let rules = BadBlocksConfig { once: config.badblocks_once, partial_io: config.badblocks_partial_io };
         let bad = Arc::new(BadBlocks::new(device, rules));
         let mut top: Arc<dyn Device> = Arc::clone(&bad) as Arc<dyn Device>;
         let mut zones_layer = None;
@@ -68,7 +68,7 @@ impl Stack {
                 zone_full: config.zone_full,
                 stores: config.memory_backed,
             };
-            let zones = Arc::new(Zones::new(top, limits, State::Volatile, Some(Arc::clone(&bad)))?);
+            let zones = Arc::new(Zones::new(top, limits, StateLocation::Volatile, Some(Arc::clone(&bad)))?);
             top = Arc::clone(&zones) as Arc<dyn Device>;
             zones_layer = Some(zones);
         }
@@ -101,7 +101,7 @@ impl Stack {
     fn write(&self, offset: u64, len: u64, seed: u64, fua: bool) -> device::Result<()> {
         let flags = if fua { Flags::FUA } else { Flags::empty() };
         self.top.write_at(offset, &script::data(len, seed), flags)?;
-        // The kernel's block devices flush after a durable write, even after one with FUA.
+        // The kernel's block devices flush after each durable write, even after a write with FUA.
         if fua { self.top.flush() } else { Ok(()) }
     }
 
@@ -119,8 +119,8 @@ impl Stack {
         })
     }
 
-    /// Executes an operation on each zone of a range, as the kernel does: an error does not stop it, and the
-    /// last error is the result.
+    /// Executes an operation on each zone of a range. Like the kernel, continues after an error and returns
+    /// the last error.
     fn zone_ops(&self, op: ZoneOp, offset: u64, len: u64) -> Result<device::Result<()>> {
         let (zones, geometry) = (self.zones()?, self.top.geometry());
         let zone_size = geometry.zones.ok_or("no zones")?.zone_size;
@@ -149,7 +149,8 @@ impl Stack {
     }
 }
 
-/// Formats a zone like the kernel's report: in sectors, with its numbers of types and conditions.
+/// Formats a zone like the kernel's zone report: in sectors, with the kernel's numbers for types and
+/// conditions.
 fn zone_line(zone: &Zone) -> String {
     let sectors = |bytes: u64| bytes / SECTOR_BYTES;
     let kind = match zone.kind {
@@ -195,7 +196,7 @@ impl Ours {
         Ok(self.stack.as_ref().ok_or("there is no device")?)
     }
 
-    /// Returns all zones.
+    /// Returns the report of all zones of the device.
     pub fn zones(&self) -> Result<Vec<Zone>> {
         let mut zones = Vec::new();
         self.stack()?.zones()?.report(0, &mut |zone| {
@@ -205,13 +206,13 @@ impl Ours {
         Ok(zones)
     }
 
-    /// Returns the largest append, in bytes.
+    /// Returns the largest append that the device accepts, in bytes.
     pub fn max_append(&self) -> u64 {
         let zones = self.stack.as_ref().and_then(|stack| stack.top.geometry().zones);
         zones.map_or(0, |zones| u64::from(zones.max_append))
     }
 
-    /// Executes a line of the script. Returns the lines of the result.
+    /// Executes a line of the script. Returns the lines of its result.
     pub fn line(&mut self, line: &str) -> Result<Vec<String>> {
         if let Some(attributes) = line.strip_prefix("device ") {
             self.stack = None;
@@ -272,7 +273,7 @@ impl Ours {
                 lines.push("ok".into());
                 return Ok(lines);
             }
-            // A power cut loses everything that was not flushed.
+            // A power cut loses all data that was not flushed.
             ("power", []) => {
                 let power = stack.power.as_ref().ok_or("the device has no cache")?;
                 status_word(power.reset(&|| Ok(())))
@@ -283,7 +284,7 @@ impl Ours {
     }
 }
 
-/// Maps an error to the only one that configfs files return.
+/// Returns `OutOfRange` (`EINVAL`) for any error, because configfs files of the kernel return no other.
 fn configfs_error(_: Error) -> Error {
     Error::OutOfRange
 }

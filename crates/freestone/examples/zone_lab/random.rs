@@ -1,5 +1,6 @@
-//! Generates scripts of random operations that fill zones, reach limits and produce every condition. The
-//! generator executes each line on this crate's devices, whose zone report gives the next write offset.
+//! Generates scripts of random operations that fill zones, reach limits and produce every zone condition. The
+//! generator also executes each line on this crate's devices, and reads the next write offset from their zone
+//! report.
 
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneType};
 
@@ -8,13 +9,14 @@ use crate::ours::{Ours, Result};
 use crate::scenes;
 use crate::script::{Config, Random, SECTOR_BYTES};
 
-/// Largest request. The kernel must not split it, so that both sides get the same requests: `null_blk`
-/// accepts 255 sectors.
+/// Largest request in bytes. The kernel splits requests above 255 sectors, and then both sides would get
+/// different requests.
 const MAX_REQUEST_BYTES: u64 = 64 << 10;
-/// Operations between reports of all zones. The zone of an operation is reported each time.
+/// Number of operations between two reports of all zones. After each operation only the zone of that
+/// operation is reported.
 const FULL_REPORT_INTERVAL: u64 = 64;
 
-/// Zoned devices, with the number of operations on each.
+/// Attributes of zoned devices, with the number of random operations on each device.
 const ZONED: [(&str, u64); 16] = [
     ("size=24 blocksize=4096 memory_backed=1 zone_size=2", 2000),
     ("size=24 blocksize=512 memory_backed=1 zone_size=2 zone_capacity=1 zone_nr_conv=2", 2000),
@@ -46,7 +48,7 @@ const ZONED: [(&str, u64); 16] = [
     ("size=16 blocksize=512 memory_backed=1 zone_size=2 zone_append_max_sectors=64 append=1", 1500),
 ];
 
-/// Devices without zones, with the number of operations on each.
+/// Attributes of devices without zones, with the number of random operations on each device.
 const PLAIN: [(&str, u64); 7] = [
     ("size=4 blocksize=512 memory_backed=1 discard=1", 1500),
     ("size=4 blocksize=4096 memory_backed=1", 1000),
@@ -57,7 +59,7 @@ const PLAIN: [(&str, u64); 7] = [
     ("size=8 blocksize=512 memory_backed=1 cache_size=1 discard=1", 1500),
 ];
 
-/// Returns the script of a seed.
+/// Returns the script of random operations for a seed, as lines.
 pub fn script(seed: u64) -> Result<Vec<String>> {
     let mut writer = Writer {
         ours: Ours::default(),
@@ -84,19 +86,20 @@ struct Writer {
     ours: Ours,
     lines: Vec<String>,
     random: Random,
-    /// Attributes of the present device.
+    /// Attributes of the device that the script is using.
     config: Config,
 }
 
 impl Writer {
-    /// Adds a line to the script and executes it.
+    /// Adds a line to the script and executes the line on this crate's devices. Returns the result lines.
     fn run_line(&mut self, line: &str) -> Result<Vec<String>> {
         self.lines.push(line.to_owned());
         self.ours.line(line).map_err(|error| format!("{line}: {error}").into())
     }
 
-    /// Adds a write or an append in a zone. If the zone is empty and the request fails, `null_blk`'s zone may
-    /// be open, but this crate's is not. A close makes both equal again.
+    /// Adds a write or an append to a zone. If that fails at a bad block of an empty zone, `null_blk` may
+    /// leave the zone open, but this crate leaves it empty. The script then closes the zone, which makes both
+    /// sides equal again.
     fn run_write(&mut self, zone: &Zone, line: &str) -> Result<Vec<String>> {
         let answer = self.run_line(line)?;
         let failed = matches!(answer[0].as_str(), "EIO" | "failed");
@@ -117,7 +120,8 @@ impl Writer {
         u64::from(self.config.blocksize)
     }
 
-    /// Returns the length of a request, in most cases a short one.
+    /// Returns a random request length in bytes: at most 8 KiB in 70 % of the cases, else at most
+    /// `MAX_REQUEST_BYTES`.
     fn request_len(&mut self) -> u64 {
         let most = if self.random.chance(70) { 8 << 10 } else { MAX_REQUEST_BYTES };
         (1 + self.random.below(most / self.block())) * self.block()
@@ -137,7 +141,8 @@ impl Writer {
         let zones = self.ours.zones()?;
         self.run_line("report 0 256")?;
         for number in 1..=count {
-            // Some zones are chosen more often, so that some fill and some are rarely used.
+            // The smaller of two random numbers prefers low zones, so that some zones fill up and others are
+            // rarely used.
             let (one, other) = (self.random.below(zones.len() as u64), self.random.below(zones.len() as u64));
             let at = zones[one.min(other) as usize].start;
             self.zone_step(at)?;
@@ -156,9 +161,9 @@ impl Writer {
         let bad = self.config.badblocks_used();
         match self.random.below(1000) {
             350..400 | 905..920 if self.config.append => self.append(&zone)?,
-            // Up to the capacity.
+            // Fills the zone up to its capacity.
             400..430 => self.fill_up(at)?,
-            // Not at the write pointer.
+            // Writes at an offset that is usually not the write pointer.
             430..470 => {
                 let (len, seed) = (self.request_len().min(start + len - within), self.seed());
                 self.run_write(&zone, &format!("write {within} {len} {seed}"))?;
@@ -174,7 +179,7 @@ impl Writer {
                 self.reset_if_empty(at)?;
                 self.run_line(&format!("report {start} 1"))?;
                 self.read_around(&zone)?;
-                // Most of these zones become writable again.
+                // Most read-only or offline zones are made writable again, so that enough zones stay usable.
                 if self.random.chance(70) && !self.has_side_effects(&self.zone(at)?)? {
                     self.run_line(&format!("{verb} {start}"))?;
                     self.reset_if_empty(at)?;
@@ -192,9 +197,9 @@ impl Writer {
         Ok(())
     }
 
-    /// Returns true if making this zone read-only or offline would have a side effect in `null_blk`, which
-    /// finishes the zone first. That can close another zone, or leak an open-zone resource. There are scenes
-    /// of both.
+    /// Returns true if making the zone read-only or offline has a side effect in `null_blk`, which finishes
+    /// the zone first. Finishing can close another zone or leak an open-zone resource. Fixed scenes
+    /// (`scenes.rs`) cover both effects.
     fn has_side_effects(&self, zone: &Zone) -> Result<bool> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
         let zones = self.ours.zones()?;
@@ -203,9 +208,9 @@ impl Writer {
         Ok(matches!(zone.condition, Empty | Closed) && most != 0 && open >= most)
     }
 
-    /// Resets a zone that is empty. The kernel's block layer tracks write pointers as well, and does not notice
-    /// if a zone becomes empty through an attribute or a reset of several zones of which one fails. The reset
-    /// updates it, and has no effect on an empty zone.
+    /// Resets a zone if it is empty. The kernel's block layer keeps its own copy of write pointers. An
+    /// attribute, or a reset of several zones that fails for one, can empty a zone unnoticed by that copy. A
+    /// reset updates the copy and does not change an empty zone.
     fn reset_if_empty(&mut self, at: u64) -> Result<()> {
         let zone = self.zone(at)?;
         if zone.condition == ZoneCondition::Empty {
@@ -214,7 +219,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes at the write pointer, sometimes beyond the capacity.
+    /// Writes at the write pointer, sometimes beyond the zone's capacity.
     fn write_at_pointer(&mut self, zone: &Zone) -> Result<()> {
         let (wanted, seed, block) = (self.request_len(), self.seed(), self.block());
         let end = zone.start + zone.len;
@@ -222,7 +227,8 @@ impl Writer {
             (ZoneType::Conventional, _) => zone.start + self.random.below(zone.len / block) * block,
             _ => zone.write_pointer.min(end - block),
         };
-        // A write beyond the capacity is refused. Writes into the next zone have a scene of their own.
+        // Both sides refuse a write beyond the zone's capacity. A fixed scene covers writes into the next
+        // zone.
         let left = (zone.start + zone.capacity).saturating_sub(offset);
         let most = if left != 0 && self.random.chance(80) { left } else { end - offset };
         let fua = if self.random.chance(5) { " fua" } else { "" };
@@ -231,7 +237,8 @@ impl Writer {
     }
 
     fn append(&mut self, zone: &Zone) -> Result<()> {
-        // The NVMe target itself refuses appends above the device's limit.
+        // The NVMe target refuses appends above the device's limit before `null_blk` sees them, so the script
+        // has none.
         let (len, seed) = (self.request_len().min(self.ours.max_append()), self.seed());
         self.run_write(zone, &format!("append {} {len} {seed}", zone.start))?;
         Ok(())
@@ -263,14 +270,14 @@ impl Writer {
             zone.start + self.random.below(zone.len / block) * block
         };
         let offset = offset.min(end - block);
-        // The kernel's block layer splits reads at zones and executes all parts, even if one fails. With
-        // badblocks_once, that clears more bad blocks.
+        // The kernel's block layer splits a read at zone boundaries and executes all parts, even if one
+        // fails. With badblocks_once, each failed part clears a bad block, so the read must stay in one zone.
         let end = if self.config.badblocks_once { (offset / zone_size + 1) * zone_size } else { end };
         self.run_line(&format!("read {offset} {}", len.min(end - offset)))?;
         Ok(())
     }
 
-    /// Executes an operation on the zones from this one to a random one.
+    /// Executes a zone operation on all zones from this one to another random one, in either direction.
     fn run_on_zones(&mut self, zone: &Zone) -> Result<()> {
         let zones = self.ours.zones()?;
         let other = zones[self.random.below(zones.len() as u64) as usize];
@@ -286,7 +293,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Executes a misaligned request, or one beyond the device.
+    /// Executes a request that is misaligned or beyond the end of the device.
     fn run_invalid(&mut self, zone: &Zone, end: u64) -> Result<()> {
         let (block, seed, len) = (self.block(), self.seed(), zone.len);
         let misaligned = zone.write_pointer.min(end - block) + SECTOR_BYTES;
@@ -304,7 +311,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Changes bad blocks near the write pointer, so that requests reach them.
+    /// Adds or clears bad blocks near the write pointer, where requests reach them.
     fn bad_blocks(&mut self, zone: &Zone) -> Result<()> {
         let near = zone.write_pointer.min(zone.start + zone.len - SECTOR_BYTES) / SECTOR_BYTES;
         let sectors = (self.config.size << 20) / SECTOR_BYTES;
@@ -320,10 +327,11 @@ impl Writer {
         self.device(attributes)?;
         let (block, end) = (self.block(), self.config.size << 20);
         let bad = self.config.badblocks_used();
-        // The kernel refuses an unsupported discard before it checks bad blocks.
+        // The kernel refuses an unsupported discard before it checks bad blocks, so such a discard would
+        // differ.
         let discards = self.config.discard || !bad;
         for _ in 0..count {
-            // Requests go to the first MiB only, so that they overlap.
+            // Requests stay within the first MiB, so that they overlap each other.
             let offset = self.random.below((1 << 20) / block) * block;
             let (len, seed) = (self.request_len(), self.seed());
             let sector = offset / SECTOR_BYTES;

@@ -1,8 +1,8 @@
-//! Fixed parts of the scripts: attributes of devices, and operations that show differences which random
-//! operations would rarely reach. A comment line names the difference of the next line: see
-//! `compare.rs`.
+//! Fixed parts of the scripts: device attributes, and operations that show differences which random
+//! operations would rarely reach. A comment line in a scene names the expected difference of the next line
+//! (see `compare.rs`).
 
-/// Attributes that the kernel accepts, refuses, or changes to possible values.
+/// Device attributes that the kernel accepts, refuses, or rounds to values that it supports.
 pub const SETUP: [&str; 33] = [
     "size=16",
     "size=16 blocksize=512",
@@ -46,7 +46,7 @@ pub const LONG_RUNS: &str = "runs of more than 512 bad sectors";
 pub const OVERWRITE: &str = "an overwrite that was not flushed";
 pub const KEPT_DISCARD: &str = "a discard that was not flushed";
 
-/// Operations, with comment lines that name the expected differences.
+/// Script lines with fixed operations. Comment lines name the expected differences.
 pub const SCENES: &str = "\
 device zoned=1 size=4 blocksize=4096 zone_size=1 memory_backed=1
 write 0 65536 1

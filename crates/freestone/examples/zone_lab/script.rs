@@ -1,45 +1,45 @@
-//! Attributes of devices in a script, and the data and checksums that both sides compute:
-//! `lab/zone_guest.c` has the same functions.
+//! Device attributes in a script, and the data and checksums that both sides compute. `lab/zone_guest.c`
+//! implements the same functions for the kernel side.
 
 use std::str::FromStr;
 
 pub const SECTOR_BYTES: u64 = 512;
-/// Fills the buffer before a read, to show which bytes a driver leaves unchanged.
+/// Byte that fills the buffer before a read, so that bytes which a driver leaves unchanged are visible.
 pub const UNTOUCHED: u8 = 0x5A;
 
 /// Attributes of a device, with the names and units of the kernel's configfs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "attributes of the kernel's, each with its name")]
 pub struct Config {
-    /// In MiB.
+    /// Size of the device in MiB.
     pub size: u64,
-    /// In bytes.
+    /// Size of a logical block in bytes.
     pub blocksize: u32,
-    /// In sectors; 0 is unlimited in this crate.
+    /// Largest request in sectors; 0 means unlimited in this crate.
     pub max_sectors: u32,
     pub memory_backed: bool,
     pub discard: bool,
     pub rotational: bool,
-    /// In MiB.
+    /// Size of the volatile write cache in MiB; 0 means no cache.
     pub cache_size: u64,
     pub badblocks_once: bool,
     pub badblocks_partial_io: bool,
     pub zoned: bool,
-    /// In MiB.
+    /// Size of a zone in MiB.
     pub zone_size: u64,
-    /// In MiB; 0 is `zone_size`.
+    /// Writable part of a zone in MiB; 0 means the whole `zone_size`.
     pub zone_capacity: u64,
     pub zone_nr_conv: u32,
     pub zone_max_open: u32,
     pub zone_max_active: u32,
-    /// In sectors.
+    /// Largest zone append in sectors; None sets no limit.
     pub zone_append_max_sectors: Option<u64>,
     pub zone_full: bool,
-    /// Not an attribute of the kernel: the script changes the bad blocks even if neither of the two bad-block
-    /// attributes above is set.
+    /// Set if the script changes bad blocks even without either of the two bad-block attributes above. Not an
+    /// attribute of the kernel.
     pub bad: bool,
-    /// Not an attribute of the kernel: the script appends, so the lab puts an `NVMe` target in front of the
-    /// device.
+    /// Set if the script uses zone appends, for which the lab puts an `NVMe` target in front of the device.
+    /// Not an attribute of the kernel.
     pub append: bool,
 }
 
@@ -47,7 +47,7 @@ impl FromStr for Config {
     type Err = Box<dyn std::error::Error>;
 
     fn from_str(words: &str) -> Result<Self, Self::Err> {
-        // The kernel's defaults.
+        // The kernel's default attributes.
         let mut config = Self { size: 250 << 10, blocksize: 512, zone_size: 256, ..Self::default() };
         for word in words.split_whitespace() {
             let (key, value) = word.split_once('=').ok_or_else(|| format!("`{word}` has no value"))?;
@@ -86,7 +86,8 @@ impl Config {
     }
 }
 
-/// Repeatable random numbers. Written data uses the same function: word `i` is `mixed(seed + i)`.
+/// A repeatable random number generator. Word `i` of written data is computed by the same function, as
+/// `mixed(seed + i)`.
 pub struct Random(u64);
 
 fn mixed(x: u64) -> u64 {
@@ -100,7 +101,7 @@ impl Random {
         Self(mixed(seed))
     }
 
-    /// Returns a number of `0..end`.
+    /// Returns a random number in `0..end`.
     pub fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e3779b97f4a7c15);
         mixed(self.0) % end
@@ -111,12 +112,13 @@ impl Random {
     }
 }
 
-/// Returns the data of a write.
+/// Returns the data of a write of `len` bytes: one word of 64 bits for each whole 8 bytes, derived from the
+/// seed.
 pub fn data(len: u64, seed: u64) -> Vec<u8> {
     (0..len / 8).flat_map(|word| mixed(seed.wrapping_add(word)).to_ne_bytes()).collect()
 }
 
-/// Returns a checksum of data that was read.
+/// Returns a checksum of the data that a read returned.
 pub fn sum(data: &[u8]) -> u64 {
     data.as_chunks::<8>().0.iter().fold(data.len() as u64, |sum, word| {
         let sum = (sum ^ u64::from_ne_bytes(*word)).wrapping_mul(0x9e3779b97f4a7c15);

@@ -1,15 +1,16 @@
-//! No device is called and nothing waits while a thread is pinned: a device below may wait for a
-//! change of another device, which waits for all pins.
+//! A thread does not call a device or wait while it is pinned (inside a lock-free section). A
+//! device under another one may wait for a change that itself waits for all pins.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use freestone::consistency_group::Pending;
+use freestone::consistency_group::GroupMember;
 use freestone::cow::{Config as CowConfig, Origin, StoreKind};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 use freestone::power::{Config as PowerConfig, Power};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
@@ -18,7 +19,7 @@ use freestone_testkit::{Model, Rng};
 const NONE: Flags = Flags::empty();
 const MIB: u64 = 1 << 20;
 const PAGE: usize = 4096;
-/// Deadline far above any duration, so that a hang fails.
+/// Deadline far above any expected duration, so that only a hang reaches it.
 const LONG: Duration = Duration::from_secs(300);
 /// Maximum duration of a race between threads.
 const WHILE: Duration = Duration::from_secs(10);
@@ -35,8 +36,8 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
 
 // ---- callers of devices are not pinned ----------------------------------------------------------
 
-/// A device below others. Each call waits until another thread has taken a snapshot of another
-/// disk, which waits for all pins of the process, including the caller's.
+/// A device under the tested one. Each call waits until another thread has taken a snapshot of
+/// another disk. The snapshot waits for all pins of the process, including the caller's.
 struct Below {
     inner: Model,
     other: Ram,
@@ -72,7 +73,7 @@ impl Below {
         }
     }
 
-    /// Returns the number of calls. Panics if a caller was pinned.
+    /// Returns the number of calls since the previous query. Panics if a caller was pinned.
     fn calls(&self, what: &str) -> u32 {
         assert!(!self.was_pinned.load(Ordering::SeqCst), "{what}: the device below was called under a pin");
         self.calls.swap(0, Ordering::SeqCst)
@@ -83,7 +84,7 @@ impl Device for Below {
     fn geometry(&self) -> Geometry {
         Geometry { read_only: self.read_only, ..self.inner.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.called();
         self.inner.try_io(request, buffer)
     }
@@ -97,7 +98,7 @@ impl Device for Below {
     }
 }
 
-/// Sends every kind of request, tried and submitted, to whole pages and parts of them.
+/// Sends every kind of request, tried inline and submitted, to whole pages and to parts of pages.
 fn exercise(device: &dyn Device, below: &Below, what: &str) {
     let mut page = [0; 2 * PAGE];
     let mut calls = 0;
@@ -174,7 +175,7 @@ fn merging_snapshot_calls_its_devices_unpinned() {
 #[test]
 fn power_layer_calls_its_device_unpinned() {
     let below = Below::new(MIB, false);
-    // So small that writes must evict others.
+    // The cache is so small that a write must evict other blocks to the device below.
     let power = Power::new(Arc::clone(&below) as _, PowerConfig { capacity: 8192, ..PowerConfig::default() });
     let power = power.unwrap();
     exercise(&power, &below, "a power device");
@@ -197,7 +198,7 @@ fn fork_calls_its_base_unpinned() {
     exercise(&snapshot, &base, "a snapshot of a fork");
     let second = snapshot.fork(&ForkConfig::default()).unwrap();
     exercise(&second, &base, "a fork of a snapshot of a fork");
-    // Across the end of the base.
+    // The write crosses the end of the base.
     let across = MIB - 512;
     second.write_at(across, &noise(1, 1024), NONE).unwrap();
     let mut back = vec![0; 2048];
@@ -208,7 +209,7 @@ fn fork_calls_its_base_unpinned() {
 
 // ---- changes of one device during requests of another -------------------------------------------
 
-/// Runs `work` on its own thread. Panics if it does not end.
+/// Runs `work` on its own thread. Panics if `work` does not end.
 fn check_ends(what: &str, work: impl FnOnce() + Send + 'static) {
     let (tx, rx) = mpsc::channel();
     thread::spawn(move || {
@@ -228,7 +229,7 @@ fn snapshots_of_a_cow_device_during_writes_above_it() {
         let store = ram(16 * MIB);
         let origin = Origin::new(Arc::new(Model::new(4 * MIB as usize, 512)));
         let snapshot = origin.snapshot(Arc::new(store.clone()), &cow()).unwrap();
-        // All chunks have exceptions, so writes go to the COW device directly.
+        // All chunks have exceptions, so later writes go directly to the COW device.
         snapshot.write_at(0, &noise(1, 4 * MIB as usize), NONE).unwrap();
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -242,7 +243,7 @@ fn snapshots_of_a_cow_device_during_writes_above_it() {
                     }
                 });
             }
-            // With a sanitizer on a busy machine all of them would take a minute.
+            // On a busy machine with a sanitizer, 3000 snapshots would take a minute.
             let begun = Instant::now();
             for _ in (0..3000).take_while(|_| begun.elapsed() < WHILE) {
                 drop(store.snapshot().unwrap());
@@ -260,8 +261,8 @@ fn power_layer_over_full_family_dropping_a_snapshot() {
             Power::new(Arc::new(disk.clone()), PowerConfig { capacity: 64 << 10, ..Default::default() });
         let power = power.unwrap();
         for round in 0..20_u64 {
-            // Fills half of the memory, then writes the same pages again, so that the snapshot
-            // keeps the first half.
+            // Each call writes the same pages, which fill half of the memory. A snapshot between
+            // two calls keeps the pages of the first call.
             let write = |seed: u64| -> Result<()> {
                 for page in 0..480 {
                     power.write_at(page * PAGE as u64, &noise(seed << 32 | page, PAGE), NONE)?;
@@ -282,7 +283,7 @@ fn power_layer_over_full_family_dropping_a_snapshot() {
 fn submit(device: &dyn Device, request: Request, data: &[u8]) -> mpsc::Receiver<Result<()>> {
     let (tx, rx) = mpsc::channel();
     let done = Completion::new(move |outcome, _| {
-        // The receiver may have been dropped after a timeout.
+        // The receiver may have been dropped after a timeout, which is not an error here.
         let _ = tx.send(outcome);
     });
     device.submit(request, IoBuf::copy_of(data).unwrap(), done);
@@ -299,10 +300,11 @@ fn writes_during_snapshot_are_held_without_blocking() {
         pending.freeze(Instant::now() + LONG).unwrap();
         let new = noise(2, PAGE);
         let write = Request::write(0, PAGE as u64);
-        // On this thread: a wait would be for the thread itself.
-        assert_eq!(disk.try_io(&write, Buffer::Write(&new)), Ok(Tried::WouldBlock));
+        // The test thread also thaws the disk later, so a request that blocks the test thread would
+        // wait forever.
+        assert_eq!(disk.try_io(&write, Buffer::Write(&new)), Ok(TryResult::WouldBlock));
         let discard = Request::new(Op::Discard, PAGE as u64, PAGE as u64);
-        assert_eq!(disk.try_io(&discard, Buffer::None), Ok(Tried::WouldBlock));
+        assert_eq!(disk.try_io(&discard, Buffer::None), Ok(TryResult::WouldBlock));
         let held = [submit(&disk, write, &new), submit(&disk, discard, &[])];
         let mut back = vec![0; PAGE];
         disk.read_at(0, &mut back).unwrap();
@@ -315,7 +317,7 @@ fn writes_during_snapshot_are_held_without_blocking() {
             );
         }
         pending.attach();
-        assert_eq!(disk.try_io(&write, Buffer::Write(&new)), Ok(Tried::WouldBlock));
+        assert_eq!(disk.try_io(&write, Buffer::Write(&new)), Ok(TryResult::WouldBlock));
         pending.thaw();
         for held in held {
             assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
@@ -340,7 +342,7 @@ fn held_writes_resume_after_rewind_or_thaw() {
                 drop(pending);
                 assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
             } else {
-                // After the rewind the disk has a new chain, which is not frozen.
+                // After the rewind, the disk has new layers, which are not frozen.
                 disk.rewind().unwrap();
                 assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
                 pending.thaw();

@@ -41,7 +41,7 @@ pub enum Lock {
 /// Source of compression streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Streams {
-    /// A shared list of 4 streams. A thread that finds it empty waits.
+    /// A shared list of 4 streams. A thread that finds the list empty waits.
     ListOf4,
     /// A shared list of 8 streams.
     ListOf8,
@@ -59,7 +59,7 @@ pub enum Exceptions {
     /// A shared lock, then the chunk's bucket of complete exceptions, then that of pending ones: dm-snapshot
     /// since Linux 5.2.
     Buckets,
-    /// The product's lock, that of the chunk's slot.
+    /// The product's lock: the lock of the chunk's slot.
     Ours,
 }
 
@@ -132,7 +132,7 @@ pub fn set_exceptions(exceptions: Exceptions) {
 }
 
 /// Sets the intent of this thread. The default is to write.
-pub fn intend(intent: Intent) {
+pub fn set_intent(intent: Intent) {
     INTENT.set(intent);
 }
 
@@ -159,7 +159,7 @@ pub fn take_exception_hold_time() -> (Duration, u64) {
 pub fn add_exception_hold_time(since: Instant) {
     // Relaxed: read only while no thread counts.
     EXCEPTION_HOLD_TIME.0.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
-    // Relaxed: as above.
+    // Relaxed: read only while no thread counts.
     EXCEPTION_HOLD_TIME.1.fetch_add(1, Ordering::Relaxed);
 }
 

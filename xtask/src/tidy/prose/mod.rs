@@ -12,7 +12,7 @@ use std::path::Path;
 
 use text::{COMMENT, Paragraph, START, comments, markdown};
 
-/// History and copied output, which nobody rewrites.
+/// Paths that the check skips: history and copied output, which nobody rewrites.
 const SKIPPED: [&str; 2] = ["CHANGELOG.md", "docs/runs/"];
 
 /// Longest name of a test, in characters.
@@ -106,14 +106,14 @@ pub struct Hit {
 /// The compiled rules.
 pub struct Prose {
     patterns: Vec<Pattern>,
-    /// Patterns by each word that their first positive element accepts.
+    /// Indexes of patterns, by each word that the first positive element of the pattern accepts.
     by_word: HashMap<&'static str, Vec<usize>>,
 }
 
 struct Pattern {
     advice: &'static str,
     elements: Vec<Element>,
-    /// Index of the first positive element.
+    /// Index of the pattern's first positive element, the first one without `!`.
     anchor: usize,
 }
 
@@ -160,7 +160,7 @@ impl Prose {
         hits
     }
 
-    /// Returns the advice of the first rule, by the place in the sentence, that the sentence breaks.
+    /// Returns the advice of the rule that is broken first in the sentence, or None.
     fn broken(&self, tokens: &[Cow<'_, str>]) -> Option<&'static str> {
         tokens.iter().enumerate().find_map(|(at, token)| {
             let mut patterns = self.by_word.get(token.as_ref())?.iter().map(|&index| &self.patterns[index]);

@@ -11,7 +11,8 @@ use anyhow::{Context as _, Result};
 use super::Hit;
 use crate::tidy::Problem;
 
-/// Hits per file, one `COUNT PATH` a line, sorted by path. A file that is not listed may have none.
+/// Hits per file, one `COUNT PATH` a line, sorted by path. A file that is not listed may have no
+/// hits.
 const RECORD: &str = "xtask/src/tidy/prose.txt";
 
 /// The hits of the tree by file, without files that have none.
@@ -24,7 +25,8 @@ pub fn problems(hits: &Hits) -> Result<Vec<Problem>> {
     Ok(compare(hits, &read()?.unwrap_or_default()))
 }
 
-/// Lowers the counts of the record to the hits of the tree. Without a record it writes one.
+/// Lowers the counts of the record to the hits of the tree. Creates the record if it does not
+/// exist.
 pub fn lower(hits: &Hits) -> Result<()> {
     let text = lowered(hits, read()?.as_ref());
     fs::write(RECORD, text).with_context(|| format!("cannot write {RECORD}"))

@@ -2,18 +2,19 @@
 
 use std::borrow::Cow;
 
-/// Stands for the start of a sentence in tokens and patterns.
+/// Token for the start of a sentence, in sentences and in patterns.
 pub const START: &str = "^";
-/// Stands for the start of the first sentence of a comment; a pattern with START matches it too.
+/// Token for the start of the first sentence of a comment; a pattern with START matches this token
+/// too.
 pub const COMMENT: &str = "^^";
-/// Stands for an inline code span.
+/// Token for an inline code span.
 const CODE: &str = "`";
 
 /// Lines of text without a break between them.
 pub struct Paragraph<'t> {
     /// True for the first paragraph of a comment.
     opens_comment: bool,
-    /// With their numbers, counted from 1.
+    /// Lines of text with their numbers, counted from 1.
     lines: Vec<(usize, &'t str)>,
 }
 
@@ -44,7 +45,7 @@ impl<'t> Paragraph<'t> {
             sentence.text.push_str(word);
             let was_code = in_code;
             in_code ^= word.matches('`').count() % 2 == 1;
-            // Of a link, its text and what follows its target.
+            // Of a link, only its text and what follows its target are read.
             let (word, rest) = word.split_once("](").unwrap_or((word, word));
             let plain = word.trim_matches(|c: char| !c.is_alphanumeric() && c != '`');
             if was_code || plain.contains('`') {
@@ -60,7 +61,7 @@ impl<'t> Paragraph<'t> {
             match mark.bytes().next_back() {
                 _ if in_code || ["e.g.", "i.e."].contains(&mark) => {}
                 Some(b'.' | b'!' | b'?') => {
-                    // A question may begin with any word.
+                    // Questions are not checked, because a question may begin with any word.
                     let question = mark.ends_with('?');
                     sentence.tokens.push(".".into());
                     sentences.extend(open.take().filter(|_| !question));

@@ -15,7 +15,7 @@ const URI: &str = "nbd+unix:";
 
 /// A Unix socket with an export of the device.
 pub struct Address {
-    /// The socket.
+    /// Path of the socket.
     pub path: PathBuf,
     /// NBD URI, with the name of the export.
     pub uri: String,
@@ -26,7 +26,8 @@ struct Published {
     uri: Option<String>,
 }
 
-/// Returns an address of the device, or publishes the device at a new address with access only for root.
+/// Returns an existing address of the device that fits, or publishes the device at a new address with access only for
+/// root.
 pub fn of_device(locked: &mut LockedRecord, server: &mut Server) -> Result<Address> {
     let read_only = locked.record.is_read_only();
     let exports = server.device().map(|device| device.exports.clone()).unwrap_or_default();
@@ -43,8 +44,8 @@ pub fn of_device(locked: &mut LockedRecord, server: &mut Server) -> Result<Addre
     publish(locked, server, read_only)
 }
 
-/// Publishes the device at a socket beside the control socket: the server may lack the right to create one among the
-/// records.
+/// Publishes the device at a socket beside the control socket. The server may lack the right to create a socket in the
+/// directory of the records.
 fn publish(locked: &mut LockedRecord, server: &mut Server, read_only: bool) -> Result<Address> {
     let dir = locked.record.control.parent().unwrap_or(Path::new("/"));
     let path = dir.join(format!("mount-{}.sock", locked.id()));

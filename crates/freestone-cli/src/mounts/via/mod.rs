@@ -5,13 +5,13 @@ mod nbd;
 mod nbdfuse;
 mod ublk;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 
 use super::attached::{is_unused, loops_of};
-use super::helper::{command, run, wait_until};
+use super::helper::wait_until;
 use super::mount_table::MountTable;
 use super::record::{LockedRecord, Via};
 use super::server::{Export, Server};
@@ -19,11 +19,11 @@ use super::server::{Export, Server};
 /// Longest wait for other programs, such as udev, to close a block device after it was unmounted.
 const CLOSE_MAX: Duration = Duration::from_secs(2);
 
-/// Why a device is not attached.
+/// Reason why a device could not be attached.
 enum AttachError {
     /// A program, driver or right is missing on this machine or in the server.
     Unavailable(String),
-    /// A step failed.
+    /// A step of attaching failed with this error.
     Failed(anyhow::Error),
 }
 
@@ -33,8 +33,8 @@ impl From<anyhow::Error> for AttachError {
     }
 }
 
-/// Attaches the device of a record, by the way in the record, or else the first that is available. Saves the record
-/// before each step.
+/// Attaches the device of a record in the way that the record names, or else in the first way that is available. Saves
+/// the record before each step.
 pub fn attach(locked: &mut LockedRecord, server: &mut Server) -> Result<()> {
     let name = locked.record.name.clone();
     if let Some(via) = locked.record.via {
@@ -64,8 +64,8 @@ fn attach_by(via: Via, locked: &mut LockedRecord, server: &mut Server) -> Result
     }
 }
 
-/// Disconnects the kernel from the server, after the file system was unmounted. With `force`, a client that does not
-/// end is killed at once. Does not unpublish the export.
+/// Disconnects the kernel from the server, after the file system was unmounted. With `force`, an nbdfuse that does not
+/// end is killed without a long wait. Does not unpublish the export.
 pub fn detach(locked: &LockedRecord, force: bool) -> Result<()> {
     match locked.record.via {
         Some(Via::Nbd) => nbd::detach(locked),
@@ -75,7 +75,7 @@ pub fn detach(locked: &LockedRecord, force: bool) -> Result<()> {
     }
 }
 
-/// Returns the export that the mount published, if it still exists.
+/// Returns the address of the export that the mount published, or `None` if that export no longer exists.
 pub fn published(locked: &LockedRecord, server: &Server) -> Option<String> {
     let published = locked.record.published.as_deref()?;
     let exports = &server.device()?.exports;
@@ -86,16 +86,16 @@ pub fn published(locked: &LockedRecord, server: &Server) -> Option<String> {
     exports.iter().find(matches).map(|export| export.address.clone())
 }
 
-/// Returns the file or block device for mount(8), and an option that it needs.
+/// Returns the file or block device to pass to mount(8), and a mount option that is required for it.
 pub fn mountable(locked: &LockedRecord) -> Option<(PathBuf, Option<&'static str>)> {
     match locked.record.via? {
-        // The loop device is detached with the last mount of it, whoever unmounts.
+        // With this option, the loop device is detached at the last unmount, whoever unmounts.
         Via::Nbdfuse => Some((nbdfuse::disk(locked), Some("loop"))),
         Via::Ublk | Via::Nbd => Some((locked.record.device.clone()?, None)),
     }
 }
 
-/// Returns the block devices as which the mount table lists the device.
+/// Returns the block devices under which the mount table lists the device.
 pub fn sources(locked: &LockedRecord, table: &MountTable) -> Vec<PathBuf> {
     let record = &locked.record;
     let mut sources = match record.via {
@@ -103,7 +103,8 @@ pub fn sources(locked: &LockedRecord, table: &MountTable) -> Vec<PathBuf> {
         Some(Via::Nbd) if !nbd::is_connected(locked) => Vec::new(),
         Some(Via::Ublk | Via::Nbd) | None => record.device.clone().into_iter().collect(),
     };
-    // The device's number may have been reused. A mount of it at this directory counts as the mount of the record.
+    // The number of the block device may have been reused. A mount at the directory of the record still counts as the
+    // mount of the record.
     let is_here = |device: &&PathBuf| {
         table.of(std::slice::from_ref(device)).any(|mount| mount.dir == record.dir)
             && !sources.contains(device)
@@ -116,15 +117,9 @@ pub fn sources(locked: &LockedRecord, table: &MountTable) -> Vec<PathBuf> {
 /// Waits until the unmounted block device has no users. Returns false after a timeout.
 pub fn wait_unused(locked: &LockedRecord) -> bool {
     wait_until(CLOSE_MAX, || match (locked.record.via, &locked.record.device) {
-        // A loop device is detached with its last user; then its number may be reused.
+        // A loop device is detached with its last user, and its number may then be reused.
         (Some(Via::Nbdfuse), _) => loops_of(&nbdfuse::disk(locked)).is_empty(),
         (_, Some(device)) => is_unused(device),
         (_, None) => true,
     })
-}
-
-/// Writes the dirty blocks of a device, and drops its blocks from the kernel's cache.
-pub fn drop_cache(device: &Path) -> Result<()> {
-    let step = format!("blockdev --flushbufs {}", device.display());
-    run(command("blockdev")?.arg("--flushbufs").arg(device), None)?.require(&step)
 }

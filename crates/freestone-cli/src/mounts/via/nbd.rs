@@ -12,12 +12,13 @@ use crate::mounts::record::LockedRecord;
 use crate::mounts::server::Server;
 
 const PROGRAM: &str = "nbd-client";
-/// File with the ID of the process that connected the device, as the kernel reports it.
+/// Name of the file with the ID of the process that connected the device, as the kernel reports it.
 const CLIENT: &str = "nbd-client.pid";
 /// Shell script that writes its process ID to a file and then runs the program.
 const NOTE_PID: &str = r#"echo $$ >"$0" && exec "$@""#;
 const CONNECTIONS: &str = "4";
-/// Smallest block size of file systems. The server accepts requests of any size.
+/// Block size of the NBD device, in bytes: the smallest that file systems use. The server accepts
+/// requests of any size.
 const BLOCK_BYTES: &str = "512";
 
 fn device(number: u32) -> PathBuf {
@@ -81,13 +82,13 @@ pub fn attach(locked: &mut LockedRecord, server: &mut Server) -> Result<(), Atta
     Err(anyhow!("all devices /dev/nbdN are connected; `modprobe nbd nbds_max=N` makes more").into())
 }
 
-/// Returns true if this mount connected its device.
+/// Returns true if the NBD device of the record is connected, and this mount has connected it.
 pub fn is_connected(locked: &LockedRecord) -> bool {
     let client = locked.record.device.as_deref().and_then(nbd_client);
     client.is_some() && client == line_of(&locked.path(CLIENT))
 }
 
-/// Disconnects the device, if this mount connected it.
+/// Disconnects the NBD device of the record, if this mount has connected it.
 pub fn detach(locked: &LockedRecord) -> Result<()> {
     let Some(device) = &locked.record.device else { return Ok(()) };
     if !is_connected(locked) {

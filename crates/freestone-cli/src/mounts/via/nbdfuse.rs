@@ -21,20 +21,20 @@ use crate::mounts::server::Server;
 
 const PROGRAM: &str = "nbdfuse";
 const FUSE: &str = "/dev/fuse";
-/// Mount point of nbdfuse, and the file in it.
+/// Name of the mount point of nbdfuse, where [`FILE`] presents the device.
 const DIR: &str = "fuse";
 const FILE: &str = "disk";
-/// PID file that nbdfuse writes once the file can be used.
+/// Name of the PID file that nbdfuse writes once the file [`FILE`] can be used.
 const READY: &str = "nbdfuse.pid";
 const LOG: &str = "nbdfuse.log";
 /// Longest wait for a loop device to close the file after the file system was unmounted.
 const CLOSE_MAX: Duration = Duration::from_secs(2);
 /// Longest wait for nbdfuse to end after its mount was removed.
 const END_MAX: Duration = Duration::from_secs(5);
-/// The same if nbdfuse has nothing to write, or the server hangs.
+/// Longest wait for nbdfuse to end if it has nothing to write, or the server hangs.
 const SHORT_END_MAX: Duration = Duration::from_millis(500);
 
-/// Returns the file that presents the device.
+/// Returns the path of the file in which nbdfuse presents the device.
 pub fn disk(locked: &LockedRecord) -> PathBuf {
     locked.path(DIR).join(FILE)
 }
@@ -52,7 +52,7 @@ pub fn attach(locked: &mut LockedRecord, server: &mut Server) -> Result<(), Atta
         if disk(locked).exists() {
             return Ok(());
         }
-        // Left by an nbdfuse that was killed.
+        // The mount was left by an nbdfuse that was killed.
         detach(locked, false)?;
     }
     let address = address::of_device(locked, server)?;
@@ -68,7 +68,7 @@ pub fn attach(locked: &mut LockedRecord, server: &mut Server) -> Result<(), Atta
     let _ = fs::remove_file(&ready);
     let stderr = File::create(&log).with_context(|| format!("{}: cannot be written", log.display()))?;
     let mut nbdfuse = command(PROGRAM)?;
-    // In a process group of its own: an interrupt from the terminal must not end it.
+    // nbdfuse runs in a process group of its own, so that an interrupt from the terminal does not end it.
     nbdfuse.stdout(Stdio::null()).stderr(stderr).process_group(0);
     if locked.record.is_read_only() {
         nbdfuse.arg("-r");
@@ -91,11 +91,12 @@ pub fn attach(locked: &mut LockedRecord, server: &mut Server) -> Result<(), Atta
     Ok(())
 }
 
-/// Unmounts the file and waits until nbdfuse has ended. Kills nbdfuse if it does not end by itself.
+/// Unmounts the file system of nbdfuse, and waits until nbdfuse has ended. Kills nbdfuse if it does not end
+/// by itself.
 pub fn detach(locked: &LockedRecord, force: bool) -> Result<()> {
     let disk = disk(locked);
     let was_mounted = unmount_file(&locked.path(DIR), force)?;
-    // Without a mount, nbdfuse is just starting, or was unmounted by hand.
+    // Without a mount, nbdfuse is just starting or was unmounted by hand, so it has nothing to write.
     let max = if was_mounted && !force { END_MAX } else { SHORT_END_MAX };
     for process in Process::with_word(&disk) {
         if !process.wait(max) {
@@ -109,7 +110,7 @@ pub fn detach(locked: &LockedRecord, force: bool) -> Result<()> {
     unmount_file(&locked.path(DIR), force).map(drop)
 }
 
-/// Unmounts the file if it is mounted. Returns true if it was mounted.
+/// Unmounts the file system of nbdfuse at `dir`. Returns false if it is not mounted.
 fn unmount_file(dir: &Path, force: bool) -> Result<bool> {
     if MountTable::read()?.top_at(dir).is_none() {
         return Ok(false);
@@ -121,7 +122,7 @@ fn unmount_file(dir: &Path, force: bool) -> Result<bool> {
         last != Err(Errno::BUSY)
     });
     match last {
-        // EINVAL: nbdfuse unmounted it.
+        // EINVAL: nbdfuse has unmounted the file system meanwhile.
         Ok(()) | Err(Errno::INVAL) => Ok(true),
         Err(error) => Err(error).with_context(|| format!("{}: cannot be unmounted", dir.display())),
     }

@@ -11,7 +11,7 @@ use crate::mounts::helper::{STEP_MAX, wait_until};
 use crate::mounts::record::LockedRecord;
 use crate::mounts::server::Server;
 
-/// Placeholder in the record before the number of the block device is known.
+/// Value of `published` in the record before the number of the block device is known.
 pub const UNKNOWN: &str = "ublk";
 
 #[derive(Deserialize)]
@@ -39,7 +39,7 @@ pub fn attach(locked: &mut LockedRecord, server: &mut Server) -> Result<(), Atta
     };
     locked.record.device = Some(device.clone());
     locked.save()?;
-    // udev may create the node later.
+    // udev may create the device node later.
     if !wait_until(STEP_MAX, || Path::new(&device).exists()) {
         return Err(anyhow!("{} does not appear; is /dev a devtmpfs?", device.display()).into());
     }

@@ -1,8 +1,8 @@
-//! Division of a device's units (pages, bytes or zones) into equal parts (cells).
+//! Division of the units of a device (pages, bytes or zones) into equal parts, the cells of a map.
 
 use std::ops::Range;
 
-/// A division into cells whose sizes differ by at most one unit.
+/// A division of units into cells whose sizes differ by at most one unit.
 #[derive(Debug, Clone, Copy)]
 pub struct Cells {
     count: u64,
@@ -21,18 +21,19 @@ impl Cells {
         self.count as usize
     }
 
-    /// Returns the first unit of a cell. For the number of cells, returns the number of units.
+    /// Returns the first unit of a cell. If `cell` is the number of cells, returns the number of units.
     pub fn start(self, cell: usize) -> u64 {
         (cell as u128 * u128::from(self.units) / u128::from(self.count)) as u64
     }
 
-    /// Returns the cell of a unit.
+    /// Returns the index of the cell that contains a unit.
     pub fn of(self, unit: u64) -> usize {
         debug_assert!(unit < self.units);
         (((u128::from(unit) + 1) * u128::from(self.count) - 1) / u128::from(self.units)) as usize
     }
 
-    /// Calls `f` for each cell of a range of units, with the cell and its number of units in the range.
+    /// Calls `f` for each cell that overlaps a range of units, with the index of the cell and its number of
+    /// units in the range.
     pub fn each(self, run: Range<u64>, mut f: impl FnMut(usize, u64)) {
         let mut at = run.start;
         let end = run.end.min(self.units);

@@ -1,4 +1,4 @@
-//! Choice of the kind of map that a device has.
+//! Drawing the kind of map that suits a device: zones, pages or extents.
 
 use serde::Serialize;
 
@@ -8,39 +8,39 @@ use super::pages::Pages;
 use super::walk::Walk;
 use super::zones::Zones;
 
-/// A map of a device.
+/// A map of a device, as the API returns it.
 #[derive(Serialize)]
 pub struct Map {
     name: String,
     /// Size of the device, in bytes.
     size: u64,
-    /// Time that drawing took.
+    /// Time in seconds that drawing the map took.
     seconds: f64,
     #[serde(flatten)]
     drawn: Drawn,
 }
 
-/// The content of a map.
+/// The content of a map, by kind of map.
 #[derive(Serialize)]
 #[serde(tag = "map", rename_all = "snake_case")]
 enum Drawn {
     /// Pages of a RAM disk, fork or snapshot.
     Pages(Pages),
-    /// Zones of a drive.
+    /// Zones of a zoned drive.
     Zones(Zones),
-    /// Data and holes, as clients see them.
+    /// Data and holes, as NBD clients see them.
     Extents(Extents),
     /// The device has no map.
     None {
-        /// The reason, as a sentence.
+        /// The reason, as a sentence for the user.
         why: String,
     },
 }
 
-/// Draws the map of the device, with at most `cells` cells.
+/// Draws the map of the device that `walk` examines, with at most `cells` cells.
 ///
 /// # Errors
-/// The device was removed or does not report its content, or the walk was cancelled.
+/// The device was removed, or does not report its content; or the walk was cancelled.
 pub fn draw(walk: &mut Walk, cells: u64) -> Result<Map, ApiError> {
     let entry = walk.entry()?;
     let size = entry.size();
@@ -60,5 +60,5 @@ pub fn draw(walk: &mut Walk, cells: u64) -> Result<Map, ApiError> {
     } else {
         Drawn::Extents(Extents::draw(walk, cells)?)
     };
-    Ok(Map { name: walk.name().to_owned(), size, seconds: walk.took().as_secs_f64(), drawn })
+    Ok(Map { name: walk.name().to_owned(), size, seconds: walk.elapsed().as_secs_f64(), drawn })
 }

@@ -9,17 +9,17 @@ use super::super::api::ApiError;
 use super::cells::Cells;
 use super::walk::{Pace, Walk};
 
-/// A step is one call of the device, which may read metadata from a disk.
+/// Speed of the walk. A step is one call of the device's `extents`, which may read metadata from a disk.
 const PACE: Pace = Pace { steps: 16, steps_per_second: 4096 };
 
-/// Bytes of data and of holes in equal parts of the device.
+/// Numbers of bytes of data and of holes in each cell, an equal part of the device.
 #[derive(Serialize)]
 pub struct Extents {
-    /// Bytes of a unit: always 1.
+    /// Bytes per unit: always 1.
     unit: u64,
     /// Size of the device, in bytes.
     units: u64,
-    /// Bytes examined before the deadline, from the start of the device.
+    /// Number of bytes examined before the deadline, from the start of the device.
     looked: u64,
     cells: usize,
     /// Number of bytes in each cell, by kind. Kinds without bytes are omitted.
@@ -35,14 +35,14 @@ const fn word(kind: ExtentKind) -> &'static str {
 }
 
 impl Extents {
-    /// Draws the map, with at most `most` cells.
+    /// Draws the map of the device's extents, with at most `most` cells.
     pub fn draw(walk: &mut Walk, most: u64) -> Result<Self, ApiError> {
         let units = walk.entry()?.device().map_or(0, |device| device.geometry().size);
         let cells = Cells::new(units, most);
         let mut kinds = BTreeMap::new();
         let mut at = 0;
         'walk: while at < units
-            && let Some(entry) = walk.turn(PACE)?
+            && let Some(entry) = walk.next_turn(PACE)?
         {
             let Some(device) = entry.device() else { break };
             for _ in 0..PACE.steps {

@@ -1,8 +1,8 @@
-//! Maps of devices: kinds of content, counted in equal parts (cells) of the device.
+//! Maps of devices for the web page: kinds of content, counted in equal parts (cells) of the device.
 //!
-//! A thread of its own draws each map, with pauses ([`walk`]), and stops when the client disconnects. Only one
-//! map is drawn at a time. A map that a device delays beyond its deadline no longer blocks maps of other
-//! devices, but at most [`STALLED_MAX`] such maps may exist.
+//! A thread of its own draws each map, with pauses ([`walk`]), and stops when the client disconnects. Only
+//! one map is drawn at a time. A map stalls if a call of the device does not return until the deadline. A
+//! stalled map does not block maps of other devices, but at most [`STALLED_MAX`] stalled maps may exist.
 
 mod cells;
 mod draw;
@@ -25,16 +25,16 @@ use crate::service::Service;
 
 /// Maximum number of cells of a map.
 const CELLS_MAX: u64 = 4096;
-/// Default number of cells.
+/// Number of cells of a map if the request does not contain `cells`.
 const CELLS: u64 = 1024;
-/// Time after [`DRAW_MAX`] until a map counts as stalled: a call of the device has not returned.
+/// Time after [`DRAW_MAX`] until a map is treated as stalled: a call of the device has not returned.
 const GRACE: Duration = Duration::from_secs(2);
-/// Interval of checks whether the client is still connected.
+/// Interval at which the server checks whether the client is still connected.
 const CHECK_EVERY: Duration = Duration::from_millis(50);
-/// Maximum number of stalled maps. While this many exist, no map is drawn.
+/// Maximum number of stalled maps. While this many exist, no further map is drawn.
 const STALLED_MAX: usize = 4;
 
-/// The maps of a server.
+/// The maps of a server that are being drawn.
 pub struct Maps {
     service: Weak<Service>,
     drawings: Arc<Mutex<Vec<Drawing>>>,
@@ -46,7 +46,8 @@ struct Drawing {
     began: Instant,
 }
 
-/// Entry of a map in [`Maps::drawings`], by its begin. Dropped when the thread of the map ends.
+/// Registration of a map in [`Maps::drawings`], identified by its time of begin. Dropped when the thread of
+/// the map ends.
 struct DrawingSlot(Arc<Mutex<Vec<Drawing>>>, Instant);
 
 impl Drop for DrawingSlot {
@@ -56,16 +57,16 @@ impl Drop for DrawingSlot {
 }
 
 impl Maps {
-    /// Creates the maps of a server.
+    /// Creates the set of maps for the devices of `service`; it is empty at first.
     pub fn new(service: &Arc<Service>) -> Self {
         Self { service: Arc::downgrade(service), drawings: Arc::default() }
     }
 
-    /// Draws the map of the device of this name, and waits for it.
+    /// Draws the map of the device with this name, and waits for the result.
     ///
     /// # Errors
     /// The device does not exist, a parameter is invalid, another map is being drawn, the client has
-    /// disconnected, or the device does not respond.
+    /// disconnected, or the device does not respond in time.
     pub fn map(
         &self,
         name: &str,
@@ -99,7 +100,7 @@ impl Maps {
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(ApiError::Failed(format!("{name}: the map cannot be drawn")));
                 }
-                Err(RecvTimeoutError::Timeout) if client.is_gone() => {
+                Err(RecvTimeoutError::Timeout) if client.has_disconnected() => {
                     cancel.cancel();
                     return Err(ApiError::Busy(format!("{name}: the client has disconnected")));
                 }
@@ -113,7 +114,8 @@ impl Maps {
         }
     }
 
-    /// Registers a new map. Fails instead of waiting for another map, because the page retries.
+    /// Registers a new map. If another map is being drawn, this fails instead of waiting, because the page
+    /// retries.
     fn begin(&self, name: &str) -> Result<DrawingSlot, ApiError> {
         let mut drawings = self.drawings.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -126,7 +128,7 @@ impl Maps {
             let why = format!("{STALLED_MAX} maps wait for devices that do not respond");
             return Err(ApiError::Busy(format!("{name}: {why}; try again")));
         }
-        // `began` is unique, because a new map begins only when all others are older than DRAW_MAX.
+        // `began` identifies the drawing: a drawing begins only if all others began more than [`DRAW_MAX`] ago.
         drawings.push(Drawing { name: name.to_owned(), began: now });
         Ok(DrawingSlot(Arc::clone(&self.drawings), now))
     }

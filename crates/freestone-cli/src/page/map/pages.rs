@@ -10,10 +10,11 @@ use super::super::api::ApiError;
 use super::cells::Cells;
 use super::walk::{Pace, Walk};
 
-/// A step is at most one leaf of the slot table (512 pages). A full disk of 1 TiB takes 8 s.
+/// Speed of the walk. A step examines at most one leaf of the slot table (512 pages), so a full disk of 1 TiB
+/// takes 8 s.
 const PACE: Pace = Pace { steps: 1024, steps_per_second: 65_536 };
 
-/// Name of a kind of pages in the API, and the function that returns their number.
+/// Name of a kind of page in the API, and the function that returns the number of such pages.
 type Kind = (&'static str, fn(&Contents) -> u64);
 
 const KINDS: [Kind; 8] = [
@@ -27,26 +28,26 @@ const KINDS: [Kind; 8] = [
     ("hole", |contents| contents.hole),
 ];
 
-/// Numbers of pages in equal parts of the device.
+/// Numbers of pages in each cell, an equal part of the device.
 #[derive(Serialize)]
 pub struct Pages {
-    /// Bytes of a page.
+    /// Bytes per unit: the size of a page.
     unit: u64,
     /// Number of pages of the device.
     units: u64,
-    /// Pages examined before the deadline, from the start of the device.
+    /// Number of pages examined before the deadline, from the start of the device.
     looked: u64,
     cells: usize,
     /// Number of pages in each cell, by kind. Kinds without pages are omitted.
     kinds: BTreeMap<&'static str, Vec<u64>>,
-    /// Remark for the user.
+    /// Remark about the map for the user, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     note: Option<&'static str>,
 }
 
 impl Pages {
-    /// Draws the map, with at most `most` cells. `has_unflushed`: the device holds unflushed writes back, and
-    /// the map does not show them.
+    /// Draws the map of the device's pages, with at most `most` cells. If `has_unflushed` is true, the device
+    /// holds unflushed writes back, and a note says that the map does not show them.
     pub fn draw(walk: &mut Walk, most: u64, has_unflushed: bool) -> Result<Self, ApiError> {
         let unit = PAGE_BYTES as u64;
         let units = walk.entry()?.size().div_ceil(unit);
@@ -54,7 +55,7 @@ impl Pages {
         let mut counts = vec![Contents::default(); cells.count()];
         let (mut at, mut cell) = (0, 0);
         'walk: while cell < cells.count()
-            && let Some(entry) = walk.turn(PACE)?
+            && let Some(entry) = walk.next_turn(PACE)?
         {
             let Some(ram) = entry.kind.ram() else { break };
             for _ in 0..PACE.steps {

@@ -1,4 +1,4 @@
-//! Map of a zoned drive: zone conditions and write pointers.
+//! Map of a zoned drive: conditions and write pointers of its zones.
 
 use std::collections::BTreeMap;
 
@@ -10,28 +10,30 @@ use super::cells::Cells;
 use super::walk::{Pace, Walk};
 use crate::verbs::zones::condition_word;
 
-/// A step is one zone.
+/// Speed of the walk. A step examines one zone.
 const PACE: Pace = Pace { steps: 1024, steps_per_second: 65_536 };
 
-/// Zones in equal parts of the drive. A drive with few zones has one zone per cell.
+/// Numbers of zones in each cell, an equal part of the drive. In the map of a drive with few zones, each cell
+/// is one zone.
 #[derive(Serialize)]
 pub struct Zones {
-    /// Bytes of a zone; the last zone may be shorter.
+    /// Bytes per unit: the size of a zone. The last zone may be smaller.
     unit: u64,
     /// Number of zones of the drive.
     units: u64,
-    /// Zones examined before the deadline, from the start of the drive.
+    /// Number of zones examined before the deadline, from the start of the drive.
     looked: u64,
     cells: usize,
-    /// Number of zones in each cell, by condition. Conditions without zones are omitted.
+    /// Zones by condition: for each condition that occurs, the number of its zones in each cell of the map.
     kinds: BTreeMap<&'static str, Vec<u64>>,
-    /// Bytes before the write pointers in each cell. A full zone counts with its capacity.
+    /// Number of bytes before the write pointers of the zones in each cell. A full zone counts as its capacity.
     written: Vec<u64>,
-    /// Capacity of the zones in each cell, in bytes.
+    /// Capacity of the zones with a write pointer in each cell, in bytes.
     capacity: Vec<u64>,
 }
 
-/// Returns the written bytes and the capacity of a zone; 0 and 0 for a zone without a write pointer.
+/// Returns the numbers of written bytes and of usable bytes of a zone. Both are 0 for a zone without a valid
+/// write pointer.
 fn filled(zone: &Zone) -> (u64, u64) {
     match zone.condition {
         ZoneCondition::NotWritePointer | ZoneCondition::ReadOnly | ZoneCondition::Offline => (0, 0),
@@ -41,7 +43,7 @@ fn filled(zone: &Zone) -> (u64, u64) {
 }
 
 impl Zones {
-    /// Draws the map, with at most `most` cells.
+    /// Draws the map of the drive's zones, with at most `most` cells.
     pub fn draw(walk: &mut Walk, most: u64) -> Result<Self, ApiError> {
         let no_zones = || ApiError::Failed(format!("{}: has no zones", walk.name()));
         let entry = walk.entry()?;
@@ -53,7 +55,7 @@ impl Zones {
         let (mut kinds, mut written, mut capacity) = (BTreeMap::new(), none(), none());
         let mut looked = 0;
         while looked < units
-            && let Some(entry) = walk.turn(PACE)?
+            && let Some(entry) = walk.next_turn(PACE)?
         {
             let Some(zoned) = entry.device().and_then(|device| device.zoned()) else { break };
             let stop = (looked + u64::from(PACE.steps)).min(units);

@@ -1,4 +1,4 @@
-//! `top`: shows the busiest devices at a regular interval.
+//! `top`: prints or displays the busiest devices at a regular interval.
 
 mod screen;
 mod watch;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
-use freestone::device::Counted;
+use freestone::device::OpStats;
 use freestone_spec::size::human;
 use freestone_spec::times;
 use serde::{Deserialize, Serialize};
@@ -21,9 +21,9 @@ use super::stat::duration;
 use super::table::write_table;
 use super::{Common, Verb, show};
 use crate::control::client::Client;
-use crate::control::protocol::Fault;
+use crate::control::protocol::RpcError;
 use crate::error::Usage;
-use crate::metrics::rates::{By, Device, Look};
+use crate::metrics::rates::{Device, Sample, SortKey};
 use crate::process;
 use crate::service::Service;
 
@@ -31,12 +31,12 @@ pub struct Top;
 
 /// Maximum number of devices in a response.
 const COUNT_MAX: u32 = 1000;
-/// Default number of devices in a response, unless the size of a terminal gives another.
+/// Default number of devices in a response. On a terminal, the default is the number of devices that fit.
 const COUNT_DEFAULT: u32 = 20;
-/// Range of the refresh interval.
+/// Minimum and maximum refresh interval.
 const EVERY_MIN: Duration = Duration::from_secs(1);
 const EVERY_MAX: Duration = Duration::from_secs(3600);
-/// Longest wait for a response of the server.
+/// Maximum wait for a response of the server.
 const RESPONSE_MAX: Duration = Duration::from_secs(30);
 
 /// Sort order of the devices, largest first.
@@ -52,7 +52,7 @@ pub enum Sorted {
     Latency,
 }
 
-impl From<Sorted> for By {
+impl From<Sorted> for SortKey {
     fn from(sorted: Sorted) -> Self {
         match sorted {
             Sorted::Requests => Self::Requests,
@@ -62,7 +62,7 @@ impl From<Sorted> for By {
     }
 }
 
-/// The command line.
+/// Command line of the verb `top`.
 #[derive(Debug, Args)]
 pub struct Line {
     /// Sort order, largest first
@@ -79,14 +79,14 @@ pub struct Line {
     once: bool,
 }
 
-/// Parameters of the request.
+/// Parameters of the verb `top` in a JSON request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// Sort order.
+    /// Sort order of the devices.
     #[serde(default)]
     by: Sorted,
-    /// Maximum number of devices.
+    /// Maximum number of devices in the response.
     #[serde(default = "default_count")]
     count: u32,
 }
@@ -95,49 +95,49 @@ const fn default_count() -> u32 {
     COUNT_DEFAULT
 }
 
-/// Result: the busiest devices, and the sum of all devices.
+/// Result of the verb `top`: the busiest devices, and the sum of all devices.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    /// Length of the measured interval; 0 in the first response.
+    /// Length of the measured interval in seconds; 0 in the first response, which has no earlier sample.
     seconds: f64,
-    /// The server.
+    /// Totals of the server.
     server: Server,
-    /// Sum of all devices.
+    /// Sum of the rates of all devices.
     total: Row,
-    /// The devices in sort order.
+    /// The busiest devices, in sort order.
     devices: Vec<Row>,
 }
 
-/// Totals of the server.
+/// Numbers about the whole server.
 #[derive(Debug, Serialize, Deserialize)]
 struct Server {
     version: String,
     devices: usize,
-    /// Number of forks among the devices.
+    /// Number of forks, which are also counted in `devices`.
     forks: usize,
     connections: u64,
     process_rss_bytes: u64,
 }
 
-/// Rates of a device, or the sum of several devices.
+/// Request rates of a device, or the sum of several devices.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     name: String,
     #[serde(default, skip_serializing_if = "String::is_empty")]
     kind: String,
-    /// Base of a fork.
+    /// Name of the base, if the device is a fork.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<String>,
     reads_per_second: f64,
     writes_per_second: f64,
-    /// Discards, write zeroes, flushes and zone appends.
+    /// Rate of discards, write zeroes, flushes and zone appends together.
     others_per_second: f64,
     read_bytes_per_second: f64,
     written_bytes_per_second: f64,
     errors_per_second: f64,
     in_flight: u64,
-    /// Latency percentiles; omitted if no request was measured.
+    /// 50th and 99th percentile of the latency in nanoseconds; omitted if no request was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     p50_ns: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -145,8 +145,8 @@ pub struct Row {
 }
 
 impl Row {
-    /// Returns the rates for requests counted in `seconds`, without a name.
-    pub fn new(counted: &Counted, seconds: f64) -> Self {
+    /// Returns the rates for the requests counted in an interval of `seconds`. Name and kind are empty.
+    pub fn new(counted: &OpStats, seconds: f64) -> Self {
         let per_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
         Self {
             name: String::new(),
@@ -166,9 +166,9 @@ impl Row {
         }
     }
 
-    /// Returns the rates of a device in the measured interval.
+    /// Returns the rates of a device in an interval of `seconds`.
     pub fn of(device: &Device, seconds: f64) -> Self {
-        let percentile = |thousandths| device.lately.latency.within(thousandths);
+        let percentile = |thousandths| device.recent.latency.quantile(thousandths);
         let nanoseconds = |took: Duration| took.as_nanos() as u64;
         Self {
             name: device.name.clone(),
@@ -176,7 +176,7 @@ impl Row {
             base: device.fork_of.clone(),
             p50_ns: percentile(500).map(nanoseconds),
             p99_ns: percentile(990).map(nanoseconds),
-            ..Self::new(&device.lately.counted, seconds)
+            ..Self::new(&device.recent.counted, seconds)
         }
     }
 }
@@ -187,25 +187,25 @@ impl Verb for Top {
     type Params = Params;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
+    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { by, count } = params;
         if !(1..=COUNT_MAX).contains(&count) {
-            return Err(Fault::invalid(format!("top: count={count}: must be 1 to {COUNT_MAX}")));
+            return Err(RpcError::invalid(format!("top: count={count}: must be 1 to {COUNT_MAX}")));
         }
-        let look: Arc<Look> = service.rates.look(&service.registry);
-        let seconds = look.since.as_secs_f64();
-        let mut sum = Counted::default();
-        for device in &look.devices {
-            sum.add(&device.lately.counted);
+        let sample: Arc<Sample> = service.rates.sample(&service.registry);
+        let seconds = sample.since.as_secs_f64();
+        let mut sum = OpStats::default();
+        for device in &sample.devices {
+            sum.add(&device.recent.counted);
         }
-        let busiest = look.busiest(count as usize, by.into(), |_| true);
-        let process = process::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
+        let busiest = sample.busiest(count as usize, by.into(), |_| true);
+        let process = process::process_memory().map_err(|e| RpcError::internal(format!("{e:#}")))?;
         Ok(Reply {
             seconds,
             server: Server {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
-                devices: look.devices.len(),
-                forks: look.devices.iter().filter(|device| device.fork_of.is_some()).count(),
+                devices: sample.devices.len(),
+                forks: sample.devices.iter().filter(|device| device.fork_of.is_some()).count(),
                 connections: service.exports.nbd.stats().connections,
                 process_rss_bytes: process.rss_bytes,
             },
@@ -220,7 +220,7 @@ impl Verb for Top {
     }
 }
 
-/// Writes the table: the sum of all devices, then each device.
+/// Writes a table with the sum of all devices in the first row, followed by each device.
 fn write_devices(reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
     let rows: Vec<_> = std::iter::once(&reply.total).chain(&reply.devices).map(cells).collect();
     write_table(TITLES, &TEXTS, &rows, out)
@@ -230,10 +230,10 @@ const TITLES: [&str; 12] = [
     "NAME", "KIND", "BASE", "READ/S", "WRITE/S", "OTHER/S", "READ", "WRITTEN", "ERRORS/S", "WAITING", "P50",
     "P99",
 ];
-/// Columns aligned to the left.
+/// Columns aligned to the left. The other columns are numbers, aligned to the right.
 const TEXTS: [&str; 3] = ["NAME", "KIND", "BASE"];
 
-/// Returns the line about the server.
+/// Returns the line about the server, which is printed above the table.
 fn headline(reply: &Reply) -> String {
     let Server { version, devices, forks, connections, process_rss_bytes } = &reply.server;
     let memory = human(*process_rss_bytes);
@@ -266,7 +266,7 @@ fn cells(row: &Row) -> [String; TITLES.len()] {
     ]
 }
 
-/// A client that calls `top` repeatedly over one connection.
+/// A client that repeats the call of `top` over one connection.
 struct TopClient(Client);
 
 impl TopClient {
@@ -281,7 +281,7 @@ impl TopClient {
     }
 }
 
-/// Runs the client: an interactive display on a terminal, else tables or JSON.
+/// Runs the client: an interactive display if stdout is a terminal, otherwise tables or JSON.
 pub fn ask(line: &Line, common: &Common) -> Result<()> {
     if !(EVERY_MIN..=EVERY_MAX).contains(&line.every) {
         return Err(Usage("--every: must be 1s to 1h".into()).into());
@@ -291,7 +291,7 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
         return watch(client, line.by, line.count, line.every);
     }
     let params = Params { by: line.by, count: line.count.unwrap_or(COUNT_DEFAULT) };
-    // Starts the measurement: the first response covers no interval.
+    // The first call starts the measurement. The response covers no interval and is not printed.
     client.call(params)?;
     loop {
         thread::sleep(if line.once { EVERY_MIN } else { line.every });

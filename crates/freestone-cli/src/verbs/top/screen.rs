@@ -1,4 +1,4 @@
-//! The lines that `top` shows in a terminal.
+//! The lines that `top` draws on a terminal.
 
 use std::io::{self, Write};
 
@@ -10,10 +10,11 @@ use unicode_width::UnicodeWidthChar as _;
 
 use super::{Reply, Sorted, headline, write_devices};
 
-/// Lines that are not devices: two at the top, the titles, the sum of all devices, the keys.
+/// Number of lines that do not show a device: two at the top, the titles, the sum of all devices, the keys.
 pub const OTHER_LINES: u16 = 5;
 
-/// Draws a result, or that the first one is missing. `error` is the error if the server does not respond.
+/// Draws a result, or that none was received yet (`reply` is None). `error` is the reason why the server does
+/// not respond any more.
 pub fn draw(
     out: &mut impl Write,
     (width, height): (u16, u16),
@@ -30,7 +31,7 @@ pub fn draw(
     out.flush()
 }
 
-/// Returns `height` lines: the state of the server, as many devices as fit, and the keys.
+/// Returns `height` lines: the state of the server, the table of devices cut to the height, and the keys.
 fn lines(
     height: u16,
     reply: Option<&Reply>,
@@ -57,7 +58,7 @@ fn lines(
     Ok(lines)
 }
 
-/// Returns the part of a line that fits into `columns`. Control characters are omitted.
+/// Returns the start of a line that fits into `columns` terminal columns. Control characters are omitted.
 fn cut(line: &str, columns: u16) -> String {
     let mut left = usize::from(columns);
     let fits = |&(_, width): &(char, usize)| {
@@ -127,7 +128,7 @@ mod tests {
             (lines[0].as_str(), lines[1].as_str()),
             ("freestone: waiting for the server", "no answer")
         );
-        // As many devices as fit.
+        // The number of devices is limited to those that fit.
         let lines = shown(120, 10, Some(&reply(50)), None);
         assert_eq!(
             lines.iter().filter(|line| line.starts_with("job-")).count(),

@@ -1,6 +1,7 @@
 //! `top` on a terminal: polls the server, draws the devices, and handles keys.
 //!
-//! A thread polls, so that keys work while the server does not respond. The terminal is restored in any case.
+//! A separate thread polls, so that keys work while the server does not respond. The terminal is restored
+//! when `watch` returns or panics.
 
 use std::io;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use super::screen::{self, OTHER_LINES};
 use super::{COUNT_MAX, Params, Reply, Sorted, TopClient};
 
-/// Interval at which keys, responses and signals are checked.
+/// Interval at which the display checks for keys, responses and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Shows the busiest devices until a key or a signal ends the program.
@@ -32,7 +33,7 @@ pub fn watch(client: TopClient, by: Sorted, count: Option<u32>, every: Duration)
     show(client, &WatchOptions { by, count, every }, &ended)
 }
 
-/// The terminal in raw mode, on its alternate screen. Dropping it restores the terminal, also after a panic.
+/// The terminal in raw mode, on its alternate screen. Dropping this value restores the terminal, also after a panic.
 struct RawTerminal;
 
 impl RawTerminal {
@@ -46,20 +47,20 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // The terminal may be gone.
+        // Fails if the terminal is gone, which cannot be reported any more.
         let _ = execute!(io::stdout(), Show, LeaveAlternateScreen);
         let _ = terminal::disable_raw_mode();
     }
 }
 
-/// Options of the command line.
+/// Options from the command line.
 struct WatchOptions {
     by: Sorted,
     count: Option<u32>,
     every: Duration,
 }
 
-/// Action of a key.
+/// Action that a key triggers.
 #[derive(Debug, PartialEq, Eq)]
 enum KeyAction {
     End,
@@ -90,7 +91,7 @@ fn show(client: TopClient, options: &WatchOptions, ended: &AtomicBool) -> Result
     let (new_params, params_changes) = mpsc::channel();
     let (replies, received) = mpsc::channel();
     let every = options.every;
-    // The thread ends with the program at the latest.
+    // The polling thread is not joined; it ends with the process at the latest.
     thread::spawn(move || poll_server(client, params, every, &params_changes, &replies));
     let (mut reply, mut error, mut changed) = (None, None, true);
     while !ended.load(Ordering::SeqCst) {
@@ -116,7 +117,7 @@ fn show(client: TopClient, options: &WatchOptions, ended: &AtomicBool) -> Result
             }
         }
         if params != before {
-            // The polling thread may have ended; it has sent the error then.
+            // If the polling thread has ended, it has sent an error, which is received below.
             let _ = new_params.send(params);
             changed = true;
         }
@@ -124,7 +125,7 @@ fn show(client: TopClient, options: &WatchOptions, ended: &AtomicBool) -> Result
             match outcome {
                 Ok(new) => (reply, error) = (Some(new), None),
                 Err(failure) if reply.is_none() => return Err(failure),
-                // The last result stays on the screen; the client does not reconnect.
+                // The last result stays on the screen. The client does not connect again.
                 Err(failure) => error = Some(format!("{failure:#}")),
             }
             changed = true;
@@ -133,7 +134,8 @@ fn show(client: TopClient, options: &WatchOptions, ended: &AtomicBool) -> Result
     Ok(())
 }
 
-/// Waits for an event. A signal is not an error: the caller checks for it afterwards.
+/// Waits for a terminal event for at most [`POLL_INTERVAL`]. Returns false if there is none. A signal is not
+/// an error, because the caller checks for signals afterwards.
 fn has_event() -> Result<bool> {
     match event::poll(POLL_INTERVAL) {
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(false),
@@ -141,7 +143,8 @@ fn has_event() -> Result<bool> {
     }
 }
 
-/// Polls the server at the interval, and at once if the parameters change. Ends at the first error.
+/// Polls the server at the interval `every`, and at once if the parameters change. Ends at the first error,
+/// which it sends.
 fn poll_server(
     mut client: TopClient,
     mut params: Params,

@@ -10,7 +10,8 @@ use rustix::process::Signal;
 
 use crate::harness::{Serve, finish, freestone, refused, sentence, unprivileged};
 
-/// A user other than the server's, if the tests run as root.
+/// Number of the user and group `nobody`, used as another user than the server's if the tests run
+/// as root.
 const NOBODY: u32 = 65534;
 
 fn mode_of(path: &Path) -> u32 {
@@ -45,7 +46,7 @@ fn sockets_get_configured_mode_and_owner() {
     assert_eq!(control.gid().to_string(), if is_root { NOBODY.to_string() } else { group });
 
     if is_root {
-        // Modes and owners have their effect.
+        // The user who owns the sockets can connect.
         let connects = |socket: &str| {
             let uri = format!("nbd+unix:///?socket={}", serve.path(socket).display());
             finish(
@@ -86,7 +87,7 @@ fn config_file_sets_socket_modes() {
     let dumped = serve.text(&["dump"]);
     let keys = format!("socket_mode = \"0666\"\nsocket_user = \"{me}\"\ncontrol_mode = \"0600\"\n");
     assert!(dumped.contains(&keys), "{dumped}");
-    // It is fixed as long as the server runs.
+    // `apply` cannot change the mode of the control socket while the server runs.
     let message = serve.refused(1, &["apply", "f.toml"]);
     assert!(
         message.ends_with("control_mode: the server uses 0600; restart the server to change this"),
@@ -135,7 +136,8 @@ fn invalid_socket_owner_or_mode_is_refused() {
         "f.toml: control_user=no-such-user: there is no such user"
     );
 
-    // Without root rights the server cannot set these owners. It fails and leaves no socket.
+    // Without root rights the server cannot make root the owner of its sockets. The start fails and
+    // leaves no socket.
     let open = at.join("open");
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();

@@ -80,7 +80,7 @@ fn config_check_opens_nothing_and_names_lines() {
     ] {
         assert_eq!(check(&FILE.replacen(from, to, 1)), format!("g.toml: {message}"));
     }
-    // The check created nothing.
+    // `serve --check` created no files.
     let left: Vec<_> = fs::read_dir(at).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left.len(), 2, "{left:?}");
 }
@@ -120,7 +120,7 @@ fn dump_recreates_the_same_server() {
     assert_eq!(again.text(&["dump"]), dumped);
 }
 
-/// Returns [`FILE`] with texts replaced.
+/// Returns the configuration file [`FILE`] with the first occurrence of each text replaced.
 fn changed(changes: &[(&str, &str)]) -> String {
     changes.iter().fold(FILE.to_owned(), |text, (from, to)| {
         assert!(text.contains(from), "{from}");
@@ -165,7 +165,7 @@ fn apply_changes_only_devices_of_the_file() {
     assert_eq!(names(&serve), "data golden job-0 drive mine new");
     assert!(serve.path("mine").exists() && serve.path("other").exists() && !serve.path("machine").exists());
 
-    // Invalid changes are reported, and then nothing is changed.
+    // `apply` reports invalid changes, and then changes nothing.
     let gold = [("name = 'golden'", "name = 'gold'"), ("base = 'golden'", "base = 'gold'")];
     for (status, changes, message) in [
         (
@@ -185,7 +185,8 @@ fn apply_changes_only_devices_of_the_file() {
     }
     assert_eq!(serve.json(&["get", "data", "mem_limit"])["mem_limit"], 32 << 20);
 
-    // SIGHUP applies the configuration file that the server was started with.
+    // SIGHUP applies the configuration file that the server was started with, like the verb
+    // `apply`.
     fs::write(serve.path("f.toml"), text.replacen("disksize = '8M'", "disksize = '16M'", 1)).unwrap();
     serve.signal(Signal::HUP);
     let grown = || serve.json(&["get", "new", "disksize"])["disksize"] == 16 << 20;
@@ -200,8 +201,8 @@ fn apply_changes_only_devices_of_the_file() {
         serve.text(&["apply", "f.toml", "--prune"]),
         format!("remove mine\nunpublish data from unix:{dir}/mine\n")
     );
-    // A device or export made by hand is not the file's, even if the file made one of this name
-    // before.
+    // A device or export that was created by a verb does not belong to the file, even if an earlier
+    // `apply` created one of the same name.
     serve.text(&["remove", "new"]);
     serve.text(&["create", "new=ram,disksize=1M"]);
     serve.text(&["unpublish", "data"]);

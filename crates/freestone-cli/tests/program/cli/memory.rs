@@ -1,4 +1,4 @@
-//! Memory that devices take from the server: limits, statistics, and its release.
+//! Memory of the server that its devices use: limits, statistics, and release.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -12,12 +12,12 @@ use crate::clients::tools::{KIB, MIB, noise};
 use crate::drives::raw::{EIO, Raw};
 use crate::harness::{Serve, ask, connect_nbd, finish, freestone};
 
-/// Returns the anonymous memory of the server, in bytes.
+/// Returns the resident anonymous memory of the server process, in bytes.
 fn anonymous(serve: &Serve) -> u64 {
     status_field(serve, "RssAnon:")
 }
 
-/// Returns the peak memory of the server, in bytes.
+/// Returns the peak resident memory of the server process, in bytes.
 fn peak(serve: &Serve) -> u64 {
     status_field(serve, "VmHWM:")
 }
@@ -44,7 +44,7 @@ fn empty_disk_takes_32_kib_until_removed() {
     let taken = anonymous(&serve).saturating_sub(begin);
     assert!(taken <= DISKS * 32 * KIB, "{} bytes a disk", taken / DISKS);
     serve.text(&["remove", "r*"]);
-    // The memory is released about a second later.
+    // The server returns freed memory to the kernel about a second later.
     let mut left = u64::MAX;
     for _ in 0..100 {
         left = anonymous(&serve).saturating_sub(begin);
@@ -83,7 +83,8 @@ fn snapshot_copies_in_memory_are_limited_and_listed() {
     serve.text(&["fork", "s", "f"]);
     assert_eq!(serve.json(&["stat", "f"])["family"]["mem_limit"], MIB);
     serve.text(&["remove", "f"]);
-    // At the limit the snapshot overflows, and the origin's write succeeds.
+    // At the memory limit the snapshot overflows and becomes invalid, and the origin's write
+    // succeeds.
     for n in 0..4 {
         assert_eq!(client.write(0, n * MIB, &noise(3, MIB)), 0);
     }
@@ -135,7 +136,7 @@ fn many_clients_stay_within_memory_limits() {
         "d=ram,disksize=512M,mem_limit=48M,backing_dev=spill.img,backing_size=640M",
     ];
     let serve = Serve::start_in(dir, &args, true);
-    // All clients together ask for 256 MiB in flight.
+    // The clients together request 256 MiB of buffers for requests in flight.
     let data = noise(7, MIB);
     thread::scope(|scope| {
         for number in 0..CLIENTS {
@@ -158,9 +159,10 @@ fn many_clients_stay_within_memory_limits() {
 /// Flags of a thread that is an I/O flusher (`PF_MEMALLOC_NOIO`, `PF_LOCAL_THROTTLE`).
 const FLUSHER: u64 = 0x18_0000;
 
-/// Returns true if this line of `/proc/PID/stat` has [`FLUSHER`] set.
+/// Returns true if [`FLUSHER`] is set in the flags of a thread, given a line of `/proc/PID/stat`.
 fn is_flusher(stat: &str) -> bool {
-    // The third field follows the name, which may contain spaces.
+    // The third field of the line follows the thread name, which is in parentheses and may contain
+    // spaces.
     let (_, fields) = stat.rsplit_once(") ").unwrap();
     let flags: u64 = fields.split(' ').nth(6).unwrap().parse().unwrap();
     flags & FLUSHER == FLUSHER
@@ -187,7 +189,8 @@ fn server_threads_are_io_flushers() {
         assert_eq!(is_flusher(&thread), may, "{thread}");
     }
 
-    // The command of `--run` is not a flusher, because it uses the disks.
+    // The command of `--run` is not an I/O flusher, because the command uses disks but does not
+    // serve them.
     let (status, message, error) = finish(freestone(serve.dir.path()).args([
         "serve",
         "r=ram,disksize=1M",

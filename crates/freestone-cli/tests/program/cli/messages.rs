@@ -19,7 +19,9 @@ fn socket_paths_in_use_are_refused_and_kept() {
     let dir = serve.dir.path();
     let at = |name: &str| serve.path(name).display().to_string();
     let control = refused(dir, 1, &["serve", "--nbd", "unix:other", "--control", "control"]);
-    let why = "a server is running there; stop it, or name another path with --control";
+    let pid = serve.pid().as_raw_nonzero();
+    let why =
+        format!("is in use by another server (pid {pid}); stop it, or name another path with --control");
     assert_eq!(control, format!("{}: {why}", at("control")));
     let nbd = refused(dir, 1, &["serve", "--nbd", "unix:nbd", "--control", "c2"]);
     assert!(nbd.contains(&at("nbd")), "{nbd}");
@@ -37,7 +39,7 @@ fn socket_paths_in_use_are_refused_and_kept() {
     assert!(file.contains(&at("file")), "{file}");
     assert_eq!(fs::read(serve.path("file")).unwrap(), b"precious");
 
-    // The failed servers leave nothing behind, and the first one still runs.
+    // The servers that failed to start leave no sockets, and the running server still works.
     assert_eq!(sockets_in(dir), 2);
     assert_eq!(serve.text(&["list"]).lines().count(), 2);
 }
@@ -107,7 +109,7 @@ fn wrong_command_lines_end_with_status_2() {
         let sentence = refused(dir, 2, args);
         assert!(sentence.contains(expected), "{args:?}: {sentence}");
     }
-    // Errors that depend on the machine have status 1.
+    // Errors that depend on the state of the machine, not on the command line, have exit status 1.
     let missing = refused(dir, 1, &["serve", "a=file,path=new.img"]);
     assert!(missing.contains("new.img: cannot open: No such file"), "{missing}");
     assert!(!dir.join("new.img").exists());
@@ -126,17 +128,18 @@ fn wrong_command_lines_end_with_status_2() {
     let (code, out, _) = finish(freestone(dir).args(["list", "--help"]));
     assert!(code == 0 && out.contains("MEM-USED ") && out.contains("mem_used_max"), "{out}");
     let (code, out, _) = finish(freestone(dir).arg("--version"));
-    // A release build shows its commit.
+    // The version of a release build also contains the commit.
     assert!(env!("FREESTONE_VERSION").starts_with(env!("CARGO_PKG_VERSION")));
     assert_eq!((code, out), (0, concat!("freestone ", env!("FREESTONE_VERSION"), "\n").to_owned()));
     assert_eq!(sockets_in(dir), 0);
 }
 
-/// Keys that every kind of device takes, or every kind in memory.
+/// The help lists the keys of limits, which all device kinds have, and `tls_clients`, `keep` and
+/// `on_lost`.
 #[test]
 fn help_of_makers_lists_common_keys() {
     let dir = tempdir().unwrap();
-    let keys = freestone_spec::limits::KEYS.into_iter().chain(["tls_clients", "keep", "on_lost"]);
+    let keys = freestone_spec::limits::KEYS.into_iter().chain(["tls_clients", "keep", "on_data_loss"]);
     let keys: Vec<_> = keys.map(|key| format!(" {key}=")).collect();
     for verb in ["serve", "fork", "create"] {
         let (code, out, _) = finish(freestone(dir.path()).args([verb, "--help"]));
@@ -248,7 +251,8 @@ fn full_stdout_is_an_error() {
 fn server_that_closes_the_connection_is_an_error() {
     let dir = tempdir().unwrap();
     let listener = UnixListener::bind(dir.path().join("c")).unwrap();
-    // The line is larger than the socket's buffer, so the client is still writing.
+    // The request line is larger than the socket's buffer, so the client is still writing when the
+    // server closes.
     let value = format!("={}", "x".repeat(100_000));
     let attrs: Vec<String> = (0..8).map(|n| format!("a{n}{value}")).collect();
     let mut set = freestone(dir.path());
@@ -282,7 +286,8 @@ fn likely_mistakes_are_warned_of() {
             && sum.contains(": c: the RAM disks, forks and copies may take "),
         "{sum}"
     );
-    // Forks of one base share one limit; copies in memory have their own.
+    // Forks of one base share one memory limit; RAM disks and snapshots in memory each have their
+    // own.
     std::fs::write(dir.path().join("img"), [0; 4096]).unwrap();
     let forks = ["img=file,path=img,readonly=yes", "f=fork,base=img", "g=fork,base=img", "h=fork,base=img"];
     assert_eq!(warnings(&forks), "");

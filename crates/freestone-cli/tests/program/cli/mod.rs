@@ -51,7 +51,7 @@ fn devices_are_served_and_listed() {
     let connect = |name| connect_nbd(&mut UnixStream::connect(serve.path("nbd")).unwrap(), name);
     assert_eq!(connect("ram0"), 64 << 20);
     assert_eq!(connect("n0"), 4 << 30);
-    // The first device is the default export.
+    // An empty export name selects the default export, which is the first device.
     assert_eq!(connect(""), 64 << 20);
 
     let list = serve.text(&["list"]);
@@ -88,7 +88,8 @@ fn open_files_limit_is_raised_for_the_server_only() {
         out.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
     let message = run("ulimit -S -n 300; ulimit -H -n 700");
-    // The command's own limit; then name, soft and hard limit of the server.
+    // The first word is the soft limit of the `--run` command. Words 4 and 5 are the soft and hard
+    // limits of the server.
     assert_eq!([&message[0], &message[4], &message[5]], ["300", "700", "700"], "{message:?}");
 }
 
@@ -143,7 +144,7 @@ fn statistics_have_kernel_columns() {
     assert_eq!(keys("io_stat"), "failed_reads failed_writes invalid_io notify_free");
     assert!(stat["memory"]["process_pss_bytes"].as_u64().unwrap() > 0);
     assert!(stat["memory"]["process_rss_bytes"].as_u64() >= stat["memory"]["process_pss_bytes"].as_u64());
-    // The default limit is half of the machine's memory.
+    // The default memory limit is half of the machine's memory.
     assert!(stat["mm_stat"]["mem_limit"].as_u64().unwrap() > 0);
 
     let all = serve.json(&["stat"]);
@@ -165,14 +166,14 @@ fn attributes_are_read_and_set() {
     assert!(serve.text(&["get", "ram0"]).contains("\nmem_limit               0\n"));
     assert_eq!(serve.json(&["get", "ram0", "disksize"]), json!({ "disksize": 64 << 20 }));
 
-    // The reply shows the new values as `get` does, rounded up to pages.
+    // The reply of `set` shows the new values as `get` does. Sizes are rounded up to whole pages.
     let set = serve.text(&["set", "ram0", "disksize=128M", "mem_limit=9K", "mem_used_max=0"]);
     assert_eq!(set, "disksize=134217728\nmem_limit=12288\nmem_used_max=0\n");
     assert_eq!(serve.text(&["set", "ram0", "mem_limit=none"]), "mem_limit=0\n");
     assert_eq!(serve.text(&["get", "ram0", "disksize"]), "134217728\n");
     assert_eq!(serve.json(&["set", "ram0", "mem_limit=16M"]), json!({ "mem_limit": 16 << 20 }));
 
-    // A refused `set` changes nothing.
+    // A `set` with an invalid value changes none of its attributes.
     let smaller = "ram0: disksize=64M: smaller than the present 128M; a device only grows";
     assert_eq!(serve.refused(1, &["set", "ram0", "mem_limit=1M", "disksize=64M"]), smaller);
     assert_eq!(serve.json(&["get", "ram0", "mem_limit"]), json!({ "mem_limit": 16 << 20 }));
@@ -204,7 +205,8 @@ fn devices_are_created_and_removed() {
     fs::write(serve.path("disk.img"), vec![0; 1 << 20]).unwrap();
     let output = serve.text(&["create", "r=ram,disksize=64M"]);
     assert_eq!(output, "r: ram 64M, not published; `freestone publish r --nbd ADDR` does that\n");
-    // A relative path is relative to the client's working directory, not the server's.
+    // A relative path in an argument is relative to the working directory of the client, not of the
+    // server.
     assert_eq!(serve.json(&["create", "f=file,path=disk.img,readonly=yes"])["disksize"], 1 << 20);
     assert_eq!(serve.json(&["create", "h=null,size=1M,publish=yes"])["exports"].as_array().unwrap().len(), 1);
     assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), 4);
@@ -251,14 +253,16 @@ fn exports_are_published_and_unpublished() {
     assert_eq!(connect_nbd(&mut UnixStream::connect(serve.path("own")).unwrap(), "r"), 64 << 20);
     assert_eq!(serve.refused(1, &["publish", "r", "--nbd", &own]), format!("r: already published at {own}"));
 
-    // For port 0 the reply has the port that was chosen. The device is read-only at this address.
+    // For port 0 the reply contains the port that the kernel chose. `--read-only` makes only this
+    // export of the device read-only.
     let reply = serve.json(&["publish", "r", "--nbd", "tcp:127.0.0.1:0", "--read-only"]);
     let tcp = reply["address"].as_str().unwrap().strip_prefix("tcp:").unwrap().to_owned();
     assert_eq!(connect_nbd(&mut TcpStream::connect(&tcp).unwrap(), "r"), 64 << 20);
     assert_eq!(serve.json(&["list", "r"])["devices"][0]["exports"][1]["read_only"], true);
     assert_eq!(serve.text(&["publish", "n0", "--nbd", &own]).lines().count(), 1);
 
-    // An address closes with its last export. Addresses of the command line stay open.
+    // The server closes an address with the last export there. Addresses of the command line stay
+    // open.
     serve.text(&["unpublish", "r", "--force"]);
     assert!(TcpStream::connect(&tcp).is_err());
     assert!(serve.path("own").exists());
@@ -336,7 +340,7 @@ fn second_signal_ends_server_at_once() {
     let serve = Serve::start(&["r=ram,disksize=64M"]);
     let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
     connect_nbd(&mut client, "r");
-    // The client does not read the replies, so shutdown waits for it for some seconds.
+    // The client does not read the replies, so a shutdown would wait some seconds for the client.
     for cookie in 0..16_u8 {
         let mut read = vec![0x25, 0x60, 0x95, 0x13, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, cookie];
         read.extend([0; 8]);
@@ -348,7 +352,7 @@ fn second_signal_ends_server_at_once() {
     std::thread::sleep(Duration::from_millis(300));
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
-    // Exit status of a shutdown that did not wait.
+    // The second signal ends the shutdown at once, with exit status 128 plus the signal number.
     assert_eq!((code, sockets_in(dir.path())), (Some(128 + 15), 0));
 }
 
@@ -416,8 +420,8 @@ fn control_socket_garbage_returns_errors() {
     assert_eq!(code(ask(&stream, &vec![b' '; 3 << 20])), -32600);
     let long = format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"{}\"}}", "x".repeat(2 << 20));
     assert_eq!(code(ask(&stream, long.as_bytes())), -32600);
-    // The same connection still works, and a connection that closes in the middle of a line does no
-    // harm.
+    // After invalid requests the connection still works. A connection that closes in the middle of
+    // a request line causes no error.
     let list = br#"{"jsonrpc":"2.0","id":1,"method":"list"}"#;
     assert!(ask(&stream, list)["result"].is_object());
     let mut half = serve.control();
@@ -470,7 +474,7 @@ fn run_returns_the_status_of_its_command() {
     let words: Vec<&str> = lines[0].split('|').collect();
     assert_eq!(words[0], format!("nbd+unix:///r?socket={}", words[2]));
     assert_eq!((words[1], lines[1]), (words[0], "67108864"));
-    // The sockets were in a temporary directory, which was removed.
+    // `--run` created the sockets in a temporary directory, and removed the directory at the end.
     assert!(!Path::new(words[2]).exists() && !Path::new(words[3]).exists());
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 
@@ -492,7 +496,8 @@ fn run_forwards_signals_to_its_command() {
         child.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
         for _ in 0..signals {
             kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
-            // Two pending signals of the same number would be merged.
+            // The kernel would merge two pending signals of the same number, so the second one is
+            // sent later.
             std::thread::sleep(Duration::from_millis(100));
         }
         assert_eq!(child.wait().unwrap().code(), Some(status));
@@ -524,7 +529,8 @@ fn config_file_equals_command_line() {
     let (code, dir) = serve.wait();
     assert_eq!((code, sockets_in(dir.path())), (Some(0), 0));
 
-    // `--nbd` replaces the addresses of the file, and the rest of the file applies.
+    // `--nbd` replaces the NBD addresses of the configuration file. The other settings of the file
+    // apply.
     let serve = Serve::start_in(dir, &[&config[..], &["--nbd", "unix:other"]].concat(), false);
     assert!(serve.path("other").exists() && serve.path("control").exists() && !serve.path("nbd").exists());
     serve.signal(Signal::TERM);

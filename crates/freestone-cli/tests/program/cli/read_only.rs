@@ -1,4 +1,4 @@
-//! The read-only control socket.
+//! The read-only control socket (`--control-read-only`).
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -9,7 +9,8 @@ use serde_json::json;
 
 use crate::harness::{Serve, ask, finish, freestone, refused, unprivileged};
 
-/// All verbs that change something, with parameters that would be valid.
+/// All verbs that change something, each with parameters that are valid at the read-write control
+/// socket.
 const CHANGES: [(&str, &str); 29] = [
     ("set", r#"{"name":"r","attrs":{"mem_limit":"1M"}}"#),
     ("create", r#"{"device":"x=null,size=1M"}"#),
@@ -78,7 +79,7 @@ fn read_only_socket_refuses_changing_verbs() {
         let answer = ask(&stream, &request(method, params));
         assert!(answer["result"].is_object() && answer["error"].is_null(), "{method}: {answer}");
     }
-    // The two lists together cover all verbs.
+    // `CHANGES` and `answers` together contain all verbs of the server.
     let known = ask(&stream, &request("no-such-verb", "{}"))["error"]["message"].clone();
     let known = known.as_str().unwrap().split_once("the methods are ").unwrap().1.to_owned();
     let mut known: Vec<_> = known.split(", ").collect();
@@ -88,7 +89,7 @@ fn read_only_socket_refuses_changing_verbs() {
     assert_eq!(known, ours);
     assert_eq!(serve.text(&["dump"]), before);
 
-    // The program uses the read-only socket like the control socket.
+    // Client subcommands accept the path of the read-only socket in `--control`.
     let by = |args: &[&str]| finish(freestone(serve.dir.path()).args(args).arg("--control").arg(&looks));
     let (code, out, err) = by(&["list"]);
     assert_eq!((code, err.as_str()), (0, ""));

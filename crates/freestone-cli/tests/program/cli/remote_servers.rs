@@ -1,4 +1,4 @@
-//! Server starts with nbd devices whose server does not respond.
+//! Server starts with `nbd` devices whose remote server does not respond.
 
 use std::fs;
 use std::io;
@@ -15,23 +15,24 @@ use tempfile::{TempDir, tempdir};
 
 use crate::harness::{Serve, connect_nbd, freestone};
 
-/// Deadline of the tests, below the `timeout` of the devices.
+/// Deadline of the tests, shorter than the `timeout` of the `nbd` devices, so that a start that
+/// waits for them fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Returns arguments for `count` devices of one server.
+/// Returns arguments for `count` `nbd` devices, all exports of one remote server.
 fn device_args(count: usize) -> Vec<String> {
     let device = |n| format!("n{n}=nbd,uri=nbd+unix:///far?socket=far,timeout=60s");
     (0..count).map(device).collect()
 }
 
-/// Returns a server that accepts connections and sends nothing.
+/// Returns the listening socket of a remote server that accepts connections and sends nothing.
 fn bind_silent_server(dir: &TempDir) -> UnixListener {
     let listener = UnixListener::bind(dir.path().join("far")).unwrap();
     listener.set_nonblocking(true).unwrap();
     listener
 }
 
-/// Accepts connections until `count` are open at the same time.
+/// Accepts connections until `count` are open at the same time. Returns the open ones.
 fn accept(listener: &UnixListener, count: usize) -> Vec<UnixStream> {
     let until = Instant::now() + PATIENCE;
     let mut all = Vec::new();
@@ -46,7 +47,7 @@ fn accept(listener: &UnixListener, count: usize) -> Vec<UnixStream> {
     all
 }
 
-/// Waits for the end of a server; returns its exit status.
+/// Waits until a server exits. Returns its exit status, or `None` if a signal ended the server.
 fn wait_for_end(server: &mut Child) -> Option<i32> {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -68,7 +69,7 @@ fn remote_devices_are_opened_in_parallel() {
     assert_eq!(wait_for_end(&mut server), Some(1));
 }
 
-/// Copies bytes in both directions until one side closes.
+/// Copies bytes between two connections in both directions until one side closes.
 fn relay(client: &UnixStream, server: &UnixStream) {
     thread::scope(|scope| {
         for (mut from, mut to) in [(client, server), (server, client)] {
@@ -80,8 +81,8 @@ fn relay(client: &UnixStream, server: &UnixStream) {
     });
 }
 
-/// Local devices are served while the other server is silent. Its own devices follow when it
-/// responds.
+/// Local devices of the state are served while the remote server is silent. The remote devices are
+/// created when that server responds.
 #[test]
 fn remote_devices_of_state_wait_for_their_server() {
     let dir = tempdir().unwrap();
@@ -91,7 +92,7 @@ fn remote_devices_of_state_wait_for_their_server() {
     let _backend = Serve::ready(tempdir().unwrap(), command);
     symlink(&real, &far).unwrap();
     let state = ["--state".to_owned(), "state".to_owned()];
-    let local = ["r=ram,disksize=1M,on_lost=empty".to_owned()];
+    let local = ["r=ram,disksize=1M,on_data_loss=empty".to_owned()];
     let over = ["f=snapshot,origin=n1,mem_limit=1M".to_owned()];
     let words = [&local[..], &device_args(4), &over, &state].concat();
     let server = Serve::start_in(dir, &words, true);
@@ -104,7 +105,7 @@ fn remote_devices_of_state_wait_for_their_server() {
     let server = Serve::start_in(dir, &state, true);
     let open = accept(&listener, 4);
     let names = |list: &Value, key: &str| {
-        // Absent if there are none.
+        // The key is absent from the reply if there are no such devices.
         let all = list[key].as_array().into_iter().flatten();
         all.map(|device| device["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };

@@ -1,4 +1,4 @@
-//! Behaviour that scripts rely on: errors as JSON, patterns of names, `wait`, and paths of any bytes.
+//! Behaviour that scripts rely on: errors as JSON, name patterns, `wait`, and paths that are not UTF-8.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -16,7 +16,7 @@ use tempfile::tempdir;
 use crate::harness::{Serve, ask, connect_nbd, finish, freestone};
 
 impl Serve {
-    /// Runs a verb with `--json` that must fail with `status`. Returns stdout and the errors.
+    /// Runs a verb with `--json` that must exit with `status`. Returns stdout, and the JSON error objects of stderr.
     fn failed(&self, status: i32, args: &[&str]) -> (String, Vec<Value>) {
         let mut command = freestone(self.dir.path());
         command.args(args).args(["--json", "--control"]).arg(self.path("control"));
@@ -40,7 +40,7 @@ fn json_errors_have_control_socket_codes() {
         (1, &["rewind", "r"], -32000, "EOPNOTSUPP", "r: a ram device has no base"),
         (2, &["set", "r", "mem_limit=1"], -32602, "EINVAL", "r: mem_limit=1: give a unit"),
         (2, &["create", "r"], -32602, "EINVAL", "\"r\": a device is NAME=KIND"),
-        // Errors found by clap.
+        // Errors that the command line parser clap reports.
         (2, &["remove", "r", "--what"], -32602, "EINVAL", "unexpected argument '--what' found"),
         (
             2,
@@ -59,14 +59,14 @@ fn json_errors_have_control_socket_codes() {
         );
         assert!(error["message"].as_str().unwrap().starts_with(sentence), "{args:?}: {error}");
     }
-    // `--json` prints the error object of the control socket unchanged.
+    // `--json` prints the error object of the control socket unchanged, under the key `error`.
     let reply = ask(&serve.control(), br#"{"jsonrpc":"2.0","id":1,"method":"stat","params":{"name":"x"}}"#);
     assert_eq!(serve.failed(1, &["stat", "x"]).1, [json!({ "error": reply["error"] })]);
     let dir = tempdir().unwrap();
     let (code, out, err) = finish(freestone(dir.path()).args(["list", "--json"]));
     let error: Value = serde_json::from_str(&err).unwrap();
     assert_eq!((code, out.as_str(), &error["error"]["data"]["errno"]), (1, "", &json!("ECONNREFUSED")));
-    // After `--` the word `--json` is a name, so the error is plain text.
+    // After `--` the word `--json` is a device name, not an option, so the error is plain text.
     let (_, _, err) = finish(freestone(dir.path()).args(["list", "--", "--json"]));
     assert!(err.starts_with("freestone: no server at "), "{err}");
 }
@@ -98,24 +98,24 @@ fn verbs_take_several_names_and_patterns() {
     let refused = ask(&serve.control(), many.to_string().as_bytes());
     assert_eq!(refused["error"]["message"], "stat: names: at most 64 patterns");
 
-    // An error for one device does not stop the others.
+    // An error for one device does not stop the verb for the other devices.
     let (out, errors) = serve.failed(1, &["rewind", "b", "a?", "nobody*"]);
     assert_eq!(
         serde_json::from_str::<Value>(&out).unwrap(),
         json!({"devices": [{"name": "a1"}, {"name": "a3"}]})
     );
     let errnos: Vec<_> = errors.iter().map(|e| e["error"]["data"]["errno"].as_str().unwrap()).collect();
-    // Errors for: the pattern without a match, a ram device, a snapshot.
+    // The errors are for the pattern `nobody*` without a match, a RAM disk, and a snapshot.
     assert_eq!(errnos, ["ENODEV", "EOPNOTSUPP", "EOPNOTSUPP"], "{errors:?}");
     assert_eq!(serve.json(&["reset", "b", "a3"])["devices"].as_array().unwrap().len(), 2);
-    // A single name without a pattern gives a single result.
+    // A name without wildcards gives a single result instead of a list.
     assert_eq!(serve.json(&["rewind", "a3"]), json!({"name": "a3"}));
 
-    // Patterns do not match a connection's own fork, which ends with the connection.
+    // Patterns do not match the fork `ci@1`, which belongs to a connection and is removed when the connection ends.
     let mut client = std::os::unix::net::UnixStream::connect(serve.path("nbd")).unwrap();
     connect_nbd(&mut client, "ci");
     assert!(serve.names().ends_with(" ci ci@1"), "{}", serve.names());
-    // Forks are removed before their bases, whatever the order of the arguments.
+    // `remove` removes forks before their bases, in any order of the arguments.
     assert_eq!(serve.text(&["remove", "golden", "*", "--force"]), "");
     assert_eq!(serve.names(), "");
     assert_eq!(serve.refused(1, &["remove", "*"]), "*: no device matches");
@@ -138,17 +138,18 @@ fn wait_returns_when_the_server_is_ready() {
     let error: Value = serde_json::from_str(&err).unwrap();
     assert_eq!((code, &error["error"]["data"]["errno"]), (1, &json!("ETIMEDOUT")), "{err}");
     assert!(begin.elapsed() >= Duration::from_millis(200));
-    // A path that cannot become a socket fails at once.
+    // `wait` fails at once if the path exists and is not a socket.
     fs::write(&control, "").unwrap();
     let (code, _, err) = finish(&mut wait("1h", "wait"));
     assert!(code == 1 && err.contains("is not a socket"), "{err}");
     fs::remove_file(&control).unwrap();
     assert_eq!(finish(wait("1", "wait").arg("--json")).0, 2);
 
-    // A stale socket, as after a crash.
+    // A stale socket, as a crashed server leaves it.
     drop(UnixListener::bind(&control).unwrap());
     let waiting = wait("60s", "wait").stdout(Stdio::piped()).spawn().unwrap();
-    // This server becomes ready when its configuration is written to the pipe.
+    // The server reads its configuration from this named pipe, so it becomes ready only when the test writes to the
+    // pipe.
     let fifo = dir.path().join("fifo");
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     let config = format!(
@@ -163,10 +164,10 @@ fn wait_returns_when_the_server_is_ready() {
         .unwrap();
     fs::write(&fifo, config).unwrap();
     assert!(waiting.wait_with_output().unwrap().status.success());
-    // The devices are published by now.
+    // `wait` returns only after the devices are published.
     let list: Value = serde_json::from_str(&finish(wait("", "list").arg("--json")).1).unwrap();
     assert!(list["devices"][0]["exports"][0]["uri"].as_str().unwrap().starts_with("nbd+unix:///r?socket="));
-    // `--control` overrides the environment variable.
+    // `--control` overrides the environment variable FREESTONE_CONTROL.
     let other = dir.path().join("other");
     let (code, _, err) = finish(wait("", "list").arg("--control").arg(&other));
     assert!(code == 1 && err.contains("other"), "{err}");
@@ -178,7 +179,7 @@ fn wait_returns_when_the_server_is_ready() {
 fn nbd_address_exists_before_control_socket() {
     let dir = tempdir().unwrap();
     let control = dir.path().join("control");
-    // A client that connects at the first moment finds every device.
+    // A client that connects as soon as the control socket accepts connections finds every device.
     for _ in 0..10 {
         let mut serve = freestone(dir.path())
             .args([
@@ -193,13 +194,13 @@ fn nbd_address_exists_before_control_socket() {
             .stdout(Stdio::null())
             .spawn()
             .unwrap();
-        // At first the stale socket of the previous round may still exist.
+        // At first the stale socket of the server in the previous round may still exist.
         while std::os::unix::net::UnixStream::connect(&control).is_err() {
             std::thread::yield_now();
         }
         let mut client = std::os::unix::net::UnixStream::connect(dir.path().join("nbd")).unwrap();
         assert_eq!(connect_nbd(&mut client, "b"), 1 << 20);
-        // SIGKILL leaves the sockets behind.
+        // A server killed by SIGKILL does not remove its sockets.
         serve.kill().unwrap();
         serve.wait().unwrap();
     }
@@ -226,7 +227,7 @@ fn config_without_devices_serves_none() {
     assert_eq!(serve.names(), "r");
 }
 
-/// Runs a command on a terminal and returns its output.
+/// Runs a shell command on a pseudoterminal and returns the output.
 fn at_terminal(dir: &std::path::Path, command: &str, no_color: Option<&str>) -> String {
     let mut script = Command::new("script");
     script.args(["-qec", command, "/dev/null"]).current_dir(dir).stdin(Stdio::null()).stdout(Stdio::piped());
@@ -257,7 +258,7 @@ fn paths_may_have_any_bytes() {
     let dir = tempdir().unwrap();
     let odd = dir.path().join(OsStr::from_bytes(b"odd\xff\xfe"));
     fs::create_dir(&odd).unwrap();
-    // The path is relative, so that the working directory holds the bytes that are not UTF-8.
+    // The path of the image is relative, so only the working directory of the client contains bytes that are not UTF-8.
     let mut words = OsString::from("d=file,size=1M,path=disk");
     words.push(OsString::from_vec(vec![0xe9]));
     let mut serve = freestone(&odd);
@@ -292,7 +293,7 @@ fn paths_may_have_any_bytes() {
     run(&[os("restore"), OsStr::from_bytes(b"saved\xff"), os("again")]);
     run(&[os("publish"), os("again"), os("--nbd"), OsStr::from_bytes(b"unix:more\xff")]);
     assert!(odd.join(OsStr::from_bytes(b"more\xff")).exists());
-    // The encoded path of the reply is valid in a JSON request.
+    // The path in the reply, in which bytes that are not UTF-8 are escaped, is valid in a JSON request.
     let word = format!("other=file,path={},readonly=yes", path["path"].as_str().unwrap());
     run(&[os("remove"), os("d")]);
     let control = std::os::unix::net::UnixStream::connect(dir.path().join("control")).unwrap();

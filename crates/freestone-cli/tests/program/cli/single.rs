@@ -17,7 +17,8 @@ use crate::harness::{connect_nbd, finish, freestone, sentence};
 const PATIENCE: Duration = Duration::from_secs(30);
 const PROGRAM: &str = env!("CARGO_BIN_EXE_freestone");
 
-/// Starts the server with a socket as stdin. Returns the server and the client's end.
+/// Starts `serve --single` with a socket as stdin. Returns the server process and the client's end
+/// of the socket.
 fn start_with_socket(dir: &Path, args: &[&str]) -> (Child, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -26,7 +27,7 @@ fn start_with_socket(dir: &Path, args: &[&str]) -> (Child, UnixStream) {
     (command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(), ours)
 }
 
-/// Waits for the end of the server. Returns its status, stdout and stderr.
+/// Waits until the server exits. Returns its exit status, stdout and stderr.
 fn wait_for_end(mut child: Child) -> (Option<i32>, String, String) {
     let began = Instant::now();
     while child.try_wait().unwrap().is_none() {
@@ -41,7 +42,7 @@ fn wait_for_end(mut child: Child) -> (Option<i32>, String, String) {
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// Returns an NBD request with its payload.
+/// Returns the bytes of an NBD request, followed by its payload.
 fn request(command: u16, offset: u64, len: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
     bytes.extend([0; 2]);
@@ -77,10 +78,11 @@ fn single_serves_one_client_and_ends_with_it() {
     assert_eq!(wait_for_end(child), (Some(0), String::new(), String::new()));
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     check_image(&dir.path().join("image"));
-    // The server made no socket and no directory, only the image.
+    // The server created no socket and no directory, so the directory contains only the image.
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 
-    // A client that closes without a disconnect request ends the server as well.
+    // A client that closes the connection without an NBD disconnect request ends the server as
+    // well.
     let (child, client) = start_with_socket(dir.path(), &["n=null,size=1M"]);
     client.shutdown(Shutdown::Both).unwrap();
     assert_eq!(wait_for_end(child).0, Some(0));
@@ -111,7 +113,7 @@ fn single_has_control_socket_if_asked() {
     connect_nbd(&mut client, "r");
     let (_, out, _) = finish(freestone(dir.path()).args(["list", "--control", "c"]));
     assert!(out.lines().last().unwrap().ends_with(" 1 stdin"), "{out}");
-    // The control socket is from the command line, so the dump has it but no NBD address.
+    // The dump contains the control socket of the command line, and no NBD address.
     let (_, out, _) = finish(freestone(dir.path()).args(["dump", "--control", "c"]));
     assert!(out.starts_with("nbd = []\ncontrol = "), "{out}");
     drop(client);
@@ -119,7 +121,7 @@ fn single_has_control_socket_if_asked() {
     assert!(!dir.path().join("c").exists());
 }
 
-/// Logs must not reach the client if stderr is its socket, as under inetd.
+/// Log lines must not reach the client if stderr is the client's socket, as under inetd.
 #[test]
 fn single_logs_do_not_reach_the_client() {
     let dir = tempfile::tempdir().unwrap();
@@ -130,7 +132,7 @@ fn single_logs_do_not_reach_the_client() {
         let mut command = freestone(dir.path());
         command.args(args).stdin(theirs.try_clone().unwrap()).stdout(theirs.try_clone().unwrap());
         let child = command.stderr(theirs).spawn().unwrap();
-        // The command holds a copy of the client's socket.
+        // `command` holds a copy of the client's socket, which would keep the connection open.
         drop(command);
         let fails = args.contains(&"f=wrong");
         if !fails {
@@ -144,7 +146,7 @@ fn single_logs_do_not_reach_the_client() {
     }
 }
 
-/// The client's ends of a child's pipes.
+/// The client's ends of two pipes that are stdin and stdout of the server.
 struct Pipes(std::process::ChildStdout, std::process::ChildStdin);
 
 impl Read for Pipes {
@@ -162,7 +164,7 @@ impl Write for Pipes {
     }
 }
 
-/// Starts the server with a pair of pipes as its client.
+/// Starts `serve --single` with a pair of pipes as the client's connection.
 fn start_with_pipes(dir: &Path) -> (Child, Pipes) {
     let mut command = freestone(dir);
     command.args(["serve", "--single", "f=file,path=image,size=1M"]);
@@ -182,14 +184,14 @@ fn single_accepts_a_pair_of_pipes() {
     assert_eq!(wait_for_end(child), (Some(0), String::new(), String::new()));
     check_image(&dir.path().join("image"));
 
-    // The client closes its pipes.
+    // Closing both pipes ends the server.
     let (child, mut pipes) = start_with_pipes(dir.path());
     connect_nbd(&mut pipes, "");
     drop(pipes);
     assert_eq!(wait_for_end(child).0, Some(0));
 }
 
-/// The server waits for the client for two grace periods of 5 s.
+/// The server waits for a client that reads nothing for two grace periods of 5 s.
 #[test]
 #[ignore = "slow lane"]
 fn signal_ends_server_whose_client_reads_nothing() {
@@ -233,7 +235,7 @@ fn single_refuses_stdin_that_is_not_a_connection() {
     assert_eq!((check.0, check.1.as_str()), (0, "1 device: the configuration is valid\n"));
 }
 
-/// Kills its process when dropped.
+/// A child process that is killed when dropped.
 struct KillOnDrop(Child);
 
 impl Drop for KillOnDrop {
@@ -243,8 +245,8 @@ impl Drop for KillOnDrop {
     }
 }
 
-/// Waits for a listening socket, then connects a client to it twice. Each connection gets its own
-/// server.
+/// Waits until `starts` listens at `socket`, then connects a client twice. Each connection starts a
+/// server of its own.
 fn connect_twice(dir: &Path, mut starts: Command, socket: &Path) {
     let listens = KillOnDrop(starts.stdin(Stdio::null()).spawn().unwrap());
     let began = Instant::now();
@@ -282,7 +284,7 @@ fn connect_twice(dir: &Path, mut starts: Command, socket: &Path) {
 fn single_runs_under_systemd_and_socat() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("activated");
-    // The two ways in which systemd passes a connection: inetd style and LISTEN_FDS.
+    // The two ways in which systemd passes a connection: as stdin like inetd, and by LISTEN_FDS.
     for inetd in [true, false] {
         let mut systemd = Command::new(freestone_testkit::tools::find("systemd-socket-activate"));
         systemd.arg("--accept").args(inetd.then_some("--inetd")).arg("--listen").arg(&socket);

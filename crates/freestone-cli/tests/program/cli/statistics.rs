@@ -45,14 +45,14 @@ fn every_device_counts_requests() {
         if !readonly {
             assert_eq!(client.write(0, 0, &[7; 8192]), 0, "{name}");
             assert_eq!(client.write(FUA, 8192, &[7; 4096]), 0, "{name}");
-            // A zone is written sequentially, and reset by write zeroes.
+            // A zone must be written sequentially, and write zeroes would reset the zone, so zone `z` is omitted.
             if name != "z" {
                 assert_eq!(client.zero(0, 16384), 0, "{name}");
             }
         }
         let io = serve.json(&["stat", name])["io"].clone();
         let of = |key: &str| io[key].as_u64().unwrap_or_else(|| panic!("{name}: no {key} in {io}"));
-        // A base is also read by its forks.
+        // Forks and snapshots read their bases and origins too, so the read counters of these devices may be larger.
         let more = ["golden", "q", "f"].contains(&name);
         assert!(of("reads") == 4 || more && of("reads") >= 4, "{name}: {io}");
         assert!(of("read_bytes") == 3 * 4096 + 65536 || more, "{name}: {io}");
@@ -67,7 +67,7 @@ fn every_device_counts_requests() {
             assert_eq!(stat(&serve, name, "io", "flushes"), 1, "{name}");
         }
     }
-    // Errors of fault rules count in `io`, which is above all layers, and not in `ops`.
+    // Errors of fault rules are counted in `io`, above all layers of the device, and not in `ops`.
     let mut client = Raw::connect(&serve, "faulty");
     assert_eq!(client.write(0, MIB, &[1; 4096]), crate::drives::raw::EIO);
     assert_eq!(stat(&serve, "faulty", "io", "errors"), 1);
@@ -100,19 +100,20 @@ fn exports_count_separately_and_measure_latency() {
     assert_eq!((&at_home["io"]["reads"], &at_home["io"]["read_bytes"]), (&json!(2000), &json!(2000 * 4096)));
     assert_eq!((&at_home["io"]["writes"], &at_other["io"]["writes"]), (&json!(0), &json!(1)), "{reply}");
     assert_eq!((&at_other["io"]["reads"], &at_other["io"]["written_bytes"]), (&json!(1), &json!(8192)));
-    // Requests that complete at once are sampled. Each sample counts for all requests since the one before.
+    // Only some of the requests that complete at once are measured. Each measured one counts for all requests since the
+    // previous one.
     let latency = &reply["latency"]["read"];
     let requests = latency["requests"].as_u64().unwrap();
     assert!((2001 - 128..=2001).contains(&requests), "{latency}");
     let ns = |key: &str| latency[key].as_u64().unwrap();
     assert!(0 < ns("mean_ns") && ns("p50_ns") <= ns("p99_ns") && ns("p99_ns") <= ns("p999_ns"), "{latency}");
     assert_eq!(reply["latency"].get("discard"), None);
-    // Counters of an unpublished export stay in the counters of the device.
+    // The counters of the device still include those of an unpublished export.
     drop(there);
     serve.text(&["unpublish", "r", "--force"]);
     assert_eq!((stat(&serve, "r", "io", "reads"), stat(&serve, "r", "io", "writes")), (2001, 1));
 
-    // Each request that waits is measured.
+    // Every request that waits is measured.
     let mut slow = Raw::connect(&serve, "slow");
     for _ in 0..5 {
         slow.read(0, 4096).unwrap();
@@ -147,7 +148,7 @@ fn block_state_has_the_kernels_line_format() {
     let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
     let numbers: Vec<_> = lines.iter().map(|line| (line[0], line[2])).collect();
     assert_eq!(numbers, [("0", "s....."), ("3", "..hi.."), ("5", ".wh...")]);
-    // `%12zd %12lld.%06lu %c%c%c%c%c%c`
+    // Format of a line in the kernel: `%12zd %12lld.%06lu %c%c%c%c%c%c`
     assert!(text.lines().all(|line| line.len() == 12 + 1 + 12 + 1 + 6 + 1 + 6), "{text}");
     assert!(lines[0][1].parse::<f64>().unwrap() > 0.0 && lines[2][1] == "0.000000", "{text}");
     let json = serve.json(&["block-state", "r", "--offset", "8K", "--length", "8K"]);
@@ -158,7 +159,7 @@ fn block_state_has_the_kernels_line_format() {
     );
     assert_eq!((json["pages"].as_array().unwrap().len(), json.get("next")), (1, None), "{json}");
 
-    // More pages than one reply holds.
+    // 10240 pages, which are more than the 8192 of one reply.
     for n in 0..40 {
         assert_eq!(client.write(0, 100 * MIB + n * MIB, &vec![n as u8 + 1; MIB as usize]), 0);
     }

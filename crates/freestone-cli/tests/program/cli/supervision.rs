@@ -30,7 +30,7 @@ fn notify_socket_receives_state_changes() {
         .spawn()
         .unwrap();
     assert_eq!(notification(), "READY=1\nSTATUS=1 device\n");
-    // The server is ready.
+    // After the notification READY=1 the server accepts verbs.
     let (code, ..) = finish(freestone(dir.path()).arg("list"));
     assert_eq!(code, 0);
     let pid = Pid::from_raw(server.id().cast_signed()).unwrap();
@@ -79,13 +79,14 @@ fn exit_with_parent_ends_the_server() {
     wait_for(false);
 }
 
-/// Sockets are passed as file descriptors from 3 on, as systemd does.
+/// The server serves sockets that are passed as file descriptors from 3 on, as systemd does.
 #[test]
 fn passed_sockets_are_served() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("activated");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    // The shell moves the socket to descriptor 3, and exec keeps the process number of LISTEN_PID.
+    // The shell moves the socket to descriptor 3. `exec` keeps the process ID, so LISTEN_PID
+    // matches the server.
     let serve = format!(
         "exec 3<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec {} serve n=null,size=1M --control c",
         env!("CARGO_BIN_EXE_freestone")

@@ -1,4 +1,4 @@
-//! The systemd units in packaging: systemd accepts every line, and each service has few rights.
+//! The systemd units in packaging: `systemd-analyze verify` accepts them, and each service has few rights.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -7,8 +7,8 @@ use std::process::Command;
 
 use crate::harness::finish;
 
-/// Largest exposure of each unit by `systemd-analyze security`, times ten. 0 is no rights, 96 a unit without
-/// restrictions. The servers of block devices need `CAP_SYS_ADMIN`, as does the NBD client.
+/// Largest exposure level allowed for each unit by `systemd-analyze security`, times ten: 0 has no rights, 96 is a unit
+/// without restrictions. The servers of block devices need `CAP_SYS_ADMIN`, as does the NBD client.
 const EXPOSURE_MAX: [(&str, u32); 6] = [
     ("freestone.service", 26),
     ("freestone@.service", 10),
@@ -18,7 +18,7 @@ const EXPOSURE_MAX: [(&str, u32); 6] = [
     ("freestone-tmp.service", 20),
 ];
 
-/// Copies the units and replaces program paths by programs of this machine.
+/// Copies the units to the directory `to`, with program paths of this machine. Returns the file names.
 fn units(to: &Path) -> Vec<String> {
     let packaging = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging/systemd"));
     let mkfs = packaging.join("freestone-mkfs");
@@ -33,7 +33,7 @@ fn units(to: &Path) -> Vec<String> {
         let text = fs::read_to_string(&path).unwrap();
         let text = text.replace("/usr/bin/freestone ", concat!(env!("CARGO_BIN_EXE_freestone"), " "));
         let text = text.replace("/usr/lib/freestone/freestone-mkfs", mkfs.to_str().unwrap());
-        // Programs of other packages, which this machine may lack.
+        // Programs of other packages may be missing on this machine.
         let text =
             text.replace("+/usr/bin/udevadm", "+/bin/true").replace("/usr/sbin/nbd-client", "/bin/true");
         fs::write(to.join(name), &text).unwrap();
@@ -47,7 +47,7 @@ fn units(to: &Path) -> Vec<String> {
 fn units_pass_systemd_verify() {
     let dir = tempfile::tempdir().unwrap();
     let verify = |name: &str| {
-        // A template is verified as an instance.
+        // systemd-analyze verifies a template only under the name of an instance.
         let instance = name.replace("@.", "@x.");
         let file = dir.path().join(&instance);
         if instance != name {

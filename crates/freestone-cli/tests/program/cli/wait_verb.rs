@@ -1,4 +1,4 @@
-//! `freestone wait`, and servers that die while it waits.
+//! The verb `freestone wait`, and servers that die while the verb waits.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -13,11 +13,11 @@ use tempfile::{TempDir, tempdir};
 
 use crate::harness::{finish, freestone, sentence};
 
-/// Timeout of a wait that must end earlier.
+/// Timeout of a `wait` that must end long before it.
 const LONG: &str = "1h";
-/// Deadline for a wait to end after its server died.
+/// Deadline for a `wait` to end after its server died, generous for slow machines.
 const AT_ONCE: Duration = Duration::from_secs(30);
-/// Time for a process to reach its loop.
+/// Time for a started `wait` process to reach its polling loop.
 const SETTLED: Duration = Duration::from_millis(300);
 
 fn wait(dir: &Path, args: &[&str]) -> Command {
@@ -27,7 +27,8 @@ fn wait(dir: &Path, args: &[&str]) -> Command {
     command
 }
 
-/// Starts a server that becomes ready when its configuration is written to `fifo`.
+/// Starts a server that reads its configuration from the named pipe `fifo`, so it becomes ready
+/// when the test writes to the pipe.
 fn start_server_on_fifo(dir: &Path) -> Child {
     assert!(Command::new("mkfifo").arg(dir.join("fifo")).status().unwrap().success());
     let mut command = freestone(dir);
@@ -35,7 +36,7 @@ fn start_server_on_fifo(dir: &Path) -> Child {
     command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// Returns the message of a wait that fails at once.
+/// Returns the error message of a `wait` process, which must fail at once.
 fn failed(waiting: Child) -> String {
     let begin = Instant::now();
     let Output { status, stdout, stderr } = waiting.wait_with_output().unwrap();
@@ -45,7 +46,7 @@ fn failed(waiting: Child) -> String {
     sentence(&stderr)
 }
 
-/// Returns a directory with a stale socket `c`.
+/// Returns a directory with a stale socket `c`, on which no server listens.
 fn with_stale_socket() -> TempDir {
     let dir = tempdir().unwrap();
     drop(UnixListener::bind(dir.path().join("c")).unwrap());
@@ -58,7 +59,7 @@ fn wait_pid_of_failed_start_fails_at_once() {
     let serve = ["serve", "r=ram,disksize=wrong", "--control", "c"];
     let mut server = freestone(dir.path()).args(serve).stderr(Stdio::null()).spawn().unwrap();
     let pid = server.id().to_string();
-    // The server is a zombie, so no other process has its number.
+    // The server is a zombie until `server.wait()`, so no other process has its process ID.
     let why = format!("no server at c: process {pid} has ended");
     assert_eq!(failed(wait(dir.path(), &["--pid", &pid]).spawn().unwrap()), why);
     server.wait().unwrap();
@@ -101,7 +102,7 @@ fn wait_pid_must_be_positive_and_without_job() {
 
 #[test]
 fn wait_fails_when_its_server_dies() {
-    // A server that shuts down removes its socket; a killed server leaves it.
+    // A server that shuts down removes its control socket; a killed server leaves the socket.
     for removes in [true, false] {
         let dir = tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("c")).unwrap();
@@ -117,7 +118,7 @@ fn wait_fails_when_its_server_dies() {
 
 #[test]
 fn wait_fails_at_new_socket_of_dead_server() {
-    // Without and with the socket of an earlier server.
+    // In the second directory the socket of an earlier server exists.
     for dir in [tempdir().unwrap(), with_stale_socket()] {
         let waiting = wait(dir.path(), &[]).spawn().unwrap();
         thread::sleep(SETTLED);

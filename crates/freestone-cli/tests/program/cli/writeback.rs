@@ -1,4 +1,4 @@
-//! Backing devices and recompression by the program: keys, attributes, verbs and error messages.
+//! Backing devices and recompression of RAM disks: keys, attributes, verbs and error messages.
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -15,7 +15,7 @@ use crate::harness::{Serve, ask, connect_nbd, finish, freestone};
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 
-/// NBD error number for no space left.
+/// NBD error number for "no space left on device".
 const ENOSPC: u32 = 28;
 
 struct Nbd(UnixStream);
@@ -27,8 +27,8 @@ impl Nbd {
         Self(stream)
     }
 
-    /// Sends a request and returns the error of the reply, 0 for none. A read's data follows on the
-    /// stream.
+    /// Sends a request and returns the error number of the reply, 0 for success. The data of a read
+    /// is left on the stream.
     fn ask(&mut self, command: u16, offset: u64, len: usize, payload: &[u8]) -> u32 {
         let mut request = vec![0x25, 0x60, 0x95, 0x13, 0, 0];
         request.extend(command.to_be_bytes());
@@ -63,7 +63,7 @@ impl Nbd {
     }
 }
 
-/// Returns pages of which the first `noise` bytes do not compress.
+/// Returns `pages` pages, in each of which the first `noise` bytes do not compress.
 fn data(pages: usize, noise: usize) -> Vec<u8> {
     let mut rng = Rng::new(1);
     let mut data = vec![b'.'; pages * PAGE];
@@ -73,7 +73,7 @@ fn data(pages: usize, noise: usize) -> Vec<u8> {
     data
 }
 
-/// Returns the regular files in a directory.
+/// Returns the paths of the regular files in a directory.
 fn files_in(dir: &Path) -> Vec<PathBuf> {
     let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     paths.filter(|path| path.is_file()).collect()
@@ -118,12 +118,13 @@ fn writeback_pages_are_read_back() {
     nbd.write(0, &written);
     assert_eq!(serve.text(&["idle", "big", "3600"]), "big: 0 pages marked\n");
     assert_eq!(serve.text(&["idle", "big", "all"]), "big: 2048 pages marked\n");
-    // A read clears the idle mark.
+    // A read clears the idle mark of the page.
     assert_eq!(nbd.read(0, PAGE), &written[..PAGE]);
     let done = serve.json(&["writeback", "big", "idle"]);
     assert_eq!(done["pages"], 2047);
     let blocks = done["blocks"].as_u64().unwrap();
-    // The layout is packed, and an object is a bit larger than 1 KiB.
+    // A compressed page is a bit larger than 1 KiB, and the packed layout stores several of them in
+    // a block of 4 KiB.
     assert!((512..800).contains(&blocks), "{done}");
 
     let stat = serve.json(&["stat", "big"]);
@@ -147,7 +148,7 @@ fn writeback_pages_are_read_back() {
     assert!(stat["bd_stat"]["bd_reads"].as_u64().unwrap() > 0);
     assert_eq!(stat["backing"]["failed_reads"], 0);
 
-    // Pages chosen by index. An index that is given twice counts once.
+    // `page_index` and `page_indexes` select pages. An index that is given twice counts once.
     nbd.write(16 << 20, &data(16, 3000));
     let done = serve.json(&["writeback", "big", "page_index=4096", "page_indexes=4096-4099 page_index=4111"]);
     assert_eq!(done["pages"], 5);
@@ -155,7 +156,7 @@ fn writeback_pages_are_read_back() {
 
     assert_eq!(stat.get("auto_recompress"), None);
 
-    // Without a backing device the statistics are zeroes, and there is no section.
+    // Without a backing device `bd_stat` is zeroes, and `stat` has no section `backing`.
     assert_eq!(serve.text(&["get", "plain", "bd_stat"]), "0 0 0\n");
     assert_eq!(serve.json(&["stat", "plain"]).get("backing"), None);
 }
@@ -189,7 +190,8 @@ fn pages_are_recompressed() {
     let serve = Serve::start(&["r=ram,disksize=64M,recomp_algorithm=zstd;algo=zstd priority=2,\
                                 algorithm_params=priority=1 level=1;priority=2 level=19"]);
     let mut nbd = Nbd::connect(&serve, "r");
-    // The text has few letters: lz4 finds no repetitions, but an entropy coder compresses it.
+    // The text consists of eight letters: lz4 finds no repetitions, but an entropy coder such as
+    // zstd's compresses it.
     let written: Vec<u8> = data(1024, PAGE).iter().map(|byte| b"etaoinsh"[usize::from(byte & 7)]).collect();
     nbd.write(0, &written);
     let before = serve.json(&["stat", "r"])["mm_stat"]["compr_data_size"].as_u64().unwrap();
@@ -278,7 +280,7 @@ fn attributes_of_the_backing_device() {
         assert_eq!(serve.refused(2, &["set", "big", &format!("{attr}=all")]), sentence);
         assert_eq!(serve.refused(2, &["get", "big", attr]), sentence);
     }
-    // JSON numbers are accepted as well.
+    // JSON numbers are accepted as attribute values as well.
     let set = json!({ "name": "big", "attrs": { "writeback_limit": 7, "writeback_limit_enable": 1 } });
     let line = json!({ "jsonrpc": "2.0", "id": 1, "method": "set", "params": set }).to_string();
     let reply = ask(&serve.control(), line.as_bytes());
@@ -395,7 +397,8 @@ fn writeback_verbs_refuse_invalid_arguments() {
     assert_eq!(data("idle", &json!({ "name": "big", "which": -1 })), invalid);
     assert_eq!(data("idle", &json!({ "name": "n", "which": 10 })), nothing("EOPNOTSUPP"));
     assert_eq!(data("recompress", &json!({ "name": "big", "type": "incompressible" })), invalid);
-    // Values that are valid but not possible for this device: the library's messages.
+    // Values that are valid in general but not possible for this device. The error messages are
+    // from the library crate.
     for words in
         ["priority=0", "priority=2", "priority=4", "algo=lz4hc", "algo=zstd priority=2", "threshold=4096"]
     {
@@ -434,8 +437,8 @@ fn unusable_backing_device_is_refused() {
     ] {
         assert_eq!(serve.refused(1, &["create", &create(keys)]), format!("x: backing_dev: {sentence}"));
     }
-    // An existing file is accepted, for one device at a time. A refused device does not keep the
-    // file.
+    // An existing backing file is accepted, for one device at a time. A device that was refused
+    // does not keep the file open.
     serve.text(&["create", &create("backing_dev=old.img")]);
     assert_eq!(serve.text(&["get", "x", "backing_size"]), "1048576\n");
     let used = format!("y: backing_dev: {}: is in use by another device or process", at("old.img"));
@@ -444,7 +447,8 @@ fn unusable_backing_device_is_refused() {
     assert_eq!(errno(&serve, "create", &json!({ "device": device })).1, json!({ "errno": "EBUSY" }));
     serve.text(&["remove", "x"]);
     serve.text(&["create", "y=ram,disksize=1M,backing_dev=old.img,backing_size=1M"]);
-    // The own file of `big` has no name; an existing file stays.
+    // The backing file that `big` creates has no name in the directory, so only the existing file
+    // is listed.
     assert_eq!(files_in(serve.dir.path()), [serve.path("old.img")]);
 }
 
@@ -460,10 +464,10 @@ fn truncated_backing_file_loses_only_its_pages() {
     assert_eq!(serve.json(&["writeback", "r", "page_indexes=0-255"])["pages"], 256);
     fs::File::options().write(true).open(serve.path("old.img")).unwrap().set_len(0).unwrap();
 
-    // EIO, for the lost page alone.
+    // A read of the lost page fails with EIO (5). Other pages are readable.
     assert_eq!(nbd.ask(0, 0, PAGE, &[]), 5);
     assert_eq!(nbd.read(MIB as u64, MIB), &written[MIB..]);
-    // A page that cannot be written back stays in memory.
+    // A page stays in memory if its writeback fails.
     let failed = serve.refused(1, &["writeback", "r", "page_indexes=256-511"]);
     assert!(failed.starts_with("r: writeback: backing_dev: "), "{failed}");
     assert!(failed.ends_with("; 0 pages were written before, in 0 blocks"), "{failed}");
@@ -473,7 +477,7 @@ fn truncated_backing_file_loses_only_its_pages() {
         backing["failed_reads"].as_u64() > Some(0) && backing["failed_writes"].as_u64() > Some(0),
         "{backing}"
     );
-    // A page that is written again is readable again.
+    // After a lost page is written again, reads of the page succeed.
     nbd.write(0, &written[..PAGE]);
     assert_eq!(nbd.read(0, PAGE), &written[..PAGE]);
 }
@@ -484,7 +488,7 @@ fn killed_server_leaves_no_backing_file() {
         let serve = Serve::start(&["r=ram,disksize=64M,mem_limit=2M,backing_dev=spill.img,backing_size=32M"]);
         let mut nbd = Nbd::connect(&serve, "r");
         let written = data(2048, 2000);
-        // The data is larger than mem_limit, so pages are evicted automatically.
+        // The data is larger than mem_limit, so the device evicts pages automatically.
         nbd.write(0, &written);
         let stat = serve.json(&["stat", "r"]);
         assert!(stat["backing"]["spilled_pages"].as_u64().unwrap() > 0, "{stat}");

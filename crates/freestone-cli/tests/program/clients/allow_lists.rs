@@ -1,4 +1,4 @@
-//! Allow lists: users, groups and networks that may connect.
+//! Allow lists (`--allow`): users, groups and networks whose clients may connect.
 
 use std::fs::{self, Permissions};
 use std::io::{Read as _, Write as _};
@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::harness::{Serve, connect_nbd, finish, refused};
 
-/// A user other than the server's, and a group that neither user belongs to.
+/// Number of the user `nobody`, used as another user than the server's.
 const NOBODY: u32 = 65534;
 const GROUP: u32 = 65432;
 
@@ -23,14 +23,14 @@ fn me() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Returns a directory that all users may search for sockets.
+/// Returns a temporary directory in which all users may open sockets.
 fn open_dir() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
     dir
 }
 
-/// Returns true if a client at the socket receives the size of the disk. A refused client receives
+/// Returns true if nbdinfo at the socket receives the size of the disk. A refused client receives
 /// nothing.
 fn is_served(mut client: Command, socket: &Path) -> bool {
     let uri = format!("nbd+unix:///?socket={}", socket.display());
@@ -39,12 +39,12 @@ fn is_served(mut client: Command, socket: &Path) -> bool {
     code == 0
 }
 
-/// Returns nbdinfo, run by the user of the tests.
+/// Returns an nbdinfo command that runs as the user of the tests.
 fn own_client() -> Command {
     Command::new(freestone_testkit::tools::find("nbdinfo"))
 }
 
-/// Returns nbdinfo, run by another user with a supplementary group.
+/// Returns an nbdinfo command that runs as another user, with a supplementary group.
 fn other_client(group: u32) -> Command {
     let mut command = Command::new(freestone_testkit::tools::find("setpriv"));
     let [user, group] = [NOBODY, group].map(|number| number.to_string());
@@ -52,7 +52,8 @@ fn other_client(group: u32) -> Command {
     command
 }
 
-/// Connects from this address. Returns what the server sends at once.
+/// Connects from the IP address `source`. Returns the bytes that the server sends at once; empty if
+/// the client is refused.
 fn receive_from(source: Ipv4Addr, port: u16) -> Vec<u8> {
     let stream = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     bind(&stream, &SocketAddrV4::new(source, 0)).unwrap();
@@ -116,7 +117,7 @@ fn allow_list_matches_users_and_groups() {
     let exports = &stat["devices"][0]["exports"];
     let lists: Vec<_> = exports.as_array().unwrap().iter().map(|export| export["allow"].clone()).collect();
     assert_eq!(lists, [json!([me]), json!(["10.0.0.0/8", format!("gid:{GROUP}")]), json!(null)]);
-    // One line is logged, however many clients are refused.
+    // The log has one line for all refused clients, however many there are.
     let denied = "peer not in the allow list: pid ";
     let log = serve.log_with(denied);
     assert_eq!(log.matches(denied).count(), 1, "{log}");
@@ -140,12 +141,13 @@ fn allow_list_matches_networks() {
 
 #[test]
 fn allow_list_matches_user_of_virtual_machine() {
-    /// Sends `GET_FEATURES`, as each frontend does first.
+    /// Sends `GET_FEATURES`, as each vhost-user frontend does first. Returns true if the server
+    /// replies.
     fn has_reply(socket: &Path) -> bool {
         let mut stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let request = [1_u32, 1, 0].map(u32::to_le_bytes).concat();
-        // The server may have closed the connection already.
+        // The server may have closed the connection before the request is sent.
         let _ = stream.write_all(&request);
         stream.read_exact(&mut [0; 20]).is_ok()
     }
@@ -154,7 +156,8 @@ fn allow_list_matches_user_of_virtual_machine() {
     serve.text(&["publish", "n", "--vhost-user", "unix:ours", "--allow", &me]);
     serve.text(&["publish", "m", "--vhost-user", "unix:others", "--allow", &other]);
     assert!(has_reply(&serve.path("ours")));
-    // Refused connections take no place: the export stays usable after any number of them.
+    // Refused connections do not occupy a connection slot: after any number of refusals the export
+    // stays usable.
     for _ in 0..40 {
         assert!(!has_reply(&serve.path("others")));
     }
@@ -182,7 +185,7 @@ fn allow_list_applies_to_a_whole_address() {
         "{message}"
     );
     serve.text(&["publish", "n", "--nbd", "unix:a", "--allow", &format!("{me},{me}")]);
-    // Forks have an allow list as well.
+    // The socket of a fork has an allow list as well.
     serve.text(&["create", "image=file,path=image,size=1M,readonly=no"]);
     serve.text(&["snapshot", "image", "image-1"]);
     serve.text(&["fork", "image-1", "job-%n", "--count", "2", "--nbd", "unix:job-%n", "--allow", &me]);
@@ -214,7 +217,8 @@ fn allow_lists_are_kept_and_changed_by_apply() {
     let dumped = serve.text(&["dump"]);
     assert_eq!(dumped.matches(&format!("allow = [\"{other}\"]")).count(), 3, "{dumped}");
 
-    // Connected clients stay; new clients are checked against the new list.
+    // Connected clients stay connected when the list changes; new clients are checked against the
+    // new list.
     fs::write(&config, file(&format!("allow = '{me}'"), &to(&me), "")).unwrap();
     let (a, v) = (serve.path("a"), serve.path("v"));
     let changes = format!(
@@ -234,7 +238,7 @@ fn allow_lists_are_kept_and_changed_by_apply() {
     assert_eq!(serve.json(&["stat", "n"])["exports"][1]["connections"], 1);
     drop(there);
 
-    // A second device at an address whose list changes.
+    // A configuration file with a second device at the address `a`, whose list changes.
     let more = |list: &str| {
         format!("[[device]]\nname = 'm'\nkind = 'null'\nsize = '1M'\nexport = {{ nbd = 'unix:a'{list} }}\n")
     };
@@ -250,15 +254,16 @@ fn allow_lists_are_kept_and_changed_by_apply() {
     fs::write(&config, file("", &to(&me), &more(&to(&me)))).unwrap();
     serve.text(&["apply", "f.toml"]);
     assert!(opens("a"));
-    // A device that was published by hand at an address of the file.
+    // The new list also applies to a device that the verb `publish` added to an address of the
+    // file.
     serve.text(&["create", "hand=null,size=1M"]);
     serve.text(&["publish", "hand", "--nbd", "unix:a"]);
     fs::write(&config, file("", &to(&other), &more(&to(&other)))).unwrap();
     serve.text(&["apply", "f.toml"]);
     assert!(!opens("a"));
 
-    // With a state directory the lists are kept over a crash. The file's lists of the server's
-    // addresses apply.
+    // The state directory keeps the lists of published addresses over a crash. The address `nbd` of
+    // the command line stays open to the user of the tests.
     serve.signal(Signal::KILL);
     let (_, dir) = serve.wait();
     let again =
@@ -274,7 +279,8 @@ fn allow_lists_are_kept_and_changed_by_apply() {
         assert_eq!(here.unwrap()["allow"], json!([other]), "{name}");
     }
     assert!(!is_served(own_client(), &again.path("a")) && is_served(own_client(), &again.path("nbd")));
-    // A file that no longer has a list removes the list that it had set.
+    // If a file no longer has a list for an address, `apply` removes the list that the file had
+    // set.
     fs::write(again.path("f.toml"), file("", "", &more(""))).unwrap();
     let changes = again.text(&["apply", "f.toml"]);
     assert!(changes.contains("allow every client at unix:"), "{changes}");

@@ -1,4 +1,4 @@
-//! Cancelled saves: they end soon and leave existing files as they were.
+//! Cancelled saves: they end soon and leave existing files unchanged.
 
 use std::fs;
 use std::process::{Child, Output, Stdio};
@@ -12,16 +12,16 @@ use crate::harness::{Serve, finish, freestone, sentence};
 
 const LONG: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(20);
-/// Size of a base that takes far longer to read than a test may.
+/// Size in bytes of a sparse base that takes far longer to read than a test may run.
 const ENDLESS_BYTES: u64 = 1 << 42;
-/// Deadline for the server's shutdown, which includes waiting for its clients.
+/// Deadline for a server shutdown, including the grace period for clients.
 const END_MAX: Duration = Duration::from_secs(15);
 
 const SAVE: [&str; 4] = ["save", "f", "f.saved", "--whole-base"];
 const DELTA: [&str; 4] = ["delta", "save", "g", "g.qcow2"];
 
-/// Starts a server with two forks: `f` of a very large base, and `g` of a base that is slow after
-/// `slow` is set. Both were saved.
+/// Starts a server with two forks: `f` of a very large base, and `g` of the base `slow`, whose
+/// reads take 2 s each. Both forks were saved.
 fn start() -> Serve {
     let dir = tempfile::tempdir().unwrap();
     for (name, size) in [("endless.img", ENDLESS_BYTES), ("slow.img", 64 * MIB)] {
@@ -56,7 +56,7 @@ fn names(serve: &Serve) -> Vec<String> {
     names
 }
 
-/// Starts a client and waits until its verb is running.
+/// Starts a client for the verb in `args` and waits until the server runs the verb on `device`.
 fn begin(serve: &Serve, args: &[&str], device: &str) -> Child {
     let mut client = freestone(serve.dir.path());
     client.args(args).arg("--control").arg(serve.path("control"));
@@ -84,15 +84,16 @@ fn save_is_cancelled_if_its_client_ends() {
     for (args, device, file) in [(SAVE, "f", "f.saved"), (DELTA, "g", "g.qcow2")] {
         let old = fs::read(serve.path(file)).unwrap();
         let client = begin(&serve, &args, device);
-        // Not SIGINT: a shell starts background jobs with SIGINT ignored, and their children
-        // inherit this.
+        // Not SIGINT: a shell starts background jobs with SIGINT ignored, and child processes
+        // inherit the ignored signal.
         signal(&client, Signal::TERM);
         assert_eq!(client.wait_with_output().unwrap().status.code(), None, "it ends by the signal");
         eventually("the verb has ended", || serve.json(&["stat", device]).get("progress").is_none());
         assert_eq!(fs::read(serve.path(file)).unwrap(), old);
         assert_eq!(names(&serve), before);
     }
-    // A client that only shuts down its sending side waits for the reply.
+    // The server cancels the verb only if the connection is closed. A client that only shuts down
+    // its sending side receives the reply.
     let stream = serve.control();
     let file = serve.path("g.qcow2");
     let line = format!(
@@ -142,7 +143,7 @@ fn save_reports_temporary_files_of_killed_server() {
     for client in clients {
         assert_eq!(client.wait_with_output().unwrap().status.code(), Some(1));
     }
-    // A temporary file like this remains on file systems without O_TMPFILE.
+    // On file systems without O_TMPFILE a killed server leaves a temporary file like this one.
     let left = dir.path().join(".freestone-save-abc.tmp");
     fs::write(&left, "half").unwrap();
     before.push(".freestone-save-abc.tmp".into());

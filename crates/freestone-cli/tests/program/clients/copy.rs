@@ -1,4 +1,4 @@
-//! nbdcopy: whole images to exports and back.
+//! Copies of whole images to exports and back by nbdcopy.
 
 use std::fs;
 use std::path::Path;
@@ -7,10 +7,11 @@ use crate::clients::tools::{MIB, allocated, ok, sha256, stat, tool, uri};
 use crate::clients::tree::{check, ext4_image};
 use crate::harness::Serve;
 
-/// Allocation that file systems and block sizes may add to a sparse copy.
+/// Allocated bytes that file systems and block sizes may add to a sparse copy.
 const SLACK_BYTES: u64 = 4 * MIB;
 
-/// Checks that `copy` equals the image `original`: content, file system, holes.
+/// Checks that `copy` equals the image `original`: same content, a sound file system, and the holes
+/// kept.
 #[track_caller]
 fn same_image(original: &Path, copy: &Path) {
     assert_eq!(sha256(original), sha256(copy));
@@ -43,7 +44,7 @@ fn file_system_image_is_copied_in_and_out() {
     let tcp = server["addresses"].as_array().unwrap().iter().find_map(|a| a.as_str()?.strip_prefix("tcp:"));
     let tcp = |export: &str| format!("nbd://{}/{export}", tcp.unwrap());
 
-    // A single connection.
+    // nbdcopy with a single connection and one request at a time.
     ok(tool("nbdcopy").args(["--connections=1", "--synchronous"]).arg(&image).arg(uri(&serve, "ram0")));
     let stored = stat(&serve, "ram0", "mm_stat", "orig_data_size");
     assert!(stored <= sparse, "holes are stored: {stored} bytes of {sparse}");
@@ -54,7 +55,7 @@ fn file_system_image_is_copied_in_and_out() {
     same_image(&image, &out);
     fs::remove_file(&out).unwrap();
 
-    // Several connections: from one export to the other over TCP, then to a file.
+    // nbdcopy with several connections: from one export to the other over TCP, then to a file.
     let several = ["--connections=4", "--threads=2", "--requests=32"];
     ok(tool("nbdcopy").args(several).arg(uri(&serve, "ram0")).arg(tcp("ram1")));
     assert!(stat(&serve, "ram1", "mm_stat", "orig_data_size") <= sparse);
@@ -62,7 +63,7 @@ fn file_system_image_is_copied_in_and_out() {
     same_image(&image, &out);
     fs::remove_file(&out).unwrap();
 
-    // Over existing data: where the image has holes, the data must be wiped.
+    // nbdcopy over existing data must write zeroes into the holes of the image.
     ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 170 0 96M"]).arg(tcp("ram2")));
     ok(tool("nbdcopy").args(several).arg(&image).arg(tcp("ram2")));
     assert!(stat(&serve, "ram2", "mm_stat", "orig_data_size") <= sparse);
@@ -83,7 +84,7 @@ fn image_file_keeps_its_holes() {
     ok(tool("nbdcopy").arg("--connections=2").arg(uri(&serve, "golden")).arg(uri(&serve, "copy")));
     ok(tool("nbdcopy").arg(uri(&serve, "copy")).arg(&out));
     same_image(&image, &out);
-    // The file has all data after the server has ended.
+    // After the server has ended, the file under the exported file device has all data.
     serve.signal(rustix::process::Signal::TERM);
     assert_eq!(serve.wait().0, Some(0));
     same_image(&image, &target);

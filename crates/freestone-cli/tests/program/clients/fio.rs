@@ -1,4 +1,4 @@
-//! fio: many requests in flight, with verification.
+//! Load tests by fio: many requests in flight, with verification of the data.
 
 use std::process::Command;
 
@@ -16,7 +16,7 @@ fn fio(serve: &Serve, export: &str, args: &[&str]) -> Command {
     command
 }
 
-/// Bytes that all jobs together read, wrote and trimmed.
+/// Total bytes that the jobs of a fio run read, wrote and trimmed.
 #[derive(Debug, Default)]
 struct Moved {
     read: u64,
@@ -24,11 +24,11 @@ struct Moved {
     trimmed: u64,
 }
 
-/// Runs fio, which must find no error.
+/// Runs fio, which must report no error. Returns the bytes moved.
 #[track_caller]
 fn run(command: &mut Command) -> Moved {
     let printed = ok(command.arg("--output-format=json"));
-    // fio's NBD engine prints to stdout as well.
+    // The NBD engine of fio prints lines to stdout before the JSON report.
     let report = &printed[printed.find("\n{").unwrap_or_else(|| panic!("no report: {printed}"))..];
     let report: Value = serde_json::from_str(report).unwrap_or_else(|e| panic!("{e}: {printed}"));
     let mut moved = Moved::default();
@@ -44,7 +44,7 @@ fn run(command: &mut Command) -> Moved {
 
 const VERIFY: [&str; 5] =
     ["--verify=crc32c", "--verify_fatal=1", "--verify_state_save=0", "--do_verify=1", "--randrepeat=1"];
-/// Four connections, each with a quarter of the device.
+/// fio options for four jobs, each with a connection and a quarter of the 64 MiB device.
 const FOUR: [&str; 4] = ["--numjobs=4", "--offset_increment=16M", "--size=16M", "--iodepth=16"];
 
 #[test]
@@ -52,7 +52,7 @@ fn four_jobs_verify() {
     let serve = Serve::start(&["ram0=ram,disksize=64M", "ram1=ram,disksize=64M,comp_algorithm=zstd"]);
     let mix = ["--rw=randrw", "--bsrange=512-64k", "--bs_unaligned=0", "--blockalign=512"];
     let Moved { read, written, .. } = run(fio(&serve, "ram0", &VERIFY).args(FOUR).args(mix));
-    // Half of the requests write, and all written data is read again.
+    // Half of the requests write, and fio reads all written data again to verify it.
     assert!(written > 16 * MIB && read > written, "{read} read, {written} written");
     let Moved { written, .. } =
         run(fio(&serve, "ram1", &VERIFY).args(FOUR).args(["--rw=randwrite", "--bs=4k"]));
@@ -102,9 +102,9 @@ fn zeroes_and_compressible_data() {
     let stored = stat(&serve, "ram0", "mm_stat", "orig_data_size");
     let compressed = stat(&serve, "ram0", "mm_stat", "compr_data_size");
     assert_eq!((stored, stat(&serve, "ram0", "mm_stat", "same_pages")), (64 * MIB, 0));
-    // 40 % of each page is noise.
+    // 40 % of each page is incompressible.
     assert!((stored * 35 / 100..stored * 50 / 100).contains(&compressed), "{compressed} of {stored}");
-    // Verified writes over the existing data.
+    // fio overwrites the existing data and verifies the new data.
     run(fio(&serve, "ram0", &VERIFY).args(FOUR).args(data).args(["--rw=randrw", "--bs=8k"]));
 }
 

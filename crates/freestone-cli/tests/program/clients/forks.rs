@@ -1,5 +1,5 @@
-//! Forks as CI machines use them: many disks over one image, rewound and removed; and a fork for
-//! each connection of a template.
+//! Forks as CI machines use them: many forks of one image, rewound and removed; and a template,
+//! which creates a fork for each connection.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -11,12 +11,12 @@ use serde_json::json;
 use crate::clients::tools::{MIB, fails, json as run_json, noise, ok, qemu_io, tool, uri};
 use crate::harness::{Serve, connect_nbd};
 
-/// Deadline for the server to see that a connection closed, on a busy machine.
+/// Deadline for the server to notice a closed connection, generous for a busy machine.
 const SEEN_MAX: Duration = Duration::from_secs(20);
 const STEP: Duration = Duration::from_millis(20);
 
-/// Starts a server with a base of 16 MiB: 4 MiB of noise, the rest a hole. Returns also the path of
-/// the image.
+/// Starts a server with a base of 16 MiB: 4 MiB of noise, the rest a hole. Also returns the path of
+/// the base's image file.
 fn with_base(more: &[&str]) -> (Serve, std::path::PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("golden.img");
@@ -32,7 +32,7 @@ fn socket(serve: &Serve, name: &str) -> String {
     format!("nbd+unix:///?socket={}", serve.path(name).display())
 }
 
-/// Checks that an export has the content of a file.
+/// Checks that an export has the same content as a file.
 #[track_caller]
 fn assert_content(uri: &str, file: &std::path::Path) {
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", uri]).arg(file));
@@ -49,7 +49,7 @@ fn forks_of_a_ci_machine() {
     assert_eq!(made[7]["exports"][0]["default"], true);
     assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), FORKS + 1);
 
-    // Each client sees its own writes and no other's.
+    // Each client reads its own writes and not those of other clients.
     for number in [0, 7, 99] {
         let job = socket(&serve, &format!("job-{number}.sock"));
         assert_content(&job, &image);
@@ -63,7 +63,8 @@ fn forks_of_a_ci_machine() {
             .arg(&image),
     );
 
-    // The changed pages, as a client and the statistics report them.
+    // The NBD metadata context `freestone:changed` and the statistics report the same changed
+    // pages.
     let map =
         run_json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &socket(&serve, "job-7.sock")]));
     let own: u64 = map
@@ -73,7 +74,7 @@ fn forks_of_a_ci_machine() {
         .filter(|row| row["type"] == 1)
         .map(|row| row["length"].as_u64().unwrap())
         .sum();
-    // 2 MiB written, 1 MiB discarded, and one page.
+    // The fork owns 2 MiB written, 1 MiB discarded, and the page at 12345k.
     assert_eq!(own, 3 * MIB + 4096);
     assert_eq!(map[0], json!({"offset": 0, "length": MIB, "type": 0}));
     let stat = serve.json(&["stat", "job-7"]);
@@ -81,7 +82,7 @@ fn forks_of_a_ci_machine() {
     assert_eq!((&stat["base"], &stat["family"]["mem_limit"]), (&json!("golden"), &json!(256 * MIB)));
     assert_eq!(serve.json(&["get", "golden", "family"])["family"]["layers"].as_u64(), Some(FORKS as u64));
 
-    // A rewind discards the fork's changes.
+    // A rewind discards all changes of the fork.
     let connected = UnixStream::connect(serve.path("job-7.sock")).map(|mut stream| {
         connect_nbd(&mut stream, "job-7");
         stream
@@ -94,7 +95,7 @@ fn forks_of_a_ci_machine() {
     assert_eq!(serve.json(&["stat", "job-7"])["over_stat"]["own_bytes"], 0);
     qemu_io(&socket(&serve, "job-99.sock"), &["read -P 100 1M 2M"]);
 
-    // The forks and their base are removed.
+    // The base can be removed only after all its forks.
     assert_eq!(
         serve.refused(1, &["remove", "golden"]),
         "golden: cannot be removed: job-0, job-1, job-2 and 97 more stand on it"
@@ -110,7 +111,7 @@ fn forks_of_a_ci_machine() {
 #[test]
 fn fork_settings_apply() {
     let (serve, image) = with_base(&["vm=fork,base=golden,size=32M", "off=fork,base=golden,publish=no"]);
-    // Published at the addresses of the command line, as by default.
+    // By default a fork of the command line is published at the `--nbd` addresses.
     let vm = uri(&serve, "vm");
     qemu_io(&vm, &["read -P 0 16M 16M", "write -P 5 31M 1M", "read -P 5 31M 1M"]);
     assert_eq!(serve.json(&["list", "off"])["devices"][0]["exports"], json!([]));
@@ -121,7 +122,7 @@ fn fork_settings_apply() {
         (&get["mem_limit"], &get["mem_min"], &get["base"]),
         (&json!(MIB), &json!(MIB / 2), &json!("golden"))
     );
-    // A limit of one fork does not limit the others.
+    // The memory limit of one fork does not limit other forks.
     fs::write(serve.path("noise"), noise(2, 4 * MIB)).unwrap();
     let copy = |to: &str| {
         let mut copy = tool("qemu-img");
@@ -140,16 +141,18 @@ fn fork_settings_apply() {
     let left = "small: mem_limit=none mem_min=300M: the family's mem_limit has 256M left for guarantees";
     assert_eq!(serve.refused(1, &["set", "small", "mem_limit=none", "mem_min=300M"]), left);
     assert_eq!(serve.json(&["get", "small", "mem_limit"]), json!({"mem_limit": 8 * MIB}));
-    // The limit of the whole family is set at the base.
+    // `set` at the base changes the memory limit of the whole family (a base and its forks, which
+    // share memory).
     assert_eq!(serve.text(&["set", "golden", "mem_limit=128M"]), "mem_limit=134217728\n");
     assert_eq!(serve.json(&["stat", "vm"])["family"]["mem_limit"], 128 * MIB);
 
-    // A reset fork has the content of its base.
+    // After a reset a fork has the content of its base.
     serve.text(&["reset", "small", "--force"]);
     assert_content(&socket(&serve, "small"), &image);
     assert_eq!(serve.json(&["get", "small", "io_stat"])["io_stat"]["failed_writes"], 0);
 
-    // Creating the same fork twice.
+    // Creating a fork again fails, or with --if-absent reports the existing fork if the settings
+    // are equal.
     let again = ["fork", "golden", "small", "mem_limit=1M", "mem_min=512K", "--nbd", "unix:small"];
     assert_eq!(serve.refused(1, &again), "small: a device of that name exists");
     let made = serve.json(&[&again[..], &["--if-absent"]].concat());
@@ -162,7 +165,7 @@ fn fork_settings_apply() {
     assert_eq!(serve.json(&["create", "off=fork,base=golden,publish=no", "--if-absent"])["created"], false);
     assert_eq!(serve.json(&["create", "new=fork,base=golden", "--if-absent"])["created"], true);
 
-    // A failure creates none of the forks.
+    // If one of several forks cannot be created, none is created.
     serve.text(&["create", "many-3=null,size=1M"]);
     let many = ["fork", "golden", "many", "--count", "5", "--nbd", "unix:many-%n.sock"];
     assert_eq!(serve.refused(1, &many), "many-3: a device of that name exists");
@@ -183,7 +186,7 @@ fn unusable_base_of_fork_is_refused() {
     for (args, sentence) in [
         (&["fork", "golden", "f", "size=20"][..], format!("f: size=20: give a unit; 20M? {unit}")),
         (&["fork", "golden", "f", "siez=20G"], "f: unknown key \"siez\"; size?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, \
-             power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
+             power_cut, power_cut_unit, record, publish, tls_clients, on_data_loss, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
         (&["fork", "golden", "f", "size"], "f: fork: size: a value is missing; write size=VALUE".into()),
         (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),
         (&["fork", "golden", "f", "--count", "0"], "f: fork: count=0: must be a number from 1 to 65536".into()),
@@ -238,11 +241,12 @@ fn template_makes_a_fork_for_each_connection() {
     let output = serve.text(&["fork", "golden", "ci", "--template", "--nbd", "unix:ci"]);
     let ci = socket(&serve, "ci");
     assert!(output.starts_with("ci: template of golden, 16M, nbd+unix:///ci?socket="), "{output}");
-    // Each connection has its own fork; the second does not see writes of the first.
+    // Each connection to a template has a fork of its own; the second connection does not see
+    // writes of the first.
     qemu_io(&ci, &["write -P 7 0 1M", "read -P 7 0 1M"]);
     assert_content(&ci, &image);
 
-    // The forks of open connections are listed like other devices.
+    // `list` shows the forks of open connections like other devices.
     let connect = || {
         let mut stream = UnixStream::connect(serve.path("ci")).unwrap();
         assert_eq!(connect_nbd(&mut stream, ""), 16 * MIB);
@@ -273,7 +277,7 @@ fn template_makes_a_fork_for_each_connection() {
     assert_eq!(serve.refused(1, &["remove", "golden", "--force"]), users);
     drop(first);
     wait_for(1);
-    // Removing the template ends its connections.
+    // Removing the template with --force ends its connections.
     assert_eq!(serve.refused(1, &["remove", "ci"]), "ci: a client is connected; --force goes ahead");
     assert_eq!(serve.json(&["remove", "ci", "--force"])["connections_ended"], 1);
     wait_for(0);
@@ -281,7 +285,8 @@ fn template_makes_a_fork_for_each_connection() {
     assert!(!serve.path("ci").exists());
     assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
 
-    // `publish --template`, with a time to live.
+    // A template by `publish --template`. The time to live (`--ttl`) ends each connection to the
+    // template after 1 s.
     let uri = serve.json(&["publish", "golden", "--template", "--ttl", "1", "--nbd", "unix:short"]);
     assert_eq!(uri["name"], "golden-fork");
     let mut stream = UnixStream::connect(serve.path("short")).unwrap();
@@ -313,12 +318,12 @@ fn killed_server_leaves_no_files_of_forks() {
     assert_eq!(code, None);
     let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     left.sort();
-    // SIGKILL leaves the sockets, but no files with data.
+    // SIGKILL leaves the sockets, but forks have no files with data that could be left.
     assert_eq!(left, ["control", "golden.img", "job", "nbd", "noise"]);
 }
 
-/// Creating and exporting the thousandth fork must not take longer than the first. The factor is
-/// generous, because other tests run at the same time.
+/// Creating and exporting the thousandth fork must not take much longer than the first. The allowed
+/// factor is generous, because other tests run at the same time.
 #[test]
 fn thousand_forks_with_own_sockets_scale() {
     const FORKS: usize = 1000;
@@ -364,7 +369,7 @@ fn thousand_forks_with_own_sockets_scale() {
 }
 
 /// A fork has exactly the size of its base, and so have its snapshots, their forks, its delta and
-/// its save. The backup header of a GPT lies in the last sector.
+/// its save. A wrong size would misplace the backup header of a GPT, which is in the last sector.
 #[test]
 fn fork_has_the_exact_size_of_its_base() {
     const TINY: u64 = 1536;
@@ -394,7 +399,8 @@ fn fork_has_the_exact_size_of_its_base() {
     let size_of = |format: &str, what: &str| {
         run_json(tool("qemu-img").args(["info", "-f", format, "--output=json", what]))["virtual-size"].clone()
     };
-    // qemu-img treats trailing zeroes of the longer image as equal.
+    // qemu-img compare ignores trailing zeroes of the longer image, so the sizes are compared
+    // separately.
     let same = |one: &str, (format, other): (&str, &str)| {
         ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", format, one, other]));
         assert_eq!(size_of("raw", one), size_of(format, other), "{one} {other}");
@@ -411,13 +417,13 @@ fn fork_has_the_exact_size_of_its_base() {
         let info = run_json(tool("nbdinfo").args(["--json", &disk]));
         assert_eq!(info["exports"][0]["block_size_minimum"], 1, "{info}");
         same(&disk, ("raw", &path(image)));
-        // Snapshots of the fork, and forks of these.
+        // A snapshot of the fork, and a fork of this snapshot, have the same size.
         let (kept, second) = (format!("{fork}-kept"), format!("{fork}-second"));
         serve.text(&["snapshot", fork, &kept]);
         serve.text(&["fork", &kept, &second, "--nbd", &nbd]);
         serve.text(&["publish", &kept, "--nbd", &nbd]);
         same(&uri(&serve, &kept), ("raw", &path(image)));
-        // Writes the last sector, trims the last page, and writes it again.
+        // qemu-io writes the last sector, trims the last page, and writes the last sector again.
         let last = size - 512;
         let page = size / 4096 * 4096;
         for name in [fork, &second] {
@@ -434,7 +440,7 @@ fn fork_has_the_exact_size_of_its_base() {
         }
         same(&uri(&serve, &second), ("raw", &disk));
         same(&uri(&serve, &kept), ("raw", &path(image)));
-        // An overlay of the same size.
+        // The delta of the fork is a qcow2 overlay of the same size.
         let overlay = path(&format!("{fork}.qcow2"));
         serve.text(&["delta", "save", fork, &overlay]);
         let info = run_json(tool("qemu-img").args(["info", "--output=json", &overlay]));
@@ -449,14 +455,14 @@ fn fork_has_the_exact_size_of_its_base() {
         serve.text(&["fork", fork.trim_start_matches("on-"), &applied, "--nbd", &nbd]);
         serve.text(&["delta", "apply", &applied, &overlay]);
         same(&uri(&serve, &applied), ("qcow2", &overlay));
-        // The fork saved and restored.
+        // A save of the fork, restored under another name, has the same size.
         serve.text(&["save", fork, &path("saved")]);
         serve.text(&["remove", &applied, "--force"]);
         let again = format!("{fork}-again");
         serve.text(&["restore", &path("saved"), &again]);
         serve.text(&["publish", &again, "--nbd", &nbd]);
         same(&uri(&serve, &again), ("raw", &disk));
-        // A fork that was grown reads as zeroes beyond its base.
+        // A grown fork reads as zeroes beyond the end of its base.
         serve.text(&["set", &second, "disksize=2M"]);
         let second = uri(&serve, &second);
         assert_eq!(ok(tool("nbdinfo").args(["--size", &second])).trim(), (2 * MIB).to_string());
@@ -484,16 +490,18 @@ fn disk_rewinds_to_its_snapshots() {
         (&json!("fork"), &json!("r-1"), &json!(4 * MIB))
     );
     assert_eq!((&row["exports"][0]["default"], &row["exports"][0]["uri"]), (&json!(true), &json!(disk)));
-    // Other settings stay, and so does the family.
+    // A rewind to a snapshot keeps other settings and the family (a base and its forks, which share
+    // memory).
     assert_eq!(serve.json(&["get", "r"])["faults"], "read error=EIO at=2M+4K");
     assert_eq!(serve.json(&["stat", "r"])["family"]["mem_limit"], 64 * MIB);
-    // The snapshot is now the base of the disk.
+    // After a rewind with --to the snapshot is the base of the disk, so a plain rewind returns to
+    // the snapshot.
     qemu_io(&disk, &["write -P 5 0 64k"]);
     serve.text(&["rewind", "r"]);
     qemu_io(&disk, &first);
 
-    // Back to the other snapshot, which was taken earlier. Connected clients refuse the rewind, or
-    // --force ends their connections.
+    // The disk goes back to the other snapshot, `r-2`. A rewind with connected clients fails; with
+    // --force it ends their connections.
     let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
     connect_nbd(&mut client, "r");
     let busy = serve.refused(1, &["rewind", "r", "--to", "r-2"]);
@@ -507,7 +515,7 @@ fn disk_rewinds_to_its_snapshots() {
     assert_eq!(serve.refused(1, &["rewind", "r", "--to", "q"]), "r: to=q: is not a snapshot of it");
     let snapshot = serve.refused(1, &["rewind", "r-1", "--to", "r-2"]);
     assert_eq!(snapshot, "r-1: to=r-2: only a ram device or fork goes back to a snapshot of it");
-    // The pattern removes dependent devices first.
+    // `remove *` removes forks and snapshots before the devices that they depend on.
     serve.text(&["remove", "r-1"]);
     serve.text(&["remove", "*"]);
     assert_eq!(serve.json(&["list"])["devices"], json!([]));

@@ -1,4 +1,4 @@
-//! Full RAM disks, and log lines and counters of failed requests.
+//! RAM disks and forks without free memory, and log lines and counters of failed requests.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt as _;
@@ -15,11 +15,13 @@ use crate::harness::Serve;
 const PAGE: u64 = 4 * KIB;
 const TRIM: u16 = 4;
 const ENOSPC: u32 = 28;
-/// A disk with 1 MiB for noise, in which writes wait longer than the test runs.
+/// A RAM disk with memory for about 1 MiB of noise. When the disk is full, writes wait longer than
+/// the test runs.
 const WAITING: &str = "small=ram,disksize=64M,mem_limit=1M,full=wait,full_timeout=3600";
-/// Deadline for any event, also on a slow machine.
+/// Time limit for any awaited event, generous for a slow machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Limit for operations that must not wait, below the grace period of 5 s for open connections.
+/// Time limit for operations that must not wait, shorter than the server's grace period of 5 s for
+/// open connections.
 const AT_ONCE: Duration = Duration::from_secs(4);
 
 fn serve(devices: &[&str]) -> Serve {
@@ -27,12 +29,12 @@ fn serve(devices: &[&str]) -> Serve {
     Serve::logged_in(tempfile::tempdir().unwrap(), &[devices, &ends].concat())
 }
 
-/// Returns the lines logged so far that contain `what`.
+/// Returns the lines of the log so far that contain `what`.
 fn logged_so_far(serve: &Serve, what: &str) -> Vec<String> {
     lines(&fs::read_to_string(serve.path("log")).unwrap(), what)
 }
 
-/// Waits for such a line, then returns all.
+/// Waits until a line of the log contains `what`, then returns all such lines.
 #[track_caller]
 fn wait_for_log(serve: &Serve, what: &str) -> Vec<String> {
     lines(&serve.log_with(what), what)
@@ -51,7 +53,8 @@ fn until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Writes noise until a write fails with `error`. Returns the number of writes that succeeded.
+/// Writes pages of noise until a write fails, which must be with `error`. Returns the number of
+/// writes that succeeded.
 fn fill(client: &mut Raw, error: u32) -> u64 {
     let wrong = |page: &u64| match client.write(0, page * PAGE, &noise(*page + 1, PAGE)) {
         0 => false,
@@ -63,14 +66,14 @@ fn fill(client: &mut Raw, error: u32) -> u64 {
     (0..1000).find(wrong).unwrap()
 }
 
-/// Returns a client that filled the disk and whose next write waits, the cookie of that write, and
-/// its page.
+/// Fills the disk until a write waits for memory. Returns the client, the cookie of the waiting
+/// write, and the number of its page.
 fn fill_until_write_waits(serve: &Serve) -> (Raw, u64, u64) {
     let mut client = Raw::connect(serve, "small");
     let waits = || serve.json(&["stat", "small"])["full"]["waiting"] == 1;
     for page in 0.. {
         let cookie = client.send_write(page * PAGE, &noise(page + 1, PAGE));
-        // The disk is full before page 256.
+        // 256 pages of noise are 1 MiB, so the disk is full at page 256 at the latest.
         if page == 256 {
             until("a write waits", waits);
         }
@@ -99,7 +102,7 @@ fn full_disk_is_logged_before_and_when_full() {
     let line = "small: a write failed: no space left on the device";
     let lines = wait_for_log(&serve, line);
     assert_eq!(lines.len(), 1, "once a minute");
-    // The line describes the first failed write.
+    // The log line describes the first failed write.
     let at = format!("{line}; offset {}, length {PAGE} ", fits * PAGE);
     assert!(lines[0].contains(&at), "{lines:?}: not {at}");
     assert_eq!(wait_for_log(&serve, "of mem_limit is used").len(), 1);
@@ -113,11 +116,11 @@ fn full_disk_is_logged_before_and_when_full() {
     assert_eq!(stat["full"], full);
     assert!(serve.text(&["stat", "small"]).contains("\n  failed\n    no_space  501\n"));
     assert_eq!(serve.json(&["stat", "other"]).get("failed"), None);
-    // Invalid requests of clients are counted, but not logged.
+    // Invalid requests, here beyond the end of the device, are counted but not logged.
     assert_ne!(client.write(0, 64 * MIB, &[0; 512]), 0);
     assert_eq!(serve.json(&["stat", "small"])["failed"]["out_of_range"], 1);
     assert_eq!(logged_so_far(&serve, "out of range").len(), 0);
-    // The count belongs to the device, not to an export.
+    // The counter belongs to the device, so it survives the removal of the export.
     drop(client);
     until("it has left", || serve.json(&["list"])["devices"][0]["exports"][0]["connections"] == 0);
     serve.json(&["unpublish", "small"]);
@@ -149,8 +152,8 @@ fn full_wait_write_resumes_after_trim_or_higher_limit() {
     let (mut client, cookie, page) = fill_until_write_waits(&serve);
     let full = &serve.json(&["stat", "small"])["full"];
     assert_eq!(full, &json!({ "full": "wait", "full_timeout": 3600, "full_warn": 90, "waiting": 1 }));
-    assert_eq!(wait_for_log(&serve, "small: is full: writes wait for room, for at most 3600 s").len(), 1);
-    // Reads continue, also on the same connection.
+    assert_eq!(wait_for_log(&serve, "small: is full: writes wait for space, for at most 3600 s").len(), 1);
+    // Reads and discards continue while a write waits, also on the same connection.
     let mut other = Raw::connect(&serve, "small");
     assert_eq!(other.read(0, 4096), Ok(noise(1, PAGE)));
     let trim = client.send(0, TRIM, 0, 4096, &[]);
@@ -175,11 +178,11 @@ fn full_wait_write_fails_at_timeout_or_full_error() {
     let set = serve.json(&["set", "small", "full_timeout=4", "full_warn=off"]);
     assert_eq!(set, json!({ "full_timeout": 4, "full_warn": 0 }));
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
-    assert_eq!(wait_for_log(&serve, "small: is full, and no room came in time: writes fail").len(), 1);
+    assert_eq!(wait_for_log(&serve, "small: is full, and no space was freed in time: writes fail").len(), 1);
     let began = Instant::now();
     assert_eq!(client.write(0, page * PAGE, &noise(9, PAGE)), ENOSPC, "it has given up");
     assert!(began.elapsed() < Duration::from_secs(4));
-    // After there was free memory, writes wait again.
+    // After memory was free for some time, writes to a full disk wait again.
     serve.json(&["set", "small", "full_timeout=3600", "mem_limit=1028K"]);
     let cookie = (0..).map(|n| client.send_write((page + n) * PAGE, &noise(9 + n, PAGE))).nth(20).unwrap();
     until("one waits again", || serve.json(&["stat", "small"])["full"]["waiting"] != 0);
@@ -206,7 +209,8 @@ fn full_wait_fork_is_removed_while_it_waits() {
         "other=fork,base=golden,mem_limit=64K",
     ];
     let serve = Serve::logged_in(dir, &[&devices[..], &ends].concat());
-    // The other fork reaches its own limit.
+    // The fork `other` reaches its own memory limit, while `small` can use the rest of the
+    // family's.
     let mut other = Raw::connect(&serve, "other");
     let asked: Vec<_> = (0..32).map(|n| other.send_write(n * PAGE, &noise(n + 1, PAGE))).collect();
     until("writes wait", || serve.json(&["stat", "other"])["full"]["waiting"].as_u64() > Some(10));
@@ -243,7 +247,7 @@ fn full_setting_of_fork_overrides_family() {
     let (mut client, cookie, page) = fill_until_write_waits(&serve);
     let mut other = Raw::connect(&serve, "fails");
     assert_eq!(other.write(0, 0, &noise(1, PAGE)), ENOSPC);
-    // A setting of one fork applies to its waiting writes, and to no other fork.
+    // The setting `full` of a fork applies to its waiting writes, and not to other forks.
     assert_eq!(serve.text(&["set", "small", "full=error"]), "full=error\n");
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
     serve.text(&["set", "golden", "full=wait"]);
@@ -256,7 +260,7 @@ fn full_setting_of_fork_overrides_family() {
         serve.refused(2, &["set", "small", "full=maybe"]),
         "small: full=maybe: must be error, wait or family"
     );
-    // The setting survives a rewind to a snapshot.
+    // The setting `full` survives a rewind to a snapshot.
     drop(client);
     serve.text(&["snapshot", "small", "then"]);
     serve.text(&["rewind", "small", "--to", "then", "--force"]);
@@ -347,7 +351,7 @@ fn damaged_backing_device_is_reported() {
     let lines = wait_for_log(&serve, "came back damaged from backing_dev");
     assert!(matches!(&lines[..], [line] if line.contains("small: page ")), "{lines:?}");
     assert_eq!(wait_for_log(&serve, "small: a read failed: I/O error").len(), 1);
-    // Pages that are written from now on are readable.
+    // New pages are readable: only the pages that were overwritten in the backing file are lost.
     fill(&mut client, pages);
     assert_eq!(client.read(pages * PAGE, 4096), Ok(noise(pages + 1, PAGE)));
     assert_eq!(state(), "ok");

@@ -1,4 +1,4 @@
-//! Limits of pending handshakes: connections without an export yet.
+//! Limits of pending NBD handshakes: connections that have not selected an export yet.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::harness::{Serve, connect_nbd, refused};
 
-/// Deadline far above the limits of the tests and far below the default limits.
+/// Deadline far above the configured limits of the tests and far below the default limits.
 const LONG: Duration = Duration::from_secs(8);
 
 fn connect_and_read_greeting(serve: &Serve) -> UnixStream {
@@ -17,7 +17,7 @@ fn connect_and_read_greeting(serve: &Serve) -> UnixStream {
 }
 
 fn assert_closed(stream: &mut UnixStream) {
-    // If unread data is lost, the connection ends with a reset.
+    // If the server closes the connection with unread data, the client's read fails with a reset.
     assert!(matches!(stream.read(&mut [0]), Ok(0) | Err(_)));
 }
 
@@ -34,7 +34,7 @@ fn handshake_timeout_closes_slow_clients() {
     let serve = Serve::start(&["n=null,size=1M", "--handshake-timeout", "500ms"]);
     let started = Instant::now();
     let mut slow = connect_and_read_greeting(&serve);
-    // An option with a long payload, sent byte by byte.
+    // The client sends an NBD option with a long payload byte by byte.
     slow.write_all(&[&3_u32.to_be_bytes()[..], b"IHAVEOPT", &[0, 0, 0, 77, 0, 1, 0, 0]].concat()).unwrap();
     while slow.write_all(&[0]).is_ok() {
         assert!(started.elapsed() < LONG, "it goes on");
@@ -53,7 +53,7 @@ fn pending_handshakes_are_limited() {
     connect_nbd(&mut third, "n");
     assert!(started.elapsed() > Duration::from_millis(500) && started.elapsed() < LONG);
     assert_closed(&mut silent[0]);
-    // A connection with an export is not a pending handshake.
+    // A connection that has selected an export is not a pending handshake.
     let mut fourth = UnixStream::connect(serve.path("nbd")).unwrap();
     connect_nbd(&mut fourth, "n");
 }
@@ -65,7 +65,7 @@ fn max_connect_rate_delays_connections() {
     for _ in 0..84 {
         drop(connect_and_read_greeting(&serve));
     }
-    // A burst of 64, then 20 per second.
+    // The default connect rate: a burst of 64 connections, then 20 per second.
     assert!(started.elapsed() > Duration::from_millis(800) && started.elapsed() < 2 * LONG);
 }
 

@@ -1,4 +1,4 @@
-//! nbdinfo: what exports report about themselves.
+//! nbdinfo: sizes, flags and names that exports report.
 
 use std::fs;
 
@@ -45,10 +45,11 @@ fn nbdinfo_shows_sizes_and_flags() {
     let file = export("g");
     assert_eq!(file["export-size"], 3 * MIB);
     assert_eq!(flags(&file, &["is_read_only", "can_multi_conn"]), [true; 2]);
-    // A read-only export offers no commands that change the device.
+    // A read-only export does not offer the commands trim and write zeroes.
     assert_eq!(flags(&file, &["can_trim", "can_zero"]), [false; 2]);
 
-    // The first device is the default export. An unknown export is not found.
+    // An empty name selects the default export, which is the first device. For an unknown name the
+    // server reports an error.
     let info = json(tool("nbdinfo").arg("--json").arg(uri(&serve, "")));
     assert_eq!(info["exports"][0]["export-size"], 64 * MIB);
     assert!(!tool("nbdinfo").arg(uri(&serve, "absent")).output().unwrap().status.success());
@@ -112,7 +113,7 @@ fn many_exports_are_independent() {
     seen.sort_by_key(|(_, size)| *size);
     assert_eq!(seen, expected);
 
-    // The exports are independent devices.
+    // Each export is an independent device, so a write to one does not change the others.
     for n in [0, 17, 49] {
         let write = format!("write -P {} 0 1M", n + 1);
         ok(tool("qemu-io").args(["-f", "raw", "-c", &write]).arg(uri(&serve, &format!("ram{n}"))));

@@ -1,4 +1,4 @@
-//! Rate limits, bursts and client limits of devices and exports, changed while clients are connected.
+//! Rate limits, bursts and connection limits of devices and exports, changed while clients are connected.
 
 use std::sync::mpsc;
 use std::thread;
@@ -11,19 +11,19 @@ use crate::clients::tools::stat;
 use crate::drives::raw::{Ended, Raw};
 use crate::harness::Serve;
 
-/// NBD error number of a device that is gone.
+/// NBD error number of requests to a removed device.
 const ESHUTDOWN: u32 = 108;
 const PATIENCE: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(300);
 
-/// Sends `count` writes of a page without waiting.
+/// Sends `count` writes of one page each without waiting for replies.
 fn send(client: &mut Raw, count: u64) {
     for n in 0..count {
         client.send_write(n * 4096, &[n as u8; 4096]);
     }
 }
 
-/// Waits for `count` successful replies. Returns the time that this took.
+/// Waits for `count` successful replies. Returns how long the replies took.
 fn wait_for_replies(client: &mut Raw, count: u64) -> Duration {
     let begun = Instant::now();
     for _ in 0..count {
@@ -39,7 +39,7 @@ fn write_and_wait(client: &mut Raw, count: u64) -> Duration {
     begun.elapsed()
 }
 
-/// Returns `stat` of the export whose address ends with `address`.
+/// Returns the `stat` object of the export whose address ends with `address`.
 fn export_stat(serve: &Serve, name: &str, address: &str) -> Value {
     let reply = serve.json(&["stat", name])["exports"].take();
     let all = reply.as_array().unwrap();
@@ -59,15 +59,15 @@ fn device_limits_apply_by_key_and_set() {
     assert!(stat(&serve, "r", "io", "limited") >= 29, "{reply}");
     assert_eq!(serve.json(&["stat", "other"]).get("limits"), None);
     assert_eq!(stat(&serve, "other", "io", "limited"), 0);
-    // A MiB at 4 MiB/s, with a small burst.
+    // 1 MiB at 4 MiB/s with a small burst takes about 250 ms.
     serve.text(&["set", "r", "iops=0", "bps=4M", "bps_burst=4K"]);
     let took = write_and_wait(&mut client, 256);
     assert!((Duration::from_millis(240)..PATIENCE).contains(&took), "{took:?}");
     assert_eq!(serve.text(&["get", "r", "bps"]), "4194304\n");
-    // The burst refills during a pause, and the time since the last step is a sufficient one.
+    // The burst refills while the device is idle, and the idle time since the previous writes is long enough.
     serve.text(&["set", "r", "bps=0", "iops=1", "iops_burst=100"]);
     assert!(write_and_wait(&mut client, 100) < Duration::from_secs(30));
-    // Requests that would wait for minutes continue at once.
+    // Waiting requests continue at once when the limit is removed.
     send(&mut client, 50);
     thread::sleep(Duration::from_millis(50));
     serve.text(&["set", "r", "iops=none"]);
@@ -90,7 +90,7 @@ fn export_limits_apply_and_change_by_publish() {
     let (mut home, mut slow) = (Raw::connect(&serve, "r"), Raw::connect_at(&serve.path("slow"), "r"));
     send(&mut slow, 31);
     let begun = Instant::now();
-    // The other export does not wait for the slow one, which needs three seconds.
+    // The rate limit of the export `slow`, whose writes need three seconds, does not delay the other export.
     let long = Duration::from_millis(2500);
     assert!(write_and_wait(&mut home, 31) < long);
     wait_for_replies(&mut slow, 31);
@@ -105,7 +105,7 @@ fn export_limits_apply_and_change_by_publish() {
     let stats = export_stat(&serve, "r", "/nbd");
     assert_eq!((stats.get("limits"), &stats["io"]["limited"]), (None, &json!(0)), "{stats}");
 
-    // Waiting requests follow a change of the limit. Limits that are not given stay.
+    // A new limit also applies to requests that already wait. A limit that is omitted stays unchanged.
     serve.text(&["publish", "r", "--nbd", "unix:slow", "--iops", "1"]);
     send(&mut slow, 50);
     thread::sleep(Duration::from_millis(50));
@@ -158,7 +158,7 @@ fn limits_are_kept_in_file_state_and_dump() {
     assert_eq!((iops, max_clients), (json!(5000), json!(8)));
     assert_eq!((&a["iops"], &a["bps"], &vm["bps"]), (&json!(1000), &json!(10 << 20), &json!(1 << 20)));
 
-    // The client stays connected while `apply` changes limits.
+    // The client stays connected while `apply` changes the limits.
     let mut client = Raw::connect_at(&serve.path("a"), "r");
     let less = FILE
         .replacen("iops = 5000\n", "", 1)
@@ -173,7 +173,7 @@ fn limits_are_kept_in_file_state_and_dump() {
     assert_eq!(serve.text(&["apply", "f.toml"]), changes);
     assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
     assert!(write_and_wait(&mut client, 31) >= SHORT);
-    // Limits set by hand are kept over a restart, and `apply` resets them.
+    // Limits set by verbs are kept over a restart. The next `apply` resets them to those of the configuration file.
     serve.text(&["publish", "r", "--nbd", "unix:a", "--iops", "200"]);
     serve.text(&["set", "r", "max_clients=3", "bps=1G"]);
     let before = limits(&serve);
@@ -194,7 +194,7 @@ fn limits_are_kept_in_file_state_and_dump() {
     lines.sort_unstable();
     let mut expected: Vec<_> = changes.lines().collect();
     expected.sort_unstable();
-    // The order of the attributes varies.
+    // The order of the attributes in a line varies, so the second line is compared in parts.
     assert_eq!(lines.len(), expected.len(), "{applied}");
     assert_eq!(lines[0], expected[0], "{applied}");
     assert!(lines[1].contains("bps=0") && lines[1].contains("max_clients=8"), "{applied}");
@@ -217,7 +217,7 @@ fn limited_requests_end_on_remove_power_cut_and_shutdown() {
         }
         client
     };
-    // Counts replies with ESHUTDOWN until the connection closes.
+    // Reads replies until the connection closes. Returns the number of replies with ESHUTDOWN.
     let outcomes = |client: &mut Raw| {
         let mut gone = 0;
         loop {
@@ -242,14 +242,14 @@ fn limited_requests_end_on_remove_power_cut_and_shutdown() {
     serve.text(&["power-cut", "p", "--seed", "1"]);
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     outcomes(&mut client);
-    // No write from before the power cut arrives after it.
+    // No write that was sent before the power cut reaches the device after it.
     thread::sleep(Duration::from_millis(1500));
     assert_eq!(stat(&serve, "p", "io", "in_flight"), 0);
     serve.text(&["set", "p", "iops=0"]);
     let mut client = Raw::connect(&serve, "p");
     assert_eq!(client.read(45 * 4096, 4096).unwrap(), [0; 4096]);
 
-    // Shutdown completes the waiting requests without the limit.
+    // A shutdown completes the waiting requests and ignores their rate limit.
     let mut client = wait("s");
     let begun = Instant::now();
     serve.text(&["shutdown"]);
@@ -270,12 +270,12 @@ fn client_above_max_clients_waits() {
         thread::spawn(move || {
             let mut client = Raw::connect_at(&path, "r");
             client.read(0, 4096).unwrap();
-            // The client stays connected until the test receives it.
+            // The client stays connected until the test receives the connection.
             tx.send(client).unwrap();
         });
     }
     assert!(rx.recv_timeout(SHORT).is_err(), "somebody got in");
-    // The freed place is the device's, and only one waiting client gets it.
+    // The closed connection frees a slot of the device, and only one of the waiting clients uses the slot.
     drop(at_home);
     let second = rx.recv_timeout(PATIENCE).unwrap();
     assert!(rx.recv_timeout(SHORT).is_err(), "both got in");
@@ -285,7 +285,7 @@ fn client_above_max_clients_waits() {
     let all: u64 =
         list.as_array().unwrap().iter().map(|export| export["connections"].as_u64().unwrap()).sum();
     assert_eq!(all, 2, "{list}");
-    // A higher limit admits a client that waits already.
+    // A higher limit also admits a client that already waits.
     let path = serve.path("nbd");
     thread::spawn(move || tx.send(Raw::connect_at(&path, "r")));
     assert!(rx.recv_timeout(SHORT).is_err(), "somebody got in");

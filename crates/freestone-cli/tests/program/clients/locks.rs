@@ -1,4 +1,4 @@
-//! Image locks as qemu takes them: one writer, or many readers.
+//! Locks on image files, compatible with qemu: one writer, or many readers.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -13,7 +13,7 @@ use crate::harness::{Serve, refused};
 const LONG: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(20);
 
-/// A qemu-io that holds a file open.
+/// A qemu-io process that keeps an image file open.
 struct Holder(Child);
 
 impl Holder {
@@ -26,7 +26,7 @@ impl Holder {
             .stderr(Stdio::inherit())
             .spawn()
             .unwrap();
-        // qemu-io responds once the file is open.
+        // qemu-io prints the length only after the file is open and locked.
         child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
         let mut output = String::new();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
@@ -39,8 +39,8 @@ impl Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        // qemu-io ends at the end of its input. SIGKILL would only end timeout and leave its child
-        // behind.
+        // qemu-io ends at the end of its input. SIGKILL would end only timeout(1) and leave qemu-io
+        // running.
         drop(self.0.stdin.take());
         let _ = self.0.wait();
     }
@@ -66,7 +66,7 @@ fn writable_image_is_locked_exclusively() {
         assert!(message.contains("lock"), "{message}");
     }
     fails(tool("qemu-img").args(["convert", "-f", "raw", "-O", "raw"]).arg(&image).arg(serve.path("copy")));
-    // `-U` ignores the lock.
+    // `-U` makes qemu-img ignore the lock.
     ok(tool("qemu-img").args(["info", "-U", "-f", "raw"]).arg(&image));
     let other = refused(
         serve.dir.path(),
@@ -136,13 +136,14 @@ fn read_only_bases_are_shared() {
         let message = fails(&mut io(file, &["-f", format, "-c", "write -P 1 0 512"]));
         assert!(message.contains("lock"), "{message}");
     }
-    // A new overlay on the base can be written.
+    // A new overlay is writable although its base is locked for reading.
     ok(tool("qemu-img").args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&lower).arg(at("new")));
     ok(&mut io(&at("new"), &["-f", "qcow2", "-c", "write -P 1 0 512"]));
     drop(first);
     fails(&mut io(&top, &["-f", "qcow2", "-c", "write -P 1 0 512"]));
     drop(second);
-    // The kernel closes the files of a killed server some milliseconds later.
+    // The kernel closes the files of a killed server, and so releases their locks, some
+    // milliseconds after the kill.
     let start = Instant::now();
     while !io(&top, &["-f", "qcow2", "-c", "write -P 1 0 512"]).output().unwrap().status.success() {
         assert!(start.elapsed() < LONG, "it is still locked");
@@ -150,7 +151,8 @@ fn read_only_bases_are_shared() {
     }
 }
 
-/// Waits until the server reports the change `how` of the base. The deadline bounds the wait.
+/// Waits until `stat` of the base reports the change `how`; `None` waits for no change. Returns the
+/// reported change. Fails after a deadline.
 fn eventually_changed(serve: &Serve, base: &str, how: Option<&str>) -> serde_json::Value {
     let start = Instant::now();
     loop {
@@ -180,8 +182,8 @@ fn changed_base_is_reported() {
     assert!(serve.json(&["stat", "golden"]).get("changed").is_none());
     assert!(!serve.text(&["list"]).contains("changed"));
 
-    // A write by a program that ignores locks. The pause makes the modification time differ, as its
-    // resolution may be a clock tick.
+    // A program that ignores locks writes to the base. Timestamps have the resolution of a clock
+    // tick, so the pause makes the modification time differ.
     sleep(STEP);
     let file = fs::OpenOptions::new().write(true).open(&golden).unwrap();
     (&file).write_all(b"new").unwrap();

@@ -1,4 +1,4 @@
-//! A RAM disk that reaches its `mem_limit`.
+//! A RAM disk whose memory use reaches its `mem_limit`.
 
 use std::fs::{self, File};
 use std::io::Read as _;
@@ -29,11 +29,11 @@ fn mem_limit_within_a_large_write_keeps_other_data() {
     let message = fails(&mut write(&ram0, &large_file, "64M 32M"));
     assert!(message.contains("No space left on device"), "{message}");
     assert!(stat(&serve, "ram0", "mm_stat", "mem_used_total") <= 16 * MIB);
-    // The maximum counts the page before the limit refuses it, as in the kernel.
+    // `mem_used_max` also includes the page that the limit then rejected, as in the kernel's zram.
     assert!(stat(&serve, "ram0", "mm_stat", "mem_used_max") >= 16 * MIB);
     assert!(stat(&serve, "ram0", "io_stat", "failed_writes") > 0);
 
-    // The data on both sides of the failed write is unchanged, and so are the pages around it.
+    // The failed write changed no data before or after its range.
     let out = serve.path("out");
     ok(tool("nbdcopy").arg(&ram0).arg(&out));
     let mut bytes = Vec::new();
@@ -45,14 +45,14 @@ fn mem_limit_within_a_large_write_keeps_other_data() {
     assert!(range(200 * MIB, KEPT) == kept);
     assert!(is_zero(range(KEPT, 60 * MIB)));
     assert!(is_zero(range(96 * MIB, 104 * MIB)));
-    // Each page of the failed write has entirely new or entirely old content.
+    // Each page of the failed write has either its entire new content or its entire old content.
     let large = noise(2, 32 * MIB);
     for (number, new) in (0..).zip(large.chunks(4096)) {
         let page = range(64 * MIB + number * 4 * KIB, 4 * KIB);
         assert!(page == new || is_zero(page), "page {number} of the write is a mixture");
     }
 
-    // The server still runs, the other device works, and freed memory is usable.
+    // The server still runs, the other device works, and memory freed by a discard is usable again.
     ok(tool("qemu-io").args(["-f", "raw", "-c", "discard 64M 32M", "-c", "write -P 3 64M 32M", &ram0]));
     ok(tool("qemu-io").args(["-f", "raw", "-c", "discard 64M 32M", &ram0]));
     ok(&mut write(&ram0, &kept_file, "64M 4M"));

@@ -1,5 +1,5 @@
-//! Merges interrupted by a killed server: the next server never shows an origin that is half old
-//! and half new.
+//! Merges interrupted by a killed server. The next server resumes the merge and never shows an
+//! origin that is half old and half new.
 
 use std::fs;
 use std::path::Path;
@@ -15,14 +15,16 @@ use crate::clients::tools::{MIB, noise, ok, qemu_io, tool, uri};
 use crate::harness::{Serve, refused};
 
 const CHUNK: usize = 4096;
-/// Number of chunks that the snapshot has written, each not contiguous with the next.
+/// Number of chunks that were written to the snapshot. Unwritten chunks lie between them, so each
+/// chunk is merged separately.
 const RUNS: usize = 40;
-/// Deadline for any event.
+/// Time limit for any awaited event.
 const LONG: Duration = Duration::from_secs(100);
 
 const SERVE: [&str; 6] = [
     "disk=file,path=disk.img",
-    // The delay applies to each merged chunk, which is read from here.
+    // The fault rule delays each merged chunk, because the merge reads every chunk from this COW
+    // device.
     "c=file,path=disk.cow,publish=no,faults=read delay=100ms",
     "d1=snapshot,origin=disk,cow=c,chunk_size=4K",
     "--nbd=unix:nbd",
@@ -42,12 +44,13 @@ fn kill(serve: Serve) -> TempDir {
     serve.wait().1
 }
 
-/// Returns the state of the merge.
+/// Returns the state of the merge of `d1`, as `stat` shows it.
 fn merge(serve: &Serve) -> serde_json::Value {
     serve.json(&["stat", "d1"])["merge"].clone()
 }
 
-/// Returns a directory with a merge that a killed server left half done, and the content to expect.
+/// Returns a directory with a merge that a killed server left half done, and the content of the
+/// origin after the whole merge.
 fn half_merged() -> (TempDir, Vec<u8>) {
     let dir = tempfile::tempdir().unwrap();
     let mut wanted = noise(3, 2 * MIB);
@@ -79,7 +82,7 @@ fn half_merged() -> (TempDir, Vec<u8>) {
 #[test]
 fn killed_server_resumes_its_merge() {
     let (dir, mut wanted) = half_merged();
-    // The same command line, twice before the merge is finished.
+    // The server starts with the same command line, twice before the merge is finished.
     let serve = Serve::start_in(dir, &SERVE, false);
     assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
     assert_eq!(merge(&serve), json!("running"));
@@ -87,7 +90,8 @@ fn killed_server_resumes_its_merge() {
     let table = serve.text(&["list"]);
     let percent = table.split("snapshot merging ").nth(1).and_then(|rest| rest.split('%').next());
     assert!(percent.is_some_and(|n| n.parse::<u64>().is_ok_and(|n| n < 100)), "{table}");
-    // Writes to the chunks that are merged last and first, and to a chunk that needs no merge.
+    // The test writes to the chunks that are merged last and first, and to a chunk that is not
+    // merged.
     let writes = [0, (RUNS - 1) * 2 * CHUNK, CHUNK].map(|at| format!("write -f -P 7 {at} 512"));
     qemu_io(&uri(&serve, "disk"), &writes);
     for at in [0, (RUNS - 1) * 2 * CHUNK, CHUNK] {
@@ -95,7 +99,7 @@ fn killed_server_resumes_its_merge() {
     }
     let serve = Serve::start_in(kill(serve), &SERVE, false);
     assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
-    // The rest of the merge runs without the delay.
+    // The merge continues without the delay.
     serve.text(&["set", "c", "faults=none"]);
     assert_content(&uri(&serve, "d1"), &wanted, serve.dir.path());
     let end = Instant::now() + LONG;
@@ -105,7 +109,7 @@ fn killed_server_resumes_its_merge() {
     }
     let dir = kill(serve);
     assert!(fs::read(dir.path().join("disk.img")).unwrap() == wanted);
-    // The store is a new snapshot of the merged origin.
+    // After the merge the exception store belongs to a new, empty snapshot of the merged origin.
     let serve = Serve::start_in(dir, &SERVE, false);
     assert_eq!(merge(&serve), json!(null));
     assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
@@ -133,7 +137,7 @@ fn merge_key_merges_at_start() {
         assert!(Instant::now() < end, "{}", merge(&serve));
         thread::sleep(Duration::from_millis(10));
     }
-    // `merge=yes` may stay in the command line if nothing is left to merge.
+    // `merge=yes` may stay in the command line: a start without anything to merge is not an error.
     let serve = Serve::start_in(kill(serve), &with(",merge=yes"), true);
     assert_eq!(merge(&serve), json!("finished"));
     assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
@@ -143,7 +147,8 @@ fn merge_key_merges_at_start() {
     assert_eq!(serve.refused(2, &["create", "d2=snapshot,origin=disk,merge=yes"]), memory);
 }
 
-/// The origin's own record of the merge, for a server that does not open the store.
+/// An extended attribute of the origin records the unfinished merge, for a server that does not
+/// open the exception store.
 #[test]
 fn half_merged_origin_without_store_is_refused() {
     let (dir, wanted) = half_merged();
@@ -173,7 +178,8 @@ fn half_merged_origin_without_store_is_refused() {
         assert!(blank.ends_with("/other.cow: the origin is half merged; the snapshot whose merge is under way must be opened first"), "{blank}");
         let transient = serve(&["disk=file,path=disk.img", "d1=snapshot,origin=disk,cow=./disk.cow,store=N"]);
         assert!(transient.contains("half merged"), "{transient}");
-        // The record is gone, as in a copy of the file. The store still knows of the merge.
+        // The attribute is missing, as in a copy of the file. The exception store also records the
+        // merge, so the merge resumes.
         removexattr(&disk, "user.freestone.merge").unwrap();
     }
     let merge = ["disk=file,path=disk.img", "d1=snapshot,origin=disk,cow=./disk.cow"];

@@ -1,4 +1,4 @@
-//! Tests with the clients that Debian ships.
+//! Tests with standard clients, as Debian ships them.
 //!
 //! A missing client is a failure, never a skipped test. `cargo xtask test` installs the clients.
 

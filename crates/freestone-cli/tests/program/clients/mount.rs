@@ -1,4 +1,4 @@
-//! ext4 on an export, mounted through nbdfuse and a loop device.
+//! A mounted ext4 on an export, through nbdfuse and a loop device.
 
 use crate::clients::mounted::Mounted;
 use crate::clients::tools::{MIB, ok, root_tool, stat, tool};
@@ -7,7 +7,8 @@ use crate::harness::Serve;
 
 #[test]
 fn mounted_ext4_keeps_files_and_frees_deleted_ones() {
-    // Dropped in the reverse order: mounts, nbdfuse, server, files.
+    // Variables are dropped in reverse order: first the mounts, then nbdfuse, the server and the
+    // files.
     let dir = tempfile::tempdir().unwrap();
     let serve = Serve::start(&["ram0=ram,disksize=256M"]);
     let (tree, archive) = (dir.path().join("tree"), dir.path().join("tree.tar"));
@@ -23,15 +24,15 @@ fn mounted_ext4_keeps_files_and_frees_deleted_ones() {
     let used = stat(&serve, "ram0", "mm_stat", "orig_data_size");
     assert!(used > 16 * MIB, "{used}");
 
-    // Remounted, so that all data is read from the server.
+    // The file system is mounted again, so that the kernel reads all data from the server.
     mounted.unmount();
     mounted.check();
     mounted.mount();
-    // mke2fs makes lost+found.
+    // mke2fs creates lost+found, which the original tree lacks.
     let diff = ["-r", "--no-dereference", "--exclude=lost+found"];
     ok(root_tool("diff").args(diff).arg(&tree).arg(&mnt));
 
-    // Deleted files are discarded and their memory is freed.
+    // Deleting files discards their blocks, and the RAM disk frees the memory.
     ok(root_tool("rm")
         .arg("-rf")
         .arg(mnt.join("0"))

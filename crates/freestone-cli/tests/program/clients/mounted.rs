@@ -1,4 +1,4 @@
-//! An export as a block device with a file system, through nbdfuse and a loop device.
+//! An export with a file system, mounted through nbdfuse and a loop device.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::harness::Serve;
 const STEP: Duration = Duration::from_millis(20);
 const READY_MAX: Duration = Duration::from_secs(20);
 
-/// Commands that run in reverse order when the test ends, also after a failure.
+/// Cleanup commands that run in reverse order on drop, so also after a failed test.
 #[derive(Default)]
 struct Undo(Vec<Command>);
 
@@ -27,18 +27,18 @@ impl Undo {
 impl Drop for Undo {
     fn drop(&mut self) {
         for mut command in self.0.drain(..).rev() {
-            // After a successful test most commands have nothing left to undo.
+            // Errors are ignored: after a successful test most commands have nothing left to undo.
             let _ = command.status();
         }
     }
 }
 
-/// nbdfuse in the foreground.
+/// An nbdfuse process in the foreground.
 struct Fuse(Child);
 
 impl Drop for Fuse {
     fn drop(&mut self) {
-        // nbdfuse ends when it is unmounted, or at the latest by timeout(1).
+        // nbdfuse ends when its mount is unmounted, or at the latest when timeout(1) kills it.
         let start = Instant::now();
         while matches!(self.0.try_wait(), Ok(None)) && start.elapsed() < READY_MAX {
             sleep(STEP);
@@ -48,7 +48,7 @@ impl Drop for Fuse {
     }
 }
 
-/// Waits until another process reaches a state.
+/// Waits until `done` returns true. Fails after a deadline.
 #[track_caller]
 fn wait_until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
@@ -62,19 +62,20 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// An export that can be mounted. Drop undoes everything.
+/// An export that can be mounted. Drop unmounts the file system and ends nbdfuse.
 pub struct Mounted {
-    // Fields are dropped in this order: mounts and loop devices, then nbdfuse.
+    // Fields are dropped in this order: cleanup of mounts and loop devices first, then nbdfuse.
     undo: Undo,
     _fuse: Fuse,
     disk: PathBuf,
     mnt: PathBuf,
-    /// The loop device while the file system is mounted.
+    /// Path of the loop device while the file system is mounted.
     device: Option<String>,
 }
 
 impl Mounted {
-    /// Makes the export available as a file below `dir`. Mounts nothing.
+    /// Makes the export available as a file below `dir`, by nbdfuse. The file system is not mounted
+    /// yet.
     pub fn new(serve: &Serve, export: &str, dir: &Path) -> Self {
         let (fuse_dir, mnt) = (dir.join("fuse"), dir.join("mnt"));
         fs::create_dir(&fuse_dir).unwrap();
@@ -95,21 +96,21 @@ impl Mounted {
         &self.mnt
     }
 
-    /// Attaches a loop device to the export.
+    /// Attaches a loop device to the file of the export. Returns the path of the loop device.
     fn attach(&mut self) -> String {
         let device = ok(root_tool("losetup").args(["--find", "--show"]).arg(&self.disk)).trim().to_owned();
         self.undo.add("losetup", &["-d", &device]);
         device
     }
 
-    /// Makes a file system on the export.
+    /// Creates an ext4 file system on the export.
     pub fn make_ext4(&mut self) {
         let device = self.attach();
         ok(root_tool("mke2fs").args(["-q", "-t", "ext4", "-F", &device]));
         ok(root_tool("losetup").args(["-d", &device]));
     }
 
-    /// Mounts the file system on a new loop device, so that no cache has its data.
+    /// Mounts the file system on a new loop device, whose page cache is empty.
     pub fn mount(&mut self) {
         let device = self.attach();
         ok(root_tool("mount").args([&device, text(&self.mnt)]));
@@ -117,7 +118,8 @@ impl Mounted {
         self.device = Some(device);
     }
 
-    /// Unmounts the file system. All written data is at the server afterwards.
+    /// Unmounts the file system and detaches the loop device. Afterwards the server has all written
+    /// data.
     pub fn unmount(&mut self) {
         ok(root_tool("umount").arg(&self.mnt));
         if let Some(device) = self.device.take() {
@@ -125,7 +127,7 @@ impl Mounted {
         }
     }
 
-    /// Checks the unmounted file system with e2fsck.
+    /// Checks the unmounted file system with e2fsck, which must find no error.
     pub fn check(&mut self) {
         let device = self.attach();
         ok(root_tool("e2fsck").args(["-fn", &device]));

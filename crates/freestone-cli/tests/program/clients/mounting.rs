@@ -1,5 +1,5 @@
-//! `freestone mount` and `umount`, and `reset` and `rewind` of mounted devices, by nbdfuse and a loop device. The
-//! kernel lab tests the ways that need kernel drivers (`lab/ublk-use.sh`, `lab/nbd-kernel.sh`).
+//! `freestone mount` and `umount`, and `reset` and `rewind` of mounted devices, through nbdfuse and a loop device. The
+//! kernel lab tests mounts that need kernel drivers (`lab/ublk-use.sh`, `lab/nbd-kernel.sh`).
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -10,7 +10,7 @@ use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use freestone_testkit::tools::leave_out;
+use freestone_testkit::tools::skip_test;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use crate::clients::tools::{find, ok, tool};
@@ -20,7 +20,7 @@ const STEP: Duration = Duration::from_millis(5);
 const SOON: Duration = Duration::from_secs(20);
 const IMAGE_BYTES: u64 = 16 << 20;
 
-/// A server with the fork `job` of an image, whose file system has the file `base`. Drop unmounts everything.
+/// A server with the fork `job` of an image, whose file system contains the file `base`. Drop unmounts everything.
 struct Machine {
     serve: Serve,
     mnt: PathBuf,
@@ -29,7 +29,7 @@ struct Machine {
 impl Machine {
     fn new() -> Self {
         if !rustix::process::geteuid().is_root() {
-            leave_out("mounting needs root");
+            skip_test("mounting needs root");
         }
         find("nbdfuse");
         let dir = tempfile::tempdir().unwrap();
@@ -69,7 +69,7 @@ impl Machine {
         self.mnt.join(file).exists()
     }
 
-    /// Returns the nbdfuse of this test.
+    /// Returns the process ID of the nbdfuse that serves a mount of this test, or None.
     fn nbdfuse(&self) -> Option<Pid> {
         let dir = self.serve.dir.path().to_str().unwrap().to_owned();
         let mut processes = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path());
@@ -80,7 +80,7 @@ impl Machine {
         Pid::from_raw(found.file_name()?.to_str()?.parse().ok()?)
     }
 
-    /// Checks that no process, loop device, mount or record of this test is left.
+    /// Checks that no process, loop device, mount or mount record of this test is left.
     fn check_nothing_left(&self) {
         let dir = self.serve.dir.path();
         let left = |text: &str| text.lines().any(|line| line.contains(dir.to_str().unwrap()));
@@ -91,8 +91,8 @@ impl Machine {
         assert!(!self.has("base"));
     }
 
-    /// Runs `freestone mount` with one of its programs replaced by a script that waits, and kills `mount` there.
-    /// Returns the script's process.
+    /// Runs `freestone mount` with `program` replaced by a script that waits, and kills `freestone mount` meanwhile.
+    /// Returns the process of the script.
     fn kill_mount_in(&self, program: &str) -> Orphan {
         let bin = self.serve.path("bin");
         fs::create_dir(&bin).unwrap();
@@ -117,12 +117,12 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Mounts remain only if the test failed.
+        // Mounts remain only if the test failed, so an error is ignored.
         let _ = self.command(&["umount", "*", "--force"]).output();
     }
 }
 
-/// A process that is killed when dropped.
+/// A child process that is killed when dropped.
 struct KillOnDrop(Child);
 
 impl Drop for KillOnDrop {
@@ -132,7 +132,7 @@ impl Drop for KillOnDrop {
     }
 }
 
-/// A process that is not a child of the tests, killed when dropped.
+/// A process that is not a child of the tests and is killed when dropped.
 struct Orphan(Pid);
 
 impl Drop for Orphan {
@@ -167,7 +167,7 @@ fn mounted_fork_reset_shows_base_again() {
     let line = options.lines().find(|line| line.contains(mnt.to_str().unwrap())).unwrap();
     assert!(line.contains("noatime"), "{line}");
 
-    // A rewind to a snapshot of a mounted device, selected by a pattern.
+    // A pattern selects the mounted device for a rewind to a snapshot.
     fs::write(mnt.join("own"), "in the snapshot").unwrap();
     ok(tool("sync").arg("-f").arg(mnt));
     machine.serve.text(&["snapshot", "job", "job-1"]);
@@ -201,7 +201,7 @@ fn mounted_fork_open_file_reset_names_the_process() {
     assert!(why.contains("its working directory is"), "{why}");
     holder.0.kill().unwrap();
     holder.0.wait().unwrap();
-    // timeout(1) and its child are a process group of their own.
+    // `tool` runs sleep under timeout(1), which makes itself and its child a process group. The child must end too.
     let group = Pid::from_raw(holder.0.id().cast_signed()).unwrap();
     let _ = kill_process_group(group, Signal::KILL);
     wait_until("it can be reset", || machine.serve.run_verb(&["reset", "job"]).0 == 0);
@@ -226,10 +226,10 @@ fn mounted_fork_second_client_reset_is_refused() {
     let why = refused(machine.serve.dir.path(), 1, &["umount", "job", "--control", "elsewhere"]);
     assert!(why.contains("no such mount"), "{why}");
     machine.serve.text(&["umount", "mnt"]);
-    // A connected client prevents a read-write mount.
+    // A connected client prevents a read-write mount, because both would write to the file system.
     let why = machine.serve.refused(1, &["mount", "job", "mnt"]);
     assert!(why.starts_with("job: mount: clients are connected (1): "), "{why}");
-    // The mount uses the device's own export, and keeps it published.
+    // The mount used the existing export of the device, and left it published.
     let exports = machine.serve.json(&["list", "job"])["devices"][0]["exports"].clone();
     assert_eq!(exports.as_array().unwrap().len(), 1, "{exports}");
     machine.check_nothing_left();
@@ -272,7 +272,7 @@ fn file_unmounted_by_hand_umount_writes_all() {
     let records = machine.serve.path("mounts");
     let mut dirs = mounts.lines().filter_map(|line| line.split(' ').nth(1));
     let fuse = dirs.find(|dir| dir.starts_with(records.to_str().unwrap())).unwrap();
-    // The loop device holds the file open, so the file system stays mounted.
+    // The loop device keeps the file of nbdfuse open, so the ext4 file system stays mounted.
     ok(tool("umount").arg("-l").arg(fuse));
     fs::write(machine.mnt.join("own"), "own").unwrap();
     machine.serve.text(&["umount", "job"]);
@@ -288,7 +288,7 @@ fn killed_mount_umount_leaves_nothing() {
         let waiting = machine.kill_mount_in(program);
         machine.check_state("stale");
         if program == "mount" {
-            // The mount stays locked until the program that `mount` ran has ended.
+            // `umount` waits for the lock of the mount, which the program started by the killed `mount` still holds.
             let locked = machine.command(&["umount", "job"]).spawn().unwrap();
             let mut locked = KillOnDrop(locked);
             sleep(STEP * 20);
@@ -328,7 +328,7 @@ fn mount_second_of_device_or_directory_is_refused() {
         let has = format!("{name}: mount: job has a mount at {} already", machine.mnt.display());
         assert!(why.starts_with(&has), "{why}");
     }
-    // Two devices of one server are mounted, each under its name.
+    // Two devices of one server are mounted, each listed under its name.
     machine.serve.text(&["mount", "second", "second"]);
     assert_eq!(machine.states().len(), 2);
     machine.serve.text(&["umount", "*"]);

@@ -1,4 +1,4 @@
-//! Exports of other servers as devices: qemu-nbd and nbdkit behind bases, origins and COW devices, server restarts,
+//! Exports of other NBD servers as devices: qemu-nbd and nbdkit behind bases, origins and COW devices, server restarts,
 //! and loops to the server itself.
 
 use std::fs;
@@ -15,7 +15,7 @@ use freestone_testkit::tools::is_listening;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Another NBD server, killed when dropped.
+/// A qemu-nbd or nbdkit process, killed when dropped.
 pub(super) struct Other {
     child: Child,
     pub socket: PathBuf,
@@ -35,7 +35,7 @@ impl Other {
         other
     }
 
-    /// Starts qemu-nbd over an image; `-r` makes it read-only.
+    /// Starts qemu-nbd for an image file, at the socket `name`. The argument `-r` makes the export read-only.
     pub fn qemu(dir: &TempDir, name: &str, image: &str, args: &[&str]) -> Self {
         let (socket, image) = (dir.path().join(name), dir.path().join(image));
         let (at, image) = (socket.display().to_string(), image.display().to_string());
@@ -43,7 +43,7 @@ impl Other {
         Self::start("qemu-nbd", &all, &socket)
     }
 
-    /// Starts nbdkit with a plugin.
+    /// Starts nbdkit with a plugin and its arguments, at the socket `name`.
     pub fn kit(dir: &TempDir, name: &str, args: &[&str]) -> Self {
         let socket = dir.path().join(name);
         let at = socket.display().to_string();
@@ -92,7 +92,7 @@ fn read_only_export_has_forks() {
     let dir = tempfile::tempdir().unwrap();
     image(&dir, "disk.qcow2", "qcow2");
     let other = Other::qemu(&dir, "other", "disk.qcow2", &["-f", "qcow2", "-r"]);
-    // The client says read-only, or the server does.
+    // The base `said` is read-only by `readonly=yes`, the base `found` because the other server exports it read-only.
     let [stated, found] = ["said", "found"].map(|name| other.device(name));
     let server = Serve::start(&[&format!("{stated},readonly=yes,mem_limit=64M"), &found]);
     for base in ["said", "found"] {
@@ -108,7 +108,7 @@ fn read_only_export_has_forks() {
         (get(&server, "found", "readonly"), get(&server, "found", "size")),
         (true.into(), (16 * MIB).into())
     );
-    // Holes of the image are holes of the export.
+    // The export of the nbd device reports the holes of the image as holes.
     let map = ok(tool("nbdinfo").args(["--map", "--totals"]).arg(uri(&server, "found")));
     assert!(map.contains("hole"), "{map}");
     let why = server.refused(1, &["snapshot", "found", "s"]);
@@ -134,11 +134,11 @@ fn export_is_origin_and_cow_device() {
     qemu_io(&uri(&server, "data"), &["write -P 1 0 2M", "flush"]);
     qemu_io(&uri(&server, "data"), &["read -P 1 0 2M"]);
     qemu_io(&uri(&server, "before"), &["read -P 7 0 1M", "read -P 0 1M 1M", "read -P 8 9M 64k"]);
-    // The other server has the written data.
+    // The written data has reached the other server.
     let direct = format!("nbd+unix:///?socket={}", origin.socket.display());
     qemu_io(&direct, &["read -P 1 0 2M"]);
     assert!(get(&server, "data", "connections").as_u64().unwrap() > 0);
-    // The snapshot is merged into its origin.
+    // A merge of the snapshot into its origin restores the old content of the origin.
     server.text(&["unpublish", "data"]);
     server.text(&["merge", "before", "--into-origin"]);
     server.text(&["remove", "before"]);
@@ -195,7 +195,7 @@ fn restart_restores_devices_if_their_server_runs() {
     let state = tempfile::tempdir().unwrap();
     let server = serve(state, &[&device]);
     server.text(&["create", &format!("{},readonly=yes", other.device("base"))]);
-    server.text(&["fork", "base", "f", "on_lost=empty"]);
+    server.text(&["fork", "base", "f", "on_data_loss=empty"]);
     let state = end(server);
     other.kill();
     let server = serve(state, &[]);
@@ -220,7 +220,7 @@ fn device_that_leads_back_to_the_server_is_refused() {
     let server = Serve::start(&["r=ram,disksize=1M", "n=null,size=1M", "--allow-plaintext"]);
     let dir = server.dir.path();
     std::os::unix::fs::symlink(dir, dir.join("link")).unwrap();
-    // Each path of the server's own socket is detected.
+    // Every path that leads to the server's own socket is detected.
     for socket in ["nbd", "./nbd", "link/nbd"] {
         let why = server.refused(1, &["create", &format!("loop=nbd,uri=nbd+unix:///r?socket={socket}")]);
         assert!(why.contains("is an address of this server, which would wait for itself"), "{why}");
@@ -233,7 +233,7 @@ fn device_that_leads_back_to_the_server_is_refused() {
         let why = server.refused(1, &["create", &format!("loop=nbd,uri=nbd://{host}:{port}/n")]);
         assert!(why.contains("is an address of this server"), "{why}");
     }
-    // The other order: the device exists before the address is published.
+    // In the other order, `publish` is refused if an existing device connects to the new address.
     let other = tempfile::tempdir().unwrap();
     let kit = Other::kit(&other, "other", &["memory", "1M"]);
     server.text(&["create", &kit.device("far")]);
@@ -245,7 +245,7 @@ fn device_that_leads_back_to_the_server_is_refused() {
     assert!(!Path::new(&at).exists());
     server.text(&["remove", "far"]);
     server.text(&["publish", "r", "--nbd", &format!("unix:{at}")]);
-    // At start.
+    // The same check at server start.
     let args = ["serve", "--nbd", "unix:own", "--control", "c2", "loop=nbd,uri=nbd+unix:///x?socket=own"];
     let why = refused(other.path(), 1, &args);
     assert!(why.contains("own is an address of this server"), "{why}");
@@ -280,7 +280,8 @@ fn unpublish_at_one_address_leaves_the_others() {
     left.sort();
     assert_eq!(left, [at("b"), at("nbd")]);
     assert!(!serve.path("a").exists());
-    // An address of the command line exports all devices.
+    // Neither address has an export of the device alone: `a` is closed, and the command line address `nbd` exports all
+    // devices.
     for there in [at("a"), at("nbd")] {
         let why = serve.refused(1, &["unpublish", "r", "--at", &there]);
         assert!(why.starts_with(&format!("r: unpublish: {there}: not published there")), "{why}");

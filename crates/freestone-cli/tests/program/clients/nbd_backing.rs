@@ -1,5 +1,5 @@
-//! Exports of other servers as backing devices and COW devices. Their servers restart, and lose
-//! data that was not flushed.
+//! Exports of other NBD servers as backing devices and COW devices. The other servers restart, and
+//! lose data that was not flushed.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use super::nbd::{Other, eventually, get};
 use super::tools::{MIB, fails, noise, ok, qemu_io, stat, tool, uri};
 use crate::harness::Serve;
 
-/// Starts qemu-nbd over a file of `mib` MiB, which remains afterwards.
+/// Starts qemu-nbd for a file of `mib` MiB. The file remains after qemu-nbd ends.
 fn spill(dir: &TempDir, name: &str, mib: u64) -> Other {
     let path = dir.path().join(format!("{name}.img"));
     fs::File::options().create(true).append(true).open(path).unwrap().set_len(mib * MIB).unwrap();
@@ -41,7 +41,7 @@ fn write_back_all(serve: &Serve, name: &str) {
     serve.text(&["writeback", name, "idle"]);
 }
 
-/// Another Freestone server, whose drive loses unflushed data in a power cut.
+/// Another Freestone server. Power cuts of the device `drive` lose unflushed data.
 struct Lossy(Serve);
 
 impl Lossy {
@@ -53,7 +53,7 @@ impl Lossy {
         format!("{name}=nbd,uri=nbd+unix:///drive?socket={}", self.0.path("nbd").display())
     }
 
-    /// Cuts the power. Returns the number of lost blocks.
+    /// Cuts the power of the drive. Returns the number of blocks that were lost.
     fn cut(&self) -> u64 {
         self.0.json(&["power-cut", "drive", "--seed", "5"])["lost_blocks"].as_u64().unwrap()
     }
@@ -69,7 +69,7 @@ fn pages_are_evicted_to_an_export_and_read_back() {
     put(&server, "r", &data);
     assert!(spilled_pages(&server, "r") > 5000);
     assert_content(&server, "r", &data);
-    // A backing device is not published by itself.
+    // A device used as a backing device is not published by default.
     assert!(!server.startup_output.contains("n: "), "{}", server.startup_output);
     assert_eq!((get(&server, "r", "backing_dev"), get(&server, "r", "backing_size")), {
         ("device:n".into(), (64 * MIB).into())
@@ -113,14 +113,15 @@ fn forks_of_a_file_evict_to_an_export() {
     assert_content(&server, "f", &data);
 }
 
-/// Pages leave memory only after the other server flushed them.
+/// Evicted pages are removed from memory only after the other server flushed them.
 #[test]
 fn pages_survive_power_cut_of_the_backing_server() {
     for layout in ["yes", "no"] {
         let lossy = Lossy::start();
         let disk = format!("r=ram,disksize=16M,backing_dev=device:n,compressed_writeback={layout}");
         let server = Serve::start(&[lossy.device("n"), disk]);
-        // Twice, so that blocks are reused. Old pages would pass their checksums.
+        // The second round reuses blocks of the first. A stale block would be found by the
+        // comparison, but not by its own checksum.
         for seed in [3, 4] {
             let data = noise(seed, 16 * MIB);
             put(&server, "r", &data);
@@ -149,7 +150,8 @@ fn eviction_waits_for_a_server_that_restarts() {
         other.kill();
         eventually("the loss is seen", || get(&server, "n", "connections") == 0);
         assert!(!writer.is_finished());
-        // The rate limit kept the writer busy until the connection was lost.
+        // The rate limit kept the writer busy until the connection was lost. Without the limit the
+        // test ends sooner.
         server.text(&["set", "r", "bps=0"]);
         spill(&dir, "other", 96)
     });
@@ -172,7 +174,7 @@ fn lost_backing_server_fails_only_evicted_pages() {
     let data = noise(6, 16 * MIB);
     put(&server, "r", &data);
     server.text(&["idle", "r", "all"]);
-    // The first half stays in memory.
+    // Reads clear the idle mark of the first half, so the first half stays in memory.
     qemu_io(&uri(&server, "r"), &["read 0 8M"]);
     server.text(&["writeback", "r", "idle"]);
     assert_eq!(spilled_pages(&server, "r"), 2048);
@@ -187,7 +189,7 @@ fn lost_backing_server_fails_only_evicted_pages() {
     ok(&mut read("0 8M"));
     let message = fails(&mut read("8M 64k"));
     assert!(message.contains("Input/output error"), "{message}");
-    // Writeback by hand reports the failure, and the pages stay in memory.
+    // The verb `writeback` reports the failed connection, and the pages stay in memory.
     server.text(&["idle", "r", "all"]);
     let why = server.refused(1, &["writeback", "r", "idle"]);
     assert!(why.starts_with("r: writeback: "), "{why}");
@@ -215,7 +217,8 @@ fn kept_disk_has_its_export_after_restart() {
     put(&server, "r", &data);
     server.text(&["create", "s=snapshot,origin=r,keep=yes"]);
     assert!(spilled_pages(&server, "r") > 1000);
-    // The dump has the arguments as they were given, so they start an equal server.
+    // The dump contains `backing_dev=device:n` as given, so a server started from the dump has the
+    // same devices.
     let dumped = server.text(&["dump"]);
     assert!(dumped.contains("backing_dev = \"device:n\""), "{dumped}");
     let end = |server: Serve| {
@@ -233,7 +236,7 @@ fn kept_disk_has_its_export_after_restart() {
     assert_eq!(server.refused(1, &["remove", "n"]), "n: cannot be removed: r, s stand on it");
     assert_content(&server, "r", &data);
     let state = end(server);
-    // Without the other server the devices are missing, but their content is kept.
+    // Without the other server the devices are reported as missing, but their content is kept.
     other.kill();
     let server = Serve::start_in(state, &args(&[]), true);
     let list = server.json(&["list"]);
@@ -244,7 +247,7 @@ fn kept_disk_has_its_export_after_restart() {
     let server = Serve::start_in(state, &args(&[]), true);
     assert_content(&server, "r", &data);
     drop(end(server));
-    // The dump as a configuration file.
+    // The dump is valid as a configuration file.
     let place = tempdir().unwrap();
     let left_out = ["nbd ", "control ", "state ", "save", "keep "];
     let lines = dumped.lines().filter(|line| !left_out.iter().any(|key| line.starts_with(key)));
@@ -275,8 +278,8 @@ fn restored_disk_evicts_to_an_export() {
     assert_eq!(why, "restore: backing_dev=device:n: is in use by r2");
 }
 
-/// After SIGKILL the server opens its snapshots again from the exports of another server, which
-/// lost unflushed data before.
+/// After SIGKILL the server opens its snapshot again on the export of another server, which has
+/// also lost unflushed data.
 #[test]
 fn snapshot_on_export_survives_both_servers() {
     let dir = tempdir().unwrap();
@@ -308,7 +311,7 @@ fn snapshot_on_export_survives_both_servers() {
     assert!(status.as_str().unwrap().contains('/'), "{status}");
 }
 
-/// Unflushed copies may be lost. Then the snapshot is invalid and shows no wrong data.
+/// If unflushed copies are lost, the snapshot becomes invalid and never shows wrong data.
 #[test]
 fn snapshot_of_killed_server_is_complete_or_invalid() {
     let dir = tempdir().unwrap();
@@ -332,7 +335,7 @@ fn snapshot_of_killed_server_is_complete_or_invalid() {
         spill(&dir, "other", 64)
     });
     assert_content(&server, "disk", &after);
-    // The snapshot is complete, or it is invalid.
+    // Reads of an invalid snapshot fail. A valid snapshot must have its entire old content.
     if get(&server, "monday", "status") == "Invalid" {
         fails(tool("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 64k"]).arg(uri(&server, "monday")));
     } else {

@@ -1,5 +1,5 @@
-//! Files that `save` and `delta save` do not replace: files in use under any name, and files of
-//! another kind without --force.
+//! Files that `save` and `delta save` do not overwrite: files in use by the server under any name,
+//! and other kinds of files without --force.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, symlink};
@@ -76,7 +76,7 @@ fn save_never_replaces_files_in_use() {
         let message = serve.refused(1, &["save", "r", name, "--force"]);
         assert!(message.contains("the path is not a regular file"), "{name}: {message}");
     }
-    // The files are free when their device is removed.
+    // After a device is removed, its image files may be overwritten.
     serve.text(&["remove", "q"]);
     serve.text(&["save", "r", "top.qcow2", "--force"]);
     serve.text(&["delta", "save", "f", "middle.qcow2"]);
@@ -116,7 +116,8 @@ fn save_replaces_other_kinds_only_with_force() {
             assert_eq!(fs::read(serve.path(name)).unwrap(), before);
         }
     }
-    // Replaced are: a file of the same kind, an empty file, and any file with --force.
+    // `save` and `delta save` replace a file of the same kind, an empty file, and any file with
+    // --force.
     let before = inode(&serve.path("r.saved"));
     serve.text(&["save", "r", "r.saved"]);
     assert_ne!(inode(&serve.path("r.saved")), before);
@@ -125,7 +126,7 @@ fn save_replaces_other_kinds_only_with_force() {
     serve.text(&["save", "r", "empty"]);
     serve.text(&["save", "r", "notes.txt", "--force"]);
     serve.text(&["delta", "save", "f", "alone.qcow2", "--force"]);
-    // The error over the control socket.
+    // The control socket reports an existing file with the errno EEXIST.
     fs::write(serve.path("notes.txt"), "precious").unwrap();
     let file = serve.path("notes.txt");
     let line = json!({"jsonrpc": "2.0", "id": 1, "method": "save", "params": {"names": ["r"], "file": file}});

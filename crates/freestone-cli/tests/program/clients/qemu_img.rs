@@ -1,4 +1,4 @@
-//! qemu-img: convert in both directions, compare, map.
+//! qemu-img: `convert` in both directions, `compare` and `map`.
 
 use std::fs;
 
@@ -21,12 +21,12 @@ fn convert_and_compare() {
     assert!(stat(&serve, "ram0", "mm_stat", "orig_data_size") <= allocated(&image));
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw"]).arg(&image).arg(&ram0));
 
-    // Out of order, with sixteen requests in flight.
+    // `-W` writes out of order, with sixteen requests in flight.
     let wild = ["convert", "-n", "-W", "-m", "16", "-f", "raw", "-O", "raw"];
     ok(tool("qemu-img").args(wild).args([&ram0, &ram1]));
     ok(tool("qemu-img").args(["compare", "-s", "-f", "raw", "-F", "raw", &ram0, &ram1]));
 
-    // Through qcow2 and back.
+    // The content is converted to qcow2 and back.
     ok(tool("qemu-img").args(["convert", "-W", "-m", "8", "-f", "raw", "-O", "qcow2", &ram1]).arg(&qcow));
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "qcow2", &ram0]).arg(&qcow));
     ok(tool("qemu-img").args(["convert", "-f", "qcow2", "-O", "raw"]).arg(&qcow).arg(&raw));
@@ -35,7 +35,7 @@ fn convert_and_compare() {
     assert_eq!(sha256(&raw), sha256(&image));
     check(&raw);
 
-    // A difference is found at its offset.
+    // `compare` finds a difference at its offset.
     ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 1 70M 512", &ram1]));
     ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 2 70M 512", &ram0]));
     let message = fails(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", &ram0, &ram1]));
@@ -46,7 +46,7 @@ fn convert_and_compare() {
 fn map_agrees_with_what_was_written() {
     let serve = Serve::start(&["ram0=ram,disksize=64M"]);
     let uri = uri(&serve, "ram0");
-    // Zeroes that may be a hole, and zeroes that must not.
+    // Zeroes that may become a hole (`-u`), and zeroes that must stay allocated.
     let writes = ["write -P 9 1M 128k", "write -P 9 32M 4k", "write -z -u 1088k 4k", "write -z 1096k 4k"];
     let writes = writes.iter().flat_map(|write| ["-c", write]);
     ok(tool("qemu-io").args(["-d", "unmap", "-f", "raw"]).args(writes).arg(&uri));
@@ -75,7 +75,7 @@ fn map_agrees_with_what_was_written() {
     assert_eq!(extents, expected);
 }
 
-/// A single line names the damaged file of the chain and the damage.
+/// A single log line names the damaged file of the backing chain, and the damage.
 #[test]
 fn damage_of_an_image_is_logged_with_its_file() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! qemu-io: patterns, unaligned requests, overlapping requests.
+//! qemu-io: verified patterns, unaligned requests and overlapping requests.
 
 use std::process::Command;
 
@@ -15,7 +15,8 @@ fn qemu_io(uri: &str, commands: &[&str]) -> Command {
     command
 }
 
-/// Runs commands in one session. A pattern that does not match is an error.
+/// Runs commands in one qemu-io session. Fails if a command fails or a read does not match its
+/// pattern.
 #[track_caller]
 fn all(uri: &str, commands: &[&str]) {
     let output = ok(&mut qemu_io(uri, commands));
@@ -48,10 +49,11 @@ fn patterns_are_read_back() {
                 "readv -P 0x22 64M 512 1k 4k 8k",
             ],
         );
-        // A wrong pattern fails, so the checks above are effective.
+        // A read with a wrong pattern fails, so the checks of the session before are effective.
         let message = fails(&mut qemu_io(&uri, &["read -P 0xab 4M 1M"]));
         assert!(message.contains("Pattern verification failed"), "{message}");
-        // 8 MiB, less 1 MiB of zeroes that may be a hole, plus 1 MiB at the end and four pages.
+        // The disk stores 8 MiB less 1 MiB that was discarded, plus 1 MiB at the end and four
+        // pages.
         let pages = (8 << 20) - (1 << 20) + (1 << 20) + (16 << 10);
         assert_eq!(stat(&serve, name, "mm_stat", "orig_data_size"), pages);
     }
@@ -76,15 +78,16 @@ fn requests_smaller_than_a_page() {
             "read -P 0x55 4608 4096",
             "read -P 0 8704 512",
             "read -P 0x55 9216 7168",
-            // Into a page that was never written.
+            // A partial write into a page that was never written; the rest of the page reads as
+            // zeroes.
             "write -P 0x88 1049088 512",
             "read -P 0 1048576 512",
             "read -P 0x88 1049088 512",
             "read -P 0 1049600 3072",
         ],
     );
-    // A page that is discarded in parts reads as zeroes or as before: NBD promises nothing else.
-    // Its neighbours keep their data.
+    // The discarded parts of a page read as zeroes or as before: NBD does not promise more. The
+    // other data of the pages stays.
     all(&uri, &["read -P 0x55 16384 512", "read -P 0x55 17408 4096"]);
 }
 
@@ -92,7 +95,8 @@ fn requests_smaller_than_a_page() {
 fn overlapping_requests() {
     let serve = Serve::start(&["ram0=ram,disksize=64M"]);
     let uri = uri(&serve, "ram0");
-    // Overlapping writes with many in flight, then writes in order after a barrier.
+    // Overlapping writes are in flight at the same time. After a barrier, later writes are in
+    // order.
     let mut commands: Vec<String> = Vec::new();
     for round in 0..24 {
         commands.push(format!("aio_write -q -P {} {}k 192k", round + 1, round * 64));

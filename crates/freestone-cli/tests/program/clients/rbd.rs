@@ -1,4 +1,4 @@
-//! RBD images, with a substitute for Ceph's library whose pool is a directory. (The lab has a real Ceph.)
+//! RBD images, with a substitute for Ceph's librbd whose pool is a directory. The kernel lab uses a real Ceph cluster.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -14,7 +14,7 @@ use super::tools::{MIB, fails, noise, ok, qemu_io, stat, tool, uri};
 use crate::drives::raw::Raw;
 use crate::harness::{Serve, freestone, sentence};
 
-/// A cluster with one image, `rbd/vm`.
+/// Directory that simulates a Ceph cluster with one image, `rbd/vm`. The substitute librbd is in it too.
 struct Cluster(TempDir);
 
 impl Cluster {
@@ -35,7 +35,7 @@ impl Cluster {
         format!("{name}=rbd,image=rbd/vm,conf={}{more}", self.file("ceph.conf").display())
     }
 
-    /// Sets the behaviour of the library from now on.
+    /// Sets which calls of the substitute librbd hang or fail from now on.
     fn control(&self, lines: &str) {
         fs::write(self.file("control.new"), lines).unwrap();
         fs::rename(self.file("control.new"), self.file("control")).unwrap();
@@ -75,7 +75,7 @@ fn image_survives_crash_and_restart() {
     assert!(fs::read(cluster.file("rbd.vm")).unwrap()[..data.len()] == data[..]);
     server.signal(Signal::KILL);
 
-    // The state directory restores the device, then its snapshot.
+    // The restarted server restores the rbd device from the state directory.
     let server = cluster.serve(server.wait().1, &state);
     assert_content(&server, "d", &data);
     server.text(&["snapshot", "d", "before", "cow=./before.cow", "cow_size=32M"]);
@@ -131,7 +131,7 @@ fn hanging_cluster_fails_requests_after_timeout() {
         get(&server, "d", "last_error"),
         "a write of 4096 bytes at 0: the cluster did not answer in time"
     );
-    // Reads still complete. A timeout and a missing image have different errors.
+    // Only writes hang, so reads still complete. A timeout at open and a missing image have different errors.
     qemu_io(&uri(&server, "d"), &["read 0 4k"]);
     cluster.control("hang write\nhang open\n");
     let why = server.refused(1, &["create", &cluster.device("late", ",timeout=1s")]);
@@ -141,7 +141,7 @@ fn hanging_cluster_fails_requests_after_timeout() {
     assert_eq!(server.refused(1, &["create", &none]), "none: rbd/none: there is no such image");
 }
 
-/// Neither removing the device nor shutdown waits for the hanging write.
+/// Neither removing the device nor a shutdown waits for the write that hangs in the cluster.
 #[test]
 fn remove_does_not_wait_for_a_hanging_cluster() {
     let cluster = Cluster::new();
@@ -169,7 +169,7 @@ fn image_grows_while_clients_are_connected() {
 #[test]
 fn missing_library_error_names_its_package() {
     let cluster = Cluster::new();
-    // A file that the loader finds first and that is not a library.
+    // A file that the dynamic loader finds first and that is not a shared library.
     let libraries = tempfile::tempdir().unwrap();
     fs::write(libraries.path().join("librados.so.2"), "none").unwrap();
     let mut command = freestone(cluster.0.path());

@@ -1,4 +1,4 @@
-//! Saved devices restored by another server over the same base, and damaged files refused.
+//! Saved devices, restored by another server over the same base; damaged save files are refused.
 
 use std::fs;
 
@@ -57,7 +57,7 @@ fn ram_disk_is_saved_and_restored() {
     assert_eq!(restored["devices"][1], json!({"name": "other", "kind": "ram", "disksize": 8 * MIB}));
     qemu_io(&publish_export(&second, "other"), &["read -P 3 0 1M"]);
 
-    // Damaged, truncated and foreign files are refused.
+    // A server refuses damaged, truncated, foreign and missing save files.
     let whole = fs::read(second.path("ram0.saved")).unwrap();
     fs::write(second.path("cut"), &whole[..whole.len() - 100]).unwrap();
     let mut damaged = whole.clone();
@@ -106,8 +106,8 @@ fn forks_are_saved_and_restored_with_snapshots() {
     let restored = second.json(&["restore", "jobs.saved"]);
     assert_eq!(restored["devices"].as_array().unwrap().len(), 3);
     let same = |uri: &str, at: u64, len: u64| {
-        // Pages that were never written read as the base.
-        // qemu-img counts from the start of the image.
+        // Pages that were never written read as the base. In qemu-img dd, `count` includes the
+        // skipped part.
         let range = [format!("skip={at}"), format!("count={}", at + len)];
         let from = ok(tool("qemu-img")
             .args(["dd", "-f", "raw", "-O", "raw", "bs=1M"])
@@ -124,7 +124,8 @@ fn forks_are_saved_and_restored_with_snapshots() {
     qemu_io(&a_1, &["read -P 1 0 1M"]);
     qemu_io(&b, &["read -P 3 4M 1M", "read -P 0 6M 1M"]);
     assert!(same(&a, 1, 7) && same(&b, 0, 4) && !same(&b, 4, 1));
-    // They are forks like others: one family, they rewind, and their base stays.
+    // Restored forks work like others: they share the memory limit of the base, can be rewound, and
+    // prevent the removal of the base.
     assert_eq!(second.json(&["stat", "a"])["family"]["mem_limit"], 64 * MIB);
     let users = second.refused(1, &["remove", "base"]);
     assert!(users.starts_with("base: cannot be removed: "), "{users}");

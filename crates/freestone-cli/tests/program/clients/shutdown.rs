@@ -9,16 +9,16 @@ use rustix::process::Signal;
 use crate::clients::tools::{stat, tool, uri};
 use crate::harness::Serve;
 
-/// Deadline far above the server's grace period, for a busy machine.
+/// Deadline for the server to end: far above its grace period, for a busy machine.
 const END_MAX: Duration = Duration::from_secs(15);
 const STEP: Duration = Duration::from_millis(20);
 
-/// Kills its client when a failed test drops it.
+/// A fio process that is killed when dropped.
 struct Client(std::process::Child);
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // The client may have ended already.
+        // The client may have ended already, so errors are ignored.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -45,7 +45,7 @@ fn shutdown_ends_a_running_fio() {
     assert_eq!(code, Some(0));
     assert!(!dir.path().join("nbd").exists() && !dir.path().join("control").exists());
 
-    // The client sees the end of the connection, and does not run for its full sixty seconds.
+    // fio notices the closed connection and ends before its run time of sixty seconds.
     while fio.0.try_wait().unwrap().is_none() {
         assert!(begin.elapsed() < 2 * END_MAX, "fio does not see the end");
         sleep(STEP);

@@ -1,4 +1,4 @@
-//! Snapshots of devices in use, merges, and deltas of forks and snapshots as qcow2.
+//! Snapshots of devices in use, merges, and deltas of forks and snapshots as qcow2 overlays.
 
 use std::fs;
 use std::path::Path;
@@ -26,7 +26,8 @@ fn publish_export(serve: &Serve, name: &str) -> String {
     uri(serve, name)
 }
 
-/// Starts a server with a file of 8 MiB of noise, and a copy of the file.
+/// Starts a server with the device `disk`, a file of 8 MiB of noise, and a copy of the file for
+/// comparison.
 fn with_disk(more: &[&str]) -> Serve {
     let dir = tempfile::tempdir().unwrap();
     for name in ["disk.img", "before.img"] {
@@ -40,7 +41,8 @@ fn with_disk(more: &[&str]) -> Serve {
 
 #[test]
 fn snapshots_of_a_test_database() {
-    // Data and log are two devices. Their snapshots are taken at the same moment.
+    // The data and the log of a database are two devices. A single `snapshot` verb takes both
+    // snapshots at the same moment.
     let serve = Serve::start(&[
         "data=ram,disksize=64M",
         "log=ram,disksize=16M",
@@ -58,14 +60,14 @@ fn snapshots_of_a_test_database() {
     qemu_io(&data_1, &["read -P 1 0 8M", "read -P 0 8M 8M"]);
     qemu_io(&log_1, &["read -P 2 0 1M", "read -P 0 1M 1M"]);
     check_read_fails(&data_1, "write -P 9 0 4k");
-    // Overwritten pages moved to the snapshot uncopied.
+    // A write to a RAM disk moves the old page to the snapshot instead of copying it.
     let stat = serve.json(&["stat", "data"]);
     assert_eq!(stat["over_stat"]["handed_over"], 5 * MIB / 4096);
     assert_eq!(stat["over_stat"]["snapshots"], 1);
     assert_eq!(serve.json(&["stat", "data-1"])["over_stat"]["own_bytes"], 5 * MIB);
 
-    // Trials on forks of the first snapshot. The snapshot in the middle is removed, the others keep
-    // their content.
+    // Forks of the first snapshot are used for trials. After this snapshot is removed, the later
+    // one keeps its content.
     serve.text(&["fork", "data-1", "trial"]);
     let trial = publish_export(&serve, "trial");
     qemu_io(&trial, &["read -P 1 0 8M", "write -P 5 0 2M"]);
@@ -92,7 +94,7 @@ fn snapshots_of_a_test_database() {
         "data-2: is a snapshot, which does not change; fork it"
     );
 
-    // A failure takes no snapshot at all.
+    // If one of several snapshots cannot be taken, none is taken.
     assert_eq!(
         serve.refused(1, &["snapshot", "log,other", "a,b"]),
         "b: origin=other: has no snapshots: it is zoned, and the state of its zones would be missing"
@@ -117,7 +119,7 @@ fn snapshots_of_a_file_in_memory() {
     assert_eq!((&get["store"], &get["chunk_size"], &get["cow"]), (&json!("N"), &json!(4096), &json!("none")));
     check_read_fails(&uri(&serve, "d1"), "write -P 9 0 4k");
 
-    // Forks of a file that is in use.
+    // The snapshot is a base for forks while clients write to its origin.
     serve.text(&["fork", "d1", "trial", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     let trial = uri(&serve, "trial");
     assert_content(&trial, &before);
@@ -167,14 +169,15 @@ fn snapshots_of_a_file_with_exception_store() {
     let d1 = publish_export(&serve, "d1");
     assert_content(&d1, &before);
     assert_content(&publish_export(&serve, "d2"), &before);
-    // The snapshot is writable, like dm's, so it cannot be a base.
+    // The snapshot is writable, like those of device mapper, so it cannot be a base.
     qemu_io(&d1, &["write -P 2 5M 64k"]);
     let why = "f: base=d1: is a snapshot that its users write (readonly=no); take one with readonly=yes";
     assert_eq!(serve.refused(1, &["fork", "d1", "f"]), why);
     let map = run_json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &d1]));
     assert!(map.as_array().unwrap().iter().any(|row| row["type"] == 1 && row["offset"] == MIB), "{map}");
 
-    // Another server opens the store again. The origin did not change in between.
+    // Another server opens the exception store again. The origin did not change while no server had
+    // it open.
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
@@ -191,7 +194,7 @@ fn snapshots_of_a_file_with_exception_store() {
     qemu_io(&d1, &["read -P 2 5M 64k"]);
     assert_eq!(serve.json(&["get", "d1", "chunk_size"])["chunk_size"], 65536);
 
-    // The snapshot is merged into the file.
+    // The merge writes the changes of the snapshot into the file of the origin.
     let merged = serve.json(&["merge", "d1", "--into-origin"]);
     assert_eq!((&merged["merge"], &merged["origin"]), (&json!("finished"), &json!("disk")));
     let stat = serve.json(&["stat", "d1"]);
@@ -206,7 +209,7 @@ fn snapshots_of_a_file_with_exception_store() {
     wanted[5 << 20..(5 << 20) + (64 << 10)].fill(2);
     assert!(fs::read(serve.path("disk.img")).unwrap() == wanted);
 
-    // A snapshot with forks is not merged, and a snapshot that was merged cannot be a base.
+    // A snapshot with forks cannot be merged, and a merged snapshot cannot be a base.
     let keys = ["cow=./frozen.cow", "cow_size=16M", "readonly=yes"];
     serve.text(&["create", "disk=file,path=disk.img"]);
     serve.text(&[&["snapshot", "disk", "d5"], &keys[..]].concat());
@@ -221,7 +224,7 @@ fn snapshots_of_a_file_with_exception_store() {
     serve.text(&["remove", "d5"]);
     serve.text(&["remove", "disk"]);
 
-    // A file that is not a store is left unchanged.
+    // A COW file that is not an exception store is refused and left unchanged.
     fs::write(serve.path("foreign"), noise(5, MIB)).unwrap();
     serve.text(&["create", "disk=file,path=disk.img"]);
     let foreign = serve.refused(1, &["snapshot", "disk", "d4", "cow=./foreign"]);
@@ -258,7 +261,7 @@ fn delta_is_a_qcow2_overlay() {
     );
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "qcow2", &job]).arg(&overlay));
 
-    // Applied to another fork of the same base.
+    // The delta is applied to another fork of the same base.
     serve.text(&["fork", "golden", "copy", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     let applied = serve.json(&["delta", "apply", "copy", "job.qcow2"]);
     assert_eq!((&applied["data_bytes"], &applied["zero_bytes"]), (&json!(128 << 10), &json!(128 << 10)));
@@ -266,7 +269,8 @@ fn delta_is_a_qcow2_overlay() {
     let twice = "copy: delta apply: it has changes of its own; `freestone rewind copy` first, or --force writes over them";
     assert_eq!(serve.refused(1, &["delta", "apply", "copy", "job.qcow2"]), twice);
 
-    // The saved delta is a base itself. Deltas of its forks have it as their backing file.
+    // The saved delta is a qcow2 image, so it can be a base itself. Deltas of forks of this base
+    // name the image as their backing file.
     serve.text(&["create", "image=qcow2,path=job.qcow2"]);
     serve.text(&["fork", "image", "next", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     let next = uri(&serve, "next");
@@ -285,7 +289,8 @@ fn delta_is_a_qcow2_overlay() {
     let late = "next-1: delta save: the fork that it is a snapshot of was removed or rewound; save such a delta before that";
     assert_eq!(serve.refused(1, &["delta", "save", "next-1", "late.qcow2"]), late);
     assert!(!serve.path("late.qcow2").exists());
-    // A fork of a snapshot in memory has no file as its base.
+    // The base of the fork is a snapshot in memory, which has no file that a delta could name as
+    // backing file.
     serve.text(&["fork", "next-1", "deep"]);
     let why =
         "deep: delta save: only a fork of a file or qcow2 image, or a snapshot of one, has a file for a base";
@@ -298,8 +303,8 @@ fn delta_is_a_qcow2_overlay() {
     assert!(raw.ends_with("golden.img: is not a qcow2 image; a raw image is of kind file"), "{raw}");
 }
 
-/// Pages beyond the end of the base are part of a delta: for a snapshot despite later writes to its
-/// origin, for a fork as they were when the save began.
+/// A delta includes pages beyond the end of the base. A snapshot's delta ignores later writes to
+/// the origin; a fork's delta shows the fork as it was when the save began.
 #[test]
 fn delta_has_pages_beyond_the_end_of_the_base() {
     let dir = tempfile::tempdir().unwrap();
@@ -318,7 +323,7 @@ fn delta_has_pages_beyond_the_end_of_the_base() {
     ok(tool("qemu-img").args(["convert", "-O", "raw", "-f", "raw", &job]).arg(serve.path("then.img")));
     serve.text(&["snapshot", "job", "then"]);
     qemu_io(&job, &["discard 1536k 64k", "discard 512k 4k", "write -P 3 1920k 4k"]);
-    // The snapshot reads as before, and so does its overlay.
+    // The snapshot and its delta do not contain the later writes to the fork.
     let saved = serve.json(&["delta", "save", "then", "then.qcow2"]);
     assert_eq!(saved["bytes"], 68 << 10, "{saved}");
     let shown = serve.json(&["delta", "show", "then"]);
@@ -332,7 +337,7 @@ fn delta_has_pages_beyond_the_end_of_the_base() {
     serve.text(&["delta", "save", "job", "job.qcow2"]);
     ok(tool("qemu-img").args(["convert", "-O", "raw", "-f", "raw", &job]).arg(serve.path("job.img")));
     compare("job.img", "job.qcow2");
-    // Applied to another fork.
+    // The delta of the snapshot is applied to another fork.
     let nbd = format!("unix:{}", serve.path("nbd").display());
     serve.text(&["fork", "golden", "copy", "size=2M", "--nbd", &nbd]);
     serve.text(&["delta", "apply", "copy", "then.qcow2"]);

@@ -1,5 +1,5 @@
-//! Exception stores whose origin was written without them: an error if both were closed cleanly,
-//! else a warning.
+//! Exception stores that missed writes to their origin. Opening one is an error if store and origin
+//! were closed cleanly, otherwise a warning.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -22,8 +22,8 @@ const UNKNOWN: &str = "it is unknown whether the origin was written without this
 const OLDER: &str = "the origin was written or used without this store since it was closed, so the snapshot would be a mixture of \
      old and new; force opens it anyway (force=yes)";
 
-/// Returns a directory with a disk. Its file system must support extended attributes, which record
-/// the state of the stores.
+/// Returns a directory with the image of a disk. The file system must support extended attributes,
+/// in which the server records the state of exception stores.
 fn with_disk() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let disk = dir.path().join("disk.img");
@@ -37,7 +37,7 @@ fn serve(dir: TempDir, devices: &[&str]) -> Serve {
     Serve::logged_in(dir, &[devices, &ENDS].concat())
 }
 
-/// Ends a server cleanly.
+/// Ends a server cleanly by SIGTERM. Returns its directory.
 #[track_caller]
 fn end(serve: Serve) -> TempDir {
     serve.signal(Signal::TERM);
@@ -79,7 +79,7 @@ fn check_refused(dir: &Path, devices: &[&str]) {
     );
 }
 
-/// Returns a disk with a snapshot, both closed cleanly.
+/// Returns a directory with a disk and the exception store of a snapshot, both closed cleanly.
 fn closed_disk() -> TempDir {
     let first = serve(with_disk(), &[DISK, MONDAY]);
     check_missed_writes(&first, "monday", "no");
@@ -100,7 +100,7 @@ fn store_closed_cleanly_opens_without_warning() {
         write(&again, "disk", at);
         dir = end(again);
     }
-    // Served without the store, but not written.
+    // A server without the snapshot that writes nothing to the disk does not make the store stale.
     dir = end(serve(dir, &[DISK]));
     let again = serve(dir, &[DISK, MONDAY]);
     check_missed_writes(&again, "monday", "no");
@@ -108,7 +108,7 @@ fn store_closed_cleanly_opens_without_warning() {
 
 #[test]
 fn store_that_missed_writes_is_refused() {
-    // The writer is a server without the store, or another program.
+    // The store misses writes of a server that does not open it, or of another program.
     for by_us in [true, false] {
         let mut dir = closed_disk();
         if by_us {
@@ -120,14 +120,14 @@ fn store_that_missed_writes_is_refused() {
             disk.write_all_at(&[7; 4096], 65536).unwrap();
         }
         let store = fs::read(dir.path().join("monday.cow")).unwrap();
-        // The error repeats at each start.
+        // The failed start changes nothing, so the next start fails with the same error.
         for _ in 0..2 {
             check_refused(dir.path(), &[DISK, MONDAY]);
         }
         assert!(fs::read(dir.path().join("monday.cow")).unwrap() == store, "the store was touched");
         let forced = serve(dir, &[DISK, &format!("{MONDAY},force=yes")]);
         check_missed_writes(&forced, "monday", "yes");
-        // After `force=yes` the store and the origin belong together.
+        // `force=yes` accepts the store, so the next start reports no missed writes.
         let again = serve(end(forced), &[DISK, MONDAY]);
         check_missed_writes(&again, "monday", "no");
     }
@@ -153,11 +153,11 @@ fn missed_writes_are_unknown_after_a_crash() {
     write(&again, "disk", 65536);
     let again = serve(end(again), &[DISK, MONDAY]);
     check_missed_writes(&again, "monday", "no");
-    // SIGKILL of a server without the store.
+    // SIGKILL of a server without the snapshot: nothing shows whether the disk was written.
     let alone = serve(end(again), &[DISK]);
     let again = serve(kill(alone), &[DISK, MONDAY]);
     check_missed_writes(&again, "monday", "unknown");
-    // A copy of the disk without the attribute.
+    // A copy of the disk lacks the extended attribute.
     let dir = end(again);
     removexattr(dir.path().join("disk.img"), "user.freestone.snapshots").unwrap();
     let again = serve(dir, &[DISK, MONDAY]);
@@ -176,7 +176,7 @@ fn snapshot_removed_during_writes_is_refused() {
     write(&both, "disk", 65536);
     let message = both.refused(1, &monday);
     assert!(message.ends_with(OLDER), "{message}");
-    // The next server detects it as well.
+    // The next server also detects the missed writes.
     let dir = end(both);
     check_refused(dir.path(), &[DISK, TUESDAY, MONDAY]);
     let other = serve(dir, &[DISK, TUESDAY]);
@@ -203,7 +203,8 @@ fn merge_closed_cleanly_resumes_without_warning() {
     check_missed_writes(&again, "monday", "no");
 }
 
-/// Once, although several writes fail for lack of space.
+/// The invalid snapshot is logged once, although several writes fail for lack of space in the
+/// store.
 #[test]
 fn lost_snapshot_is_logged_once() {
     let small = "monday=snapshot,origin=disk,cow=./monday.cow,cow_size=128K";

@@ -1,4 +1,4 @@
-//! TLS: standard clients and a second server as client, refused configurations, and reloading of
+//! TLS: standard clients, a second server as a client, refused configurations, and reloading of
 //! certificates.
 
 use std::fs;
@@ -22,7 +22,8 @@ const TLS: [&str; 6] = [
     "tls/ca-cert.pem",
 ];
 
-/// Returns a directory with an authority, and certificates of a server and two clients.
+/// Returns a directory, and a certificate authority in it with certificates of a server and two
+/// clients.
 fn directory() -> (tempfile::TempDir, Authority) {
     let dir = tempfile::tempdir().unwrap();
     let ours = authority(dir.path(), "tls");
@@ -32,7 +33,7 @@ fn directory() -> (tempfile::TempDir, Authority) {
 fn authority(dir: &Path, name: &str) -> Authority {
     let ours = Authority::new(dir.join(name));
     ours.sign("server", "localhost", Usage::Server);
-    // libnbd and qemu expect the client's files under this name.
+    // libnbd and qemu look for the certificate of a client under the name `client`.
     ours.sign("client", "client.example", Usage::Client);
     ours.sign("other", "other.example", Usage::Client);
     ours
@@ -42,7 +43,8 @@ fn args<'a>(mode: &'a str, others: &[&'a str]) -> Vec<&'a str> {
     [&["--tls", mode][..], &TLS, others].concat()
 }
 
-/// Returns a URI for libnbd.
+/// Returns a URI for libnbd with TLS at the Unix socket. The directory `tls` has the client's
+/// certificates.
 fn uri(serve: &Serve, export: &str, tls: &Path) -> String {
     let socket = serve.path("nbd");
     let (socket, tls) = (socket.display(), tls.display());
@@ -67,8 +69,8 @@ fn standard_clients_connect_by_tls() {
     );
     let at = uri(&serve, "r", ours.dir());
     assert_eq!(size(&at), Ok(64 * MIB));
-    // Refused: a client without TLS, a client that does not trust the server, and a client that the
-    // server does not trust.
+    // The server refuses a client without TLS and a client that it does not trust. A client that
+    // does not trust the server closes the connection.
     assert!(size(&format!("nbd+unix:///r?socket={socket}")).is_err());
     assert!(size(&uri(&serve, "r", strangers.dir())).is_err());
     let mixed = serve.path("mixed");
@@ -102,7 +104,7 @@ fn standard_clients_connect_by_tls() {
     let map = ok(tool("nbdinfo").args(["--map", &at]));
     assert!(map.contains("hole"), "{map}");
 
-    // A second server has a fork of the export.
+    // A second server opens the export through TLS as a base, and creates a fork of the base.
     let second = tempfile::tempdir().unwrap();
     let file = |name: &str| ours.file(name).display().to_string();
     let base = format!(
@@ -140,13 +142,14 @@ fn tls_clients_restricts_a_device() {
     let secure = |name: &str| size(&uri(&serve, name, ours.dir()));
     assert_eq!((secure("all"), secure("one")), (Ok(MIB), Ok(2 * MIB)));
     assert!(secure("two").is_err());
-    // The certificate of the other client.
+    // The files of the client are replaced by those of the client `other`.
     for kind in ["cert", "key"] {
         fs::copy(ours.file(&format!("other-{kind}.pem")), ours.file(&format!("client-{kind}.pem"))).unwrap();
     }
     assert_eq!(secure("two"), Ok(3 * MIB));
     assert!(secure("one").is_err());
-    // Snapshots and forks have a `tls_clients` of their own, and it also applies to later exports.
+    // A snapshot or fork has a `tls_clients` of its own, which also applies to exports that are
+    // published later.
     serve.text(&["snapshot", "two", "two-1", "tls_clients=any"]);
     let output = serve.text(&["fork", "two-1", "three", "tls_clients=client", "--nbd", "unix:nbd"]);
     assert!(output.contains("nbds+unix:///three?"), "{output}");
@@ -166,7 +169,8 @@ fn shut_down(serve: Serve) -> tempfile::TempDir {
     serve.wait().1
 }
 
-/// Checks that `list` reports a device of the state as missing because the server has no TLS.
+/// Checks that `list` reports a device of the state as missing, because the server was started
+/// without TLS.
 fn check_missing(serve: &Serve, name: &str) {
     let listed = serve.text(&["list"]);
     let expected = format!("{name}: is not there again, tls_clients: this server has no TLS; ");
@@ -189,7 +193,7 @@ fn tls_clients_is_kept_over_restarts() {
         ok(tool("nbdcopy").arg(uri(&serve, "one", ours.dir())).arg(serve.path("copy")));
         assert!(fs::read(serve.path("copy")).unwrap() == data);
         let dir = shut_down(serve);
-        // Without TLS the device is missing, but its content is kept.
+        // Without TLS the device with `tls_clients` is missing, but its content is kept.
         serve = Serve::start_in(dir, &["--state", "st"], true);
         check_missing(&serve, "one");
         serve = Serve::start_in(shut_down(serve), &args("on", &["--state", "st"]), true);
@@ -222,7 +226,7 @@ fn restore_sets_tls_clients() {
     assert!(size(&uri(&serve, "one", ours.dir())).is_err());
     let serve = Serve::start_in(shut_down(serve), &["--state", "st"], true);
     check_missing(&serve, "one");
-    // The fork's base was a snapshot restored from a file.
+    // The fork `two` cannot be created again, because its base is a snapshot restored from a file.
     let listed = serve.text(&["list"]);
     assert!(listed.contains("two: is not there again, it was restored from a file; restore "), "{listed}");
     let serve = Serve::start_in(shut_down(serve), &["n=null,size=1M"], true);
@@ -251,7 +255,7 @@ fn tls_files_reload_without_an_outage() {
     let wait_for = |text: &str| {
         wait_until(&|| fs::read_to_string(serve.path("log")).unwrap().contains(text));
     };
-    // This client stays connected throughout.
+    // The client qemu-io stays connected while the certificates change.
     let object = format!("tls-creds-x509,id=t,dir={},endpoint=client", ours.dir().display());
     let image = format!(
         "driver=nbd,path={},export=r,tls-creds=t,tls-hostname=localhost",
@@ -264,7 +268,7 @@ fn tls_files_reload_without_an_outage() {
     wait_for("connected");
     let at = uri(&serve, "r", ours.dir());
     assert_eq!(size(&at), Ok(8 * MIB));
-    // Invalid files change nothing.
+    // If the new files are invalid, the server keeps using the previous ones.
     fs::rename(ours.file("server-key.pem"), ours.file("server-key.old")).unwrap();
     serve.signal(Signal::HUP);
     wait_for("TLS keeps using the previous files");
@@ -274,7 +278,7 @@ fn tls_files_reload_without_an_outage() {
     wait_for("with tls_key: ");
     assert_eq!(size(&at), Ok(8 * MIB));
     fs::rename(ours.file("server-key.old"), ours.file("server-key.pem")).unwrap();
-    // A revoked client is refused from now on.
+    // A client whose certificate was revoked is refused after the reload.
     ours.revoke("crl.pem", &["client"], 2100);
     serve.signal(Signal::HUP);
     wait_for("TLS files reloaded");
@@ -282,7 +286,7 @@ fn tls_files_reload_without_an_outage() {
     ours.revoke("crl.pem", &["other"], 2100);
     serve.signal(Signal::HUP);
     wait_until(&|| size(&at).is_ok());
-    // New certificates apply to the next client.
+    // New certificates apply to clients that connect after the reload.
     let next = authority(serve.dir.path(), "next");
     next.revoke("crl.pem", &[], 2100);
     for file in ["ca-cert.pem", "server-cert.pem", "server-key.pem", "crl.pem"] {
@@ -290,7 +294,7 @@ fn tls_files_reload_without_an_outage() {
     }
     serve.signal(Signal::HUP);
     wait_until(&|| size(&uri(&serve, "r", next.dir())) == Ok(8 * MIB));
-    // The old client's certificate is not trusted by the new authority.
+    // The certificate of the previous client is not signed by the new authority.
     assert!(size(&at).is_err());
     let out = client.wait_with_output().unwrap();
     let output = String::from_utf8(out.stdout).unwrap();
@@ -340,7 +344,7 @@ fn invalid_tls_options_are_refused() {
     let word = refusal(2, &["m=null,size=1M,tls_clients=a++b"]);
     assert!(word.contains("m: tls_clients=a++b: must be any, or names"), "{word}");
 
-    // Addresses of the network.
+    // TCP addresses that other machines can reach need TLS or --allow-plaintext.
     let open = "tcp:0.0.0.0:0: other machines can connect without TLS; start the server with --tls require, \
                 or with --allow-plaintext if you trust the network";
     for more in [&[][..], &["--check"], &args("on", &[])] {
@@ -376,7 +380,7 @@ fn invalid_tls_options_are_refused() {
     assert!(why.contains("tls_clients: is any and cannot be changed"), "{why}");
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
-    // The same at run time.
+    // The verbs `publish` and `create` have the same restrictions at run time.
     let serve = Serve::start_in(dir, &["n=null,size=1M"], true);
     assert_eq!(serve.refused(2, &["publish", "n", "--nbd", "tcp:0.0.0.0:0"]), format!("n: {open}"));
     let why = serve.refused(2, &["create", named]);

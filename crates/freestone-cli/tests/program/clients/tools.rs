@@ -1,4 +1,4 @@
-//! Runs clients and returns their output.
+//! Functions that run client programs and return their output.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -18,14 +18,15 @@ pub const MIB: u64 = 1 << 20;
 /// Seconds after which a hanging client is killed, so that its test fails.
 const CLIENT_SECONDS_MAX: u32 = 100;
 
-/// Returns a client, found in PATH or in Debian's directories for administrators.
+/// Returns a command for a client program under timeout(1). The program is found in PATH or in
+/// Debian's directories for administrators.
 pub fn tool(name: &str) -> Command {
     let mut command = Command::new("timeout");
     command.arg("--kill-after=5").arg(CLIENT_SECONDS_MAX.to_string()).arg(find(name)).stdin(Stdio::null());
     command
 }
 
-/// Returns a client with the rights of root, which mounting needs.
+/// Returns a command for a client program with root rights, which mounting needs.
 pub fn root_tool(name: &str) -> Command {
     if rustix::process::geteuid().is_root() {
         return tool(name);
@@ -37,7 +38,7 @@ pub fn root_tool(name: &str) -> Command {
     command
 }
 
-/// Runs a client that must succeed. Returns its stdout.
+/// Runs a client program that must succeed. Returns its stdout.
 #[track_caller]
 pub fn ok(command: &mut Command) -> String {
     let output = command.output().unwrap();
@@ -46,12 +47,13 @@ pub fn ok(command: &mut Command) -> String {
     out.into_owned()
 }
 
-/// Runs commands of qemu-io in one session. A pattern that does not match is an error.
+/// Runs commands in one qemu-io session. Fails if a command fails or a read does not match its
+/// pattern.
 #[track_caller]
 pub fn qemu_io(uri: &str, lines: &[impl AsRef<str>]) {
     let mut command = tool("qemu-io");
     command.args(["-f", "raw"]);
-    // Read-only exports must be opened read-only.
+    // If all commands are reads, the export may be read-only, so qemu-io must open it read-only.
     if lines.iter().all(|line| line.as_ref().starts_with("read")) {
         command.arg("-r");
     }
@@ -62,7 +64,8 @@ pub fn qemu_io(uri: &str, lines: &[impl AsRef<str>]) {
     assert!(!output.contains("failed"), "{output}");
 }
 
-/// Runs a client that must fail by itself. Returns its stdout and stderr.
+/// Runs a client program that must fail by itself, not by the timeout. Returns its stdout and
+/// stderr.
 #[track_caller]
 pub fn fails(command: &mut Command) -> String {
     const STATUS_OF_TIMEOUT: i32 = 124;
@@ -77,7 +80,7 @@ pub fn fails(command: &mut Command) -> String {
     printed
 }
 
-/// Runs a client that must succeed and prints JSON.
+/// Runs a client program that must succeed. Returns its stdout parsed as JSON.
 #[track_caller]
 pub fn json(command: &mut Command) -> Value {
     let text = ok(command);
@@ -89,7 +92,7 @@ pub fn uri(serve: &Serve, export: &str) -> String {
     format!("nbd+unix:///{export}?socket={}", serve.path("nbd").display())
 }
 
-/// Returns a number of the statistics of a device.
+/// Returns a number from the output of `stat` for a device.
 #[track_caller]
 pub fn stat(serve: &Serve, device: &str, section: &str, column: &str) -> u64 {
     let stat = serve.json(&["stat", device]);
@@ -106,15 +109,16 @@ pub fn allocated(file: &Path) -> u64 {
     fs::metadata(file).unwrap().blocks() * SECTOR_BYTES
 }
 
-/// Returns incompressible bytes, the same for the same seed.
+/// Returns incompressible pseudorandom bytes, the same for the same seed.
 pub fn noise(seed: u64, length: u64) -> Vec<u8> {
-    // The testkit's generator is optimised; this program is not.
+    // The generator of the testkit is compiled with optimisation, unlike this test program.
     let mut bytes = vec![0; usize::try_from(length).unwrap()];
     Rng::new(seed).fill(&mut bytes);
     bytes
 }
 
-/// Returns true if all bytes are zero. Compares pages, as an unoptimised loop over bytes is slow.
+/// Returns true if all bytes are zero. Compares whole pages, because an unoptimised loop over bytes
+/// is slow.
 pub fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(4096).all(|page| *page == [0; 4096][..page.len()])
 }

@@ -1,4 +1,4 @@
-//! Trees of real files, and file system images made from them.
+//! Directory trees of real files, and file system images made from them.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, symlink};
@@ -6,15 +6,19 @@ use std::path::{Path, PathBuf};
 
 use crate::clients::tools::{KIB, MIB, noise, ok, tool};
 
-/// Sources of real files: our own source code, and programs and documents of this machine.
+/// Directories from which files are copied: our own source code, and programs and documents of this
+/// machine.
 const SOURCES: [&str; 4] =
     [concat!(env!("CARGO_MANIFEST_DIR"), "/.."), "/usr/share/doc", "/usr/bin", "/usr/lib"];
-/// Largest file of a tree: a file system is tested by many small files.
+/// Largest file that is copied, in bytes: many small files test a file system better than a few
+/// large ones.
 const FILE_BYTES_MAX: u64 = 8 * MIB;
-/// Each source provides at most 1/SHARES of a tree, so every tree has text and code.
+/// Each source directory provides at most 1/SHARES of the bytes of a tree, so every tree has text
+/// and code.
 const SHARES: u64 = 3;
 
-/// Makes a tree of about `bytes` in `dir`, with all kinds of files.
+/// Creates a directory tree of about `bytes` bytes in `dir`, also with links, a sparse file and an
+/// empty file.
 pub fn plant(dir: &Path, bytes: u64) {
     fs::create_dir(dir).unwrap();
     let mut planted = 0;
@@ -24,7 +28,7 @@ pub fn plant(dir: &Path, bytes: u64) {
         copy(Path::new(place), &dir.join(number.to_string()), &mut left);
         planted += before - left;
     }
-    // A minimal machine may have fewer files.
+    // A minimal machine may have too few files in these directories.
     if planted < bytes / 2 {
         fs::write(dir.join("noise"), noise(1, bytes / 2)).unwrap();
     }
@@ -39,7 +43,8 @@ pub fn plant(dir: &Path, bytes: u64) {
     sparse.write_all_at(&[7; 100], 300 * KIB).unwrap();
 }
 
-/// Copies regular files and directories until nothing is left of `left` bytes.
+/// Copies regular files and directories until `left` bytes are copied. Subtracts the copied bytes
+/// from `left`.
 fn copy(from: &Path, to: &Path, left: &mut u64) {
     let Ok(entries) = fs::read_dir(from) else { return };
     let mut entries: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
@@ -60,7 +65,8 @@ fn copy(from: &Path, to: &Path, left: &mut u64) {
     }
 }
 
-/// Makes an ext4 image of `size` bytes with about `bytes` of real files in it.
+/// Creates the ext4 image `image` of `size` bytes in `dir`, with about `bytes` bytes of real files.
+/// Returns its path.
 pub fn ext4_image(dir: &Path, bytes: u64, size: u64) -> PathBuf {
     let (tree, image) = (dir.join("tree"), dir.join("image"));
     plant(&tree, bytes);
@@ -70,7 +76,7 @@ pub fn ext4_image(dir: &Path, bytes: u64, size: u64) -> PathBuf {
     image
 }
 
-/// Checks that the image is a sound file system.
+/// Checks that e2fsck finds no error in the file system image.
 #[track_caller]
 pub fn check(image: &Path) {
     ok(tool("e2fsck").arg("-fn").arg(image));

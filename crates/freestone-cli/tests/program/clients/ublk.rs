@@ -1,4 +1,5 @@
-//! ublk exports without the driver. The kernel lab tests ublk with it (`lab/run-ublk.sh`).
+//! ublk exports on a machine without the ublk driver. The kernel lab tests ublk with the driver
+//! (`lab/run-ublk.sh`).
 
 use std::path::Path;
 
@@ -17,7 +18,7 @@ fn ublk_without_driver_names_its_module() {
     }
     let why = format!("r: there is no {DRIVER}: load the kernel's driver with `modprobe ublk_drv`");
     assert_eq!(serve.refused(1, &["publish", "r", "--ublk"]), why);
-    // A failure publishes at no address.
+    // If one of the given addresses fails, the device is published at none of them.
     assert_eq!(serve.refused(1, &["publish", "r", "--vhost-user", "unix:r.sock", "--ublk"]), why);
     assert!(!serve.path("r.sock").exists());
     assert!(serve.text(&["list"]).lines().all(|line| !line.contains("vhost-user")));
@@ -64,7 +65,7 @@ fn ublk_owner_reports_owner_to_udev() {
         let why = refused(dir.path(), 1, &["ublk-owner", "ublkb0"]);
         assert!(why.starts_with(&format!("ublk-owner: {DRIVER}: ")), "{why}");
     }
-    // The udev rule runs this command.
+    // The udev rule runs the subcommand `ublk-owner`.
     let rule = include_str!("../../../../../packaging/udev/60-freestone-ublk.rules");
     assert!(rule.contains("PROGRAM=\"/usr/bin/freestone ublk-owner %k\", OWNER=\"%c{1}\", GROUP=\"%c{2}\""));
 }

@@ -1,4 +1,4 @@
-//! Sizes, offsets and lengths that are not whole blocks, from the clients that send them.
+//! Sizes, offsets and lengths that are not multiples of a block, from clients that send such requests.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::clients::tools::{MIB, fails, json, noise, ok, qemu_io, tool, uri};
 use crate::harness::{Serve, refused};
 
-/// nbdfuse over one export. Drop ends it.
+/// An nbdfuse process for one export, ended when dropped.
 struct Fuse {
     child: Child,
     mount: String,
@@ -48,7 +48,7 @@ fn unaligned_bytes_through_nbdfuse() {
     let from = serve.path("data").display().to_string();
     for name in ["ram0", "f"] {
         let (_fuse, disk) = Fuse::start(&serve, name);
-        // 1000 bytes at a time, and one write with neither end at a block boundary.
+        // dd writes 1000 bytes at a time. Another write neither starts nor ends at a block boundary.
         ok(tool("dd").args([
             "bs=1000",
             "conv=notrunc",
@@ -78,7 +78,7 @@ fn unaligned_bytes_through_nbdfuse() {
     ]));
 }
 
-/// A raw image of any length, under a name with slashes. A write extends to the end of the file.
+/// A raw image of 1000 bytes, exported under a name with slashes. Writes may extend to the end of the file.
 #[test]
 fn files_that_end_within_a_block() {
     let dir = tempfile::tempdir().unwrap();
@@ -107,7 +107,7 @@ fn files_that_end_within_a_block() {
     assert!(fs::read(serve.path("odd.img")).unwrap() == wanted);
     fails(tool("qemu-io").args(["-f", "raw", "-c", "write 700 301", &odd]));
 
-    // Forks are whole sectors.
+    // The size of a fork is rounded up to whole sectors.
     drop(serve);
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("odd.img"), &wanted).unwrap();
@@ -121,8 +121,8 @@ fn files_that_end_within_a_block() {
     assert!(message.contains("is not a multiple of its"), "{message}");
 }
 
-/// Requests of the largest size that these clients send, also at unaligned offsets. (The server's own tests send 64
-/// MiB at once.)
+/// Requests of the largest size that these clients send, also at unaligned offsets. (Tests of the NBD server crate send
+/// 64 MiB at once.)
 #[test]
 fn large_requests() {
     let serve = Serve::start(&["ram0=ram,disksize=256M"]);

@@ -1,4 +1,5 @@
-//! vhost-user-blk exports for virtual machines, with libblkio's driver as the client.
+//! vhost-user-blk exports for virtual machines, with the vhost-user driver of libblkio as the
+//! client.
 #![expect(unsafe_code)]
 // UNSAFETY: accesses the client's buffer by the address that the client provides.
 
@@ -15,11 +16,11 @@ use crate::drives::raw::Raw;
 use crate::harness::Serve;
 
 const BLOCK: usize = 4096;
-/// Deadline for a completion, and time to wait for one that must not arrive.
+/// Deadline for a completion that must arrive.
 const PATIENCE: Duration = Duration::from_secs(20);
 const SILENCE: Duration = Duration::from_millis(300);
 
-/// A client with one queue and a buffer of one block.
+/// A vhost-user client with one queue and a buffer of one block.
 struct Machine {
     queue: Blkioq,
     buffer: MemoryRegion,
@@ -45,7 +46,8 @@ impl Machine {
         }
     }
 
-    /// Returns the result of the queued request, or `None` if it did not complete.
+    /// Waits for the queued request. Returns its result, or `None` if the request does not complete
+    /// within `patience`.
     fn outcome(&mut self, patience: Duration) -> Option<i32> {
         let mut completions = [const { MaybeUninit::<Completion>::uninit() }];
         let mut timeout = patience;
@@ -70,7 +72,7 @@ impl Machine {
         assert_eq!(self.outcome(PATIENCE), Some(0));
     }
 
-    /// Returns the byte that fills a block.
+    /// Reads a block, which must consist of one repeated byte. Returns this byte.
     fn read(&mut self, offset: u64) -> u8 {
         let address = std::ptr::with_exposed_provenance_mut(self.buffer.addr);
         self.queue.read(offset, address, BLOCK, 0, ReqFlags::empty());
@@ -80,14 +82,14 @@ impl Machine {
         block[0]
     }
 
-    /// Returns true if the server closed the connection: requests do not complete any more.
+    /// Returns true if the server closed the connection, so that a request does not complete.
     fn is_cut_off(&mut self) -> bool {
         self.begin_write(0, 0xcc);
         self.outcome(SILENCE).is_none()
     }
 }
 
-/// Publishes a device at a socket with its name.
+/// Publishes a device at the socket `NAME.sock`, and connects a client.
 fn publish(serve: &Serve, name: &str) -> Machine {
     let path = serve.path(name);
     let output = serve.text(&["publish", name, "--vhost-user", &format!("unix:{name}.sock")]);
@@ -111,7 +113,7 @@ fn device_serves_machine_and_nbd_clients() {
     assert_eq!((&export["address"], &export["connections"]), (&json!(socket), &json!(1)));
     assert!(export["uri"].is_null(), "{export}");
     assert!(serve.text(&["list"]).contains(&socket));
-    // `stat` lists the same exports, with counters for each.
+    // `stat` lists the same exports as `list`, with counters for each export.
     let mut counted = serve.json(&["stat", "r"])["exports"].take();
     for export in counted.as_array_mut().unwrap() {
         let export = export.as_object_mut().unwrap();
@@ -131,7 +133,7 @@ fn device_serves_machine_and_nbd_clients() {
     assert!(!serve.path("r.sock").exists());
     assert!(machine.is_cut_off());
     assert_eq!(serve.json(&["list"])["devices"][0]["exports"], json!([]));
-    // The export is free for the next client, and the content is still there.
+    // The export accepts the next client, and the content is unchanged.
     assert_eq!(publish(&serve, "r").read(MIB), 0xab);
 }
 
@@ -195,7 +197,7 @@ fn power_cut_keeps_flushed_data_of_machine() {
     assert_eq!(machine.write(0, 0x11), 0);
     machine.flush();
     assert_eq!(machine.write(0, 0x22), 0);
-    // A reset is refused, because the machine cannot learn of it.
+    // A reset is refused, because the machine would not notice it.
     assert!(serve.refused(1, &["reset", "r", "--force"]).contains("keeps unflushed writes apart"));
     let cut = serve.json(&["power-cut", "r", "--seed", "1"]);
     assert_eq!(cut["connections_ended"], 1, "{cut}");
@@ -252,7 +254,7 @@ fn hundred_machines_share_request_memory() {
     for machine in &mut machines {
         assert_eq!((machine.write(0, 1), machine.read(0)), (0, 0));
     }
-    // NBD clients share the memory limit as well.
+    // NBD clients use the same `--max-memory-in-flight` limit.
     serve.text(&["create", "r=ram,disksize=1M,publish=yes"]);
     let mut client = Raw::connect(&serve, "r");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
@@ -274,7 +276,7 @@ fn rate_and_client_limits_apply_to_machines() {
         assert_eq!(machine.read(n * 4096), 7);
     }
     assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
-    // The machine takes the only place of the device.
+    // The connection of the machine uses the only slot of `max_clients=1`.
     let path = serve.path("nbd");
     let (tx, rx) = std::sync::mpsc::channel();
     std::thread::spawn(move || tx.send(Raw::connect_at(&path, "r").read(0, 4096).unwrap()[0]));

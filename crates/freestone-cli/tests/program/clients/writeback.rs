@@ -13,8 +13,8 @@ use crate::clients::tools::{MIB, json, noise, ok, root_tool, sha256, stat, tool,
 use crate::clients::tree::plant;
 use crate::harness::Serve;
 
-/// The test of the kernel's own writeback patches: copy a tarball to the disk, write all pages
-/// back, copy the tarball from the disk and compare.
+/// The procedure that the kernel's writeback patches were tested with: copy a tarball to the disk,
+/// write back all pages, copy the tarball back and compare.
 #[test]
 fn tarball_survives_writeback() {
     for layout in ["yes", "no"] {
@@ -48,7 +48,7 @@ fn tarball_survives_writeback() {
             (0, 0)
         );
         assert_eq!(count, writes);
-        // Packed pages take fewer blocks than the file system has pages.
+        // Packed compressed pages use fewer blocks than the number of stored pages.
         let data = stat(&serve, "ram0", "mm_stat", "orig_data_size") / 4096;
         let same = stat(&serve, "ram0", "mm_stat", "same_pages");
         if layout == "yes" {
@@ -57,8 +57,8 @@ fn tarball_survives_writeback() {
             assert_eq!(count, data - same);
         }
 
-        // The client's caches are empty after the remount, so reads go to the server, which reads
-        // the backing file.
+        // The client's page cache is empty after the remount, so reads reach the server, which
+        // reads the backing file.
         mounted.mount();
         let back = dir.path().join("back.tar");
         ok(root_tool("cp").arg(&there).arg(&back));
@@ -78,7 +78,7 @@ fn names_in(dir: &Path) -> Vec<String> {
     names
 }
 
-/// SIGKILL at different moments of a writeback leaves no file behind.
+/// SIGKILL at different times during a writeback leaves no backing file behind.
 #[test]
 fn server_killed_in_writeback_leaves_no_backing_file() {
     const ROUNDS: u32 = 6;
@@ -90,7 +90,8 @@ fn server_killed_in_writeback_leaves_no_backing_file() {
         fs::write(&image, noise(u64::from(round), 32 * MIB)).unwrap();
         ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "ram0")));
         fs::remove_file(&image).unwrap();
-        // The backing file never has a name.
+        // The server creates the backing file without a name, so the file never appears in the
+        // directory.
         let before = names_in(serve.dir.path());
         assert!(!before.iter().any(|name| name.contains("spill")), "{before:?}");
         let mut writeback = Command::new(env!("CARGO_BIN_EXE_freestone"));
@@ -101,7 +102,7 @@ fn server_killed_in_writeback_leaves_no_backing_file() {
         serve.signal(Signal::KILL);
         cut_off += u32::from(!writeback.wait().unwrap().success());
         let (_, dir) = serve.wait();
-        // SIGKILL leaves the sockets.
+        // SIGKILL leaves the sockets, so these are ignored.
         let mut after = names_in(dir.path());
         after.retain(|name| !name.starts_with("control") && !name.starts_with("nbd"));
         assert!(after.is_empty(), "{after:?} after {:?}", start.elapsed());
@@ -109,7 +110,7 @@ fn server_killed_in_writeback_leaves_no_backing_file() {
     assert!(cut_off > 0, "each was done before its server was killed");
 }
 
-/// Copies more data than memory holds to the disk and back, with automatic eviction.
+/// Copies more data to the disk and back than memory can hold, so pages are evicted automatically.
 #[test]
 fn data_larger_than_memory_is_copied_in_and_out() {
     let dir = tempfile::tempdir().unwrap();
@@ -117,7 +118,7 @@ fn data_larger_than_memory_is_copied_in_and_out() {
         Serve::start(&["ram0=ram,disksize=256M,mem_limit=16M,backing_dev=spill.img,backing_size=256M"]);
     let (image, back) = (dir.path().join("image"), dir.path().join("back"));
     let mut data = noise(5, 96 * MIB);
-    // One page in three is partly compressible.
+    // One page in three is partly compressible, the others are not.
     data.chunks_mut(4096).step_by(3).for_each(|page| page[..2000].fill(7));
     fs::write(&image, data).unwrap();
     ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "ram0")));

@@ -1,8 +1,8 @@
 //! Runs the commands that README and docs show, and compares their output.
 //!
-//! A section (the text below one heading) is one bash session in a directory of its own, which starts with the files
-//! that [`sections`] makes for it. The output lines that the page shows must appear in this order, with any lines
-//! between them. Numbers and sizes are not compared.
+//! A section (the text below one heading) is one bash session in a directory of its own. The directory contains the
+//! files that [`sections`] prepares. A tutorial is one session as a whole. The output lines that the page shows must be
+//! printed in the same order, possibly with other lines between them. Numbers and sizes are not compared.
 
 mod page;
 mod sections;
@@ -21,132 +21,73 @@ use freestone_testkit::tools;
 use page::{Section, Shown};
 use sections::{NOT_RUN, preparation};
 
-/// Deadline of a session.
+/// Time limit of a session, after which its processes are ended and the test fails.
 const SESSION_MAX: Duration = Duration::from_secs(120);
 const STEP: Duration = Duration::from_millis(20);
-/// Directories in the docs that stand for the directory of a session.
+/// Directories in the docs that are replaced by the directory of the session.
 const DIRS_SHOWN: [&str; 4] = ["/tmp/freestone-0", "/tmp/try", "/run/ci", "/run"];
-/// Number of digits of an image name.
+/// Directories of the four parts of the documentation.
+const PARTS: [&str; 4] = ["tutorials", "how-to", "reference", "explanation"];
+/// Number of hexadecimal digits of an image name.
 const NAME_DIGITS: usize = 64;
 
-#[test]
-fn readme() {
-    run_page("README.md");
+/// Defines a test for each page with commands, and the list `PAGES` of these pages.
+macro_rules! pages {
+    ($($name:ident: $page:literal,)*) => {
+        /// Paths of the pages whose commands the tests run.
+        const PAGES: &[&str] = &[$($page),*];
+        $(
+            #[test]
+            fn $name() {
+                run_page($page);
+            }
+        )*
+    };
 }
 
-#[test]
-fn devices() {
-    run_page("docs/devices.md");
-}
-
-#[test]
-fn nbd() {
-    run_page("docs/nbd.md");
-}
-
-#[test]
-fn nbd_client() {
-    run_page("docs/nbd-client.md");
-}
-
-#[test]
-fn forks() {
-    run_page("docs/forks.md");
-}
-
-#[test]
-fn ci() {
-    run_page("docs/ci.md");
-}
-
-#[test]
-fn databases() {
-    run_page("docs/databases.md");
-}
-
-#[test]
-fn restarts() {
-    run_page("docs/restarts.md");
-}
-
-#[test]
-fn snapshots() {
-    run_page("docs/snapshots.md");
-}
-
-#[test]
-fn object_storage() {
-    run_page("docs/object-storage.md");
-}
-
-#[test]
-fn control() {
-    run_page("docs/control.md");
-}
-
-#[test]
-fn metrics() {
-    run_page("docs/metrics.md");
-}
-
-#[test]
-fn web_page() {
-    run_page("docs/page.md");
-}
-
-#[test]
-fn faults_and_power() {
-    run_page("docs/faults.md");
-    run_page("docs/power.md");
-}
-
-#[test]
-fn zones() {
-    run_page("docs/zones.md");
-}
-
-#[test]
-fn vhost_user() {
-    run_page("docs/vhost-user.md");
-}
-
-#[test]
-fn zram() {
-    run_page("docs/zram.md");
+pages! {
+    readme: "README.md",
+    tutorial_fork_image: "docs/tutorials/fork-image.md",
+    tutorial_power_loss: "docs/tutorials/power-loss.md",
+    tutorial_ram_disk: "docs/tutorials/ram-disk.md",
+    tutorial_snapshot_file: "docs/tutorials/snapshot-file.md",
+    explanation_snapshots: "docs/explanation/snapshots.md",
+    how_to_access: "docs/how-to/access.md",
+    how_to_ci: "docs/how-to/ci.md",
+    how_to_configuration_file: "docs/how-to/configuration-file.md",
+    how_to_databases: "docs/how-to/databases.md",
+    how_to_disk_per_connection: "docs/how-to/disk-per-connection.md",
+    how_to_monitoring: "docs/how-to/monitoring.md",
+    how_to_object_storage: "docs/how-to/object-storage.md",
+    how_to_power_cuts: "docs/how-to/power-cuts.md",
+    how_to_ram_disks: "docs/how-to/ram-disks.md",
+    how_to_remote_images: "docs/how-to/remote-images.md",
+    how_to_restarts: "docs/how-to/restarts.md",
+    how_to_scripts: "docs/how-to/scripts.md",
+    how_to_virtual_machines: "docs/how-to/virtual-machines.md",
+    reference_control: "docs/reference/control.md",
+    reference_devices: "docs/reference/devices.md",
+    reference_faults: "docs/reference/faults.md",
+    reference_ram_statistics: "docs/reference/ram-statistics.md",
+    reference_snapshots: "docs/reference/snapshots.md",
+    reference_web_page: "docs/reference/web-page.md",
+    reference_zones: "docs/reference/zones.md",
 }
 
 #[test]
 fn every_page_with_commands_is_run() {
-    let run = [
-        "README.md",
-        "docs/ci.md",
-        "docs/control.md",
-        "docs/databases.md",
-        "docs/devices.md",
-        "docs/faults.md",
-        "docs/forks.md",
-        "docs/metrics.md",
-        "docs/nbd-client.md",
-        "docs/nbd.md",
-        "docs/object-storage.md",
-        "docs/page.md",
-        "docs/power.md",
-        "docs/restarts.md",
-        "docs/snapshots.md",
-        "docs/vhost-user.md",
-        "docs/zones.md",
-        "docs/zram.md",
-    ];
-    let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
-    let docs = docs.filter(|path| path.extension().is_some_and(|ext| ext == "md"));
-    let docs = docs.map(|path| format!("docs/{}", path.file_name().unwrap().to_str().unwrap()));
-    let pages = docs.chain(["README.md".to_owned()]);
-    let with_commands: BTreeSet<_> = pages
+    let parts = PARTS.into_iter().flat_map(|part| {
+        let pages = fs::read_dir(root().join("docs").join(part)).unwrap();
+        pages.map(move |page| format!("docs/{part}/{}", page.unwrap().file_name().to_str().unwrap()))
+    });
+    let with_commands: BTreeSet<_> = parts
+        .chain(["README.md", "docs/README.md"].map(str::to_owned))
         .filter(|page| {
             sections_of(page).iter().any(|section| !NOT_RUN.contains(&(page, section.title.as_str())))
         })
         .collect();
-    assert_eq!(with_commands, run.map(str::to_owned).into());
+    let run: BTreeSet<_> = PAGES.iter().map(|&page| page.to_owned()).collect();
+    assert_eq!(with_commands, run);
     for (page, title) in NOT_RUN {
         assert!(sections_of(page).iter().any(|section| section.title == title), "{page}: no section {title}");
     }
@@ -156,9 +97,11 @@ fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// Returns the sections of a page that show commands.
+/// Returns the sections of a page that show commands. A tutorial is one section, with the title of the page.
 fn sections_of(page: &str) -> Vec<Section> {
-    page::sections(&fs::read_to_string(root().join(page)).unwrap())
+    let text = fs::read_to_string(root().join(page)).unwrap();
+    let sections = page::sections(&text);
+    if page.starts_with("docs/tutorials/") { page::join(&text, sections) } else { sections }
 }
 
 fn run_page(page: &str) {
@@ -174,11 +117,11 @@ fn run_page(page: &str) {
     }
     assert!(wrong.is_empty(), "{wrong}");
     if !left_out.is_empty() {
-        tools::leave_out(&left_out.join("; "));
+        tools::skip_test(&left_out.join("; "));
     }
 }
 
-/// Returns what the commands of a section need that this user does not have.
+/// Returns what the commands of a section need and the user of the tests lacks, or `None` if nothing is missing.
 fn needs(section: &Section) -> Option<&'static str> {
     let has =
         |word: &str| section.shown.iter().any(|shown| shown.command.split_whitespace().any(|w| w == word));
@@ -190,7 +133,7 @@ fn needs(section: &Section) -> Option<&'static str> {
     }
 }
 
-/// Runs a section. Returns the differences from the page.
+/// Runs the commands of a section. Returns a description of the differences from the page; empty if there are none.
 fn run_section(page: &str, section: &Section) -> String {
     let Section { title, shown, blocks } = section;
     let dir = tempfile::tempdir().unwrap();
@@ -218,14 +161,15 @@ fn run_section(page: &str, section: &Section) -> String {
     wrong
 }
 
-/// Returns the first line that is shown but not printed.
+/// Returns the first line of `shown` that is not in `printed` after the lines before it, or `None` if all are.
 fn missing(dir: &Path, shown: &[String], printed: &str) -> Option<String> {
     let mut lines = printed.lines().map(|line| normal(dir, line));
     let shown = shown.iter().map(|line| normal(dir, line)).filter(|line| line != "...");
     shown.into_iter().find(|line| !lines.any(|printed| printed == *line))
 }
 
-/// Returns a line without the parts that vary: directories, numbers, sizes, names of images, widths of columns.
+/// Returns a line with placeholders for the parts that vary: directories, numbers, sizes and image names. Runs of
+/// spaces become one space.
 fn normal(dir: &Path, line: &str) -> String {
     let mut line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     let dir = dir.to_str().unwrap();
@@ -258,7 +202,7 @@ fn normal(dir: &Path, line: &str) -> String {
     out
 }
 
-/// Replaces names of images, which are hashes.
+/// Replaces image names, which are hashes of the content, by `#`.
 fn without_names(line: &str) -> String {
     let (mut out, mut rest) = (String::new(), line);
     while let Some(start) = rest.find(|c: char| c.is_ascii_hexdigit()) {
@@ -272,13 +216,13 @@ fn without_names(line: &str) -> String {
     out + rest
 }
 
-/// Returns the commands of a section as a script. The output of each command goes to its own file. The script waits
-/// until a server is ready before the next command, as a reader of the page would.
+/// Returns the commands of a section as a bash script. The output of each command is written to a file of its own.
+/// After a command that starts a server, the script waits until the server is ready, as a reader of the page would.
 fn session(dir: &Path, prepare: &str, shown: &[Shown]) -> String {
     let mut script = format!("{prepare}\n");
     for (n, Shown { command, .. }) in shown.iter().enumerate() {
         let out = format!(".out.{n}");
-        // The command may be a comment, or end with one.
+        // `:` makes the braces valid even if the command is only a comment. The line break ends a comment at the end.
         let _ = writeln!(script, "{{ :\n{command}\n}} >{out} 2>&1\necho $? >.status.{n}");
         if command.starts_with("freestone serve") && command.trim_end().ends_with('&') {
             let _ = writeln!(script, "ready {out}");
@@ -291,13 +235,14 @@ fn session(dir: &Path, prepare: &str, shown: &[Shown]) -> String {
     script
 }
 
-/// Returns the processes of a group that have not ended, with their names. Ended processes stay in
-/// their group until init collects them, which can take seconds.
+/// Returns process ID and name of the processes of a group that have not ended. Ended processes stay in their group
+/// until init collects them, which can take seconds.
 fn running(group: Pid) -> Vec<(Pid, String)> {
     let group = group.as_raw_nonzero().to_string();
     let stats = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path().join("stat"));
     let of_group = |stat: String| {
-        // The name is in parentheses and may have spaces. State, parent and group follow it.
+        // In /proc/PID/stat the process name is in parentheses and may contain spaces. The state, parent and group
+        // follow.
         let (pid, rest) = stat.split_once(" (")?;
         let (name, rest) = rest.rsplit_once(") ")?;
         let fields: Vec<_> = rest.split(' ').take(3).collect();
@@ -307,7 +252,7 @@ fn running(group: Pid) -> Vec<(Pid, String)> {
     stats.flat_map(fs::read_to_string).filter_map(of_group).collect()
 }
 
-/// Runs a script and ends the processes that it left. Returns what bash itself printed.
+/// Runs a script and ends the processes that it left running. Returns the output of bash itself, for example errors.
 fn run_bash(dir: &Path, script: &str) -> String {
     let file = dir.join(".session");
     fs::write(&file, script).unwrap();
@@ -334,8 +279,8 @@ fn run_bash(dir: &Path, script: &str) -> String {
         }
         std::thread::sleep(STEP);
     };
-    // SIGTERM first: nbdfuse unmounts, and a server removes its sockets. Programs that hold the disks of a server end
-    // after the server, which flushes to them.
+    // SIGTERM first: nbdfuse unmounts, and a server removes its sockets. qemu-nbd and nbdkit must end after the server,
+    // because it flushes to the disks that they export.
     let ends = |keep: &[&str]| {
         let is_left = |(_, name): &(Pid, String)| !keep.contains(&name.as_str());
         for (pid, _) in running(group).into_iter().filter(is_left) {

@@ -1,28 +1,28 @@
-//! Parses the commands in a page of Markdown.
+//! Parses a Markdown page for the commands that it shows and their output.
 
-/// A command, and the output that is shown below it.
+/// A command, and the lines of output that the page shows below it.
 #[derive(Debug)]
 pub struct Shown {
     pub command: String,
     pub output: Vec<String>,
 }
 
-/// The text below one heading.
+/// The commands and files in the text below one heading.
 #[derive(Debug, Default)]
 pub struct Section {
     pub title: String,
     pub shown: Vec<Shown>,
-    /// Fenced blocks that are files, not commands.
+    /// Content of the fenced blocks that are files, not commands.
     pub blocks: Vec<String>,
 }
 
-/// Returns the sections that have commands. Commands follow `$ ` in indented blocks and in
-/// `console` blocks. A command continues in the next line after a `\` and until its loop ends.
+/// Returns the sections of a page that have commands. Commands follow `$ ` in indented blocks and
+/// in `console` blocks. A command continues in the next line after a `\` and until its loop ends.
 pub fn sections(page: &str) -> Vec<Section> {
     let mut sections: Vec<Section> = Vec::new();
-    // Set in a fenced block; true if the block has commands.
+    // `Some` inside a fenced block: true if the block contains commands, false if it is a file.
     let mut fence = None;
-    // Lines after a command in its block are its output.
+    // True after a command in a block: the following lines are its output.
     let mut in_block = false;
     for line in page.lines() {
         if let Some(language) = line.strip_prefix("```") {
@@ -70,6 +70,17 @@ pub fn sections(page: &str) -> Vec<Section> {
     }
     sections.retain(|section| !section.shown.is_empty());
     sections
+}
+
+/// Joins all sections of a page into one, with the title of the page.
+pub fn join(page: &str, sections: Vec<Section>) -> Vec<Section> {
+    let title = page.lines().next().unwrap_or_default().trim_start_matches('#').trim().to_owned();
+    let mut whole = Section { title, ..Section::default() };
+    for section in sections {
+        whole.shown.extend(section.shown);
+        whole.blocks.extend(section.blocks);
+    }
+    if whole.shown.is_empty() { Vec::new() } else { vec![whole] }
 }
 
 fn is_continued(command: &str) -> bool {

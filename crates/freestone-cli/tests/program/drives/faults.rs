@@ -1,4 +1,4 @@
-//! Fault rules: changed at run time, repeatable by seed, and hanging requests.
+//! Fault rules: changes at run time, random failures repeated by their seed, and hanging requests.
 
 use std::thread;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::clients::tools::{fails, ok, tool, uri};
 use crate::drives::raw::{EIO, Raw};
 use crate::harness::Serve;
 
-/// Returns the numbers of the writes that fail.
+/// Writes 200 pages. Returns the page numbers of the writes that failed with EIO.
 fn failures(serve: &Serve, name: &str) -> Vec<u64> {
     let mut client = Raw::connect(serve, name);
     (0..200).filter(|n| client.write(0, n * 4096, &[1; 4096]) == EIO).collect()
@@ -56,7 +56,7 @@ fn fault_seed_repeats_and_a_random_one_is_reported() {
     let [line] = seed_lines[..] else { panic!("{seed_lines:?}") };
     let seed = line.strip_prefix("d: faults with seed=").unwrap_or_else(|| panic!("{line}"));
     let d = failures(&serve, "d");
-    // Setting the seed restarts its sequence.
+    // Setting the seed restarts its pseudorandom sequence, so the same writes fail again.
     serve.text(&["set", "d", &format!("seed={seed}")]);
     assert_eq!(failures(&serve, "d"), d);
     let made = serve.json(&["create", &format!("e=null,size=1M,faults={rules}")]);
@@ -71,7 +71,7 @@ fn hung_requests_are_released() {
     let mut client = Raw::connect(&serve, "n");
     let first = client.send_write(0, &[1; 4096]);
     let second = client.send_write(4096, &[1; 4096]);
-    // Other requests continue.
+    // The rule applies twice (`times=2`), so later requests do not hang.
     let third = client.send_write(8192, &[1; 4096]);
     assert_eq!(client.reply().unwrap(), (third, 0));
     while hung() != 2 {

@@ -1,5 +1,5 @@
-//! Attributes and files that guard a device: if they cannot be read, the device is refused. Also:
-//! files whose creation is interrupted.
+//! Attributes and files that protect a device, such as a zone state: if they cannot be read, the
+//! device is refused. Also: files whose creation is interrupted.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -25,7 +25,7 @@ fn unreadable_zone_state_refuses_the_file() {
         assert!(message.starts_with(&why), "{target}: {message}");
         fs::remove_file(&state).unwrap();
     }
-    // A state file that belongs to another user.
+    // The server has no right to read the zone state, which belongs to another user.
     fs::write(&state, b"freestone zones\n").unwrap();
     fs::set_permissions(&state, Permissions::from_mode(0o000)).unwrap();
     fs::set_permissions(&disk, Permissions::from_mode(0o666)).unwrap();
@@ -40,8 +40,8 @@ fn unreadable_zone_state_refuses_the_file() {
     assert_eq!(code, 1);
     let message = sentence(&err);
     assert!(message.starts_with(&why) && message.contains("Permission denied"), "{message}");
-    // Read-only devices need no zone state. An unrelated file with the name of the zone state does
-    // no harm.
+    // A read-only device needs no zone state. An unrelated file with the name of a zone state is
+    // ignored.
     let serve = Serve::start_in(dir, &["disk=file,path=disk,readonly=yes"], true);
     drop(serve);
     let dir = tempfile::tempdir().unwrap();
@@ -53,8 +53,8 @@ fn unreadable_zone_state_refuses_the_file() {
     Serve::start_in(dir, &["disk=file,path=disk", &long], true);
 }
 
-/// The file size limit ends the server with SIGXFSZ or fails the call that sets the size of the new
-/// file.
+/// A new file of 1 GiB exceeds the file size limit. SIGXFSZ then ends the server, or the call that
+/// sets the file size fails.
 #[test]
 fn interrupted_file_creation_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();

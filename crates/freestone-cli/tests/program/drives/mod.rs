@@ -1,4 +1,5 @@
-//! Test drives of the built program: verbs, and clients of their exports.
+//! Test drives (null devices, fault rules, power cuts, zones) of the built program: verbs, and
+//! clients of their exports.
 
 mod faults;
 mod guards;

@@ -1,4 +1,4 @@
-//! Null devices: the kernel's parameters as clients see them.
+//! Null devices: the parameters of the kernel's `null_blk`, and their effect on clients.
 
 use std::time::{Duration, Instant};
 
@@ -35,8 +35,8 @@ fn export_shows_configured_sizes_and_flags() {
     assert_eq!(export(&serve, "ro")["is_read_only"], true);
     assert_eq!(export(&serve, "packed")["block_size_minimum"], 1);
 
-    // A FUA flag is refused if the export does not offer FUA. A request above the preferred size is
-    // served.
+    // A write with FUA fails with EINVAL (22) if the export does not offer FUA. A request larger
+    // than the preferred size is served.
     let mut client = Raw::connect(&serve, "unfua");
     assert_eq!((client.write(FUA, 0, &[1; 4096]), client.write(0, 0, &[1; 4096])), (22, 0));
     let mut client = Raw::connect(&serve, "all");
@@ -105,7 +105,7 @@ fn bad_blocks_fail_until_removed() {
     let mut client = Raw::connect(&serve, "n");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
     assert_eq!(client.write(0, 7 * 512, &[2; 1024]), EIO);
-    // The failed write transferred nothing.
+    // The failed write transferred no data: block 7 keeps its old content.
     assert_eq!(client.read(7 * 512, 512), Ok(vec![1; 512]));
     assert_eq!((client.read(15 * 512, 512), client.read(16 * 512, 512)), (Err(EIO), Ok(vec![0; 512])));
     assert_eq!(serve.text(&["set", "n", "badblocks=-8-9;+2000-2001"]), "badblocks=+10-15;+2000-2001\n");
@@ -133,7 +133,7 @@ fn completion_time_and_bandwidth_apply() {
         client.read(0, 4096).unwrap();
     }
     assert!(begun.elapsed() >= Duration::from_millis(200), "{:?}", begun.elapsed());
-    // Parallel requests take no longer than one.
+    // Parallel requests overlap, so 50 of them take far less than 50 times the completion time.
     let begun = Instant::now();
     for n in 0..50 {
         client.send_write(n * 4096, &[0; 4096]);
@@ -146,7 +146,7 @@ fn completion_time_and_bandwidth_apply() {
 
     let mut client = Raw::connect(&serve, "narrow");
     let begun = Instant::now();
-    // Larger than the kernel's driver allows at this bandwidth.
+    // Requests of 1 MiB, larger than the kernel's `null_blk` allows at this bandwidth, are served.
     for n in 0..8 {
         assert_eq!(client.write(0, n << 20, &vec![0; 1 << 20]), 0);
     }

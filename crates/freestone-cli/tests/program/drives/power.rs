@@ -1,4 +1,4 @@
-//! Power cuts: what clients see, the content afterwards, and points of the log.
+//! Power cuts: their effect on clients, the content of the device afterwards, and points of the write log.
 
 use serde_json::json;
 
@@ -8,7 +8,8 @@ use crate::harness::Serve;
 
 const BLOCKS: u64 = 64;
 
-/// Writes ones to blocks 0 to 63 and flushes, then twos and some threes without a flush.
+/// Fills pages 0 to 63 with ones and flushes them. Then fills all of them with twos and every third with threes,
+/// without a flush.
 fn dirty(client: &mut Raw) {
     for n in 0..BLOCKS {
         assert_eq!(client.write(0, n * 4096, &[1; 4096]), 0);
@@ -20,11 +21,11 @@ fn dirty(client: &mut Raw) {
     for n in (0..BLOCKS).step_by(3) {
         assert_eq!(client.write(0, n * 4096, &[3; 4096]), 0);
     }
-    // A write with FUA is durable.
+    // A write with FUA is durable without a flush.
     assert_eq!(client.write(FUA, BLOCKS * 4096, &[4; 4096]), 0);
 }
 
-/// Returns the byte that fills each logical block, including the last page.
+/// Returns the byte that fills each block of 512 bytes, from page 0 to the first block of the FUA page.
 fn blocks(serve: &Serve, name: &str) -> Vec<u8> {
     let mut client = Raw::connect(serve, name);
     let block = |n: u64| {
@@ -62,10 +63,10 @@ fn power_cut_ends_clients_and_loses_unflushed_data() {
             (&json!(lost), &json!(BLOCKS * 8 - lost)),
             "{name}"
         );
-        // Some blocks are lost and some kept: the seed was not chosen for this.
+        // With this seed, chosen arbitrarily, some blocks are lost and some are kept.
         assert!(lost > 0 && lost < BLOCKS * 8, "{name}: {lost}");
         results.push(found);
-        // Flushed data stays with any seed.
+        // Flushed data is kept with any seed.
         let mut client = Raw::connect(&serve, name);
         assert_eq!((client.write(0, 0, &[5; 4096]), client.flush()), (0, 0));
         let cut = serve.json(&["power-cut", name]);
@@ -73,7 +74,7 @@ fn power_cut_ends_clients_and_loses_unflushed_data() {
         assert_eq!(blocks(&serve, name)[0], 5);
         assert_eq!(stat(&serve, name, "power", "cuts"), 2);
     }
-    // The same seed loses the same blocks on any kind of drive.
+    // The same seed loses the same blocks on every kind of drive.
     assert!(results.iter().all(|found| *found == results[0]));
 }
 
@@ -101,7 +102,7 @@ fn power_cut_unit_is_not_torn() {
         let found = blocks(&serve, name);
         let torn = found.chunks(8).filter(|page| page.iter().any(|byte| *byte != page[0])).count();
         assert_eq!(torn > 0, name == "torn", "{name}: {torn} pages are torn");
-        // Pages of a unit are as after one of the writes: blocks of threes follow at the end.
+        // A unit shows its content between two of its writes: all ones, twos followed by ones, or no ones any more.
         for pages in found[..BLOCKS as usize * 8].chunks(unit as usize / 512) {
             let old = pages.iter().all(|byte| *byte == 1);
             let later = pages.iter().position(|byte| *byte == 1).is_none_or(|first| {
@@ -127,7 +128,7 @@ fn power_cut_unit_is_not_torn() {
     }
 }
 
-/// Writes, and flushes now and then, until the power is cut. Returns the number of completed writes.
+/// Writes pages, with a flush after every tenth, until the power is cut. Returns the number of completed writes.
 fn write_until_power_cut(client: &mut Raw) -> u64 {
     for n in 0.. {
         let written = client.try_write(0, n % BLOCKS * 4096, &[n as u8; 4096]);
@@ -155,14 +156,14 @@ fn power_cut_after_n_writes_or_flushes() {
         );
         let mut client = Raw::connect(&serve, "r");
         let answered = write_until_power_cut(&mut client);
-        // A client that connects now finds the rebooted disk.
+        // A client that connects now reads the content of the disk after the power cut.
         let found = blocks(&serve, "r");
         assert_eq!(stat(&serve, "r", "power", "cuts"), cuts + 1);
         let of_cut = |key: &str| stat(&serve, "r", "power", key);
         assert_eq!(of_cut("last_seed").to_string(), seed);
         (answered, found, of_cut("last_kept_blocks") + of_cut("last_lost_blocks"))
     };
-    // The last reply may be lost.
+    // The reply to the last write may be lost, because the power cut ends the connection.
     let (answered, found, unflushed) = run("27writes", "5");
     assert!((26..=27).contains(&answered), "{answered}");
     assert_eq!(unflushed, 7, "20 writes were flushed");
@@ -173,7 +174,7 @@ fn power_cut_after_n_writes_or_flushes() {
     assert!((19..=20).contains(&answered), "{answered}");
     assert_eq!(unflushed, 0);
 
-    // The verb reports the pending cut, which can be cancelled.
+    // `stat` reports the pending power cut, which can be cancelled.
     let output = serve.text(&["power-cut", "r", "--after", "3flushes", "--seed", "8"]);
     assert_eq!(output, "r: the power goes off after 3 flushes, seed 8\n");
     let mut client = Raw::connect(&serve, "r");
@@ -184,7 +185,7 @@ fn power_cut_after_n_writes_or_flushes() {
     assert_eq!(output, "r: the power does not go off by itself\n");
     assert_eq!((client.flush(), client.flush(), client.flush()), (0, 0, 0));
     assert_eq!(serve.json(&["stat", "r"])["power"].get("cut_after"), None);
-    // A cut by hand cancels the pending one.
+    // An immediate power cut cancels the pending one.
     serve.text(&["power-cut", "r", "--after", "1 write"]);
     serve.text(&["power-cut", "r"]);
     let mut client = Raw::connect(&serve, "r");
@@ -197,7 +198,7 @@ fn power_cut_after_n_writes_or_flushes() {
     assert!(
         serve.refused(1, &["power-cut", "golden", "--after", "1write"]).contains("its power cannot be cut")
     );
-    // A device can be removed, and a server can end, with a pending cut.
+    // A device with a pending power cut can be removed, and a server with one can end.
     serve.text(&["power-cut", "r", "--after", "1000writes"]);
     serve.text(&["remove", "r", "--force"]);
 }
@@ -253,7 +254,7 @@ fn power_cut_write_pointers_match_kept_data() {
         assert_eq!(client.write(0, start + pointer, &[3; 4096]), 0);
         pointers.push(pointer);
     }
-    // The zones lost different parts.
+    // The zones lost different amounts of data.
     assert!(pointers.iter().any(|pointer| *pointer != pointers[0]), "{pointers:?}");
 }
 
@@ -282,7 +283,7 @@ fn power_cut_at_visits_points_of_the_log() {
             assert_eq!(stat(&serve, name, "power", "log_entries"), entry);
         }
         for commit in [2, 1, 3] {
-            // The number of the mark's entry is the same point.
+            // The mark and the number of its log entry name the same point.
             let entry = u64::from(commit) * 3;
             for at in [format!("commit {commit}"), entry.to_string()] {
                 assert_eq!(serve.json(&["power-cut", name, "--at", &at])["entries"], entry, "{name}: {at}");
@@ -291,7 +292,7 @@ fn power_cut_at_visits_points_of_the_log() {
         }
         serve.json(&["power-cut", name, "--at", "0"]);
         assert_eq!(first(&serve), before);
-        // A cut between the write and the flush of the first commit.
+        // Entry 1 of the log is the write of the first commit; the flush follows as another entry.
         let cut = serve.json(&["power-cut", name, "--at", "1", "--seed", "5"]);
         let blocks = cut["kept_blocks"].as_u64().unwrap() + cut["lost_blocks"].as_u64().unwrap();
         assert_eq!((blocks > 0, &cut["entries"]), (true, &json!(1)), "{cut}");
@@ -314,12 +315,12 @@ fn cut_of_nothing_unflushed_prints_hint() {
     let mut client = Raw::connect(&serve, "r");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
     assert!(!serve.text(&["power-cut", "r", "--seed", "1"]).contains("page cache"));
-    // A point of the log does not depend on a page cache.
+    // The content at a point of the log does not depend on a page cache, so the output has no hint.
     let output = serve.text(&["power-cut", "r", "--at", "0", "--seed", "1"]);
     assert_eq!(output, format!("r: is as at 0, after 0 entries of the log\n{cut}"));
 }
 
-/// A log is useful without `power_cut` (`replay-log` reads it), so this is only a warning.
+/// A log is useful without `power_cut`, because `replay-log` reads it. So a missing `power_cut` is only a warning.
 #[test]
 fn record_without_power_cut_is_warned_of() {
     let dir = tempfile::tempdir().unwrap();
@@ -343,7 +344,7 @@ fn record_without_power_cut_is_warned_of() {
     assert!(output.starts_with(&format!("warning: {}\n", warning("f", &at("f")))), "{output}");
     let made = serve.json(&["fork", "golden", "t", "--template", "record=t-%n.log"]);
     assert_eq!(made["forks"][0]["warnings"], json!([warning("t", &at("t-%n"))]));
-    // No warning if points of the log can be visited, or if no option could allow that.
+    // There is no warning if `power-cut --at` works for the device, or if no option could make it work.
     for words in [
         "a=ram,disksize=1M,power_cut=yes,record=a.log",
         "b=null,size=1M,memory_backed=1,cache_size=64K,record=b.log",
@@ -395,7 +396,7 @@ fn recording_continues_after_rewind_or_reset() {
             serve.text(&["power-cut", name, "--at", &format!("{point} {trial}")]);
             [page(0), page(1), page(2)]
         };
-        // Writes before the rewind or reset are absent after it.
+        // Writes before the rewind or reset are not in the content after it.
         assert_eq!(pages("after"), [before, before, 3], "{name}");
         assert_eq!(pages("before"), [1, 2, before], "{name}");
         serve.text(&["power-cut", name, "--at", &format!("after {trial}"), "--seed", "1"]);
@@ -449,7 +450,7 @@ fn fork_verbs_and_templates_take_layer_keys() {
             assert_eq!(client.write(0, 0, &[number; 4096]), 0);
             assert_eq!(client.read(4096, 4096), Err(EIO), "{own}");
             serve.text(&["mark", &own, "written"]);
-            // The connection stays, because the fork would end with it.
+            // Power cuts do not end a connection to a template, because its fork would be removed with the connection.
             let cut = serve.json(&["power-cut", &own, "--seed", "1"]);
             assert_eq!((&cut["connections_ended"], &cut["seed"]), (&0.into(), &1.into()));
             assert!([number, 0xee].contains(&client.read(0, 4096).unwrap()[0]));
@@ -474,7 +475,7 @@ fn fork_verbs_and_templates_take_layer_keys() {
     assert_eq!(plain, "golden: publish: seed: only with --template");
 }
 
-/// Restores `plain`, another fork and their snapshots with a log each.
+/// Checks that `restore` of two forks and their snapshots creates a log for each fork, and none for the snapshots.
 fn check_restore_records_a_log_for_each_device(serve: &Serve) {
     serve.text(&["fork", "golden", "other"]);
     serve.text(&["snapshot", "plain,other", "plain-1,other-1"]);
@@ -485,7 +486,7 @@ fn check_restore_records_a_log_for_each_device(serve: &Serve) {
     let why = serve.refused(1, &args.each_ref().map(String::as_str));
     let message = "restore: record: 2 disks and forks, and one log; %n in its name is the number of each";
     assert!(why.ends_with(message), "{why}");
-    // All or none: if the second log cannot be created, the first is not left behind.
+    // If the second log cannot be created, `restore` removes the first one.
     std::fs::write(serve.path("log-1"), "precious").unwrap();
     let args = restore("log-%n");
     let args = args.each_ref().map(String::as_str);

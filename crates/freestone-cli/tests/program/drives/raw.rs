@@ -1,4 +1,4 @@
-//! An NBD client with full control of its requests and replies.
+//! An NBD client that sends single requests and reads single replies.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ pub const FUA: u16 = 1;
 
 pub const EIO: u32 = 5;
 
-/// A connection in its transmission phase, with simple replies.
+/// An NBD connection that has selected an export and uses simple replies.
 pub struct Raw {
     stream: UnixStream,
     cookie: u64,
@@ -23,7 +23,7 @@ pub struct Raw {
     pub size: u64,
 }
 
-/// The server ended the connection.
+/// Error: the server closed the connection before a reply.
 #[derive(Debug, PartialEq)]
 pub struct Ended;
 
@@ -32,7 +32,7 @@ impl Raw {
         Self::connect_at(&serve.path("nbd"), name)
     }
 
-    /// Connects at another socket.
+    /// Connects to the export `name` at a given socket.
     pub fn connect_at(socket: &Path, name: &str) -> Self {
         let mut stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -40,7 +40,7 @@ impl Raw {
         Self { stream, cookie: 0, size }
     }
 
-    /// Sends a request without waiting. Returns its cookie.
+    /// Sends a request without waiting for the reply. Returns the cookie of the request.
     pub fn send(&mut self, flags: u16, command: u16, offset: u64, len: u32, data: &[u8]) -> u64 {
         self.cookie += 1;
         let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
@@ -50,12 +50,12 @@ impl Raw {
         bytes.extend(offset.to_be_bytes());
         bytes.extend(len.to_be_bytes());
         bytes.extend(data);
-        // If the connection has ended, reading the reply fails.
+        // Errors are ignored: if the connection has ended, reading the reply fails.
         let _ = self.stream.write_all(&bytes);
         self.cookie
     }
 
-    /// Returns cookie and error of the next reply.
+    /// Returns the cookie and the NBD error number (0 for success) of the next reply.
     pub fn reply(&mut self) -> Result<(u64, u32), Ended> {
         let mut reply = [0; 16];
         self.stream.read_exact(&mut reply).map_err(|e| {
@@ -74,7 +74,7 @@ impl Raw {
         Ok(error)
     }
 
-    /// Returns the error number, 0 for success.
+    /// Writes data. Returns the NBD error number, 0 for success.
     pub fn write(&mut self, flags: u16, offset: u64, data: &[u8]) -> u32 {
         self.try_write(flags, offset, data).unwrap()
     }
@@ -83,7 +83,7 @@ impl Raw {
         self.run(flags, WRITE, offset, u32::try_from(data.len()).unwrap(), data)
     }
 
-    /// Sends a write without waiting. Returns its cookie.
+    /// Sends a write without waiting for the reply. Returns the cookie of the write.
     pub fn send_write(&mut self, offset: u64, data: &[u8]) -> u64 {
         self.send(0, WRITE, offset, u32::try_from(data.len()).unwrap(), data)
     }
@@ -96,7 +96,7 @@ impl Raw {
         self.run(0, FLUSH, 0, 0, &[])
     }
 
-    /// Writes zeroes. Returns the error number, 0 for success.
+    /// Sends a write zeroes request. Returns the NBD error number, 0 for success.
     pub fn zero(&mut self, offset: u64, len: u32) -> u32 {
         self.run(0, WRITE_ZEROES, offset, len, &[]).unwrap()
     }

@@ -1,4 +1,5 @@
-//! Operations that would bypass zones or unflushed writes are refused, with the reason.
+//! Operations that would bypass the zones or the unflushed writes of a device are refused, with the
+//! reason.
 
 use std::fs;
 
@@ -54,7 +55,8 @@ fn operation_that_bypasses_a_layer_is_refused() {
     ] {
         assert_eq!(serve.refused(1, args), sentence, "{args:?}");
     }
-    // Allowed: snapshots of a device with fault rules, other files, and resets through the layers.
+    // Allowed are snapshots of a device with fault rules, zoned devices on other files, and rewinds
+    // and resets.
     serve.text(&["snapshot", "faulty", "s"]);
     serve.text(&["create", "c=file,path=golden2,size=1M,zoned=1,zone_size=64K"]);
     serve.text(&["rewind", "fork"]);

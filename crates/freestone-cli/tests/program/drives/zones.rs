@@ -1,4 +1,4 @@
-//! Zones: the verb, writes at and off the write pointer, restarts.
+//! Zoned devices: the verb `zones`, writes at the write pointer and elsewhere, and restarts.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -15,7 +15,7 @@ fn lines(serve: &Serve, args: &[&str]) -> Vec<String> {
     serve.text(&[&["zones"], args].concat()).lines().map(str::to_owned).collect()
 }
 
-/// Returns the condition and the write pointer, in sectors, of the zone at an offset.
+/// Returns the condition and the write pointer (in sectors) of the zone at the byte offset `at`.
 #[track_caller]
 fn zone(serve: &Serve, name: &str, at: u64) -> (String, u64) {
     let report = serve.json(&["zones", name]);
@@ -42,7 +42,7 @@ fn zones_verb_equals_blkzone() {
     );
     assert_eq!(serve.text(&["zones", "n", "open", "--offset", "4M", "--count", "1"]), "n: 1 zone opened\n");
     assert_eq!(zone(&serve, "n", 4 * MIB), ("EXP_OPEN".into(), 0));
-    // Without written data a closed zone is empty.
+    // An open zone without written data becomes empty when it is closed.
     serve.text(&["zones", "n", "close", "--offset", "4M", "--count", "1"]);
     assert_eq!(zone(&serve, "n", 4 * MIB).0, "EMPTY");
     assert_eq!(serve.text(&["zones", "n", "finish", "--offset", "4M"]), "n: 2 zones finished\n");
@@ -88,14 +88,14 @@ fn zone_limits_return_the_kernels_errors() {
         assert!(open(name, 0)["error"].is_null() && open(name, MIB)["error"].is_null());
         let refused = open(name, 2 * MIB);
         assert_eq!(refused["error"]["data"]["errno"], errno, "{refused}");
-        // NBD has no such error numbers, so clients get EIO.
+        // NBD has no error numbers for these limits, so clients receive EIO.
         let mut client = Raw::connect(&serve, name);
         assert_eq!(client.write(0, 2 * MIB, &[1; 4096]), EIO);
         assert_eq!(client.write(0, MIB, &[1; 4096]), 0);
         serve.text(&["zones", name, "reset"]);
         assert_eq!(client.write(0, 2 * MIB, &[1; 4096]), 0);
     }
-    // An offset inside a zone selects that zone.
+    // An offset inside a zone selects this zone.
     assert_eq!(open("open", 512)["result"]["count"], 1);
     assert_eq!(zone(&serve, "open", 0).0, "EXP_OPEN");
 }
@@ -109,7 +109,8 @@ fn zone_conditions_are_set_by_attributes() {
     let mut client = Raw::connect(&serve, "n");
     assert_eq!((client.write(0, 2 * MIB, &[1; 4096]), client.read(2 * MIB, 4096)), (EIO, Ok(vec![0; 4096])));
     assert_eq!(client.read(4 * MIB, 4096), Err(EIO));
-    // A zone that is no longer listed works again, and is empty.
+    // `set` ends the readonly condition of a zone that is listed again. The zone is then writable
+    // and empty.
     assert_eq!(
         serve.text(&["set", "n", "zone_readonly=2M", "zone_offline=5M"]),
         "zone_readonly=3M\nzone_offline=4M;5M\n"
@@ -119,11 +120,11 @@ fn zone_conditions_are_set_by_attributes() {
     assert_eq!(conventional, "n: zone_readonly=0: 0 is in a conventional zone");
     let behind = serve.refused(2, &["set", "n", "zone_offline=16M"]);
     assert_eq!(behind, "n: zone_offline=16M: 16M is beyond the end of the device");
-    // A reset of the device restores the zones as they were at creation.
+    // A reset of the device restores the zone conditions that the attributes set.
     let connected = serve.refused(1, &["reset", "n", "--force"]);
     assert!(connected.contains("it is zoned, and its clients would not notice"), "{connected}");
     drop(client);
-    // The server may notice the end of the connection a moment later.
+    // The server may notice the closed connection only after a moment.
     for _ in 0..500 {
         if serve.text(&["stat", "n"]).contains("(0 connected)") {
             break;
@@ -151,11 +152,12 @@ fn write_off_the_pointer_fails_and_changes_nothing() {
     assert!(message.contains("Input/output error"), "{message}");
     fails(&mut qemu_io(&serve, "n", "write -P 0xcd 4224k 64k"));
     ok(&mut qemu_io(&serve, "n", "read -P 0xab 4M 64k"));
-    // Reads beyond the write pointer return 0xff, as with the kernel's driver.
+    // Reads beyond the write pointer return bytes of 0xff, as in the kernel's `null_blk`.
     ok(&mut qemu_io(&serve, "n", "read -P 0xff 4160k 64k"));
     assert_eq!(zone(&serve, "n", 4 * MIB), ("IMP_OPEN".into(), 64 * KIB));
     let mut client = Raw::connect(&serve, "n");
-    // Writes beyond the capacity or across a zone boundary fail as a whole.
+    // A write beyond the zone capacity fails as a whole. A write that exactly fills the capacity
+    // succeeds.
     let large = noise(3, 3 * MIB);
     assert_eq!(client.write(0, 4 * MIB + 64 * KIB, &large), EIO);
     assert_eq!(zone(&serve, "n", 4 * MIB).1, 64 * KIB);
@@ -191,7 +193,8 @@ fn writes_of_one_connection_keep_their_order_in_zone() {
         assert!(!printed.contains("error"), "{name}: {printed}");
         assert_eq!(zone(&serve, name, 0).0, "FULL", "{name}");
 
-        // The server receives these sizes in different ways. All are in flight at once.
+        // The server receives requests of these sizes by different code paths. All of the requests
+        // are in flight at once.
         let mut client = Raw::connect(&serve, name);
         let (mut at, mut data) = (32 * MIB, Vec::new());
         let lengths = [4 * KIB, 300 * KIB, 4 * KIB, 2 * MIB, 64 * KIB, 255 * KIB - KIB * 3, MIB, 4 * KIB];
@@ -218,7 +221,7 @@ fn zones_of_a_file_survive_a_restart() {
     assert_eq!(client.write(0, 0, &noise(1, 2 * MIB)), 0);
     assert_eq!(client.write(0, 2 * MIB, &noise(2, MIB)), 0);
     assert_eq!(client.flush(), 0);
-    // Offsets in sectors, as the report prints them.
+    // `zones` accepts offsets in sectors, as the report prints them.
     assert!(serve.text(&["zones", "f"]).lines().nth(2).unwrap().starts_with("  start: 0x000002000,"));
     serve.text(&["zones", "f", "finish", "--offset", "0x000002000", "--count", "1"]);
     let first = serve.text(&["zones", "f", "--offset", "4M", "--count", "1"]);
@@ -231,7 +234,7 @@ fn zones_of_a_file_survive_a_restart() {
 
     let serve = Serve::start_in(dir, &[device], true);
     assert_eq!(zone(&serve, "f", 0), ("FULL".into(), 2 * MIB));
-    // No zone is open after a restart.
+    // After a restart a zone that was open is closed, with the same write pointer.
     assert_eq!(zone(&serve, "f", 2 * MIB), ("CLOSED".into(), MIB));
     assert_eq!((zone(&serve, "f", 4 * MIB).0, zone(&serve, "f", 6 * MIB).0), ("FULL".into(), "EMPTY".into()));
     let mut client = Raw::connect(&serve, "f");
@@ -240,7 +243,8 @@ fn zones_of_a_file_survive_a_restart() {
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
 
-    // Writing the file without its zones is refused; reading is allowed.
+    // Serving the file without its zones is refused, because writes would not update the zone
+    // state. Read-only access is allowed.
     let bare = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk"]);
     let zones = dir.path().join("disk.zones").canonicalize().unwrap();
     let why = "contains its zone state, which writes would not update; give zoned=1, or readonly=yes, or remove that file";
@@ -248,8 +252,8 @@ fn zones_of_a_file_survive_a_restart() {
     let look = ["serve", "f=file,path=disk,readonly=yes", "--run", "true"];
     assert_eq!(crate::harness::finish(crate::harness::freestone(dir.path()).args(look)).0, 0);
 
-    // A zone size that differs from the state file is refused, and so is a file that is not a zone
-    // state.
+    // The server refuses a zone size that differs from the zone state, and a file that is not a
+    // zone state.
     let other = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk,zoned=1,zone_size=4M"]);
     assert!(other.starts_with("f: zone_state: "), "{other}");
     fs::write(dir.path().join("garbage"), noise(9, 8192)).unwrap();
@@ -273,7 +277,7 @@ fn zone_conditions_of_a_file_survive_a_restart() {
     }
 }
 
-/// Flushed data survives SIGKILL, and no write pointer is beyond the data.
+/// Flushed data survives SIGKILL, and every zone has data up to its write pointer.
 #[test]
 fn killed_server_keeps_flushed_zone_data() {
     let mut dir = tempfile::tempdir().unwrap();
@@ -289,7 +293,7 @@ fn killed_server_keeps_flushed_zone_data() {
             assert_eq!(client.write(0, at + piece, bytes), 0);
         }
         assert_eq!(client.flush(), 0);
-        // More data without a flush, the last of it in flight.
+        // The client writes more data without a flush. The last writes are in flight at SIGKILL.
         for piece in (flushed..flushed + 256 * KIB).step_by(4096) {
             client.send_write(at + piece, &data[usize::try_from(piece).unwrap()..][..4096]);
         }
@@ -306,7 +310,7 @@ fn killed_server_keeps_flushed_zone_data() {
         let mut found = vec![0; usize::try_from(pointer).unwrap()];
         disk.read_exact_at(&mut found, at).unwrap();
         assert!(found == data[..found.len()], "round {round}");
-        // Writing continues at the write pointer.
+        // The next write at the write pointer succeeds.
         let mut client = Raw::connect(&serve, "f");
         assert_eq!(client.write(0, at + pointer, &[5; 4096]), 0);
         drop(client);

@@ -1,4 +1,4 @@
-//! Clients that exhaust the server's file descriptors.
+//! Clients that exhaust the file descriptors of the server (`RLIMIT_NOFILE`).
 
 use std::os::unix::net::UnixStream;
 
@@ -22,7 +22,7 @@ fn verbs_and_saves_have_reserved_descriptors() {
     let serve = start(dir);
     limit(&serve, Resource::Nofile, DESCRIPTORS);
     let _silent: Vec<_> = (0..DESCRIPTORS).map(|_| UnixStream::connect(serve.path("nbd")).unwrap()).collect();
-    // The acceptor needs time to accept all connections.
+    // The server needs time to accept all connections.
     std::thread::sleep(std::time::Duration::from_millis(500));
     let control = serve.control();
     control.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
@@ -51,7 +51,7 @@ fn create_without_descriptors_names_the_reason() {
     assert_eq!(create(0), None);
     let open = std::fs::read_dir(format!("/proc/{}/fd", serve.pid().as_raw_nonzero())).unwrap().count();
     limit(&serve, Resource::Nofile, open as u64 + 8);
-    // Each device needs two memory files.
+    // Each `memory_backed` device needs two memory files, so the descriptors are soon exhausted.
     let why = (1..open as u64 + 8).find_map(create).unwrap();
     assert!(why.contains("cannot create a memory file: Too many open files"), "{why}");
 }

@@ -1,4 +1,4 @@
-//! `RLIMIT_FSIZE` of the server.
+//! A server whose files are limited in size by `RLIMIT_FSIZE`.
 
 use rustix::process::Resource;
 
@@ -16,7 +16,8 @@ fn file_size_limit_fails_requests_and_verbs_as_no_space() {
     let random: Vec<u8> = (0..4_u32 << 20).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     assert_eq!(Raw::connect(&serve, "full").write(0, 0, &random), 0);
     limit(&serve, Resource::Fsize, LIMIT);
-    // The memory file of this device does not exist yet.
+    // The server creates the memory file of this device only at the first write, so the write
+    // fails.
     assert_eq!(Raw::connect(&serve, "later").write(0, 0, &[7; 4096]), ENOSPC);
     let refused = |verb: &[&str]| {
         let (code, _, err) = serve.run_verb(&[verb, &["--json"]].concat());
@@ -28,7 +29,7 @@ fn file_size_limit_fails_requests_and_verbs_as_no_space() {
     refused(&["create", &format!("f=file,path={},size=10M", serve.path("new").display())]);
     refused(&["save", "full", text(&serve.path("saved"))]);
     assert!(!serve.path("saved").exists());
-    // Existing data stays readable.
+    // Data written before the limit was set stays readable.
     assert_eq!(Raw::connect(&serve, "full").read(0, 4096), Ok(random[..4096].to_vec()));
     let limit = "RLIMIT_FSIZE limits files to 1048576 bytes";
     let log = serve.log_with(limit);

@@ -1,4 +1,4 @@
-//! Limits of log lines that clients can cause.
+//! Limits on the number of log lines that clients can cause.
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -7,10 +7,10 @@ use std::path::Path;
 
 use super::{end, start_logged, text};
 
-/// Clients of each kind. The limiter allows one line for all of them.
+/// Number of clients of each kind. The rate limiter logs one line for all clients of a kind.
 const CLIENTS: usize = 40;
 
-/// Source directories of exports and acceptors.
+/// Source directories of the code that logs because of clients: exports and acceptors.
 const SOURCES: [&str; 5] = [
     "../freestone-nbd/src",
     "../freestone-vhost-user/src",
@@ -18,7 +18,7 @@ const SOURCES: [&str; 5] = [
     "src/http",
     "src/control",
 ];
-/// Log calls without the limiter, by part of their text, and the reason.
+/// Log calls that need no rate limiter: a part of the text of each call, and the reason.
 const OTHERS: [(&str, &str); 8] = [
     ("{name}: {cause}{held_back}", "limited by the failures of the export"),
     ("ublk: io_uring failed", "a queue ends"),
@@ -68,7 +68,8 @@ fn hostile_clients_cause_one_log_line_of_a_kind() {
     for socket in ["nbd", "vhost"] {
         for _ in 0..CLIENTS {
             let mut stream = UnixStream::connect(serve.path(socket)).unwrap();
-            // Bytes that no protocol understands, then the end of the connection.
+            // The client sends bytes that are invalid in every protocol, then closes its sending
+            // side.
             let _ = stream.write_all(&[b'x'; 64]);
             let _ = stream.shutdown(std::net::Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());

@@ -14,22 +14,22 @@ use rustix::process::{Resource, Rlimit, Signal, prlimit};
 
 use crate::harness::{Serve, freestone};
 
-/// Deadline far above the time of a clean shutdown, also on a slow machine.
+/// Deadline for a clean shutdown: far above its usual time, for a slow machine.
 const END_MAX: Duration = Duration::from_secs(60);
 
-/// Sets a limit of a running server.
+/// Sets the soft and the hard limit of a resource of a running server to `most`.
 fn limit(serve: &Serve, resource: Resource, most: u64) {
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     prlimit(Some(serve.pid()), resource, limit).unwrap();
 }
 
-/// Ends a server with SIGTERM, which must succeed in time.
+/// Ends a server by SIGTERM. Fails unless the server exits with status 0 before a deadline. Returns its directory.
 #[track_caller]
 fn end(serve: Serve) -> tempfile::TempDir {
     let stat = format!("/proc/{}/stat", serve.pid().as_raw_nonzero());
     let began = Instant::now();
     serve.signal(Signal::TERM);
-    // The server is our child, so it stays a zombie until it is waited for.
+    // The server is a child process, so after its end it stays a zombie until `wait` is called.
     let has_ended = || std::fs::read_to_string(&stat).unwrap().contains(") Z ");
     while !has_ended() {
         assert!(began.elapsed() < END_MAX, "the server does not end");
@@ -40,7 +40,7 @@ fn end(serve: Serve) -> tempfile::TempDir {
     dir
 }
 
-/// Starts a server whose log is in the file `log`.
+/// Starts a server that writes its log to the file `log`.
 fn start_logged(devices: &[&str]) -> Serve {
     let dir = tempfile::tempdir().unwrap();
     let mut command = freestone(dir.path());

@@ -1,4 +1,4 @@
-//! Signals whose default action ends a process.
+//! Signals whose default action would end the server.
 
 use rustix::process::Signal;
 
@@ -22,7 +22,8 @@ fn unused_signals_do_not_end_the_server() {
 fn sigxcpu_or_sigpwr_shuts_down_cleanly() {
     for signal in [Signal::XCPU, Signal::POWER] {
         let serve = Serve::start(&["r=ram,disksize=1M"]);
-        // The kernel sends SIGXCPU once a second. The second one must not force an immediate end.
+        // At a CPU time limit the kernel sends SIGXCPU every second. The second signal must not end
+        // the shutdown at once.
         serve.signal(signal);
         serve.signal(signal);
         let (code, dir) = serve.wait();

@@ -1,4 +1,4 @@
-//! Servers that cannot start threads.
+//! Servers that cannot start threads because of `RLIMIT_NPROC`.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,7 +13,7 @@ use crate::clients::tools::find;
 use crate::drives::raw::Raw;
 use crate::harness::{NOBODY, Serve, ask, finish, freestone, unprivileged};
 
-/// Starts a server with one kept disk, as a user to whom `RLIMIT_NPROC` applies.
+/// Starts a server with a kept RAM disk, as a user other than root. `RLIMIT_NPROC` has no effect on root.
 fn start(dir: TempDir) -> Serve {
     let mut command = unprivileged(dir.path());
     fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
@@ -23,8 +23,8 @@ fn start(dir: TempDir) -> Serve {
     Serve::ready(dir, command)
 }
 
-/// Prevents the server from starting threads. The server's own user lowers the limit, because root may lack the right
-/// to change limits of others.
+/// Sets `RLIMIT_NPROC` of the server to 0, so that it cannot start threads. The command runs as the server's own user,
+/// because root may lack the right to change limits of others.
 fn refuse_threads(serve: &Serve) {
     let mut command = Command::new(find("prlimit"));
     command.args(["--pid", &serve.pid().as_raw_nonzero().to_string(), "--nproc=0:0"]);
@@ -61,7 +61,7 @@ fn failed_start_saves_writes_of_early_clients() {
     let dir = tempfile::tempdir().unwrap();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let metrics = taken.local_addr().unwrap().to_string();
-    // The disk is served before the address of --metrics is found to be in use.
+    // Clients can use the disk before the start fails, because the address of --metrics is in use.
     let args = ["serve", "r=ram,disksize=1M,keep=yes", "--state", "state", "--nbd", "unix:nbd"];
     let mut command = freestone(dir.path());
     let (code, _, err) = finish(command.args(args).args(["--metrics", &metrics]));

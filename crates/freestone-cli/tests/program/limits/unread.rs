@@ -1,4 +1,5 @@
-//! Output that nobody reads: the log, the startup message, messages to the service manager.
+//! Output of the server that is not read: the log, the startup message, messages to the service
+//! manager.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixDatagram;
@@ -11,10 +12,11 @@ use super::{END_MAX, end};
 use crate::drives::raw::Raw;
 use crate::harness::{Serve, finish, freestone};
 
-/// Number of verbs whose log lines exceed a pipe's buffer several times.
+/// Number of verbs that are run. Their log lines exceed the buffer of a pipe several times.
 const VERBS: usize = 3000;
 
-/// Ends a server that does not print when it is ready.
+/// Ends a server by SIGTERM and checks that it exits with status 0. For servers whose startup
+/// message is not read.
 #[track_caller]
 fn end_child(mut server: Child) {
     let began = Instant::now();

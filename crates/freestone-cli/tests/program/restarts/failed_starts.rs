@@ -1,4 +1,4 @@
-//! Failed starts, and starts on the state that they leave.
+//! Server starts that fail, and later starts with the state directory that they leave.
 
 use std::fs;
 use std::io::Write as _;
@@ -16,7 +16,7 @@ use crate::harness::{Serve, finish, freestone};
 
 const WORK: &str = "work=ram,disksize=16M,keep=yes";
 
-/// Returns a state in which `work` has a pattern.
+/// Returns a directory with a state in which the kept device `work` has a known pattern.
 fn kept_work() -> TempDir {
     let server = serve(tempfile::tempdir().unwrap(), &[WORK]);
     qemu_io(&uri(&server, "work"), &["write -P 7 0 1M"]);
@@ -38,7 +38,7 @@ fn failed_start_leaves_kept_content_exact() {
     for (args, message) in [
         (&["--nbd", "unix:nbd", "--metrics", &metrics][..], "--metrics"),
         (&["--nbd", "unix:away/nbd"], "away/nbd"),
-        // This start fails after clients could use the device.
+        // The third start fails only after clients could already use the device.
         (&["--nbd", "unix:nbd", "--apply", WORK, "x=file,path=away/x.img,size=1M"], "away/x.img"),
     ] {
         let (code, _, why) = finish(freestone(dir.path()).args(usual).args(args));
@@ -75,7 +75,7 @@ fn absent_export_is_listed_and_published_later() {
     let dumped = server.text(&["dump"]);
     let port = address.as_str().unwrap().strip_prefix("tcp:").unwrap().to_owned();
     let mut dir = end_server(server);
-    // The exports stay in the state over two starts without their addresses.
+    // The exports stay in the state although their addresses are unavailable at two starts.
     for _ in 0..2 {
         let _ = fs::remove_dir_all(dir.path().join("run"));
         let taken = TcpListener::bind(&port).unwrap();
@@ -106,7 +106,7 @@ fn absent_export_is_removed_by_unpublish() {
     fs::remove_dir_all(dir.path().join("run")).unwrap();
     let server = serve(dir, &[]);
     server.text(&["unpublish", "a"]);
-    // A new export replaces the absent one.
+    // A new export at the same address replaces the absent export of the state.
     fs::create_dir(server.path("run")).unwrap();
     let _ = server.run_verb(&["publish", "b", "--nbd", "unix:run/b"]);
     until("it is published", || is_served(&server.path("run/b"), "b"));
@@ -115,7 +115,8 @@ fn absent_export_is_removed_by_unpublish() {
     assert!(!is_served(&server.path("nbd"), "a") && is_served(&server.path("run/b"), "b"));
 }
 
-/// Adds an export with a limit unknown to any version.
+/// Adds an export to a device in the state. The export has a limit that no version of the program
+/// knows.
 fn add_unknown_export(dir: &TempDir, name: &str) {
     let (state, _) = State::open(&dir.path().join("state")).unwrap();
     let mut device = state.find(name).unwrap();
@@ -141,7 +142,7 @@ fn unknown_export_stays_in_the_state() {
     let server = serve(dir, &[]);
     assert_eq!(absent(&server, "a"), ["unix:/moon"]);
     assert!(server.text(&["list"]).contains("a: not published at unix:/moon: max_moons: "));
-    // A change of the device writes its complete record.
+    // A change of the device writes its complete record to the state, including the unknown export.
     server.text(&["publish", "a", "--nbd", "unix:b"]);
     let server = serve(end_server(server), &[]);
     assert_eq!(absent(&server, "a"), ["unix:/moon"]);
@@ -152,10 +153,10 @@ fn unknown_export_stays_in_the_state() {
     assert!(absent(&server, "a").is_empty());
 }
 
-/// Fills a file system, including the blocks that the state reserved.
+/// Fills a file system, including the blocks that were preallocated for the state.
 fn fill_up(dir: &Path) {
     let topology = fs::OpenOptions::new().write(true).open(dir.join("state/topology")).unwrap();
-    // Frees the reserved blocks beyond the end of the file.
+    // Truncating to the current size frees the preallocated blocks beyond the end of the file.
     topology.set_len(topology.metadata().unwrap().len()).unwrap();
     let mut file = fs::File::create(dir.join("full")).unwrap();
     while file.write_all(&[1; 4096]).is_ok() {}
@@ -168,11 +169,12 @@ fn full_disk_under_state_does_not_prevent_start() {
     let start = |dir| Serve::start_in(dir, &["--state", "small/state"], true);
     let server = start(dir);
     server.text(&["create", &format!("{WORK},publish=yes")]);
-    server.text(&["create", "lost=ram,disksize=1M,on_lost=empty,publish=yes"]);
+    server.text(&["create", "lost=ram,disksize=1M,on_data_loss=empty,publish=yes"]);
     qemu_io(&uri(&server, "work"), &["write -P 7 0 1M"]);
     let mut dir = end_server(server);
     fill_up(&mounted.0);
-    // The content is exact once, and the state can record that again at the end.
+    // The content must be exact at both starts: on the full disk a server can still record at its
+    // end that the content was saved.
     for _ in 0..2 {
         let server = start(dir);
         check_work(&server);
@@ -200,7 +202,7 @@ fn device_withheld_by_one_start_is_published_by_the_next() {
     let why = "the state cannot record that it is in use";
     assert_eq!(row(&server, "work")["withheld_because"], why);
     mounted.remount("rw");
-    // Commits the complete record of the device.
+    // `set` writes the complete record of the device to the state, which is writable again.
     server.text(&["set", "work", "mem_limit=8M"]);
     assert_eq!(row(&server, "work")["withheld_because"], why);
     check_work(&start(end_server(server)));
@@ -211,7 +213,7 @@ fn unrecorded_save_ends_with_status_1() {
     let dir = tempfile::tempdir().unwrap();
     let mounted = Mounted::with_size(dir.path().join("small"), "8M");
     let server = Serve::start_in(dir, &["--state", "small/state", "--save-every", "1s"], true);
-    // The records of these devices exceed the rest of a page.
+    // The records of these devices need more than the free rest of the last page of the state.
     let names: Vec<String> = (0..12).map(|number| format!("{}{number}", "n".repeat(240))).collect();
     for name in &names {
         server.text(&["create", &format!("{name}=ram,disksize=1M,keep=yes,publish=yes")]);
@@ -239,7 +241,7 @@ fn foreign_and_unused_content_survives_a_start() {
     }
     let topology = dir.path().join("state/topology");
     let away = dir.path().join("topology.away");
-    // Another state does not know the content.
+    // A start with another state, which does not know the content, must not delete it.
     fs::rename(&topology, &away).unwrap();
     let dir = end_server(serve(dir, &["b=null,size=1M"]));
     for foreign in &foreign {
@@ -262,7 +264,7 @@ fn newer_of_two_copies_of_content_is_used() {
     let server = serve(dir, &[]);
     qemu_io(&uri(&server, "work"), &["write -P 8 0 1M"]);
     let mut dir = end_server(server);
-    // Sorted before and after the newer copy.
+    // The names of the old copies sort before and after that of the newer copy.
     for name in ["0".repeat(32), "f".repeat(32)] {
         let copy = content.join(name);
         fs::create_dir(&copy).unwrap();

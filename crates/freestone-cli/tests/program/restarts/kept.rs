@@ -1,4 +1,4 @@
-//! Content that is kept over restarts (`keep=yes`).
+//! Content of RAM disks, forks and snapshots that is kept over restarts (`keep=yes`).
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -15,7 +15,7 @@ use super::{GOLDEN, Mounted, end_server, image, is_served, kill_server, serve};
 use crate::clients::tools::{qemu_io, uri};
 use crate::harness::{Serve, connect_nbd, refused};
 
-/// Returns the files of kept content.
+/// Returns the paths of the files with kept content in the state directory, sorted.
 fn content(dir: &Path) -> Vec<PathBuf> {
     let Ok(groups) = fs::read_dir(dir.join("state/content")) else { return Vec::new() };
     let files = groups.flat_map(|group| fs::read_dir(group.unwrap().path()).unwrap());
@@ -79,12 +79,12 @@ fn kept_devices_have_their_content_after_restart() {
             assert_eq!(server.json(&["stat", name])["generation"], 1);
         }
         assert_eq!(row(&server, "other")["withheld"], true);
-        // Nothing changed, so nothing is written.
+        // The server writes no new files when it ends, because no content changed.
         dir = end_server(server);
         let files: Vec<_> = content(dir.path());
         assert_eq!(files.len(), 2, "{round}: {files:?}");
     }
-    // Content of removed devices is deleted.
+    // The server deletes the kept content of removed devices.
     let server = serve(dir, &[]);
     for name in ["trial", "monday", "disk", "job"] {
         server.text(&["remove", name]);
@@ -94,7 +94,7 @@ fn kept_devices_have_their_content_after_restart() {
     assert_eq!(fs::read_dir(dir.path().join("state/content")).unwrap().count(), 0);
 }
 
-/// Sets `keep` and `on_lost` of running and of restored devices.
+/// `keep` and `on_data_loss` can be set for running devices, and by `restore` for restored devices.
 #[test]
 fn keep_can_be_set_later_and_by_restore() {
     let server =
@@ -109,9 +109,9 @@ fn keep_can_be_set_later_and_by_restore() {
     for name in ["deep", "moment", "job"] {
         server.text(&["remove", name, "--force"]);
     }
-    let restored = server.text(&["restore", "saved", "keep=yes", "on_lost=empty"]);
+    let restored = server.text(&["restore", "saved", "keep=yes", "on_data_loss=empty"]);
     assert!(restored.contains("job: fork 12M, not published"), "{restored}");
-    for (key, value) in [("keep", "yes\n"), ("on_lost", "empty\n")] {
+    for (key, value) in [("keep", "yes\n"), ("on_data_loss", "empty\n")] {
         assert_eq!(server.text(&["get", "job", key]), value);
     }
     assert_eq!(server.json(&["stat", "job"])["over_stat"]["mem_limit"], 4 << 20);
@@ -120,7 +120,7 @@ fn keep_can_be_set_later_and_by_restore() {
     }
     server.text(&["set", "disk", "keep=yes"]);
     qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
-    assert_eq!(server.text(&["set", "null", "on_lost=empty"]), "on_lost=empty\n");
+    assert_eq!(server.text(&["set", "null", "on_data_loss=empty"]), "on_data_loss=empty\n");
     let dir = end_server(server);
 
     let server = serve(dir, &[]);
@@ -131,7 +131,8 @@ fn keep_can_be_set_later_and_by_restore() {
     assert!(is_served(&server.path("nbd"), "null"));
     server.text(&["set", "disk", "keep=no"]);
     until("the content of the disk is removed", || content(server.dir.path()).len() == 1);
-    // A start cannot create a restored snapshot again.
+    // A start cannot create a restored snapshot again, so a restored snapshot cannot have
+    // `keep=yes`.
     server.text(&["snapshot", "disk", "then"]);
     server.text(&["save", "then", "then.saved"]);
     for (status, verb, message) in [
@@ -170,7 +171,7 @@ fn keep_of_base_stays_while_a_kept_fork_needs_it() {
 
 #[test]
 fn crash_restores_the_last_save_and_withholds_it() {
-    let disks = ["disk=ram,disksize=16M,keep=yes", "served=ram,disksize=16M,keep=yes,on_lost=empty"];
+    let disks = ["disk=ram,disksize=16M,keep=yes", "served=ram,disksize=16M,keep=yes,on_data_loss=empty"];
     let server = serve(tempfile::tempdir().unwrap(), &[&disks[..], &["--save-every", "1s"]].concat());
     for name in ["disk", "served"] {
         qemu_io(&uri(&server, name), &["write -P 1 0 8M"]);
@@ -182,7 +183,7 @@ fn crash_restores_the_last_save_and_withholds_it() {
     };
     saved(&server);
     let whole: u64 = content(server.dir.path()).iter().map(|file| fs::metadata(file).unwrap().len()).sum();
-    // One part of 8 MiB of noise changes, so the next save is an increment.
+    // Only a small part of 8 MiB of noise changes afterwards, so the next save is an increment.
     fs::write(server.path("noise"), noise(8 << 20)).unwrap();
     for name in ["disk", "served"] {
         qemu_io(&uri(&server, name), &[&format!("write -s {} 0 8M", server.path("noise").display())]);
@@ -194,7 +195,7 @@ fn crash_restores_the_last_save_and_withholds_it() {
     let increments = files.iter().filter(|file| file.extension() != Some("whole".as_ref()));
     let bytes: Vec<_> = increments.map(|file| fs::metadata(file).unwrap().len()).collect();
     assert!(bytes.iter().any(|bytes| *bytes < 64 << 10), "{whole} {files:?} {bytes:?}");
-    // This write is not saved any more.
+    // SIGKILL follows, so this write is never saved.
     qemu_io(&uri(&server, "disk"), &["write -P 3 2M 64k"]);
     let server = serve(kill_server(server), &[]);
     assert!(!is_served(&server.path("nbd"), "disk"));
@@ -224,7 +225,7 @@ fn new_disk_is_saved_after_save_after_bytes() {
     qemu_io(&uri(&server, "disk"), &["read -P 1 0 2M"]);
 }
 
-/// Returns incompressible bytes.
+/// Returns random bytes, which are incompressible.
 fn noise(bytes: usize) -> Vec<u8> {
     let mut noise = vec![0; bytes];
     fs::File::open("/dev/urandom").unwrap().read_exact(&mut noise).unwrap();
@@ -235,7 +236,7 @@ fn read(serve: &Serve, name: &str, at: u64, bytes: usize) -> Vec<u8> {
     let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
     connect_nbd(&mut client, name);
     let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
-    // No flags, a read, a cookie.
+    // The NBD request has no flags, the command read, and a cookie.
     request.extend([0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]);
     request.extend(at.to_be_bytes());
     request.extend((bytes as u32).to_be_bytes());
@@ -266,16 +267,17 @@ fn unreadable_kept_content_is_listed_as_missing() {
     assert_eq!(fs::read(&file).unwrap(), damaged);
     fs::write(&file, &whole).unwrap();
     let server = serve(dir, &[]);
-    // The earlier server did not have the disk, so it ended without replacing the content.
+    // The previous server did not open the damaged disk, so at its end it did not overwrite the
+    // content.
     qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M"]);
-    // A truncated file.
+    // A truncated content file also makes the disk missing.
     let dir = kill_server(server);
     fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     let server = serve(dir, &[]);
     assert_eq!(server.json(&["list"])["missing"][0]["name"], "disk");
 }
 
-/// A damaged block loses its pages, but later saves succeed.
+/// A damaged block of a content file loses only the pages in the block, and later saves succeed.
 #[test]
 fn damaged_kept_block_loses_only_its_pages() {
     let server = serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=16M,keep=yes"]);
@@ -296,7 +298,7 @@ fn damaged_kept_block_loses_only_its_pages() {
     let lost = |server: &Serve| server.json(&["stat", "disk"])["keep"]["lost_pages"].as_u64();
     until("the damage is found", || lost(&server).is_some());
     let pages = lost(&server);
-    // Enough data for the files to be merged.
+    // 4 MiB of new data are enough for the server to merge the content files into one new file.
     write(&server, "8M");
     until("all is saved anew", || {
         let files = content(server.dir.path());
@@ -310,7 +312,8 @@ fn damaged_kept_block_loses_only_its_pages() {
     until("what was lost is known again", || lost(&server) == pages);
 }
 
-/// One of two equal images is missing. The forks of each image keep their content.
+/// Two images are equal, and one is missing at a start. The kept content of each fork stays with
+/// its own image.
 #[test]
 fn forks_of_equal_images_are_not_mixed_up() {
     let server = serve(image(1 << 20), &[GOLDEN]);
@@ -340,13 +343,14 @@ fn forks_of_equal_images_are_not_mixed_up() {
     assert_eq!((family("job"), family("other")), (1.into(), 1.into()));
 }
 
-/// Size, modification time and inode of the base's file are kept with the fork.
+/// The size, modification time and inode of the base's file are kept with the fork. If they
+/// changed, the fork is withheld (not published after the start).
 #[test]
 fn base_changed_between_servers_withholds_its_fork() {
     let server = serve(image(1 << 20), &[GOLDEN]);
     let home = format!("unix:{}", server.path("nbd").display());
     server.text(&["fork", "golden", "job", "keep=yes", "--nbd", &home]);
-    server.text(&["fork", "golden", "loose", "on_lost=empty", "--nbd", &home]);
+    server.text(&["fork", "golden", "loose", "on_data_loss=empty", "--nbd", &home]);
     qemu_io(&uri(&server, "job"), &["write -P 5 64k 64k"]);
     let dir = end_server(server);
     let base = dir.path().join("golden.img");
@@ -363,7 +367,7 @@ fn base_changed_between_servers_withholds_its_fork() {
     assert!(server.startup_output.contains(&why), "{}", server.startup_output);
     assert_eq!(server.json(&["stat", "job"])["generation"], 2);
     assert_eq!(row(&server, "loose")["changed"], Value::Null, "nothing of it was kept");
-    // The fork stays withheld until it is published.
+    // The fork stays withheld over restarts until `publish`.
     let server = serve(end_server(server), &[]);
     let found = row(&server, "job");
     assert_eq!((&found["withheld"], &found["changed"]), (&Value::Bool(true), &changed), "{found}");
@@ -374,7 +378,7 @@ fn base_changed_between_servers_withholds_its_fork() {
     let server = serve(dir, &[]);
     let found = row(&server, "job");
     assert_eq!((&found["withheld"], &found["changed"]), (&Value::Null, &Value::Null), "{found}");
-    // A copy of the base in its place.
+    // A copy with the same content replaces the file of the base.
     let dir = end_server(server);
     let base = dir.path().join("golden.img");
     fs::copy(&base, dir.path().join("copy.img")).unwrap();
@@ -448,18 +452,18 @@ fn save_timeout_ends_with_status_1_and_withholds() {
     assert_eq!(row(&serve(dir, &[]), "disk")["withheld"], true);
 }
 
-/// A client writes its counter to pages of three disks that share memory. After SIGKILL the disks
-/// must show a common moment.
+/// A client writes its counter to pages of three forks of one base. After SIGKILL all forks must
+/// show the content of one moment.
 #[test]
 fn save_is_of_one_moment_for_a_family() {
     const PAGES: u64 = 64;
     const PAGE: usize = 4096;
     let server = serve(image(1 << 20), &[GOLDEN]);
     let home = format!("unix:{}", server.path("nbd").display());
-    server.text(&["fork", "golden", "f", "--count", "3", "keep=yes", "on_lost=empty", "--nbd", &home]);
+    server.text(&["fork", "golden", "f", "--count", "3", "keep=yes", "on_data_loss=empty", "--nbd", &home]);
     let mut dir: TempDir = end_server(server);
     let (mut counter, mut seen) = (0_u32, 0);
-    // A save follows 256 writes.
+    // A save starts after 1 MiB, which is 256 writes. The pause limits the rate of writes.
     let pause = effort(Duration::from_micros(300), Duration::ZERO);
     let rounds = effort(3, 8);
     for _ in 0..rounds {
@@ -471,7 +475,7 @@ fn save_is_of_one_moment_for_a_family() {
                 all.chunks(PAGE).map(first).collect()
             })
             .collect();
-        // All writes up to the newest that was saved, and none after it.
+        // The forks must show all writes up to the newest saved one, and none after it.
         let newest =
             found.iter().flatten().filter(|number| **number != 0x0707_0707).max().copied().unwrap_or(0);
         let mut expected = vec![vec![0x0707_0707; PAGES as usize]; 3];
@@ -482,7 +486,7 @@ fn save_is_of_one_moment_for_a_family() {
         }
         assert_eq!(found, expected, "of {counter} writes, {newest} are there");
         seen += u32::from(newest > 0);
-        // Continues after the newest saved write.
+        // The counter continues after the newest saved write.
         counter = newest;
         let mut next = again;
         let mut clients: Vec<UnixStream> = (0..3)
@@ -512,7 +516,7 @@ fn save_is_of_one_moment_for_a_family() {
     assert!(seen > rounds / 2 - 1, "{seen} of {rounds}");
 }
 
-/// Returns the disk and page of the next write.
+/// Returns the disk and the page of the next pseudorandom write.
 fn place(seed: &mut u64, pages: u64) -> (usize, usize) {
     *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (((*seed >> 33) % 3) as usize, ((*seed >> 40) % pages) as usize)
@@ -527,7 +531,7 @@ fn kept_disk_is_usable_while_it_is_loaded() {
         qemu_io(&uri(&server, "disk"), &[format!("{noise} {}M 32M", at * 32)]);
     }
     let server = serve(end_server(server), &[]);
-    // Read at once, while part of the content is not loaded yet.
+    // The server serves this read while part of the content is not loaded yet.
     let content = fs::read(server.path("noise")).unwrap();
     assert!(read(&server, "disk", 127 << 20, 1 << 20) == content[31 << 20..]);
     qemu_io(&uri(&server, "disk"), &["write -P 9 64M 1M", "discard 96M 1M"]);

@@ -1,6 +1,7 @@
-//! Servers with a state directory that end in any way and are started again.
+//! Servers with a state directory that end cleanly or by a crash and are started again.
 
 mod failed_starts;
+mod former_keys;
 mod kept;
 mod random;
 mod unkept_devices;
@@ -17,12 +18,12 @@ use tempfile::TempDir;
 use crate::clients::tools::{ok, root_tool};
 use crate::harness::{Serve, refused};
 
-/// Starts a server on the state directory in `dir`.
+/// Starts a server with the state directory `state` in `dir`.
 fn serve(dir: TempDir, args: &[&str]) -> Serve {
     Serve::start_in(dir, &[&["--state", "state"], args].concat(), true)
 }
 
-/// Kills a server as a crash would.
+/// Kills a server by SIGKILL, which simulates a crash. Returns its directory.
 fn kill_server(serve: Serve) -> TempDir {
     serve.signal(Signal::KILL);
     serve.wait().1
@@ -44,13 +45,13 @@ fn image_in(dir: TempDir, size: usize) -> TempDir {
     dir
 }
 
-/// Returns a value of `stat` of a device.
+/// Returns the value of a key from the output of `stat` for a device.
 fn stat(serve: &Serve, name: &str, key: &str) -> Value {
     serve.json(&["stat", name])[key].clone()
 }
 
-/// Returns true if an export is found by `NBD_OPT_EXPORT_NAME`. Otherwise the server closes the
-/// connection.
+/// Returns true if the socket has an export of this name. The server closes the connection after
+/// `NBD_OPT_EXPORT_NAME` with an unknown name.
 fn is_served(socket: &Path, name: &str) -> bool {
     let Ok(mut stream) = UnixStream::connect(socket) else { return false };
     let mut hello = b"\0\0\0\x03IHAVEOPT\0\0\0\x01".to_vec();
@@ -62,7 +63,7 @@ fn is_served(socket: &Path, name: &str) -> bool {
     stream.read_exact(&mut answer).is_ok()
 }
 
-/// A small tmpfs, unmounted when dropped.
+/// Mount point of a small tmpfs, which is unmounted on drop.
 struct Mounted(PathBuf);
 
 impl Mounted {
@@ -92,7 +93,7 @@ fn restart_restores_devices_and_withholds_lost_content() {
     let server = serve(image(1 << 20), &[GOLDEN, DATA, "disk=ram,disksize=16M", "drive=null,size=1M"]);
     for verb in [
         &["fork", "golden", "job-%n", "--count", "2", "--nbd", "unix:job-%n.sock", "mem_limit=1M"][..],
-        &["fork", "golden", "scratch", "on_lost=empty", "--nbd", "unix:scratch.sock"],
+        &["fork", "golden", "scratch", "on_data_loss=empty", "--nbd", "unix:scratch.sock"],
         &["publish", "golden", "each", "--template", "--nbd", "unix:each.sock", "size=2M"],
         &["create", "work=ram,disksize=8M,comp_algorithm=zstd"],
         &["snapshot", "work", "before"],
@@ -114,7 +115,8 @@ fn restart_restores_devices_and_withholds_lost_content() {
         assert_eq!(server.text(&["dump"]), dumped);
         let again: Vec<Value> = ["disk", "job-1", "before", "golden"].map(|name| uuid(&server, name)).into();
         assert_eq!(again, known);
-        // Content in memory was lost, so its generation grows. An image keeps its generation.
+        // The content of `disk` was in memory and is lost, so the generation of the device grows.
+        // The generation of an image file stays.
         assert_eq!(stat(&server, "disk", "generation"), generation);
         assert_eq!(stat(&server, "golden", "generation"), 1);
         let list = server.json(&["list"]);
@@ -141,7 +143,7 @@ fn restart_restores_devices_and_withholds_lost_content() {
             assert_eq!(is_served(&server.path(socket), name), there, "{name}");
         }
         assert!(!is_served(&server.path("job-0.sock"), "job-0"));
-        // `publish` releases withheld devices.
+        // `publish` publishes withheld devices (devices that lost content) again.
         if generation == 3 {
             server.text(&["publish", "disk"]);
             server.text(&["publish", "job-0"]);
@@ -150,7 +152,7 @@ fn restart_restores_devices_and_withholds_lost_content() {
             assert!(why.starts_with("disk: publish: say where: "), "{why}");
             assert_eq!(server.text(&["dump"]), dumped);
         }
-        // The way the server ends makes no difference.
+        // The result is the same after a clean end and after SIGKILL.
         dir = if generation == 2 { end_server(server) } else { kill_server(server) };
     }
 }
@@ -163,9 +165,9 @@ fn changed_config_is_refused_or_applied_at_start() {
     write(&dir, "export = { nbd = 'tcp:127.0.0.1:0' }\n[[device]]\nname = 'b'\nkind = 'null'\nsize = '1M'");
     let server = serve(dir, &["--config", "f.toml"]);
     server.text(&["create", "hand=null,size=1M"]);
-    // The same configuration file again.
+    // A start with the same configuration file makes no changes.
     let server = serve(end_server(server), &["--config", "f.toml"]);
-    // A second server on the same state directory.
+    // A second server with the same state directory is refused.
     let other =
         refused(server.dir.path(), 1, &["serve", "--state", "state", "--control", "c2", "--nbd", "unix:n2"]);
     assert!(other.ends_with("/state is in use by another server"), "{other}");
@@ -196,7 +198,7 @@ fn changed_config_is_refused_or_applied_at_start() {
     assert_ne!(fs::read(dir.path().join("state/topology")).unwrap(), before);
     let server = serve(dir, &["--config", "f.toml"]);
     assert_eq!(names(&server), ["a", "hand", "c"]);
-    // The same by `apply` at run time.
+    // `apply` at run time has the same effect as --apply at the start.
     write(&server.dir, "");
     server.text(&["apply", "f.toml"]);
     let server = serve(kill_server(server), &[]);
@@ -206,11 +208,11 @@ fn changed_config_is_refused_or_applied_at_start() {
 #[test]
 fn missing_device_does_not_affect_others() {
     let server = serve(image(1 << 20), &[GOLDEN, "disk=null,size=1M"]);
-    server.text(&["fork", "golden", "job", "on_lost=empty"]);
+    server.text(&["fork", "golden", "job", "on_data_loss=empty"]);
     let dir = end_server(server);
     fs::rename(dir.path().join("golden.img"), dir.path().join("away.img")).unwrap();
     let mut dir = dir;
-    // The missing device is not forgotten.
+    // The missing device stays in the state over restarts.
     for _ in 0..2 {
         let server = serve(dir, &[]);
         let list = server.json(&["list"]);
@@ -236,7 +238,8 @@ fn missing_device_does_not_affect_others() {
 fn snapshot_with_copies_in_memory_is_lost() {
     let words = [DATA, "copies=ram,disksize=4M", "then=snapshot,origin=data,cow=copies,store=P,force=yes"];
     let mut dir = tempfile::tempdir().unwrap();
-    // The same arguments match, although `force` is not kept.
+    // The devices of the command line match those of the state, although `force` is not stored in
+    // the state.
     for (generation, words) in [(1, &words[..]), (2, &words), (3, &[])] {
         let server = serve(dir, words);
         assert_eq!(server.json(&["list"])["missing"], Value::Null);
@@ -287,7 +290,8 @@ fn damaged_foreign_or_newer_state_is_refused() {
     assert_eq!(server.json(&["list"])["devices"].as_array().unwrap().len(), 3);
 }
 
-/// A client that asks for the empty name gets the device that had it before the restart, or none.
+/// After a restart the empty export name selects the same device as before, or no device if that
+/// one is withheld or missing.
 #[test]
 fn default_export_stays_with_its_device() {
     let server = serve(image(1 << 20), &["lost=ram,disksize=1M", GOLDEN, "other=null,size=1M"]);
@@ -314,13 +318,13 @@ fn default_export_stays_with_its_device() {
         let server = serve(dir, &[]);
         assert_eq!(owners(&server), ["nobody", "other", "golden"]);
         assert!(!is_served(&server.path("nbd"), "") && is_served(&server.path("nbd"), "other"));
-        // A later device does not get the empty name either.
+        // A device that is created later does not become the default export.
         server.text(&["create", "new=null,size=1M,publish=yes"]);
         assert_eq!(owner(&server, "nbd"), "nobody");
         server.text(&["remove", "new"]);
         dir = end_server(server);
     }
-    // A missing device keeps the name as well.
+    // A missing device also reserves the empty export name.
     fs::rename(dir.path().join("golden.img"), dir.path().join("away.img")).unwrap();
     let server = serve(dir, &[]);
     server.text(&["publish", "lost"]);
@@ -347,15 +351,16 @@ fn published_address_may_be_default_of_next_server() {
 }
 
 #[test]
-fn on_lost_needs_a_state_directory() {
+fn on_data_loss_needs_a_state_directory() {
     let dir = tempfile::tempdir().unwrap();
-    let why = refused(dir.path(), 2, &["serve", "a=ram,disksize=1M,on_lost=empty", "--check"]);
-    assert!(why.starts_with("a: on_lost: needs a server with a state directory"), "{why}");
-    let why = refused(dir.path(), 2, &["serve", "--state", "s", "a=null,size=1M,on_lost=empty", "--check"]);
-    assert!(why.starts_with("a: on_lost=empty: its content does not end"), "{why}");
+    let why = refused(dir.path(), 2, &["serve", "a=ram,disksize=1M,on_data_loss=empty", "--check"]);
+    assert!(why.starts_with("a: on_data_loss: needs a server with a state directory"), "{why}");
+    let why =
+        refused(dir.path(), 2, &["serve", "--state", "s", "a=null,size=1M,on_data_loss=empty", "--check"]);
+    assert!(why.starts_with("a: on_data_loss=empty: its content does not end"), "{why}");
     let server = Serve::start(&["a=ram,disksize=1M"]);
-    let why = server.refused(2, &["create", "b=ram,disksize=1M,on_lost=empty"]);
-    assert!(why.starts_with("b: on_lost: needs"), "{why}");
+    let why = server.refused(2, &["create", "b=ram,disksize=1M,on_data_loss=empty"]);
+    assert!(why.starts_with("b: on_data_loss: needs"), "{why}");
 }
 
 #[test]
@@ -366,7 +371,8 @@ fn verb_fails_if_state_is_full_or_read_only() {
     let server = start(dir);
     server.text(&["create", "disk=ram,disksize=1M"]);
     let full = mounted.0.join("full");
-    // Fills the rest of the file system. Blocks reserved for the state stay available to it.
+    // The file fills the rest of the file system. The state can still use the blocks that were
+    // preallocated for its file.
     let _ = fs::write(&full, vec![1; 1 << 20]);
     let mut made = Vec::new();
     let why = loop {

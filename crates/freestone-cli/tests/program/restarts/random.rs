@@ -1,5 +1,5 @@
-//! Random verbs by several clients, and a server that ends at random moments: after the restart each verb has taken
-//! effect completely or not at all.
+//! Random verbs of several clients, on a server that ends at random times. After the restart each verb has taken effect
+//! completely or not at all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -19,7 +19,7 @@ use crate::harness::Serve;
 
 const CLIENTS: usize = 3;
 
-/// Pseudorandom numbers from a seed.
+/// State of a pseudorandom number generator.
 struct Random(u64);
 
 impl Random {
@@ -32,7 +32,7 @@ impl Random {
     }
 }
 
-/// The known properties of a device.
+/// The properties of a device that the test checks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Device {
     kind: String,
@@ -44,13 +44,13 @@ struct Device {
 
 type Devices = BTreeMap<String, Device>;
 
-/// A client with devices of its own.
+/// A client of the control socket, with devices of its own.
 struct Client {
     number: usize,
     random: Random,
     next: usize,
     devices: Devices,
-    /// The devices if the last verb, which got no reply, has taken effect.
+    /// If the last verb received no reply: the devices as they are if the verb has taken effect.
     after_unanswered: Option<Devices>,
     verbs: usize,
 }
@@ -67,7 +67,7 @@ impl Client {
         if names.is_empty() { None } else { Some(names[self.random.below(names.len())].clone()) }
     }
 
-    /// Returns a random verb with parameters, and the devices after it.
+    /// Returns a random verb, its parameters, and the devices after the verb.
     fn verb(&mut self, dir: &Path) -> (&'static str, Value, Devices) {
         let mut then = self.devices.clone();
         let place = |name: &str| format!("unix:{}/{name}.sock", dir.display());
@@ -76,13 +76,13 @@ impl Client {
             match self.random.below(9) {
                 0 | 1 if !many => {
                     let (name, home) = (self.name(), self.random.below(2) == 0);
-                    let on_lost = ["", ",on_lost=empty"][self.random.below(2)];
+                    let on_data_loss = ["", ",on_data_loss=empty"][self.random.below(2)];
                     let device = Device { kind: "ram".into(), home, ..Device::default() };
                     let publish = if home { ",publish=yes" } else { "" };
                     then.insert(name.clone(), device);
                     return (
                         "create",
-                        json!({ "device": format!("{name}=ram,disksize=1M{on_lost}{publish}") }),
+                        json!({ "device": format!("{name}=ram,disksize=1M{on_data_loss}{publish}") }),
                         then,
                     );
                 }
@@ -140,7 +140,7 @@ impl Client {
         }
     }
 
-    /// Runs verbs until the server is gone.
+    /// Runs at most `most` verbs, until the server ends.
     fn run(&mut self, dir: &Path, most: usize, ends: &AtomicBool) {
         let Ok(stream) = UnixStream::connect(dir.join("control")) else { return };
         let mut answers = BufReader::new(stream.try_clone().unwrap());
@@ -153,10 +153,10 @@ impl Client {
             if asked.is_err() || answers.read_line(&mut answer).unwrap_or(0) == 0 {
                 return;
             }
-            // A partial reply counts as none.
+            // A partial reply is treated like a missing one.
             let Ok(answer) = serde_json::from_str::<Value>(&answer) else { return };
             if answer.get("error").is_some() {
-                // Each verb has its own error for a server that is shutting down.
+                // An error is only expected while the server is shutting down. Each verb has its own message for this.
                 assert!(ends.load(Ordering::SeqCst), "{request}: {answer}");
                 self.after_unanswered = None;
                 return;
@@ -167,7 +167,7 @@ impl Client {
     }
 }
 
-/// Returns the devices of a client that the server has.
+/// Returns the devices of a client that exist on the server.
 fn devices_of(serve: &Serve, client: usize) -> Devices {
     let dumped: toml::Table = serve.text(&["dump"]).parse().unwrap();
     let prefix = format!("c{client}-");
@@ -188,7 +188,7 @@ fn devices_of(serve: &Serve, client: usize) -> Devices {
     own.collect()
 }
 
-/// Returns UUIDs by name.
+/// Returns the UUIDs of all devices, by device name.
 fn uuids(serve: &Serve) -> BTreeMap<String, String> {
     let stat = serve.json(&["stat"]);
     let text = |device: &Value, key: &str| device[key].as_str().unwrap().to_owned();
@@ -199,7 +199,7 @@ fn uuids(serve: &Serve) -> BTreeMap<String, String> {
 fn restart_has_each_verb_completely_or_not_at_all() {
     let seed = 18;
     let mut random = Random(seed);
-    // tmpfs survives SIGKILL of the server, and a disk would be slower.
+    // The state is on a tmpfs, which is faster than a disk and also survives SIGKILL of the server.
     let mut dir: TempDir = image_in(tempfile::tempdir_in("/dev/shm").unwrap(), 1 << 20);
     let mut clients: Vec<Client> = (0..CLIENTS)
         .map(|number| Client {
@@ -233,14 +233,14 @@ fn restart_has_each_verb_completely_or_not_at_all() {
                 cut_off[0] += 1;
             }
             for name in client.devices.keys() {
-                // A name belongs to one device only.
+                // Names are never reused, so the UUID of a name must not change.
                 assert!(known.get(name).is_none_or(|uuid| *uuid == now[name]), "{name}");
             }
         }
         known = now;
         let micros = random.below(20_000) as u64;
         let at = server.dir.path();
-        // An orderly end takes longer, so there are fewer of them.
+        // A clean shutdown takes longer than a kill, so only one end in 16 is clean.
         let (orderly, ends) = (kills % 16 == 3, AtomicBool::new(false));
         thread::scope(|scope| {
             for client in &mut clients {

@@ -1,4 +1,5 @@
-//! Devices without `keep=yes` after SIGTERM or SIGKILL and a restart on the same state directory.
+//! Devices without `keep=yes`, after SIGTERM or SIGKILL and a restart with the same state
+//! directory.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -10,7 +11,7 @@ use super::{end_server, image, is_served, kill_server, serve};
 use crate::clients::tools::{qemu_io, uri};
 use crate::harness::{Serve, connect_nbd};
 
-/// The two ways to end a server.
+/// The two ways in which a server ends: SIGTERM and SIGKILL.
 const ENDS: [fn(Serve) -> TempDir; 2] = [end_server, kill_server];
 
 fn check_pattern(serve: &Serve, name: &str, pattern: u8) {
@@ -25,7 +26,7 @@ fn files_and_their_zones_survive_memory_is_empty() {
             &[
                 "plain=file,path=plain.img,size=1M",
                 "zoned=file,path=zoned.img,size=16M,zoned=1,zone_size=4M",
-                "drive=null,size=16M,zoned=1,zone_size=4M,memory_backed=1,on_lost=empty",
+                "drive=null,size=16M,zoned=1,zone_size=4M,memory_backed=1,on_data_loss=empty",
                 "memory=null,size=1M,memory_backed=1",
             ],
         );
@@ -39,7 +40,8 @@ fn files_and_their_zones_survive_memory_is_empty() {
             let zones = server.json(&["zones", name, "report", "--count", "1"]);
             zones["zones"][0]["write_pointer"].clone()
         };
-        // After SIGKILL the zone state may lag behind. The zone is then as far as its data.
+        // After SIGKILL the zone state file may be out of date. The server then sets the write
+        // pointer to the end of the data.
         assert_eq!((pointer("zoned"), pointer("drive")), (Value::from(64 << 10), Value::from(0)), "{number}");
         assert!(!is_served(&server.path("nbd"), "memory"));
         server.text(&["publish", "memory"]);
@@ -73,7 +75,7 @@ fn unflushed_writes_survive_sigterm_but_not_sigkill() {
     for (end, after) in ENDS.into_iter().zip([2, 1]) {
         let server = serve(tempfile::tempdir().unwrap(), &["f=file,path=f.img,size=1M,power_cut=yes"]);
         qemu_io(&uri(&server, "f"), &["write -P 1 0 64k", "flush"]);
-        // A separate client, because qemu flushes when it ends.
+        // The second write uses a separate client, because qemu-io flushes when it ends.
         let mut client = UnixStream::connect(server.path("nbd")).unwrap();
         connect_nbd(&mut client, "f");
         write(&mut client, 2);
@@ -82,11 +84,11 @@ fn unflushed_writes_survive_sigterm_but_not_sigkill() {
     }
 }
 
-/// Writes 64 KiB at offset 0, without a flush.
+/// Writes 64 KiB of `byte` at offset 0, without a flush.
 fn write(client: &mut UnixStream, byte: u8) {
     use std::io::{Read as _, Write as _};
     let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
-    // No flags, a write, a cookie, offset 0.
+    // The NBD request has no flags, the command write, a cookie, and the offset 0.
     request.extend([0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0]);
     request.extend((64_u32 << 10).to_be_bytes());
     request.extend(vec![byte; 64 << 10]);
@@ -104,7 +106,7 @@ fn restart_ends_recording_evicted_pages_and_own_forks() {
             &[
                 "golden=file,path=golden.img,readonly=yes",
                 "taped=file,path=taped.img,size=1M,record=tape.log",
-                "spills=ram,disksize=8M,mem_limit=1M,backing_dev=spill.img,backing_size=16M,on_lost=empty",
+                "spills=ram,disksize=8M,mem_limit=1M,backing_dev=spill.img,backing_size=16M,on_data_loss=empty",
             ],
         );
         server.text(&["fork", "golden", "each", "--template", "--nbd", "unix:each.sock"]);

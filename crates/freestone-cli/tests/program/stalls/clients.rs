@@ -1,4 +1,4 @@
-//! Clients that do not read replies or do not send requests, beside other clients.
+//! Clients that do not read their replies or do not complete their requests, beside other clients.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,8 @@ use crate::stalls::Control;
 
 const MIB: u32 = 1 << 20;
 
-/// Connects a client that requests more data than a socket holds, and reads none of it.
+/// Connects a client that requests more data than socket buffers hold, and does not read any
+/// replies.
 fn connect_and_never_read(serve: &Serve, name: &str) -> Raw {
     let mut client = Raw::connect(serve, name);
     for _ in 0..64 {
@@ -35,7 +36,8 @@ fn remove_with_unreading_client_delays_no_other_verb() {
         let _client = connect_and_never_read(&serve, name);
         thread::scope(|scope| {
             let ends = scope.spawn(|| control.ok(verb, &json!({ "name": name, "force": true })));
-            // The device has no exports any more, and its connection is ending.
+            // The verb has removed the exports of the device, and waits for the end of the
+            // connection.
             control.until(verb, name, |stat| stat["exports"] == json!([]));
             control.ok("create", &json!({ "device": format!("new-{name}=null,size=1M,publish=yes") }));
             control.ok("snapshot", &json!({ "snapshots": [{ "origin": "r", "name": format!("s-{name}") }] }));
@@ -43,13 +45,13 @@ fn remove_with_unreading_client_delays_no_other_verb() {
             control.ok("remove", &json!({ "name": format!("s-{name}") }));
             control.check_responsive();
             assert!(!ends.is_finished(), "{verb}: the others waited for it");
-            // Verbs on the same name run one after the other.
+            // Verbs for the same device name run one after the other.
             let again = control.ask("remove", &json!({ "name": name }));
             assert_eq!(ends.join().unwrap()["connections_ended"], 1);
             assert_eq!(again.is_ok(), verb == "unpublish", "{again:?}");
         });
     };
-    // Both wait for the grace period of connections, so they run in parallel.
+    // Both verbs wait for the grace period of a connection, so they run in parallel to save time.
     thread::scope(|scope| {
         scope.spawn(|| ends_without_others("bad", "remove"));
         scope.spawn(|| ends_without_others("other", "unpublish"));
@@ -59,7 +61,7 @@ fn remove_with_unreading_client_delays_no_other_verb() {
 #[test]
 fn thousand_verbs_complete_beside_bad_clients() {
     const VERBS: usize = 1000;
-    // Each of our connections needs a descriptor.
+    // Each connection of the test needs a file descriptor.
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -69,7 +71,7 @@ fn thousand_verbs_complete_beside_bad_clients() {
     let serve = Serve::start(&["bad=ram,disksize=2M,faults=none", "r=ram,disksize=1M", &base]);
     let control = Control::of(&serve);
     let _deaf = connect_and_never_read(&serve, "bad");
-    // Silent clients, half a request, and unread replies.
+    // The bad clients are silent, send half a request, or do not read replies.
     let open = || UnixStream::connect(&control.0).unwrap();
     let silent: Vec<_> = (0..200).map(|_| open()).collect();
     for mut stream in &silent[..50] {

@@ -1,4 +1,4 @@
-//! Disks that hang, below a file device or a COW device.
+//! Disks that hang, under a file device or as a COW device.
 
 use std::fs;
 use std::io::Write as _;
@@ -15,10 +15,11 @@ use crate::drives::raw::Raw;
 use crate::harness::Serve;
 use crate::stalls::{ANSWER_MAX, Control, text};
 
-/// A file on a disk that can hang: an export of another server, through nbdfuse.
+/// A file on a disk that can hang. nbdfuse provides the file from an export of another server,
+/// whose fault rules hang the requests.
 pub(super) struct Disk {
-    // Fields are dropped in this order: once the server is gone, the disk returns errors and
-    // hanging requests end.
+    // Fields are dropped in this order: when the server is gone, nbdfuse returns errors, which ends
+    // hanging requests.
     server: Serve,
     fuse: Fuse,
     _dir: tempfile::TempDir,
@@ -32,7 +33,7 @@ struct Fuse {
 impl Drop for Fuse {
     fn drop(&mut self) {
         let mut unmount = root_tool("fusermount3");
-        // Lazy, because the file may still be open.
+        // The unmount is lazy, because the file may still be open.
         let _ = unmount.args(["-u", "-z"]).arg(&self.dir).stderr(Stdio::null()).status();
         let start = Instant::now();
         while matches!(self.child.try_wait(), Ok(None)) && start.elapsed() < Duration::from_secs(20) {
@@ -101,7 +102,8 @@ fn snapshot_of_hung_disk_fails_without_delaying_verbs() {
         control.ask("snapshot", &json!({ "snapshots": [{ "origin": origin, "name": name }] }))
     };
     thread::scope(|scope| {
-        // Together with a second origin, which could be frozen. Nothing happens to it.
+        // The snapshot includes a second origin `r`, which could be frozen. The failed snapshot
+        // must leave `r` unchanged.
         let late = scope.spawn(|| {
             let each =
                 [("r", "with"), ("f", "s")].map(|(origin, name)| json!({ "origin": origin, "name": name }));
@@ -130,7 +132,7 @@ fn snapshot_of_hung_disk_fails_without_delaying_verbs() {
     assert_eq!(names.iter().map(|row| row["name"].as_str().unwrap()).collect::<Vec<_>>(), ["f", "r", "p"]);
     disk.heal();
     assert_eq!(client.reply().unwrap(), (hung, 0));
-    // Writes that were held continue.
+    // Writes that were held while the origin was frozen continue.
     assert_eq!(client.write(0, 4096, &[3; 4096]), 0);
     snapshot("f", "s").unwrap();
     drop(client);
@@ -149,7 +151,8 @@ fn merge_into_hung_disk_delays_no_other_verb() {
     let store = json!({ "origin": "f", "name": "s", "cow": text(&cow), "cow_size": "16M", "store": "P", "readonly": false });
     control.ok("snapshot", &json!({ "snapshots": [store] }));
     let mut client = Raw::connect(&serve, "f");
-    // The first write makes the copy, so only the disk is waited for later.
+    // The first write copies the chunk to the exception store, so the second write waits only for
+    // the disk.
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
     disk.hang("write hang");
     let hung = client.send_write(0, &[2; 4096]);
@@ -200,7 +203,8 @@ fn hung_cow_device_delays_only_its_own_verb() {
         control.ok("snapshot", &json!({ "snapshots": [{ "origin": "r", "name": "x" }] }));
         control.ok("fork", &json!({ "base": "x", "name": "y" }));
         assert!(!stuck.is_finished());
-        // Each request of the new store hangs.
+        // Every request that initialises the new exception store hangs, so each is released in
+        // turn.
         while !stuck.is_finished() {
             control.ok("release", &json!({ "name": "h" }));
             sleep(Duration::from_millis(1));
@@ -209,8 +213,8 @@ fn hung_cow_device_delays_only_its_own_verb() {
     });
 }
 
-/// Sends SIGTERM to a server while a verb waits for a hanging disk. Calls `finish` when the other
-/// device is flushed.
+/// Sends SIGTERM to a server while a verb waits for a hanging disk. Calls `finish` after the server
+/// has flushed the other device.
 fn shut_down_beside_a_hung_verb(finish: impl FnOnce(&Disk, Serve)) {
     let disk = Disk::new();
     let dir = tempfile::tempdir().unwrap();
@@ -225,7 +229,7 @@ fn shut_down_beside_a_hung_verb(finish: impl FnOnce(&Disk, Serve)) {
     let mut client = Raw::connect(&serve, "f");
     client.send_write(0, &[2; 4096]);
     disk.until_hanging();
-    // The snapshot waits up to 10 s for the write in flight.
+    // The verb `snapshot` waits up to 10 s for the write in flight.
     let mut verb = serve.control();
     let params = json!({ "snapshots": [{ "origin": "f", "name": "s" }] });
     let request = json!({ "jsonrpc": "2.0", "id": 1, "method": "snapshot", "params": params });
@@ -260,7 +264,8 @@ fn second_signal_does_not_wait_for_a_hung_disk() {
             assert!(start.elapsed() < Duration::from_secs(20), "the second signal is not heeded");
             sleep(Duration::from_millis(20));
         }
-        // The process cannot end before its write in the kernel does, which needs the disk.
+        // The process cannot exit before its hanging write in the kernel completes, which needs the
+        // disk.
         disk.heal();
         assert_eq!(serve.wait().0, Some(128 + 2));
     });

@@ -1,4 +1,4 @@
-//! More background verbs than may run at the same time: the rest is queued.
+//! More background jobs than may run at the same time: the server queues the others.
 
 use std::fs;
 use std::thread::sleep;
@@ -13,7 +13,8 @@ use super::{ANSWER_MAX, Control};
 use crate::clients::tools::MIB;
 use crate::harness::Serve;
 
-/// Starts as many jobs as may run, on a disk on which they do not finish.
+/// Starts as many background jobs as may run at the same time. The disk is so slow that they do not
+/// finish. Returns their job numbers.
 fn fill_all(serve: &Serve, disk: &Disk) -> Vec<u64> {
     disk.hang(SLOW_WRITES);
     let begin = || {
@@ -38,10 +39,10 @@ fn state(serve: &Serve, job: u64) -> Value {
 fn queued_job_starts_when_another_ends() {
     let disk = Disk::of("64M");
     let serve = serve_with_slow_backing(&disk, 32 * MIB);
-    // This save is job 1.
+    // A save in the foreground is a job too, here job 1.
     serve.text(&["save", "r", "before.saved"]);
     let running = fill_all(&serve, &disk);
-    // Invalid requests fail at once, other errors appear when the job runs.
+    // Requests with invalid parameters fail at once. Other errors are reported when the job runs.
     let usage = serve.refused(2, &["writeback", "r", "huges", "--background"]);
     assert!(usage.contains("huges"), "{usage}");
     assert_eq!(
@@ -58,12 +59,13 @@ fn queued_job_starts_when_another_ends() {
     let before = serve.path("before.saved");
     assert!(lines.contains(&format!("job 69: {}: restore: waiting", before.display())), "{lines}");
     let file = serve.path("r.saved");
-    // Queued jobs are not shown as the progress of the device.
+    // `stat` of a device shows the progress of its running job, not its queued jobs.
     assert_eq!(serve.json(&["stat", "r"])["progress"]["verb"], "writeback");
-    // Verbs in the foreground are not queued.
+    // Verbs in the foreground are not queued, so they run although the limit of background jobs is
+    // reached.
     serve.text(&["create", "s=ram,disksize=1M"]);
     serve.text(&["compact", "s"]);
-    // A removal can be cancelled while it is queued.
+    // A removal can be cancelled while it is queued, but not while it runs.
     assert_eq!(serve.text(&["cancel", "r", "remove"]), "job 68: r: remove: cancelled before it started\n");
     let why = "r: remove: cancelled: requested by a client; it had not started";
     assert_eq!(serve.refused(1, &["wait", "--job", "68"]), why);
@@ -72,7 +74,8 @@ fn queued_job_starts_when_another_ends() {
         Some("job 67: has not ended")
     );
     assert!(!file.exists() && running.iter().all(|job| state(&serve, *job) == "running"));
-    // When a job ends, the next one fails at once, and the save after it starts.
+    // When a job ends, the next queued job starts. That job fails at once, so the save after it
+    // starts too.
     serve.text(&["cancel", "--job", "65"]);
     assert_eq!(serve.refused(1, &["wait", "--job", "66"]), "gone: no such device");
     let start = Instant::now();

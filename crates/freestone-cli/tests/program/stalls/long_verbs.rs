@@ -1,4 +1,4 @@
-//! Long verbs on a slow disk: progress, cancellation by client, verb and server shutdown, and
+//! Long verbs on a slow disk: progress, cancellation by client, verb or server shutdown, and
 //! background jobs.
 
 use std::fs;
@@ -18,16 +18,16 @@ use crate::stalls::{ANSWER_MAX, Control, text};
 
 const STEP: Duration = Duration::from_millis(5);
 
-/// A verb on a disk that can be made so slow that the verb does not finish by itself.
+/// A verb and a disk. The disk can be made so slow that the verb does not finish by itself.
 struct Case<'a> {
     serve: &'a Serve,
-    /// Makes the disk slow, or fast again.
+    /// Makes the disk slow (true) or fast again (false).
     slow: &'a dyn Fn(bool),
     args: &'a [&'a str],
-    /// Verb and device as the job list shows them.
+    /// Name of the verb as the job list shows it. `name` is the device.
     verb: &'a str,
     name: &'a str,
-    /// End of the message after cancellation.
+    /// End of the error message after a cancellation.
     after: &'a str,
 }
 
@@ -41,7 +41,7 @@ impl Case<'_> {
         serde_json::from_value(jobs["jobs"].take()).unwrap()
     }
 
-    /// Waits for the running job to make progress, and returns it.
+    /// Waits until the job of this case has made progress. Returns the job from the job list.
     fn running(&self) -> Value {
         let start = Instant::now();
         loop {
@@ -65,7 +65,7 @@ impl Case<'_> {
         }
     }
 
-    /// Starts a client with SIGINT at its default action, as on a terminal.
+    /// Starts a client for the verb, with SIGINT at its default action as on a terminal.
     fn client(&self, more: &[&str]) -> Child {
         let mut client = Command::new("env");
         client.arg("--default-signal=INT").arg(env!("CARGO_BIN_EXE_freestone"));
@@ -74,7 +74,8 @@ impl Case<'_> {
         client.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Interrupts a client. Returns its status, its last message and the progress until then.
+    /// Starts a client and interrupts it after the first progress. Returns its exit status, its
+    /// last message and the progress reports.
     fn interrupt(&self) -> (Option<i32>, String, Vec<Value>) {
         let mut client = self.client(&["--progress", "json"]);
         let mut lines = BufReader::new(client.stderr.take().unwrap()).lines().map(Result::unwrap);
@@ -93,10 +94,11 @@ impl Case<'_> {
         format!("{}: {}: cancelled: {why}; ", self.name, self.verb)
     }
 
-    /// Checks every way to cancel the verb; `check` verifies the state that it leaves.
+    /// Cancels the verb in every possible way. After each, `check` verifies the state of the
+    /// device.
     fn check_cancellation(&self, check: &dyn Fn()) {
         (self.slow)(true);
-        // By Ctrl-C.
+        // Ctrl-C (SIGINT) in the client cancels the verb.
         let (code, message, progress) = self.interrupt();
         assert_eq!(code, Some(130), "{message}");
         assert!(message.starts_with(&self.cancelled_message("requested by a client")), "{message}");
@@ -106,7 +108,7 @@ impl Case<'_> {
         assert!(last["total_bytes"].as_u64() >= last["done_bytes"].as_u64(), "{last}");
         self.wait_for_end();
         check();
-        // By the end of the client.
+        // The end of the client cancels the verb.
         let mut client = self.client(&[]);
         let job = self.running();
         assert_eq!((&job["background"], job.get("result")), (&json!(false), None));
@@ -114,7 +116,7 @@ impl Case<'_> {
         client.wait().unwrap();
         self.wait_for_end();
         check();
-        // A background job is cancelled by the verb `cancel`.
+        // The verb `cancel` cancels a background job.
         let job = self.background();
         self.running();
         let out = self.serve.json(&["cancel", "--job", &job]);
@@ -132,7 +134,7 @@ impl Case<'_> {
         (self.slow)(false);
     }
 
-    /// Starts the verb in the background. Returns its job number.
+    /// Starts the verb as a background job. Returns its job number.
     fn background(&self) -> String {
         let mut args = self.args.to_vec();
         args.push("--background");
@@ -141,7 +143,8 @@ impl Case<'_> {
         begun["job"].to_string()
     }
 
-    /// Checks that the background job finishes and is remembered. Returns its result.
+    /// Checks that a background job finishes and stays in the job list. Returns the result of the
+    /// job.
     fn check_background(&self) -> Value {
         (self.slow)(true);
         let job = self.background();
@@ -166,7 +169,7 @@ fn signal(client: &Child, signal: Signal) {
     kill_process(Pid::from_raw(client.id().cast_signed()).unwrap(), signal).unwrap();
 }
 
-/// Fills an export with incompressible noise.
+/// Fills `bytes` bytes of an export with incompressible noise.
 pub(super) fn fill(serve: &Serve, name: &str, bytes: u64) {
     let image = serve.path("noise");
     fs::write(&image, noise(7, bytes)).unwrap();
@@ -192,12 +195,13 @@ fn slow_switch(disk: &Disk, rules: &str) -> impl Fn(bool) {
     move |slow| if slow { disk.hang(rules) } else { disk.heal() }
 }
 
-/// Starts a server with a RAM disk of noise over a slow backing device.
+/// Starts a server with the RAM disk `r` full of noise, and with a backing device on a disk that
+/// can be made slow.
 pub(super) fn serve_with_slow_backing(disk: &Disk, bytes: u64) -> Serve {
     let ram = format!("r=ram,disksize=64M,backing_dev={},compressed_writeback=yes", text(&disk.path()));
     let serve = Serve::start(&[ram]);
     fill(&serve, "r", bytes);
-    // Many small writes, so that the verb can be cancelled between them.
+    // Small batches, so that the verb can be cancelled between many writes.
     serve.text(&["set", "r", "writeback_batch_size=32"]);
     serve
 }
@@ -224,7 +228,7 @@ fn cancelled_writeback_keeps_written_pages() {
     let result = case.check_background();
     assert_eq!(pages(), 32 * 256);
     assert_eq!(result["pages"].as_u64().unwrap() + before.get(), 32 * 256);
-    // The list shows the running verb.
+    // `list` and `stat` show the verb that is running on the device.
     serve.text(&["reset", "r"]);
     fill(&serve, "r", 32 * MIB);
     disk.hang(SLOW_WRITES);
@@ -233,7 +237,7 @@ fn cancelled_writeback_keeps_written_pages() {
     assert_eq!(serve.json(&["list", "r"])["devices"][0]["progress"]["job"].to_string(), job);
     assert!(serve.text(&["list"]).contains("ram (writeback "), "{}", serve.text(&["list"]));
     assert_eq!(serve.json(&["stat", "r"])["progress"]["verb"], "writeback");
-    // A client that waits for the verb can end independently.
+    // A second client that waits for the same verb can end without cancelling it.
     let mut second = case.client(&["--progress", "bar"]);
     let start = Instant::now();
     while case.jobs().iter().filter(|job| job["state"] == "running").count() < 2 {
@@ -248,7 +252,7 @@ fn cancelled_writeback_keeps_written_pages() {
         sleep(STEP);
     }
     assert_eq!(case.running()["job"].to_string(), job);
-    // Server shutdown cancels the job as well.
+    // Server shutdown also cancels the background job.
     serve.signal(Signal::TERM);
     assert_eq!(serve.wait().0, Some(0));
 }
@@ -355,11 +359,12 @@ fn cancelled_merge_resumes_where_it_stopped() {
         "d1=snapshot,origin=disk,cow=c,chunk_size=4K",
     ];
     let serve = Serve::start_in(dir, &devices, true);
-    // The delay applies to each merged chunk, which is read from here.
+    // The delay applies to each merged chunk, because the merge reads every chunk from this COW
+    // device.
     let slow = |slow| {
         serve.text(&["set", "c", if slow { "faults=read delay=100ms" } else { "faults=none" }]);
     };
-    // The chunks are not contiguous.
+    // Unwritten chunks lie between the written ones, so the merge copies each chunk separately.
     let writes: Vec<_> = (0..200).map(|run| format!("write -q -P 2 {} 4k", run * 8192)).collect();
     qemu_io(&uri(&serve, "d1"), &writes);
     let merged = || {
@@ -381,7 +386,7 @@ fn cancelled_merge_resumes_where_it_stopped() {
         assert!(merged() < 200, "all was merged");
         qemu_io(&uri(&serve, "disk"), &["read -P 2 0 4k", "read -P 1 4k 4k", "read -P 2 1592k 4k"]);
     });
-    // A second client that waits for the merge ends without cancelling it.
+    // A second client that waits for the merge can end without cancelling the merge.
     slow(true);
     let job = case.background();
     case.running();
@@ -408,7 +413,8 @@ fn cancelled_compaction_keeps_moved_pages() {
     let disk = Disk::of("64M");
     let ram = format!("r=ram,disksize=64M,backing_dev={}", text(&disk.path()));
     let serve = Serve::start(&[ram]);
-    // Pages of half the size when compressed, many in a run of blocks.
+    // Each page compresses to less than half its size, so a run of blocks on the backing device
+    // holds many pages.
     let mut data = noise(5, 32 * MIB);
     data.chunks_mut(4096).for_each(|page| page[1500..].fill(7));
     let image = serve.path("noise");
@@ -417,7 +423,7 @@ fn cancelled_compaction_keeps_moved_pages() {
         ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "r")));
         serve.text(&["idle", "r", "all"]);
         serve.text(&["writeback", "r", "idle"]);
-        // Holes all over the backing device.
+        // Discards make holes all over the backing device, so that `compact` has to move pages.
         let holes: Vec<_> = (0..256).map(|at| format!("discard -q {}k 112k", at * 128)).collect();
         qemu_io(&uri(&serve, "r"), &holes);
     };
@@ -442,7 +448,7 @@ fn cancelled_recompression_keeps_smaller_pages() {
     let serve = Serve::start(&[
         "r=ram,disksize=128M,recomp_algorithm=algo=zstd priority=1,algorithm_params=priority=1 level=22",
     ]);
-    // Text of few letters, which zstd at its highest level compresses slowly.
+    // zstd at its highest level compresses this text of eight letters slowly.
     let data: Vec<u8> = noise(3, 16 * MIB).into_iter().map(|byte| b'a' + byte % 8).collect();
     let image = serve.path("letters");
     fs::write(&image, data).unwrap();
@@ -462,7 +468,7 @@ fn remove_continues_without_its_client() {
     let disk = Disk::of("8M");
     let file = format!("f=file,path={},power_cut=yes", text(&disk.path()));
     let serve = Serve::start(&[file.as_str(), "r=ram,disksize=64M"]);
-    // Unflushed data is written when the device is removed.
+    // The removal of the device writes its unflushed data, which hangs.
     assert_eq!(Raw::connect(&serve, "f").write(0, 0, &[7; 4096]), 0);
     disk.hang("write hang");
     let mut client = Command::new("env");
@@ -492,7 +498,7 @@ fn remove_continues_without_its_client() {
         assert!(start.elapsed() < ANSWER_MAX, "it does not end");
         sleep(STEP);
     }
-    // In the background, the name is free when the verb returns.
+    // After `remove --background` returns, the device name is free at once.
     fill(&serve, "r", 32 * MIB);
     let begun = serve.json(&["remove", "r", "--background"]);
     assert_eq!(begun["connections_ended"], 0);

@@ -16,10 +16,11 @@ use serde_json::{Value, json};
 
 use crate::harness::Serve;
 
-/// Deadline for any reply, also on a slow machine.
+/// Time limit for any reply, generous for a slow machine.
 pub const ANSWER_MAX: Duration = Duration::from_secs(120);
 
-/// The control socket of a server, shared by threads.
+/// Path of a server's control socket. Each request uses a connection of its own, so threads can
+/// share the path.
 #[derive(Clone)]
 struct Control(PathBuf);
 
@@ -28,7 +29,7 @@ impl Control {
         Self(serve.path("control"))
     }
 
-    /// Sends one request on a new connection. Returns the result or the error object.
+    /// Sends one request on a new connection. Returns the result, or the error object of the reply.
     fn ask(&self, method: &str, params: &Value) -> Result<Value, Value> {
         let failed =
             |what: &str, e: &dyn std::fmt::Display| -> ! { panic!("{method} {params}: {what}: {e}") };
@@ -51,13 +52,14 @@ impl Control {
         self.ask(method, params).unwrap_or_else(|error| panic!("{method} {params}: {error}"))
     }
 
-    /// Runs the verbs that must always complete.
+    /// Runs verbs that must complete whatever other clients, disks and verbs do.
     fn check_responsive(&self) {
         self.ok("list", &json!({}));
         self.ok("stat", &json!({}));
     }
 
-    /// Polls `stat` of a device until `done` returns true.
+    /// Polls `stat` of a device until `done` returns true. Fails after a time limit, with the
+    /// message `what`.
     #[track_caller]
     fn until(&self, what: &str, device: &str, done: impl Fn(&Value) -> bool) {
         let start = Instant::now();

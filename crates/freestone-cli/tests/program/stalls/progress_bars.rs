@@ -1,4 +1,4 @@
-//! Progress bars on a terminal.
+//! Progress bars of client commands on a terminal.
 
 use std::time::Instant;
 
@@ -24,12 +24,12 @@ fn progress_bar_shows_rate_and_time_left() {
     assert!(rest.contains(" of 32M, ") && rest.contains(" %, ") && rest.contains("/s, "), "{last}");
     terminal.keys("\x03");
     terminal.until("r: save, is being cancelled; press Ctrl-C again to exit at once");
-    // Only the message about the end remains on the line.
+    // The error message replaces the progress bar on its line.
     let (code, rest) = terminal.end();
     assert_eq!(code, Some(130), "{rest}");
     let line = rest.rsplit("\x1b[2K").next().unwrap();
     assert!(line.trim_start().starts_with("freestone: r: save: cancelled: "), "{rest:?}");
-    // The total is unknown while a verb waits for another one.
+    // The progress shows no total while the verb waits for another verb to end.
     disk.heal();
     serve.text(&["reset", "r"]);
     super::long_verbs::fill(&serve, "r", 32 * MIB);
@@ -52,7 +52,7 @@ fn progress_bar_needs_a_terminal() {
     let disk = Disk::of("64M");
     let serve = serve_with_slow_backing(&disk, 2 * MIB);
     serve.text(&["writeback", "r", "huge"]);
-    // Long enough for several progress updates.
+    // The save is slow enough for several progress updates.
     disk.hang("read delay=300ms");
     let mut save = freestone(serve.dir.path());
     save.args(["save", "r", "r.saved", "--progress", "bar", "--control", "control"]);

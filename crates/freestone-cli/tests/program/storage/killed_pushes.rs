@@ -1,4 +1,4 @@
-//! Pushes killed at each of their requests, before and after the store executed the request.
+//! Pushes that are killed at each of their requests, before or after the object store executed the request.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use freestone_testkit::effort;
-use freestone_testkit::s3::{Server, Trouble};
+use freestone_testkit::s3::{Server, ServerFault};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -20,15 +20,15 @@ use crate::harness::{Serve, finish, freestone};
 const BUCKET: &str = "images";
 const URL: &str = "s3://images/x";
 const TAGGED: &str = "s3://images/x:v1";
-/// A push of this size makes far fewer requests.
+/// Upper limit for the requests of a push of this size, which makes far fewer.
 const REQUESTS_MAX: usize = 200;
-/// Far beyond the grace of one day.
+/// Time until a prune: far beyond the grace period of one day, in which untagged objects are kept.
 const LATER: Duration = Duration::from_secs(3 * 86_400);
 
-/// Objects in the bucket.
+/// Content of the objects in the bucket, by key.
 type Objects = BTreeMap<String, Vec<u8>>;
 
-/// A store, a file to push, and a server of devices to read images.
+/// An S3 server, a Freestone server to read images, and a directory with the image file to push.
 struct Stage {
     server: Server,
     reader: Serve,
@@ -46,15 +46,16 @@ impl Stage {
         fs::write(self.dir.path().join("disk.img"), image).unwrap();
     }
 
-    /// Makes request `number`, counted from 0, kill the process that sent it. Later requests fail.
+    /// Kills the process `asker` at its request `number`, counted from 0; later requests fail. The object store
+    /// executes the request before the kill only if `is_done`.
     fn kill_at(&self, number: usize, is_done: bool, asker: &Arc<OnceLock<Pid>>) {
         let (count, asker) = (Arc::new(AtomicUsize::new(0)), Arc::clone(asker));
         let seen = Arc::clone(&count);
-        let is_last = move |_: &freestone_testkit::s3::Asked<'_>| {
+        let is_last = move |_: &freestone_testkit::s3::S3Request<'_>| {
             if count.fetch_add(1, SeqCst) != number {
                 return false;
             }
-            // The request may arrive before the process number is noted.
+            // The request may arrive before the test has recorded the process ID.
             let asker = loop {
                 match asker.get() {
                     Some(asker) => break *asker,
@@ -64,12 +65,13 @@ impl Stage {
             kill_process(asker, Signal::KILL).unwrap();
             true
         };
-        // Rules are evaluated in order, for one request at a time.
-        self.server.trouble(is_last, if is_done { Trouble::ResetAfter } else { Trouble::ResetBefore });
-        self.server.trouble(move |_| seen.load(SeqCst) > number + 1, Trouble::ResetBefore);
+        // The S3 server evaluates the fault rules in order, for one request at a time.
+        self.server
+            .add_fault(is_last, if is_done { ServerFault::ResetAfter } else { ServerFault::ResetBefore });
+        self.server.add_fault(move |_| seen.load(SeqCst) > number + 1, ServerFault::ResetBefore);
     }
 
-    /// Pushes. Returns false if the push was killed at request `number`.
+    /// Pushes the image file. Returns true if the push succeeded, false if it was killed at request `number`.
     fn push_until(&self, number: usize, is_done: bool) -> bool {
         let asker = Arc::new(OnceLock::new());
         self.kill_at(number, is_done, &asker);
@@ -79,31 +81,31 @@ impl Stage {
         asker.set(Pid::from_raw(child.id().cast_signed()).unwrap()).unwrap();
         let output = child.wait_with_output().unwrap();
         self.server.cut_connections();
-        self.server.no_troubles();
+        self.server.clear_faults();
         let printed = String::from_utf8(output.stderr).unwrap();
         assert!(matches!(output.status.code(), Some(0) | None) && printed.is_empty(), "{number}: {printed}");
         output.status.success()
     }
 
-    /// Pushes without interference.
+    /// Pushes the image file. The number is never reached, so the push is not killed.
     fn push(&self) {
         assert!(self.push_until(usize::MAX - 1, false));
     }
 
-    /// Pushes and returns the number of requests.
+    /// Pushes the image file. Returns the number of requests of the push.
     fn push_counted(&self) -> usize {
         let count = Arc::new(AtomicUsize::new(0));
         let seen = Arc::clone(&count);
-        let counts = move |_: &freestone_testkit::s3::Asked<'_>| {
+        let counts = move |_: &freestone_testkit::s3::S3Request<'_>| {
             count.fetch_add(1, SeqCst);
             false
         };
-        self.server.trouble(counts, Trouble::ResetBefore);
+        self.server.add_fault(counts, ServerFault::ResetBefore);
         self.push();
         seen.load(SeqCst)
     }
 
-    /// Returns the whole image of the tag as clients read it, or None.
+    /// Returns the content of the tagged image as a client reads it, or None if the tag does not exist.
     fn image(&self) -> Option<Vec<u8>> {
         let device = format!("i=image,url={TAGGED},cache=none");
         let nbd = format!("unix:{}", self.reader.path("nbd").display());
@@ -120,14 +122,14 @@ impl Stage {
         Some(held)
     }
 
-    /// Prunes long after the grace. Returns the remaining objects.
+    /// Prunes the image store long after the grace period. Returns the remaining objects.
     fn pruned(&self) -> Objects {
         self.server.set_time(Some(SystemTime::now() + LATER));
         let (code, _, err) =
             finish(with_store(&self.server, freestone(self.dir.path())).args(["prune", URL]));
         self.server.set_time(None);
         let objects = self.objects();
-        // Before the store exists, it has only the object that tests conditional requests.
+        // If no image store exists yet, the bucket contains at most the object that tests conditional requests.
         let is_none = objects.len() < 2
             && objects.keys().all(|key| key.starts_with("x/clocks/"))
             && err.contains("there is no store of images");
@@ -140,16 +142,17 @@ impl Stage {
         keys.map(|key| (key.clone(), self.server.object(BUCKET, &key).unwrap())).collect()
     }
 
-    /// Makes these the only objects in the bucket.
+    /// Replaces the content of the bucket by these objects.
     fn put(&self, objects: &Objects) {
-        self.server.make_bucket(BUCKET);
+        self.server.create_bucket(BUCKET);
         for (key, bytes) in objects {
             self.server.set_object(BUCKET, key, bytes);
         }
     }
 }
 
-/// Returns the number of objects of each kind, which is the same in any store. Names depend on the store's salt.
+/// Returns the number of objects of each kind. Keys differ between image stores, because they depend on the salt of the
+/// store.
 fn object_kinds(objects: &Objects) -> BTreeMap<&str, usize> {
     let mut sorts = BTreeMap::new();
     for key in objects.keys() {
@@ -159,7 +162,8 @@ fn object_kinds(objects: &Objects) -> BTreeMap<&str, usize> {
     sorts
 }
 
-/// Kills pushes of `new` to a store with the objects `before`, in which the tag shows `old`.
+/// Pushes `new` to an image store with the objects `before`, and kills each push at another request. The tag has the
+/// content `old` before, and `old` or `new` after each push.
 fn kill_at_each_request(stage: &Stage, before: &Objects, old: Option<&[u8]>, new: &[u8]) {
     let left_of_old = || {
         stage.put(before);
@@ -174,7 +178,8 @@ fn kill_at_each_request(stage: &Stage, before: &Objects, old: Option<&[u8]>, new
     let clean = stage.pruned();
     let mut shown_new = 0;
     for is_done in [false, true] {
-        // The last requests change the tag. The two rounds take different ones of the others.
+        // The last requests change the tag, so both rounds test them. Of the other requests each round tests a
+        // different part.
         let first = if is_done { 3 } else { 0 };
         let is_met = |number: &usize| effort(number % 6 == first || number + 3 > requests, true);
         for number in (0..REQUESTS_MAX).filter(is_met) {
@@ -191,7 +196,8 @@ fn kill_at_each_request(stage: &Stage, before: &Objects, old: Option<&[u8]>, new
                 "{number} {is_done}: neither the old image nor the new one"
             );
             if is_done {
-                // The next push reuses what was sent, and a prune leaves nothing over.
+                // The next push reuses the chunks that were sent. A prune after it leaves the same objects as after an
+                // uninterrupted push.
                 stage.push();
                 assert!(stage.image().as_deref() == Some(new), "{number}");
                 assert_eq!(object_kinds(&stage.pruned()), object_kinds(&clean), "{number}");
@@ -204,13 +210,13 @@ fn kill_at_each_request(stage: &Stage, before: &Objects, old: Option<&[u8]>, new
             } else if let Some(of_old) = &left_of_old {
                 assert!(left == *of_old, "{number}: {:?}", object_kinds(&left));
             } else {
-                // Without a tag nothing is deleted; the next push sets one.
+                // An image store without a tag is not pruned. The next push sets the tag.
                 stage.push();
                 assert_eq!(object_kinds(&stage.pruned()), object_kinds(&clean), "{number}");
             }
         }
     }
-    // The request that changes the tag was tested, too.
+    // At least one killed push had changed the tag.
     assert!(shown_new > 0);
 }
 

@@ -1,4 +1,4 @@
-//! Images in object storage: pushed by one server, forked by others.
+//! Images in object storage: pushed by one server, and used as bases by others.
 
 mod killed_pushes;
 mod network;
@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 
 use freestone_testkit::Rng;
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::clients::tools::{ok, qemu_io, tool, uri};
 use crate::harness::{Serve, finish, freestone, refused, sentence};
 
-/// A directory as a store, which outlives the servers.
+/// A directory that serves as an image store and outlives the servers.
 struct Bucket(TempDir);
 
 impl Bucket {
@@ -40,7 +40,7 @@ impl Bucket {
         format!("{name}=image,url={}", self.tag(tag))
     }
 
-    /// Returns the files below a directory of the store, and their sizes.
+    /// Returns the files below a directory of the image store, and their sizes in bytes.
     fn files(&self, under: &str) -> Vec<(PathBuf, u64)> {
         let mut files = Vec::new();
         let mut dirs = vec![self.path().join(under)];
@@ -59,7 +59,7 @@ impl Bucket {
     }
 }
 
-/// Returns mebibytes of different kinds: text, noise, zeroes.
+/// Returns the content of a disk of `mib` MiB. In turn, each MiB is compressible, noise, or zeroes.
 fn disk(mib: usize) -> Vec<u8> {
     let mut disk = vec![0; mib << 20];
     for (number, mib) in disk.chunks_mut(1 << 20).enumerate() {
@@ -78,7 +78,7 @@ fn with_disk(mib: usize) -> TempDir {
     dir
 }
 
-/// Returns the content of an export.
+/// Returns the content of an export, read by nbdcopy.
 fn content(serve: &Serve, name: &str) -> Vec<u8> {
     let to = serve.path("copied");
     let _ = fs::remove_file(&to);
@@ -107,19 +107,19 @@ fn pushed_image_is_forked_and_pushed_by_others() {
     let text = first.text(&["push", "vm", &bucket.tag("vm")]);
     assert!(text.starts_with(&format!("vm: pushed to {}@", bucket.tag("vm"))), "{text}");
     let fork = content(&first, "vm");
-    // A second host, whose only data is the store.
+    // A server on a second host: its only data is the image store.
     let second = Serve::start(&[&bucket.image("vm", "vm"), "own=fork,base=vm"]);
     assert!(content(&second, "vm") == fork);
     let stat = second.json(&["stat", "vm"])["store_stat"].clone();
     assert_eq!((&stat["chunks_fetched"], &stat["failures"]), (&13.into(), &0.into()), "{stat}");
-    // Later changes go to the same tag, as a delta.
+    // Later changes are pushed to the same tag, as a delta.
     qemu_io(&uri(&second, "own"), &["write -P 77 0 4k"]);
     let again = second.json(&["push", "own", &bucket.tag("vm")]);
     assert_eq!((&again["generation"], &again["changed_bytes"]), (&2.into(), &4096.into()));
     let again = second.json(&["push", "own", &bucket.tag("vm")]);
     assert_eq!((&again["changed"], &again["sent_bytes"]), (&false.into(), &0.into()));
     assert!(second.text(&["push", "own", &bucket.tag("vm")]).ends_with("is the same already\n"));
-    // A fork of a snapshot of a fork is also based on the image.
+    // A fork of a snapshot of a fork of the image is also pushed as changes to this image.
     second.text(&["snapshot", "own", "moment"]);
     second.text(&["fork", "moment", "third", "--nbd", &format!("unix:{}", second.path("nbd").display())]);
     qemu_io(&uri(&second, "third"), &["write -P 55 64k 8k"]);
@@ -128,7 +128,7 @@ fn pushed_image_is_forked_and_pushed_by_others() {
     second.text(&["create", &bucket.image("back", "third")]);
     second.text(&["publish", "back", "--nbd", &format!("unix:{}", second.path("nbd").display())]);
     assert!(content(&second, "back") == content(&second, "third"));
-    // The first server keeps the image that it opened.
+    // The first server still reads the image that it opened.
     assert!(content(&first, "golden") == disk(9));
     let listed: Value = {
         let (code, out, err) = finish(freestone(dir.path()).args(["images", &bucket.url(), "--json"]));
@@ -176,7 +176,7 @@ fn raw_qcow2_and_saved_devices_are_pushed() {
     ]));
     let raw = push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("raw"));
     let qcow2 = push(dir.path(), "d=qcow2,path=disk.qcow2", &bucket.tag("qcow2"));
-    // Equal content is stored once.
+    // Chunks with equal content are stored once.
     assert_eq!(
         (&raw["sent_chunks"], &qcow2["sent_chunks"], &qcow2["reused_chunks"]),
         (&4.into(), &0.into(), &4.into())
@@ -194,12 +194,13 @@ fn raw_qcow2_and_saved_devices_are_pushed() {
     qemu_io(&uri(&serve, "r"), &["write -P 1 0 1M"]);
     let of_snapshot = serve.json(&["push", "s", &bucket.tag("snapshot")]);
     assert_eq!(of_snapshot["sent_chunks"], 0);
-    // Two equal chunks: one or both are sent.
+    // The write made two equal chunks. Depending on timing, one or both are sent.
     let of_live = serve.json(&["push", "r", &bucket.tag("live")]);
     assert!((1..=2).contains(&of_live["sent_chunks"].as_u64().unwrap()), "{of_live}");
 }
 
-/// Also if the snapshot is only in the save file for its fork, without a device on the server.
+/// A fork's snapshot is also included if it exists only in the fork's save file, and not as a
+/// device on the server.
 #[test]
 fn restored_fork_push_includes_its_snapshot() {
     let bucket = Bucket::new();
@@ -300,7 +301,7 @@ fn encrypted_store_needs_its_key() {
         Serve::start_in(dir, &[&format!("{},key=key", bucket.image("i", "v1")), "vm=fork,base=i"], true);
     assert!(content(&serve, "i") == disk(2));
     qemu_io(&uri(&serve, "vm"), &["write -P 5 0 4k"]);
-    // A push of a fork uses the store and the key of its image.
+    // A push of a fork uses the image store and the key of its base image.
     assert_eq!(serve.json(&["push", "vm", &bucket.tag("vm")])["changed_bytes"], 4096);
     for (path, _) in bucket.files("chunks") {
         let bytes = fs::read(path).unwrap();
@@ -322,24 +323,25 @@ fn restarted_server_has_the_same_image() {
     let serve = Serve::start_in(dir, &args(true), true);
     qemu_io(&uri(&serve, "vm"), &["write -P 9 64k 8k"]);
     let before = content(&serve, "vm");
-    // The tag moves to another image.
+    // Another image is pushed to the same tag.
     let other = with_disk(6);
     push(other.path(), source, &bucket.tag("golden"));
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
-    // With and without the arguments, the fork has its own image.
+    // The fork has the image that it was created with, whether or not the devices are given as
+    // arguments again.
     let serve = Serve::start_in(dir, &args(true), true);
     assert!(content(&serve, "vm") == before);
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
-    // Without the store, the cache provides the image.
+    // If the image store is unavailable, the cache provides the image.
     fs::rename(bucket.path(), bucket.path().with_extension("away")).unwrap();
     let serve = Serve::start_in(dir, &args(false), true);
     assert!(content(&serve, "vm") == before);
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
-    // Without the cache the device is missing until the store is back.
+    // Without the cache the device is missing until the image store is available again.
     fs::remove_dir_all(dir.path().join("cached")).unwrap();
     let serve = Serve::start_in(dir, &args(false), true);
     let listed = serve.text(&["list"]);
@@ -357,8 +359,10 @@ fn prune_deletes_untagged_objects_after_the_grace() {
     let dir = with_disk(3);
     let source = "d=file,path=disk.img,readonly=yes";
     push(dir.path(), source, &bucket.tag("a"));
-    let (code, out, err) = finish(freestone(dir.path()).args(["images", &bucket.url(), "--untag", "a"]));
+    let (code, out, err) =
+        finish(freestone(dir.path()).args(["images", &bucket.url(), "--untag", "a", "--json"]));
     assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    assert_eq!(serde_json::from_str::<Value>(&out).unwrap(), json!({ "removed": "a" }));
     assert!(
         refused(dir.path(), 1, &["images", &bucket.url(), "--untag", "a"])
             .ends_with("there is no tag a in it")
@@ -372,11 +376,11 @@ fn prune_deletes_untagged_objects_after_the_grace() {
     let no_tag = "there is no tag, so nothing was deleted. If tags/ is missing, restore it.";
     assert!(refused(dir.path(), 1, &["prune", &bucket.url()]).contains(no_tag));
     let other = tempfile::tempdir().unwrap();
-    // Shares no chunk with the first image.
+    // The image shares no chunk with the first one.
     fs::write(other.path().join("disk.img"), vec![0xb5; 1 << 20]).unwrap();
     push(other.path(), source, &bucket.tag("b"));
     assert_eq!(prune(&[])["deleted"], 0);
-    // Two days pass.
+    // All files are made two days old, which is beyond the grace period.
     let old = std::time::SystemTime::now() - std::time::Duration::from_secs(2 * 86_400);
     for (path, _) in bucket.files("") {
         fs::File::options().write(true).open(path).unwrap().set_modified(old).unwrap();

@@ -1,4 +1,4 @@
-//! Stores over the network, with an S3 server whose failures are scripted.
+//! Image stores over the network, on an S3 server whose failures are scripted.
 
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone_testkit::effort;
-use freestone_testkit::s3::{Server, Trouble};
+use freestone_testkit::s3::{Server, ServerFault};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{content, disk, with_disk};
@@ -15,7 +15,7 @@ use crate::harness::{Serve, finish, freestone, refused};
 
 const SOURCE: &str = "d=file,path=disk.img,readonly=yes";
 
-/// Configures a command of the program to use the store.
+/// Sets the environment of a command of the program for the S3 server `server`.
 pub fn with_store(server: &Server, mut command: Command) -> Command {
     for variable in
         ["AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"]
@@ -33,7 +33,7 @@ fn push(server: &Server, dir: &std::path::Path, url: &str) -> (i32, String, Stri
     finish(with_store(server, freestone(dir)).args(["push", SOURCE, url]))
 }
 
-/// Starts a server of devices with a cache that others may share.
+/// Starts a Freestone server with the chunk cache in `cache`, which other servers may share.
 pub fn serve(server: &Server, cache: &std::path::Path, devices: &[&str]) -> Serve {
     let dir = tempfile::tempdir().unwrap();
     let mut command = with_store(server, freestone(dir.path()));
@@ -62,13 +62,13 @@ fn images_in_s3_are_readable_over_http() {
     qemu_io(&uri(&serving, "vm"), &["write -P 8 1M 64k"]);
     let pushed = serving.json(&["push", "vm", "s3://images/some/where:vm"]);
     assert_eq!(pushed["changed_bytes"], 64 << 10);
-    // The push replaces the tag only if it is unchanged. The store has an image that this client
-    // has not seen.
+    // The push replaces the tag only if no other client changes it meanwhile. The present image of
+    // the tag was pushed by another client.
     serving.json(&["push", "vm", "s3://images/some/where:v1"]);
     let (code, out, err) =
         finish(with_store(&server, freestone(dir.path())).args(["images", "s3://images/some/where"]));
     assert_eq!((code, err.as_str(), out.lines().count()), (0, "", 3), "{out}");
-    // The same files over plain HTTP.
+    // Another server reads the same objects over plain HTTP.
     server.require_key(None);
     let url = format!("{}/images/some/where:vm", server.endpoint());
     let elsewhere = tempfile::tempdir().unwrap();
@@ -76,7 +76,7 @@ fn images_in_s3_are_readable_over_http() {
     assert!(content(&web, "i") == content(&serving, "vm"));
     let message = web.refused(1, &["push", "i", &url.replace(":vm", ":other")]);
     assert!(message.contains("is read-only"), "{message}");
-    // No output contains the secret.
+    // No output contains the secret access key.
     for serving in [&serving, &web] {
         let outputs = [
             serving.text(&["list"]),
@@ -115,26 +115,26 @@ fn store_errors_are_reported() {
 fn busy_store_is_retried_and_hung_store_times_out() {
     let server = Server::start(&["images"]);
     let dir = with_disk(6);
-    let busy = |asked: &freestone_testkit::s3::Asked<'_>| asked.nth % 2 == 1;
-    server.trouble(busy, Trouble::Status(503, "SlowDown"));
+    let busy = |asked: &freestone_testkit::s3::S3Request<'_>| asked.nth % 2 == 1;
+    server.add_fault(busy, ServerFault::Status(503, "SlowDown"));
     let (code, out, err) = push(&server, dir.path(), "s3://images/x:v1");
     assert_eq!((code, err.as_str()), (0, ""), "{out}");
     let cache = tempfile::tempdir().unwrap();
     let serving =
         serve(&server, cache.path(), &["i=image,url=s3://images/x:v1,timeout=2s", "vm=fork,base=i"]);
     assert!(content(&serving, "i") == disk(6));
-    server.no_troubles();
+    server.clear_faults();
     let elsewhere = tempfile::tempdir().unwrap();
     let serving =
         serve(&server, elsewhere.path(), &["i=image,url=s3://images/x:v1,timeout=1s", "vm=fork,base=i"]);
     qemu_io(&uri(&serving, "vm"), &["read 0 4k"]);
-    server.trouble(|_| true, Trouble::Stall(None));
+    server.add_fault(|_| true, ServerFault::Stall(None));
     let since = Instant::now();
     let output =
         tool("qemu-io").args(["-f", "raw", "-c", "read 4M 4k", &uri(&serving, "vm")]).output().unwrap();
     assert!(String::from_utf8(output.stdout).unwrap().contains("Input/output error"));
     assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
-    // Verbs do not wait for the store, and cached chunks are readable.
+    // Verbs do not wait for the stalled object store, and cached chunks stay readable.
     qemu_io(&uri(&serving, "vm"), &["read 0 64k", "write -P 1 0 4k"]);
     assert!(since.elapsed() < Duration::from_secs(30));
     assert!(
@@ -149,7 +149,8 @@ fn busy_store_is_retried_and_hung_store_times_out() {
     assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
 }
 
-/// The instance metadata service is a server without objects.
+/// The instance metadata service, from which cloud machines read credentials, is an S3 server
+/// without objects in this test.
 #[test]
 fn server_without_credentials_names_its_environment() {
     let (server, instance) = (Server::start(&["images"]), Server::start(&[]));
@@ -162,7 +163,7 @@ fn server_without_credentials_names_its_environment() {
     command.env("AWS_METADATA_ENDPOINT", instance.endpoint());
     command.args(["serve", SOURCE, "--nbd", "unix:nbd", "--control", "control"]);
     let serving = Serve::ready(dir, command);
-    // The client's environment is not used.
+    // A push by the server uses the environment of the server, not that of the client.
     let mut client = with_store(&server, freestone(serving.dir.path()));
     client.args(["push", "d", "s3://images/x:v1", "--control", "control"]);
     let (code, _, err) = finish(&mut client);
@@ -180,13 +181,13 @@ fn server_without_credentials_names_its_environment() {
 fn interrupted_push_resumes_where_it_stopped() {
     let server = Server::start(&["images"]);
     let dir = with_disk(6);
-    // The first chunks succeed.
+    // The first three chunks are sent, and later ones stall.
     let begun = AtomicUsize::new(0);
-    let late = move |asked: &freestone_testkit::s3::Asked<'_>| {
+    let late = move |asked: &freestone_testkit::s3::S3Request<'_>| {
         let is_chunk = asked.method == "PUT" && asked.key.contains("chunks/");
         is_chunk && begun.fetch_add(1, Ordering::SeqCst) >= 3
     };
-    server.trouble(late, Trouble::Stall(None));
+    server.add_fault(late, ServerFault::Stall(None));
     let mut command = with_store(&server, freestone(dir.path()));
     let child = command
         .args(["push", SOURCE, "s3://images/x:v1"])
@@ -206,8 +207,8 @@ fn interrupted_push_resumes_where_it_stopped() {
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "freestone: d: push: cancelled\n");
     assert!(!server.keys("images").iter().any(|key| key.contains("tags/")));
     let there = server.keys("images").iter().filter(|key| key.contains("chunks/")).count();
-    server.no_troubles();
-    server.forget_traffic();
+    server.clear_faults();
+    server.reset_traffic();
     let (code, _, err) = push(&server, dir.path(), "s3://images/x:v1");
     assert_eq!((code, err.as_str()), (0, ""));
     let sent = server
@@ -219,7 +220,7 @@ fn interrupted_push_resumes_where_it_stopped() {
     assert_eq!(sent + there, 8);
 }
 
-/// Each chunk is fetched once for a host, however many servers and forks it has.
+/// Each chunk is fetched once per host, however many servers and forks the host has.
 #[test]
 fn forks_of_a_host_fetch_each_chunk_once() {
     let (servers, forks) = effort((4, 6), (10, 10));
@@ -227,7 +228,7 @@ fn forks_of_a_host_fetch_each_chunk_once() {
     let dir = with_disk(24);
     let (code, _, err) = push(&server, dir.path(), "s3://images/x:v1");
     assert_eq!((code, err.as_str()), (0, ""));
-    server.forget_traffic();
+    server.reset_traffic();
     let cache = tempfile::tempdir().unwrap();
     let servers: Vec<Serve> =
         (0..servers).map(|_| serve(&server, cache.path(), &["i=image,url=s3://images/x:v1"])).collect();

@@ -1,4 +1,4 @@
-//! `prune --keep-last` and `--keep-within`.
+//! Removal of old tags from an image store by `prune --keep-last` and `--keep-within`.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,8 @@ use crate::harness::{finish, freestone, refused};
 
 const SOURCE: &str = "d=file,path=disk.img,readonly=yes";
 
-/// Returns a store with a golden tag and three nightly ones.
+/// Returns an image store with the tag `golden` and the tags `nightly-1` to `nightly-3`, and the
+/// directory of the pushed file.
 fn nightlies() -> (Bucket, tempfile::TempDir) {
     let (bucket, dir) = (Bucket::new(), with_disk(1));
     for (mib, tag) in [(1, "golden"), (2, "nightly-1"), (3, "nightly-2"), (4, "nightly-3")] {
@@ -35,7 +36,8 @@ fn tags(dir: &Path, bucket: &Bucket) -> Vec<String> {
     out.lines().skip(1).map(|line| line.split(' ').next().unwrap().to_owned()).collect()
 }
 
-/// Returns the text about a tag of each line, without its time.
+/// Returns the text about a tag from each line of `prune` that has one, without the time of the
+/// tag.
 fn tag_lines(out: &str) -> Vec<String> {
     let of_tag = out.lines().filter_map(|line| line.split_once(": tag ")).map(|(_, message)| message);
     of_tag
@@ -57,7 +59,7 @@ fn prune_removes_old_tags_of_pattern() {
     let out = prune(dir, &bucket, &rules);
     assert_eq!(tag_lines(&out), ["nightly-1removed", "nightly-2removed"], "{out}");
     assert_eq!(tags(dir, &bucket), ["golden", "nightly-3"]);
-    // Without tags to remove it works like a plain prune.
+    // If there are no tags to remove, `prune` with retention rules works like a plain prune.
     let out = prune(dir, &bucket, &[&rules[..], &["--json"]].concat());
     let out: Value = serde_json::from_str(&out).unwrap();
     assert_eq!((&out["kept_tags"], &out["removed_tags"]), (&json!(["nightly-3"]), &json!([])), "{out}");
@@ -83,7 +85,7 @@ fn prune_keeps_tags_within_time() {
     assert_eq!(tags(dir, &bucket), ["nightly-3", "nightly-4"]);
 }
 
-/// S3 has no conditional deletion.
+/// Removing tags also works on S3, which has no conditional deletion.
 #[test]
 fn prune_removes_old_tags_from_s3() {
     let (server, dir) = (Server::start(&["images"]), with_disk(1));

@@ -1,11 +1,11 @@
-//! Pushes of saved devices (`push --restore`), without a server.
+//! Pushes of saved devices (`push --restore`), which need no server.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use freestone_testkit::s3::{Server, Trouble};
+use freestone_testkit::s3::{Server, ServerFault};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -15,7 +15,7 @@ use super::{Bucket, content, disk, push, with_disk};
 use crate::clients::tools::{ok, qemu_io, tool, uri};
 use crate::harness::{Serve, finish, freestone, refused};
 
-/// Ends a server and returns its directory.
+/// Ends a server by SIGTERM and returns its directory.
 fn end(serve: Serve) -> TempDir {
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
@@ -23,7 +23,7 @@ fn end(serve: Serve) -> TempDir {
     dir
 }
 
-/// Returns a directory with the save of a RAM disk of `mib` MiB, and the disk's content as a file.
+/// Returns a directory with a RAM disk of `mib` MiB as a save file, and with its content as an image file.
 fn with_save(mib: usize) -> TempDir {
     let dir = with_disk(mib);
     let serve = Serve::start_in(dir, &[&format!("r=ram,disksize={mib}M")], true);
@@ -32,7 +32,7 @@ fn with_save(mib: usize) -> TempDir {
     end(serve)
 }
 
-/// Pushes a device of a save file. Returns the program's result.
+/// Pushes a device of a save file to the image store. Returns the JSON output of the push.
 fn push_saved(dir: &Path, name: &str, file: &str, url: &str, more: &[&str]) -> Value {
     let mut command = freestone(dir);
     let (code, out, err) = finish(command.args(["push", name, url, "--restore", file, "--json"]).args(more));
@@ -40,13 +40,13 @@ fn push_saved(dir: &Path, name: &str, file: &str, url: &str, more: &[&str]) -> V
     serde_json::from_str(&out).unwrap()
 }
 
-/// Returns the content of the image with that tag.
+/// Returns the content of the image with the tag `tag`.
 fn image(bucket: &Bucket, tag: &str) -> Vec<u8> {
     let serve = Serve::start(&[bucket.image("i", tag)]);
     content(&serve, "i")
 }
 
-/// Returns the files in a directory.
+/// Returns the sorted paths of the files in a directory.
 fn listed(dir: &Path) -> Vec<PathBuf> {
     let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.sort();
@@ -83,7 +83,7 @@ fn saved_family_is_pushed_without_a_server() {
         let tag = format!("{name}-of-{}", file.trim_end_matches(".saved"));
         let pushed = push_saved(dir.path(), name, file, &bucket.tag(&tag), &base);
         assert!(image(&bucket, &tag) == *held, "{name} of {file}");
-        // For a fork of an image in the same store, only its own pages are read and sent.
+        // For a fork of an image in the same image store, only the fork's own pages are read and sent.
         if name == "vm" {
             assert_eq!(pushed["changed_bytes"], (8 << 10) + (64 << 10) + (4 << 10), "{pushed}");
         }
@@ -99,11 +99,11 @@ fn saved_disk_is_pushed_repeatedly_without_base() {
     let first = push_saved(dir.path(), "r", "r.saved", &bucket.tag("r"), &[]);
     assert_eq!((&first["name"], &first["changed"]), (&"r".into(), &true.into()));
     assert!(image(&bucket, "r") == disk(4));
-    // Pages beyond mem_limit are evicted to a temporary backing file.
+    // Pages beyond mem_limit are evicted to a backing file, which is removed after the push.
     let spilling = ["mem_limit=1M", "backing_dev=spill", "backing_size=16M"];
     let again = push_saved(dir.path(), "r", "r.saved", &bucket.tag("r"), &spilling);
     assert_eq!(again["changed"], false);
-    // Or to a backing device that is opened for the push.
+    // Pages beyond mem_limit are evicted to a backing device that `--device` opens for the push.
     let aside = tempfile::tempdir().unwrap();
     let spill = format!("s=file,path={},size=16M", aside.path().join("spill").display());
     let spilling = ["mem_limit=1M", "backing_dev=device:s", "--device", &spill];
@@ -184,7 +184,7 @@ fn push_of_absent_or_unsuitable_device_is_refused() {
     }
     let (code, _, err) = finish(freestone(dir.path()).args(["push", "r", &to, "--device", "o=null,size=1M"]));
     assert!(code == 2 && err.contains("--restore <FILE>"), "{err}");
-    // The store was not created.
+    // The refused pushes did not create an image store.
     assert!(!bucket.path().exists());
 }
 
@@ -218,7 +218,8 @@ fn damaged_save_pushes_nothing() {
     assert!(image(&bucket, "new") == disk(2));
 }
 
-/// Pushes, interrupts the push when its progress reaches `verb`, and returns the verb at which it ended.
+/// Starts a push, and interrupts it when its progress reaches `verb`. Returns the verb whose progress was reported
+/// last.
 fn interrupt_at(server: &Server, dir: &Path, verb: &str) -> String {
     let mut command = with_store(server, freestone(dir));
     command.args(["push", "r", "s3://images/x:v1", "--restore", "r.saved", "--progress", "json"]);
@@ -244,21 +245,21 @@ fn interrupted_restore_or_push_leaves_nothing() {
     let server = Server::start(&["images"]);
     let dir = with_save(48);
     let before = listed(dir.path());
-    server.trouble(|_| true, Trouble::Stall(None));
-    // Sometimes the restore finishes before the interrupt arrives.
+    server.add_fault(|_| true, ServerFault::Stall(None));
+    // The restore may finish before the interrupt arrives, so the test tries several times.
     let tries = (0..20).find(|_| interrupt_at(&server, dir.path(), "restore") == "restore");
     assert!(tries.is_some(), "it never ended while it restored");
-    server.no_troubles();
-    server.trouble(|asked| asked.key.contains("chunks/"), Trouble::Stall(None));
+    server.clear_faults();
+    server.add_fault(|asked| asked.key.contains("chunks/"), ServerFault::Stall(None));
     assert_eq!(interrupt_at(&server, dir.path(), "push"), "push");
     assert!(!server.keys("images").iter().any(|key| key.contains("tags/")));
     assert_eq!(listed(dir.path()), before);
-    server.no_troubles();
+    server.clear_faults();
     let mut command = with_store(&server, freestone(dir.path()));
     let args = ["push", "r", "s3://images/x:v1", "--restore", "r.saved", "--progress", "json"];
     let (code, _, err) = finish(command.args(args));
     assert_eq!(code, 0, "{err}");
-    // The progress of both parts was reported to the end.
+    // The progress of the restore and of the push was reported up to the end.
     let progress_lines: Vec<Value> = err.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     for verb in ["restore", "push"] {
         let of: Vec<_> = progress_lines.iter().filter(|line| line["progress"]["verb"] == verb).collect();

@@ -1,4 +1,4 @@
-//! The web page in a browser.
+//! The web page of the server in a headless browser.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -12,19 +12,19 @@ use crate::clients::tools::{MIB, noise};
 use crate::drives::raw::Raw;
 use crate::harness::Serve;
 
-/// Returns an expression for the visible text of an element.
+/// Returns a JavaScript expression for the visible text of the element with this ID.
 fn text(id: &str) -> String {
     format!("document.getElementById('{id}').innerText")
 }
 
-/// Returns an expression for a device's row.
+/// Returns a JavaScript expression for the table row of a device.
 fn row(name: &str) -> String {
     format!(
         "[...document.querySelectorAll('#devices tbody tr')].find((row) => row.dataset.name === '{name}')"
     )
 }
 
-/// Checks that there were no errors and no requests to other hosts.
+/// Checks that the page had no errors and sent no requests to other hosts.
 #[track_caller]
 fn check(browser: &mut Chromium, at: &str) {
     let events = browser.take_events();
@@ -34,10 +34,11 @@ fn check(browser: &mut Chromium, at: &str) {
     assert!(others.is_empty() && !events.requests.is_empty(), "{others:?}");
 }
 
-/// A name with markup must be shown as text.
+/// Device name with HTML markup, which the page must show as text.
 const MARKUP_NAME: &str = "<img/src/onerror>";
 
-/// Starts a server with devices of all kinds, a client of the RAM disk, and the page in a browser.
+/// Starts a server with devices of different kinds, an NBD client of the RAM disk, and a browser
+/// that shows the page.
 fn open_page() -> (TempDir, Watched, Raw, Chromium) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
@@ -68,12 +69,12 @@ fn page_shows_devices_writes_and_maps() {
     let header = browser.text(&text("server"));
     assert!(header.contains("5, 1 of them forks"), "{header}");
 
-    // The page shows the write, in the row and in the sum.
+    // The page shows the write to `r` in the row of the device and in the sum of all devices.
     assert_eq!(client.write(0, 0, &noise(1, 4 * MIB)), 0);
     browser.until(&format!("{}.innerText.includes('of 8M')", row("r")));
     browser.until(&format!("{}.innerText.includes('4M, 1.0 : 1')", row("r")));
 
-    // Selected by keyboard; the selection is kept in the address.
+    // The keyboard selects the device. The selection is part of the page's address.
     browser.eval(&format!("{}.querySelector('a').focus()", row("r")));
     browser.press("Enter");
     browser.until(&format!("{}.includes('huge: 4M, 25 %')", text("legend")));
@@ -82,7 +83,7 @@ fn page_shows_devices_writes_and_maps() {
     assert_eq!(browser.text("location.hash"), "#device=r");
     let facts = browser.text(&text("facts"));
     assert!(facts.contains("4M, 25 % of the disk") && facts.contains("of 8M"), "{facts}");
-    // The colours match the legend: the first square is huge, the last a hole.
+    // The colours of the map match the legend: the first cell is huge (incompressible).
     let colour = |cell: &str| {
         format!(
             "(() => {{ const c = document.getElementById('cells'); const p = c.getContext('2d'); \
@@ -97,7 +98,7 @@ fn page_shows_devices_writes_and_maps() {
         )
     };
     assert_eq!(browser.text(&colour("[4, 4]")), browser.text(&of("huge")));
-    // The arrow keys move over the map.
+    // The arrow keys move the cursor over the cells of the map.
     browser.eval("document.getElementById('cells').focus()");
     browser.press("ArrowRight");
     browser.until(&format!("{}.includes('huge: 100 %')", text("tip")));
@@ -105,7 +106,7 @@ fn page_shows_devices_writes_and_maps() {
     browser.until(&format!("{latency}.includes('write') && {latency}.includes('p99')"));
     let exports = browser.text(&text("exports"));
     assert!(exports.contains("nbd+unix:///r?socket=") && exports.contains("1 connection"), "{exports}");
-    // The map follows further writes.
+    // The map is updated after further writes.
     assert_eq!(client.write(0, 8 * MIB, &noise(2, 4 * MIB)), 0);
     browser.until(&format!(
         "{}.includes('huge: 8M, 50 %') || {}.includes('huge: 7.')",
@@ -129,14 +130,15 @@ fn address_selects_device_on_any_screen() {
     assert_eq!(browser.text(&text("device-title")), MARKUP_NAME);
     browser.eval("location.hash = '#device=f'");
     browser.until(&format!("{}.includes('from base: 1M')", text("legend")));
-    // The page reports a removed device and continues. The browser logs the 404 itself.
+    // The page reports that the device was removed, and continues. The browser itself logs the 404
+    // reply as an error.
     check(&mut browser, &watched.at);
     watched.serve.text(&["remove", "f"]);
     browser.until(&format!("{}.includes('f: no such device')", text("device-notice")));
     let events = browser.take_events();
     assert!(events.errors.iter().all(|line| line.contains("404")), "{:?}", events.errors);
 
-    // Nothing is wider than a small screen, and the selected device is readable.
+    // No element is wider than a small screen, and the map of the selected device is shown.
     browser.eval("location.hash = '#device=r'");
     browser.until(&format!("{}.includes('huge')", text("legend")));
     for (width, height) in [(360, 740), (800, 1000), (1280, 800), (1600, 1000)] {
@@ -145,7 +147,7 @@ fn address_selects_device_on_any_screen() {
         let wide = browser.eval("document.documentElement.scrollWidth");
         assert!(wide.as_u64().unwrap() <= u64::from(width), "{wide} at {width}");
     }
-    // Every element has an accessible name.
+    // Every graphic and control has an accessible name.
     let nameless = browser.eval(
         "[...document.querySelectorAll('svg, canvas, input, select, button, a')].filter((e) => !(e.ariaLabel || \
          e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)",
@@ -170,7 +172,7 @@ fn page_notices_server_end_and_restart() {
         "{output}"
     );
     assert_eq!(browser.text("document.title"), "Offline - Freestone");
-    // The browser logs the refused connections itself.
+    // The browser itself logs the refused connections as errors.
     let events = browser.take_events();
     assert!(events.errors.iter().all(|line| line.contains("ERR_CONNECTION")), "{:?}", events.errors);
     let _again = Serve::start_in(dir, &["r=ram,disksize=8M", "--http", &at], true);
@@ -191,7 +193,7 @@ fn page_with_20_000_forks_stays_responsive() {
     browser.open(&format!("http://{}/", watched.at));
     browser.until("document.querySelectorAll('#devices tbody tr').length === 50");
     assert_eq!(browser.text(&text("found")), "1 to 50 of 20001");
-    // The longest time in which the page did not respond, including refreshes.
+    // Longest time in milliseconds for which the page did not respond, also during refreshes.
     browser.eval(
         "window.longest = 0; let last = performance.now(); setInterval(() => { const now = performance.now(); \
          longest = Math.max(longest, now - last - 20); last = now; }, 20)",

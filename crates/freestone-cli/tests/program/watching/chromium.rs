@@ -1,4 +1,4 @@
-//! A headless Chromium, driven over a pipe by the `DevTools` protocol.
+//! A headless Chromium, controlled through pipes by the `DevTools` protocol.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,10 +13,10 @@ use tempfile::TempDir;
 
 use crate::clients::tools::find;
 
-/// Deadline for replies and for changes of the page.
+/// Time limit for replies of the browser and for expected changes of the page.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A browser with one page.
+/// A browser process with one open page.
 pub struct Chromium {
     child: Child,
     to: ChildStdin,
@@ -24,16 +24,16 @@ pub struct Chromium {
     session: Option<String>,
     number: u64,
     events: VecDeque<Value>,
-    /// The profile directory, and the browser's log.
+    /// Directory with the browser's profile and log.
     dir: TempDir,
 }
 
 impl Chromium {
-    /// Starts the browser with an empty page that is `width` wide.
+    /// Starts the browser with an empty page of `width` times `height` pixels.
     pub fn start(width: u32, height: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let log = File::create(dir.path().join("log")).unwrap();
-        // Chromium reads from descriptor 3 and writes to 4.
+        // Chromium reads protocol messages from descriptor 3 and writes them to descriptor 4.
         let line = r#"exec "$0" "$@" 3<&0 4>&1 0</dev/null 1>&2"#;
         let mut command = Command::new("sh");
         command.args(["-c", line]).arg(find("chromium")).args([
@@ -78,7 +78,7 @@ impl Chromium {
         browser
     }
 
-    /// Calls a method of the protocol and returns its result.
+    /// Calls a method of the `DevTools` protocol and returns the result.
     pub fn call(&mut self, method: &str, params: Value) -> Value {
         self.number += 1;
         let mut message = json!({ "id": self.number, "method": method });
@@ -113,7 +113,7 @@ impl Chromium {
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'");
     }
 
-    /// Evaluates a JavaScript expression in the page.
+    /// Evaluates a JavaScript expression in the page and returns its value.
     pub fn eval(&mut self, expression: &str) -> Value {
         let how = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
         let reply = self.call("Runtime.evaluate", how);
@@ -126,7 +126,7 @@ impl Chromium {
         value.as_str().unwrap_or_else(|| panic!("{expression}: {value}")).to_owned()
     }
 
-    /// Waits until an expression is true in the page.
+    /// Waits until a JavaScript expression is true in the page. Fails after a time limit.
     #[track_caller]
     pub fn until(&mut self, expression: &str) {
         let end = Instant::now() + PATIENCE;
@@ -139,7 +139,7 @@ impl Chromium {
         }
     }
 
-    /// Presses a key.
+    /// Presses and releases a key.
     pub fn press(&mut self, key: &str) {
         for kind in ["rawKeyDown", "keyUp"] {
             let code = match key {
@@ -157,9 +157,10 @@ impl Chromium {
         }
     }
 
-    /// Returns errors and requests of the page since the last call.
+    /// Returns the errors and requests of the page since the last call.
     pub fn take_events(&mut self) -> PageEvents {
-        // Events sent before this reply have arrived with it.
+        // The browser sends events in order, so all earlier events have arrived when this reply
+        // does.
         self.eval("0");
         let mut events = PageEvents::default();
         for event in self.events.drain(..) {
@@ -182,12 +183,12 @@ impl Chromium {
     }
 }
 
-/// Events of a page.
+/// Errors and requests of a page.
 #[derive(Debug, Default)]
 pub struct PageEvents {
-    /// Exceptions and console lines.
+    /// Exceptions, and lines written to the console or the browser's log.
     pub errors: Vec<String>,
-    /// Addresses of all requests.
+    /// URLs of all requests that the page sent.
     pub requests: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Hostile and broken HTTP clients.
+//! Hostile and broken clients of the HTTP server.
 
 use std::io::{Read as _, Write as _};
 use std::thread;
@@ -43,7 +43,7 @@ fn long_request_is_refused() {
     assert_eq!(watched.ask(header.as_bytes()).0, 431);
     let lines = format!("GET /metrics HTTP/1.1\r\nHost: a\r\n{}\r\n", "X: y\r\n".repeat(100));
     assert_eq!(watched.ask(lines.as_bytes()).0, 431);
-    // A request that never ends.
+    // The client sends a request that never ends. The server must close the connection.
     let mut stream = watched.connect();
     let piece = vec![b'a'; 65536];
     let mut sent = 0;
@@ -61,18 +61,18 @@ fn long_request_is_refused() {
 fn slow_or_silent_client_is_closed() {
     let watched = watched();
     let begun = Instant::now();
-    // More clients than connection slots.
+    // The clients are more than the connection slots of the HTTP server.
     let mut silent: Vec<_> = (0..15).map(|_| watched.connect()).collect();
     let mut dripping = watched.connect();
     dripping.write_all(b"GET /metrics HT").unwrap();
     let drip = thread::spawn(move || {
-        // Single bytes do not extend the deadline.
+        // The deadline of a request does not depend on when single bytes arrive.
         while begun.elapsed() < Duration::from_secs(60) && dripping.write_all(b"T").is_ok() {
             thread::sleep(Duration::from_millis(200));
         }
         begun.elapsed()
     });
-    // Soon all slots are taken.
+    // The silent clients soon occupy all connection slots.
     let status = loop {
         let (status, ..) = watched.ask(b"GET /metrics HTTP/1.0\r\n\r\n");
         if status != 200 || begun.elapsed() > Duration::from_secs(4) {
@@ -93,7 +93,8 @@ fn aborted_requests_free_their_slots() {
     for bytes in [&b""[..], b"G", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"] {
         for _ in 0..20 {
             let mut stream = watched.connect();
-            // The slot may not be free yet.
+            // The server may refuse the connection, because the slots of earlier clients are not
+            // free yet.
             let _ = stream.write_all(bytes);
         }
     }
@@ -106,7 +107,7 @@ fn aborted_requests_free_their_slots() {
         assert!(Instant::now() < end, "{status}");
         thread::sleep(Duration::from_millis(50));
     }
-    // The server also ends while a client is connected.
+    // The server also shuts down while an HTTP client is connected.
     let mut open = watched.connect();
     let began = Instant::now();
     watched.serve.signal(rustix::process::Signal::TERM);

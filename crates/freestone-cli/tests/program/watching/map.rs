@@ -1,4 +1,4 @@
-//! Maps of devices, compared with what was written.
+//! Maps of devices on the web page, compared with what was written.
 
 use std::fs;
 use std::io::Write as _;
@@ -18,7 +18,7 @@ fn sum(counts: &Value) -> u64 {
     counts.as_array().map_or(0, |counts| counts.iter().map(|count| count.as_u64().unwrap()).sum())
 }
 
-/// Returns the sum of each kind.
+/// Returns the number of pages or zones of each kind, summed over all cells of the map.
 fn sums(map: &Value) -> Value {
     map["kinds"]
         .as_object()
@@ -56,14 +56,14 @@ fn map_shows_written_pages_by_kind() {
         (&json!("pages"), &json!(4096), &json!(4096))
     );
     let zeroes = sum(&before["kinds"]["zero"]);
-    // Written zeroes may be stored, or become a hole.
+    // The disk may store written zeroes as pages of the kind `zero`, or treat them as a hole.
     assert!(zeroes == 5 || zeroes == 0, "{before}");
     let hole = 4096 - 90 - 20 - 10 - zeroes;
     let expected = json!({ "compressed": 90, "huge": 20, "same": 10, "hole": hole });
     let mut counted = sums(&before);
     counted.as_object_mut().unwrap().remove("zero");
     assert_eq!(counted, expected);
-    // Positions: a cell is a MiB.
+    // The map shows each kind at the right position: a cell is 1 MiB.
     let of = |kind: &str, cell: usize| before["kinds"][kind][cell].as_u64().unwrap();
     assert_eq!((of("compressed", 0), of("huge", 1), of("same", 2), of("hole", 15)), (90, 20, 10, 256));
 
@@ -73,7 +73,7 @@ fn map_shows_written_pages_by_kind() {
     assert_eq!((&after["spilled"], &after["compressed"]), (&json!(20), &json!(90)), "{after}");
     assert_eq!(after.get("huge"), None);
 
-    // Forks and snapshots.
+    // The maps of a fork and of a snapshot show their own pages and those of the base.
     watched.serve.text(&["snapshot", "r", "s"]);
     watched.serve.text(&["fork", "s", "f"]);
     watched.serve.text(&["publish", "f", "--nbd", &format!("unix:{}", watched.serve.path("f").display())]);
@@ -121,7 +121,7 @@ fn map_shows_zone_conditions() {
         (&map["written"][6], &map["written"][1], &map["capacity"][0]),
         (&json!(PAGE), &json!(0), &json!(0))
     );
-    // A cell has several zones.
+    // With fewer cells, a cell has several zones.
     let coarse = watched.json("/api/map/z?cells=4");
     assert_eq!(sums(&coarse), conditions);
     assert_eq!((&coarse["cells"], &coarse["kinds"]["FULL"]), (&json!(4), &json!([0, 1, 0, 0])));
@@ -156,7 +156,7 @@ fn map_of_other_devices_shows_data_or_the_reason() {
     }
 }
 
-/// Drawing a map of a million zones takes longer than the limit.
+/// A device with a million zones, whose map takes longer to draw than the time limit.
 const MILLION_ZONES: &str = "z=null,size=1T,zoned=1,zone_size=1M";
 
 #[test]
@@ -166,7 +166,8 @@ fn map_ends_with_its_client_or_device() {
     let (stream, busy) = loop {
         let mut stream = watched.connect();
         write!(stream, "GET /api/map/z HTTP/1.0\r\n\r\n").unwrap();
-        // The other map is being drawn, or has not begun yet.
+        // The map of `z` is being drawn, or its request has not been read yet, so the test tries
+        // again.
         thread::sleep(Duration::from_millis(200));
         let (status, reply) = watched.get("/api/map/r");
         if status != 200 || Instant::now() > end {
@@ -174,15 +175,15 @@ fn map_ends_with_its_client_or_device() {
         }
     };
     assert_eq!(busy, (503, json!({ "error": "r: a map of z is being drawn; try again" })));
-    // The map ends with its client.
+    // Drawing a map stops when its client closes the connection.
     drop(stream);
     let left = Instant::now();
     while watched.get("/api/map/r").0 == 503 {
-        // Drawing the whole map takes 10 s.
+        // Drawing the whole map would take 10 s.
         assert!(left.elapsed() < Duration::from_secs(8), "{:?}", left.elapsed());
         thread::sleep(Duration::from_millis(20));
     }
-    // The map ends with its device.
+    // Drawing a map stops when its device is removed.
     let gone = thread::scope(|scope| {
         let map = scope.spawn(|| watched.get("/api/map/z"));
         thread::sleep(Duration::from_millis(500));
@@ -196,7 +197,7 @@ fn map_ends_with_its_client_or_device() {
 #[ignore = "slow lane"]
 fn map_of_a_million_zones_is_cut_off_in_time() {
     let watched = Watched::page(&[MILLION_ZONES, "r=ram,disksize=1M"]);
-    // Other requests are served meanwhile, and devices can be removed.
+    // While a map is drawn, the server serves other requests, and other devices can be removed.
     let (reply, overview, took) = thread::scope(|scope| {
         let map = scope.spawn(|| {
             let began = Instant::now();

@@ -1,10 +1,10 @@
-//! Monitoring: metrics, the web page, `top`, the request log and probes.
+//! Monitoring: metrics, the web page, `top`, the request log and trace probes.
 
 mod browser;
 mod chromium;
 mod hostile;
 mod map;
-mod openmetrics;
+pub mod openmetrics;
 mod page;
 mod requests;
 mod scrape;
@@ -18,19 +18,19 @@ use serde_json::Value;
 
 use crate::harness::Serve;
 
-/// A server that is monitored over HTTP, and its address.
+/// A server with an HTTP port for monitoring, and the address of this port.
 struct Watched {
     serve: Serve,
     at: String,
 }
 
 impl Watched {
-    /// Starts a server with `--metrics`.
+    /// Starts a server with `--metrics` on a free port.
     fn start(args: &[&str]) -> Self {
         Self::of(Serve::start(&[args, &["--metrics", "0"]].concat()), "metrics: http://", "/metrics")
     }
 
-    /// Starts a server with `--http`.
+    /// Starts a server with `--http` on a free port.
     fn page(args: &[&str]) -> Self {
         Self::of(Serve::start(&[args, &["--http", "0"]].concat()), "page: http://", "/")
     }
@@ -41,7 +41,7 @@ impl Watched {
         Self { serve, at }
     }
 
-    /// Sends a request of the page. Returns the status and the JSON.
+    /// Sends an HTTP GET for `path`, as the page does. Returns the HTTP status and the JSON body.
     fn get(&self, path: &str) -> (u16, Value) {
         let (status, head, body) = self.ask(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes());
         let content_type = "Content-Type: application/json; charset=utf-8";
@@ -49,7 +49,7 @@ impl Watched {
         (status, serde_json::from_str(&body).unwrap_or_else(|why| panic!("{path}: {why}: {body}")))
     }
 
-    /// Like [`get`](Self::get), for requests that must succeed.
+    /// Like [`get`](Self::get), for requests that must succeed. Returns the JSON body.
     fn json(&self, path: &str) -> Value {
         let (status, reply) = self.get(path);
         assert_eq!(status, 200, "{path}: {reply}");
@@ -62,15 +62,17 @@ impl Watched {
         stream
     }
 
-    /// Sends these bytes. Returns the status, the lines of the head and the body.
+    /// Sends these bytes on a new connection. Returns the HTTP status, the header lines and the
+    /// body.
     fn ask(&self, bytes: &[u8]) -> (u16, Vec<String>, String) {
         let mut stream = self.connect();
-        // The server may close before all bytes are sent.
+        // The server may reply and close the connection before all bytes are sent, so errors are
+        // ignored.
         let _ = stream.write_all(bytes);
         answer(&mut stream)
     }
 
-    /// Returns the metrics, checked strictly.
+    /// Returns the metrics, parsed by a strict parser.
     fn scrape(&self) -> openmetrics::Exposition {
         let request = format!("GET /metrics HTTP/1.1\r\nHost: {}\r\n\r\n", self.at);
         let (status, head, body) = self.ask(request.as_bytes());
@@ -81,10 +83,11 @@ impl Watched {
     }
 }
 
-fn answer(stream: &mut TcpStream) -> (u16, Vec<String>, String) {
+pub fn answer(stream: &mut TcpStream) -> (u16, Vec<String>, String) {
     let mut bytes = Vec::new();
     let end = stream.read_to_end(&mut bytes);
-    // After its reply the server may close while bytes are in transit.
+    // The server may close the connection after its reply while bytes of the client are in transit.
+    // The read then ends with an error.
     assert!(end.is_ok() || !bytes.is_empty(), "{end:?}");
     let text = String::from_utf8(bytes).unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));

@@ -1,34 +1,35 @@
-//! A strict parser of the `OpenMetrics` text format.
+//! A strict parser of the `OpenMetrics` text format, as used for metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Labels with their values.
+/// Label values of a sample by label name.
 pub type Labels = BTreeMap<String, String>;
 
-/// A parsed exposition.
+/// A parsed exposition: the text that a scrape of the metrics returns.
 #[derive(Debug, Default)]
 pub struct Exposition {
-    /// The type of each family.
+    /// Type of each metric family, such as `counter`, by name.
     pub families: BTreeMap<String, String>,
-    /// Names, labels and values, in the order of the text.
+    /// Samples in the order of the text: name, labels and value.
     pub samples: Vec<(String, Labels, f64)>,
 }
 
 impl Exposition {
-    /// Returns the value of the sample with exactly these labels.
+    /// Returns the value of the sample with this name and exactly these labels, or `None` if it
+    /// does not exist.
     pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         let wanted: Labels = labels.iter().map(|(key, value)| (key.to_string(), value.to_string())).collect();
         self.samples.iter().find(|(known, of, _)| known == name && *of == wanted).map(|(_, _, value)| *value)
     }
 
-    /// Returns the values of a label among the samples of a name.
+    /// Returns the different values that a label has in the samples with this name.
     pub fn values_of(&self, name: &str, label: &str) -> BTreeSet<String> {
         let of = self.samples.iter().filter(|(known, ..)| known == name);
         of.filter_map(|(_, labels, _)| labels.get(label).cloned()).collect()
     }
 }
 
-/// Returns the suffixes of the samples of a type.
+/// Returns the suffixes that sample names have in metric families of the type `kind`.
 fn suffixes(kind: &str) -> Result<&'static [&'static str], String> {
     Ok(match kind {
         "counter" => &["_total"],
@@ -39,7 +40,7 @@ fn suffixes(kind: &str) -> Result<&'static [&'static str], String> {
     })
 }
 
-/// The family that is being parsed.
+/// The metric family whose samples are being parsed.
 struct Family {
     name: String,
     kind: &'static [&'static str],
@@ -47,7 +48,7 @@ struct Family {
     is_counter: bool,
 }
 
-/// Parses an exposition.
+/// Parses an exposition. Returns a message for any violation of the format.
 pub fn parse(text: &str) -> Result<Exposition, String> {
     let body = text.strip_suffix("# EOF\n").ok_or("it does not end with # EOF")?;
     let mut found = Exposition::default();
@@ -117,12 +118,12 @@ pub fn parse(text: &str) -> Result<Exposition, String> {
 fn check_name(name: &str) -> Result<(), String> {
     let mut bytes = name.bytes();
     let first = bytes.next().is_some_and(|byte| byte.is_ascii_lowercase());
-    // Narrower than the specification: no capitals, no colons.
+    // Stricter than the `OpenMetrics` specification: capitals and colons are not allowed.
     let rest = bytes.all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
     if first && rest { Ok(()) } else { Err(format!("no name: {name:?}")) }
 }
 
-/// Parses `name{label="value",...} value`.
+/// Parses a sample line `name{label="value",...} value`.
 fn parse_sample(line: &str) -> Result<(String, Labels, f64), String> {
     let end = line.find(['{', ' ']).ok_or("no value")?;
     let (name, mut rest) = line.split_at(end);
@@ -153,7 +154,8 @@ fn parse_sample(line: &str) -> Result<(String, Labels, f64), String> {
     Ok((name.to_owned(), labels, value))
 }
 
-/// Parses up to the closing quote.
+/// Parses a label value up to its closing quote. Returns the value without escapes, and the rest of
+/// the line.
 fn parse_quoted(text: &str) -> Result<(String, &str), String> {
     let mut value = String::new();
     let mut chars = text.char_indices();
@@ -171,7 +173,7 @@ fn parse_quoted(text: &str) -> Result<(String, &str), String> {
     Err("no end of a value".into())
 }
 
-/// Checks that the buckets grow up to the count.
+/// Checks that the buckets of the histogram `name` grow up to its count, for each set of labels.
 fn check_histogram(found: &Exposition, name: &str) -> Result<(), String> {
     let mut of = BTreeMap::<Labels, Vec<(f64, f64)>>::new();
     for (sample, labels, value) in &found.samples {

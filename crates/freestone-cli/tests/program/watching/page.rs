@@ -1,4 +1,4 @@
-//! The web page over HTTP: files, headers and requests.
+//! The web page over HTTP: its files, headers and API requests.
 
 use std::fs;
 
@@ -23,7 +23,7 @@ fn page_files_are_served_without_foreign_links() {
         let name = if name.is_empty() { "index.html" } else { name };
         let file = format!("{}/src/page/files/{name}", env!("CARGO_MANIFEST_DIR"));
         assert_eq!(body, fs::read_to_string(file).unwrap(), "{path}");
-        // The XML name space is not an address to fetch.
+        // The XML namespace is a URL that browsers do not fetch.
         let without = body.replace("http://www.w3.org/2000/svg", "");
         assert!(!without.contains("http://") && !without.contains("https://"), "{path}");
         for word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style=\""] {
@@ -34,7 +34,8 @@ fn page_files_are_served_without_foreign_links() {
     assert_eq!(url, json!(format!("http://{}/", watched.at)));
 }
 
-/// Checks that other sites cannot embed, read or extend the page.
+/// Checks HTTP headers that prevent other sites from embedding or reading the page, or running code
+/// in it.
 fn check_head(head: &[String]) {
     for line in [
         "X-Content-Type-Options: nosniff",
@@ -112,13 +113,14 @@ fn page_shows_the_values_of_top_list_and_stat() {
     );
     assert!(server["process_rss_bytes"].as_u64().unwrap() > MIB && server["pid"].is_number(), "{server}");
     assert_eq!((&reply["found"], reply["devices"].as_array().unwrap().len()), (&json!(34), 1));
-    // The busiest device, with rates, and its state as `list` shows it.
+    // The busiest device is first, with rates, and with its state as `list` shows it.
     let busiest = &reply["devices"][0];
     let seconds = reply["seconds"].as_f64().unwrap();
     let reads = busiest["rates"]["reads_per_second"].as_f64().unwrap() * seconds;
     assert!(busiest["state"]["name"] == json!("r") && (reads - 64.0).abs() < 0.01, "{busiest}");
     assert_eq!(busiest["state"], serve.json(&["list", "r"])["devices"][0]);
-    // Families: forks of a base are summed.
+    // The overview sums the forks of each base as a family (a base and its forks, which share
+    // memory).
     let families = reply["families"].as_array().unwrap();
     let family = |name: &str| families.iter().find(|family| family["name"] == json!(name)).unwrap();
     assert_eq!((&family("golden")["forks"], &family("golden")["devices"]), (&json!(30), &json!(31)));
@@ -126,7 +128,7 @@ fn page_shows_the_values_of_top_list_and_stat() {
     assert_eq!((&family("r")["orig_data_size"], &families[0]["name"]), (&json!(64 * 4096), &json!("r")));
     assert!(!families.iter().any(|family| family["name"] == json!("n")), "{families:?}");
 
-    // Search by prefix, page by page.
+    // Searching by prefix returns parts of the result by `from` and `count`.
     let names = |path: &str| -> (u64, Vec<String>) {
         let reply = watched.json(path);
         let rows = reply["devices"].as_array().unwrap().iter();
@@ -145,7 +147,7 @@ fn page_shows_the_values_of_top_list_and_stat() {
     assert_eq!(names("/api/overview?prefix=no"), (0, Vec::new()));
     assert_eq!(names("/api/overview?prefix=ci%2F%3Cb").1, ["ci/<b>ü</b>"]);
 
-    // A single device.
+    // `/api/device/NAME` returns a single device.
     let reply = watched.json("/api/device/r");
     assert_eq!(reply["attributes"], serve.json(&["get", "r"]));
     let stat = serve.json(&["stat", "r"]);
@@ -159,7 +161,8 @@ fn page_shows_the_values_of_top_list_and_stat() {
     assert_eq!(strange["stat"]["name"], json!("ci/<b>ü</b>"));
 }
 
-/// The overview has sums and a part of the names, whatever the number of devices.
+/// The overview contains sums and some of the devices, so its size does not depend on the number of
+/// devices.
 #[test]
 fn overview_of_many_forks_is_small_and_fast() {
     let dir = tempfile::tempdir().unwrap();

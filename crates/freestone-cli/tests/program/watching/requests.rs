@@ -1,4 +1,4 @@
-//! Single requests: the request log, and probes for a debugger.
+//! Single requests: the request log, and trace probes for a debugger.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -9,7 +9,7 @@ use crate::harness::{Serve, freestone};
 
 const DEVICES: [&str; 2] = ["r=ram,disksize=16M", "s=ram,disksize=16M,faults=read delay=20ms,seed=1"];
 
-/// The requests of [`ask`], as the log prints them.
+/// Device, operation, offset and length of the requests of [`ask`], as the log prints them.
 const EXPECTED: [(&str, &str, u64, u64); 4] =
     [("r", "write", 4096, 8192), ("r", "read", 4096, 512), ("r", "flush", 0, 0), ("s", "read", MIB, 4096)];
 
@@ -53,7 +53,8 @@ fn request_log_has_a_line_for_each_request() {
         assert_eq!(lines.len(), 1, "{span}\n{log}");
         assert!(lines[0].contains("close time.busy=") && lines[0].contains("TRACE"), "{lines:?}");
     }
-    // A request that has to wait was tried inline first.
+    // The server first tries a request inline. A request that must wait is then run again with
+    // `waits=true`.
     assert!(log.contains("bytes=4096 waits=false end=\"has to wait\""), "{log}");
     assert!(log.contains("op=\"write\" offset=1048576 bytes=4096 waits=true end=\"io_error\""), "{log}");
     for filter in [None, Some("debug"), Some("trace,freestone::request=debug")] {
@@ -82,7 +83,7 @@ fn probes_fire_for_each_request() {
     ];
     fs::write(dir.path().join("script"), script.concat()).unwrap();
     let mut command = Command::new(find("gdb"));
-    // The probes need no debug information, which is slow to read.
+    // gdb needs no debug information for the probes, and reading it would be slow.
     command.args(["-nx", "-batch", "--readnever", "-x", "script", "--args"]).current_dir(&dir);
     command.env_remove("RUST_LOG").env("DEBUGINFOD_URLS", "").stdin(Stdio::null());
     command.arg(env!("CARGO_BIN_EXE_freestone")).arg("serve").args(DEVICES);
@@ -93,15 +94,15 @@ fn probes_fire_for_each_request() {
     let (status, dir) = serve.wait();
     let seen = fs::read_to_string(dir.path().join("seen")).unwrap();
     assert_eq!(status, Some(0), "{seen}");
-    // Drops gdb's lines about threads.
+    // gdb prints lines about threads, which are dropped.
     let lines = seen.split_inclusive('\n').filter(|line| !line.starts_with('['));
     let seen = lines.collect::<String>();
-    // In order. Flushes at the end of the server follow.
+    // The requests are printed in this order. Flushes at the end of the server follow.
     let mut rest = seen.as_str();
     for (device, op, offset, bytes) in EXPECTED {
         let op = ["read", "write", "discard", "write_zeroes", "flush"].iter().position(|word| *word == op);
         let op = op.unwrap();
-        // A request that has to wait was tried inline first.
+        // A request that must wait is printed twice: the inline attempt, then the request itself.
         let turns: &[_] = if device == "s" { &[(0, -2, 1), (1, 0, 20_000_000)] } else { &[(0, 0, 1)] };
         for (waits, code, least) in turns {
             let begin =

@@ -1,4 +1,4 @@
-//! Prometheus metrics.
+//! Metrics in the format of Prometheus and `OpenMetrics`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,10 +10,11 @@ use crate::clients::tools::MIB;
 use crate::drives::raw::{EIO, Raw};
 use crate::harness::{finish, freestone, refused};
 
-/// Returns the metrics that docs/metrics.md lists.
+/// Returns the type and labels of each metric that docs/reference/metrics.md lists, by name.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     let page =
-        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md")).unwrap();
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/metrics.md"))
+            .unwrap();
     let rows = page.lines().filter(|line| line.starts_with("| `freestone_"));
     rows.map(|row| {
         let cells: Vec<_> = row.split('|').map(str::trim).collect();
@@ -74,13 +75,15 @@ fn metrics_are_exact_and_documented() {
     assert_eq!(of_ram("freestone_device_errors_total", "write"), 0);
     assert_eq!(op(&exposition, "freestone_device_errors_total", "q", "null", "write"), 1);
     assert_eq!(op(&exposition, requests, "q", "null", "write"), 0);
-    // A connection's requests share one thread. The measured ones stand for all.
+    // The requests of a connection are counted by one thread, which measures only some. Each
+    // measured request is counted for those before it too.
     let measured = of_ram("freestone_device_duration_seconds_count", "read")
         + of_ram("freestone_device_duration_seconds_count", "write");
     assert!((1004 - 128..=1004).contains(&measured), "{measured}");
     let size = exposition.value("freestone_device_size_bytes", &[("device", "r"), ("kind", "ram")]);
     assert_eq!(size, Some(16.0 * MIB as f64));
-    // Forks are reported as a sum and individually; the base is a device.
+    // Forks are reported as a sum for their base, and individually. Their base is reported as a
+    // device.
     let base = [("base", "golden")];
     assert_eq!(exposition.value("freestone_forks", &base), Some(2.0));
     let of_forks =
@@ -97,7 +100,7 @@ fn metrics_are_exact_and_documented() {
     assert_eq!(exposition.value("freestone_export_connections", &export[..2]), Some(1.0));
     assert_eq!(exposition.value("freestone_nbd_connections", &[]), Some(4.0));
 
-    // The documentation lists exactly the existing metrics.
+    // The reference page lists exactly the metrics that exist.
     let documented = documented();
     let types: BTreeMap<_, _> =
         documented.iter().map(|(name, (kind, _))| (name.clone(), kind.clone())).collect();
@@ -109,7 +112,7 @@ fn metrics_are_exact_and_documented() {
         assert_eq!(labels, *known, "{sample}");
     }
 
-    // Counters of a removed fork stay in the sum, so no counter decreases.
+    // Counters of a removed fork stay in the sum for the base, so no counter decreases.
     drop((f, g));
     serve.text(&["remove", "f", "--force"]);
     let after = watched.scrape();
@@ -130,7 +133,8 @@ fn forks_above_the_limit_are_summed() {
     let watched = Watched::start(&[&golden, "--metrics-forks", "3"]);
     let serve = &watched.serve;
     serve.text(&["fork", "golden", "job-%n", "--count", "500"]);
-    // The first scrape is the baseline: the next one reports recent activity.
+    // The first scrape is the baseline. The next one reports the forks that were most active since
+    // then.
     let before = watched.scrape();
     for (job, reads) in [(7, 30), (450, 50), (99, 40), (3, 1)] {
         let name = format!("job-{job}");
@@ -177,7 +181,7 @@ fn invalid_metrics_addresses_are_refused() {
     fs::write(dir.path().join("c.toml"), "metrics_forks = -1").unwrap();
     let file = serve(&["--config", "c.toml"]);
     assert_eq!(file, "c.toml: line 1: metrics_forks=-1: must be a number from 0 to 1000");
-    // An address in use.
+    // The address of --metrics is in use.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let at = taken.local_addr().unwrap().to_string();
     let why = refused(dir.path(), 1, &["serve", "--metrics", &at, "--nbd", "unix:n", "--control", "c"]);

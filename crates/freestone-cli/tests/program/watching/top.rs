@@ -1,4 +1,4 @@
-//! `freestone top`.
+//! The subcommand `freestone top`.
 
 use std::process::Stdio;
 use std::sync::atomic::AtomicBool;
@@ -12,7 +12,7 @@ use crate::drives::raw::Raw;
 use crate::harness::{Serve, finish, freestone};
 use crate::terminal::Terminal;
 
-/// Escape sequence that leaves the alternate screen.
+/// Terminal escape sequence that leaves the alternate screen.
 const LEAVE_SCREEN: &str = "\x1b[?1049l";
 
 fn serve() -> Serve {
@@ -105,8 +105,8 @@ fn top_on_terminal_handles_keys_and_restores_it() {
     );
     for end in ["q", "\x1b", "\x03"] {
         let mut terminal = Terminal::shell(&serve, &line);
-        // Unchanged text is drawn once: the status line at once, the sum with the first reply.
-        // Later only changed parts of the status line are drawn.
+        // `top` draws unchanged text only once: the status line at once, the sum with the first
+        // reply. Later only changed parts of the status line are drawn.
         terminal.until("by requests;");
         terminal.until("(all)");
         terminal.keys("l");
@@ -134,7 +134,7 @@ fn top_restores_terminal_on_signal_or_server_end() {
     let mut terminal = Terminal::run(&serve, "top");
     terminal.until("(all)");
     serve.text(&["shutdown"]);
-    // The last values stay, with the reason why there are no new ones.
+    // The last values stay on the screen, with the reason why they are not updated.
     terminal.until("server");
     terminal.keys("q");
     terminal.until(LEAVE_SCREEN);

@@ -1,4 +1,5 @@
-//! Record of the pages that changed since some time: a bitmap, allocated in pieces on demand.
+//! Record of the pages of a device that changed since the record was created: a bitmap, allocated in pieces
+//! on demand.
 //!
 //! Pinned writers set bits under the lock of the page's slot. The reader [freezes writers](super::Chain)
 //! first, so that no more bits are set.
@@ -6,14 +7,14 @@
 use crate::slot::MAX_SLOTS;
 use crate::sync::{AtomicU32, AtomicU64, OnceLock, Ordering};
 
-/// Pages of a bitmap word.
+/// Number of pages in a bitmap word.
 const WORD_PAGES: u64 = u64::BITS as u64;
-/// Pages of a piece: 128 MiB of a device.
+/// Number of pages in a piece of the bitmap: 128 MiB of a device.
 #[cfg(not(loom))]
 const PIECE_PAGES: u64 = 1 << 15;
 #[cfg(loom)]
 const PIECE_PAGES: u64 = WORD_PAGES;
-/// Entries of each of the three levels above the pieces.
+/// Number of entries in each of the three levels above the pieces.
 #[cfg(not(loom))]
 const FANOUT: u64 = 128;
 #[cfg(loom)]
@@ -26,9 +27,9 @@ type Level<T> = Box<[OnceLock<T>]>;
 /// Bitmap of changed pages; see the module documentation.
 pub struct Dirty {
     pieces: Level<Level<Level<Piece>>>,
-    /// Number of bits set.
+    /// Number of bits set, that is, of changed pages.
     pages: AtomicU64,
-    /// Unless 0, every page may have changed, whatever the bits say.
+    /// Unless 0, every page may have changed, regardless of the bits.
     everything: AtomicU32,
 }
 
@@ -46,17 +47,17 @@ fn piece() -> Piece {
     (0..PIECE_PAGES / WORD_PAGES).map(|_| AtomicU64::new(0)).collect()
 }
 
-/// Returns the indices of a page's piece, from the top level down.
+/// Returns the indices by which a page's piece is found, from the top level down.
 fn path(page: u64) -> [usize; 3] {
     let piece = page / PIECE_PAGES;
     [piece / (FANOUT * FANOUT), piece / FANOUT % FANOUT, piece % FANOUT].map(|at| at as usize)
 }
 
 impl Dirty {
-    /// Creates an empty record.
+    /// Creates a record without changed pages.
     pub fn new() -> Self {
         let new = Self { pieces: level(), pages: AtomicU64::new(0), everything: AtomicU32::new(0) };
-        // Models allocate the piece here: OnceLock is not part of the modelled protocol.
+        // Loom models allocate the piece here, because OnceLock is not part of the modelled protocol.
         #[cfg(loom)]
         new.piece_or_new(0);
         new
@@ -76,13 +77,14 @@ impl Dirty {
 
     /// Returns true if every page may have changed.
     pub fn is_everything(&self) -> bool {
-        // Relaxed: as in `set_everything`.
+        // Relaxed: the reader has waited for the pins of all writers.
         self.everything.load(Ordering::Relaxed) != 0
     }
 
     /// Returns the number of changed pages. Changes in progress may be missing.
     pub fn pages(&self) -> u64 {
-        // Relaxed: as in `set_everything`; else a statistic.
+        // Relaxed: the reader has waited for the pins of all writers. While writers run, the number is a
+        // statistic.
         self.pages.load(Ordering::Relaxed)
     }
 
@@ -96,8 +98,8 @@ impl Dirty {
         self.pieces.get(top)?.get()?[middle].get()?[low].get()
     }
 
-    /// Records that a page has changed or is about to.
-    // Not inlined, to keep writers short when nothing is recorded.
+    /// Records that a page has changed or is about to change.
+    // Not inlined, to keep the code of writers short while changes are not recorded.
     #[inline(never)]
     pub fn set(&self, page: u64) {
         self.add(page, 1 << (page % WORD_PAGES));
@@ -105,17 +107,18 @@ impl Dirty {
 
     fn add(&self, page: u64, bits: u64) {
         let word = &self.piece_or_new(page)[(page % PIECE_PAGES / WORD_PAGES) as usize];
-        // Relaxed: as in `set_everything`. The load avoids writes for pages that change repeatedly.
+        // Relaxed: the reader has waited for the pins of all writers. The load avoids atomic writes for pages
+        // that change repeatedly.
         if word.load(Ordering::Relaxed) & bits == bits {
             return;
         }
-        // Relaxed: as above.
+        // Relaxed: the reader has waited for the pins of all writers.
         let new = bits & !word.fetch_or(bits, Ordering::Relaxed);
-        // Relaxed: as above.
+        // Relaxed: the reader has waited for the pins of all writers.
         self.pages.fetch_add(u64::from(new.count_ones()), Ordering::Relaxed);
     }
 
-    /// Returns the first changed page from `page` on.
+    /// Returns the first changed page at or after `page`, or `None` if there is none.
     pub fn next(&self, page: u64) -> Option<u64> {
         let mut page = page;
         while page < MAX_SLOTS {
@@ -127,7 +130,7 @@ impl Dirty {
             let mut mask = u64::MAX << (page % WORD_PAGES);
             let start = page - page % PIECE_PAGES;
             for (at, word) in piece.iter().enumerate().skip(first) {
-                // Relaxed: as in `set_everything`.
+                // Relaxed: the reader has waited for the pins of all writers.
                 let bits = word.load(Ordering::Relaxed) & mask;
                 if bits != 0 {
                     return Some(start + at as u64 * WORD_PAGES + u64::from(bits.trailing_zeros()));
@@ -139,7 +142,7 @@ impl Dirty {
         None
     }
 
-    /// Returns the first page after an unallocated part that may have a piece.
+    /// Returns the first page after the unallocated part of the bitmap that contains `page`.
     fn end_of_hole(&self, page: u64) -> u64 {
         let [top, middle, _] = path(page);
         let stride = match self.pieces[top].get().map(|level| level[middle].get()) {
@@ -150,15 +153,15 @@ impl Dirty {
         (page / stride + 1) * stride
     }
 
-    /// Adds the bits of a record that was taken earlier.
-    pub fn put_back(&self, taken: &Self) {
+    /// Adds the changes of an earlier record.
+    pub fn merge(&self, taken: &Self) {
         if taken.is_everything() {
             self.set_everything();
         }
         let mut page = 0;
         while let Some(next) = taken.next(page) {
             let Some(piece) = taken.piece(next) else { return };
-            // Relaxed: as in `set_everything`.
+            // Relaxed: the reader has waited for the pins of all writers.
             let bits = piece[(next % PIECE_PAGES / WORD_PAGES) as usize].load(Ordering::Relaxed);
             self.add(next, bits);
             page = (next / WORD_PAGES + 1) * WORD_PAGES;
@@ -187,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn put_back_merges_with_later_changes() {
+    fn merge_keeps_later_changes() {
         let (taken, now) = (Dirty::new(), Dirty::new());
         for page in [3, 70, PIECE_PAGES * 5] {
             taken.set(page);
@@ -195,10 +198,10 @@ mod tests {
         for page in [4, 70] {
             now.set(page);
         }
-        now.put_back(&taken);
+        now.merge(&taken);
         assert_eq!((all(&now), now.pages()), (vec![3, 4, 70, PIECE_PAGES * 5], 4));
         assert!(!now.is_everything());
-        now.put_back(&Dirty::everything());
+        now.merge(&Dirty::everything());
         assert!(now.is_everything());
     }
 

@@ -1,44 +1,45 @@
-//! Adds and removes snapshots of a chain, and moves a device to another chain.
+//! Adds snapshots to a chain and removes them, and moves a device to another chain.
 
-// Devices are held by std's Arc, because loom has no weak references. They only serve to find a view.
+// Devices are held by std's Arc, because loom has no weak references. A chain uses its device only to find
+// the view.
 use std::sync::{Arc as Handle, Weak};
 
-use super::{Dirty, Kin, List, Member, Role, View, move_word, receiver};
+use super::{ChainFamily, Dirty, List, Member, Role, View, move_word, receiver};
 use crate::device::Result;
-use crate::held::Held;
+use crate::held_requests::HeldRequests;
 use crate::pin::{Pin, Swap};
 use crate::slot::{Kind, Word};
 use crate::sync::{Arc, Mutex};
 
 /// A live device and its snapshots; see [`chain`](super).
 ///
-/// Lock order: `state`, then `held`. `state` is held while views and lists are replaced, that is while
-/// waiting for pins, so requests never take it.
-pub struct Chain<K: Kin> {
+/// Lock order: `state`, then `held`. `state` is held while views and lists are replaced, that is, while
+/// waiting for pins, so requests never take this lock.
+pub struct Chain<K: ChainFamily> {
     list: Swap<List<K>>,
     parent: K::Parent,
     state: Mutex<MembersState<K>>,
     /// Write requests that are held while writers are frozen.
-    held: Held<K::Job>,
+    held: HeldRequests<K::Job>,
 }
 
-struct MembersState<K: Kin> {
+struct MembersState<K: ChainFamily> {
     origin: Arc<K::Layer>,
     /// The live device; `None` after the device is gone or has moved to another chain.
     device: Option<Weak<K::Device>>,
     snapshots: Vec<Member<K>>,
     next_number: u64,
-    /// Snapshots being taken. Unless zero, writers are frozen.
+    /// Number of snapshots being taken. Unless zero, writers are frozen.
     freezes: u32,
     dirty: Option<Arc<Dirty>>,
     /// Number of active [suppliers](Chain::supply).
     suppliers: u32,
 }
 
-/// Remains of a device that leaves a chain: the origin's layer, if unused, and held requests.
-type Remains<K> = (Option<Arc<<K as Kin>::Layer>>, Vec<<K as Kin>::Job>);
+/// Parts left by a device that leaves a chain: the origin's layer if it is unused, and the held requests.
+type DetachedParts<K> = (Option<Arc<<K as ChainFamily>::Layer>>, Vec<<K as ChainFamily>::Job>);
 
-impl<K: Kin> MembersState<K> {
+impl<K: ChainFamily> MembersState<K> {
     fn list(&self) -> List<K> {
         List {
             origin: Arc::clone(&self.origin),
@@ -51,19 +52,19 @@ impl<K: Kin> MembersState<K> {
         self.snapshots.binary_search_by_key(&number, |member| member.number).ok()
     }
 
-    /// Returns the origin's layer if it is unused.
+    /// Returns the origin's layer if no device, freeze or supplier uses it.
     fn unused_origin(&self) -> Option<Arc<K::Layer>> {
         let unused = !self.is_wanted() && self.freezes == 0 && self.suppliers == 0;
         unused.then(|| Arc::clone(&self.origin))
     }
 
-    /// Returns true if a device reads the origin.
+    /// Returns true if the live device or a snapshot reads the origin.
     fn is_wanted(&self) -> bool {
         self.device.is_some() || !self.snapshots.is_empty()
     }
 }
 
-impl<K: Kin> Chain<K> {
+impl<K: ChainFamily> Chain<K> {
     /// Creates the chain of a live device, without snapshots.
     pub fn new(origin: Arc<K::Layer>, parent: K::Parent) -> Arc<Self> {
         let list = List { origin: Arc::clone(&origin), snapshots: Vec::new(), dirty: None };
@@ -79,7 +80,7 @@ impl<K: Kin> Chain<K> {
                 dirty: None,
                 suppliers: 0,
             }),
-            held: Held::default(),
+            held: HeldRequests::default(),
         })
     }
 
@@ -88,13 +89,13 @@ impl<K: Kin> Chain<K> {
         Arc::clone(&self.state.lock().origin)
     }
 
-    /// Returns the list that readers of snapshots use.
+    /// Returns the list of the origin and its snapshots that readers of snapshots use.
     #[inline]
     pub(super) fn list<'a>(&'a self, pin: &'a Pin<'_>) -> &'a List<K> {
         self.list.load(pin)
     }
 
-    /// Sets the live device and returns its view.
+    /// Sets the live device of the chain and returns the device's view.
     pub fn first_view(&self, device: Weak<K::Device>) -> View<K> {
         let mut state = self.state.lock();
         state.device = Some(device);
@@ -112,7 +113,7 @@ impl<K: Kin> Chain<K> {
     }
 
     /// Publishes the state to requests. The caller must drop the returned device after unlocking the state,
-    /// as it may be the last reference.
+    /// because this may be the last reference.
     #[must_use]
     fn publish(&self, state: &MembersState<K>) -> Option<Handle<K::Device>> {
         self.list.replace(Box::new(state.list()));
@@ -165,17 +166,17 @@ impl<K: Kin> Chain<K> {
         held
     }
 
-    /// Holds a request while writers are frozen. Returns the request if they are not.
+    /// Holds a request while writers are frozen. Returns the request if writers are not frozen.
     pub fn hold(&self, request: K::Job) -> Option<K::Job> {
         self.held.hold(request)
     }
 
     // ---- recording changes ------------------------------------------------------------------------
 
-    /// Replaces the record of changes. Returns the old one, to which all writers in flight have added their
-    /// changes. Between [`Current::freeze`] and [`attach`](Self::attach) the switch is atomic with the
-    /// snapshot.
-    pub fn note_changes(&self, dirty: Option<Arc<Dirty>>) -> Option<Arc<Dirty>> {
+    /// Replaces the record of changed pages. Returns the old record, to which all writers in flight have
+    /// added their changes. Between [`CurrentChain::freeze`] and [`attach`](Self::attach) the switch is
+    /// atomic with the snapshot.
+    pub fn replace_dirty(&self, dirty: Option<Arc<Dirty>>) -> Option<Arc<Dirty>> {
         let mut state = self.state.lock();
         let old = std::mem::replace(&mut state.dirty, dirty);
         let device = self.publish_live(&state);
@@ -184,7 +185,7 @@ impl<K: Kin> Chain<K> {
         old
     }
 
-    /// Returns the present record of changes.
+    /// Returns the present record of changed pages, or `None` if changes are not recorded.
     pub fn dirty(&self) -> Option<Arc<Dirty>> {
         self.state.lock().dirty.clone()
     }
@@ -197,7 +198,7 @@ impl<K: Kin> Chain<K> {
         self.state.lock().suppliers += 1;
     }
 
-    /// Ends the supply. Returns the origin's layer if it is unused.
+    /// Ends the supply. Returns the origin's layer if it is unused now.
     #[must_use]
     pub fn end_supply(&self) -> Option<Arc<K::Layer>> {
         let mut state = self.state.lock();
@@ -205,23 +206,23 @@ impl<K: Kin> Chain<K> {
         state.unused_origin()
     }
 
-    /// Returns true if a device reads supplied pages.
+    /// Returns true if the live device or a snapshot reads supplied pages.
     pub fn is_wanted(&self) -> bool {
         self.state.lock().is_wanted()
     }
 
-    /// Stores a page of the parent, whose object is recorded as the origin's. The page goes into the origin's
-    /// slot if that is empty, otherwise into the slot of the snapshot that refers to the parent. Returns
-    /// false if no device needs the page any more; then the caller still owns `new`.
+    /// Stores a page of the parent, whose compressed object in the pool records the origin as its owner. The
+    /// page goes into the origin's slot if that is empty, otherwise into the slot of the snapshot that refers
+    /// to the parent. Returns false if no device needs the page any more; then the caller still owns `new`.
     ///
-    /// While pages are supplied, the live device does not empty slots but covers them, so an empty slot was
-    /// never written.
-    pub fn supply(&self, kin: &K, pin: &Pin<'_>, slot: u64, new: Word) -> Result<bool> {
+    /// While pages are supplied, the live device never empties a slot: a discarded page keeps a word that
+    /// hides the parent's page. So an empty slot was never written.
+    pub fn supply(&self, family: &K, pin: &Pin<'_>, slot: u64, new: Word) -> Result<bool> {
         let list = self.list.load(pin);
         let guard = K::table(&list.origin).leaf_or_new(slot)?.lock(slot);
         if guard.word() == Word::EMPTY {
             guard.publish(new);
-            kin.account(&list.origin, Word::EMPTY, new);
+            family.update_stats(&list.origin, Word::EMPTY, new);
             return Ok(true);
         }
         for member in &list.snapshots {
@@ -229,10 +230,10 @@ impl<K: Kin> Chain<K> {
             let own = leaf.lock(slot);
             if own.word() == Word::BASE {
                 if let Some(object) = new.object() {
-                    kin.set_owner(object, &member.layer, slot);
+                    family.set_owner(object, &member.layer, slot);
                 }
                 own.publish(new);
-                kin.account(&member.layer, Word::BASE, new);
+                family.update_stats(&member.layer, Word::BASE, new);
                 return Ok(true);
             }
         }
@@ -242,31 +243,32 @@ impl<K: Kin> Chain<K> {
     // ---- removing the device ----------------------------------------------------------------------
 
     /// Detaches the live device, whose slots do not change any more. Returns the origin's layer if it is
-    /// unused, and the held requests, which the caller must continue.
+    /// unused now, and the held requests, which the caller must continue.
     #[must_use]
-    pub fn abandon(&self, kin: &K) -> Remains<K> {
-        self.detach_device(kin, || ())
+    pub fn abandon(&self, family: &K) -> DetachedParts<K> {
+        self.detach_device(family, || ())
     }
 
-    /// Moves the live device to another chain. Otherwise like [`abandon`](Self::abandon).
-    fn move_device_to(&self, kin: &K, other: &Self, device: &Handle<K::Device>) -> Remains<K> {
+    /// Moves the live device to another chain. Returns the same parts as [`abandon`](Self::abandon).
+    fn move_device_to(&self, family: &K, other: &Self, device: &Handle<K::Device>) -> DetachedParts<K> {
         let view = Box::new(other.first_view(Handle::downgrade(device)));
-        // Under the state lock: no snapshot may be passed on until writers have left the old view.
-        self.detach_device(kin, || drop(K::view(device).replace(view)))
+        // The view is replaced under the state lock: no snapshot may be passed on until writers have left the
+        // old view.
+        self.detach_device(family, || drop(K::view(device).replace(view)))
     }
 
-    fn detach_device(&self, kin: &K, redirect: impl FnOnce()) -> Remains<K> {
+    fn detach_device(&self, family: &K, redirect: impl FnOnce()) -> DetachedParts<K> {
         let mut state = self.state.lock();
         redirect();
         state.device = None;
-        kin.set_loose(&state.origin);
+        family.mark_unused(&state.origin);
         (state.unused_origin(), self.held.open())
     }
 
     // ---- removing a snapshot ----------------------------------------------------------------------
 
-    /// Marks a removed snapshot as dying. Returns its layer, whose content must be [passed
-    /// on](Self::pass_on).
+    /// Marks a removed snapshot as dying. Returns the snapshot's layer, whose content must be [passed
+    /// on](Self::pass_on), or `None` if the chain has no such snapshot.
     pub fn begin_delete(&self, number: u64) -> Option<Arc<K::Layer>> {
         let mut state = self.state.lock();
         let at = state.index_of(number)?;
@@ -281,7 +283,7 @@ impl<K: Kin> Chain<K> {
     /// Moves the pages of a dying snapshot in the slots `[start, end)` of one leaf to the snapshot that reads
     /// them, or frees them. Returns true if slots in flight remain. Called only by the cleaner, so no other
     /// snapshot is unlinked meanwhile.
-    pub fn pass_on(&self, kin: &K, number: u64, start: u64, end: u64) -> Result<bool> {
+    pub fn pass_on(&self, family: &K, number: u64, start: u64, end: u64) -> Result<bool> {
         let (origin, from, older) = {
             let state = self.state.lock();
             let Some(at) = state.index_of(number) else { return Ok(false) };
@@ -291,7 +293,7 @@ impl<K: Kin> Chain<K> {
         let Some(leaf) = K::table(&from).leaf(start) else { return Ok(false) };
         let target = older.iter().rev().find(|member| !member.dying);
         if let Some(target) = target {
-            // Nothing may fail while a word is in no slot.
+            // Allocates the leaf first, because nothing may fail while a word is in no slot.
             K::table(&target.layer).leaf_or_new(start)?;
         }
         let mut has_flights = false;
@@ -310,10 +312,10 @@ impl<K: Kin> Chain<K> {
                 _ => {
                     guard.publish(Word::EMPTY);
                     if let Some(target) = receiver(older.iter().rev(), slot) {
-                        move_word(kin, &from, target, slot, word)?;
+                        move_word(family, &from, target, slot, word)?;
                     } else {
-                        kin.account(&from, word, Word::EMPTY);
-                        kin.free(word);
+                        family.update_stats(&from, word, Word::EMPTY);
+                        family.free(word);
                     }
                 }
             }
@@ -322,8 +324,8 @@ impl<K: Kin> Chain<K> {
         Ok(has_flights)
     }
 
-    /// Removes an empty dying snapshot. Returns the layers that are unused now: its own, and the origin's if
-    /// this was the last user.
+    /// Removes an empty dying snapshot. Returns the layers that are unused now: the snapshot's layer, and the
+    /// origin's if this snapshot was its last user.
     pub fn unlink(&self, number: u64) -> Vec<Arc<K::Layer>> {
         let mut state = self.state.lock();
         let Some(at) = state.index_of(number) else { return Vec::new() };
@@ -335,7 +337,7 @@ impl<K: Kin> Chain<K> {
         [member.layer].into_iter().chain(origin).collect()
     }
 
-    /// Returns the parent, for the last owner of the chain.
+    /// Returns the parent of the chain. Called by the last owner.
     pub fn into_parent(self) -> K::Parent {
         self.parent
     }
@@ -346,12 +348,12 @@ impl<K: Kin> Chain<K> {
     }
 }
 
-/// Present chain of a device. A rewind replaces the chain of a live device.
+/// The present chain of a device. A rewind replaces the chain of a live device.
 ///
-/// Lock order: before the chain's `state`; otherwise held for a look-up.
-pub struct Current<K: Kin>(Mutex<Arc<Chain<K>>>);
+/// Lock order: taken before the chain's `state`. Otherwise held for a look-up only.
+pub struct CurrentChain<K: ChainFamily>(Mutex<Arc<Chain<K>>>);
 
-impl<K: Kin> Current<K> {
+impl<K: ChainFamily> CurrentChain<K> {
     /// Creates the holder of a device's first chain.
     pub fn new(chain: Arc<Chain<K>>) -> Self {
         Self(Mutex::new(chain))
@@ -369,16 +371,17 @@ impl<K: Kin> Current<K> {
         Arc::clone(&chain)
     }
 
-    /// Gives a live device a new, empty chain. Returns what the old one [leaves](Chain::abandon).
+    /// Moves a live device to a new, empty chain. Returns the parts that [remain](Chain::abandon) of the old
+    /// chain.
     #[must_use]
-    pub fn rewind(&self, kin: &K, new: &Arc<Chain<K>>, device: &Handle<K::Device>) -> Remains<K> {
+    pub fn rewind(&self, family: &K, new: &Arc<Chain<K>>, device: &Handle<K::Device>) -> DetachedParts<K> {
         let mut chain = self.0.lock();
         let old = std::mem::replace(&mut *chain, Arc::clone(new));
-        // After the rewind every page may differ.
+        // After the rewind every page may differ from the recorded state.
         if old.dirty().is_some() {
             new.state.lock().dirty = Some(Arc::new(Dirty::everything()));
         }
-        let left = old.move_device_to(kin, new, device);
+        let left = old.move_device_to(family, new, device);
         drop(chain);
         left
     }

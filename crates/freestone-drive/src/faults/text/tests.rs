@@ -1,4 +1,4 @@
-//! Parsing, error messages and formatting of rules.
+//! Tests of parsing and formatting fault rules, and of the error messages.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ fn parse_error_text(text: &str) -> String {
     }
 }
 
-/// Formatting is canonical, and parses to the same rules.
+/// The formatted text of rules is canonical, and parses to the same rules.
 #[test]
 fn rules_parse_and_format() {
     for (text, written) in [
@@ -115,7 +115,7 @@ fn invalid_rules_report_the_problem() {
         ("read hang after=+1", "after=+1: give a whole number of at least 1".into()),
     ] {
         assert_eq!(parse_error_text(text), format!("fault rule 1 (\"{text}\"): {problem}"));
-        // The error has the number of the rule.
+        // The error contains the number of the rule, not counting empty ones.
         assert_eq!(parse_error_text(&format!("read hang; ; {text}")), format!("fault rule 2 (\"{text}\"): {problem}"));
     }
 }
@@ -134,7 +134,7 @@ fn rule_count_and_quoted_text_are_limited() {
     );
 }
 
-/// Effects that fit the target.
+/// Returns a strategy that generates effects which the target allows.
 fn effects(target: Target) -> BoxedStrategy<Effects> {
     let write_fault = prop_oneof![
         Just(WriteFault::Torn(512)),

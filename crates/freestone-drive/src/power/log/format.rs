@@ -1,5 +1,5 @@
-//! On-disk format of dm-log-writes' log, version 1, as written by the kernel's target and read by
-//! `replay-log`.
+//! On-disk format of a dm-log-writes log, version 1, as written by the kernel's device-mapper
+//! target and read by `replay-log`.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -13,52 +13,54 @@
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Magic number: "jsfwshr".
+/// Magic number of the log's header: "jsfwshr" in ASCII.
 pub const MAGIC: u64 = 0x006a_7366_7773_6872;
-/// Supported version.
+/// Supported version of the format.
 pub const VERSION: u64 = 1;
 
-/// Flag of a flush: everything before it is durable.
+/// Entry flag: a flush, which makes all earlier entries durable.
 pub const FLUSH: u64 = 1;
-/// Flag of a durable write.
+/// Entry flag: a write with FUA, which is durable when it completes.
 pub const FUA: u64 = 2;
-/// Flag of a discard: no data follows.
+/// Entry flag: a discard. No data follows the entry.
 pub const DISCARD: u64 = 4;
-/// Flag of a mark: `data_len` bytes of text follow the entry in its sector.
+/// Entry flag: a mark, a named point of the log. `data_len` bytes of text follow the entry in its
+/// sector.
 pub const MARK: u64 = 8;
-/// Flag of a file system's metadata write. Accepted, but never written here.
+/// Entry flag: a metadata write of a file system. Accepted by the reader, but never written by the
+/// writer.
 pub const METADATA: u64 = 16;
 
-/// Smallest sector in bytes.
+/// Smallest supported sector size in bytes.
 pub const SECTOR_MIN_BYTES: u32 = 512;
-/// Largest sector in bytes.
+/// Largest supported sector size in bytes.
 pub const SECTOR_MAX_BYTES: u32 = 4096;
 
-/// Header of the log.
+/// Header at the start of the log.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Super {
-    /// [`MAGIC`].
+    /// Magic number: [`MAGIC`].
     pub magic: U64,
-    /// [`VERSION`].
+    /// Version of the format: [`VERSION`].
     pub version: U64,
-    /// Number of complete entries.
+    /// Number of complete entries in the log.
     pub nr_entries: U64,
     /// Size of a sector in bytes.
     pub sectorsize: U32,
 }
 
-/// Header of an entry.
+/// Header of an entry of the log.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Entry {
-    /// First sector on the device.
+    /// First sector of the entry's range on the device.
     pub sector: U64,
-    /// Number of sectors.
+    /// Number of sectors of the entry's range.
     pub nr_sectors: U64,
-    /// Flags such as [`FLUSH`].
+    /// Entry flags: a combination of [`FLUSH`], [`FUA`], [`DISCARD`], [`MARK`] and [`METADATA`].
     pub flags: U64,
-    /// Length of a mark's text in bytes.
+    /// Length of a mark's text in bytes; unused by other entries.
     pub data_len: U64,
 }
 
@@ -66,8 +68,8 @@ pub struct Entry {
 pub const ENTRY_BYTES: usize = size_of::<Entry>();
 const _: () = assert!(size_of::<Super>() == 28 && ENTRY_BYTES == 32);
 
-/// Returns the length of the longest mark. The mark lies in the entry's sector, and `replay-log`
-/// needs a NUL after it.
+/// Returns the maximum length of a mark's text in bytes. The text must fit the entry's sector, and
+/// `replay-log` needs a NUL after it.
 pub const fn mark_max_bytes(sector_bytes: u32) -> usize {
     sector_bytes as usize - ENTRY_BYTES - 1
 }

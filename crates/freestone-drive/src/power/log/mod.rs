@@ -1,8 +1,9 @@
-//! Log of all writes in dm-log-writes' on-disk format: `replay-log` accepts logs recorded here, and
-//! logs recorded by the kernel can be replayed here.
+//! Log of all writes in the on-disk format of dm-log-writes. The kernel's `replay-log` tool accepts
+//! these logs, and logs recorded by the kernel can be replayed with this module.
 //!
-//! [`Reader`] iterates over the entries. [`replay`] brings a device to its state at an entry,
-//! [`replay_cut`] with a power cut. [`Reader::epochs`] returns the entries between two flushes.
+//! [`Reader`] iterates over the entries. [`replay`] brings a device to the state at an entry, and
+//! [`replay_cut`] to a state after a power cut there. [`Reader::epochs`] splits the entries at
+//! flushes.
 
 pub mod format;
 mod reader;
@@ -14,9 +15,9 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Text of the mark that a reset writes: the device has its content at the start of the recording
-/// again. A replay to a later point starts there.
-pub const BEGINNING: &str = "freestone: back to the beginning";
+/// Text of the mark that a reset writes to the log. At this mark the device has the content from
+/// the start of the recording again, so a replay to a later point starts there.
+pub const RESET_MARK: &str = "freestone: back to the beginning";
 
 pub use reader::{Entry, Epoch, Reader};
 pub(in crate::power) use replay::{APART_MAX_BLOCKS, Plan};
@@ -28,42 +29,42 @@ use freestone_core::device;
 /// Errors from writing, reading or replaying a log.
 #[derive(Debug, Error)]
 pub enum Error {
-    /// The file failed.
+    /// Opening, reading or writing the file failed.
     #[error("{path}: {error}", path = path.display())]
     File {
-        /// Path of the log.
+        /// Path of the log file.
         path: PathBuf,
-        /// Error from the system.
+        /// Error from the operating system.
         error: io::Error,
     },
-    /// A new log was requested at an existing path.
+    /// A file already exists at the path of a new log.
     #[error("{path} already exists: a recording starts with the device's present content and cannot continue an old log", path = path.display())]
     Exists {
-        /// Path of the log.
+        /// Path of the log file.
         path: PathBuf,
     },
-    /// The file is not a log.
+    /// The file is not a log in a supported format.
     #[error("{path} is not a dm-log-writes log: {why}", path = path.display())]
     Foreign {
         /// Path of the file.
         path: PathBuf,
-        /// Problem in the header.
+        /// Problem found in the header.
         why: String,
     },
-    /// The log is damaged.
+    /// An entry of the log is damaged.
     #[error("{path}: entry {number} {why}", path = path.display(), number = entry + 1)]
     Damaged {
-        /// Path of the log.
+        /// Path of the log file.
         path: PathBuf,
-        /// Number of the entry, from 0. The message counts from 1, like points of a log.
+        /// Index of the entry, from 0. The message counts from 1.
         entry: u64,
-        /// Problem in the entry.
+        /// Problem found in the entry.
         why: &'static str,
     },
-    /// The log has fewer entries.
+    /// The log has fewer entries than requested.
     #[error("the log has {entries} entries, but entry {asked} was requested")]
     NoEntry {
-        /// Requested number of entries.
+        /// Number of entries that were requested.
         asked: u64,
         /// Number of entries in the log.
         entries: u64,
@@ -74,10 +75,10 @@ pub enum Error {
     /// More than [`CUT_BLOCKS_MAX`] blocks are unflushed at the point.
     #[error("more than {CUT_BLOCKS_MAX} blocks were written since the last flush")]
     TooManyUnflushed,
-    /// The replayed device failed.
+    /// A request to the device to which the log is replayed failed.
     #[error("replaying entry {number} failed: {error}", number = entry + 1)]
     Device {
-        /// Number of the entry, from 0. The message counts from 1, like points of a log.
+        /// Index of the entry, from 0. The message counts from 1.
         entry: u64,
         /// Error from the device.
         error: device::Error,

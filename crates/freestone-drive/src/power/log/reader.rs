@@ -1,4 +1,4 @@
-//! Reader of a log. The content is not trusted.
+//! Reader of a dm-log-writes log. The content of the file is not trusted.
 
 use std::fs::File;
 use std::ops::{Range, RangeInclusive};
@@ -12,7 +12,7 @@ use super::format::{
     self, DISCARD, ENTRY_BYTES, FLUSH, FUA, MAGIC, MARK, SECTOR_MAX_BYTES, SECTOR_MIN_BYTES, Super, VERSION,
 };
 
-/// Open log. Iterates over the entries from the first one on.
+/// Reader of an open log file. Iterates over the entries from the first one on.
 #[derive(Debug)]
 pub struct Reader {
     file: File,
@@ -20,64 +20,65 @@ pub struct Reader {
     file_bytes: u64,
     sector_bytes: u32,
     entries: u64,
-    /// Number of the next entry; its position in the file is `at`.
+    /// Number of the next entry to read. The entry starts at byte `at` of the file.
     next: u64,
     at: u64,
 }
 
-/// Entry of a log; sizes are in bytes.
+/// Entry of a log. Offsets and lengths are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Number of the entry, from 0.
+    /// Index of the entry in the log, from 0.
     pub number: u64,
-    /// First byte on the device.
+    /// First byte of the entry's range on the device.
     pub offset: u64,
-    /// Bytes written or discarded.
+    /// Number of bytes written or discarded.
     pub len: u64,
-    /// Flags: see [`format`](mod@super::format).
+    /// Entry flags, such as [`FLUSH`]. See [`format`](mod@super::format).
     pub flags: u64,
-    /// Text of a mark.
+    /// Text of the mark, or `None` if the entry is not a mark.
     pub mark: Option<String>,
-    /// Position of the data in the file.
+    /// Position of the entry's data in the file, in bytes.
     data_at: u64,
 }
 
 impl Entry {
-    /// Returns true if the entry is a flush: everything before it is durable.
+    /// Returns true if the entry is a flush, which makes all earlier entries durable.
     pub const fn is_flush(&self) -> bool {
         self.flags & FLUSH != 0
     }
 
-    /// Returns true if the entry itself is durable.
+    /// Returns true if the entry is a write with FUA, which is durable itself.
     pub const fn is_fua(&self) -> bool {
         self.flags & FUA != 0
     }
 
-    /// Returns true if the entry discards a range, without data.
+    /// Returns true if the entry is a discard, which has no data.
     pub const fn is_discard(&self) -> bool {
         self.flags & DISCARD != 0
     }
 }
 
-/// Entries up to and including a flush.
+/// Entries of a log between two flushes, up to and including the second one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Epoch {
-    /// Numbers of the entries. The last one is the flush, unless the log ends without one.
+    /// Indices of the entries. The last one is the flush, unless the log ends without a flush.
     pub entries: Range<u64>,
 }
 
 impl Epoch {
-    /// Returns every point of the epoch, as the number of entries replayed before it.
+    /// Returns every point of the epoch. A point is the number of entries that are replayed to
+    /// reach it.
     pub const fn points(&self) -> RangeInclusive<u64> {
         self.entries.start..=self.entries.end
     }
 }
 
 impl Reader {
-    /// Opens a log and checks its header.
+    /// Opens a log file and checks its header.
     ///
     /// # Errors
-    /// [`Error::File`], [`Error::Foreign`].
+    /// [`Error::File`] if the file cannot be read, [`Error::Foreign`] if it is not a supported log.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let at_file = |error| Error::File { path: path.into(), error };
         let foreign = |why: String| Error::Foreign { path: path.into(), why };
@@ -97,7 +98,8 @@ impl Reader {
         if !sector_bytes.is_power_of_two() || !(SECTOR_MIN_BYTES..=SECTOR_MAX_BYTES).contains(&sector_bytes) {
             return Err(foreign(format!("a sector size of {sector_bytes} bytes is not supported")));
         }
-        // The metadata of a block device has no length, but seeking to its end works.
+        // The log may be a block device. Its metadata contains no length, but seeking to its end
+        // works.
         let file_bytes = std::io::Seek::seek(&mut &file, std::io::SeekFrom::End(0)).map_err(at_file)?;
         Ok(Self {
             file,
@@ -110,26 +112,26 @@ impl Reader {
         })
     }
 
-    /// Returns the number of entries according to the header.
+    /// Returns the number of entries of the log according to its header.
     pub const fn entries(&self) -> u64 {
         self.entries
     }
 
-    /// Returns the sector size in bytes: the logical block of the recorded device.
+    /// Returns the sector size in bytes, which is the logical block of the recorded device.
     pub const fn sector_bytes(&self) -> u32 {
         self.sector_bytes
     }
 
-    /// Continues with the first entry.
+    /// Makes the first entry the next one to read.
     pub const fn rewind(&mut self) {
         self.next = 0;
         self.at = self.sector_bytes as u64;
     }
 
-    /// Returns the next entry, or `None` at the end.
+    /// Reads and returns the next entry, or `None` at the end of the log.
     ///
     /// # Errors
-    /// [`Error::File`], [`Error::Damaged`].
+    /// [`Error::File`] if the file cannot be read, [`Error::Damaged`] if the entry is invalid.
     pub fn next_entry(&mut self) -> Result<Option<Entry>, Error> {
         if self.next >= self.entries {
             return Ok(None);
@@ -167,18 +169,18 @@ impl Reader {
         Ok(Some(Entry { number, offset, len, flags, mark, data_at }))
     }
 
-    /// Returns the next entry if it is among the first `entries`.
+    /// Returns the next entry if it is among the first `entries` of the log, else `None`.
     pub(super) fn next_before(&mut self, entries: u64) -> Result<Option<Entry>, Error> {
         if self.next < entries { self.next_entry() } else { Ok(None) }
     }
 
-    /// Reads an entry's data from byte `from` on.
+    /// Fills `out` with the entry's data from byte `from` on.
     ///
     /// # Errors
-    /// [`Error::File`].
+    /// [`Error::File`] if the file cannot be read.
     ///
     /// # Panics
-    /// If the entry has less data.
+    /// If the entry has less than `from + out.len()` bytes of data, or is a discard.
     pub fn read_data(&self, entry: &Entry, from: u64, out: &mut [u8]) -> Result<(), Error> {
         assert!(!entry.is_discard() && from + out.len() as u64 <= entry.len, "{entry:?} has less data");
         self.read(out, entry.data_at + from)
@@ -188,10 +190,11 @@ impl Reader {
         self.file.read_exact_at(out, at).map_err(|error| Error::File { path: self.path.clone(), error })
     }
 
-    /// Returns the number of the first mark with this text.
+    /// Returns the index of the first entry that is a mark with this text.
     ///
     /// # Errors
-    /// [`Error::NoMark`], and those of [`next_entry`](Self::next_entry).
+    /// [`Error::NoMark`] if there is no such mark, and the errors of
+    /// [`next_entry`](Self::next_entry).
     pub fn find_mark(&mut self, text: &str) -> Result<u64, Error> {
         self.rewind();
         while let Some(entry) = self.next_entry()? {
@@ -202,10 +205,10 @@ impl Reader {
         Err(Error::NoMark(text.into()))
     }
 
-    /// Splits the log at its flushes.
+    /// Splits the entries of the log at its flushes, and returns the parts in order.
     ///
     /// # Errors
-    /// Those of [`next_entry`](Self::next_entry).
+    /// The errors of [`next_entry`](Self::next_entry).
     pub fn epochs(&mut self) -> Result<Vec<Epoch>, Error> {
         self.rewind();
         let mut epochs = Vec::new();

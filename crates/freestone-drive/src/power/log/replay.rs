@@ -1,49 +1,53 @@
-//! Replay of a log to any point, optionally with a power cut there.
+//! Replays a log of writes up to any point, optionally with a simulated power cut at that point.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::{BEGINNING, Entry, Error, Reader};
+use super::{Entry, Error, RESET_MARK, Reader};
 use crate::power::choice::CutChoice;
 use freestone_core::device::{self, Blocking, Device, Flags};
 
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Maximum unflushed units that a cut can decide about; each takes about 40 bytes of memory.
+/// Maximum number of unflushed units at a power cut. Limited because each uses about 40 bytes of
+/// memory.
 pub const CUT_BLOCKS_MAX: usize = 16 << 20;
-/// Entries of more blocks cannot be lost: the device did not keep them in its cache either.
+/// Maximum number of blocks of an entry that a power cut may lose. Larger entries are durable,
+/// because the device writes them past its cache.
 pub(in crate::power) const APART_MAX_BLOCKS: u64 = 4096;
 
-/// Result of a cut at a point.
+/// Result of a simulated power cut at a point of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CutPoint {
-    /// Units written since the last flush that ended with the content of one of these writes.
+    /// Number of units, of those written since the last flush, that have the content of one of
+    /// these writes.
     pub kept_blocks: u64,
-    /// Units written since the last flush that ended as they were at that flush.
+    /// Number of units, of those written since the last flush, that have the content from that
+    /// flush.
     pub lost_blocks: u64,
 }
 
-/// Replays the first `entries` entries on `device` and flushes it. Zeroes and discards become
-/// zeroes that may be holes.
+/// Applies the first `entries` entries of the log to `device`, then flushes the device. Zeroes and
+/// discards become write zeroes that may free space.
 ///
-/// The device must have the content from the start of the recording. A mark [`BEGINNING`] means
-/// that the recorded device had that content again, so entries before the last such mark are
-/// skipped.
+/// The device must have the content from the start of the recording. A [`RESET_MARK`] means that
+/// the recorded device had this content again, so entries before the last such mark are skipped.
 ///
 /// # Errors
-/// Before anything is written: [`Error::NoEntry`], [`Error::Damaged`], and [`Error::Device`] of an
-/// entry beyond the device's end. Later: errors of the file and the device.
+/// Before anything is written: [`Error::NoEntry`], [`Error::Damaged`], [`Error::File`], and
+/// [`Error::Device`] for an entry beyond the device's end. Later: errors of the file and the
+/// device.
 pub fn replay(reader: &mut Reader, entries: u64, device: &dyn Device) -> Result<(), Error> {
     Plan::new(reader, entries, device.geometry().size, None)?.run(reader, device).map(drop)
 }
 
-/// Replays like [`replay`], with a power cut after `entries` entries.
+/// Replays the log like [`replay`], with a simulated power cut after the first `entries` entries.
 ///
-/// Everything before the last flush is done, and so are later writes with FUA. The seed decides
-/// about each other unit of `unit` bytes (at least a sector of the log): it ends as at the flush,
-/// or as after one of the later writes to it.
+/// All entries before the last flush are applied, and so are later writes with FUA. For each other
+/// unit of `unit` bytes (at least a sector of the log), `seed` chooses the content: that at the
+/// flush, or that after one of the later writes to the unit.
 ///
 /// # Errors
-/// Those of [`replay`], and [`Error::TooManyUnflushed`] before anything is written.
+/// The errors of [`replay`], and [`Error::TooManyUnflushed`] before anything is written.
 pub fn replay_cut(
     reader: &mut Reader,
     entries: u64,
@@ -54,26 +58,27 @@ pub fn replay_cut(
     Ok(plan.run(reader, device)?.unwrap_or_default())
 }
 
-/// Replay whose entries were all checked, so that a damaged log fails before the first write.
+/// Prepared replay. All its entries were checked, so that a damaged log fails before the first
+/// write.
 pub(in crate::power) struct Plan {
     entries: u64,
     from: u64,
     cut: Option<CutPlan>,
 }
 
-/// Power cut at the end of a replay.
+/// Simulated power cut at the end of a replay.
 struct CutPlan {
-    /// Entries before this one are durable.
+    /// Index of the first entry after the last flush. Earlier entries are durable.
     flushed: u64,
-    /// Unit that a cut does not tear, in bytes.
+    /// Size in bytes of a unit, which a power cut does not tear.
     unit: u64,
     choice: CutChoice,
     unit_writes: BTreeMap<u64, UnitWrites>,
 }
 
 impl Plan {
-    /// Checks the first `entries` entries for a device of `size` bytes. `cut` is the seed and the
-    /// unit of a power cut.
+    /// Checks the first `entries` entries of the log for a device of `size` bytes. `cut` is the
+    /// seed and the unit size in bytes of a power cut, if one is simulated.
     pub fn new(reader: &mut Reader, entries: u64, size: u64, cut: Option<(u64, u64)>) -> Result<Self, Error> {
         if entries > reader.entries() {
             return Err(Error::NoEntry { asked: entries, entries: reader.entries() });
@@ -83,11 +88,11 @@ impl Plan {
         Ok(Self { entries, from, cut })
     }
 
-    /// Runs the replay on `device`.
+    /// Runs the replay on `device`. Returns the result of the power cut, or `None` without one.
     ///
     /// # Errors
-    /// [`Error::File`], [`Error::Damaged`] if the log has changed, [`Error::Device`]. The device is
-    /// then partly restored.
+    /// [`Error::File`], [`Error::Damaged`] if the log has changed, or [`Error::Device`]. The device
+    /// then contains a part of the replay.
     pub fn run(self, reader: &mut Reader, device: &dyn Device) -> Result<Option<CutPoint>, Error> {
         let Self { entries, from, cut } = self;
         reader.rewind();
@@ -150,7 +155,7 @@ impl CutPlan {
         entry.offset / self.unit..(entry.offset + entry.len).div_ceil(self.unit)
     }
 
-    /// Applies the part of an entry after the last flush that survives the cut.
+    /// Applies the part that survives the power cut of an entry after the last flush.
     fn apply(&mut self, reader: &Reader, entry: &Entry, device: &dyn Device) -> Result<(), Error> {
         if is_durable(entry, u64::from(reader.sector_bytes())) {
             return apply(reader, entry, 0, entry.len, device);
@@ -184,17 +189,18 @@ impl CutPlan {
     }
 }
 
-/// Writes to a unit that a cut decides about.
+/// Writes to a unit since the last flush, of which a power cut may lose the newest ones.
 struct UnitWrites {
-    /// Entries before this one are durable.
+    /// Entries with a smaller index are durable for this unit.
     from: u64,
     count: u64,
-    /// Number of these writes replayed so far.
+    /// Number of these writes that the replay has reached so far.
     seen: u64,
 }
 
 impl UnitWrites {
-    /// Returns true if this entry's write to the unit survives.
+    /// Returns true if the entry's write to the unit survives the power cut. Must be called once
+    /// for each such entry, in order.
     fn keeps(&mut self, entry: &Entry, unit: u64, choice: CutChoice) -> bool {
         if entry.number < self.from {
             return true;
@@ -208,13 +214,13 @@ fn is_durable(entry: &Entry, block: u64) -> bool {
     entry.is_fua() || entry.len / block > APART_MAX_BLOCKS
 }
 
-/// Returns the first entry to replay: after the last mark [`BEGINNING`]. Fails if an entry from
-/// there on lies beyond a device of `size` bytes.
+/// Returns the index of the first entry to replay: 0, or the one after the last [`RESET_MARK`].
+/// Fails if a later entry lies beyond a device of `size` bytes.
 fn first_entry(reader: &mut Reader, entries: u64, size: u64) -> Result<u64, Error> {
     let (mut from, mut beyond) = (0, None);
     reader.rewind();
     while let Some(entry) = reader.next_before(entries)? {
-        if entry.mark.as_deref() == Some(BEGINNING) {
+        if entry.mark.as_deref() == Some(RESET_MARK) {
             (from, beyond) = (entry.number + 1, None);
         } else if entry.len > 0 && entry.offset + entry.len > size {
             beyond = beyond.or(Some(entry.number));

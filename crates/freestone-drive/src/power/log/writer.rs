@@ -1,4 +1,4 @@
-//! Writer of a log.
+//! Writer of a dm-log-writes log.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,48 +11,51 @@ use zerocopy::little_endian::{U32, U64};
 
 use super::Error;
 use super::format::{DISCARD, Entry, FLUSH, MAGIC, MARK, Super, VERSION};
-use freestone_core::file_locks::Held;
-use freestone_core::replace::{MadeFile, NEW_PREFIX, Place, Unfinished};
+use freestone_core::file_locks::FileRegistration;
+use freestone_core::replace::{CreatedFile, NEW_PREFIX, ReplaceTarget, TemporaryFile};
 
-/// Maximum bytes zeroed by one entry: `replay-log` reads an entry's data into memory at once.
+/// Maximum number of bytes zeroed by one entry. Limited because `replay-log` reads the data of an
+/// entry into memory at once.
 const ZEROES_MAX_BYTES: u64 = 8 << 20;
-/// Maximum bytes discarded by one entry: `replay-log` skips larger ones if it must write zeroes.
+/// Maximum number of bytes discarded by one entry. Limited because `replay-log` skips larger
+/// discards if it must write zeroes instead.
 const DISCARD_MAX_BYTES: u64 = 128 << 20;
 
-/// Writer of a log. Entries are collected in memory until they are committed.
+/// Writer of a dm-log-writes log. Entries are collected in memory until they are committed.
 ///
-/// The header counts only entries that are completely in the file, and each commit rewrites it. So
-/// the header is right after a crash of the process. After a crash of the machine it is right up to
-/// the last mark: a mark syncs the entries before the header, and the header after them.
+/// The header counts only entries that are completely in the file, and each commit rewrites the
+/// header. So the log is valid after a crash of the process. After a crash of the machine the log
+/// is valid up to the last mark: a commit with a mark syncs first the entries and then the header.
 #[derive(Debug)]
 pub struct Writer {
     file: File,
-    /// Registers the file as open in this process. `None` for a file that never gets a name.
+    /// Registration of the file as open in this process. `None` for a file without a path, as in
+    /// tests.
     #[expect(dead_code, reason = "kept for its Drop")]
-    held: Option<Held>,
+    held: Option<FileRegistration>,
     path: PathBuf,
-    /// File before it is linked at its path.
-    unnamed: Option<(Place, Unfinished)>,
+    /// File while it has no path yet, and the target at which [`begin`](Self::begin) links it.
+    unnamed: Option<(ReplaceTarget, TemporaryFile)>,
     sector_bytes: u32,
-    /// Entries that the header counts.
+    /// Number of entries that the header counts.
     entries: u64,
-    /// End of those entries in the file.
+    /// End in the file of the entries that the header counts, in bytes.
     end: u64,
-    /// Entries added since.
+    /// Number of entries added since the last commit.
     added: u64,
-    /// Position of the next entry in the file.
+    /// Position of the next entry in the file, in bytes.
     next: u64,
-    /// Bytes up to `next` that are not in the file yet.
+    /// The last bytes before `next`, which are not written to the file yet.
     pending: Vec<u8>,
 }
 
 impl Writer {
-    /// Creates the file. It is linked at its path together with its header, so a crash before that
-    /// leaves nothing.
+    /// Creates the log file without a name. The file is linked at `path` when the recording starts,
+    /// after its header was written. So a crash before that leaves no file.
     ///
     /// # Errors
-    /// [`Error::Exists`]: a recording starts with the device's present content, so it cannot
-    /// continue an old log. [`Error::File`].
+    /// [`Error::Exists`] if a file exists, since a recording starts with the device's present
+    /// content and cannot continue an old log. [`Error::File`] if the file cannot be created.
     pub fn create(path: &Path) -> Result<Self, Error> {
         let failed = |error: io::Error| Error::File { path: path.into(), error };
         match fs::symlink_metadata(path) {
@@ -60,25 +63,25 @@ impl Writer {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(failed(error)),
         }
-        let place = Place::new(path).map_err(failed)?;
+        let place = ReplaceTarget::new(path).map_err(failed)?;
         let unnamed = place.begin(NEW_PREFIX).map_err(failed)?;
         let file = unnamed.as_file().try_clone().map_err(failed)?;
         let stat = rustix::fs::fstat(&file).map_err(|errno| failed(errno.into()))?;
-        // A reader of an unfinished log needs no lock. A program that would replace the log must
-        // see one.
+        // The lock shows programs that would replace the file that the file is in use. Readers of
+        // the unfinished log ignore the lock.
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
             .map_err(|errno| failed(errno.into()))?;
-        let held = Some(Held::new(&stat));
+        let held = Some(FileRegistration::new(&stat));
         Ok(Self { held, unnamed: Some((place, unnamed)), ..Self::on(file, path) })
     }
 
-    /// Returns the file that appears at the path once the recording has started. The caller removes
-    /// it if creating the device fails.
+    /// Returns the file that will be linked at the path when the recording starts, or `None` if it
+    /// was linked already. The caller removes the file if creating the device fails.
     ///
     /// # Errors
-    /// The system's error.
-    pub fn made(&self) -> io::Result<Option<MadeFile>> {
-        self.unnamed.as_ref().map(|(place, unnamed)| unnamed.made(place)).transpose()
+    /// The error from the operating system.
+    pub fn created_file(&self) -> io::Result<Option<CreatedFile>> {
+        self.unnamed.as_ref().map(|(place, unnamed)| unnamed.created_file(place)).transpose()
     }
 
     pub(in crate::power) fn on(file: File, path: &Path) -> Self {
@@ -98,12 +101,13 @@ impl Writer {
         }
     }
 
-    /// Returns the path of the log.
+    /// Returns the path of the log file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes the header of an empty log with this sector size, and links the file at its path.
+    /// Writes the header of an empty log with this sector size in bytes, and links the file at its
+    /// path.
     pub(in crate::power) fn begin(&mut self, sector_bytes: u32) -> Result<(), Error> {
         self.sector_bytes = sector_bytes;
         self.end = u64::from(sector_bytes);
@@ -117,17 +121,17 @@ impl Writer {
         })
     }
 
-    /// Returns the number of entries in the file.
+    /// Returns the number of entries that the header of the file counts.
     pub(in crate::power) const fn entries(&self) -> u64 {
         self.entries
     }
 
-    /// Returns the size of the file in bytes.
+    /// Returns the size in bytes of the entries that the header counts, including the header.
     pub(in crate::power) const fn bytes(&self) -> u64 {
         self.end
     }
 
-    /// Returns the number of the next entry, which is also the number of entries so far.
+    /// Returns the index of the next entry, which is the number of entries added so far.
     pub(in crate::power) const fn next_entry(&self) -> u64 {
         self.entries + self.added
     }
@@ -138,7 +142,8 @@ impl Writer {
         self.next += data.len() as u64;
     }
 
-    /// Adds zeroes. They take no space in the file if its file system supports holes.
+    /// Adds a write of zeroes. The zeroes use no space in the file if the file system supports
+    /// holes.
     pub(in crate::power) fn zeroes(&mut self, sector: u64, sectors: u64, flags: u64) -> Result<(), Error> {
         self.pieces(sector, sectors, ZEROES_MAX_BYTES, |writer, sector, sectors| {
             writer.entry(sector, sectors, flags, &[]);
@@ -195,11 +200,11 @@ impl Writer {
         self.added += 1;
     }
 
-    /// Writes the collected entries to the file, then counts them in the header. With `sync` they
-    /// are durable afterwards.
+    /// Writes the collected entries to the file, then counts them in the header. With `sync`, the
+    /// entries are durable afterwards.
     pub(in crate::power) fn commit(&mut self, sync: bool) -> Result<(), Error> {
         self.write_pending()?;
-        // Zeroes at the end are not in the file yet.
+        // Zeroes at the end were not written, so the file may be too short.
         let next = self.next;
         self.at_file(|file| if file.metadata()?.len() < next { file.set_len(next) } else { Ok(()) })?;
         if sync {

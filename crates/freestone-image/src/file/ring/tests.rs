@@ -6,7 +6,7 @@ use std::sync::mpsc;
 const SIZE: u64 = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Returns a ring whose thread is waiting for completions.
+/// Returns a ring whose thread has completed a read and waits for completions.
 fn ring() -> Ring {
     let backing = Backing::in_memory(SIZE, false);
     let ring = Ring::start(&Arc::new(backing)).unwrap();
@@ -22,7 +22,8 @@ fn read(tx: &mpsc::Sender<Result<()>>) -> Job {
     Job::new(Request::read(0, 4096), IoBuf::zeroed(4096).unwrap(), done)
 }
 
-/// A submitter whose submission call failed leaves its entries and wakes the thread.
+/// If the submission call of a submitter fails, the entries stay queued and the ring's thread is
+/// woken.
 #[test]
 fn thread_submits_entries_left_by_submitter() {
     let ring = ring();
@@ -45,7 +46,7 @@ fn thread_submits_entries_left_by_submitter() {
     assert!(ring.shared.lock().schedule.is_empty());
 }
 
-/// The thread that holds the claim also submits entries queued meanwhile.
+/// The thread that has the claim also submits entries that other threads queue meanwhile.
 #[test]
 fn claimant_submits_for_other_threads() {
     let ring = ring();
@@ -66,7 +67,8 @@ fn claimant_submits_for_other_threads() {
     assert!(!state.handing_over && !ring.shared.claim(&mut state));
 }
 
-/// The thread may sleep while another thread submits; it is woken if that fails.
+/// The ring's thread may sleep while another thread submits. If that submission fails, the ring's
+/// thread is woken.
 #[test]
 fn failed_hand_over_is_left_to_sleeping_thread() {
     let ring = ring();
@@ -78,7 +80,7 @@ fn failed_hand_over_is_left_to_sleeping_thread() {
             ring.shared.start_ready(&mut state);
             assert!(ring.shared.claim(&mut state));
         }
-        // The thread wakes, finds the claim taken, and sleeps again.
+        // The ring's thread wakes up, finds the claim taken, and sleeps again.
         ring.shared.wake_reaper();
         assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
         ring.shared.refusals.store(failures, SeqCst);
@@ -103,7 +105,7 @@ fn refused_entries_are_carried_out_by_thread() {
     for _ in 0..209 {
         assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
     }
-    // Later requests are completed too, in submission order.
+    // Later requests are completed, too, in submission order.
     ring.submit(write(10));
     ring.submit(read(&tx));
     for _ in 0..2 {
@@ -116,7 +118,7 @@ fn refused_entries_are_carried_out_by_thread() {
     assert!(state.mode == Mode::Syscalls && state.in_kernel == 0 && state.schedule.is_empty());
 }
 
-/// Like a seccomp filter that allows only the setup call.
+/// A disabled ring behaves as with a seccomp filter that allows only the setup call.
 #[test]
 fn ring_that_cannot_be_entered_is_refused_at_start() {
     let mut ring = IoUring::builder().setup_r_disabled().build(4).unwrap();

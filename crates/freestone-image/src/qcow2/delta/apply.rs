@@ -1,5 +1,5 @@
-//! Applies the clusters of an overlay to a device. The whole overlay is checked before the first
-//! write.
+//! Applies the clusters of a qcow2 overlay to a device. The whole overlay is checked before the
+//! first write.
 
 use std::fs;
 use std::path::Path;
@@ -11,26 +11,26 @@ use freestone_core::device::{Blocking as _, Device, Flags, IoBuf};
 
 use super::DeltaError;
 
-/// Maximum number of bytes copied at once.
+/// Maximum number of bytes copied by one write.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Maximum number of bytes zeroed at once.
+/// Maximum number of bytes zeroed by one request.
 const ZERO_PIECE_BYTES: u64 = 256 << 20;
 
-/// Totals of an applied delta.
+/// Totals of an applied overlay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Applied {
-    /// Bytes of data written.
+pub struct ApplyReport {
+    /// Bytes of data written to the device.
     pub data_bytes: u64,
-    /// Bytes zeroed.
+    /// Bytes of the device that were zeroed.
     pub zero_bytes: u64,
 }
 
-/// Writes the data of the overlay `from`, without its backing chain, to a device. The device should
-/// be a fork of the same base without changes; bytes that the overlay does not have stay unchanged.
-/// Ends with a flush.
+/// Writes the data of the overlay `from`, without its backing chain, to a device, and flushes the
+/// device. The device should be an unchanged fork of the overlay's base. Bytes that the overlay
+/// does not contain stay unchanged.
 ///
-/// With `base`, the overlay must name that file as its backing file. `progress` gets the bytes done
-/// and the total.
+/// If `base` is given, the overlay must name that file as its backing file. `progress` receives the
+/// bytes done and the total.
 ///
 /// # Errors
 /// Any [`DeltaError`] except those of [`save`](super::save). Only [`DeltaError::Apply`] leaves the
@@ -40,22 +40,22 @@ pub fn apply(
     to: &dyn Device,
     base: Option<&Path>,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Applied, DeltaError> {
-    apply_unless(from, to, base, &|| false, progress)
+) -> Result<ApplyReport, DeltaError> {
+    apply_cancellable(from, to, base, &|| false, progress)
 }
 
-/// Like [`apply`], but calls `cancelled` between pieces and stops if it returns true. It must not
-/// return false after that.
+/// Applies an overlay like [`apply`], and stops if `cancelled` returns true. `cancelled` is called
+/// between pieces, and must not return false after it has returned true.
 ///
 /// # Errors
-/// Same as [`apply`], and [`DeltaError::Cancelled`]: the device keeps the pieces already written.
-pub fn apply_unless(
+/// As [`apply`], and [`DeltaError::Cancelled`]: the device keeps the pieces already written.
+pub fn apply_cancellable(
     from: &Path,
     to: &dyn Device,
     base: Option<&Path>,
     cancelled: &dyn Fn() -> bool,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Applied, DeltaError> {
+) -> Result<ApplyReport, DeltaError> {
     let check_cancelled = || if cancelled() { Err(DeltaError::Cancelled) } else { Ok(()) };
     let chain = Chain::open_top(from)?;
     let [layer] = chain.layers.as_slice() else { return Err(foreign(from, "it is empty")) };
@@ -68,7 +68,7 @@ pub fn apply_unless(
     let all = check_clusters(from, &chain, layer, table, &check_cancelled)?;
     let total = all.data_bytes + all.zero_bytes;
     progress(0, total);
-    let mut applied = Applied::default();
+    let mut applied = ApplyReport::default();
     let mut buffer =
         IoBuf::zeroed(PIECE_BYTES as usize).map_err(|error| DeltaError::Apply { at: 0, error })?;
     let mut cursor = Cursor::new(0, layer.size);
@@ -137,14 +137,15 @@ fn check_base(from: &Path, table: &Table, base: Option<&Path>) -> Result<(), Del
     Err(foreign(from, format!("its base is {}, the device's is {}", named.display(), base.display())))
 }
 
-/// Checks every entry and decompresses every compressed cluster. Returns the totals to apply.
+/// Checks every table entry and decompresses every compressed cluster. Returns the totals of bytes
+/// to apply.
 fn check_clusters(
     from: &Path,
     chain: &Chain,
     layer: &Layer,
     table: &Table,
     check_cancelled: &dyn Fn() -> Result<(), DeltaError>,
-) -> Result<Applied, DeltaError> {
+) -> Result<ApplyReport, DeltaError> {
     let cluster = table.header.cluster_bytes();
     let mut used = UsedClusters::new(layer.source.len(), cluster);
     let l1 = table.header.l1_offset..table.header.l1_offset + table.header.l1_entries * 8;
@@ -155,9 +156,9 @@ fn check_clusters(
     if !is_valid {
         return Err(damaged(from, "its tables overlap or lie beyond the end of the file"));
     }
-    let mut all = Applied::default();
+    let mut all = ApplyReport::default();
     let mut cursor = Cursor::new(0, layer.size);
-    // Indexes of the last cluster with data, on the disk and in the file.
+    // Index of the last cluster with data, on the disk and in the file.
     let mut last = None;
     while cursor.at < cursor.end {
         let at = cursor.at;
@@ -168,10 +169,11 @@ fn check_clusters(
         match found {
             Location::Zero { .. } => all.zero_bytes += run,
             Location::Data { host, .. } => {
-                // Counts whole clusters, even if the disk ends within one. As in qemu, only the
-                // last cluster may be short.
+                // Count whole clusters, even if the disk ends within one. As in qemu, only the last
+                // cluster of the file may be short.
                 let end = (host + run).next_multiple_of(cluster);
-                // With subclusters, the previous run may already have added this cluster.
+                // With subclusters, the previous run may already have added the cluster in which
+                // this run begins.
                 let cluster_of = |at: u64, host: u64| (at / cluster, host / cluster);
                 let continues = last == Some(cluster_of(at, host)) && !at.is_multiple_of(cluster);
                 let start = if continues { host.next_multiple_of(cluster) } else { host };
@@ -194,7 +196,7 @@ fn check_clusters(
     Ok(all)
 }
 
-/// Bitmap of the file's clusters that are in use.
+/// Bitmap of the clusters of the overlay file that are in use.
 struct UsedClusters {
     bits: Vec<u64>,
     clusters: u64,
@@ -207,8 +209,8 @@ impl UsedClusters {
         Self { bits: vec![0; clusters.div_ceil(64) as usize], clusters, cluster }
     }
 
-    /// Marks a range as used. Returns false if part of it is in use already or beyond the end of
-    /// the file.
+    /// Marks a byte range of the file as used. Returns false if a part of the range is in use
+    /// already or beyond the end of the file.
     fn add(&mut self, start: u64, end: u64) -> bool {
         let (first, last) = (start / self.cluster, end.div_ceil(self.cluster));
         if last > self.clusters {

@@ -1,5 +1,5 @@
-//! Iteration over the changed runs and extents of a device, which reports a limited number of rows
-//! per call.
+//! Iteration over the changed ranges and the extents of a device, which reports a limited number of
+//! them per call.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -8,10 +8,10 @@ use freestone_core::device::{Changes, Device, Error, Extent};
 
 use super::DeltaError;
 
-/// Maximum number of rows requested at once.
+/// Maximum number of ranges requested from the device at once.
 const MAX_ROWS: usize = 1024;
 
-/// Changed ranges of a device, in order, each as long as possible.
+/// Iterator over the changed ranges of a device, in ascending order, each as long as possible.
 pub(super) struct Runs<'a> {
     changes: &'a dyn Changes,
     at: u64,
@@ -26,7 +26,7 @@ impl<'a> Runs<'a> {
     }
 
     pub fn next(&mut self) -> Result<Option<Range<u64>>, DeltaError> {
-        // The last range found may continue in the next rows.
+        // Fetch until two ranges are known: the last known range may continue in the next rows.
         while self.found.len() < 2 && self.at < self.size {
             self.fetch_rows()?;
         }
@@ -58,7 +58,7 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// Calls `row` for the extents of a range until it returns false.
+/// Calls `row` for the extents from byte `start` to `end` of a device, until `row` returns false.
 pub(super) fn for_each_extent(
     device: &dyn Device,
     start: u64,

@@ -1,4 +1,4 @@
-//! Saves the changes of a device as a new overlay, which then replaces an old one.
+//! Saving of a device's changes as a new overlay, which then replaces an old one.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -9,37 +9,39 @@ use std::path::Path;
 use crate::qcow2::chain::{Chain, Format};
 use crate::qcow2::header::{MAGIC, MAX_NAME_BYTES, RawHeader};
 use freestone_core::device::{Blocking as _, Device, ExtentKind, IoBuf};
-use freestone_core::replace::{DELTA_PREFIX, Durability, MayGo, Place, Replace};
+use freestone_core::replace::{DELTA_PREFIX, Durability, ReplaceCheck, ReplacePolicy, ReplaceTarget};
 
 use super::runs::{Runs, for_each_extent};
 use super::writer::{CLUSTER_BYTES, MAX_SIZE_BYTES, Writer};
-use super::{DeltaError, Summary, show};
+use super::{DeltaError, Summary, for_each_change};
 
-/// Clusters read at once.
+/// Number of clusters (64 KiB each) read at once.
 const BATCH_CLUSTERS: u64 = 16;
 
-/// Totals of a saved delta.
+/// Totals of a saved overlay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Saved {
-    /// Changes of the device.
+pub struct SaveReport {
+    /// Totals of the device's changes.
     pub changes: Summary,
-    /// Clusters of 64 KiB saved with data.
+    /// Number of clusters (64 KiB each) saved with data.
     pub data_clusters: u64,
-    /// Clusters of 64 KiB saved as zero clusters.
+    /// Number of clusters (64 KiB each) saved as zero clusters.
     pub zero_clusters: u64,
-    /// Length of the file in bytes.
+    /// Length of the overlay file in bytes.
     pub file_bytes: u64,
 }
 
 /// Saves the changes of `device` as a qcow2 overlay on its base.
 ///
-/// The overlay is written in the directory of `to` without a name. If the file system cannot do
-/// that, the file has a name that begins with `.freestone-delta-`, and a failure removes it. The
-/// file is made durable and then renamed, so `to` is the old file or the new one at any moment,
-/// even after a crash. An old file is replaced only if it is an overlay or empty. The new file has
-/// mode 0600. If base and overlay are in one directory, the overlay refers to the base by its file
-/// name, so that both can be moved together; otherwise by its absolute path. `progress` gets the
-/// changed bytes done and the total.
+/// The overlay is written in the directory of `to` without a name. If the file system does not
+/// support that, the file has a name that begins with `.freestone-delta-`, and a failed save
+/// removes the file. The file is made durable and then renamed. So `to` is the old file or the new
+/// one at any moment, even after a crash. An old file is replaced only if it is an overlay or
+/// empty. The new file has mode 0600.
+///
+/// If base and overlay are in one directory, the overlay refers to the base by its file name, so
+/// that both can be moved together. Otherwise the overlay contains the absolute path of the base.
+/// `progress` receives the number of changed bytes done and the total.
 ///
 /// # Errors
 /// Any [`DeltaError`] except those of [`apply`](super::apply). The old file is kept. If only the
@@ -50,24 +52,24 @@ pub fn save(
     base_format: Format,
     to: &Path,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Saved, DeltaError> {
-    let options = Options { replace: Replace::default(), cancelled: &|| false };
+) -> Result<SaveReport, DeltaError> {
+    let options = Options { replace: ReplacePolicy::default(), cancelled: &|| false };
     save_with(device, base, base_format, to, &options, progress)
 }
 
-/// Options for saving a delta.
+/// Options of [`save_with`].
 pub struct Options<'a> {
-    /// Selects which old file may be replaced.
-    pub replace: Replace,
-    /// Called between pieces of up to 1 MiB; saving stops if it returns true. It must not return
-    /// false after that.
+    /// Condition for replacing an old file.
+    pub replace: ReplacePolicy,
+    /// Called between pieces of up to 1 MiB; the save stops if `cancelled` returns true. Once true,
+    /// `cancelled` must stay true.
     pub cancelled: &'a dyn Fn() -> bool,
 }
 
-/// Like [`save`], with options.
+/// Saves the changes of a device like [`save`], with options.
 ///
 /// # Errors
-/// Same as [`save`], and [`DeltaError::Cancelled`].
+/// As [`save`], and [`DeltaError::Cancelled`].
 pub fn save_with(
     device: &dyn Device,
     base: &Path,
@@ -75,18 +77,18 @@ pub fn save_with(
     to: &Path,
     options: &Options<'_>,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Saved, DeltaError> {
+) -> Result<SaveReport, DeltaError> {
     let check_cancelled = || if (options.cancelled)() { Err(DeltaError::Cancelled) } else { Ok(()) };
     let size = device.geometry().size;
     if size > MAX_SIZE_BYTES {
         return Err(DeltaError::DeviceSize { size, most: MAX_SIZE_BYTES });
     }
-    let changes = show(device, &mut |_| !(options.cancelled)())?;
+    let changes = for_each_change(device, &mut |_| !(options.cancelled)())?;
     check_cancelled()?;
-    let place = Place::new(to).map_err(|source| DeltaError::Write { path: to.to_owned(), source })?;
+    let place = ReplaceTarget::new(to).map_err(|source| DeltaError::Write { path: to.to_owned(), source })?;
     let name = base_name(base, base_format, &place)?;
     let failed = |source| DeltaError::Write { path: place.path.clone(), source };
-    let may_go: MayGo = options.replace.may_go("qcow2 overlay", is_overlay);
+    let may_go: ReplaceCheck = options.replace.check_for("qcow2 overlay", is_overlay);
     place.check(may_go).map_err(failed)?;
     let unfinished = place.begin(DELTA_PREFIX).map_err(failed)?;
     let saved = {
@@ -96,7 +98,7 @@ pub fn save_with(
         job.run(changes.bytes, &check_cancelled, progress)?;
         let SaveJob { writer, data_clusters, zero_clusters, .. } = job;
         let file_bytes = writer.finish(name.as_bytes(), base_format).map_err(failed)?;
-        Saved { changes, data_clusters, zero_clusters, file_bytes }
+        SaveReport { changes, data_clusters, zero_clusters, file_bytes }
     };
     check_cancelled()?;
     place.put(unfinished, may_go).and_then(Durability::into_result).map_err(failed)?;
@@ -121,7 +123,8 @@ impl SaveJob<'_> {
     ) -> Result<(), DeltaError> {
         let mut buffer = IoBuf::zeroed((BATCH_CLUSTERS * CLUSTER_BYTES) as usize)
             .map_err(|error| DeltaError::Read { at: 0, error })?;
-        // First cluster that is not saved yet; two changed runs may share a cluster.
+        // Number of the first cluster that is not saved yet. Two changed ranges may share a
+        // cluster.
         let mut next = 0;
         let mut done = 0;
         progress(0, total);
@@ -138,7 +141,7 @@ impl SaveJob<'_> {
                 let now = run.end.min(next * CLUSTER_BYTES);
                 done += now - passed;
                 passed = now;
-                // A device in use may report more changes than were counted before.
+                // A device in use may now report more changes than were counted before.
                 progress(done.min(total), total);
             }
             done += run.end - passed;
@@ -159,7 +162,7 @@ impl SaveJob<'_> {
             }
             true
         })?;
-        // One read covers everything from the first to the last cluster with data.
+        // A single read covers all clusters from the first to the last with data.
         let data = has_data.iter().position(|&data| data).zip(has_data.iter().rposition(|&data| data));
         if let Some((first, last)) = data {
             let from = start + first as u64 * CLUSTER_BYTES;
@@ -184,15 +187,16 @@ impl SaveJob<'_> {
     }
 }
 
-/// Returns true if a file begins like an image that names a backing file.
+/// Returns true if a file begins like a qcow2 image with a backing file.
 fn is_overlay(head: &[u8]) -> bool {
     let backing_file_offset = offset_of!(RawHeader, backing_file_offset);
     head.starts_with(&MAGIC.to_be_bytes())
         && head.get(backing_file_offset..).is_some_and(|rest| rest.len() >= 8 && rest[..8] != [0; 8])
 }
 
-/// Returns the name by which the overlay refers to its base.
-fn base_name(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaError> {
+/// Returns the name by which the overlay refers to its base; fails if the base or its backing chain
+/// contains the overlay itself.
+fn base_name(base: &Path, format: Format, to: &ReplaceTarget) -> Result<OsString, DeltaError> {
     let refuse = |reason: String| DeltaError::Base { path: base.to_owned(), reason };
     let path = fs::canonicalize(base).map_err(|error| refuse(error.to_string()))?;
     let below = match format {
@@ -206,7 +210,8 @@ fn base_name(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaE
     }
     let name = match path.file_name() {
         Some(name) if path.parent() == Some(&to.dir) => {
-            // A prefix keeps qemu from taking the part before the colon as a protocol name.
+            // The prefix `./` keeps qemu from interpreting the part before the colon as a protocol
+            // name.
             let colon = name.as_bytes().contains(&b':');
             if colon { Path::new(".").join(name).into_os_string() } else { name.to_owned() }
         }

@@ -1,4 +1,4 @@
-//! Writes a qcow2 overlay sequentially: data clusters and L2 tables in disk order, then the L1
+//! Sequential writing of a qcow2 overlay: data clusters and L2 tables in disk order, then the L1
 //! table and the refcounts, and the header last. Every cluster of the file is used once, so every
 //! refcount is 1.
 
@@ -14,18 +14,18 @@ use crate::qcow2::chain::Format;
 use crate::qcow2::header::{EXTENSION_BACKING_FORMAT, MAGIC, MAX_L1_BYTES, RawHeader, V3_BYTES};
 use crate::qcow2::table::{COPIED, ZERO};
 
-/// Cluster size of a delta, as a power of two.
+/// Cluster size of a saved delta, as a power of two: 64 KiB.
 const CLUSTER_BITS: u32 = 16;
 pub(super) const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
-/// Entries of an L2 table, which is one cluster.
+/// Number of entries in an L2 table, which is one cluster.
 const L2_ENTRIES: u64 = CLUSTER_BYTES / 8;
-/// Entries of a refcount block, which is one cluster of 16-bit refcounts.
+/// Number of refcounts (16 bits each) in a refcount block, which is one cluster.
 const REFCOUNTS: u64 = CLUSTER_BYTES / 2;
-/// Refcounts have 2^4 bits.
+/// Size of a refcount in bits, as a power of two: 16 bits.
 const REFCOUNT_ORDER: u32 = 4;
-/// Bytes of the header, with the compression type field.
+/// Size of the header in bytes, including the field for the compression type.
 const HEADER_BYTES: u32 = V3_BYTES + 8;
-/// Largest disk that the L1 table can describe, in bytes.
+/// Size of the largest disk that the L1 table can describe, in bytes.
 pub(super) const MAX_SIZE_BYTES: u64 = MAX_L1_BYTES / 8 * L2_ENTRIES * CLUSTER_BYTES;
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -34,32 +34,32 @@ const _: () = assert!(CLUSTER_BYTES as usize == ZEROES_BYTES, "ZEROES must fill 
 pub(super) struct Writer<'a> {
     file: &'a File,
     out: BufWriter<&'a File>,
-    /// Clusters written, including the header.
+    /// Number of clusters written, including that of the header.
     clusters: u64,
     size: u64,
     l1: Vec<u64>,
-    /// The current L2 table and its index.
+    /// The current L2 table, and the index of this table in the L1 table.
     l2: Vec<u64>,
     table: Option<u64>,
 }
 
 impl<'a> Writer<'a> {
-    /// Starts an overlay for a disk of `size` bytes (at most [`MAX_SIZE_BYTES`]) in an empty file.
+    /// Starts an overlay in an empty file, for a disk of `size` bytes (at most [`MAX_SIZE_BYTES`]).
     pub fn new(file: &'a File, size: u64) -> io::Result<Self> {
         let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
-        // Reserves the header's cluster. Without the magic number, an unfinished file is not an
-        // image.
+        // Reserve the cluster of the header. Until the magic number is written, the file is not a
+        // valid image.
         out.write_all(&ZEROES.0)?;
         let l1 = vec![0; size.div_ceil(L2_ENTRIES * CLUSTER_BYTES) as usize];
         Ok(Self { file, out, clusters: 1, size, l1, l2: vec![0; L2_ENTRIES as usize], table: None })
     }
 
-    /// Adds a zero cluster. Clusters must be added in rising order, each once.
+    /// Adds a zero cluster. Clusters must be added in ascending order, each at most once.
     pub fn zero(&mut self, cluster: u64) -> io::Result<()> {
         self.set_entry(cluster, ZERO)
     }
 
-    /// Adds a data cluster; the last one may be short.
+    /// Adds a data cluster; the last cluster of the disk may be short.
     pub fn data(&mut self, cluster: u64, data: &[u8]) -> io::Result<()> {
         let at = self.append(data)?;
         self.set_entry(cluster, at | COPIED)
@@ -84,7 +84,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes whole clusters, padded with zeroes. Returns the first byte.
+    /// Writes whole clusters, padded with zeroes. Returns the offset of the first byte in the file.
     fn append(&mut self, bytes: &[u8]) -> io::Result<u64> {
         let at = self.clusters * CLUSTER_BYTES;
         self.out.write_all(bytes)?;
@@ -94,7 +94,8 @@ impl<'a> Writer<'a> {
         Ok(at)
     }
 
-    /// Writes the metadata. Returns the length of the file in bytes. Nothing is durable yet.
+    /// Writes the rest of the metadata. Returns the length of the file in bytes. The file is not
+    /// durable yet.
     pub fn finish(mut self, backing: &[u8], format: Format) -> io::Result<u64> {
         self.write_table()?;
         let l1: Vec<u8> = self.l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
@@ -119,7 +120,7 @@ impl<'a> Writer<'a> {
     fn header(&self, l1: u64, refcounts: u64, clusters: u64, backing: &[u8], format: Format) -> Vec<u8> {
         let format = format.name().as_bytes();
         let extension_bytes = 8 + format.len().next_multiple_of(8);
-        // Follows the end marker of the extensions.
+        // The name follows the end marker of the header extensions.
         let name_at = HEADER_BYTES as usize + extension_bytes + 8;
         let raw = RawHeader {
             magic: MAGIC.into(),
@@ -137,7 +138,7 @@ impl<'a> Writer<'a> {
             ..RawHeader::default()
         };
         let mut header = raw.as_bytes().to_vec();
-        // Compression type 0 and its padding.
+        // Compression type 0 (deflate), with padding.
         header.resize(HEADER_BYTES as usize, 0);
         header.extend(EXTENSION_BACKING_FORMAT.to_be_bytes());
         header.extend((format.len() as u32).to_be_bytes());
@@ -148,8 +149,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Returns the clusters of refcount blocks and of the refcount table for a file with `others` other
-/// clusters.
+/// Returns the numbers of clusters of refcount blocks and of the refcount table, for a file with
+/// `others` other clusters.
 fn refcount_clusters(others: u64) -> (u64, u64) {
     let (mut blocks, mut table) = (1, 1);
     loop {
@@ -166,8 +167,8 @@ fn refcount_clusters(others: u64) -> (u64, u64) {
 mod tests {
     use super::{REFCOUNTS, refcount_clusters};
 
-    /// Refcount blocks count themselves: around each size that needs one more block, exactly the
-    /// needed number is used.
+    /// Refcount blocks count themselves, too. Around each size that requires one more block,
+    /// exactly the required number is used.
     #[test]
     fn refcount_blocks_cover_themselves() {
         for full in [1, 2, 3, 8192, 8193] {

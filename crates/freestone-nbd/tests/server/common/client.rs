@@ -43,22 +43,23 @@ impl<T: Read + Write + Send> Stream for T {}
 
 pub struct Client {
     pub stream: Box<dyn Stream>,
-    /// True if replies have chunks.
+    /// True if the server sends structured replies, which consist of chunks.
     pub structured: bool,
-    /// True if headers are extended.
+    /// True if requests and replies have extended headers.
     pub extended: bool,
     next_cookie: u64,
-    /// Offsets of requests with extended headers, which replies repeat.
+    /// Offsets of requests with extended headers, by cookie. Each reply must repeat the offset of its
+    /// request.
     offsets: HashMap<u64, u64>,
 }
 
-/// The identifier of a context, and its extents as length and flags.
+/// Block status of one context: the identifier of the context, and the length and flags of each extent.
 pub type Context = (u32, Vec<(u32, u32)>);
 
-/// The same with extended headers.
+/// Block status of one context in a reply with extended headers, which has 64-bit lengths and flags.
 pub type LongContext = (u32, Vec<(u64, u64)>);
 
-/// One reply to an option.
+/// A reply of the server to an option, which can have several replies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OptionReply {
     pub kind: u32,
@@ -222,7 +223,7 @@ impl Client {
         OptionReply { kind, data: self.bytes(len) }
     }
 
-    /// Receives all replies to an option. The last one is ACK or an error.
+    /// Receives the replies to an option, up to the last one, which is ACK or an error.
     pub fn option_replies(&mut self, option: u32) -> Vec<OptionReply> {
         let mut replies = Vec::new();
         loop {
@@ -243,7 +244,7 @@ impl Client {
         self.option_replies(kind)
     }
 
-    /// Sends an option and returns the kind of the last reply.
+    /// Sends an option and returns the type of the server's last reply.
     pub fn outcome(&mut self, kind: u32, data: &[u8]) -> u32 {
         self.option(kind, data).last().unwrap().kind
     }
@@ -266,7 +267,7 @@ impl Client {
         }
     }
 
-    /// Selects these contexts. Returns the identifiers and names that the server confirms.
+    /// Selects metadata contexts of an export. Returns the identifiers and names that the server confirms.
     pub fn set_contexts(&mut self, name: &str, queries: &[&str]) -> Vec<(u32, String)> {
         let mut replies = self.option(10, &context_data(name, queries));
         assert_eq!(replies.pop().unwrap().kind, ACK);
@@ -284,7 +285,7 @@ impl Client {
         assert_eq!(replies[0].kind, META_CONTEXT);
     }
 
-    /// Chooses an export. Returns its size and transmission flags.
+    /// Chooses an export with `NBD_OPT_GO`. Returns the size in bytes and the transmission flags.
     pub fn go(&mut self, name: &str) -> (u64, u16) {
         let replies = self.option(7, &info_data(name, &[]));
         assert_eq!(replies.last().unwrap().kind, ACK, "{replies:?}");
@@ -390,7 +391,7 @@ impl Client {
         self.plain_reply(cookie)
     }
 
-    /// Runs a request without data in its reply, and returns its error number.
+    /// Runs a request without data in its reply. Returns the error number of the reply; 0 means success.
     pub fn run(&mut self, flags: u16, command: u16, offset: u64, len: u32) -> u32 {
         let cookie = self.ask(flags, command, offset, len);
         self.plain_reply(cookie)
@@ -426,7 +427,8 @@ impl Client {
         got.remove(&cookie).unwrap()
     }
 
-    /// Collects the replies to reads by cookie. Checks that the chunks cover each read exactly.
+    /// Receives the replies to the reads in `wanted`, and returns data or error number by cookie. Checks that
+    /// the chunks cover each read exactly.
     pub fn read_replies(
         &mut self,
         wanted: &mut HashMap<u64, (u64, u32)>,
@@ -480,7 +482,7 @@ impl Client {
         results
     }
 
-    /// Returns the extents of `base:allocation`, the only selected context.
+    /// Returns the length and flags of the extents of `base:allocation`, the only selected context.
     pub fn status(&mut self, flags: u16, offset: u64, len: u32) -> Result<Vec<(u32, u32)>, u32> {
         let mut contexts = self.statuses(flags, offset, len)?;
         assert_eq!(contexts.len(), 1, "{contexts:?}");
@@ -488,7 +490,7 @@ impl Client {
         Ok(contexts.remove(0).1)
     }
 
-    /// Returns each context's identifier and extents, in the order of the chunks.
+    /// Queries the block status. Returns each context's identifier and extents, in the order of the chunks.
     pub fn statuses(&mut self, flags: u16, offset: u64, len: u32) -> Result<Vec<Context>, u32> {
         let wanted = self.ask(flags, BLOCK_STATUS, offset, len);
         let mut contexts = Vec::new();
@@ -510,20 +512,20 @@ impl Client {
         }
     }
 
-    /// Returns extents like [`statuses`](Self::statuses), with extended headers.
+    /// Queries the block status like [`statuses`](Self::statuses), with extended headers.
     pub fn long_statuses(&mut self, flags: u16, offset: u64, len: u64) -> Result<Vec<LongContext>, u32> {
         let wanted = self.ask_long(flags, BLOCK_STATUS, offset, len);
         self.long_status_reply(wanted)
     }
 
-    /// Returns the block status of the contexts with these identifiers.
+    /// Queries the block status of only the contexts with these identifiers.
     pub fn status_of(&mut self, offset: u64, len: u64, ids: &[u32]) -> Result<Vec<LongContext>, u32> {
         let mut payload = len.to_be_bytes().to_vec();
         payload.extend(ids.iter().flat_map(|id| id.to_be_bytes()));
         self.status_with(0, offset, &payload)
     }
 
-    /// Sends a block status request with any payload.
+    /// Sends a block status request with this payload, valid or not. Returns the block status.
     pub fn status_with(&mut self, flags: u16, offset: u64, payload: &[u8]) -> Result<Vec<LongContext>, u32> {
         let cookie = self.cookie();
         let flags = flags | PAYLOAD_LEN;
@@ -559,7 +561,7 @@ impl Client {
     }
 }
 
-/// Returns size and transmission flags from the replies to INFO or GO.
+/// Returns the size in bytes and the transmission flags of an export from the replies to INFO or GO.
 pub fn export_info(replies: &[OptionReply]) -> (u64, u16) {
     let reply = replies.iter().find(|reply| reply.kind == INFO && reply.data[..2] == [0, 0]).unwrap();
     assert_eq!(reply.data.len(), 12);

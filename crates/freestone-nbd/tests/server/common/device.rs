@@ -7,11 +7,11 @@ use std::time::Duration;
 use freestone_core::device::zoned::{Zone, ZoneGeometry, ZoneOp, ZoneType, Zoned};
 use freestone_core::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
-    Request, Result, Tried,
+    Request, Result, TryResult,
 };
 
 pub const PAGE: u64 = 4096;
-/// Byte that a failed read leaves in its buffer.
+/// Byte value with which a failed read fills its buffer if `spoils` is set.
 pub const SPOILT: u8 = 0xEE;
 
 /// Returns the CPU time of the calling thread.
@@ -23,11 +23,11 @@ fn cpu_time() -> Duration {
 /// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// Inline.
+    /// `try_io` executes the request.
     Inline,
-    /// On a thread: `try_io` returns that it would block.
+    /// `try_io` returns that the request would block; `submit` completes the request on a new thread.
     Thread,
-    /// When the test releases them: `try_io` returns that it would block.
+    /// `try_io` returns that the request would block; the test completes the submitted request.
     Held,
 }
 
@@ -35,22 +35,22 @@ pub struct MemDevice {
     geometry: Mutex<Geometry>,
     data: Mutex<Vec<u8>>,
     kinds: Mutex<Vec<ExtentKind>>,
-    /// Pages that were written, zeroed or discarded.
+    /// For each page: true if the page was written, zeroed or discarded.
     own: Mutex<Vec<bool>>,
-    /// True if the device reports changes, like a fork.
+    /// True if the device reports changed pages through [`Changes`], like a fork.
     pub forked: AtomicBool,
     manner: Mutex<Manner>,
-    /// Maximum number of bytes per try; 0 means unlimited.
+    /// Maximum number of bytes that one `try_io` call executes; 0 means unlimited.
     pub per_try: AtomicU64,
-    /// Requests that include this byte fail with Media; `u64::MAX` disables this.
+    /// Offset of a bad byte: requests that include the byte fail with Media. `u64::MAX` disables this.
     pub bad_byte: AtomicU64,
-    /// CPU time of a request, in microseconds.
+    /// CPU time that `try_io` spends on a request, in microseconds.
     pub cost_us: AtomicU64,
-    /// Number of tries by worker threads.
+    /// Number of `try_io` calls by worker threads.
     pub by_workers: AtomicU64,
-    /// Failed reads change the buffer.
+    /// If true, failed reads fill their buffer with [`SPOILT`].
     pub spoils: AtomicBool,
-    /// The device panics on its next request.
+    /// If true, the next `try_io` call panics and clears this flag.
     pub panics: AtomicBool,
     pub log: Mutex<Vec<Request>>,
     pub prefetched: Mutex<Vec<(u64, u64)>>,
@@ -106,7 +106,7 @@ impl MemDevice {
         })
     }
 
-    /// Creates a device with one zone, so that the server does not split large writes.
+    /// Creates a device with one zone. The server does not split writes to zoned devices.
     pub fn zoned(size: u64) -> Arc<Self> {
         Self::with(size, |geometry| {
             geometry.zones = Some(ZoneGeometry {
@@ -138,7 +138,7 @@ impl MemDevice {
         self.apply(&Request::write(offset, data.len() as u64), Buffer::Write(data)).unwrap();
     }
 
-    /// Returns the logged requests of one kind.
+    /// Returns the logged requests with this operation.
     pub fn requests(&self, op: Op) -> Vec<Request> {
         self.log.lock().unwrap().iter().copied().filter(|request| request.op == op).collect()
     }
@@ -159,7 +159,7 @@ impl MemDevice {
         }
     }
 
-    /// Drops the held requests, which complete with Gone.
+    /// Drops the held requests without a result, so that they complete with Gone.
     pub fn drop_all(&self) {
         let held = std::mem::take(&mut *self.held.lock().unwrap());
         drop(held);
@@ -220,7 +220,7 @@ impl Device for MemDevice {
         *self.geometry.lock().unwrap()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         assert!(!self.panics.swap(false, SeqCst), "injected");
         request.check(&self.geometry())?;
         match &buffer {
@@ -230,7 +230,7 @@ impl Device for MemDevice {
         }
         self.by_workers.fetch_add(u64::from(std::thread::current().name() == Some("worker")), SeqCst);
         if *self.manner.lock().unwrap() != Manner::Inline {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         let begun = cpu_time();
         while cpu_time().saturating_sub(begun) < Duration::from_micros(self.cost_us.load(SeqCst)) {
@@ -247,11 +247,11 @@ impl Device for MemDevice {
                 Buffer::Write(buffer) => Buffer::Write(&buffer[..n]),
             };
             self.apply(&part, buffer)?;
-            return Ok(Tried::Partly(per_try));
+            return Ok(TryResult::Partly(per_try));
         }
         self.log.lock().unwrap().push(*request);
         self.apply(request, buffer)?;
-        Ok(Tried::Done)
+        Ok(TryResult::Done)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -296,7 +296,7 @@ impl Device for MemDevice {
     }
 }
 
-/// One extent per page. Fails if the bad byte is one byte after the offset.
+/// Reports one extent per page. Fails if the bad byte is one byte after the offset.
 impl Changes for MemDevice {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         if self.bad_byte.load(SeqCst) == offset + 1 {
@@ -315,7 +315,7 @@ impl Changes for MemDevice {
     }
 }
 
-/// Exports use only the geometry: one conventional zone.
+/// Reports one conventional zone. Zone operations fail or do nothing, as exports use only the zone geometry.
 impl Zoned for MemDevice {
     fn report(&self, _: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         let size = self.geometry().size;

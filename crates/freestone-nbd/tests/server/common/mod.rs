@@ -1,4 +1,4 @@
-//! A small memory device and a raw client, written byte by byte from the protocol specification.
+//! A small memory device, and a raw NBD client that encodes each byte as the protocol specification says.
 #![allow(dead_code, unused_imports, reason = "each test program uses a part of it")]
 #![allow(clippy::missing_panics_doc, missing_docs, reason = "test code")]
 
@@ -16,7 +16,7 @@ use freestone_nbd::{Address, ExportOptions, Limits, Server, Workers};
 pub use client::Client;
 pub use device::MemDevice;
 
-/// The headers that a client negotiates.
+/// The type of request and reply headers that a client negotiates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Headers {
     Simple,
@@ -34,7 +34,7 @@ impl From<bool> for Headers {
     }
 }
 
-/// A server with one Unix address.
+/// A server that listens at one Unix address.
 pub struct Fixture {
     pub server: Server,
     pub address: Address,
@@ -50,7 +50,7 @@ impl Fixture {
         Self::over(Server::new(limits))
     }
 
-    /// Creates a server with workers for a machine with `cpus` CPUs.
+    /// Creates a server with as many worker threads as on a machine with `cpus` CPUs.
     pub fn with_workers(cpus: usize) -> Self {
         Self::over(Server::with_workers(Limits::default(), &Workers::new(cpus)))
     }
@@ -61,7 +61,7 @@ impl Fixture {
         Self { server, address, directory }
     }
 
-    /// Creates a server with `device` as "disk", the default export.
+    /// Creates a server that exports `device` as "disk", the default export.
     pub fn serving(device: &Arc<impl Device + 'static>) -> Self {
         let fixture = Self::new();
         fixture.publish("disk", device);
@@ -82,8 +82,8 @@ impl Fixture {
         Client::connect(&self.address)
     }
 
-    /// Returns a client in the transmission phase of "disk", with `base:allocation` if replies have chunks.
-    /// `true` selects structured replies, `false` simple ones.
+    /// Returns a client in the transmission phase of "disk". The client selects `base:allocation` if replies
+    /// have chunks. `true` negotiates structured replies, `false` simple replies.
     pub fn enter(&self, headers: impl Into<Headers>) -> Client {
         let mut client = self.connect();
         client.greet(3);
@@ -95,7 +95,7 @@ impl Fixture {
         client
     }
 
-    /// Checks that no connection is left, and that the server still serves.
+    /// Checks that no connection is open, and that the server still serves a new client.
     pub fn assert_sound(&self) {
         self.assert_no_connections();
         let mut client = self.enter(true);

@@ -1,4 +1,4 @@
-//! A server with TLS, and its clients.
+//! A server with TLS, and clients that connect to the server.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use freestone_core::device::Device;
 use freestone_nbd::{
-    Address, Clients, Credentials, ExportOptions, Limits, Server, TlsFiles, TlsMode, Workers,
+    Address, Credentials, ExportOptions, Limits, Server, TlsFiles, TlsMode, Visibility, Workers,
 };
 use freestone_testkit::certificates::{Authority, Usage};
 use rustls::pki_types::pem::PemObject as _;
@@ -19,7 +19,7 @@ use super::client::{ACK, Client, option};
 pub const STARTTLS: u32 = 5;
 pub const ERR_TLS_REQD: u32 = 0x8000_0005;
 
-/// A server with TLS at a Unix socket, and its certificate authority.
+/// A server with TLS at a Unix socket, and the authority that signed the server's certificate.
 pub struct Secure {
     pub server: Server,
     pub address: Address,
@@ -32,7 +32,7 @@ impl Secure {
         Self::with(mode, Limits::default(), true)
     }
 
-    /// Creates a server that verifies client certificates, or not.
+    /// Creates a server with TLS. If `verify` is true, clients need a certificate of the server's authority.
     pub fn with(mode: TlsMode, limits: Limits, verify: bool) -> Self {
         Self::over(Server::with_workers(limits, &Workers::new(2)), mode, verify)
     }
@@ -42,18 +42,19 @@ impl Secure {
         let ours = Authority::new(directory.path().join("tls"));
         ours.sign("server", "localhost", Usage::Server);
         ours.sign("alice", "alice.example", Usage::Client);
-        server.secure(mode, Credentials::load(&files(&ours, verify)).unwrap());
+        server.enable_tls(mode, Credentials::load(&files(&ours, verify)).unwrap());
         let address = server.listen(&Address::Unix(directory.path().join("nbd.sock"))).unwrap();
         Self { server, address, ours, directory }
     }
 
-    pub fn publish(&self, name: &str, device: &Arc<impl Device + 'static>, clients: Clients) {
-        let options = ExportOptions { default: name == "disk", clients, ..ExportOptions::default() };
+    pub fn publish(&self, name: &str, device: &Arc<impl Device + 'static>, clients: Visibility) {
+        let options =
+            ExportOptions { default: name == "disk", visible_to: clients, ..ExportOptions::default() };
         let device: Arc<dyn Device> = device.clone();
         self.server.publish(&self.address, name, device, options).unwrap();
     }
 
-    /// Returns a client without TLS, after the greeting.
+    /// Returns a client without TLS, after the NBD greeting.
     pub fn clear(&self) -> Client {
         let mut client = Client::connect(&self.address);
         client.greet(3);
@@ -67,18 +68,18 @@ impl Secure {
         socket
     }
 
-    /// Returns a client with TLS, after the greeting.
+    /// Returns a client with TLS and the certificate of "alice", after the NBD greeting.
     pub fn client(&self) -> Client {
         self.client_as(Some("alice"), rustls::ALL_VERSIONS)
     }
 
-    /// Returns a client with TLS, with this certificate or none.
+    /// Returns a client with TLS that presents the certificate of `who`, or no certificate.
     pub fn client_as(&self, who: Option<&str>, versions: &[&'static SupportedProtocolVersion]) -> Client {
         let stream = self.stream(&self.ours, who, versions);
         Client::over(Box::new(stream))
     }
 
-    /// Returns a connection at which `OPT_STARTTLS` was acknowledged.
+    /// Returns a connection on which the server has acknowledged `OPT_STARTTLS`, before the TLS handshake.
     pub fn upgraded(&self) -> UnixStream {
         let socket = self.socket();
         let mut client = Client::over(Box::new(socket.try_clone().unwrap()));
@@ -89,8 +90,8 @@ impl Secure {
         socket
     }
 
-    /// Returns a TLS stream with a certificate of this authority. The handshake takes place with the first
-    /// bytes.
+    /// Returns a TLS stream that presents the certificate which the authority `of` signed for `who`. The TLS
+    /// handshake takes place with the first read or write.
     pub fn stream(
         &self,
         of: &Authority,
@@ -100,14 +101,14 @@ impl Secure {
         StreamOwned::new(connection(&self.ours, of, who, versions), self.upgraded())
     }
 
-    /// Checks that no connection is left, and that the server still serves.
+    /// Checks that no connection is open, and that the server still serves a new client.
     pub fn assert_sound(&self) {
         super::eventually(|| self.server.stats().connections == 0);
         self.assert_serves();
         super::eventually(|| self.server.stats().connections == 0);
     }
 
-    /// Checks that the server serves a client.
+    /// Checks that the server serves a new client with TLS.
     pub fn assert_serves(&self) {
         let mut client = self.client();
         client.structured();
@@ -126,7 +127,7 @@ pub fn files(ours: &Authority, verify: bool) -> TlsFiles {
     }
 }
 
-/// Returns the client side of a TLS connection, before its first byte.
+/// Returns the client side of a TLS connection, before the handshake.
 pub fn connection(
     trusts: &Authority,
     of: &Authority,
@@ -152,7 +153,7 @@ pub fn connection(
     ClientConnection::new(Arc::new(config), server).unwrap()
 }
 
-/// Checks that the connection ends without plaintext, whatever was sent before.
+/// Checks that the connection ends and that the server sends no plaintext, whatever the client sent before.
 pub fn assert_ends(socket: &mut (impl Read + Write)) {
     let mut rest = [0; 4096];
     loop {

@@ -1,23 +1,23 @@
-//! A device of any size that contains only zeroes and logs trims and write zeroes.
+//! A device of any size that reads as zeroes, and logs trims and write zeroes.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
 
 use super::device::geometry;
 
-/// Reads, flushes and block status complete inline.
+/// A device that reads as zeroes and ignores writes. Only trims and write zeroes may need several steps.
 pub struct Vast {
     size: u64,
-    /// Maximum number of bytes of a trim or write zeroes per try. With 0 they must be submitted, and the test
-    /// completes them.
+    /// Maximum number of bytes that one `try_io` call trims or zeroes. With 0, trims and write zeroes must be
+    /// submitted, and the test completes them.
     pub per_try: AtomicU64,
-    /// Trims and write zeroes that include this byte fail.
+    /// Offset of a bad byte: trims and write zeroes that include the byte fail.
     pub bad_byte: AtomicU64,
-    /// Trims and write zeroes that were completed inline or submitted.
+    /// Log of the trims and write zeroes that were completed inline or submitted.
     pub steps: Mutex<Vec<Request>>,
     held: Mutex<Vec<(Request, Completion)>>,
 }
@@ -33,7 +33,7 @@ impl Vast {
         }
     }
 
-    /// Returns the requests that the test must complete.
+    /// Returns the submitted requests that the test has not completed yet.
     pub fn held(&self) -> Vec<Request> {
         self.held.lock().unwrap().iter().map(|(request, _)| *request).collect()
     }
@@ -55,26 +55,26 @@ impl Device for Vast {
         Geometry { volatile_cache: false, ..geometry(self.size) }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         match request.op {
             Op::Read => {
                 if let Buffer::Read(buffer) = buffer {
                     buffer.fill(0);
                 }
-                return Ok(Tried::Done);
+                return Ok(TryResult::Done);
             }
-            Op::Write | Op::Flush => return Ok(Tried::Done),
+            Op::Write | Op::Flush => return Ok(TryResult::Done),
             Op::Discard | Op::WriteZeroes => {}
         }
         let per_try = self.per_try.load(SeqCst);
         if per_try == 0 {
-            return Ok(Tried::WouldBlock);
+            return Ok(TryResult::WouldBlock);
         }
         let part = Request { len: request.len.min(per_try), ..*request };
         self.outcome(&part)?;
         self.steps.lock().unwrap().push(part);
-        Ok(if part == *request { Tried::Done } else { Tried::Partly(per_try) })
+        Ok(if part == *request { TryResult::Done } else { TryResult::Partly(per_try) })
     }
 
     fn submit(&self, request: Request, _: IoBuf, done: Completion) {

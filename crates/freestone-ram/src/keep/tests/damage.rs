@@ -1,8 +1,9 @@
-//! Files that are truncated, damaged or newer.
+//! Files of kept devices that are truncated, damaged or of a newer version.
 
 use super::*;
 
-/// Creates a directory with a whole file and two increments. Returns the content of each save.
+/// Creates a directory with a whole file and two increments. Returns the content of the disk at
+/// each save.
 fn three_saves(path: &Path) -> Vec<Vec<u8>> {
     let ram = family().ram(MIB).unwrap();
     let mut random = Random(11);
@@ -18,8 +19,8 @@ fn three_saves(path: &Path) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Returns all pages of the restored device; `None` for those that cannot be read.
-pub fn shown(path: &Path, damaged: Damaged) -> Result<Vec<Option<Vec<u8>>>, KeepError> {
+/// Restores the device, and returns its pages; `None` for a page that cannot be read.
+pub fn shown(path: &Path, damaged: DamagePolicy) -> Result<Vec<Option<Vec<u8>>>, KeepError> {
     let family = family();
     let mut keep = Keep::open_with(path, BaseCheck::default(), damaged)?;
     let (devices, mut loading) = keep.restore(&family, &[], &never)?;
@@ -42,7 +43,7 @@ pub fn shown(path: &Path, damaged: Damaged) -> Result<Vec<Option<Vec<u8>>>, Keep
     let after = pages();
     assert!(before == after, "loading changes nothing");
     let failed = after.iter().filter(|page| page.is_none()).count() as u64;
-    assert_eq!(loaded, if failed == 0 { Loaded::All } else { Loaded::AllBut(failed) });
+    assert_eq!(loaded, if failed == 0 { LoadOutcome::Complete } else { LoadOutcome::Incomplete(failed) });
     Ok(after)
 }
 
@@ -58,7 +59,7 @@ pub fn write_all(path: &Path, files: &BTreeMap<String, Vec<u8>>) {
     }
 }
 
-/// Returns the positions of the blocks of a file.
+/// Returns the positions of the blocks in a file.
 pub fn blocks(path: &Path) -> Vec<u64> {
     let mut reader = saved::reader::Reader::open_any(path).unwrap();
     let mut at = vec![reader.at()];
@@ -76,36 +77,37 @@ fn truncated_save_restores_previous_one() {
     let all = files(&path);
     let names: Vec<_> = all.keys().cloned().collect();
     assert_eq!(names, ["0000000001-0001.part", "0000000001-0002.part", "0000000001.whole"]);
-    assert!(is(&shown(&path, Damaged::Refuse).unwrap(), &contents[2]));
-    // A file system may have a name whose content is incomplete.
+    assert!(is(&shown(&path, DamagePolicy::Refuse).unwrap(), &contents[2]));
+    // After a crash, a file system may have a file name whose content is incomplete.
     for (name, present) in [(&names[1], 2), (&names[0], 1), (&names[2], 0)] {
         let len = all[name].len() as u64;
         let cuts = blocks(&path.join(name)).into_iter().chain([0, 1, 20, 64, 70, len - 80]);
         let cuts = cuts.flat_map(|at| [at, at + 1, at + 39, at + 41, at + 100]).filter(|&at| at < len);
-        // A quick run takes every fourth cut; all five distances still occur.
+        // A quick run tests every fourth cut, which still covers all five distances.
         for cut in cuts.step_by(effort(4, 1)) {
             let mut left = all.clone();
             left.get_mut(name).unwrap().truncate(cut as usize);
-            // Files with later names do not exist yet.
+            // At the time of the truncated file, later files do not exist yet.
             left.retain(|other, _| {
                 other == name || other.ends_with("whole") || (present == 2 && *other == names[0])
             });
             write_all(&other, &left);
-            match (present, shown(&other, Damaged::Refuse)) {
+            match (present, shown(&other, DamagePolicy::Refuse)) {
                 (0, shown) => assert!(matches!(shown, Err(KeepError::Read(_))), "{cut}"),
                 (_, Ok(pages)) => assert!(is(&pages, &contents[present - 1]), "{name} {cut}"),
-                // The header alone does not identify the chain.
+                // A file cut within the header (64 bytes) does not identify its chain, so opening
+                // may fail.
                 (_, Err(error)) => assert!(matches!(error, KeepError::Read(_)) && cut < 64, "{cut}: {error}"),
             }
             if present > 0 {
-                let keep = Keep::open_with(&other, BaseCheck::default(), Damaged::LeaveOut).unwrap();
-                assert_eq!(keep.contents().unwrap().left_out, 1, "{name} {cut}");
+                let keep = Keep::open_with(&other, BaseCheck::default(), DamagePolicy::UseOlder).unwrap();
+                assert_eq!(keep.contents().unwrap().unusable_files, 1, "{name} {cut}");
             }
         }
     }
 }
 
-/// A crash at any step of a save leaves a directory with the old or the new content.
+/// A crash at any step of a save must leave a directory with the old or the new content.
 #[test]
 fn crash_during_whole_save_or_merge_keeps_chain() {
     let dir = tempfile::tempdir().unwrap();
@@ -118,8 +120,8 @@ fn crash_during_whole_save_or_merge_keeps_chain() {
     let merged = files(&path);
     let (name, bytes) = merged.iter().next().unwrap();
     assert_eq!((merged.len(), &**name), (1, "0000000002.whole"));
-    // The new file is unfinished under a temporary name, then named; then the old files are
-    // removed, newest first.
+    // The new file first has a temporary name, and then its final name. After that the old files
+    // are removed, newest first.
     let mut steps = vec![before.clone()];
     for cut in [0, 100, bytes.len() / 2, bytes.len()] {
         let mut step = before.clone();
@@ -135,7 +137,7 @@ fn crash_during_whole_save_or_merge_keeps_chain() {
     }
     for (number, step) in steps.iter().enumerate() {
         write_all(&other, step);
-        assert!(is(&shown(&other, Damaged::Refuse).unwrap(), &contents[2]), "step {number}");
+        assert!(is(&shown(&other, DamagePolicy::Refuse).unwrap(), &contents[2]), "step {number}");
         let left = files(&other);
         assert!(!left.keys().any(|name| name.ends_with("tmp")), "what was not finished is gone");
         assert!(left.len() == 1 || left == before, "step {number}: and what was replaced");
@@ -151,13 +153,13 @@ fn flipped_bit_never_returns_wrong_data() {
     let (mut refused, mut partly, mut cut) = (0, 0, 0);
     for (name, bytes) in &all {
         let dense = |at: usize| at < 300 || at + 112 > bytes.len();
-        // Every bit number and every field occurs: 7 has no divisor in common with 8.
+        // A stride of 7 covers every bit number and every field, as 7 and 8 have no common divisor.
         let (stride, sparse) = effort((7, 16_001), (1, 4001));
         for at in (0..bytes.len()).filter(|at| (dense(*at) && at % stride == 0) || at % sparse == 0) {
             let mut flipped = all.clone();
             flipped.get_mut(name).unwrap()[at] ^= 1 << (at % 8);
             write_all(&other, &flipped);
-            match shown(&other, Damaged::Refuse) {
+            match shown(&other, DamagePolicy::Refuse) {
                 Err(KeepError::Read(_)) => refused += 1,
                 Err(error) => panic!("{error}"),
                 Ok(pages) => {
@@ -167,7 +169,7 @@ fn flipped_bit_never_returns_wrong_data() {
                             .into_iter()
                             .all(|(page, content)| page.as_ref().is_none_or(|page| page == content))
                     };
-                    // Damage at the end of the newest file counts as an incomplete save.
+                    // Damage at the end of the newest file is treated as an incomplete save.
                     let last = name.contains("0002");
                     cut += u32::from(!right(&contents[2]));
                     assert!(right(&contents[2]) || last && right(&contents[1]), "{name} {at}");
@@ -189,7 +191,7 @@ fn damaged_page_can_be_rewritten_and_saved() {
     bytes[at] ^= 1;
     fs::write(&name, &bytes).unwrap();
     let (mut keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
-    assert!(matches!(loading.run(&never, &mut |_, _| {}), Loaded::AllBut(_)));
+    assert!(matches!(loading.run(&never, &mut |_, _| {}), LoadOutcome::Incomplete(_)));
     assert!(matches!(keep.merge(&never, &mut |_, _| {}), Err(KeepError::Read(_))));
     let other = dir.path().join("other");
     let failed = saved::save(&borrowed(&devices), &other, BaseCheck::default(), &mut |_, _| {});
@@ -197,9 +199,9 @@ fn damaged_page_can_be_rewritten_and_saved() {
     assert!(lost, "a page that is lost is not saved as nothing: {failed:?}");
     let ram = &devices[0].1;
     ram.write_at(0, &contents[2], Flags::empty()).unwrap();
-    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Whole);
+    assert_eq!(save(&mut keep, &borrowed(&devices)).kind, SaveKind::Whole);
     drop((keep, devices, loading));
-    assert!(is(&shown(dir.path(), Damaged::Refuse).unwrap(), &contents[2]));
+    assert!(is(&shown(dir.path(), DamagePolicy::Refuse).unwrap(), &contents[2]));
 }
 
 #[test]
@@ -212,7 +214,7 @@ fn newer_format_version_is_refused() {
         let mut newer = original.clone();
         newer[16] = 5;
         fs::write(path.join(name), &newer).unwrap();
-        for damaged in [Damaged::Refuse, Damaged::LeaveOut] {
+        for damaged in [DamagePolicy::Refuse, DamagePolicy::UseOlder] {
             let error = Keep::open_with(&path, BaseCheck::default(), damaged).err().unwrap();
             assert!(matches!(error, KeepError::Read(RestoreError::Newer { version: 5, .. })), "{error}");
         }
@@ -236,10 +238,10 @@ fn swapped_or_missing_files_are_refused() {
     swapped.insert(two.clone(), second);
     write_all(&other, &swapped);
     assert!(matches!(Keep::open(&other), Err(KeepError::Read(RestoreError::Damaged { .. }))));
-    let keep = Keep::open_with(&other, BaseCheck::default(), Damaged::LeaveOut).unwrap();
-    assert_eq!(keep.contents().unwrap().left_out, 2);
+    let keep = Keep::open_with(&other, BaseCheck::default(), DamagePolicy::UseOlder).unwrap();
+    assert_eq!(keep.contents().unwrap().unusable_files, 2);
     drop(keep);
-    // A file is missing.
+    // A file in the middle of the chain is missing.
     let mut missing = files(&path);
     missing.remove("0000000001-0001.part");
     write_all(&other, &missing);

@@ -1,4 +1,4 @@
-//! Failing system calls while a directory changes.
+//! System calls that fail while a directory of kept devices changes.
 
 use freestone_core::fail_points::{Call, Fault, inject};
 use rustix::io::Errno;
@@ -6,27 +6,28 @@ use rustix::io::Errno;
 use super::damage::write_all;
 use super::*;
 
-/// Creates a fault: `after` calls succeed, the next ones fail.
+/// Creates a fault with EIO: `after` calls succeed, and the next `times` calls fail.
 fn fault(call: Call, after: u32, times: u32) -> Fault {
     Fault { call, after, times, errno: Errno::IO, is_done: false }
 }
 
-/// A disk that is saved repeatedly, and the content that must survive a crash.
+/// A disk that is saved repeatedly, and the contents of which one must survive a crash.
 struct Life {
     dir: tempfile::TempDir,
     other: tempfile::TempDir,
     ram: Ram,
     keep: Keep,
-    /// The disk's contents since the last one reported as saved.
+    /// The contents of the disk, from the last content reported as saved on.
     contents: Vec<Vec<u8>>,
-    /// Names created by failed steps: a crash may undo them.
+    /// File names created by failed steps, which a crash may undo.
     doubtful: Vec<String>,
     round: u8,
 }
 
 impl Life {
     fn new() -> Self {
-        // In memory if possible: an fsync of a disk takes milliseconds, and there are thousands.
+        // Use a directory in memory if possible: an fsync of a disk takes milliseconds, and there
+        // are thousands.
         let in_memory = || tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let (dir, other) = (in_memory(), in_memory());
         let keep = Keep::open(&dir.path().join("kept")).unwrap();
@@ -42,8 +43,8 @@ impl Life {
         self.dir.path().join("kept")
     }
 
-    /// Runs a step; if it `promises` and succeeds, the current content must survive. Checks the
-    /// directory after a crash.
+    /// Runs a step. If the step `promises` durability and succeeds, only the current content may
+    /// survive a crash. Then checks what a restart after a crash would restore.
     fn step(&mut self, promises: bool, step: impl FnOnce(&mut Keep, &Ram) -> bool, shown: &str) -> bool {
         let before = files(&self.path());
         let done = step(&mut self.keep, &self.ram);
@@ -72,7 +73,7 @@ impl Life {
         let mut keep = Keep::open(&path).unwrap_or_else(|why| panic!("{shown}: {why}"));
         let found = match keep.restore(&family(), &[], &never) {
             Ok((devices, _loading)) => content(named(&devices, "a")),
-            Err(KeepError::Nothing(_)) => vec![0; 64 * PAGE_BYTES],
+            Err(KeepError::Empty(_)) => vec![0; 64 * PAGE_BYTES],
             Err(why) => panic!("{shown}: {why}"),
         };
         assert!(self.contents.contains(&found), "{shown}: what was reported as saved is not there");
@@ -93,9 +94,9 @@ impl Life {
     }
 }
 
-/// Every system call of a history fails, once or twice, before or after its effect. Reported
-/// content survives a crash, even if that undoes names not known to be durable. The second save
-/// after the fault succeeds, and no file of older generations remains.
+/// Every system call of a history fails, once or twice, before or after its effect. Content
+/// reported as saved must survive a crash, even if the crash undoes names not known to be durable.
+/// The second save after the fault must succeed, and no file of older generations may remain.
 #[test]
 fn save_or_merge_any_call_fails_loses_nothing() {
     let mut faults = 0;
@@ -105,7 +106,7 @@ fn save_or_merge_any_call_fails_loses_nothing() {
         (Call::SyncFile, true, 1),
         (Call::Place, true, 1),
         (Call::Open, false, 1),
-        // Numerous calls that differ little.
+        // Reads are numerous and differ little, so a quick run tests only some.
         (Call::Read, false, effort(11, 1)),
         (Call::ReadData, false, 1),
     ];
@@ -139,8 +140,8 @@ fn save_or_merge_any_call_fails_loses_nothing() {
     assert!(faults > 30, "{faults}");
 }
 
-/// A merged file whose name may not be durable is not continued: a crash would lose the files
-/// before it.
+/// A merged file whose name may not be durable must not be continued by an increment. A crash that
+/// undoes the name would lose the increment.
 #[test]
 fn merge_dir_sync_fails_next_save_is_whole() {
     let mut life = Life::new();
@@ -154,14 +155,14 @@ fn merge_dir_sync_fails_next_save_is_whole() {
     assert!(!life.keep.is_merge_due());
     life.ram.write_at(0, &[9; 512], Flags::empty()).unwrap();
     let devices: [(&str, &Ram); 1] = [("a", &life.ram)];
-    assert_eq!(life.keep.estimate(&devices).unwrap().wrote, Wrote::Whole);
-    assert_eq!(save(&mut life.keep, &devices).wrote, Wrote::Whole);
+    assert_eq!(life.keep.estimate(&devices).unwrap().kind, SaveKind::Whole);
+    assert_eq!(save(&mut life.keep, &devices).kind, SaveKind::Whole);
     assert_eq!(files(&life.path()).into_keys().collect::<Vec<_>>(), ["0000000003.whole"]);
-    assert_eq!(save(&mut life.keep, &devices).wrote, Wrote::Nothing);
+    assert_eq!(save(&mut life.keep, &devices).kind, SaveKind::Unchanged);
 }
 
-/// A transient error must not select an older file: the newer one would reappear later and
-/// supersede newer saves.
+/// A transient error must not select an older file. The newer file would be readable again later
+/// and supersede newer saves.
 #[test]
 fn open_passing_error_takes_no_older_generation() {
     let mut life = Life::new();
@@ -173,7 +174,7 @@ fn open_passing_error_takes_no_older_generation() {
     both.extend(old);
     let (newest, dir) = (content(&life.ram), life.other.path().join("both"));
     drop((life.keep, life.ram));
-    for damaged in [Damaged::Refuse, Damaged::LeaveOut] {
+    for damaged in [DamagePolicy::Refuse, DamagePolicy::UseOlder] {
         for (call, errno) in
             [(Call::Open, Errno::MFILE), (Call::Read, Errno::IO), (Call::Open, Errno::ACCESS)]
         {
@@ -197,7 +198,7 @@ fn open_passing_error_takes_no_older_generation() {
     assert!(content(named(&devices, "a")) == newest);
 }
 
-/// A directory that cannot be synced or cleaned up at the start is still used.
+/// A directory that cannot be synced at the start is still used.
 #[test]
 fn open_dir_sync_fails_content_is_served() {
     let mut life = Life::new();
@@ -212,11 +213,11 @@ fn open_dir_sync_fails_content_is_served() {
     let (devices, _loading) = keep.restore(&family(), &[], &never).unwrap();
     assert!(content(named(&devices, "a")) == content(&ram));
     named(&devices, "a").write_at(0, &[7; 512], Flags::empty()).unwrap();
-    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Whole);
+    assert_eq!(save(&mut keep, &borrowed(&devices)).kind, SaveKind::Whole);
     assert_eq!(files(&path).len(), 1);
 }
 
-/// An existing file with the name of the next increment fails one save, not all.
+/// An existing file with the name of the next increment makes one save fail, but not the next.
 #[test]
 fn increment_name_taken_next_save_is_whole() {
     let mut life = Life::new();
@@ -226,6 +227,6 @@ fn increment_name_taken_next_save_is_whole() {
     let devices: [(&str, &Ram); 1] = [("a", &life.ram)];
     let failed = life.keep.save(&devices, &never, &mut |_, _| {}).unwrap_err();
     assert!(failed.to_string().contains("the file already exists"), "{failed}");
-    assert_eq!(save(&mut life.keep, &devices).wrote, Wrote::Whole);
+    assert_eq!(save(&mut life.keep, &devices).kind, SaveKind::Whole);
     assert_eq!(files(&life.path()).len(), 1);
 }

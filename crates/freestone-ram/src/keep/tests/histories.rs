@@ -1,11 +1,12 @@
-//! Random histories of families compared with byte vectors, reopened at random moments.
+//! Random histories of families compared with byte vectors. The directory is reopened at random
+//! moments.
 
 use super::*;
 use crate::ram::ForkConfig;
 
 const SIZE_MAX: u64 = 3 * MIB;
-/// Value of [`ModelledDevice::base_size`] for a fork of a snapshot, whose rewind the model does not
-/// cover.
+/// Value of [`ModelledDevice::base_size`] for a fork of a snapshot. The model does not cover the
+/// rewind of such forks.
 const OF_SNAPSHOT: u64 = 1;
 
 /// A device and its expected content.
@@ -13,7 +14,7 @@ struct ModelledDevice {
     name: String,
     ram: Ram,
     bytes: Vec<u8>,
-    /// For a fork: size of its base.
+    /// Size of the fork's base in bytes; 0 for a disk, [`OF_SNAPSHOT`] for a fork of a snapshot.
     base_size: u64,
 }
 
@@ -111,7 +112,7 @@ impl World {
         self.devices.push(ModelledDevice { name: format!("{kind}{}", self.names), ram, bytes, base_size });
     }
 
-    fn save(&self, keep: &mut Keep) -> KeptNow {
+    fn save(&self, keep: &mut Keep) -> KeepReport {
         let devices: Vec<_> = self.devices.iter().map(|device| (&*device.name, &device.ram)).collect();
         save(keep, &devices)
     }
@@ -125,8 +126,8 @@ impl World {
         }
     }
 
-    /// Replaces the devices by restored ones in a new family.
-    fn reopen(&mut self, path: &Path) -> (Keep, Loading) {
+    /// Replaces the devices by those restored in a new family.
+    fn reopen(&mut self, path: &Path) -> (Keep, BackgroundLoad) {
         self.family = family();
         let (keep, devices, loading) = restored(path, &self.family, &[Base::Snapshot(self.base.clone())]);
         assert_eq!(devices.len(), self.devices.len());
@@ -141,12 +142,12 @@ fn run(seed: u64, steps: u64) -> [u32; 3] {
     let dir = tempfile::tempdir().unwrap();
     let mut world = World::new(seed);
     let mut keep = Keep::open(dir.path()).unwrap();
-    let mut loading: Option<Loading> = None;
+    let mut loading: Option<BackgroundLoad> = None;
     let mut wrote = [0; 3];
     for step in 0..steps {
         world.step();
         match world.random.below(80) {
-            0..4 => wrote[world.save(&mut keep).wrote as usize] += 1,
+            0..4 => wrote[world.save(&mut keep).kind as usize] += 1,
             4 => drop(keep.merge_if_due(&never, &mut |_, _| {}).unwrap()),
             5 if keep.contents().is_some() => drop(keep.merge(&never, &mut |_, _| {}).unwrap()),
             6 => {
@@ -159,7 +160,7 @@ fn run(seed: u64, steps: u64) -> [u32; 3] {
                     world.check(&format!("seed {seed}, step {step}, just restored"));
                 }
             }
-            // Load a few blocks, or all.
+            // Load a few blocks or all.
             7..14 => {
                 if let Some(loading) = &mut loading {
                     let left = Cell::new(world.random.below(4));
@@ -190,7 +191,7 @@ fn random_histories_restore_families() {
     assert!(wrote[0] > effort(1, 6) && wrote[1] > effort(2, 12), "{wrote:?}: both kinds of files");
 }
 
-/// Saves a disk of 8 MiB of random pages, named a. Returns its content.
+/// Saves a disk named "a" with 8 MiB of random pages. Returns the content of the disk.
 fn saved_noise(dir: &Path, seed: u64) -> Vec<u8> {
     let ram = family().ram(8 * MIB).unwrap();
     let mut random = Random(seed);
@@ -202,8 +203,8 @@ fn saved_noise(dir: &Path, seed: u64) -> Vec<u8> {
     content(&ram)
 }
 
-/// Snapshots are read and forked while pages of their origin are still in the files, and the origin
-/// is written, discarded and loaded.
+/// Snapshots are read and forked while pages of the origin are still in the files. Meanwhile the
+/// origin is written, discarded and loaded.
 #[test]
 fn snapshots_during_loading_keep_content() {
     let dir = tempfile::tempdir().unwrap();
@@ -225,7 +226,7 @@ fn snapshots_during_loading_keep_content() {
         then[5 * PAGE_BYTES + 512..][..512].fill(9);
         let mut now = then.clone();
         now[..700 * PAGE_BYTES].fill(0);
-        // An older snapshot takes over pages of a removed younger one.
+        // When the younger snapshot is removed, the older one takes over its pages.
         let check = |second: Option<&Ram>| {
             assert!(content(&first) == before && content(&fork) == forked && content(live) == now);
             assert!(second.is_none_or(|second| content(second) == then));
@@ -268,7 +269,7 @@ fn rewind_or_removal_during_loading_keeps_snapshots() {
         if let Some((_, live)) = devices.first() {
             assert_eq!(content(live)[1024..], vec![0; 8 * MIB as usize - 1024]);
         }
-        // All memory is freed.
+        // All memory must be freed.
         drop((keep, devices, snapshot, loading));
         let begun = std::time::Instant::now();
         while family.stat().charged + family.stat().retiring > 0 {

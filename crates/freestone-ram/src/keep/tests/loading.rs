@@ -1,4 +1,4 @@
-//! Devices in use while they are loaded.
+//! Kept devices that are in use while their pages are loaded.
 
 use super::*;
 use crate::codec::Algorithm;
@@ -6,7 +6,7 @@ use crate::ram::{Backing, Contents, ForkConfig};
 use freestone_core::device::{Extent, ExtentKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Creates a directory with a disk whose pages contain their numbers.
+/// Creates a directory with a saved disk named "a", whose pages depend on their page numbers.
 fn numbered(path: &Path, pages: u64, algorithm: Algorithm) -> Ram {
     let config = Config { comp_algorithm: algorithm, ..Config::default() };
     let ram = Family::new(config).unwrap().ram(pages * PAGE).unwrap();
@@ -18,7 +18,7 @@ fn numbered(path: &Path, pages: u64, algorithm: Algorithm) -> Ram {
     ram
 }
 
-/// Half of the page compresses.
+/// Returns a page whose first half is random, so that only the other half compresses.
 fn number_page(page: u64, version: u64) -> Vec<u8> {
     let mut random = Random(page << 8 | version << 1 | 1);
     let mut bytes = vec![version as u8; PAGE_BYTES];
@@ -28,15 +28,16 @@ fn number_page(page: u64, version: u64) -> Vec<u8> {
     bytes
 }
 
-/// The types can be moved to the caller's threads.
+/// The caller can move these types to its threads.
 #[test]
 fn keep_and_loading_are_send() {
     fn assert_send<T: Send>() {}
     assert_send::<Keep>();
-    assert_send::<Loading>();
+    assert_send::<BackgroundLoad>();
 }
 
-/// Writes, discards and snapshots concurrent with the loader: completed writes are never lost.
+/// Writes, discards and snapshots run concurrently with the loader. Completed writes must never be
+/// lost.
 #[test]
 fn writes_during_loading_win() {
     const PAGES: u64 = 4096;
@@ -54,7 +55,7 @@ fn writes_during_loading_win() {
                         let mut random = Random(round * 10 + writer + 1);
                         let mut last = BTreeMap::new();
                         while !stop.load(Ordering::SeqCst) {
-                            // Each writer has pages of its own.
+                            // Each writer has its own pages.
                             let page = random.below(PAGES / 3) * 3 + writer;
                             let version = last.get(&page).copied().unwrap_or(0);
                             let mut bytes = vec![0; PAGE_BYTES];
@@ -101,7 +102,7 @@ fn writes_during_loading_win() {
                 assert!(shown[(page * PAGE) as usize..][..PAGE_BYTES] == expected, "page {page}");
             }
         });
-        // The saved content is the same; the next round begins with other files.
+        // A save at this point contains the same content. The next round begins with new files.
         let _ = save(&mut keep, &borrowed(&devices));
         let now = content(ram);
         drop((keep, loading));
@@ -113,7 +114,8 @@ fn writes_during_loading_win() {
     }
 }
 
-/// Without memory the loader waits and continues later; missing pages are read from the files.
+/// Without memory the loader waits and continues later; missing pages are read from the files
+/// meanwhile.
 #[test]
 fn loading_without_memory_waits() {
     let dir = tempfile::tempdir().unwrap();
@@ -124,28 +126,28 @@ fn loading_without_memory_waits() {
     let ram = named(&devices, "a");
     let asked = Cell::new(0);
     let loaded = loading.run(&|| asked.replace(asked.get() + 1) > 20, &mut |_, _| {});
-    assert_eq!(loaded, Loaded::Cancelled);
+    assert_eq!(loaded, LoadOutcome::Cancelled);
     assert!(family.stat().mem_used_total <= MIB);
     assert!(content(ram) == before, "what is not in memory is in the files");
-    // A save needs no memory for pages in the files.
+    // A save does not need memory for pages that are still in the files.
     let (path, devices) = (dir.path(), borrowed(&devices));
     let other = tempfile::tempdir().unwrap();
     crate::save::save(&devices, &other.path().join("f"), BaseCheck::default(), &mut |_, _| {}).unwrap();
     let saved = crate::save::restore(&other.path().join("f"), &self::family(), &[], &mut |_, _| {}).unwrap();
     assert!(content(&saved[0].1) == before);
-    // Writes are subject to the limit as usual.
+    // Writes are subject to the memory limit as usual.
     let failed =
         (0..1024).any(|page| ram.write_at(page * PAGE, &number_page(page, 1), Flags::empty()).is_err());
     assert!(failed);
     let now = content(ram);
-    assert_eq!(keep.save(&devices, &never, &mut |_, _| {}).unwrap().wrote, Wrote::Increment);
+    assert_eq!(keep.save(&devices, &never, &mut |_, _| {}).unwrap().kind, SaveKind::Increment);
     family.set_mem_limit(0);
     load(&mut loading);
     assert!(content(ram) == now);
     assert!(files(path).len() == 2);
 }
 
-/// A device at its cap does not delay the loading of others.
+/// A device at its memory limit must not delay the loading of other devices.
 #[test]
 fn loading_skips_device_at_cap() {
     let dir = tempfile::tempdir().unwrap();
@@ -165,9 +167,9 @@ fn loading_skips_device_at_cap() {
         let (request, mut page) = (freestone_core::device::Request::read(0, PAGE), [0; PAGE_BYTES]);
         ram.try_io(&request, freestone_core::device::Buffer::Read(&mut page)).unwrap()
     };
-    let is_there = || tried(second) == freestone_core::device::Tried::Done;
+    let is_there = || tried(second) == freestone_core::device::TryResult::Done;
     assert!(!is_there());
-    assert_eq!(loading.run(&is_there, &mut |_, _| {}), Loaded::Cancelled);
+    assert_eq!(loading.run(&is_there, &mut |_, _| {}), LoadOutcome::Cancelled);
     assert!(content(first) == content(&a) && content(second) == content(&b));
     first.set_own_limits(0, 0).unwrap();
     load(&mut loading);
@@ -188,7 +190,7 @@ fn loading_with_backing_device_stays_within_limit() {
     assert!(content(named(&devices, "a")) == before);
 }
 
-/// Files of all algorithms are loaded into families with other algorithms.
+/// Files with each algorithm are loaded into families with other algorithms.
 #[test]
 fn all_algorithms_load_into_any_family() {
     for algorithm in [Algorithm::Lz4, Algorithm::Lz4hc, Algorithm::Zstd, Algorithm::Lzo, Algorithm::Store] {
@@ -218,7 +220,7 @@ fn unloaded_pages_count_as_own_changes() {
     drop(keep);
     let (mut keep, devices, mut loading) = restored(dir.path(), &family(), std::slice::from_ref(&base));
     let ram = named(&devices, "f");
-    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Nothing, "the base is the same one");
+    assert_eq!(save(&mut keep, &borrowed(&devices)).kind, SaveKind::Unchanged, "the base is the same one");
     let look = || {
         let (mut extents, mut changes) = (Vec::new(), Vec::new());
         let mut row = |extent: Extent| {
@@ -244,16 +246,16 @@ fn unloaded_pages_count_as_own_changes() {
         contents
     };
     assert_eq!(contents(), Contents { unloaded: 1, below: 255, ..Contents::default() });
-    assert!(!ram.holds_nothing());
+    assert!(!ram.is_unmodified());
     load(&mut loading);
     assert_eq!(look().1, changes);
     assert_eq!(contents(), Contents { compressed: 1, below: 255, ..Contents::default() });
-    // A fork of a snapshot of the device.
+    // A fork of a snapshot of the restored device reads the same content.
     let above = ram.snapshot().unwrap().fork(&ForkConfig::default()).unwrap();
     assert!(content(&above) == content(&fork));
 }
 
-/// After loading, reads of memory do not wait, and the files are closed.
+/// After loading, reads complete from memory without waiting, and the files are closed.
 #[test]
 fn files_are_closed_after_loading() {
     let dir = tempfile::tempdir().unwrap();
@@ -272,7 +274,7 @@ fn files_are_closed_after_loading() {
     let request = freestone_core::device::Request::read(0, 4096);
     let mut page = [0; PAGE_BYTES];
     let tried = ram.try_io(&request, freestone_core::device::Buffer::Read(&mut page));
-    assert_eq!(tried, Ok(freestone_core::device::Tried::Done));
+    assert_eq!(tried, Ok(freestone_core::device::TryResult::Done));
     ram.discard(0, PAGE).unwrap();
     assert_eq!(ram.mm_stat().orig_data_size, 499 * PAGE, "what is discarded is empty again");
 }
@@ -281,14 +283,14 @@ fn files_of(dir: &Path) -> Vec<std::path::PathBuf> {
     fs::read_dir(dir).unwrap().map(|row| row.unwrap().path()).collect()
 }
 
-/// Returns the CPU time of this thread, which other programs affect little.
+/// Returns the CPU time of this thread, on which other programs have little influence.
 fn cpu() -> std::time::Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     std::time::Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Prints measurements with `--nocapture`, for a disk of 64 MiB or `KEEP_MIB`, in the directory
-/// `KEEP_DIR`.
+/// Prints measurements if run with `--nocapture`. The disk has 64 MiB or `KEEP_MIB` MiB, and the
+/// files are in the directory `KEEP_DIR`.
 #[test]
 fn restore_is_immediate_and_increment_small() {
     use std::time::Instant;
@@ -321,7 +323,7 @@ fn restore_is_immediate_and_increment_small() {
     assert!(ratio <= 1.3, "{ratio}");
     let before = number_page(pages / 2, 0);
     drop((keep, ram));
-    // From the disk, and from the page cache.
+    // Measure with the files on the disk (cold), and with the files in the page cache.
     for cold in [true, false, true, false] {
         let drop_cache = || {
             for name in files_of(dir.path()).into_iter().filter(|_| cold) {

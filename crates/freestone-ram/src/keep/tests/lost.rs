@@ -1,4 +1,4 @@
-//! Pages that cannot be read when they are saved.
+//! Pages that could not be read when they were saved.
 
 use freestone_core::fail_points::{Call, Fault, inject};
 use rustix::io::Errno;
@@ -37,30 +37,32 @@ fn damage(path: &Path) {
     fs::write(path, &bytes).unwrap();
 }
 
-/// A damaged block does not fail a save: its pages are saved as lost, once.
+/// A damaged block must not fail a save. The pages of the block are saved as lost, once.
 #[test]
 fn save_damaged_block_saves_pages_as_lost() {
     let dir = tempfile::tempdir().unwrap();
     let ram = numbered(dir.path(), 2000);
     damage(&only_file(dir.path()));
     let (mut keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
-    let Loaded::AllBut(lost) = loading.run(&never, &mut |_, _| {}) else { panic!("a block is damaged") };
+    let LoadOutcome::Incomplete(lost) = loading.run(&never, &mut |_, _| {}) else {
+        panic!("a block is damaged")
+    };
     let restored_ram = named(&devices, "a");
     restored_ram.write_at(0, &[3; 512], Flags::empty()).unwrap();
-    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Increment);
-    // The merge cannot read the block, but memory may still have its pages.
+    assert_eq!(save(&mut keep, &borrowed(&devices)).kind, SaveKind::Increment);
+    // The merge cannot read the damaged block. But a save may still find its pages in memory.
     assert!(matches!(keep.merge(&never, &mut |_, _| {}), Err(KeepError::Read(_))));
     let now = save(&mut keep, &borrowed(&devices));
-    assert_eq!((now.wrote, now.lost), (Wrote::Whole, lost));
+    assert_eq!((now.kind, now.lost), (SaveKind::Whole, lost));
     assert_eq!(version(&only_file(dir.path())), VERSION_LOST);
-    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Nothing, "no other try would help");
+    assert_eq!(save(&mut keep, &borrowed(&devices)).kind, SaveKind::Unchanged, "no other try would help");
     restored_ram.write_at(512, &[4; 512], Flags::empty()).unwrap();
-    assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Increment);
+    assert_eq!(save(&mut keep, &borrowed(&devices)).kind, SaveKind::Increment);
     keep.merge(&never, &mut |_, _| {}).unwrap();
     drop((keep, devices, loading));
 
     ram.write_at(0, &[[3_u8; 512], [4; 512]].concat(), Flags::empty()).unwrap();
-    let pages = shown(dir.path(), Damaged::Refuse).unwrap();
+    let pages = shown(dir.path(), DamagePolicy::Refuse).unwrap();
     assert_eq!(pages.iter().filter(|page| page.is_none()).count() as u64, lost);
     let is_right =
         |(page, content): (&Option<Vec<u8>>, &[u8])| page.as_ref().is_none_or(|page| page == content);
@@ -75,11 +77,11 @@ fn save_damaged_block_saves_pages_as_lost() {
     keep.merge(&never, &mut |_, _| {}).unwrap();
     assert_eq!(version(&only_file(dir.path())), VERSION_KEPT);
     drop((keep, devices));
-    assert!(shown(dir.path(), Damaged::Refuse).unwrap().iter().all(Option::is_some));
+    assert!(shown(dir.path(), DamagePolicy::Refuse).unwrap().iter().all(Option::is_some));
 }
 
-/// One or two successive read errors are retried. If all retries fail, pages are saved as lost, and
-/// the next save retries them.
+/// One or two successive read errors are retried. If all tries fail, the pages are saved as lost,
+/// and the next save reads them again.
 #[test]
 fn save_passing_read_error_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -88,21 +90,21 @@ fn save_passing_read_error_loses_nothing() {
     for times in [1, 2, u32::MAX] {
         let (mut keep, devices, loading) = restored(dir.path(), &family(), &[]);
         let disk = named(&devices, "a");
-        // A new device forces a whole save.
+        // Adding a new device forces a whole save.
         let other = disk.family().ram(PAGE).unwrap();
         let all: [(&str, &Ram); 2] = [("a", disk), ("b", &other)];
         inject(Some(fault(times)));
         let now = keep.save(&all, &never, &mut |_, _| {});
         inject(None);
         let now = now.unwrap();
-        assert_eq!((now.wrote, now.lost > 500), (Wrote::Whole, times > 2), "{times}: {now:?}");
+        assert_eq!((now.kind, now.lost > 500), (SaveKind::Whole, times > 2), "{times}: {now:?}");
         if now.lost > 0 {
             assert_eq!(now.lost, now.pages);
-            // The time in which an unreadable block is not retried.
+            // Wait for more than a second, in which unreadable blocks are not read again.
             std::thread::sleep(std::time::Duration::from_millis(1100));
             let again = save(&mut keep, &all);
-            assert_eq!((again.wrote, again.pages, again.lost), (Wrote::Increment, now.lost, 0));
-            assert_eq!(save(&mut keep, &all).wrote, Wrote::Nothing);
+            assert_eq!((again.kind, again.pages, again.lost), (SaveKind::Increment, now.lost, 0));
+            assert_eq!(save(&mut keep, &all).kind, SaveKind::Unchanged);
         }
         drop((keep, devices, loading, other));
         let (mut keep, devices, _loading) = restored(dir.path(), &family(), &[]);
@@ -113,7 +115,8 @@ fn save_passing_read_error_loses_nothing() {
 
 const HEAD: usize = size_of::<BlockHeader>();
 
-/// Turns records of single pages into lost ones.
+/// Changes the records of the pages selected by `is_lost` to lost pages, and corrects all
+/// checksums.
 fn lose(path: &Path, is_lost: impl Fn(u32, u64) -> bool) {
     let starts = blocks(path);
     let mut bytes = fs::read(path).unwrap();
@@ -152,7 +155,8 @@ fn lose(path: &Path, is_lost: impl Fn(u32, u64) -> bool) {
     fs::write(path, &bytes).unwrap();
 }
 
-/// Operations of two snapshots and their origin on a page in turn, and the record that is lost.
+/// Operations of two snapshots and their origin on a page in turn, and the node whose record is
+/// lost (plus one; 0: none).
 struct Case {
     did: [u64; 3],
     lost: u64,
@@ -161,7 +165,7 @@ struct Case {
 const KEPT: u64 = 0;
 const WROTE: u64 = 1;
 const DISCARDED: u64 = 2;
-/// One page for each case.
+/// Number of pages: one for each case.
 const PAGES: u64 = 18 * 4;
 
 impl Case {
@@ -173,7 +177,7 @@ impl Case {
         self.did[node] == WROTE && self.lost == node as u64 + 1
     }
 
-    /// Returns the byte that fills a node's page; `None` if it is lost.
+    /// Returns the byte that fills the page in a node; `None` if the page is lost.
     fn expected(&self, node: usize) -> Option<u8> {
         let changed = (0..=node).rev().find(|&node| self.did[node] != KEPT);
         match changed {
@@ -184,8 +188,9 @@ impl Case {
     }
 }
 
-/// A page lost in one node of a chain fails there, and is right in the others. (Unwritten pages may
-/// fail, too, if another node of the chain has lost that page.)
+/// Reads of a page that is lost in one node of a chain fail in that node, and succeed in the
+/// others. (Reads of unwritten pages may fail, too, if another node of the chain has lost the
+/// page.)
 #[test]
 fn restore_snapshot_chain_lost_pages_fail_alone() {
     let dir = tempfile::tempdir().unwrap();
@@ -193,7 +198,7 @@ fn restore_snapshot_chain_lost_pages_fail_alone() {
     let write = |node: usize| {
         for page in 0..PAGES {
             match Case::of(page).did[node] {
-                // Pages of equal content would share a record.
+                // Make the pages differ, as pages of equal content would share a record.
                 WROTE => {
                     let mut bytes = [node as u8 + 1, page as u8, 1, 1].repeat(PAGE_BYTES / 4);
                     bytes.truncate(PAGE_BYTES);
@@ -237,12 +242,12 @@ fn restore_snapshot_chain_lost_pages_fail_alone() {
     };
     let (mut keep, devices, mut loading) = restored(dir.path(), &family(), &[]);
     check(&devices, "before loading");
-    assert!(matches!(loading.run(&never, &mut |_, _| {}), Loaded::AllBut(_)));
+    assert!(matches!(loading.run(&never, &mut |_, _| {}), LoadOutcome::Incomplete(_)));
     check(&devices, "after loading");
     let other = devices[0].1.family().ram(PAGE).unwrap();
     let mut all = borrowed(&devices);
     all.push(("other", &other));
-    assert_eq!(save(&mut keep, &all).wrote, Wrote::Whole);
+    assert_eq!(save(&mut keep, &all).kind, SaveKind::Whole);
     drop((keep, devices, loading));
     let (_keep, devices, _loading) = restored(dir.path(), &family(), &[]);
     check(&devices, "after another save");

@@ -1,75 +1,75 @@
-//! Simulated atomics. Each access is a scheduling point.
+//! Simulated atomics. Each access is a scheduling point, at which another task may be selected.
 
 pub use std::sync::atomic::{Ordering, compiler_fence, fence};
 
-use super::schedule::point;
+use super::schedule::pass_point;
 
 macro_rules! integer {
     ($name:ident, $value:ty) => {
-        /// Simulated atomic of `std::sync::atomic`.
+        /// Simulated atomic integer with the interface of `std::sync::atomic`.
         #[derive(Debug, Default, zerocopy::FromZeros)]
         #[repr(transparent)]
         pub struct $name(std::sync::atomic::$name);
 
         impl $name {
-            /// Creates an atomic.
+            /// Creates an atomic integer.
             pub const fn new(value: $value) -> Self {
                 Self(std::sync::atomic::$name::new(value))
             }
-            /// As in `std`.
+            /// Returns the value.
             pub fn load(&self, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.load(order)
             }
-            /// As in `std`.
+            /// Stores `value`.
             pub fn store(&self, value: $value, order: Ordering) {
-                point();
+                pass_point();
                 self.0.store(value, order);
             }
-            /// As in `std`.
+            /// Stores `value`, and returns the previous value.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.swap(value, order)
             }
-            /// As in `std`.
+            /// Adds `value` (wrapping), and returns the previous value.
             pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.fetch_add(value, order)
             }
-            /// As in `std`.
+            /// Subtracts `value` (wrapping), and returns the previous value.
             pub fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.fetch_sub(value, order)
             }
-            /// As in `std`.
+            /// Stores the bitwise AND with `value`, and returns the previous value.
             pub fn fetch_and(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.fetch_and(value, order)
             }
-            /// As in `std`.
+            /// Stores the bitwise OR with `value`, and returns the previous value.
             pub fn fetch_or(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.fetch_or(value, order)
             }
-            /// As in `std`.
+            /// Stores the bitwise XOR with `value`, and returns the previous value.
             pub fn fetch_xor(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.fetch_xor(value, order)
             }
-            /// As in `std`.
+            /// Stores the larger of the present value and `value`, and returns the previous value.
             pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.fetch_max(value, order)
             }
-            /// As in `std`.
+            /// Stores the smaller of the present value and `value`, and returns the previous value.
             pub fn fetch_min(&self, value: $value, order: Ordering) -> $value {
-                point();
+                pass_point();
                 self.0.fetch_min(value, order)
             }
-            /// As in `std`.
+            /// Stores `new` if the present value equals `current`, and returns the previous value.
             ///
             /// # Errors
-            /// The present value, if it differs from `current`.
+            /// Returns the present value if it differs from `current`.
             pub fn compare_exchange(
                 &self,
                 current: $value,
@@ -77,13 +77,14 @@ macro_rules! integer {
                 success: Ordering,
                 failure: Ordering,
             ) -> Result<$value, $value> {
-                point();
+                pass_point();
                 self.0.compare_exchange(current, new, success, failure)
             }
-            /// As in `std`, but never fails spuriously.
+            /// Does the same as [`compare_exchange`](Self::compare_exchange): unlike in `std`, it
+            /// never fails spuriously.
             ///
             /// # Errors
-            /// The present value, if it differs from `current`.
+            /// Returns the present value if it differs from `current`.
             pub fn compare_exchange_weak(
                 &self,
                 current: $value,
@@ -93,24 +94,25 @@ macro_rules! integer {
             ) -> Result<$value, $value> {
                 self.compare_exchange(current, new, success, failure)
             }
-            /// As in `std`.
+            /// Stores the value that `update` returns for the present one, and returns the previous
+            /// value.
             ///
             /// # Errors
-            /// The present value, if `update` returns `None`.
+            /// Returns the present value if `update` returns `None`.
             pub fn fetch_update(
                 &self,
                 set: Ordering,
                 fetch: Ordering,
                 update: impl FnMut($value) -> Option<$value>,
             ) -> Result<$value, $value> {
-                point();
+                pass_point();
                 self.0.fetch_update(set, fetch, update)
             }
-            /// As in `std`.
+            /// Returns a mutable reference to the value. Not a scheduling point.
             pub fn get_mut(&mut self) -> &mut $value {
                 self.0.get_mut()
             }
-            /// As in `std`.
+            /// Consumes the atomic and returns the value. Not a scheduling point.
             pub fn into_inner(self) -> $value {
                 self.0.into_inner()
             }
@@ -127,23 +129,23 @@ integer!(AtomicUsize, usize);
 pub struct AtomicBool(std::sync::atomic::AtomicBool);
 
 impl AtomicBool {
-    /// Creates an atomic.
+    /// Creates an atomic boolean.
     pub const fn new(value: bool) -> Self {
         Self(std::sync::atomic::AtomicBool::new(value))
     }
-    /// As in `std`.
+    /// Returns the value.
     pub fn load(&self, order: Ordering) -> bool {
-        point();
+        pass_point();
         self.0.load(order)
     }
-    /// As in `std`.
+    /// Stores `value`.
     pub fn store(&self, value: bool, order: Ordering) {
-        point();
+        pass_point();
         self.0.store(value, order);
     }
-    /// As in `std`.
+    /// Stores `value`, and returns the previous value.
     pub fn swap(&self, value: bool, order: Ordering) -> bool {
-        point();
+        pass_point();
         self.0.swap(value, order)
     }
 }
@@ -160,29 +162,29 @@ impl<T> Default for AtomicPtr<T> {
 }
 
 impl<T> AtomicPtr<T> {
-    /// Creates an atomic.
+    /// Creates an atomic pointer.
     pub const fn new(value: *mut T) -> Self {
         Self(std::sync::atomic::AtomicPtr::new(value))
     }
-    /// As in `std`.
+    /// Returns the pointer.
     pub fn load(&self, order: Ordering) -> *mut T {
-        point();
+        pass_point();
         self.0.load(order)
     }
-    /// As in `std`.
+    /// Stores `value`.
     pub fn store(&self, value: *mut T, order: Ordering) {
-        point();
+        pass_point();
         self.0.store(value, order);
     }
-    /// As in `std`.
+    /// Stores `value`, and returns the previous pointer.
     pub fn swap(&self, value: *mut T, order: Ordering) -> *mut T {
-        point();
+        pass_point();
         self.0.swap(value, order)
     }
-    /// As in `std`.
+    /// Stores `new` if the present pointer equals `current`, and returns the previous pointer.
     ///
     /// # Errors
-    /// The present value, if it differs from `current`.
+    /// Returns the present pointer if it differs from `current`.
     pub fn compare_exchange(
         &self,
         current: *mut T,
@@ -190,10 +192,10 @@ impl<T> AtomicPtr<T> {
         success: Ordering,
         failure: Ordering,
     ) -> Result<*mut T, *mut T> {
-        point();
+        pass_point();
         self.0.compare_exchange(current, new, success, failure)
     }
-    /// As in `std`.
+    /// Returns a mutable reference to the pointer. Not a scheduling point.
     pub fn get_mut(&mut self) -> &mut *mut T {
         self.0.get_mut()
     }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use super::{key_of, schedule};
 use crate::sim::time::Instant;
 
-/// Fields whose addresses are the keys of tasks that wait for a value or for space.
+/// Fields whose addresses are keys: `sent` for tasks that wait for a value, `received` for tasks
+/// that wait for space.
 #[derive(Debug, Default)]
 struct Keys {
     sent: u8,
@@ -61,12 +62,12 @@ pub fn sync_channel<T>(bound: usize) -> (SyncSender<T>, Receiver<T>) {
 const PRESENT: &str = "present until dropped";
 
 impl<T> Sender<T> {
-    /// Sends a value.
+    /// Sends a value. Never blocks.
     ///
     /// # Errors
-    /// If the receiver was dropped.
+    /// Fails if the receiver was dropped.
     pub fn send(&self, value: T) -> Result<(), SendError<T>> {
-        schedule::point();
+        schedule::pass_point();
         self.inner.as_ref().expect(PRESENT).send(value)?;
         schedule::wake(self.keys.sent(), true);
         Ok(())
@@ -74,16 +75,16 @@ impl<T> Sender<T> {
 }
 
 impl<T> SyncSender<T> {
-    /// Sends a value, waiting for space.
+    /// Sends a value; waits while the channel is full.
     ///
     /// # Errors
-    /// If the receiver was dropped.
+    /// Fails if the receiver was dropped.
     pub fn send(&self, mut value: T) -> Result<(), SendError<T>> {
         let inner = self.inner.as_ref().expect(PRESENT);
         if schedule::current_task().is_none() {
             return inner.send(value);
         }
-        schedule::point();
+        schedule::pass_point();
         loop {
             match inner.try_send(value) {
                 Ok(()) => {
@@ -100,9 +101,9 @@ impl<T> SyncSender<T> {
     /// Sends a value if the channel has space.
     ///
     /// # Errors
-    /// If the channel is full, or the receiver was dropped.
+    /// Fails if the channel is full, or if the receiver was dropped.
     pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
-        schedule::point();
+        schedule::pass_point();
         self.inner.as_ref().expect(PRESENT).try_send(value)?;
         schedule::wake(self.keys.sent(), true);
         Ok(())
@@ -114,21 +115,21 @@ impl<T> Receiver<T> {
         self.inner.as_ref().expect(PRESENT)
     }
 
-    /// Receives a value if one is available.
+    /// Receives a value if one is available, without waiting.
     ///
     /// # Errors
-    /// If the channel is empty, or all senders were dropped.
+    /// Fails if the channel is empty, with or without remaining senders.
     pub fn try_recv(&self) -> Result<T, TryRecvError> {
-        schedule::point();
+        schedule::pass_point();
         let value = self.inner().try_recv()?;
         schedule::wake(self.keys.received(), true);
         Ok(value)
     }
 
-    /// Waits for a value.
+    /// Waits for a value and returns it.
     ///
     /// # Errors
-    /// If all senders were dropped.
+    /// Fails if the channel is empty and all senders were dropped.
     pub fn recv(&self) -> Result<T, RecvError> {
         if schedule::current_task().is_none() {
             return self.inner().recv();
@@ -145,7 +146,7 @@ impl<T> Receiver<T> {
     /// Waits for a value, at most for `most`.
     ///
     /// # Errors
-    /// On timeout, or if all senders were dropped.
+    /// Fails on timeout, or if the channel is empty and all senders were dropped.
     pub fn recv_timeout(&self, most: Duration) -> Result<T, RecvTimeoutError> {
         if schedule::current_task().is_none() {
             return self.inner().recv_timeout(most);
@@ -165,18 +166,19 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// Returns an iterator over values until all senders are dropped.
+    /// Returns an iterator over received values, which waits for each and ends when all senders are
+    /// dropped.
     pub fn iter(&self) -> impl Iterator<Item = T> + '_ {
         std::iter::from_fn(|| self.recv().ok())
     }
 
-    /// Returns an iterator over the available values.
+    /// Returns an iterator over the values that are available without waiting.
     pub fn try_iter(&self) -> impl Iterator<Item = T> + '_ {
         std::iter::from_fn(|| self.try_recv().ok())
     }
 }
 
-/// Iterator over values until all senders are dropped.
+/// Iterator over received values, which waits for each and ends when all senders are dropped.
 #[derive(Debug)]
 pub struct IntoIter<T>(Receiver<T>);
 
@@ -223,7 +225,8 @@ impl<T> Drop for SyncSender<T> {
 
 impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
-        // Values that were not received are dropped first, as they may contain senders of other channels.
+        // Drop the values that were not received before the wake-up, as they may contain senders of
+        // other channels.
         self.inner = None;
         schedule::wake(self.keys.received(), true);
     }

@@ -1,5 +1,5 @@
-//! Simulated `std::sync::OnceLock` and `LazyLock`. With `std`'s types a second initialiser would sleep in the
-//! kernel, which would stop the simulation.
+//! Simulated `std::sync::OnceLock` and `LazyLock`. With the types of `std`, a second thread that
+//! initialises the same cell would sleep in the kernel, which would stop the simulation.
 
 use std::fmt;
 use std::ops::Deref;
@@ -13,31 +13,31 @@ pub struct OnceLock<T> {
 }
 
 impl<T> OnceLock<T> {
-    /// Creates an empty cell.
+    /// Creates an empty cell, which `set` or `get_or_init` fills.
     pub const fn new() -> Self {
         Self { making: Mutex::new(()), value: std::sync::OnceLock::new() }
     }
 
-    /// Returns the value, if there is one.
+    /// Returns the value; `None` if the cell is empty.
     pub fn get(&self) -> Option<&T> {
         self.value.get()
     }
 
-    /// Returns the value, if there is one.
+    /// Returns a mutable reference to the value; `None` if the cell is empty.
     pub fn get_mut(&mut self) -> Option<&mut T> {
         self.value.get_mut()
     }
 
-    /// Stores a value.
+    /// Stores a value in an empty cell.
     ///
     /// # Errors
-    /// Returns the new value if the cell has one already.
+    /// Returns the new value if the cell already has a value.
     pub fn set(&self, value: T) -> Result<(), T> {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         self.value.set(value)
     }
 
-    /// Returns the value, creating it if necessary.
+    /// Returns the value; creates it with `make` if the cell is empty.
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         if let Some(value) = self.value.get() {
             return value;
@@ -50,7 +50,7 @@ impl<T> OnceLock<T> {
         self.value.get_or_init(|| value)
     }
 
-    /// Returns the value, if there is one.
+    /// Consumes the cell and returns the value; `None` if the cell is empty.
     pub fn into_inner(self) -> Option<T> {
         self.value.into_inner()
     }
@@ -75,12 +75,12 @@ pub struct LazyLock<T> {
 }
 
 impl<T> LazyLock<T> {
-    /// Creates a cell that is initialised on first access.
+    /// Creates a cell whose value `make` creates on first access.
     pub const fn new(make: fn() -> T) -> Self {
         Self { value: OnceLock::new(), make }
     }
 
-    /// Returns the value, creating it if necessary.
+    /// Returns the value; creates it on first access.
     pub fn force(this: &Self) -> &T {
         this.value.get_or_init(this.make)
     }

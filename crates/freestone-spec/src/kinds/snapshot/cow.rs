@@ -1,8 +1,8 @@
-//! Snapshots with stores, like those of dm-snapshot, of any device.
+//! Snapshots of any device with a COW device, which stores the copies, as in dm-snapshot.
 
 use std::sync::{Arc, Weak};
 
-use freestone::consistency_group::Pending;
+use freestone::consistency_group::GroupMember;
 use freestone::cow::{self, MergeStatus};
 use freestone::device::Device;
 use freestone::file;
@@ -13,7 +13,7 @@ use tracing::warn;
 
 use super::super::exclusive::keeps_nothing;
 use super::super::registry::Registry;
-use super::super::{Built, Entry, ExclusiveUse, IS_SNAPSHOT, KindInstance, KindSpec};
+use super::super::{DataDevice, Entry, ExclusiveUse, IS_SNAPSHOT, KindInstance, KindSpec};
 use super::{CowPlace, NAME, SnapshotSpec};
 use crate::family;
 use crate::files::open;
@@ -22,7 +22,7 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use freestone::view::ReadOnly;
 
-/// A snapshot with a store that is ready to be taken.
+/// Snapshot with a COW device that is ready to be taken.
 pub(super) struct PendingCow {
     pending: cow::PendingSnapshot,
     device: CowDevice,
@@ -31,7 +31,7 @@ pub(super) struct PendingCow {
     dependencies: Dependencies,
 }
 
-/// Devices that a snapshot depends on, without its origin.
+/// Devices on which a snapshot depends, except its origin.
 struct Dependencies {
     /// COW device, if it is a device of the server.
     cow: Option<Arc<Entry>>,
@@ -40,12 +40,12 @@ struct Dependencies {
 }
 
 impl PendingCow {
-    /// Returns the member of a consistency group.
-    pub(super) fn group_member(&mut self) -> &mut dyn Pending {
+    /// Returns the part of the snapshot that takes part in a consistency group.
+    pub(super) fn group_member(&mut self) -> &mut dyn GroupMember {
         &mut self.pending
     }
 
-    /// Opens the COW device and prepares the snapshot.
+    /// Opens the COW device of a new snapshot and prepares the snapshot.
     pub(super) fn prepare(
         name: &str,
         spec: &SnapshotSpec,
@@ -56,13 +56,13 @@ impl PendingCow {
         Self::with_device(spec, origin, &config, device, dependencies)
     }
 
-    /// Prepares a snapshot again, on its COW device after a power cut.
+    /// Prepares the snapshot `old` again after a power cut, on the same COW device.
     pub(super) fn reopen(spec: &SnapshotSpec, origin: &Arc<Entry>, old: &Entry) -> Result<Self, Refusal> {
         let Some((snapshot, device)) = old.kind.cow().zip(old.kind.cow_device()) else {
             unreachable!("the caller passes snapshots with stores")
         };
         let cow = spec.cow.as_ref().and_then(|cow| cow.place.device());
-        let cow = old.needs().iter().find(|needed| Some(needed.name()) == cow).cloned();
+        let cow = old.dependencies().iter().find(|needed| Some(needed.name()) == cow).cloned();
         let dependencies = Dependencies { cow, backing: old.backing.clone() };
         let device = CowDevice::new(Arc::clone(&device.device), None);
         Self::with_device(spec, origin, &snapshot.config(), device, dependencies)
@@ -82,29 +82,33 @@ impl PendingCow {
         Ok(Self { pending, device, read_only, persistent, dependencies })
     }
 
-    /// Returns true if the store survives the server and power cuts.
+    /// Returns true if the copies on the COW device survive the end of the server and power cuts.
     pub(super) fn is_persistent(&self) -> bool {
         self.persistent
     }
 
-    pub(super) fn finish(self, origin: Arc<Entry>) -> Built {
+    pub(super) fn finish(self, origin: Arc<Entry>) -> DataDevice {
         let Self {
             pending, device: cow_device, read_only, dependencies: Dependencies { cow, backing }, ..
         } = self;
-        let needs = cow.into_iter().chain([origin]).collect();
+        let dependencies = cow.into_iter().chain([origin]).collect();
         let snapshot = pending.into_snapshot();
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let device = if read_only { Arc::new(ReadOnly(device)) } else { device };
-        Built { needs, backing, ..Built::standalone(CowSnapshot(snapshot, cow_device), device) }
+        DataDevice {
+            dependencies,
+            backing,
+            ..DataDevice::standalone(CowSnapshot(snapshot, cow_device), device)
+        }
     }
 }
 
-/// Device with the copies of a snapshot, and the gate between the snapshot and the device.
+/// Device that stores the copies of a snapshot, and the gate between the snapshot and this device.
 pub struct CowDevice {
     device: Arc<dyn Device>,
-    /// Gate through which the snapshot uses the device.
+    /// Gate through which the snapshot accesses the device. A power cut closes it.
     pub(super) gate: Arc<Quiesce>,
-    /// The device, if it is a private RAM disk.
+    /// The device itself, if it is a private RAM disk of the snapshot.
     in_memory: Option<Ram>,
 }
 
@@ -115,7 +119,8 @@ impl CowDevice {
     }
 }
 
-/// Opens the device for the copies. Returns the settings of the store and the dependencies as well.
+/// Opens the device that stores the copies. Also returns the settings of the COW store and the
+/// dependencies.
 fn open_device(
     name: &str,
     spec: &SnapshotSpec,
@@ -128,7 +133,7 @@ fn open_device(
         discard_zeroes_cow: spec.discard_zeroes_cow,
         discard_passdown_origin: spec.discard_passdown_origin,
         force: true,
-        // A persistent store survives power cuts, even if the device ends with the process.
+        // With power cuts, a persistent store is useful even if the device ends with the process.
         may_end: origin.layers.can_cut,
     };
     let mut dependencies = Dependencies { cow: None, backing: registry.backing(&spec.family)? };
@@ -185,19 +190,20 @@ fn prepare(
             _ => Errno::EINVAL,
         };
         let at = if place.is_empty() { String::new() } else { format!("cow={place}: ") };
-        let hint = if matches!(error, cow::SetupError::Older) { " (force=yes)" } else { "" };
+        let hint = if matches!(error, cow::SetupError::OriginChanged) { " (force=yes)" } else { "" };
         Refusal::failed(errno, format!("{at}{error}{hint}"))
     })?;
-    Ok(pending.at(place))
+    let location = if place.is_empty() { format!("copies in memory of {}", spec.origin) } else { place };
+    Ok(pending.with_location(location))
 }
 
-/// Returns the chunk size of copies in memory; the default is a page.
+/// Returns the chunk size in bytes of copies in memory. The default is a page.
 fn chunk_in_memory(spec: &SnapshotSpec) -> u64 {
     spec.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN)
 }
 
-/// Creates the private RAM disk for the copies of an origin of `size` bytes. It begins the family of
-/// the snapshot's forks.
+/// Creates the private RAM disk that stores the copies of an origin of `size` bytes. The disk
+/// starts the family of the snapshot's forks.
 fn private_cow(
     name: &str,
     spec: &SnapshotSpec,
@@ -211,14 +217,15 @@ fn private_cow(
     family.ram(disksize).map_err(family::setup_refusal)
 }
 
-/// Finds a device of the server that can be a COW device, and that no other device uses.
+/// Finds the device `name`, and checks that it can be a COW device and is not used by another
+/// device.
 fn cow_device(
     origin: &str,
     name: &str,
     store: cow::StoreKind,
     registry: &Registry,
 ) -> Result<(Arc<Entry>, Arc<dyn Device>), Refusal> {
-    let takes = ExclusiveUse::copies(name);
+    let takes = ExclusiveUse::of_cow_device(name);
     if name == origin {
         return Err(takes.refuse(Errno::EINVAL, "is the origin itself"));
     }
@@ -237,7 +244,7 @@ fn cow_device(
     Ok((entry, device))
 }
 
-/// An open snapshot with a store.
+/// Open snapshot with a COW device or private RAM disk.
 struct CowSnapshot(cow::Snapshot, CowDevice);
 
 impl KindInstance for CowSnapshot {
@@ -249,7 +256,7 @@ impl KindInstance for CowSnapshot {
         Some(&self.0)
     }
 
-    fn copies(&self) -> Option<&Ram> {
+    fn cow_ram(&self) -> Option<&Ram> {
         self.1.in_memory.as_ref()
     }
 
@@ -266,7 +273,7 @@ impl KindInstance for CowSnapshot {
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
-        // A merging snapshot changes together with its origin.
+        // During a merge the snapshot changes together with its origin.
         if self.0.merge_status() != MergeStatus::None {
             return Err("is merged into its origin; take another snapshot".into());
         }
@@ -280,7 +287,7 @@ impl KindInstance for CowSnapshot {
         read_only
     }
 
-    fn closes(&self) -> Option<Weak<dyn Device>> {
+    fn closing_device(&self) -> Option<Weak<dyn Device>> {
         Some(Arc::downgrade(self.0.cow()))
     }
 
@@ -326,21 +333,22 @@ impl KindInstance for CowSnapshot {
     }
 }
 
-/// Attributes, including those of the forks' family.
+/// Names of the attributes, including those of the family of the snapshot's forks.
 const NAMES: [&str; 15] = joined(&OWN_NAMES, &family::NAMES, &[]);
 const OWN_NAMES: [&str; 9] =
     ["origin", "size", "readonly", "cow", "store", "chunk_size", "status", "missed_writes", "cow_stat"];
 
-/// Returns whether a snapshot missed writes of its origin before it was opened.
+/// Returns "yes", "no" or "unknown": whether the origin was written while the snapshot was not
+/// open.
 pub fn missed_writes(snapshot: &cow::Snapshot) -> Value {
     json!(match snapshot.missed_writes() {
-        cow::Missed::Nothing => "no",
-        cow::Missed::Unknown => "unknown",
-        cow::Missed::Writes => "yes",
+        cow::MissedWrites::Nothing => "no",
+        cow::MissedWrites::Unknown => "unknown",
+        cow::MissedWrites::Writes => "yes",
     })
 }
 
-/// Returns the statistics of a snapshot with a store.
+/// Returns the statistics of a snapshot with a COW device, as a JSON object.
 pub fn cow_stat(snapshot: &cow::Snapshot) -> Value {
     let s = snapshot.stats();
     json!({
@@ -355,7 +363,7 @@ pub fn cow_stat(snapshot: &cow::Snapshot) -> Value {
     })
 }
 
-/// Returns the state of a merge, or None if no merge was begun.
+/// Returns the state of the merge of a snapshot into its origin, or `None` if none was started.
 pub fn merge(status: &cow::MergeStatus) -> Option<Value> {
     Some(match status {
         cow::MergeStatus::None => return None,

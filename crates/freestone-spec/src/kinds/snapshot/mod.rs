@@ -1,6 +1,6 @@
-//! Kind `snapshot`: the content of one device, or of several devices at one moment. Snapshots of RAM
-//! disks and forks share the memory of their family. Snapshots with stores, of any device, are in
-//! [`cow`]. [`snapshots`] takes several at one moment with a [`consistency_group`].
+//! Kind `snapshot`: the content of a device at one moment. Snapshots of RAM disks and forks share
+//! the memory of their family. Snapshots of any device with a COW device are in [`cow`].
+//! [`snapshots`] takes snapshots of several devices at one moment with a [`consistency_group`].
 
 mod cow;
 mod stack;
@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use freestone::consistency_group::{self, Late, NotInTime, Pending};
+use freestone::consistency_group::{self, FreezeTimeout, GroupFreezeTimeout, GroupMember};
 use freestone::cow::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Origin, StoreKind};
 use freestone::device::Blocking as _;
 use freestone::ram::{PendingSnapshot, Ram};
@@ -18,11 +18,11 @@ use serde_json::Value;
 
 use self::cow::PendingCow;
 pub use self::cow::{CowDevice, cow_stat, merge, missed_writes};
-pub use self::stack::{CutOutcome, Stack};
+pub use self::stack::{CutOutcome, SnapshotStack};
 use super::fork;
 use super::registry::Registry;
 use super::{
-    Built, Entry, ExclusiveUse, IS_SNAPSHOT, KindConfig, KindInstance, Spec, finish_entry, parse_name,
+    DataDevice, Entry, ExclusiveUse, IS_SNAPSHOT, KindConfig, KindInstance, Spec, finish_entry, parse_name,
 };
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
@@ -44,48 +44,51 @@ const OWN_KEYS: [&str; 10] = [
     "force",
     "merge",
 ];
-const KEYS: [&str; 28] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients", "on_lost", "keep"]);
-/// Keys that need `cow`.
+const KEYS: [&str; 28] =
+    joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients", "on_data_loss", "keep"]);
+/// Keys that are allowed only together with `cow`.
 const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 
-/// Specification of a snapshot.
+/// Specification of a device of kind `snapshot`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SnapshotSpec {
-    /// Name of the origin.
+    /// Name of the origin, the device of which the snapshot is taken.
     pub origin: String,
-    /// COW device. None: a snapshot of a RAM disk or fork needs no copies, because its origin hands pages
-    /// over; any other snapshot has a private RAM disk.
+    /// COW device for copies of the origin's old content. With `None`, a snapshot of a RAM disk or
+    /// fork shares pages with its origin. Other snapshots then store copies on a private RAM disk.
     pub cow: Option<CowSpec>,
-    /// Unit of copies in bytes; None for the default.
+    /// Size in bytes of a chunk, the unit of copies, or `None` for the default.
     pub chunk_size: Option<u64>,
-    /// Read-only for users. None: read-only without `cow`, writable with it.
+    /// True if the snapshot is read-only for users. `None` means read-only without `cow`, writable
+    /// with it.
     pub readonly: Option<bool>,
-    /// A discard of the snapshot zeroes the snapshot's own chunks.
+    /// True if a discard of the snapshot zeroes the snapshot's own chunks.
     pub discard_zeroes_cow: bool,
-    /// A discard of the snapshot is also passed to the origin.
+    /// True if a discard of the snapshot is also passed to the origin.
     pub discard_passdown_origin: bool,
-    /// Family of the snapshot's forks, and of copies in memory.
+    /// Specification of the family (memory pool) of the snapshot's forks, and of copies in memory.
     pub family: FamilySpec,
-    /// A key of the family was given.
-    pub family_said: bool,
+    /// True if the specification contains a key of the family.
+    pub has_family_keys: bool,
 }
 
-/// Specification of a COW device and its store.
+/// Specification of a COW device and the COW store on it.
 #[derive(Debug, Clone)]
 pub struct CowSpec {
-    /// File, or device of the server.
+    /// Location of the COW device: a file, or a device of the server.
     pub place: CowPlace,
-    /// Size of the file in bytes; None for its present size.
+    /// Size of the file in bytes, or `None` for its present size.
     pub size: Option<u64>,
-    /// Kind of the store.
+    /// Kind of the COW store: persistent or transient.
     pub store: StoreKind,
-    /// Allow a persistent store if the origin or the device ends with the process.
+    /// True to allow a persistent COW store even if the origin or the COW device ends with the
+    /// process.
     pub force: bool,
-    /// Begin to merge the snapshot into its origin at once.
+    /// True to start merging the snapshot into its origin at once.
     pub merge: bool,
 }
 
-/// Compares all but `force`, which only applies to the creation of the snapshot.
+/// Compares all fields except `force`, which only matters when the snapshot is created.
 impl PartialEq for CowSpec {
     fn eq(&self, other: &Self) -> bool {
         let Self { place, size, store, force: _, merge } = self;
@@ -95,17 +98,17 @@ impl PartialEq for CowSpec {
 
 impl Eq for CowSpec {}
 
-/// A COW device.
+/// Location of a COW device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CowPlace {
-    /// A file or disk.
+    /// A file or block device at this path.
     Path(PathBuf),
-    /// A device of the server.
+    /// The device of the server with this name.
     Device(String),
 }
 
 impl CowPlace {
-    /// Returns the name of a device of the server.
+    /// Returns the name of the COW device, or `None` if it is not a device of the server.
     fn device(&self) -> Option<&str> {
         match self {
             Self::Device(name) => Some(name),
@@ -150,12 +153,13 @@ impl SnapshotSpec {
             discard_zeroes_cow,
             discard_passdown_origin,
             family: FamilySpec::take(keys)?,
-            family_said: family::KEYS.iter().any(|key| keys.typed(key).is_some()),
+            has_family_keys: family::KEYS.iter().any(|key| keys.typed(key).is_some()),
         })
     }
 }
 
-/// Parses `cow`: a path has a slash, the name of a device has none.
+/// Parses the value of `cow`: a text with a slash is a path, one without a slash the name of a
+/// device.
 fn parse_cow(text: &str) -> Result<CowPlace, String> {
     if text.contains('/') {
         return Ok(CowPlace::Path(path_text::path(text)));
@@ -181,7 +185,7 @@ fn parse_chunk(text: &str) -> Result<u64, String> {
 // ---- setting up ---------------------------------------------------------------------------------
 
 impl KindConfig for SnapshotSpec {
-    fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
+    fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let mut prepared = [self.prepare(&spec.name, registry)?];
         take_all(&mut prepared).map_err(|(_, refusal)| refusal)?;
         let [prepared] = prepared;
@@ -192,38 +196,40 @@ impl KindConfig for SnapshotSpec {
         Some(&self.family)
     }
 
-    fn below(&self) -> Option<&str> {
+    fn parent_name(&self) -> Option<&str> {
         Some(&self.origin)
     }
 
-    fn copies_to(&self) -> Option<&str> {
+    fn cow_device_name(&self) -> Option<&str> {
         self.cow.as_ref()?.place.device()
     }
 
-    fn is_lost(&self) -> bool {
+    fn is_volatile(&self) -> bool {
         !self.cow.as_ref().is_some_and(|cow| cow.store.is_persistent())
     }
 
-    fn takes(&self) -> Vec<ExclusiveUse<'_>> {
-        self.copies_to()
-            .map(ExclusiveUse::copies)
+    fn exclusive_uses(&self) -> Vec<ExclusiveUse<'_>> {
+        self.cow_device_name()
+            .map(ExclusiveUse::of_cow_device)
             .into_iter()
-            .chain(ExclusiveUse::pages(&self.family))
+            .chain(ExclusiveUse::of_backing_device(&self.family))
             .collect()
     }
 
-    fn changes(&self) -> Vec<&str> {
-        let takes = self.takes();
+    fn claimed_devices(&self) -> Vec<&str> {
+        let takes = self.exclusive_uses();
         std::iter::once(self.origin.as_str()).chain(takes.iter().map(|takes| takes.name)).collect()
     }
 }
 
-/// Takes snapshots of several devices at one moment.
+/// Takes snapshots of several devices at one moment, and builds their entries.
 pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Refusal> {
     let mut prepared = Vec::with_capacity(specs.len());
     let mut taken = HashSet::new();
     for spec in &specs {
-        if let Some(twice) = spec.kind.takes().iter().find(|takes| !taken.insert(takes.name.to_owned())) {
+        if let Some(twice) =
+            spec.kind.exclusive_uses().iter().find(|takes| !taken.insert(takes.name.to_owned()))
+        {
             return Err(twice
                 .refuse(Errno::EBUSY, "is given for another of these snapshots too")
                 .of(&spec.name));
@@ -237,29 +243,30 @@ pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Re
     specs.into_iter().zip(prepared).map(|(spec, prepared)| finish_entry(spec, prepared.finish())).collect()
 }
 
-/// Takes all prepared snapshots at one moment. An error has the index of the snapshot that failed.
+/// Takes all prepared snapshots at one moment. An error contains the index of the snapshot that
+/// failed.
 fn take_all(prepared: &mut [PreparedSnapshot]) -> Result<(), (usize, Refusal)> {
-    let mut pending: Vec<&mut dyn Pending> = prepared
+    let mut pending: Vec<&mut dyn GroupMember> = prepared
         .iter_mut()
         .map(|prepared| match &mut prepared.pending {
-            PendingKind::Memory(pending) => pending as &mut dyn Pending,
+            PendingKind::Memory(pending) => pending as &mut dyn GroupMember,
             PendingKind::Cow(pending) => pending.group_member(),
         })
         .collect();
-    consistency_group::take(&mut pending).map_err(|Late { at }| {
-        let why = format!("origin={}: {NotInTime}", prepared[at].origin.name());
-        (at, Refusal::failed(Errno::ETIMEDOUT, why))
+    consistency_group::take_snapshots(&mut pending).map_err(|GroupFreezeTimeout { index }| {
+        let why = format!("origin={}: {FreezeTimeout}", prepared[index].origin.name());
+        (index, Refusal::failed(Errno::ETIMEDOUT, why))
     })?;
     prepared.iter().enumerate().try_for_each(|(at, prepared)| prepared.settle().map_err(|why| (at, why)))
 }
 
-/// A snapshot that is ready to be taken.
+/// Snapshot that is ready to be taken.
 struct PreparedSnapshot {
     pending: PendingKind,
     origin: Arc<Entry>,
 }
 
-/// The pending part of a prepared snapshot.
+/// Kind-specific part of a prepared snapshot: in memory, or with a COW device.
 enum PendingKind {
     Memory(PendingSnapshot),
     Cow(PendingCow),
@@ -267,15 +274,17 @@ enum PendingKind {
 
 impl SnapshotSpec {
     fn prepare(&self, name: &str, registry: &Registry) -> Result<PreparedSnapshot, Refusal> {
-        let origin = registry.needed("origin", &self.origin)?;
+        let origin = registry.find_required("origin", &self.origin)?;
         let refuse = |why: &str| Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", self.origin));
-        if let Some(taken) = registry.taken_by(&origin) {
+        if let Some(taken) = registry.exclusive_user(&origin) {
             return Err(Refusal { errno: Errno::EBUSY, ..refuse(&taken) });
         }
         origin.kind.check_origin().map_err(refuse)?;
-        // Unflushed writes of a power layer are not in the disk's pages, so such a device needs copies.
+        // With a power layer, unflushed writes are not in the RAM disk's pages, so the snapshot
+        // cannot share pages and needs copies.
         let pages = origin.kind.ram().filter(|_| self.cow.is_none() && origin.layers.power.is_none());
-        let hidden = if pages.is_some() { origin.hides() } else { origin.layers.zones_hide() };
+        let hidden =
+            if pages.is_some() { origin.bypass_obstacle() } else { origin.layers.zones_bypass_obstacle() };
         if let Some(why) = hidden {
             return Err(refuse(&format!("has no snapshots: {why}")));
         }
@@ -291,7 +300,7 @@ impl SnapshotSpec {
     }
 }
 
-/// Refuses keys that have no meaning for a snapshot of a RAM disk or fork without copies.
+/// Refuses keys that do not apply to a snapshot that shares pages with a RAM disk or fork.
 fn check_in_memory(spec: &SnapshotSpec) -> Result<(), Refusal> {
     let origin = &spec.origin;
     let why = match spec {
@@ -305,7 +314,7 @@ fn check_in_memory(spec: &SnapshotSpec) -> Result<(), Refusal> {
             "readonly=no: only with cow; without it fork the snapshot to write".to_owned()
         }
         SnapshotSpec { discard_zeroes_cow: true, .. } => "discard_zeroes_cow=yes: only with cow".to_owned(),
-        SnapshotSpec { family_said: true, .. } => {
+        SnapshotSpec { has_family_keys: true, .. } => {
             format!("its forks are in the family of {origin}; set mem_limit and the like there")
         }
         _ => return Ok(()),
@@ -314,8 +323,8 @@ fn check_in_memory(spec: &SnapshotSpec) -> Result<(), Refusal> {
 }
 
 impl PreparedSnapshot {
-    /// Flushes the origin of a persistent store. The store survives power cuts, and then needs the
-    /// present content of the origin.
+    /// Flushes the origin if the COW store is persistent. Such a store survives power cuts, and
+    /// then needs the present content of the origin.
     fn settle(&self) -> Result<(), Refusal> {
         let (PendingKind::Cow(pending), Some(origin)) = (&self.pending, &self.origin.cow_origin) else {
             return Ok(());
@@ -329,21 +338,23 @@ impl PreparedSnapshot {
         })
     }
 
-    fn finish(self) -> Built {
+    fn finish(self) -> DataDevice {
         let Self { pending, origin } = self;
         match pending {
             PendingKind::Memory(pending) => {
                 let snapshot = Arc::new(pending.into_snapshot());
-                // The snapshot keeps its content without its origin, but not without the origin's base.
-                let (needs, backing) = (origin.needs().to_vec(), origin.backing.clone());
-                // The number cannot change here: rewinding a fork and taking a snapshot of it claim the fork.
+                // The snapshot keeps its content when its origin is removed, but it depends on the
+                // origin's base.
+                let (dependencies, backing) = (origin.dependencies().to_vec(), origin.backing.clone());
+                // `rewinds` cannot change meanwhile, because rewinding a fork and taking a snapshot
+                // of it both claim the fork.
                 let rewinds = origin.rewinds.load(Ordering::SeqCst);
                 let origin: Option<(Weak<Entry>, u64)> = Some((Arc::downgrade(&origin), rewinds));
-                Built {
-                    needs,
+                DataDevice {
+                    dependencies,
                     backing,
                     origin,
-                    ..Built::standalone(MemorySnapshot(Arc::clone(&snapshot)), snapshot)
+                    ..DataDevice::standalone(MemorySnapshot(Arc::clone(&snapshot)), snapshot)
                 }
             }
             PendingKind::Cow(pending) => pending.finish(origin),
@@ -351,7 +362,7 @@ impl PreparedSnapshot {
     }
 }
 
-/// An open snapshot in memory.
+/// Open snapshot in memory, which shares pages with its origin.
 pub(super) struct MemorySnapshot(pub Arc<Ram>);
 
 impl KindInstance for MemorySnapshot {
@@ -384,10 +395,10 @@ impl KindInstance for MemorySnapshot {
     }
 }
 
-/// Restrictions while a merge is running or unfinished.
+/// Restrictions on operations while a merge into the device is running or unfinished.
 impl Entry {
-    /// Fails if the device is an origin with an unfinished merge.
-    pub fn check_whole(&self) -> Result<(), Refusal> {
+    /// Fails if a merge of a snapshot into this device was started but not finished.
+    pub fn check_no_unfinished_merge(&self) -> Result<(), Refusal> {
         if !self.cow_origin.as_ref().is_some_and(Origin::is_half_merged) {
             return Ok(());
         }
@@ -395,14 +406,14 @@ impl Entry {
         Err(Refusal::failed(Errno::EBUSY, format!("{name}: {}", self.kind.half_merged_message(name))))
     }
 
-    /// Returns the reason why an operation on the data alone would not match what users of the device
-    /// see, or None.
-    pub fn hides(&self) -> Option<&'static str> {
+    /// Returns the reason why an operation on the data without its layers would miss content that
+    /// users of the device see. Returns `None` if it would not.
+    pub fn bypass_obstacle(&self) -> Option<&'static str> {
         let merging = self.cow_origin.as_ref().is_some_and(Origin::is_merging);
-        self.layers.hide().or(merging.then_some("a snapshot is being merged into it"))
+        self.layers.bypass_obstacle().or(merging.then_some("a snapshot is being merged into it"))
     }
 }
 
-/// Attributes of a snapshot of a RAM disk or fork.
+/// Names of the attributes of a snapshot in memory.
 const NAMES: [&str; 7] =
     ["origin", "disksize", "comp_algorithm", "over_stat", "family", "mm_stat", "io_stat"];

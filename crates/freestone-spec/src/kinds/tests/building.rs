@@ -1,4 +1,4 @@
-//! Tests of devices that cannot be built, and of their error messages.
+//! Tests of specifications of which no device can be built, and of the error messages.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Tests of test drives and layers: accepted and refused keys.
+//! Tests of the keys of test drives and layers: accepted and refused values.
 
 use std::time::Duration;
 
@@ -70,7 +70,7 @@ fn layer_keys_parse() {
     let spec: Spec = "f=fork,base=b,faults=none,power_cut=yes,record=/l".parse().unwrap();
     assert_eq!((spec.layers.faults.as_deref(), spec.layers.power_cut), (Some("none"), true));
     assert_eq!(spec.layers.record.unwrap().to_str(), Some("/l"));
-    // No layer is specified.
+    // These texts specify no layer.
     for text in ["r=ram,disksize=1G", "r=ram,disksize=1G,zoned=0,power_cut=no"] {
         assert!(text.parse::<Spec>().unwrap().layers.is_empty(), "{text}");
     }
@@ -175,7 +175,7 @@ fn invalid_drive_keys_are_refused_with_reason() {
         (
             "f=fork,base=b,zoned=1",
             "f: unknown key \"zoned\"; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, \
-             power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; \
+             power_cut, power_cut_unit, record, publish, tls_clients, on_data_loss, keep; \
              those of every device are iops, bps, iops_burst, bps_burst, max_clients",
         ),
     ] {
@@ -185,7 +185,8 @@ fn invalid_drive_keys_are_refused_with_reason() {
     assert!(faults.starts_with("n: faults=write eror=EIO: ") && faults.contains("error="), "{faults}");
 }
 
-/// Every parameter of the kernel's driver that is not a key here is refused with a reason.
+/// Every parameter of the kernel's `null_blk` that is not a key of the kind `null` is refused with
+/// a reason.
 #[test]
 fn unsupported_null_blk_parameters_are_refused() {
     for key in [

@@ -1,4 +1,4 @@
-//! Tests of devices that another device uses exclusively.
+//! Tests of the exclusive use of a device as COW device or backing device of another one.
 
 use super::building::{add, sentence};
 use crate::kinds::registry::Registry;
@@ -24,7 +24,7 @@ fn unsuitable_backing_device_is_refused_with_reason() {
     add(&registry, "small=null,size=2K,memory_backed=1,blocksize=512");
     let need = "pages need a ram, null, fork, file, nbd or rbd device that can be written";
     for (name, why) in [
-        // The device itself does not exist yet.
+        // `r` is the device that is being created, so it does not exist yet.
         ("r", "there is no such device (yet)"),
         ("none", "there is no such device (yet)"),
         ("ro", need),
@@ -47,13 +47,13 @@ fn unsuitable_backing_device_is_refused_with_reason() {
     assert!(registry.users(&registry.find("small").unwrap()).is_none());
 }
 
-/// Every kind with a family uses its backing device exclusively.
+/// Every kind of device with a family (memory pool) uses its backing device exclusively.
 #[test]
 fn backing_device_has_one_user() {
     for words in [
         "x=ram,disksize=1M",
         "x=file,path=$DIR/image,readonly=yes",
-        // A snapshot with copies in memory.
+        // A snapshot that stores copies in memory.
         "x=snapshot,origin=disk",
         "x=snapshot,origin=disk,cow=$DIR/cow,cow_size=1M,readonly=yes",
     ] {
@@ -70,7 +70,7 @@ fn backing_device_has_one_user() {
         add(&registry, &words);
         let [x, m] = ["x", "m"].map(|name| registry.find(name).unwrap());
         assert_eq!(registry.users(&m).unwrap().to_string(), "x", "{words}");
-        assert_eq!(registry.taken_by(&m).as_deref(), Some("holds pages of x"), "{words}");
+        assert_eq!(registry.exclusive_user(&m).as_deref(), Some("holds pages of x"), "{words}");
         for (text, why) in [
             ("y=ram,disksize=1M,backing_dev=device:m", "y: backing_dev=device:m: is in use by x"),
             ("y=snapshot,origin=other,cow=m,store=N", "y: cow=m: is in use by x"),
@@ -80,7 +80,7 @@ fn backing_device_has_one_user() {
         }
         assert_eq!(registry.remove(&m).unwrap_err().to_string(), "x", "{words}");
         registry.remove(&x).unwrap();
-        assert_eq!(registry.taken_by(&m), None, "{words}");
+        assert_eq!(registry.exclusive_user(&m), None, "{words}");
         registry.remove(&m).unwrap();
     }
 }
@@ -94,7 +94,7 @@ fn snapshot_keeps_backing_device_of_removed_disk() {
     add(&registry, "f=fork,base=s");
     let [r, s, f, m] = ["r", "s", "f", "m"].map(|name| registry.find(name).unwrap());
     registry.remove(&r).unwrap();
-    assert_eq!(registry.taken_by(&m).as_deref(), Some("holds pages of s"));
+    assert_eq!(registry.exclusive_user(&m).as_deref(), Some("holds pages of s"));
     assert_eq!(sentence(&registry, "y=snapshot,origin=m"), "y: origin=m: holds pages of s");
     registry.remove(&f).unwrap();
     registry.remove(&s).unwrap();

@@ -1,4 +1,4 @@
-//! Tests of device specifications: accepted and refused keys.
+//! Tests of device specifications: accepted and refused keys and values.
 
 mod building;
 mod drives;
@@ -78,7 +78,7 @@ fn keys_of_forks_and_snapshots_parse() {
 
     let spec: Spec = "s=snapshot,origin=r".parse().unwrap();
     let KindSpec::Snapshot(snapshot) = spec.kind else { panic!() };
-    assert_eq!((snapshot.origin.as_str(), &snapshot.cow, snapshot.family_said), ("r", &None, false));
+    assert_eq!((snapshot.origin.as_str(), &snapshot.cow, snapshot.has_family_keys), ("r", &None, false));
     let text =
         "s=snapshot,origin=r,cow=./x.cow,cow_size=1G,store=po,chunk_size=64K,force=1,readonly=1,mem_limit=1G";
     let KindSpec::Snapshot(snapshot) = text.parse::<Spec>().unwrap().kind else { panic!() };
@@ -86,7 +86,7 @@ fn keys_of_forks_and_snapshots_parse() {
     assert_eq!((cow.place, cow.size), (CowPlace::Path("./x.cow".into()), Some(1 << 30)));
     assert_eq!((cow.store, cow.force), (StoreKind::PersistentOverflow, true));
     assert_eq!((snapshot.chunk_size, snapshot.readonly), (Some(65536), Some(true)));
-    assert!(snapshot.family_said && snapshot.family.mem_limit == Some(1 << 30));
+    assert!(snapshot.has_family_keys && snapshot.family.mem_limit == Some(1 << 30));
     let KindSpec::Snapshot(snapshot) = "s=snapshot,origin=r,cow=c".parse::<Spec>().unwrap().kind else {
         panic!()
     };
@@ -104,11 +104,11 @@ fn invalid_fork_and_snapshot_keys_are_refused() {
         ("f=fork", "f: base is missing; a fork device needs it, for example base=golden".to_owned()),
         ("f=fork,base=", "f: base=: must be the name of a device".into()),
         ("f=fork,base=./x.img", "f: base=./x.img: must be the name of a device".into()),
-        ("f=fork,bsae=x", "f: unknown key \"bsae\"; base?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
+        ("f=fork,bsae=x", "f: unknown key \"bsae\"; base?; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_data_loss, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
         ("f=fork,base=x,size=1", format!("f: size=1: give a unit; 1M? {unit}")),
         ("f=fork,base=x,size=0", "f: size=0: must be more than 0".into()),
         ("f=fork,base=x,mem_limit=1M,mem_min=2M", "f: mem_min=2M: above mem_limit=1M".into()),
-        ("f=fork,base=x,ttl=1", "f: unknown key \"ttl\"; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_lost, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
+        ("f=fork,base=x,ttl=1", "f: unknown key \"ttl\"; the keys of a fork device are base, size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients, on_data_loss, keep; those of every device are iops, bps, iops_burst, bps_burst, max_clients".into()),
         ("t=template,base=x,ttl=forever", "t: ttl=forever: must be none, or the seconds a connection may last, 1 to 31622400".into()),
         ("s=snapshot", "s: origin is missing; a snapshot device needs it, for example origin=ram0".into()),
         ("s=snapshot,origin=r,store=PO", "s: store=PO: only with cow=PATH or cow=DEVICE".into()),
@@ -144,7 +144,7 @@ fn invalid_fork_and_snapshot_keys_are_refused() {
 #[test]
 fn refusal_names_device_key_and_allowed_values() {
     let form = "a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G";
-    let ram = "the keys of a ram device are disksize, readonly, on_lost, keep, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
+    let ram = "the keys of a ram device are disksize, readonly, on_data_loss, keep, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
                auto_recompress, backing_dev, backing_size, compressed_writeback, writeback_limit, \
                writeback_limit_enable, writeback_batch_size, full, full_timeout, full_warn, zoned, zone_size, \
                zone_capacity, zone_nr_conv, zone_max_open, zone_max_active, zone_append_max_sectors, zone_full, zone_readonly, zone_offline, \

@@ -1,48 +1,50 @@
-//! A case of the sweep: the call of a scene that fails, how, for how long, and how the server ends.
+//! A case of the sweep: the system call of a scene that fails, how and for how long it fails, and
+//! how the server ends.
 
 use std::fmt;
 use std::str::FromStr;
 
 use libc::{EBUSY, ECONNABORTED, EINTR};
 
-use super::kinds::{KINDS, Kind, errno_name, errno_of};
+use super::kinds::{CallKind, KINDS, errno_name, errno_of};
 
-/// A numbered call.
+/// The place of a system call in a scene.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Site {
-    /// Name of the kind of call.
+    /// Name of the kind of call, see `CallKind::name`.
     pub call: String,
-    /// File, directory or kind of descriptor, with all numbers replaced by `#`.
+    /// File, directory or kind of descriptor on which the call operates. All numbers are replaced
+    /// by `#`.
     pub object: String,
-    /// Number of the call among those of this kind on this object, from 1.
+    /// Ordinal of the call among the calls of this kind on this object, counted from 1.
     pub nth: u32,
 }
 
-/// How a call fails.
+/// How a failing system call fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FailureMode {
-    /// The call does nothing and returns this error.
+    /// The call does nothing and returns this errno.
     Fails(i32),
-    /// The call is done and returns this error.
+    /// The call takes effect, but returns this errno.
     Done(i32),
     /// The call transfers half of the requested length.
     Short,
 }
 
-/// How long calls of the kind fail.
+/// How long calls of the failing kind keep failing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// Only this call.
+    /// Only the call of the case fails.
     Once,
-    /// This call and the next one of its kind.
+    /// The call of the case and the next one of the same kind fail.
     Twice,
-    /// This call and all later ones of its kind until the script is over.
+    /// The call of the case and all later ones of the same kind fail until the script is over.
     Script,
-    /// This call and all later ones of its kind until the server has ended.
+    /// The call of the case and all later ones of the same kind fail until the server has ended.
     Ever,
 }
 
-/// How the server ends.
+/// How the server of a case ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// SIGTERM after the script.
@@ -53,31 +55,32 @@ pub enum End {
     AtCall,
 }
 
-/// One run of a scene.
+/// A run of a scene with a failing call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Case {
     /// Name of the scene.
     pub scene: String,
-    /// The call that fails first.
+    /// The first call that fails.
     pub site: Site,
-    /// How the call fails.
+    /// How the calls fail.
     pub how: FailureMode,
-    /// For how long calls fail.
+    /// How long calls fail.
     pub extent: Extent,
     /// How the server ends.
     pub end: End,
 }
 
 impl FailureMode {
-    /// Returns all ways in which calls of this kind fail.
-    pub fn all(kind: &Kind) -> Vec<Self> {
+    /// Returns all ways in which calls of this kind can fail.
+    pub fn all(kind: &CallKind) -> Vec<Self> {
         let fails = kind.errnos.iter().map(|&errno| Self::Fails(errno));
         let done = kind.errnos.first().filter(|_| kind.may_be_done).map(|&errno| Self::Done(errno));
         let short = kind.length.map(|_| Self::Short);
         fails.chain(done).chain(short).collect()
     }
 
-    /// Returns how long this failure can last. Retryable failures last for at most two calls.
+    /// Returns the durations that this failure can have. Failures that callers retry last for at
+    /// most two calls.
     pub fn extents(self) -> &'static [Extent] {
         match self {
             Self::Fails(EINTR | ECONNABORTED | EBUSY) | Self::Done(_) | Self::Short => {
@@ -89,19 +92,19 @@ impl FailureMode {
 }
 
 impl Site {
-    /// Returns the kind of the call.
-    pub fn kind(&self) -> Option<&'static Kind> {
+    /// Returns the kind of the call, or `None` if the name is unknown.
+    pub fn kind(&self) -> Option<&'static CallKind> {
         KINDS.iter().find(|kind| kind.name == self.call)
     }
 }
 
 impl Case {
-    /// Returns true if the failure has ended when the server is told to end.
+    /// Returns true if calls no longer fail when the server receives the signal to end.
     pub fn is_over_at_end(&self) -> bool {
         self.extent != Extent::Ever
     }
 
-    /// Returns true if only one or two calls fail, so that repeated requests and verbs succeed.
+    /// Returns true if only one or two calls fail: requests and verbs then succeed when repeated.
     pub fn is_short(&self) -> bool {
         matches!(self.extent, Extent::Once | Extent::Twice)
     }

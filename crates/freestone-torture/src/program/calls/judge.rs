@@ -1,4 +1,4 @@
-//! Judges the state after a life in which calls failed: starts two more servers without failures.
+//! Judges the state after a server's life in which calls failed: starts two more servers without failing calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,18 +11,19 @@ use super::model::{Lifetime, Model, Presence};
 use super::tracer::Arm;
 use crate::oracle::{Durability, Fill, Oracle};
 
-/// Name of a device created and removed to check that verbs work.
+/// Name of a null device that is created and removed to check that verbs work.
 const PROBE: &str = "probe";
 
-/// Devices that a server lists.
+/// The devices that a server reports.
 #[derive(Debug, Default)]
-struct Listed {
-    /// True if the device is withheld, by name.
+struct DeviceList {
+    /// The withheld flag (content not restored, so not served) of each device, by name.
     devices: BTreeMap<String, bool>,
     missing: BTreeSet<String>,
 }
 
-/// Determines which devices a server has, and which of them clients find.
+/// Updates which devices clients find at the server's address. If `is_exact`, a withheld device with saved content is a
+/// finding.
 pub fn update_visibility(life: &mut Life<'_>, is_exact: bool) {
     let Some(listed) = list(life) else { return };
     let mut withheld = Vec::new();
@@ -38,9 +39,9 @@ pub fn update_visibility(life: &mut Life<'_>, is_exact: bool) {
     }
 }
 
-fn list(life: &mut Life<'_>) -> Option<Listed> {
+fn list(life: &mut Life<'_>) -> Option<DeviceList> {
     let Answer::Done(list) = life.ask("list", &json!({})) else { return None };
-    let mut listed = Listed::default();
+    let mut listed = DeviceList::default();
     for device in list["devices"].as_array().into_iter().flatten() {
         let name = device["name"].as_str().unwrap_or_default();
         listed.devices.insert(name.to_owned(), device["withheld"] == true);
@@ -51,8 +52,8 @@ fn list(life: &mut Life<'_>) -> Option<Listed> {
     Some(listed)
 }
 
-/// Starts two servers one after the other and judges their devices. `is_exact`: kept content must be the last one,
-/// and no kept device may be withheld.
+/// Starts two servers one after the other and judges their devices. `is_exact`: saved content must be the content at
+/// the last end, and no device with saved content may be withheld.
 pub fn judge(run_dir: &RunDir<'_>, model: &mut Model, words: &[&str], is_exact: bool) -> Vec<String> {
     let mut findings = Vec::new();
     for (at, is_exact) in [("the next start", is_exact), ("the start after that", true)] {
@@ -107,7 +108,7 @@ fn compare(life: &mut Life<'_>, is_exact: bool) {
     }
 }
 
-/// Judges one listed device.
+/// Judges the content of one device that the server reports.
 fn judge_device(life: &mut Life<'_>, name: &str, is_withheld: bool, is_exact: bool) {
     let disk = life.model.disk(name);
     match disk.lifetime {
@@ -136,7 +137,7 @@ fn judge_device(life: &mut Life<'_>, name: &str, is_withheld: bool, is_exact: bo
     life.read_all(name);
 }
 
-/// Checks that the server works: devices can be written, created and removed.
+/// Checks that the server works: writes to and flushes all devices, then creates and removes one.
 fn use_all(life: &mut Life<'_>) {
     let names: Vec<String> = life.model.disks.keys().cloned().collect();
     for name in names {

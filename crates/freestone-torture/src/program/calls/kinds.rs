@@ -1,50 +1,53 @@
-//! The system calls that the sweep can fail, and how each may fail.
+//! The kinds of system calls that the sweep can make fail, and how each may fail.
 
 use libc::c_long;
 
-/// The object of a call, by the position of its arguments.
+/// The object on which a call operates, by the positions of the arguments that name it.
 #[derive(Debug, Clone, Copy)]
 pub enum Subject {
-    /// A path argument.
+    /// A path, at this argument position.
     Path(usize),
-    /// A path below a directory's descriptor.
+    /// The descriptor of a directory and a path relative to it, at these argument positions.
     PathAt(usize, usize),
-    /// A descriptor of a file or directory. Calls on sockets, pipes and eventfds are not numbered.
+    /// The descriptor of a file or directory, at this argument position. Calls on sockets, pipes and eventfds
+    /// are not numbered.
     File(usize),
-    /// A descriptor of any type.
+    /// A descriptor of any type, at this argument position.
     Descriptor(usize),
-    /// The file of a ring entry with this opcode, which the call submits.
+    /// The file of an `io_uring` entry with this opcode, which the call submits.
     Entry(u8),
-    /// No named object.
+    /// The call operates on no named object.
     None,
 }
 
-/// A kind of call.
+/// A kind of system call that can fail.
 #[derive(Debug, Clone, Copy)]
-pub struct Kind {
-    /// Name in tables and repeat lines.
+pub struct CallKind {
+    /// Name in the tables of a report and in the lines that repeat a case.
     pub name: &'static str,
     /// Number of the system call.
     pub number: c_long,
-    /// Only calls with this value of an argument (position, value).
+    /// Position and value of an argument: only calls with this value are of the kind.
     pub only: Option<(usize, u64)>,
     pub subject: Subject,
-    /// Errors that a kernel may return.
+    /// Errnos that a kernel may return for the call.
     pub errnos: &'static [i32],
-    /// The call may fail although it was done: on a network file system whose reply was lost.
+    /// The call may return an error although it took effect, as on a network file system whose reply was
+    /// lost.
     pub may_be_done: bool,
-    /// Position of the length that a short transfer halves; any value for a ring entry.
+    /// Argument position of the length that a short transfer halves; any number for an `io_uring` entry.
+    /// `None`: no short transfers.
     pub length: Option<usize>,
-    /// Which calls fail on a read-only file system.
+    /// The calls of the kind that fail on a read-only file system.
     pub writes: Writes,
 }
 
-/// Which calls of a kind change a file system.
+/// The calls of a kind that change a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writes {
     None,
     All,
-    /// Calls whose argument at this position has a flag of open(2) for writing or creating.
+    /// Calls whose argument at this position has an open(2) flag for writing or creating.
     WithFlags(usize),
 }
 
@@ -60,31 +63,40 @@ impl Writes {
     }
 }
 
-const fn kind(name: &'static str, number: c_long, subject: Subject, errnos: &'static [i32]) -> Kind {
-    Kind { name, number, only: None, subject, errnos, may_be_done: false, length: None, writes: Writes::None }
+const fn kind(name: &'static str, number: c_long, subject: Subject, errnos: &'static [i32]) -> CallKind {
+    CallKind {
+        name,
+        number,
+        only: None,
+        subject,
+        errnos,
+        may_be_done: false,
+        length: None,
+        writes: Writes::None,
+    }
 }
 
-const fn done(kind: Kind) -> Kind {
-    Kind { may_be_done: true, ..writes(kind) }
+const fn done(kind: CallKind) -> CallKind {
+    CallKind { may_be_done: true, ..writes(kind) }
 }
 
-const fn writes(kind: Kind) -> Kind {
-    Kind { writes: Writes::All, ..kind }
+const fn writes(kind: CallKind) -> CallKind {
+    CallKind { writes: Writes::All, ..kind }
 }
 
-const fn opens(flags: usize, kind: Kind) -> Kind {
-    Kind { writes: Writes::WithFlags(flags), ..kind }
+const fn opens(flags: usize, kind: CallKind) -> CallKind {
+    CallKind { writes: Writes::WithFlags(flags), ..kind }
 }
 
-const fn only(at: usize, value: i32, kind: Kind) -> Kind {
-    Kind { only: Some((at, value as u64)), ..kind }
+const fn only(at: usize, value: i32, kind: CallKind) -> CallKind {
+    CallKind { only: Some((at, value as u64)), ..kind }
 }
 
-const fn length(at: usize, kind: Kind) -> Kind {
-    Kind { length: Some(at), ..kind }
+const fn length(at: usize, kind: CallKind) -> CallKind {
+    CallKind { length: Some(at), ..kind }
 }
 
-const fn entry(name: &'static str, opcode: u8, errnos: &'static [i32]) -> Kind {
+const fn entry(name: &'static str, opcode: u8, errnos: &'static [i32]) -> CallKind {
     kind(name, libc::SYS_io_uring_enter, Subject::Entry(opcode), errnos)
 }
 
@@ -113,8 +125,9 @@ const AGAIN: &[i32] = &[libc::EINTR];
 
 use Subject::{Descriptor, File, Path, PathAt};
 
-/// All kinds. Calls with which the server waits, wakes threads or talks to clients are not included.
-pub const KINDS: &[Kind] = &[
+/// All kinds of calls that can fail. Calls with which the server waits, wakes threads or communicates with
+/// clients are not included.
+pub const KINDS: &[CallKind] = &[
     opens(2, kind("openat", libc::SYS_openat, PathAt(0, 1), OPEN)),
     opens(1, kind("open", libc::SYS_open, Path(0), OPEN)),
     done(kind("linkat", libc::SYS_linkat, PathAt(2, 3), NAME)),
@@ -183,7 +196,7 @@ pub const KINDS: &[Kind] = &[
     kind("getrandom", libc::SYS_getrandom, Subject::None, AGAIN),
 ];
 
-/// Marks the start of `serve`: its first own call that no library makes.
+/// Number and first argument of the call that marks the start of `serve`: no library makes this call.
 pub const MARKER: (c_long, u64) = (libc::SYS_prctl, 57);
 
 const ERRNOS: &[(i32, &str)] = &[
@@ -205,12 +218,12 @@ const ERRNOS: &[(i32, &str)] = &[
     (libc::EROFS, "EROFS"),
 ];
 
-/// Returns the name of an error.
+/// Returns the name of an errno, or `E?` if it is not in the table.
 pub fn errno_name(errno: i32) -> &'static str {
     ERRNOS.iter().find(|(number, _)| *number == errno).map_or("E?", |(_, name)| name)
 }
 
-/// Returns the error of this name.
+/// Returns the errno with this name, or `None` if it is not in the table.
 pub fn errno_of(name: &str) -> Option<i32> {
     ERRNOS.iter().find(|(_, known)| *known == name).map(|(number, _)| *number)
 }

@@ -1,4 +1,4 @@
-//! One life of a server: the steps of a script, each judged by its outcome.
+//! One life of a server: the steps of a script run against it, and the outcome of each is judged.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, PipeReader, Read as _, Write as _};
@@ -14,33 +14,33 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::super::control::{self, VerbError};
+use super::super::nbd_client::NbdClient;
 use super::super::protocol::{self, ConnectionError};
 use super::super::server::{self, Resources};
-use super::super::wire::Wire;
 use super::fault::{Case, End, Extent, Site};
 use super::limits::{self, LimitKind};
 use super::model::{Lifetime, Model, Presence, SECTOR};
 use super::tracer::{Arm, TracedProcess};
 use crate::oracle::{Fill, Kind as Writing, Outcome, fill};
 
-/// Timeout of a client while calls keep failing.
+/// Read timeout of a client while calls keep failing, since the server may then not reply.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Longest wait for a save that is due.
+/// Longest wait until a due save has completed.
 const SAVE_MAX: Duration = Duration::from_secs(5);
-/// Additional threads allowed per failure: of a file without a ring, or of pools.
+/// Additional threads allowed per failure: those of a file that could not use a ring, or of a pool.
 const POOL_THREADS: usize = 4;
-/// Longest time until threads and descriptors of removed devices are gone.
+/// Longest wait until the threads and descriptors of removed devices are gone.
 const HELD_MAX: Duration = Duration::from_secs(5);
 const HELD_FOR: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Number of failing calls after which requests and verbs must succeed when repeated.
+/// Number of failing calls in a short failure: afterwards, repeated requests and verbs must succeed.
 const FAILURES_MAX: u32 = 2;
-/// Smallest size of a pipe.
+/// Smallest size of a pipe in bytes: one page.
 const PIPE_BYTES: usize = 4096;
-/// Bytes of one read.
+/// Bytes per read when a whole device is read.
 const READ_BYTES: u64 = 256 << 10;
 
-/// Program and directory of a scene.
+/// The program under test and the directory of one run of a scene.
 pub struct RunDir<'a> {
     pub program: &'a Path,
     pub dir: PathBuf,
@@ -52,48 +52,48 @@ pub struct Life<'a> {
     pub model: &'a mut Model,
     pub server: TracedProcess,
     case: Option<&'a Case>,
-    wires: BTreeMap<String, Wire>,
-    /// Findings so far.
+    wires: BTreeMap<String, NbdClient>,
+    /// Findings of this life, as messages.
     pub findings: Vec<String>,
-    /// Number of failed calls of a program besides the server, and all its calls.
+    /// Number of failed calls and all numbered calls of a program that ran besides the server.
     beside: (u32, Vec<Site>),
-    /// Standard error of a server whose log is not read.
+    /// Read end of the server's standard error, if the case leaves the log unread. Kept open.
     _log: Option<PipeReader>,
 }
 
 /// How a server ended.
-pub struct EndState {
+pub struct ServerExit {
     pub status: ExitStatus,
-    /// The server was killed by the run.
+    /// The run killed the server.
     pub is_killed: bool,
-    /// Calls that failed.
+    /// Number of calls that failed.
     pub hits: u32,
-    /// All numbered calls.
+    /// All numbered calls, in order.
     pub sites: Vec<Site>,
 }
 
-/// The answer to a verb.
+/// The outcome of a verb (a method of the control socket).
 #[derive(Debug)]
 pub enum Answer {
     Done(Value),
     Refused(String),
-    /// The server ended, or did not answer while its calls failed.
+    /// The server ended, or did not reply while its calls failed.
     None,
 }
 
 impl<'a> Life<'a> {
-    /// Starts a server. The error contains its output.
+    /// Starts a server. If that fails, the error contains the output and exit of the server.
     pub fn start(
         run_dir: &'a RunDir<'a>,
         model: &'a mut Model,
         words: &[&str],
         arm: Arm,
         case: Option<&'a Case>,
-    ) -> Result<Self, (String, EndState)> {
+    ) -> Result<Self, (String, ServerExit)> {
         let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
         let fail = |why: String| {
             let status = std::os::unix::process::ExitStatusExt::from_raw(0);
-            (why, EndState { status, is_killed: false, hits: 0, sites: Vec::new() })
+            (why, ServerExit { status, is_killed: false, hits: 0, sites: Vec::new() })
         };
         let mut command = server::command(run_dir.program, &run_dir.dir, &words).map_err(fail)?;
         let mut log = None;
@@ -117,31 +117,31 @@ impl<'a> Life<'a> {
                 let status = server.wait();
                 let why = server.hung().map_or(said, |hung| format!("HANG: {hung}"));
                 let (is_killed, hits, sites) = (server.is_killed(), server.hits(), server.sites());
-                Err((why, EndState { status, is_killed, hits, sites }))
+                Err((why, ServerExit { status, is_killed, hits, sites }))
             }
         }
     }
 
     fn add_finding(&mut self, what: impl Into<String>) {
-        // A killed server owes no answer.
+        // A server that the run has killed need not reply, so what it does is not a finding.
         if !self.server.is_killed() {
             self.findings.push(what.into());
         }
     }
 
-    /// Returns true if the failure is short, so that requests must succeed afterwards.
+    /// Returns true if at most two calls fail, so that repeated requests and verbs must succeed.
     fn is_failure_short(&self) -> bool {
         self.case.is_none_or(Case::is_short)
     }
 
-    /// Returns true while the disk of the state directory keeps failing: verbs are refused then, as docs/restarts.md
-    /// says.
+    /// Returns true if writes to the state directory keep failing: verbs are then refused, see
+    /// docs/reference/server.md.
     fn state_is_broken(&self) -> bool {
         !self.is_failure_short() && self.affects_state()
     }
 
     /// Returns true if the start may withhold kept content, because it cannot record that the content is in use
-    /// (docs/restarts.md). A second failure may hit the second way to write the state.
+    /// (docs/reference/server.md). With more than one failure, the fallback for writing the state may fail as well.
     pub fn start_may_withhold(&self) -> bool {
         self.case.is_some_and(|case| case.extent != Extent::Once) && self.affects_state()
     }
@@ -150,8 +150,8 @@ impl<'a> Life<'a> {
         self.case.is_some_and(|case| case.site.object.starts_with("state") || case.site.call == limits::LIMIT)
     }
 
-    /// Returns true if the failure lasts until a file is opened again, as docs/testing.md says: its flush failed, or
-    /// a snapshot lost its COW device.
+    /// Returns true if the failure can last until a file is opened again: a flush failed, or a snapshot lost its COW
+    /// device. See docs/explanation/testing.md.
     fn may_last(&self) -> bool {
         self.case.is_some_and(|case| case.site.call.starts_with("ring-") || case.site.object.contains(".cow"))
     }
@@ -179,7 +179,7 @@ impl<'a> Life<'a> {
                 Answer::Refused(message)
             }
             Err(VerbError::Ended(why)) => {
-                // The failure may have hit the connection itself.
+                // The failing call may have been on the control connection itself.
                 if self.server.hits() == 0 && !self.server.has_ended() {
                     self.add_finding(format!("{text} has no answer although no call has failed: {why}"));
                 }
@@ -205,7 +205,8 @@ impl<'a> Life<'a> {
         if line.ends_with('\n') { control::answer(&line) } else { Err(VerbError::Ended("no answer".into())) }
     }
 
-    /// Runs a verb, and repeats it while short failures last. Afterwards the verb must succeed.
+    /// Runs a verb, and repeats it while a short failure lasts. A verb that is refused although no call failed
+    /// meanwhile is a finding.
     pub fn ask(&mut self, method: &str, params: &Value) -> Answer {
         let mut last = self.ask_once(method, params);
         for _ in 0..FAILURES_MAX {
@@ -215,7 +216,7 @@ impl<'a> Life<'a> {
             let hits = self.server.hits();
             let again = self.ask_once(method, params);
             match (&last, &again) {
-                // The verb may have met the second failure.
+                // If a call failed during the repetition, the verb may be refused again.
                 (Answer::Refused(first), Answer::Refused(again))
                     if self.server.hits() == hits && !self.may_last() =>
                 {
@@ -224,7 +225,7 @@ impl<'a> Life<'a> {
                         "{text} is refused although no call fails: {first:?}, then {again:?}"
                     ));
                 }
-                // A verb without an answer may have been done.
+                // A verb without an answer may have taken effect, so its repetition may be refused.
                 (Answer::None, Answer::Refused(_)) => return last,
                 _ => {}
             }
@@ -233,7 +234,7 @@ impl<'a> Life<'a> {
         last
     }
 
-    /// Runs a verb that creates a device of the model.
+    /// Runs a verb that creates a device of the model. Returns true if the verb succeeded.
     pub fn create_device(&mut self, name: &str, method: &str, params: &Value) -> bool {
         let presence = match self.ask(method, params) {
             Answer::Done(_) => Presence::Yes,
@@ -243,13 +244,13 @@ impl<'a> Life<'a> {
         presence == Presence::Yes
     }
 
-    /// Removes a device.
+    /// Removes a device, if it exists, and records whether it still may exist.
     pub fn remove(&mut self, name: &str) {
         if self.model.disk(name).presence != Presence::Yes {
             return;
         }
         self.wires.remove(name);
-        // The server may not have noticed yet that the client has left.
+        // Force the removal: the server may not have noticed yet that the client has disconnected.
         let removed = self.ask("remove", &json!({ "name": name, "force": true }));
         self.model.disk(name).presence = match removed {
             Answer::Done(_) => Presence::No,
@@ -259,19 +260,19 @@ impl<'a> Life<'a> {
 
     // ---- requests -------------------------------------------------------------------------------
 
-    fn wire(&mut self, name: &str) -> Result<&mut Wire, ConnectionError> {
+    fn wire(&mut self, name: &str) -> Result<&mut NbdClient, ConnectionError> {
         if !self.wires.contains_key(name) {
             let stream = UnixStream::connect(self.run_dir.dir.join(server::NBD))?;
             if !self.is_failure_short() {
                 stream.set_read_timeout(Some(PATIENCE))?;
             }
-            let wire = Wire::over(stream, name, &mut Rng::new(1))?;
+            let wire = NbdClient::over(stream, name, &mut Rng::new(1))?;
             self.wires.insert(name.to_owned(), wire);
         }
         Ok(self.wires.get_mut(name).expect("it was put there"))
     }
 
-    /// Sends one request and waits for its reply: the error, and the data of a read.
+    /// Sends one request and waits for its reply. Returns the error number (0 for success) and the data of a read.
     fn request(
         &mut self,
         name: &str,
@@ -287,7 +288,8 @@ impl<'a> Life<'a> {
         Ok((reply.error, reply.data))
     }
 
-    /// The same, repeated while short failures last.
+    /// Sends a request, and repeats it while a short failure lasts. Returns the data of a read, or `None` if the
+    /// request failed.
     fn request_again(&mut self, name: &str, command: u16, at: u64, len: u32, data: &[u8]) -> Option<Vec<u8>> {
         let text = format!("{name}: command {command}, {len} bytes at {at}");
         for attempt in 0..=FAILURES_MAX {
@@ -316,7 +318,7 @@ impl<'a> Life<'a> {
             if !self.is_failure_short() {
                 return None;
             }
-            // The call may have failed a moment ago.
+            // A call may have failed just before the first attempt, so only a repeated failure is a finding.
             let may_last = self.model.disk(name).is_fragile || command == protocol::FLUSH && self.may_last();
             if attempt > 0 && self.server.hits() == hits && !may_last {
                 self.add_finding(format!("{last}, repeatedly and although no call fails"));
@@ -331,12 +333,12 @@ impl<'a> Life<'a> {
         disk.presence == Presence::Yes && disk.is_visible
     }
 
-    /// Writes sectors. Returns true on success.
+    /// Writes sectors with a fill pattern. Returns true on success.
     pub fn write(&mut self, name: &str, sectors: Range<u64>, filled: Fill) -> bool {
         self.write_id(name, sectors, filled).is_some()
     }
 
-    /// The same. Returns the id and range of the write on success.
+    /// Writes sectors with a fill pattern. Returns the id and the range of the write on success.
     pub fn write_id(&mut self, name: &str, sectors: Range<u64>, filled: Fill) -> Option<(u64, Range<u64>)> {
         if !self.is_usable(name) || self.server.has_ended() {
             return None;
@@ -357,7 +359,7 @@ impl<'a> Life<'a> {
         self.is_usable(name) && self.request_again(name, protocol::FLUSH, 0, 0, &[]).is_some()
     }
 
-    /// Reads a whole device and checks its content.
+    /// Reads a whole device and judges the content.
     pub fn read_all(&mut self, name: &str) {
         if !self.is_usable(name) {
             return;
@@ -387,7 +389,7 @@ impl<'a> Life<'a> {
         matches!(stat, Answer::Done(stat) if matches!(stat["status"].as_str(), Some("Invalid" | "Overflow")))
     }
 
-    /// Waits until a kept device is saved completely, as the server reports.
+    /// Waits until the server reports that a device is saved completely, or until `SAVE_MAX`.
     pub fn wait_saved(&mut self, name: &str) {
         let began = Instant::now();
         while began.elapsed() < SAVE_MAX && !self.server.has_ended() {
@@ -403,7 +405,8 @@ impl<'a> Life<'a> {
         }
     }
 
-    /// Returns the most descriptors and threads within a short time: those left by a verb go a moment later.
+    /// Returns the largest numbers of descriptors and threads within a short time, since those of a verb remain a
+    /// moment longer.
     pub fn most_resources(&self) -> Resources {
         let (began, mut most) = (Instant::now(), Resources::default());
         while began.elapsed() < HELD_FOR {
@@ -413,7 +416,8 @@ impl<'a> Life<'a> {
         most
     }
 
-    /// Compares descriptors and threads with those of a run without failures, once everything is done.
+    /// Checks that the server has no more descriptors and threads than in a run without failures. Waits for those that
+    /// are about to end.
     pub fn check_resources(&mut self, held: &Resources) {
         let began = Instant::now();
         let pools = POOL_THREADS * self.server.hits().max(1) as usize;
@@ -433,8 +437,8 @@ impl<'a> Life<'a> {
 
     // ---- end ------------------------------------------------------------------------------------
 
-    /// Ends the server and updates the model with what may survive.
-    pub fn end(mut self, how: End) -> (EndState, Vec<String>) {
+    /// Ends the server, judges the exit, and records in the model what content survives.
+    pub fn end(mut self, how: End) -> (ServerExit, Vec<String>) {
         self.server.end_script();
         self.server.step(format!("the end: {how:?}"));
         let hits = self.server.hits();
@@ -475,16 +479,16 @@ impl<'a> Life<'a> {
         }
         let (hits, mut sites) = (self.server.hits() + self.beside.0, self.server.sites());
         sites.extend(self.beside.1);
-        (EndState { status, is_killed, hits, sites }, self.findings)
+        (ServerExit { status, is_killed, hits, sites }, self.findings)
     }
 
     // ---- programs beside the server -------------------------------------------------------------
 
-    /// Runs the program with these arguments and the failures of the case. Returns true if it succeeds.
+    /// Runs the program with these arguments beside the server, with the failures of the case. Returns true on success.
     pub fn run(&mut self, words: &[&str]) -> bool {
         let mut command = Command::new(self.run_dir.program);
         command.args(words).current_dir(&self.run_dir.dir).env_remove("RUST_LOG");
-        // Not a file: the disk may be full.
+        // Read the output through a pipe, not a file: the disk may be full.
         let (mut reader, writer) = std::io::pipe().expect("there are descriptors");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(writer);
         let program = match TracedProcess::start(command, &self.run_dir.dir, Arm::AtFile, self.case) {
@@ -496,7 +500,7 @@ impl<'a> Life<'a> {
         let (hits, is_killed) = (program.hits(), program.is_killed());
         self.beside = (hits, program.sites());
         let hung = program.hung();
-        // The program holds the other end of the pipe.
+        // `program` holds the write end of the pipe: drop it, so that reading ends.
         drop(program);
         let mut said = String::new();
         if let Err(error) = reader.read_to_string(&mut said) {
@@ -513,7 +517,7 @@ impl<'a> Life<'a> {
     }
 }
 
-/// Makes a server write a verbose log to a small pipe that is not read.
+/// Makes a server write a verbose log to a small pipe. The returned read end is never read.
 fn undrained(command: &mut Command) -> std::io::Result<PipeReader> {
     let (reader, writer) = std::io::pipe()?;
     rustix::pipe::fcntl_setpipe_size(&writer, PIPE_BYTES)?;
@@ -521,7 +525,7 @@ fn undrained(command: &mut Command) -> std::io::Result<PipeReader> {
     Ok(reader)
 }
 
-/// Returns a verb as text, truncated.
+/// Returns a verb and its parameters as text, at most 120 characters.
 fn verb_text(method: &str, params: &Value) -> String {
     format!("{method} {params}").chars().take(120).collect()
 }

@@ -1,7 +1,6 @@
-//! Resource limits: instead of one call, every call that exceeds the remaining resource fails.
+//! Resource limits: a case makes every call fail that needs more of a resource than remains.
 //!
-//! A case has the name of the limit in place of a call, and the remaining amount in place of the ordinal: `limit
-//! nofile 3`.
+//! In such a case the object is the name of the limit, and the ordinal is the remaining amount: `limit nofile 3`.
 
 use std::fs::{self, File};
 use std::io;
@@ -18,19 +17,19 @@ use tempfile::NamedTempFile;
 use super::fault::{Case, End, Extent, FailureMode, Site};
 use super::hash;
 
-/// Stands in place of a call's name.
+/// Name in place of a kind of call, in cases that impose a limit.
 pub const LIMIT: &str = "limit";
-/// File that fills a disk, next to the directory of a run.
+/// Name of the file that fills a disk, beside the directory of a run.
 const FILLER: &str = "filler";
 const KIB: u64 = 1024;
 
-/// A limit.
+/// A limit, and the amounts of it that are tried.
 struct Limit {
     name: &'static str,
     kind: LimitKind,
-    /// Error of calls that exceed the limit.
+    /// Errno of calls that exceed the limit.
     errno: i32,
-    /// Remaining amount: descriptors, KiB or calls.
+    /// Remaining amounts to try: descriptors, KiB or calls.
     left: &'static [u32],
 }
 
@@ -47,33 +46,33 @@ const LIMITS: &[Limit] = &[
     Limit { name: "log", kind: LimitKind::Log, errno: libc::EAGAIN, left: &[0] },
 ];
 
-/// The resource of a limit.
+/// The resource that a limit restricts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LimitKind {
-    /// Descriptors (`RLIMIT_NOFILE`).
+    /// Number of open descriptors (`RLIMIT_NOFILE`).
     Descriptors,
-    /// Size of a file (`RLIMIT_FSIZE`).
+    /// Size of a file in KiB (`RLIMIT_FSIZE`).
     FileSize,
-    /// Free space on the disk.
+    /// Free space on the disk in KiB.
     Room,
-    /// Number of calls that change files, before the file system becomes read-only.
+    /// Number of calls that change files, after which the file system is read-only.
     Changes,
-    /// Standard error is a pipe that is not read.
+    /// Standard error, which is a pipe that is never read.
     Log,
 }
 
-/// Returns the limit of a case.
+/// Returns the limit that a case imposes, or `None` if a single call fails.
 pub fn limit_of(case: Option<&Case>) -> Option<LimitKind> {
     let site = &case.filter(|case| case.site.call == LIMIT)?.site;
     LIMITS.iter().find(|limit| limit.name == site.object).map(|limit| limit.kind)
 }
 
-/// Returns the number of changes after which the file system of a case is read-only.
+/// Returns the number of changes after which the file system is read-only. `None` if the case does not limit changes.
 pub fn changes_left(case: &Case) -> Option<u32> {
     (limit_of(Some(case)) == Some(LimitKind::Changes)).then_some(case.site.nth)
 }
 
-/// Returns the cases of a scene. The extent of a limit and the end of the server are drawn.
+/// Returns a case for each limit and remaining amount. How long a limit lasts and how the server ends is drawn.
 pub fn cases(scene: &str, seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for limit in LIMITS {
@@ -94,15 +93,15 @@ pub fn cases(scene: &str, seed: u64) -> Vec<Case> {
     cases
 }
 
-/// A limit imposed on a server; dropping this lifts it.
+/// A limit imposed on a server. Dropping this value lifts the limit.
 #[derive(Debug)]
-pub struct Imposed {
+pub struct ImposedLimit {
     pid: Option<Pid>,
     resource: Option<(Resource, Rlimit)>,
     filler: Option<PathBuf>,
 }
 
-impl Imposed {
+impl ImposedLimit {
     /// Imposes the limit of a case. `dir` is the directory of the run.
     pub fn new(pid: pid_t, dir: &Path, case: &Case) -> io::Result<Self> {
         let mut imposed = Self { pid: Pid::from_raw(pid), resource: None, filler: None };
@@ -111,14 +110,14 @@ impl Imposed {
             Some(LimitKind::Descriptors) => imposed.set(Resource::Nofile, first_beyond(pid, left)?)?,
             Some(LimitKind::FileSize) => imposed.set(Resource::Fsize, left * KIB)?,
             Some(LimitKind::Room) => imposed.fill(dir, left * KIB)?,
-            // The tracer counts changes. The log pipe is never read.
+            // The tracer counts changes, and the log pipe is never read, so nothing needs to be set.
             Some(LimitKind::Changes | LimitKind::Log) | None => {}
         }
         Ok(imposed)
     }
 
     fn set(&mut self, resource: Resource, most: u64) -> io::Result<()> {
-        // Set the maximum as well, since a server raises its limit to the maximum.
+        // Set the hard limit as well, since the server raises its soft limit to the hard limit.
         let limit = Rlimit { current: Some(most), maximum: Some(most) };
         self.resource = Some((resource, prlimit(self.pid, resource, limit)?));
         Ok(())
@@ -135,21 +134,21 @@ impl Imposed {
     }
 }
 
-impl Drop for Imposed {
+impl Drop for ImposedLimit {
     fn drop(&mut self) {
         if let Some((resource, before)) = self.resource.take() {
-            // The server may have ended.
+            // An error only means that the server has ended.
             let _ = prlimit(self.pid, resource, before);
         }
         if let Some(filler) = self.filler.take() {
-            // If this fails, later runs have no space and fail.
+            // If the removal fails, later runs have no space and fail.
             let _ = fs::remove_file(filler);
         }
     }
 }
 
-/// Returns the limit with which a process can open `left` more descriptors: the kernel assigns the lowest free
-/// numbers.
+/// Returns the descriptor limit with which a process can open `left` more descriptors. The kernel assigns the lowest
+/// free numbers.
 fn first_beyond(pid: pid_t, left: u64) -> io::Result<u64> {
     let used: Vec<u64> = fs::read_dir(format!("/proc/{pid}/fd"))?
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -158,15 +157,15 @@ fn first_beyond(pid: pid_t, left: u64) -> io::Result<u64> {
     Ok(free.nth(left as usize).unwrap_or(u64::MAX))
 }
 
-/// A file system for runs that fill the disk.
+/// A file system (tmpfs) for runs that fill the disk.
 pub struct Disk {
     at: PathBuf,
-    /// Log of the servers, on another disk.
+    /// Log of the servers. The log is on another disk, so that it can be written while this one is full.
     log: NamedTempFile,
 }
 
 impl Disk {
-    /// Mounts the file system at a directory. Only root can.
+    /// Mounts the file system at a directory. Requires root.
     pub fn mount(at: &Path) -> Result<Self, String> {
         let mount = Command::new("mount")
             .args(["-t", "tmpfs", "-o", "size=64m", "freestone-torture"])
@@ -183,7 +182,7 @@ impl Disk {
 }
 
 impl Disk {
-    /// Places the log at this path on the other disk.
+    /// Empties the log and creates a symbolic link to it at this path.
     pub fn begin_log(&self, path: &Path) -> io::Result<()> {
         self.log.as_file().set_len(0)?;
         symlink(self.log.path(), path)
@@ -192,7 +191,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // A killed server may use the disk for a moment longer.
+        // Unmount lazily: a killed server may use the disk for a moment longer.
         let _ = Command::new("umount").arg("--lazy").arg(&self.at).status();
     }
 }

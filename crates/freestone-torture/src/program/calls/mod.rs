@@ -2,10 +2,10 @@
 //! code, then repeatedly, each time with one of them failing.
 //!
 //! A [`Case`] names a call, how it fails, for how long, and how the server ends. After the case, two servers without
-//! failures are started and judged by the [oracle](crate::oracle). Everything completed must still exist or be
+//! failures are started and judged by the [oracle](crate::oracle). Every completed write must still be present or be
 //! reported as lost. Nothing may hang, the server must start, its exit status must be correct, and a refusal must be
-//! one sentence. The cases of a run are drawn from its seed; the report contains for each finding the line that
-//! repeats it.
+//! one sentence. The cases of a run are drawn from its seed; for each finding, the report contains the line that
+//! repeats the case.
 
 mod fault;
 mod judge;
@@ -39,46 +39,46 @@ use self::scenes::{SCENES, Scene};
 use self::tracer::Arm;
 use super::server::{self, Resources};
 
-/// Number of calls that fail of each kind and object, in addition to the last one.
+/// Number of calls of each kind and object that are made to fail, in addition to the last one.
 const ORDINALS_MAX: u32 = 6;
 /// Number of parallel runs. Scenes mostly wait for disks and timeouts, so this may exceed the number of CPUs.
 const WORKERS: usize = 8;
-/// Directory that is copied for each run.
+/// Name of the directory in which a scene runs; copied from `KEPT_DIR` for each run.
 const DIR: &str = "run";
 const KEPT_DIR: &str = "prepared";
-/// File in the directory that is the base of forks, and only read.
+/// Name of the read-only file that is the base of forks.
 const BASE: &str = "g.img";
 
-/// Which cases are run.
+/// Selection of the cases to run.
 #[derive(Debug, Clone, Default)]
-pub struct Choice {
-    /// Only these scenes; all if there are none.
+pub struct CaseFilter {
+    /// Scenes to run; empty for all.
     pub scenes: Vec<String>,
-    /// Only calls of these kinds; all if there are none.
+    /// Kinds of calls to fail; empty for all.
     pub calls: Vec<String>,
-    /// At most this many cases.
+    /// Maximum number of cases; `None` for all, repeatedly until the time is over.
     pub cases: Option<usize>,
-    /// Time limit.
+    /// Time after which no further case is started. With `None`, one round of cases is run.
     pub time: Option<Duration>,
-    /// Stop after the first finding.
+    /// Ends the sweep after the first finding.
     pub is_first: bool,
 }
 
-/// A row of the table.
+/// A row of the table in a report: the numbers of one scene.
 #[derive(Debug, Clone, Default)]
 struct Row {
-    /// Number of calls, and of distinct ones.
+    /// Number of calls, and of calls that are made to fail.
     calls: usize,
     sites: usize,
-    /// Number of possible cases.
+    /// Number of cases of the scene in one round.
     cases: usize,
     runs: usize,
-    /// Runs in which the call did not occur.
+    /// Number of runs in which the call of the case did not occur.
     unmet: usize,
     findings: usize,
 }
 
-/// Result of a sweep.
+/// The results of a sweep: a table of numbers, and the cases with findings.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
     rows: BTreeMap<String, Row>,
@@ -86,7 +86,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns true if nothing was found.
+    /// Returns true if the sweep has no finding.
     pub fn is_clean(&self) -> bool {
         self.findings.is_empty()
     }
@@ -112,17 +112,17 @@ impl fmt::Display for Report {
     }
 }
 
-/// A scene whose first server has ended: the starting point of each run.
-struct Prepared {
+/// A scene whose first server has ended: the state from which each run starts.
+struct PreparedScene {
     scene: &'static Scene,
     model: Model,
-    // Unmounted before its directory is removed.
+    // Declared before `root`: the file system must be unmounted before its directory is removed.
     disk: Option<limits::Disk>,
     root: TempDir,
 }
 
-impl Prepared {
-    /// Prepares a scene. `has_disk`: in a file system of its own.
+impl PreparedScene {
+    /// Prepares a scene. With `has_disk`, the scene has a file system of its own.
     fn new(scene: &'static Scene, program: &Path, has_disk: bool) -> Result<Self, String> {
         let root = tempfile::Builder::new().prefix("torture-calls-").tempdir().map_err(|e| e.to_string())?;
         let disk = has_disk.then(|| limits::Disk::mount(root.path())).transpose()?;
@@ -148,8 +148,8 @@ impl Prepared {
         Ok(prepared)
     }
 
-    /// Runs the scene, with a case or without. `held`: resources of the server at the end of the script if no call
-    /// fails.
+    /// Runs the scene once. `case`: the call to fail, or `None`. `held`: resources of the server at the end of the
+    /// script if no call fails.
     fn run(&self, program: &Path, case: Option<&Case>, held: &Resources) -> Result<Run, String> {
         let dir = self.root.path().join(DIR);
         fs::remove_dir_all(&dir).map_err(|e| e.to_string())?;
@@ -184,7 +184,8 @@ impl Prepared {
                     return Err(format!("{}: {}: {said}", self.scene.name, ended.status));
                 }
                 run.findings = failed_start(case, &run_dir, &said, &ended);
-                // No client has written. A killed server may have progressed further than it reported.
+                // No client has written. A killed server may have done more than it reported, so its content is not
+                // exact.
                 !ended.is_killed
             }
         };
@@ -198,12 +199,12 @@ impl Prepared {
     }
 }
 
-/// Judges a start that failed after a call failed.
+/// Judges a server that did not start after a call failed.
 fn failed_start(
     case: Option<&Case>,
     run_dir: &RunDir<'_>,
     said: &str,
-    ended: &life::EndState,
+    ended: &life::ServerExit,
 ) -> Vec<String> {
     let log = server::log_tail(&run_dir.dir);
     let mut findings = Vec::new();
@@ -218,7 +219,7 @@ fn failed_start(
         let object = &case.site.object;
         let is_its_own =
             Path::new(object).extension().is_some_and(|kind| kind == "img") || object.starts_with("exports/");
-        // A second failure may hit a call of the server itself.
+        // With more than one failure, a call of the server itself may fail as well.
         is_its_own && case.extent == Extent::Once
     });
     if is_of_device && !ended.is_killed {
@@ -227,21 +228,22 @@ fn failed_start(
     findings
 }
 
-/// A run of a scene, and its findings.
+/// The results of one run of a scene.
 #[derive(Default)]
 struct Run {
-    /// All numbered calls.
+    /// All numbered calls, in order.
     sites: Vec<Site>,
-    /// Number of calls before the end of the script.
+    /// Number of those calls before the end of the script.
     script: usize,
-    /// Resources of the server at the end of the script.
+    /// Resources of the server at the end of the script, if no call fails.
     held: Resources,
     hits: u32,
     findings: Vec<String>,
     log: String,
 }
 
-/// Copies a directory. The base of forks is hard-linked, since a kept fork over another inode is withheld.
+/// Copies a directory. The base of forks is hard-linked: a saved fork whose base has another inode is withheld (content
+/// not restored).
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
     let status = Command::new("cp").arg("-a").arg(from).arg(to).status().map_err(|e| e.to_string())?;
     if !status.success() {
@@ -254,11 +256,11 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs the cases drawn from the seed. After all of them have run, draws again until the time is over.
+/// Runs the cases drawn from the seed. If all of them have run before the time limit, draws more cases.
 ///
 /// # Errors
 /// Fails if the sweep itself fails.
-pub fn run_cases(seed: u64, choice: &Choice, program: &Path) -> Result<Report, String> {
+pub fn run_cases(seed: u64, choice: &CaseFilter, program: &Path) -> Result<Report, String> {
     let end = choice.time.map(|time| Instant::now() + time);
     let mut report = Report::default();
     let (mut runs, mut held) = (Vec::new(), BTreeMap::new());
@@ -292,12 +294,12 @@ pub fn run_cases(seed: u64, choice: &Choice, program: &Path) -> Result<Report, S
 }
 
 /// Draws a case for each way in which each call of these scenes can fail, in random order. A case and its position
-/// depend on the seed and the call only, so a call that occurs only in some runs changes no other case.
-fn draw(runs: &[(&str, Run)], choice: &Choice, seed: u64) -> Vec<Case> {
+/// depend only on the seed and the call. A call that occurs only in some runs thus does not change other cases.
+fn draw(runs: &[(&str, Run)], choice: &CaseFilter, seed: u64) -> Vec<Case> {
     let mut all = Vec::new();
     for (scene, run) in runs {
         all.extend(cases(scene, run, seed));
-        // Only root can impose limits.
+        // Mounting a file system and changing limits of another process require root.
         if rustix::process::geteuid().is_root() {
             all.extend(limits::cases(scene, seed));
         }
@@ -307,10 +309,10 @@ fn draw(runs: &[(&str, Run)], choice: &Choice, seed: u64) -> Vec<Case> {
     all
 }
 
-/// Runs one case again.
+/// Runs one case again, from its line in a report.
 ///
 /// # Errors
-/// Fails if the sweep itself fails.
+/// Fails if the line is not a case, or if the sweep itself fails.
 pub fn repeat(line: &str, program: &Path) -> Result<Report, String> {
     let case: Case = line.parse()?;
     let mut report = Report::default();
@@ -320,9 +322,9 @@ pub fn repeat(line: &str, program: &Path) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Runs a scene without failures.
+/// Runs a scene without failing calls, to number its calls. Fails if the run has findings.
 fn number(scene: &'static Scene, program: &Path) -> Result<Run, String> {
-    let run = Prepared::new(scene, program, false)?.run(program, None, &Resources::default())?;
+    let run = PreparedScene::new(scene, program, false)?.run(program, None, &Resources::default())?;
     if run.findings.is_empty() {
         return Ok(run);
     }
@@ -334,7 +336,7 @@ fn scene_of(name: &str) -> Result<&'static Scene, String> {
     scene.ok_or_else(|| format!("{name}: unknown scene"))
 }
 
-/// Runs cases in parallel until the time is over, starting with the last.
+/// Runs cases in parallel, starting with the last, until all have run or the time is over.
 fn sweep(
     report: &mut Report,
     cases: Vec<Case>,
@@ -349,7 +351,7 @@ fn sweep(
         if is_late { None } else { queue.lock().unwrap_or_else(PoisonError::into_inner).pop() }
     };
     let work = || {
-        let mut prepared: BTreeMap<(String, bool), Prepared> = BTreeMap::new();
+        let mut prepared: BTreeMap<(String, bool), PreparedScene> = BTreeMap::new();
         while let Some(case) = next() {
             let ran = run_case(&mut prepared, &case, &held[&case.scene], program);
             let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
@@ -386,7 +388,7 @@ fn sweep(
 }
 
 fn run_case(
-    prepared: &mut BTreeMap<(String, bool), Prepared>,
+    prepared: &mut BTreeMap<(String, bool), PreparedScene>,
     case: &Case,
     held: &Resources,
     program: &Path,
@@ -394,7 +396,7 @@ fn run_case(
     let has_disk = limits::limit_of(Some(case)) == Some(limits::LimitKind::Room);
     let key = (case.scene.clone(), has_disk);
     if !prepared.contains_key(&key) {
-        prepared.insert(key.clone(), Prepared::new(scene_of(&case.scene)?, program, has_disk)?);
+        prepared.insert(key.clone(), PreparedScene::new(scene_of(&case.scene)?, program, has_disk)?);
     }
     prepared[&key].run(program, Some(case), held)
 }
@@ -405,7 +407,7 @@ fn hash(what: &impl Hash) -> u64 {
     hasher.finish()
 }
 
-/// Returns the calls to fail: of each kind and object the first ones and the last one.
+/// Returns the calls to fail: of each kind and object, the first `ORDINALS_MAX` and the last one.
 fn distinct(sites: &[Site]) -> Vec<Site> {
     let mut last: BTreeMap<(&str, &str), u32> = BTreeMap::new();
     for site in sites {
@@ -415,7 +417,8 @@ fn distinct(sites: &[Site]) -> Vec<Site> {
     sites.iter().filter(is_one).cloned().collect()
 }
 
-/// Returns a case for each call and failure. The extent and the end of the server are drawn.
+/// Returns a case for each call and each way in which it can fail. How long calls fail and how the server ends is
+/// drawn.
 fn cases(scene: &str, run: &Run, seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     let of_script: BTreeSet<&Site> = run.sites[..run.script].iter().collect();
@@ -426,7 +429,7 @@ fn cases(scene: &str, run: &Run, seed: u64) -> Vec<Case> {
             let is_met = |extent: &&Extent| **extent != Extent::Script || of_script.contains(&site);
             let extents: Vec<&Extent> = how.extents().iter().filter(is_met).collect();
             let extent = *extents[rng.below(extents.len() as u64) as usize];
-            // A server killed after the script does not reach the calls of its end.
+            // A server that is killed after the script does not make the calls of an orderly end.
             let ends: &[End] = if of_script.contains(&site) {
                 &[End::Terminated, End::Terminated, End::Killed, End::AtCall]
             } else {

@@ -1,4 +1,5 @@
-//! The expected content of each device and whether it must exist, according to the server's answers.
+//! The expected content of each device, and whether the device must exist, according to the outcomes of verbs
+//! and requests.
 
 use std::collections::BTreeMap;
 
@@ -6,14 +7,14 @@ use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_B
 
 pub const SECTOR: u64 = SECTOR_BYTES as u64;
 
-/// Lifetime of a device's content.
+/// Lifetime of a device's content, which depends on the place of the content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// The content is in a file and stays.
+    /// The content is in a file and survives any end.
     Permanent,
-    /// The content is saved at an orderly end and periodically.
+    /// The content is in memory, and is saved periodically and at an orderly end.
     Saved,
-    /// The content is lost, and the device is withheld.
+    /// The content is in memory and lost. The next server withholds the device (does not serve it).
     Temporary,
 }
 
@@ -22,11 +23,11 @@ pub enum Lifetime {
 pub enum Presence {
     Yes,
     No,
-    /// A verb failed or was cut off.
+    /// Unknown: the verb that creates or removes the device failed or had no answer.
     Unknown,
 }
 
-/// A device.
+/// The expected state of a device.
 #[derive(Debug, Clone)]
 #[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 pub struct Disk {
@@ -34,20 +35,20 @@ pub struct Disk {
     pub lifetime: Lifetime,
     pub presence: Presence,
     pub is_writable: bool,
-    /// The device is published at the server's own address.
+    /// The device is published at the server's own NBD socket.
     pub uses_server_address: bool,
-    /// Clients find the device at that address now.
+    /// Clients find the device at that socket now.
     pub is_visible: bool,
-    /// One failure may make requests fail from then on: the device is a snapshot, which may become invalid,
-    /// or has zones, whose write pointer may have moved.
+    /// A single failing call may make later requests fail. The device is a snapshot, which may become
+    /// invalid, or has zones, whose write pointer may have moved.
     pub is_fragile: bool,
-    /// Number of sectors that are read.
+    /// Number of sectors, from the start, whose content is checked.
     pub shown: u64,
-    /// Id of the write that filled the file.
+    /// Id of the write that filled the file of the device.
     pub filled_by: u64,
 }
 
-/// All devices of a scene.
+/// The expected states of all devices of a scene, by name.
 #[derive(Debug, Clone, Default)]
 pub struct Model {
     pub disks: BTreeMap<String, Disk>,
@@ -66,7 +67,7 @@ impl Model {
         self.put(name, oracle, lifetime)
     }
 
-    /// Adds a device with the current content of another one.
+    /// Adds a device that starts with the current content of the device `base`.
     pub fn add_over(&mut self, name: &str, base: &str, lifetime: Lifetime) -> &mut Disk {
         let durability =
             if lifetime == Lifetime::Permanent { Durability::Completed } else { Durability::Flushed };
@@ -92,18 +93,21 @@ impl Model {
         self.disk(name)
     }
 
-    /// Returns a device of the scene.
+    /// Returns the device with this name.
+    ///
+    /// # Panics
+    /// Panics if the scene does not have the device.
     pub fn disk(&mut self, name: &str) -> &mut Disk {
         self.disks.get_mut(name).expect("the scene has it")
     }
 
-    /// Returns the number of a new write.
+    /// Returns the id of a new write with this fill pattern.
     pub fn write_id(&mut self, filled: Fill) -> u64 {
         self.serial += 1;
         filled.id(self.serial)
     }
 
-    /// Records and returns the content of a file that a device will use.
+    /// Generates the content of the file on which a device lies, and records it as written.
     pub fn fill_file(&mut self, name: &str, bytes: u64) -> Vec<u8> {
         let id = self.write_id(Fill::Text);
         self.disk(name).filled_by = id;

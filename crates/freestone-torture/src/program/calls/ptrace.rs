@@ -1,4 +1,4 @@
-//! System calls for tracing a process: a thin wrapper, for x86-64.
+//! System calls for tracing a process: a thin wrapper around ptrace(2), for x86-64.
 
 #![expect(unsafe_code)]
 // UNSAFETY: ptrace(2), seccomp(2) and waitpid(2) for threads have no safe interface in the libraries used here.
@@ -10,22 +10,22 @@ use std::ptr;
 
 use libc::{c_int, c_long, pid_t, sock_filter, sock_fprog, user_regs_struct};
 
-/// Why a thread of the traced process stopped, or that it ended.
+/// Why a traced thread stopped, or that it ended.
 #[derive(Debug, Clone, Copy)]
 pub enum Stop {
-    /// A thread, or the process if the number is its own, ended with this status of waitpid(2).
+    /// A thread ended with this status of waitpid(2). If its number is that of the process, the process ended.
     Ended(c_int),
-    /// A call that the filter names is about to be made.
+    /// The thread is about to make a system call that the filter names.
     Call,
-    /// A call has returned.
+    /// The system call on which the thread was resumed has returned.
     Done,
-    /// A signal is about to be delivered.
+    /// A signal is about to be delivered to the thread.
     Signal(c_int),
     /// A new thread or program starts.
     Other,
 }
 
-/// Returns a filter that stops these calls for the tracer.
+/// Returns a seccomp filter that stops the process for the tracer before these system calls.
 pub fn filter(numbers: &[c_long]) -> Vec<sock_filter> {
     let step = |code: u32, jt: usize, k: u32| sock_filter {
         code: code as u16,
@@ -33,7 +33,7 @@ pub fn filter(numbers: &[c_long]) -> Vec<sock_filter> {
         jf: 0,
         k,
     };
-    // The call number is the first field that a filter reads.
+    // Load the call number, the first field of the data that a filter reads.
     let mut steps = vec![step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (at, &number) in numbers.iter().enumerate() {
         steps.push(step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, numbers.len() - at, number as u32));
@@ -61,7 +61,7 @@ pub fn spawn(command: &mut Command, filter: Vec<sock_filter>) -> io::Result<Chil
     command.spawn()
 }
 
-/// Sets the tracing options of a stopped process.
+/// Sets the tracing options of a stopped process, which also apply to its new threads.
 pub fn set_options(pid: pid_t) -> io::Result<()> {
     let options = libc::PTRACE_O_EXITKILL
         | libc::PTRACE_O_TRACESECCOMP
@@ -73,7 +73,7 @@ pub fn set_options(pid: pid_t) -> io::Result<()> {
     request(libc::PTRACE_SETOPTIONS, pid, options as usize)
 }
 
-/// Waits for the next stop of any thread that the calling thread traces; None if no thread is left.
+/// Waits for the next stop of any thread that the calling thread traces. Returns `None` if no such thread is left.
 pub fn wait() -> io::Result<Option<(pid_t, Stop)>> {
     let mut status = 0;
     // SAFETY: `status` is written by the call alone.
@@ -98,15 +98,15 @@ pub fn wait() -> io::Result<Option<(pid_t, Stop)>> {
     Ok(Some((pid, stop)))
 }
 
-/// Resumes a thread, with a signal unless that is 0.
-pub fn go_on(thread: pid_t, signal: c_int) {
-    // If the thread was killed meanwhile, `wait` reports it.
+/// Resumes a thread, and delivers this signal unless it is 0.
+pub fn resume(thread: pid_t, signal: c_int) {
+    // An error means that the thread was killed meanwhile, which `wait` will report.
     let _ = request(libc::PTRACE_CONT, thread, signal as usize);
 }
 
-/// Resumes a thread until it has made its call.
-pub fn make_call(thread: pid_t) {
-    // As above.
+/// Resumes a thread until its system call has returned.
+pub fn resume_until_return(thread: pid_t) {
+    // An error means that the thread was killed meanwhile, which `wait` will report.
     let _ = request(libc::PTRACE_SYSCALL, thread, 0);
 }
 

@@ -1,7 +1,7 @@
 //! Reads and modifies the entries that a process is about to submit to `io_uring`.
 //!
-//! The tracer finds the entries in the memory of the process, which is stopped before `io_uring_enter`. A failing
-//! entry is replaced by a NOP that returns an error (Linux 6.10).
+//! The tracer finds the entries in the memory of the process, which is stopped before `io_uring_enter`. An entry that
+//! must fail is replaced by a NOP that returns an error (Linux 6.10 or later).
 
 use std::fs::{self, File};
 use std::io;
@@ -9,20 +9,20 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
 use libc::pid_t;
 
-/// Offsets at which the two parts of a ring are mapped.
+/// Offsets at which mmap(2) maps the two parts of a ring: the queues, and the submission entries.
 const OFFSET_RING: u64 = 0;
 const OFFSET_ENTRIES: u64 = 0x1000_0000;
-/// Offsets in a ring: kernel head, tail, and the number of entries minus one.
+/// Offsets in bytes in the ring: submission head and tail, and the number of entries minus one.
 const HEAD: u64 = 0;
 const TAIL: u64 = 4;
 const MASK: u64 = 16;
 const ENTRY_BYTES: u64 = 64;
-/// Maximum number of entries of a plausible ring.
+/// Maximum number of entries in a ring. A larger number means that the memory is not a ring.
 const ENTRIES_MAX: u32 = 1 << 15;
-/// `IORING_NOP_INJECT_RESULT`: the result is the length.
+/// `IORING_NOP_INJECT_RESULT`: the NOP returns its length field as the result.
 const INJECT_RESULT: u32 = 1;
 
-/// One entry.
+/// A submission entry, and its address in the process.
 pub struct Entry {
     address: u64,
     bytes: [u8; ENTRY_BYTES as usize],
@@ -33,7 +33,7 @@ impl Entry {
         self.bytes[0]
     }
 
-    /// Returns the descriptor of its file.
+    /// Returns the descriptor of the file on which the entry operates.
     pub fn file(&self) -> u64 {
         u32::from_le_bytes(self.part(4)).into()
     }
@@ -42,17 +42,17 @@ impl Entry {
         self.bytes[at..at + 4].try_into().expect("it is four bytes")
     }
 
-    /// Replaces the entry by one that fails.
+    /// Replaces the entry by a NOP that fails with this errno.
     pub fn fail(&self, pid: pid_t, errno: i32) -> io::Result<()> {
         let mut bytes = [0; ENTRY_BYTES as usize];
         bytes[24..28].copy_from_slice(&(-errno).to_le_bytes());
         bytes[28..32].copy_from_slice(&INJECT_RESULT.to_le_bytes());
-        // User data, by which the process identifies the completion.
+        // Keep the user data, by which the process identifies the completion.
         bytes[32..40].copy_from_slice(&self.bytes[32..40]);
         memory(pid)?.write_all_at(&bytes, self.address)
     }
 
-    /// Replaces the entry by one that transfers half as much.
+    /// Halves the length of the entry, so that it transfers half as much.
     pub fn shorten(&self, pid: pid_t) -> io::Result<()> {
         let len = (u32::from_le_bytes(self.part(24)) / 2).max(1);
         memory(pid)?.write_all_at(&len.to_le_bytes(), self.address + 24)
@@ -63,8 +63,8 @@ fn memory(pid: pid_t) -> io::Result<File> {
     File::options().read(true).write(true).open(format!("/proc/{pid}/mem"))
 }
 
-/// Returns the entries queued in the ring of this descriptor.
-pub fn queued(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
+/// Returns the submission entries that are queued in the ring with this descriptor.
+pub fn read_queued_entries(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
     let inode = fs::metadata(format!("/proc/{pid}/fd/{ring}"))?.ino();
     let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let part = |offset| maps.lines().find_map(|line| start_of(line, inode, offset));
@@ -82,7 +82,7 @@ pub fn queued(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
         return Err(io::Error::other("the ring is laid out otherwise"));
     }
     let entry = |at: u32| {
-        // The library maps each slot of the queue to the entry of the same number.
+        // The ring library maps each slot of the queue to the entry with the same number.
         let address = entries + u64::from(head.wrapping_add(at) & mask) * ENTRY_BYTES;
         let mut bytes = [0; ENTRY_BYTES as usize];
         memory.read_exact_at(&mut bytes, address).map(|()| Entry { address, bytes })
@@ -90,7 +90,8 @@ pub fn queued(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
     (0..queued).map(entry).collect()
 }
 
-/// Returns the start address in a line of `/proc/PID/maps`, if the line maps this file at this offset.
+/// Returns the start address of the mapping in a line of `/proc/PID/maps`. `None` if the line is for another inode or
+/// offset.
 fn start_of(line: &str, inode: u64, offset: u64) -> Option<u64> {
     let mut words = line.split_whitespace();
     let (range, _, at, _, of) = (words.next()?, words.next(), words.next()?, words.next(), words.next()?);

@@ -1,5 +1,5 @@
-//! The scenes: the devices of a server, and the script that runs while its calls are numbered and
-//! fail.
+//! The scenes: the devices of a server, and the script during which the server's system calls are
+//! numbered and fail.
 
 mod disks;
 
@@ -14,27 +14,27 @@ use super::tracer::Arm;
 use crate::oracle::Fill;
 
 const MIB: u64 = 1 << 20;
-/// Sectors of a mebibyte.
+/// Number of sectors in a mebibyte.
 const MIB_SECTORS: u64 = MIB / 512;
 
-/// A scene.
+/// A scene: how to prepare it, and the script to run.
 pub struct Scene {
     pub name: &'static str,
-    /// Makes files and the model. Returns the devices of the first server.
+    /// Creates files and the model. Returns the device arguments of the first server.
     pub prepare: fn(&Path, &mut Model) -> Vec<&'static str>,
-    /// Prepares the content before calls are numbered.
+    /// Writes the initial content through the first server, before calls are numbered.
     pub settle: fn(&mut Life<'_>),
-    /// Options of all servers but the first.
+    /// Arguments of all servers after the first, and options of the first.
     pub words: &'static [&'static str],
-    /// When calls are numbered.
+    /// When the tracer starts to number calls.
     pub arm: Arm,
-    /// The script. With [`Arm::Later`] the script itself arms the tracer.
+    /// The script. With [`Arm::Later`] the script itself calls `arm`.
     pub script: fn(&mut Life<'_>),
 }
 
 const STATE: &[&str] = &["--state", "state"];
 
-/// All scenes.
+/// All scenes of the sweep, in the order in which they run.
 pub const SCENES: &[Scene] = &[
     Scene {
         name: "start",
@@ -138,7 +138,7 @@ fn write_file(dir: &Path, name: &str, content: &[u8]) {
     fs::write(dir.join(name), content).expect("the directory of a run is writable");
 }
 
-/// Creates a device for each lifetime of content.
+/// Prepares a device for each [`Lifetime`](super::model::Lifetime) of content.
 fn all_kinds(dir: &Path, model: &mut Model) -> Vec<&'static str> {
     fs::create_dir(dir.join("exports")).expect("the directory of a run is writable");
     for name in ["g", "d"] {
@@ -218,7 +218,7 @@ fn fill_kept(life: &mut Life<'_>) {
     life.write("kept", 0..MIB_SECTORS, Fill::Noise);
 }
 
-/// Writes an increment that is merged at once, then another one at the end.
+/// Writes an increment of saved content that is merged at once, then another one at the end.
 fn saves(life: &mut Life<'_>) {
     life.server.arm();
     life.write("kept", 0..MIB_SECTORS * 3 / 4, Fill::Noise);
@@ -235,10 +235,10 @@ fn one_file(dir: &Path, model: &mut Model) -> Vec<&'static str> {
 
 fn nothing(_: &mut Life<'_>) {}
 
-/// Runs verbs until the log of the state directory is about to be rewritten, then some more.
+/// Runs verbs until the log of the state directory is about to be rewritten, then a few more.
 fn rewrite(life: &mut Life<'_>) {
     const REWRITE_BYTES: u64 = 4 << 20;
-    // Many distant ranges, so that few verbs fill the log.
+    // Many distant bad-block ranges make the device arguments long, so that few verbs fill the log.
     let blocks: Vec<String> =
         (0..500_u64).map(|at| (1 << 32) + 16 * at).map(|at| format!("+{at}-{}", at + 1)).collect();
     let big = format!("big=null,size=4T,badblocks={}", blocks.join(";"));

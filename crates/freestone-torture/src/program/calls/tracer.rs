@@ -1,7 +1,8 @@
 //! A traced server: the tracer numbers its system calls and makes chosen ones fail.
 //!
-//! The thread that starts the server traces it until its end, since Linux binds a traced process to a thread. Both
-//! threads share a [`Record`]. A second thread kills a server that exceeds [`STEP_MAX`] in one step.
+//! The thread that starts the server also traces it until the end, since Linux binds a traced process to one thread.
+//! The tracing thread and that of the script share a [`TraceRecord`]. Another thread kills a server that needs more
+//! than [`STEP_MAX`] for one step.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -19,61 +20,61 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::server::{self, Resources};
 use super::fault::{Case, End, Extent, FailureMode, Site};
-use super::kinds::{KINDS, Kind, MARKER, Subject, Writes};
-use super::limits::{self, Imposed};
+use super::kinds::{CallKind, KINDS, MARKER, Subject, Writes};
+use super::limits::{self, ImposedLimit};
 use super::ptrace::{self, Stop};
 use super::ring;
 
-/// Longest time for one step of a script. A server's end takes up to 12 s by its own limits.
+/// Maximum duration of one step of a script. The end of a server takes up to 12 s by its own limits.
 const STEP_MAX: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const PATH_MAX_BYTES: usize = 4096;
 
-/// When calls are numbered and fail.
+/// When the tracer starts to number calls and make them fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arm {
-    /// Never.
+    /// Calls are never numbered and never fail.
     Never,
-    /// From the start of `serve`.
+    /// At the marker call with which `serve` starts.
     AtStart,
-    /// When the script arms the tracer.
+    /// When the script calls [`TracedProcess::arm`].
     Later,
-    /// From the first call on a file in the directory of the run.
+    /// At the first call on a file in the directory of the run.
     AtFile,
 }
 
-/// Settings and results of the tracer.
+/// Settings and results of the tracer of one process.
 #[derive(Debug, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent properties")]
-struct Record {
+struct TraceRecord {
     waits_for_marker: bool,
     waits_for_file: bool,
     is_armed: bool,
     case: Option<Case>,
-    /// The imposed limit of the case.
-    imposed: Option<Imposed>,
+    /// The limit that the case has imposed on the process.
+    imposed: Option<ImposedLimit>,
     /// Number of calls that were chosen to fail.
     chosen: u32,
-    /// Number of calls that changed a file or would have changed one.
+    /// Number of calls that changed a file, or would have if they had not failed.
     changes: u32,
-    /// The script has ended.
+    /// The script has ended; failures that last as long as the script end too.
     is_over: bool,
     counts: HashMap<(&'static str, String), u32>,
     sites: Vec<Site>,
-    /// Number of calls that failed.
+    /// Number of chosen calls that have failed.
     hits: u32,
-    /// The tracer has killed the server at the failing call.
+    /// The case has killed the server at the failing call.
     is_killed: bool,
     status: Option<ExitStatus>,
 }
 
-impl Record {
-    /// Starts numbering calls, and imposes the limit of the case.
+impl TraceRecord {
+    /// Starts numbering calls, and imposes the limit of the case, if any.
     fn arm(&mut self, pid: pid_t, dir: &Path) {
         self.is_armed = true;
         let Some(case) = self.case.as_ref().filter(|case| case.site.call == limits::LIMIT) else { return };
-        // A run that does not reach its limit counts as one in which the call did not occur.
-        match Imposed::new(pid, dir, case) {
+        // If the limit cannot be imposed, the run counts as one in which the call of the case did not occur.
+        match ImposedLimit::new(pid, dir, case) {
             Ok(imposed) => {
                 self.imposed = Some(imposed);
                 self.hits = u32::from(limits::changes_left(case).is_none());
@@ -82,9 +83,9 @@ impl Record {
         }
     }
 
-    /// Numbers a call. Returns how it fails, if it does. `changes` is true if the call would fail on a read-only file
-    /// system.
-    fn number(&mut self, kind: &'static Kind, object: String, changes: bool) -> Option<FailureMode> {
+    /// Numbers a call. Returns how the call must fail, or `None` if it succeeds. `changes`: the call would fail on a
+    /// read-only file system.
+    fn number(&mut self, kind: &'static CallKind, object: String, changes: bool) -> Option<FailureMode> {
         let count = self.counts.entry((kind.name, object.clone())).or_default();
         *count += 1;
         let site = Site { call: kind.name.to_owned(), object, nth: *count };
@@ -108,7 +109,7 @@ impl Record {
     }
 }
 
-/// A traced server.
+/// A traced process: a server, or another run of the program.
 pub struct TracedProcess {
     shared: Arc<Shared>,
     pid: pid_t,
@@ -119,21 +120,21 @@ pub struct TracedProcess {
 
 #[derive(Default)]
 struct Shared {
-    record: Mutex<Record>,
+    record: Mutex<TraceRecord>,
     changed: Condvar,
-    /// The current step, and when it started.
+    /// The current step of the script, and when it started.
     step: Mutex<Option<(String, Instant)>>,
-    /// The step that took too long, and where the server's threads waited.
+    /// The step that exceeded its time limit, and the kernel functions in which the threads waited.
     hung: Mutex<Option<String>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic of another thread fails the run anyway.
+    // If another thread panicked, the run fails anyway, so poisoning is ignored.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl TracedProcess {
-    /// Starts a server, numbers its calls, and makes those of `case` fail.
+    /// Starts a process, numbers its calls from `arm` on, and makes those of `case` fail.
     pub fn start(command: Command, dir: &Path, arm: Arm, case: Option<&Case>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         {
@@ -155,11 +156,11 @@ impl TracedProcess {
         Ok(Self { shared, pid, dir, output, threads })
     }
 
-    /// Waits until the server is ready. The error contains its output.
+    /// Waits until the server is ready. On failure, the error contains the output of the server.
     pub fn wait_ready(&mut self) -> Result<(), String> {
         self.step("start");
         let mut said = String::new();
-        // The line about the control socket is the last one.
+        // The line with the control socket is the last one of the start.
         while !said.contains("control: ") {
             if !matches!(self.output.read_line(&mut said), Ok(bytes) if bytes > 0) {
                 return Err(said);
@@ -168,12 +169,12 @@ impl TracedProcess {
         Ok(())
     }
 
-    /// Starts numbering calls.
+    /// Starts numbering calls, for [`Arm::Later`].
     pub fn arm(&self) {
         lock(&self.shared.record).arm(self.pid, &self.dir);
     }
 
-    /// Ends failures that last as long as the script.
+    /// Marks the script as ended, which ends failures that last as long as the script.
     pub fn end_script(&self) {
         let mut record = lock(&self.shared.record);
         record.is_over = true;
@@ -182,49 +183,49 @@ impl TracedProcess {
         }
     }
 
-    /// Sets the name of the step that is waited for.
+    /// Records the start of a step of the script, which the watchdog then limits.
     pub fn step(&self, what: impl Into<String>) {
         *lock(&self.shared.step) = Some((what.into(), Instant::now()));
     }
 
-    /// Returns the number of calls that failed.
+    /// Returns the number of calls that have failed.
     pub fn hits(&self) -> u32 {
         lock(&self.shared.record).hits
     }
 
-    /// Returns all numbered calls.
+    /// Returns all numbered calls, in order.
     pub fn sites(&self) -> Vec<Site> {
         lock(&self.shared.record).sites.clone()
     }
 
-    /// Returns true if the tracer has killed the server.
+    /// Returns true if the case has killed the process at the failing call.
     pub fn is_killed(&self) -> bool {
         lock(&self.shared.record).is_killed
     }
 
-    /// Returns the step that took too long.
+    /// Returns a description of the step that exceeded its time limit, or `None`.
     pub fn hung(&self) -> Option<String> {
         lock(&self.shared.hung).clone()
     }
 
-    /// Returns descriptors and threads of the server.
+    /// Returns the descriptors and threads that the process has now.
     pub fn resources(&self, dir: &Path) -> Resources {
         Pid::from_raw(self.pid).map(|pid| Resources::of(pid, dir)).unwrap_or_default()
     }
 
-    /// Returns true if the server has ended.
+    /// Returns true if the traced process has ended.
     pub fn has_ended(&self) -> bool {
         lock(&self.shared.record).status.is_some()
     }
 
-    /// Sends a signal.
+    /// Sends a signal to the process, unless it has ended.
     pub fn signal(&self, signal: Signal) {
         if !self.has_ended() {
             kill(self.pid, signal);
         }
     }
 
-    /// Waits for the end. The watchdog enforces the time limit.
+    /// Waits for the end of the process. The watchdog kills it if the step takes too long.
     pub fn wait(&self) -> ExitStatus {
         let mut record = lock(&self.shared.record);
         loop {
@@ -240,7 +241,7 @@ impl Drop for TracedProcess {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
         for thread in self.threads.drain(..) {
-            // A panic of that thread was already reported.
+            // The panic hook has already reported a panic of that thread.
             let _ = thread.join();
         }
     }
@@ -248,12 +249,12 @@ impl Drop for TracedProcess {
 
 fn kill(pid: pid_t, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid) {
-        // The process may have ended just now.
+        // An error only means that the process has just ended.
         let _ = kill_process(pid, signal);
     }
 }
 
-/// Kills a server that hangs.
+/// Watches a process until its end, and kills it if a step exceeds `STEP_MAX`.
 fn watch(pid: pid_t, shared: &Shared) {
     while lock(&shared.record).status.is_none() {
         thread::sleep(POLL_INTERVAL);
@@ -305,7 +306,7 @@ fn trace(mut command: Command, dir: &Path, shared: &Shared, tell: &mpsc::Sender<
         replaced: HashMap::new(),
     };
     let _ = tell.send(Ok((pid, output)));
-    ptrace::go_on(pid, 0);
+    ptrace::resume(pid, 0);
     while let Ok(Some((thread, stop))) = ptrace::wait() {
         match stop {
             Stop::Ended(status) if thread == pid => {
@@ -315,13 +316,13 @@ fn trace(mut command: Command, dir: &Path, shared: &Shared, tell: &mpsc::Sender<
             Stop::Ended(_) => {}
             Stop::Call => tracer.on_call(thread, shared),
             Stop::Done => tracer.on_return(thread, shared),
-            // A new thread starts with this stop.
-            Stop::Other | Stop::Signal(libc::SIGSTOP) => ptrace::go_on(thread, 0),
-            Stop::Signal(signal) => ptrace::go_on(thread, signal),
+            // A new thread starts with this stop, so the signal is not delivered.
+            Stop::Other | Stop::Signal(libc::SIGSTOP) => ptrace::resume(thread, 0),
+            Stop::Signal(signal) => ptrace::resume(thread, signal),
         }
     }
     let mut record = lock(&shared.record);
-    // If the tracer failed, waiters must not wait forever.
+    // If the tracer failed, set a status, so that waiters do not wait forever.
     record.status.get_or_insert(ExitStatus::from_raw(libc::SIGKILL));
     shared.changed.notify_all();
 }
@@ -330,57 +331,58 @@ struct Tracer {
     pid: pid_t,
     dir: PathBuf,
     program: PathBuf,
-    /// Address range of the program itself, once it is known.
+    /// Address range of the program's own code, once it was read from `/proc/PID/maps`.
     own: Option<(u64, u64)>,
-    /// Results that replace those of calls in progress, by thread.
+    /// Errnos that replace the results of calls in progress, by thread.
     replaced: HashMap<pid_t, c_int>,
 }
 
-/// Decision about a call.
-enum Fate {
+/// Whether and how a call fails.
+enum CallDecision {
     Fails(FailureMode),
     Succeeds,
 }
 
 impl Tracer {
     fn on_call(&mut self, thread: pid_t, shared: &Shared) {
-        let Ok(mut registers) = ptrace::registers(thread) else { return ptrace::go_on(thread, 0) };
+        let Ok(mut registers) = ptrace::registers(thread) else { return ptrace::resume(thread, 0) };
         if registers.orig_rax as c_long == libc::SYS_io_uring_enter
             && self.on_ring_entries(registers.rdi, shared)
         {
             return;
         }
         match self.decide(thread, &registers, shared) {
-            Fate::Succeeds => ptrace::go_on(thread, 0),
-            Fate::Fails(FailureMode::Fails(errno)) => {
-                // No system call has this number, so the kernel returns the value in rax.
+            CallDecision::Succeeds => ptrace::resume(thread, 0),
+            CallDecision::Fails(FailureMode::Fails(errno)) => {
+                // No system call has this number, so the kernel skips the call and returns the value in rax.
                 registers.orig_rax = u64::MAX;
                 registers.rax = i64::from(-errno) as u64;
                 ptrace::set_registers(thread, &registers);
                 self.resume_after_failure(thread, shared);
             }
-            Fate::Fails(FailureMode::Done(errno)) => {
+            CallDecision::Fails(FailureMode::Done(errno)) => {
                 self.replaced.insert(thread, errno);
-                ptrace::make_call(thread);
+                ptrace::resume_until_return(thread);
             }
-            Fate::Fails(FailureMode::Short) => {
+            CallDecision::Fails(FailureMode::Short) => {
                 registers.rdx = (registers.rdx / 2).max(1);
                 ptrace::set_registers(thread, &registers);
                 self.replaced.insert(thread, 0);
-                ptrace::make_call(thread);
+                ptrace::resume_until_return(thread);
             }
         }
     }
 
-    /// Numbers the entries submitted to a ring, and makes the chosen ones fail. Returns true if the server was
-    /// killed.
+    /// Numbers the `io_uring` entries that a call submits, and makes the chosen ones fail. Returns true if the server
+    /// was killed.
     fn on_ring_entries(&self, ring: u64, shared: &Shared) -> bool {
         if !lock(&shared.record).is_armed {
             return false;
         }
-        // A ring that is being closed has no entries.
-        for entry in ring::queued(self.pid, ring).unwrap_or_default() {
-            let is_it = |kind: &&Kind| matches!(kind.subject, Subject::Entry(code) if code == entry.opcode());
+        // A ring that is being closed cannot be read, and has no entries.
+        for entry in ring::read_queued_entries(self.pid, ring).unwrap_or_default() {
+            let is_it =
+                |kind: &&CallKind| matches!(kind.subject, Subject::Entry(code) if code == entry.opcode());
             let Some(kind) = KINDS.iter().find(is_it) else { continue };
             let Some((object, is_of_run)) =
                 descriptor_target(self.pid, entry.file()).and_then(|path| self.name(&path))
@@ -400,9 +402,9 @@ impl Tracer {
         false
     }
 
-    /// Handles the return of a call.
+    /// Handles the return of a call, and replaces its result if the call must fail after taking effect.
     fn on_return(&mut self, thread: pid_t, shared: &Shared) {
-        let Some(errno) = self.replaced.remove(&thread) else { return ptrace::go_on(thread, 0) };
+        let Some(errno) = self.replaced.remove(&thread) else { return ptrace::resume(thread, 0) };
         if errno != 0
             && let Ok(mut registers) = ptrace::registers(thread)
         {
@@ -412,14 +414,14 @@ impl Tracer {
         self.resume_after_failure(thread, shared);
     }
 
-    /// Counts a failed call, and resumes the thread.
+    /// Counts a failed call, and resumes the thread unless the case kills the server now.
     fn resume_after_failure(&self, thread: pid_t, shared: &Shared) {
         if !self.note_failure(shared) {
-            ptrace::go_on(thread, 0);
+            ptrace::resume(thread, 0);
         }
     }
 
-    /// Counts a failure. Returns true if the case kills the server there.
+    /// Counts a failed call. Returns true if the case kills the server at this call, which is then done.
     fn note_failure(&self, shared: &Shared) -> bool {
         let mut record = lock(&shared.record);
         record.hits += 1;
@@ -431,7 +433,7 @@ impl Tracer {
     }
 
     /// Numbers a call, and decides whether it fails.
-    fn decide(&mut self, thread: pid_t, registers: &user_regs_struct, shared: &Shared) -> Fate {
+    fn decide(&mut self, thread: pid_t, registers: &user_regs_struct, shared: &Shared) -> CallDecision {
         let number = registers.orig_rax as c_long;
         let arguments =
             [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9];
@@ -442,35 +444,38 @@ impl Tracer {
                     record.waits_for_marker = false;
                     record.arm(self.pid, &self.dir);
                 }
-                return Fate::Succeeds;
+                return CallDecision::Succeeds;
             }
             if !record.is_armed && !record.waits_for_file {
-                return Fate::Succeeds;
+                return CallDecision::Succeeds;
             }
         }
-        let is_it = |kind: &&Kind| {
+        let is_it = |kind: &&CallKind| {
             kind.number == number
                 && !matches!(kind.subject, Subject::Entry(_))
                 && kind.only.is_none_or(|(at, value)| arguments[at] & u64::from(u32::MAX) == value)
         };
-        let Some(kind) = KINDS.iter().find(is_it) else { return Fate::Succeeds };
+        let Some(kind) = KINDS.iter().find(is_it) else { return CallDecision::Succeeds };
         if kind.number == libc::SYS_mmap && !self.is_own(registers) {
-            return Fate::Succeeds;
+            return CallDecision::Succeeds;
         }
-        let Some((object, is_of_run)) = self.object(thread, kind, &arguments) else { return Fate::Succeeds };
+        let Some((object, is_of_run)) = self.object(thread, kind, &arguments) else {
+            return CallDecision::Succeeds;
+        };
         let mut record = lock(&shared.record);
         if record.waits_for_file {
             if !is_of_run {
-                return Fate::Succeeds;
+                return CallDecision::Succeeds;
             }
             record.waits_for_file = false;
             record.arm(self.pid, &self.dir);
         }
         let changes = is_of_run && kind.writes.is_met(&arguments);
-        record.number(kind, object, changes).map_or(Fate::Succeeds, Fate::Fails)
+        record.number(kind, object, changes).map_or(CallDecision::Succeeds, CallDecision::Fails)
     }
 
-    /// Returns true if the mapping is not one of an allocator: without that memory std aborts.
+    /// Returns true if a memory mapping is of a file or made by the program's own code. The mappings of allocators must
+    /// not fail, since std aborts without memory.
     fn is_own(&mut self, registers: &user_regs_struct) -> bool {
         const ANONYMOUS: u64 = libc::MAP_ANONYMOUS as u64;
         let program = self.program.to_string_lossy();
@@ -485,14 +490,15 @@ impl Tracer {
         registers.r10 & ANONYMOUS == 0 || (first..last).contains(&registers.rip)
     }
 
-    /// Returns the object of a call, and true if it is in the directory of the run; None if the call is not numbered.
-    fn object(&self, thread: pid_t, kind: &Kind, arguments: &[u64; 6]) -> Option<(String, bool)> {
+    /// Returns the name of the object of a call, and true if it is in the directory of the run. `None` if the call is
+    /// not numbered.
+    fn object(&self, thread: pid_t, kind: &CallKind, arguments: &[u64; 6]) -> Option<(String, bool)> {
         let path = match kind.subject {
             Subject::None | Subject::Entry(_) => return Some(("-".to_owned(), false)),
-            // The directory of the run is the server's working directory.
+            // The server's working directory is the directory of the run.
             Subject::Path(at) => self.dir.join(self.read_string(arguments[at])?),
             Subject::PathAt(fd, at) => {
-                // A query of a descriptor may have no path.
+                // A call on the descriptor itself may have an empty path.
                 let path = PathBuf::from(self.read_string(arguments[at]).unwrap_or_default());
                 if path.is_absolute() || arguments[fd] as c_int == libc::AT_FDCWD {
                     self.dir.join(path)
@@ -510,22 +516,22 @@ impl Tracer {
     }
 
     fn name(&self, path: &Path) -> Option<(String, bool)> {
-        // Directories above that of the run have a different name in each run.
+        // The directories above that of the run have different names in each run.
         if path != self.dir && path.has_root() && self.dir.starts_with(path) {
             return Some(("above".to_owned(), false));
         }
         let text = path.to_string_lossy();
-        // Libraries loaded at run time are not the server's files.
+        // Libraries loaded at run time are not files of the server.
         if text.starts_with("/usr/lib") || text.starts_with("/lib") || text.starts_with("/etc/ld.so") {
             return None;
         }
         let text = text.strip_prefix(&*self.dir.to_string_lossy()).unwrap_or(&text);
         let text = text.trim_start_matches("./").trim_start_matches('/');
-        // Standard error must work: the judge reads it.
+        // Do not number calls on the log: the judge reads it, so it must be complete.
         if text == server::LOG { None } else { Some((normalize(text), path.starts_with(&self.dir))) }
     }
 
-    /// Reads a string from the memory of the server.
+    /// Reads a string that ends with a zero byte from the memory of the server.
     fn read_string(&self, address: u64) -> Option<String> {
         if address == 0 {
             return None;
@@ -539,12 +545,12 @@ impl Tracer {
     }
 }
 
-/// Returns the target of a descriptor of a process.
+/// Returns the path to which a descriptor of a process refers.
 fn descriptor_target(process: pid_t, descriptor: u64) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{process}/fd/{}", descriptor as c_int)).ok()
 }
 
-/// Replaces everything that differs between runs: UUIDs and numbers.
+/// Replaces the parts of a name that differ between runs: UUIDs and numbers.
 fn normalize(text: &str) -> String {
     let mut normal = String::new();
     let is_word =

@@ -1,73 +1,74 @@
-//! The steps of a run of several lives, drawn from a seed: plain values, so that any subset of them is
-//! a run, too.
+//! The steps of a run of mode lives, drawn from a seed. The steps are plain values, and any subset is a valid
+//! run.
 
 use freestone_testkit::Rng;
 use serde::{Deserialize, Serialize};
 
-/// Number of threads that run verbs, and of client threads.
+/// Number of threads that run verbs, and number of threads that run clients.
 pub const VERB_THREADS: u8 = 3;
 pub const CLIENTS: u8 = 4;
-/// Maximum number of lives that end under load; one more ends with all devices removed.
+/// Maximum number of lives that end under load. A further life ends with the removal of all devices.
 const LIVES_MAX: u64 = 6;
 const VERBS_MAX: u64 = 40;
 const VISITS_MAX: u64 = 8;
-/// Logarithm of the largest number of completions after which a server ends.
+/// Base-2 logarithm of a bound: a life ends after fewer completions than the bound.
 const AFTER_LOG_MAX: u64 = 11;
 
-/// A step. Steps of one thread run in order; threads run concurrently.
+/// A step of a run. Steps of one thread run in order; the threads run concurrently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
-    /// A verb, run by one of the verb threads.
+    /// Runs a random verb on one of the verb threads.
     Verb {
-        /// Thread.
+        /// Number of the verb thread.
         by: u8,
-        /// Seed of all its choices.
+        /// Seed of all random choices of the verb.
         seed: u64,
     },
-    /// A client connects to a device, and sends random requests or reads all of it.
+    /// Connects a client to a device. The client sends random requests or reads the whole device.
     Visit {
-        /// Thread.
+        /// Number of the client thread.
         by: u8,
-        /// Seed of all its choices.
+        /// Seed of all random choices of the client.
         seed: u64,
     },
-    /// Reads everything before anything else happens.
+    /// Reads all devices, before any verb or client of this life starts.
     Sweep,
-    /// Ends the life when this many requests and verbs have completed, or nothing is left to do.
+    /// Ends the life of a server after this number of completions, or earlier if all steps are done.
     End {
-        /// Number of completions.
+        /// Number of completed requests and verbs.
         after: u64,
         /// How the server ends.
         how: End,
     },
 }
 
-/// How a server ends.
+/// How the life of a server ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum End {
-    /// `kill -9`.
+    /// SIGKILL.
     Killed,
-    /// SIGTERM.
+    /// SIGTERM: an orderly end.
     #[serde(rename = "Told")]
     Terminated,
-    /// `kill -9`; the next server is killed this many microseconds after its start, ready or not.
+    /// SIGKILL, and the next server is killed this number of microseconds after its start, even if it is not
+    /// ready.
     KilledTwice {
-        /// Time after its start.
+        /// Time in microseconds from the start of the next server to its kill.
         micros: u64,
     },
 }
 
-/// A run.
+/// The input of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Seed of the devices and files.
+    /// Seed of the devices and their files.
     pub devices: u64,
-    /// The steps.
+    /// The steps of all lives.
     pub ops: Vec<Op>,
 }
 
 impl Case {
-    /// Draws the run of a seed.
+    /// Draws the case of a seed.
     pub fn draw(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let devices = rng.word();
@@ -88,7 +89,8 @@ impl Case {
         Self { devices, ops }
     }
 
-    /// Returns the steps of each life, and its end; the last life has none.
+    /// Returns for each life the steps, and the number of completions and the way in which it ends. The last
+    /// life has no end.
     pub fn lives(&self) -> impl Iterator<Item = (&[Op], Option<(u64, End)>)> {
         let mut lives: Vec<_> = self.ops.split_inclusive(|op| matches!(op, Op::End { .. })).collect();
         if lives.last().is_none_or(|life| matches!(life.last(), Some(Op::End { .. }))) {

@@ -1,4 +1,4 @@
-//! Executes one run: its lives, one after the other.
+//! Executes one run of mode lives: its lives, one after the other.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Runs a case with the program at `binary`.
 ///
 /// # Errors
-/// Returns the first failure.
+/// Returns the first failure found.
 pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>> {
     let began = Instant::now();
     let world = Arc::new(World::with_state(binary));
@@ -43,7 +43,7 @@ pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>
         Ok(()) => Ok(Report::of(&world, 1)),
         Err(what) => {
             let failure = failed(&world, seed, began, what);
-            // Keep the directory for the analysis.
+            // Keep the directory of the run for the analysis of the failure.
             let _ = dir.keep();
             Err(failure)
         }
@@ -74,7 +74,7 @@ fn run_lives(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> 
         }
         before = end.map(|(_, how)| how);
     }
-    // The next server must have no devices.
+    // All devices were removed, so the next server must have none.
     let server = Server::start(&world.program, dir, &state(), false)?;
     let list =
         control::ask(&server.control, "list", &json!({})).map_err(|error| format!("list: {error:?}"))?;
@@ -91,7 +91,8 @@ fn state() -> Vec<String> {
     vec!["--state".into(), server::STATE.into()]
 }
 
-/// Starts a server and checks its devices. `before`: how the last server ended.
+/// Starts a server and judges its devices. `before`: how the last server ended; `None` for the
+/// first server.
 fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, String> {
     world.set_stop(false);
     world.set_server_ending(false);
@@ -117,7 +118,7 @@ fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, Strin
     Ok(server)
 }
 
-/// Runs one life.
+/// Runs one life of a server: its steps on several threads, then its end.
 fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>) -> Result<(), String> {
     let over = AtomicBool::new(false);
     let done = thread::scope(|scope| {
@@ -142,7 +143,7 @@ fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, E
         }
         if let Some((after, how)) = end {
             let all_done = || threads.iter().all(thread::ScopedJoinHandle::is_finished);
-            while !world.completions.wait_for(after, POLL_INTERVAL) && !world.stopped() && !all_done() {}
+            while !world.completions.wait_for(after, POLL_INTERVAL) && !world.is_stopped() && !all_done() {}
             if world.first_failure().is_none() {
                 let _no_kill_guard = world.no_kill.write().unwrap_or_else(PoisonError::into_inner);
                 world.set_server_ending(true);
@@ -196,7 +197,7 @@ fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, E
 fn verbs(world: &World, by: u8, seeds: &[u64]) {
     let slot = world.watch.slot(format!("verbs {by}"));
     for seed in seeds {
-        if world.stopped() {
+        if world.is_stopped() {
             break;
         }
         VerbThread::new(world, &slot, Rng::new(*seed)).run_random_verb();
@@ -207,14 +208,15 @@ fn verbs(world: &World, by: u8, seeds: &[u64]) {
 fn visits(world: &World, by: u8, seeds: &[u64]) {
     let slot = world.watch.slot(format!("client {by}"));
     for seed in seeds {
-        if world.stopped() {
+        if world.is_stopped() {
             break;
         }
         clients::connect_once(world, &slot, &mut Rng::new(*seed));
     }
 }
 
-/// Removes all devices, including those that could not be created again.
+/// Removes all devices, including those that the server reports as missing because it could not
+/// create them again.
 fn remove_all(world: &World, server: &Server) -> Result<(), String> {
     round::remove_all(world, server)?;
     for disk in world.missing() {

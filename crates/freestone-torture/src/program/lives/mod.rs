@@ -1,12 +1,11 @@
-//! Mode lives: servers with a state directory end in the middle of verbs and requests and are
-//! started again. Everything completed must still exist, and lost content must stay withheld until
-//! a verb releases it.
+//! Mode lives: servers with a state directory end in the middle of verbs and requests, and are
+//! started again. Every completed write and verb must still have its effect. A device that lost its
+//! content must be withheld (not served) until a verb releases it.
 //!
 //! A run is a list of ops drawn from its seed; each life of a server executes a part of the list. A
 //! server ends after a given number of completions. Threads and servers are real: which ops run
-//! concurrently, and which verbs are cut off by a kill, differs between two runs of a seed. A
-//! failed run is therefore repeated to measure how often it fails, and shortened with repeated
-//! runs.
+//! concurrently, and which verbs a kill cuts off, differs between two runs of a seed. A failed run
+//! is therefore repeated to measure how often it fails, and shortened with repeated runs.
 
 mod case;
 mod life;
@@ -20,15 +19,15 @@ use crate::shrink::shrink;
 pub use case::{Case, End, Op};
 pub use life::run;
 
-/// Repetitions of a failed run.
+/// Number of times that a failed run is repeated, to measure how often it fails.
 const REPEATS: u32 = 5;
-/// Attempts to make a shortened run fail.
+/// Number of times that a shortened run is tried before it counts as passing.
 const TRIES: u32 = 2;
-/// Total time for shortening.
+/// Maximum total time for shortening a run.
 const SHRINK_MAX: Duration = Duration::from_secs(300);
 
-/// Runs seeds from `first` on until the time is over, at least one. Returns false if one failed;
-/// the failure was printed, and shortened if `shrinks` is set.
+/// Runs the seeds from `first` on, at least one, until `time` is over or a run fails. Returns false
+/// if a run failed and was printed. If `shrinks` is set, also prints a shortened run.
 pub fn run_seeds(first: u64, time: Duration, shrinks: bool, binary: &Path) -> (Report, bool) {
     let began = Instant::now();
     let mut all = Report::default();
@@ -38,7 +37,7 @@ pub fn run_seeds(first: u64, time: Duration, shrinks: bool, binary: &Path) -> (R
             Ok(report) => all.add(&report),
             Err(failure) => {
                 println!("{failure}");
-                // A run with an injected fault (a mutant) need not be shortened.
+                // A run that fails with an injected fault (a mutant) need not be shortened.
                 if shrinks && std::env::var_os("FREESTONE_MUTANT").is_none_or(|name| name.is_empty()) {
                     shorten(seed, &case, binary);
                 }
@@ -52,11 +51,11 @@ pub fn run_seeds(first: u64, time: Duration, shrinks: bool, binary: &Path) -> (R
     (all, true)
 }
 
-/// Removes the ops that the failure does not need, and prints the rest.
+/// Removes the ops that a failing run does not need, and prints the rest.
 fn shorten(seed: u64, case: &Case, binary: &Path) {
     let fails = |case: &Case| {
         let failure = run(seed, case, binary).err()?;
-        // Keep only the directory of the first failure.
+        // Remove the directories of repeats: only that of the first failure is needed.
         let _ = std::fs::remove_dir_all(&failure.dir);
         Some(failure)
     };
@@ -78,7 +77,7 @@ fn shorten(seed: u64, case: &Case, binary: &Path) {
     });
     println!("{} of {} steps are enough, for `freestone-torture life`:", ops.len(), case.ops.len());
     let shorter = Case { ops, ..case.clone() };
-    // Serialization of numbers and names cannot fail.
+    // Serialization of numbers and names cannot fail, so the default is never used.
     println!("{}", serde_json::to_string(&shorter).unwrap_or_default());
     if let Some(failure) = last {
         println!("{}", failure.what);

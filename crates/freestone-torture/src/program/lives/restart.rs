@@ -1,4 +1,4 @@
-//! Checks the devices of a server that was started on the state of the last one.
+//! Checks the devices of a server that was started on the state directory of the last one.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -6,15 +6,15 @@ use std::sync::Arc;
 use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
+use super::super::connection::{Address, Connection};
 use super::super::control;
-use super::super::cut_off::CutOffVerb;
-use super::super::link::{Address, Connection};
+use super::super::interrupted_verb::InterruptedVerb;
 use super::super::plan;
 use super::super::server;
 use super::super::world::{Disk, Kind, KnownState, World};
 use crate::oracle::SECTOR_BYTES;
 
-/// Stands for the addresses of the server itself.
+/// Text that replaces the addresses of the server itself in sets of addresses.
 const HOME: &str = "home";
 
 /// A device as a server reports it.
@@ -23,30 +23,31 @@ struct ListedDevice {
     uuid: String,
     generation: u64,
     withheld: bool,
-    /// Number of addresses where clients find it.
+    /// Number of addresses at which clients find the device now.
     seen: usize,
     bytes: u64,
     below: Option<String>,
     limit: Option<u64>,
-    /// Name of the image, for an image.
+    /// Name of the image; `None` if the device is not an image.
     image: Option<String>,
-    /// Addresses, including those from which it is withheld.
+    /// Addresses of the device, including those at which clients do not find it because it is
+    /// withheld.
     addresses: BTreeSet<String>,
 }
 
-/// State of a device that verbs change and the server must keep.
+/// The settings of a device that verbs change and a server must keep.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct KeptState {
     addresses: BTreeSet<String>,
     limit: Option<u64>,
-    /// Size, if known.
+    /// Size in bytes; `None` if it is unknown.
     bytes: Option<u64>,
 }
 
-/// Devices by name, and the names of those that could not be created again.
+/// The reported devices by name, and the names of those that the server could not create again.
 type ListedDevices = (BTreeMap<String, ListedDevice>, BTreeSet<String>);
 
-/// Checks the devices of the first server.
+/// Checks the devices of the first server, whose state directory was empty.
 pub fn check_first_start(world: &World) -> Result<(), String> {
     let (listed, _) = list_devices(world)?;
     for disk in world.disks(|_| true) {
@@ -61,13 +62,14 @@ pub fn check_first_start(world: &World) -> Result<(), String> {
     Ok(())
 }
 
-/// Compares the devices with the expected ones, and updates those of the world. `killed`: the last
-/// server ended without writing anything. `starts`: number of servers started since then.
+/// Compares the reported devices with the expected ones, and updates the devices of the world.
+/// `killed`: the last server was killed and wrote nothing at its end. `starts`: number of servers
+/// started since then.
 pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
     let (mut listed, missing) = list_devices(world)?;
     let mut changes = HashMap::new();
-    for verb in world.take_cut_off() {
-        resolve_cut_off(world, verb, &listed, &missing, &mut changes)?;
+    for verb in world.take_interrupted() {
+        resolve_interrupted(world, verb, &listed, &missing, &mut changes)?;
     }
     let mut missed = world.missing();
     for lost in &missed {
@@ -83,19 +85,19 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         .collect();
     let mut now: Vec<Arc<Disk>> = Vec::new();
     let mut unchecked: Vec<Arc<Disk>> = Vec::new();
-    // Devices that lost their content, and the devices on them.
+    // Names of devices that lost their content, and of the devices over them.
     let mut lost: BTreeSet<&str> = BTreeSet::new();
     for disk in &disks {
         let name = disk.name.as_str();
         let is_in = |disks: &[Arc<Disk>], of: &Disk| disks.iter().any(|disk| disk.name == of.name);
-        // The content of a new snapshot of a half merged origin is unknown.
+        // A new snapshot of a half merged origin has unknown content.
         let is_new = disk.kind == Kind::Cow && !disk.survives_restart;
         let parent = disk.parent.as_ref();
         let found = listed.remove(name);
-        // A snapshot in memory survives the removal of its origin, but arguments cannot create it
-        // again.
+        // A snapshot in memory survives the removal of its origin, but after a restart it cannot be
+        // created again.
         let is_gone = |of: &Arc<Disk>| of.is_removed() || missed.iter().any(|disk| disk.name == of.name);
-        // A device with saved content does not need its base.
+        // A device with saved content can be created without its base or origin.
         let has_content = disk.keeps && (!killed || disk.saved.is_some());
         if parent.is_some_and(is_gone) && !has_content {
             if found.is_some() || !missing.contains(name) {
@@ -162,7 +164,7 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
     remove_unchecked(world, &unchecked)
 }
 
-/// Removes these devices, whose state is not checked.
+/// Removes these devices, whose content is unknown and is not judged.
 fn remove_unchecked(world: &World, unchecked: &[Arc<Disk>]) -> Result<(), String> {
     for disk in unchecked.iter().rev() {
         ask(world, "remove", &json!({ "name": disk.name, "force": true }))?;
@@ -170,10 +172,11 @@ fn remove_unchecked(world: &World, unchecked: &[Arc<Disk>]) -> Result<(), String
     Ok(())
 }
 
-/// Determines whether a verb without an answer was done.
-fn resolve_cut_off(
+/// Determines whether a verb without an answer took effect, and records which settings are
+/// possible.
+fn resolve_interrupted(
     world: &World,
-    verb: CutOffVerb,
+    verb: InterruptedVerb,
     listed: &BTreeMap<String, ListedDevice>,
     missing: &BTreeSet<String>,
     changes: &mut HashMap<String, Vec<KeptState>>,
@@ -188,12 +191,13 @@ fn resolve_cut_off(
             change(&mut then);
             allowed.push(then);
         }
-        // Whether the change is visible, if the device exists at all.
+        // Returns true if the device has a state that is only possible with the change. False if it
+        // does not exist.
         let Some(now) = listed.get(&disk.name) else { return false };
         allowed[..before].iter().all(|allowed_state| !allowed_state.matches(now))
     };
     let was_done = match verb {
-        CutOffVerb::Creates(disks) => {
+        InterruptedVerb::Creates(disks) => {
             let made = disks.iter().filter(|disk| is_there(disk)).count();
             if made > 0 && made < disks.len() {
                 let names: Vec<_> = disks.iter().map(|disk| (&disk.name, is_there(disk))).collect();
@@ -206,20 +210,22 @@ fn resolve_cut_off(
             }
             made > 0
         }
-        CutOffVerb::Removes(disk) => {
+        InterruptedVerb::Removes(disk) => {
             let is_gone = !is_there(&disk);
             if is_gone {
                 world.forget(&disk);
             }
             is_gone
         }
-        CutOffVerb::Publishes(disk, addresses) => {
+        InterruptedVerb::Publishes(disk, addresses) => {
             let addresses: Vec<String> = addresses.iter().map(|place| address_text(world, place)).collect();
             may(&disk, &|allowed_state| allowed_state.addresses.extend(addresses.iter().cloned()))
         }
-        CutOffVerb::Unpublishes(disk) => may(&disk, &|allowed_state| allowed_state.addresses.clear()),
-        CutOffVerb::Limits(disk, bytes) => may(&disk, &|allowed_state| allowed_state.limit = Some(bytes)),
-        CutOffVerb::Grows(disk, bytes) => may(&disk, &|allowed_state| allowed_state.bytes = Some(bytes)),
+        InterruptedVerb::Unpublishes(disk) => may(&disk, &|allowed_state| allowed_state.addresses.clear()),
+        InterruptedVerb::Limits(disk, bytes) => {
+            may(&disk, &|allowed_state| allowed_state.limit = Some(bytes))
+        }
+        InterruptedVerb::Grows(disk, bytes) => may(&disk, &|allowed_state| allowed_state.bytes = Some(bytes)),
     };
     let outcome = if was_done { "done" } else { "not done" };
     world.counts.add("restarts", format!("verbs cut off {verb_group}: {outcome}"), 1);
@@ -234,7 +240,7 @@ impl KeptState {
     }
 }
 
-/// Checks one device. Returns its new known state.
+/// Checks one reported device. Returns the state that later servers must keep.
 fn check_device(
     disk: &Disk,
     listed: &ListedDevice,
@@ -273,20 +279,21 @@ fn check_device(
         uuid: Some(listed.uuid.clone()),
         losses: listed.generation - 1,
         limit: listed.limit,
-        // The size of the device below may change.
+        // Remember the size only if a verb has set it: otherwise it may change with the device
+        // below.
         size: known.size.map(|_| listed.bytes),
         withheld,
     })
 }
 
-/// Returns the state that a server must keep if all verbs were answered.
+/// Returns the settings that a server must keep for a device, given the verbs that were answered.
 fn kept_state(world: &World, disk: &Disk) -> KeptState {
     let known = disk.known();
     let addresses = disk.all_addresses().iter().map(|place| address_text(world, place)).collect();
     KeptState { addresses, limit: known.limit, bytes: known.size }
 }
 
-/// Checks that clients do not find a withheld device.
+/// Checks that clients cannot connect to a withheld device at any of its addresses.
 fn check_hidden(disk: &Disk) -> Result<(), String> {
     if !disk.is_withheld() {
         return Ok(());
@@ -321,7 +328,7 @@ fn ask(world: &World, method: &str, params: &Value) -> Result<Value, String> {
     control::ask(&world.control(), method, params).map_err(|error| format!("{method} {params}: {error:?}"))
 }
 
-/// Returns the devices that a server reports right after its start.
+/// Returns the devices that a server reports, read right after its start.
 fn list_devices(world: &World) -> Result<ListedDevices, String> {
     let list = ask(world, "list", &json!({}))?;
     let stat = ask(world, "stat", &json!({}))?;

@@ -1,18 +1,18 @@
-//! Verbs of images: devices are pushed to a store, and images become devices.
+//! Verbs that push devices to the image store, and verbs that create devices from images.
 
 use std::process::{Command, Stdio};
 
 use serde_json::json;
 
+use super::super::connection::Address;
 use super::super::images::{self, CACHE};
-use super::super::link::Address;
 use super::super::server;
 use super::super::watch::VERB_MAX;
 use super::super::world::{Disk, Kind, PossibleImage, TAGS};
 use super::{VerbThread, has_no_volatile_cache, root};
 
 impl VerbThread<'_> {
-    /// Runs one of these verbs.
+    /// Runs a random verb on images.
     pub(super) fn images(&mut self) {
         match self.rng.below(10) {
             0..4 => self.push(),
@@ -37,13 +37,13 @@ impl VerbThread<'_> {
         }
         let at = self.rng.below(TAGS.len() as u64) as usize;
         let world = self.world;
-        // Another thread pushes there.
+        // Another thread may be pushing to this tag now; then do nothing.
         let Ok(mut may) = world.tags[at].try_lock() else { return };
         let since = disk.oracle().begin_read();
         let full = self.rng.chance(15);
         let params = json!({ "name": disk.name, "url": images::url(world, TAGS[at]), "full": full });
         let answer = self.ask_about("push", &params, Some(&disk));
-        if answer.is_none() && !self.cut_off && !world.server_ending() {
+        if answer.is_none() && !self.interrupted && !world.is_server_ending() {
             return disk.oracle().abandon(since);
         }
         let oracle = disk.snapshot_since(since, TAGS[at]);
@@ -55,7 +55,7 @@ impl VerbThread<'_> {
         may.push(PossibleImage { image, oracle });
     }
 
-    /// Makes an image a device, with `create` or `pull`.
+    /// Creates a device from an image, with the verb `create` or `pull`.
     fn pull(&mut self) {
         if self.is_full() {
             return;
@@ -91,15 +91,15 @@ impl VerbThread<'_> {
         } else {
             self.ask("create", &json!({ "device": format!("{},publish=yes", device_args(said)) }))
         };
-        // A pull that is cut off leaves the device.
-        self.cut_off |= done.is_none() && world.server_ending();
+        // A pull that is cut off may have created the device.
+        self.interrupted |= done.is_none() && world.is_server_ending();
         drop(may);
-        if done.is_some() || self.cut_off {
+        if done.is_some() || self.interrupted {
             self.add_all_created(vec![disk]);
         }
     }
 
-    /// Prunes the store with the program itself, which asks no server.
+    /// Prunes the image store with the program directly, without a server.
     fn prune(&mut self) {
         let url = format!("file://{}", self.path(images::STORE).display());
         self.slot.begin("prune", VERB_MAX);
@@ -107,7 +107,7 @@ impl VerbThread<'_> {
         command.args(["prune", &url]).stdin(Stdio::null()).env_remove("RUST_LOG");
         match command.output() {
             Ok(output) if output.status.success() => self.world.counts.add("verbs", "prune ok", 1),
-            // No push has happened yet.
+            // The prune is refused as long as no push has set a tag.
             Ok(output) if String::from_utf8_lossy(&output.stderr).contains("there is no tag, so") => {}
             outcome => self.world.fail(format!("prune {url}: {outcome:?}")),
         }

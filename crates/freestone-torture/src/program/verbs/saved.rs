@@ -1,11 +1,11 @@
-//! Verbs that save devices, and create devices from saved files.
+//! Verbs that save devices to files, and verbs that create devices from saved files.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::json;
 
-use super::super::cut_off::CutOffVerb;
+use super::super::interrupted_verb::InterruptedVerb;
 use super::super::world::{Disk, Kind};
 use super::{SECTOR, VerbThread, has_no_volatile_cache, root};
 use crate::oracle::Oracle;
@@ -16,14 +16,15 @@ impl VerbThread<'_> {
             matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen) && has_no_volatile_cache(disk)
         };
         let Some(disk) = self.choose(whole) else { return };
-        // A shared file, which other threads replace, too.
+        // Save also to a shared file, which other threads replace at the same time.
         let number = self.rng.below(3);
         let shared = self.path(&format!("{number}.saved"));
         if self.rng.chance(50) {
             self.ask_about("save", &json!({ "names": [disk.name], "file": shared }), Some(&disk));
             return;
         }
-        // The file does not contain the origin of a snapshot, nor the base of a fork of a snapshot.
+        // A saved file contains neither the origin of a snapshot nor the base of a fork of a
+        // snapshot.
         if root(&disk).is_some_and(|root| root.kind == Kind::Image) {
             return;
         }
@@ -42,7 +43,7 @@ impl VerbThread<'_> {
         let _ = std::fs::remove_file(&own);
         let answer = restored.as_ref().and_then(|restored| restored["devices"][0]["kind"].as_str());
         let kind = match answer {
-            None if !self.cut_off => return,
+            None if !self.interrupted => return,
             None if disk.kind == Kind::Ram => Kind::Ram,
             Some("ram") => Kind::Ram,
             None | Some("fork") => Kind::Restored,
@@ -52,12 +53,12 @@ impl VerbThread<'_> {
         let parent = root(&disk).filter(|root| root.kind == Kind::Base && kind != Kind::Ram);
         let created_by = format!("restored, was {}", disk.describe());
         let new = Disk { parent, created_by, ..Disk::new(&name, kind, oracle, Vec::new()) };
-        // A restored fork keeps its own limit, and has no backing device.
+        // A restored fork has its own memory limit, but no backing device.
         new.set_tight(kind == Kind::Restored && (disk.known().limit.is_some() || disk.is_tight()));
         self.add_all_created(vec![new]);
     }
 
-    /// Saves the changes of a fork and applies them to another fork of the base.
+    /// Saves the changes of a fork to a file, and applies them to another fork of the same base.
     pub(super) fn delta(&mut self) {
         let Some(fork) = self.choose(|d| d.kind == Kind::Fork && of_image(d) && has_no_volatile_cache(d))
         else {
@@ -76,8 +77,8 @@ impl VerbThread<'_> {
         let base = fork.parent.clone().expect("a fork has a base");
         let size = oracle.size() * SECTOR;
         let same = size == base.oracle().size() * SECTOR;
-        // The size of a grown fork is not known for certain; apply only the delta of one with the
-        // size of its base.
+        // Apply only a delta with the size of the base: the size of a fork that has grown is not
+        // known for certain.
         if same {
             self.apply_delta(&base, &fork, &name, &file, oracle);
         }
@@ -89,8 +90,8 @@ impl VerbThread<'_> {
         let parent = Some(Arc::clone(base));
         let disk = Disk { parent, spills, created_by, ..Disk::new(name, Kind::Fork, oracle, Vec::new()) };
         if self.ask("fork", &json!({ "base": base.name, "name": name })).is_none() {
-            if self.cut_off {
-                self.world.add_cut_off(CutOffVerb::Creates(vec![disk]));
+            if self.interrupted {
+                self.world.add_interrupted(InterruptedVerb::Creates(vec![disk]));
             }
             return;
         }
@@ -98,9 +99,9 @@ impl VerbThread<'_> {
         if self.ask_about("delta.apply", &params, Some(base)).is_some() {
             return self.add_created(disk);
         }
-        // Part of the delta may have been applied: the content is not judged.
-        if self.cut_off || self.ask("remove", &json!({ "name": name })).is_none() {
-            self.world.add_cut_off(CutOffVerb::Creates(vec![disk]));
+        // Remove the device without judging its content: part of the delta may have been applied.
+        if self.interrupted || self.ask("remove", &json!({ "name": name })).is_none() {
+            self.world.add_interrupted(InterruptedVerb::Creates(vec![disk]));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Verbs that change nothing that a client sees.
+//! Verbs that change nothing that clients can observe, such as writeback and compaction.
 
 use serde_json::json;
 
@@ -6,7 +6,7 @@ use super::super::world::Kind;
 use super::VerbThread;
 
 impl VerbThread<'_> {
-    /// Runs one of these verbs.
+    /// Runs a random verb of this kind.
     pub(super) fn upkeep(&mut self) {
         let Some(disk) = self.choose(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen))
         else {

@@ -1,40 +1,41 @@
-//! Judges the image of a tag after pushes.
+//! Judges the image to which a tag refers after pushes.
 
 use freestone::store::format::name::Name;
 use freestone::store::image::{Config, Image};
-use freestone::store::objects::{Fault, Until};
-use freestone::store::push::Pushed;
+use freestone::store::objects::{CallLimits, Fault};
+use freestone::store::push::PushReport;
 use freestone::store::store::{Error, Result as Answer, Store};
 
-use super::super::look::read_all;
+use super::super::queries::read_all;
 use super::super::{Causes, Finding, World, finding};
 use super::{FAULTLESS_TIMEOUT, PushTask, TagImage};
 use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
-/// The image of a tag, and its content.
+/// The name of the image to which a tag refers, and its content; `None` if the tag does not exist.
 pub type TagContent = Option<(Name, Vec<u8>)>;
 
-/// Pushes to one tag, and their results.
+/// Concurrent pushes to one tag, and their results.
 pub struct PushResults {
     pub tag: &'static str,
-    /// Causes of failures of the store before the pushes.
+    /// Number of failures of the image store before the pushes.
     pub faults: Causes,
-    /// Several pushes ran at once.
+    /// More than one push ran at the same time.
     pub had_others: bool,
-    /// A prune ran at the same time.
+    /// A prune ran at the same time as the pushes.
     pub prunes: bool,
-    pub ended: Vec<(PushTask, Answer<Pushed>)>,
+    pub ended: Vec<(PushTask, Answer<PushReport>)>,
 }
 
-/// Reads the whole image of a tag through a connection without faults.
+/// Reads the whole image of a tag through a connection without faults. Returns `None` if the tag
+/// does not exist.
 pub fn read_tag(store: &Arc<Store>, tag: &str) -> Result<TagContent, Finding> {
-    let read = store.tag(tag, Until::within(FAULTLESS_TIMEOUT));
+    let read = store.tag(tag, CallLimits::within(FAULTLESS_TIMEOUT));
     let read = read.map_err(|error| Finding::Message(format!("tag {tag} cannot be read: {error}")))?;
     let Some(read) = read else { return Ok(None) };
     let name = read.tag.manifest;
     let config = Config { timeout: FAULTLESS_TIMEOUT, prefetch: false };
-    let bytes = Image::open(Arc::clone(store), None, name, config, Until::within(FAULTLESS_TIMEOUT))
+    let bytes = Image::open(Arc::clone(store), None, name, config, CallLimits::within(FAULTLESS_TIMEOUT))
         .map_err(|error| error.to_string())
         .and_then(|image| {
             let read = read_all(&image);
@@ -46,7 +47,7 @@ pub fn read_tag(store: &Arc<Store>, tag: &str) -> Result<TagContent, Finding> {
     }
 }
 
-/// Checks that the bytes are those that the oracle allows.
+/// Checks that `bytes` is a whole content that the oracle allows.
 fn check_bytes(oracle: &mut Oracle, bytes: &[u8]) -> Result<(), Finding> {
     if oracle.size() * SECTOR_BYTES as u64 != bytes.len() as u64 {
         return finding(format!(
@@ -60,7 +61,8 @@ fn check_bytes(oracle: &mut Oracle, bytes: &[u8]) -> Result<(), Finding> {
 }
 
 impl World {
-    /// Checks that no push has changed this tag.
+    /// Checks that a tag still refers to the image before the push or prune, with unchanged
+    /// content.
     pub(super) fn check_tag_unchanged(&mut self, tag: &str, after: TagContent) -> Result<(), Finding> {
         let Some(tagged) = self.images.as_mut().and_then(|images| images.tags.get_mut(tag)) else {
             return match after {
@@ -77,7 +79,8 @@ impl World {
         }
     }
 
-    /// Returns the image of the tag after the pushes, if the tag exists.
+    /// Judges pushes by the content that the tag has afterwards. Returns the image of the tag, or
+    /// `None` if the tag does not exist.
     pub(super) fn judge_push(
         &mut self,
         results: PushResults,
@@ -90,7 +93,7 @@ impl World {
             now.errors > faults.errors || now.hung > 0
         };
         let before = images.tags.get(tag).cloned();
-        // Images that the tag may refer to; the name is known if the push succeeded.
+        // Images to which the tag may refer. The name is known only if the push succeeded.
         let mut allowed: Vec<(Option<Name>, Oracle)> = Vec::new();
         let (mut set, mut failed) = (false, false);
         for (mut one, outcome) in ended {
@@ -109,9 +112,8 @@ impl World {
                 Err(error) => {
                     failed = true;
                     self.count("pushes that failed");
-                    // A prune may have been about to delete an object that the push then wrote
-                    // again.
-                    if !(prunes && matches!(error, Error::Pruned(_))) {
+                    // A prune may have been deleting an object while the push wrote it again.
+                    if !(prunes && matches!(error, Error::ObjectPruned(_))) {
                         self.may_push_fail(&one, &error, had_faults, had_others)?;
                     }
                     allowed.push((None, shown));
@@ -136,7 +138,7 @@ impl World {
                 at
             }
             None if failed => {
-                // A push that failed may have set the tag all the same.
+                // A push that failed may have set the tag nevertheless.
                 let mut why = None;
                 let at = allowed.iter_mut().position(|(name, oracle)| {
                     name.is_none()
@@ -166,10 +168,10 @@ impl World {
     ) -> Result<(), Finding> {
         let was_killed = |fault: &Fault| *fault == Fault::Other("killed".into());
         let has_cause = match error {
-            Error::Device(error) => return self.judge_look(one.id, *error, one.before),
+            Error::Device(error) => return self.judge_query(one.id, *error, one.before),
             Error::TagMoved(_) => had_others || one.may_fail,
-            // The parent image has lost its last tag.
-            Error::ParentGoes(_) => one.own.is_some(),
+            // Perhaps no tag refers to the parent image anymore.
+            Error::ParentExpiring(_) => one.own.is_some(),
             Error::Object { fault, .. } if was_killed(fault) => one.may_fail,
             _ => one.may_fail && had_faults,
         };

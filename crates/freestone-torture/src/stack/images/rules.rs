@@ -1,8 +1,8 @@
-//! Fault rules of a store.
+//! Fault rules of the image store.
 
 use freestone::store::objects::Fault;
 use freestone_testkit::Rng;
-use freestone_testkit::objects::{Effect, Memory};
+use freestone_testkit::objects::{Effect, MemoryStore};
 
 use super::super::Causes;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
@@ -10,10 +10,11 @@ use crate::rt::sync::{Arc, Mutex, PoisonError};
 use crate::rt::thread;
 use crate::rt::time::{Duration, Instant};
 
-/// How long a fault of the store can affect requests: a later request may have waited for the same object.
+/// Time during which a fault of the image store can affect requests: a later request may have waited for the
+/// same object.
 const SHOWS_MAX: Duration = Duration::from_secs(3);
 
-/// Count and time of the faults of a store.
+/// Number of the faults of the image store, and time of the last one.
 #[derive(Default)]
 pub struct StoreFaults {
     count: AtomicU64,
@@ -49,13 +50,13 @@ impl StoreFaults {
     }
 }
 
-/// Makes some requests fail from now on, according to the seed.
-pub fn set_random(memory: &Memory, faults: &Arc<StoreFaults>, seed: u64) {
+/// Sets rules under which requests to the image store fail at random, according to the seed.
+pub fn set_random(memory: &MemoryStore, faults: &Arc<StoreFaults>, seed: u64) {
     let mut rng = Rng::new(seed);
     let percent = [3, 15, 50, 100][rng.below(4) as usize];
     let only = rng.chance(50).then(|| rng.below(8));
     let faults = Arc::clone(faults);
-    memory.rule(move |call| {
+    memory.set_fault_rule(move |call| {
         let mut rng = Rng::new(seed ^ call.number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         if !rng.chance(percent) {
             return Effect::Pass;
@@ -64,10 +65,10 @@ pub fn set_random(memory: &Memory, faults: &Arc<StoreFaults>, seed: u64) {
         let effect = match only.unwrap_or_else(|| rng.below(8)) {
             0 => Effect::Fail(busy()),
             1 => Effect::FailAfter(busy()),
-            2 => Effect::Late(Duration::from_millis(rng.below(700))),
+            2 => Effect::Delay(Duration::from_millis(rng.below(700))),
             3 => Effect::Hang,
             4 | 5 => Effect::Flip(rng.below(1 << 20) as usize),
-            6 => Effect::Cut(rng.below(5000) as usize),
+            6 => Effect::Truncate(rng.below(5000) as usize),
             _ => Effect::Fail(Fault::Denied("403".into())),
         };
         faults.record();
@@ -75,11 +76,12 @@ pub fn set_random(memory: &Memory, faults: &Arc<StoreFaults>, seed: u64) {
     });
 }
 
-/// Makes all requests fail after the next `after`; the first failing one may have taken effect.
-pub fn fail_from(memory: &Memory, after: u64, is_done: bool) {
+/// Makes all requests fail after the next `after` ones. `is_done`: the first failing request takes effect
+/// nevertheless.
+pub fn fail_from(memory: &MemoryStore, after: u64, is_done: bool) {
     let first = memory.calls() + after;
     let killed = || Fault::Other("killed".into());
-    memory.rule(move |call| match call.number.checked_sub(first) {
+    memory.set_fault_rule(move |call| match call.number.checked_sub(first) {
         None => Effect::Pass,
         Some(0) if is_done => Effect::FailAfter(killed()),
         Some(_) => Effect::Fail(killed()),

@@ -1,4 +1,5 @@
-//! Origins and snapshots pass the device conformance suite, on every kind of device and store.
+//! Origins and snapshots pass the device conformance suite, on every kind of device and exception
+//! store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -6,7 +7,9 @@ use std::sync::{Arc, Mutex};
 use freestone::cow::{Config, MergeStatus, Origin, Snapshot, StoreKind};
 use freestone::device::{Blocking, Device, Error, Extent, ExtentKind, Flags, Op};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, What, When, effort};
+use freestone_testkit::{
+    DeferPolicy, DeferringDevice, FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, effort,
+};
 
 use crate::cow::support::{KINDS, Kind, Stop, config};
 
@@ -24,7 +27,8 @@ fn options(seed: u64) -> Options {
     }
 }
 
-/// Returns a snapshot of a new origin. The origin must outlive the snapshot.
+/// Returns a new origin and a snapshot of the origin. The caller must keep the origin as long as
+/// the snapshot.
 fn snapshot(origin: Kind, cow: Kind, config: &Config) -> (Origin, Snapshot) {
     let origin = Origin::new(origin.make(SIZE));
     let snapshot = origin.snapshot(cow.make(COW_SIZE), config).unwrap();
@@ -53,34 +57,35 @@ fn snapshots_conform_with_large_chunks_and_discards() {
     }
 }
 
-/// A request that the device with smaller blocks completes inline need not be whole blocks of the
-/// snapshot, and another request may run before the rest of a block. So only the smaller blocks are
-/// never torn.
+/// Of the two devices, the one with smaller blocks may complete inline a part of a snapshot block.
+/// Another request may run before the rest of that block. So only the smaller blocks are never
+/// torn.
 #[test]
 fn snapshots_conform_with_blocks_of_two_sizes() {
     for (number, (origin, cow)) in [(4096, 512), (512, 4096)].into_iter().enumerate() {
         let make = || -> Arc<dyn Device> {
             let device = |size: usize, block| {
                 let model = Arc::new(Model::new(size, block));
-                Arc::new(Deferred::new(model, Policy::Sometimes(40), 3))
+                Arc::new(DeferringDevice::new(model, DeferPolicy::Sometimes(40), 3))
             };
             let origin = Origin::new(device(1 << 20, origin));
             let cow = device(COW_SIZE as usize, cow);
             Arc::new(origin.snapshot(cow, &config(StoreKind::Persistent, 16384)).unwrap())
         };
-        let options = Options { whole: 512, ..options(20 + number as u64) };
+        let options = Options { atomic_bytes: 512, ..options(20 + number as u64) };
         conformance::check(&format!("snapshot of {origin} on {cow}"), &make, options);
     }
 }
 
-/// A block that is not all zeroes is reported as data, and the whole range is reported.
+/// Extents cover the whole range, and a block with any byte that is not zero is reported as data.
 #[test]
 fn extents_of_smaller_blocks_are_whole_blocks() {
     let device = |block| Arc::new(Model::new(1 << 20, block));
     let origin = Origin::new(device(4096));
     let snapshot = origin.snapshot(device(512), &config(StoreKind::Persistent, 16384)).unwrap();
     let mut data = vec![0; 16384];
-    // Blocks of zeroes, and two blocks with a byte at the end and in the middle.
+    // Blocks 0 and 3 are zeroes. Block 1 has one other byte at its end, block 2 has one in its
+    // middle.
     data[8191] = 1;
     data[9216] = 1;
     snapshot.write_at(0, &data, Flags::empty()).unwrap();
@@ -155,7 +160,7 @@ fn origins_conform_without_or_with_full_snapshots() {
     conformance::check("origin of a snapshot that overflows", &make, options(42));
 }
 
-/// A snapshot of a snapshot, and an origin that is itself a snapshot.
+/// Conformance of a snapshot of a snapshot, and of an origin whose device is a snapshot.
 #[test]
 fn snapshots_conform_on_snapshots() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred] {
@@ -203,22 +208,26 @@ fn origin_and_snapshot_conform_during_and_after_merge() {
     }
 }
 
-/// A snapshot with larger blocks takes the origin's place in the middle of its merge.
+/// During a merge, the origin passes the suite although the COW device, and so the snapshot, has
+/// larger blocks.
 #[test]
 fn origin_conforms_during_merge_with_larger_blocks() {
     for (inline, seed) in [(0, 71), (40, 72), (100, 73)] {
         let kept = Mutex::new(Vec::new());
         let make = || -> Arc<dyn Device> {
-            let below = Arc::new(Faulty::new(1 << 20, 512));
+            let below = Arc::new(FaultyDisk::new(1 << 20, 512));
             let origin = Origin::new(below.clone());
-            let cow =
-                Deferred::new(Arc::new(Model::new(COW_SIZE as usize, 4096)), Policy::Sometimes(inline), seed);
+            let cow = DeferringDevice::new(
+                Arc::new(Model::new(COW_SIZE as usize, 4096)),
+                DeferPolicy::Sometimes(inline),
+                seed,
+            );
             let snapshot = origin.snapshot(Arc::new(cow), &config(StoreKind::Persistent, 16384)).unwrap();
-            // All but one chunk in four.
+            // Writes all chunks except every fourth one.
             for chunk in (0..64).filter(|chunk| chunk % 4 != 3) {
                 snapshot.write_at(chunk * 16384, &[chunk as u8; 16384], Flags::empty()).unwrap();
             }
-            below.fault(Some(Op::Flush), When::At(1), What::Fail(Error::Media));
+            below.fault(Some(Op::Flush), FaultSchedule::At(1), FaultEffect::Fail(Error::Media));
             snapshot.merge().unwrap();
             assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
             below.heal();

@@ -1,16 +1,18 @@
 //! Exception stores whose writes fail, with or without effect. Completed writes must survive a
-//! crash and any later merge. A crash is simulated by copying the bytes of both disks.
+//! crash and any later merge. The tests simulate a crash by copying the bytes of the origin's disk
+//! and of the COW device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use freestone::cow::{MergeStatus, Origin, Snapshot, Status, StoreKind};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 use freestone::null::{self, Memory};
 use freestone::power::{self, Power};
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
 
 use crate::cow::support::{CHUNK, bytes, config, read, read_all};
 
@@ -18,11 +20,11 @@ const SIZE: u64 = 64 << 10;
 const COW_SIZE: u64 = 512 << 10;
 const BLOCK: usize = 512;
 const NONE: Flags = Flags::empty();
-const FAILS: What = What::Fail(Error::Media);
-const FAILS_DONE: What = What::FailDone(Error::Media);
+const FAILS: FaultEffect = FaultEffect::Fail(Error::Media);
+const FAILS_DONE: FaultEffect = FaultEffect::FailDone(Error::Media);
 
-fn faulty(size: u64) -> Arc<Faulty> {
-    Arc::new(Faulty::new(size as usize, BLOCK as u32))
+fn faulty(size: u64) -> Arc<FaultyDisk> {
+    Arc::new(FaultyDisk::new(size as usize, BLOCK as u32))
 }
 
 fn copy_of(device: &dyn Device) -> Arc<Model> {
@@ -35,8 +37,9 @@ fn open(origin: &Origin, cow: Arc<dyn Device>) -> Snapshot {
     origin.snapshot(cow, &config(StoreKind::Persistent, CHUNK)).unwrap()
 }
 
-/// Returns what the snapshot shows after a crash, which must equal the origin after the next merge.
-fn after_a_crash(below: &Faulty, cow: &Faulty) -> Vec<u8> {
+/// Returns the content of the snapshot after a crash. Also checks that the next merge writes this
+/// content to the origin.
+fn after_a_crash(below: &FaultyDisk, cow: &FaultyDisk) -> Vec<u8> {
     let below = copy_of(below);
     let origin = Origin::new(below.clone());
     let snapshot = open(&origin, copy_of(cow));
@@ -51,9 +54,10 @@ fn is_failed(status: &MergeStatus) -> bool {
     matches!(status, MergeStatus::Failed(_))
 }
 
-/// Starts a merge, which marks the store, and makes it fail before its first step is recorded.
-fn begin(snapshot: &Snapshot, below: &Faulty) {
-    below.fault(Some(Op::Flush), When::Always, FAILS);
+/// Starts a merge, which marks the exception store, and makes the merge fail before it records a
+/// first step.
+fn begin(snapshot: &Snapshot, below: &FaultyDisk) {
+    below.fault(Some(Op::Flush), FaultSchedule::Always, FAILS);
     snapshot.merge().unwrap();
     assert!(is_failed(&snapshot.wait_merge()));
     below.heal();
@@ -68,23 +72,27 @@ fn write_after_failed_merge_step_is_not_lost() {
             let snapshot = open(&origin, cow.clone());
             snapshot.write_at(0, &bytes(1, 3 * CHUNK), NONE).unwrap();
             begin(&snapshot, &below);
-            // From now on the merge writes only its record to the COW device.
+            // From now on, the merge writes only its own record to the COW device.
             let next = cow.counts().writes;
-            cow.fault(Some(Op::Write), if for_good { When::From(next) } else { When::At(next) }, FAILS_DONE);
+            cow.fault(
+                Some(Op::Write),
+                if for_good { FaultSchedule::From(next) } else { FaultSchedule::At(next) },
+                FAILS_DONE,
+            );
             snapshot.merge().unwrap();
             let status = snapshot.wait_merge();
             assert!(is_failed(&status), "{status:?}");
             let device: &dyn Device = if through_snapshot { &snapshot } else { &origin };
             let new = bytes(2, CHUNK);
             if for_good {
-                // While it is unknown which copy of the chunk is valid, the chunk cannot be
-                // written.
+                // As long as it is unknown whether the origin or the COW device has the valid copy
+                // of the chunk, the chunk cannot be written.
                 assert_eq!(device.write_at(CHUNK, &new, NONE), Err(Error::Media));
                 assert_eq!(
                     read(device, CHUNK, CHUNK),
                     bytes(1, 3 * CHUNK)[CHUNK as usize..][..CHUNK as usize]
                 );
-                // Other chunks of the origin are not affected.
+                // Writes to other chunks of the origin still succeed.
                 device.write_at(8 * CHUNK, &new, NONE).unwrap();
                 cow.heal();
             }
@@ -95,7 +103,7 @@ fn write_after_failed_merge_step_is_not_lost() {
                 left[CHUNK as usize..][..CHUNK as usize] == new,
                 "for good {for_good}: what was flushed is lost"
             );
-            // The merge can continue.
+            // The failed merge can be restarted.
             snapshot.merge().unwrap();
             assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
             assert!(read(&*below, CHUNK, CHUNK) == new);
@@ -103,8 +111,8 @@ fn write_after_failed_merge_step_is_not_lost() {
     }
 }
 
-/// Merges that fail at any step and are restarted, while the origin is written and both disks fail
-/// in every way.
+/// Merges fail at any step and are restarted, while the origin is written and both disks fail in
+/// every way.
 #[test]
 fn failed_merges_lose_nothing() {
     let mut failed = 0;
@@ -113,7 +121,7 @@ fn failed_merges_lose_nothing() {
         let (below, cow) = (faulty(SIZE), faulty(COW_SIZE));
         let origin = Origin::new(below.clone());
         let snapshot = open(&origin, cow.clone());
-        // For each block, the contents that it may have.
+        // The contents that each block may have.
         let mut may: Vec<Vec<Vec<u8>>> = vec![vec![vec![0; BLOCK]]; SIZE as usize / BLOCK];
         let mut write = |device: &dyn Device, rng: &mut Rng, number: u64| {
             let len = BLOCK << rng.below(5);
@@ -134,11 +142,11 @@ fn failed_merges_lose_nothing() {
         begin(&snapshot, &below);
         for round in 0..40 {
             let op = [Op::Write, Op::Flush][rng.below(2) as usize];
-            let what = [FAILS_DONE, FAILS, What::Tear][rng.below(3) as usize];
+            let what = [FAILS_DONE, FAILS, FaultEffect::Tear][rng.below(3) as usize];
             for (disk, percent) in [(&cow, 70), (&below, 10)] {
                 if rng.chance(percent) {
                     let next = if op == Op::Write { disk.counts().writes } else { disk.counts().flushes };
-                    let when = if rng.chance(50) { When::At(next) } else { When::Always };
+                    let when = if rng.chance(50) { FaultSchedule::At(next) } else { FaultSchedule::Always };
                     disk.fault(Some(op), when, what);
                 }
             }
@@ -171,8 +179,8 @@ fn failed_merges_lose_nothing() {
 
 // ---- unflushed state read after a restart -------------------------------------------------------
 
-/// A disk with a volatile cache. After `fails(true)` all FUA writes fail: the first one reaches the
-/// cache, and later ones have no effect.
+/// A disk with a volatile cache. After `fails(true)` all FUA writes fail: the first one still
+/// reaches the cache, and later ones have no effect.
 struct Cached {
     power: Power,
     next_arrives: AtomicBool,
@@ -196,13 +204,13 @@ impl Device for Cached {
     fn geometry(&self) -> Geometry {
         self.power.geometry()
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         if !request.flags.contains(Flags::FUA) || !self.fails.load(Ordering::SeqCst) {
             return self.power.try_io(request, buffer);
         }
         if self.next_arrives.swap(false, Ordering::SeqCst) {
             let cached = Request { flags: request.flags - Flags::FUA, ..*request };
-            assert_eq!(self.power.try_io(&cached, buffer), Ok(Tried::Done));
+            assert_eq!(self.power.try_io(&cached, buffer), Ok(TryResult::Done));
         }
         Err(Error::Media)
     }
@@ -215,8 +223,8 @@ impl Device for Cached {
     }
 }
 
-/// The program ends after a merge step reached only the cache. The next program reads it as done,
-/// and then the power is cut.
+/// The program ends after a merge step has reached only the cache of the COW device. The next
+/// program reads that step as done, and then the power is cut.
 #[test]
 fn merge_read_from_a_store_is_durable() {
     for seed in 0..10 {
@@ -248,10 +256,11 @@ fn merge_read_from_a_store_is_durable() {
     }
 }
 
-/// Like the test above, with a snapshot that became invalid.
+/// The program ends after the invalid header has reached only the cache. The next program reads the
+/// snapshot as invalid, and then the power is cut.
 #[test]
 fn snapshot_read_as_invalid_stays_invalid() {
-    // Each seed waits for the header's write attempts to end, so the seeds run in parallel.
+    // Each seed waits until the attempts to write the header end, so the seeds run in parallel.
     std::thread::scope(|scope| {
         for seed in 0..10 {
             scope.spawn(move || check_found_invalid(seed));
@@ -265,9 +274,9 @@ fn check_found_invalid(seed: u64) {
         let origin = Origin::new(below.clone());
         let snapshot = open(&origin, cow.clone());
 
-        // The copy fails, so the first FUA write is that of the header.
+        // The copy of the chunk fails, so the first FUA write is the one of the invalid header.
 
-        below.fault(Some(Op::Read), When::Always, FAILS);
+        below.fault(Some(Op::Read), FaultSchedule::Always, FAILS);
         cow.fails(true);
         origin.write_at(0, &bytes(1, CHUNK), NONE).unwrap();
         below.heal();

@@ -1,5 +1,5 @@
-//! Discards and write zeroes over ranges that already read as zeroes: nothing is copied, and
-//! snapshots keep their content.
+//! Discards and write zeroes over ranges of the origin that already read as zeroes: the origin
+//! copies nothing, and its snapshots keep their content.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -8,7 +8,7 @@ use std::thread;
 use freestone::cow::{MergeStatus, Origin, Snapshot, Status, StoreKind};
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
-    Tried,
+    TryResult,
 };
 use freestone_testkit::Model;
 
@@ -17,12 +17,12 @@ use crate::cow::support::{CHUNK, KINDS, Kind, bytes, config, read, read_all};
 const NONE: Flags = Flags::empty();
 const CHUNKS: u64 = 64;
 const SIZE: u64 = CHUNKS * CHUNK;
-/// Space for a dozen copies and for the store's areas.
+/// Size in bytes of a COW device with space for a dozen copied chunks and for the store's metadata.
 const SMALL_STORE: u64 = 16 * CHUNK;
-/// Chunks of the origin with data. Not adjacent, so that each has holes on both sides.
+/// Chunks of the origin with data. None of them are adjacent, so each one has holes on both sides.
 const DATA: [u64; 3] = [0, 17, 40];
 
-/// Requests that empty a range.
+/// Requests after which a range reads as zeroes.
 const EMPTYING: [(Op, Flags); 3] =
     [(Op::Discard, NONE), (Op::WriteZeroes, Flags::MAY_FREE), (Op::WriteZeroes, NONE)];
 
@@ -39,7 +39,8 @@ fn ask(device: &dyn Device, (op, flags): (Op, Flags), offset: u64, len: u64) {
     .unwrap();
 }
 
-/// A device that runs `look` after it has determined its extents, before it returns them.
+/// A device that runs the hook `look` after it has determined its extents, but before it returns
+/// them.
 struct HookedExtents {
     below: Model,
     knows: bool,
@@ -57,7 +58,7 @@ impl Device for HookedExtents {
         self.below.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.below.try_io(request, buffer)
     }
 
@@ -100,7 +101,7 @@ fn trim_of_holes_copies_only_data() {
             let before = read_all(&*below);
             let origin = Origin::new(below);
             let snapshot = snapshot(&origin);
-            // The range starts and ends inside chunks.
+            // The range starts and ends in the middle of a chunk.
             ask(&origin, emptying, 512, SIZE - 1024);
             let case = format!("{kind:?} {emptying:?}");
             assert!(matches!(snapshot.status(), Status::Usage(_)), "{case}: {}", snapshot.status());
@@ -127,7 +128,8 @@ fn write_beside_trim_of_hole_keeps_snapshot() {
         let origin = Origin::new(below.clone());
         let snapshot = snapshot(&origin);
         let (writer, data) = (origin.clone(), bytes(3, CHUNK));
-        // The write completes before the extents, which still report its chunk as a hole.
+        // The hook completes a write before the caller gets the extents, which still report the
+        // written chunk as a hole.
         *below.look.lock().unwrap() = Some(Box::new(move || {
             thread::spawn(move || writer.write_at(5 * CHUNK, &data, NONE).unwrap()).join().unwrap();
         }));

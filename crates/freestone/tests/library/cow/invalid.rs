@@ -1,5 +1,5 @@
-//! Snapshots that become invalid: completions of requests meanwhile, and the state after a crash. A
-//! crash is simulated by copying the bytes of both disks.
+//! Snapshots that become invalid: results of requests meanwhile, and the state after a crash. The
+//! tests simulate a crash by copying the bytes of the origin's disk and of the COW device.
 
 use std::sync::Arc;
 use std::thread;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use freestone::cow::{Origin, Snapshot, Status, StoreKind};
 use freestone::device::{Blocking, Device, Error, Flags, Op};
-use freestone_testkit::{Faulty, Model, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model};
 
 use crate::cow::support::{CHUNK, bytes, config, read, read_all};
 
@@ -15,22 +15,22 @@ const SIZE: u64 = 64 << 10;
 const COW_SIZE: u64 = 512 << 10;
 const BLOCK: usize = 512;
 const NONE: Flags = Flags::empty();
-const FAILS: What = What::Fail(Error::Media);
-/// Longer than any operation that does not wait.
+const FAILS: FaultEffect = FaultEffect::Fail(Error::Media);
+/// Longer than any operation takes if it does not wait for the COW device.
 const A_WHILE: Duration = Duration::from_millis(700);
-/// Longer than the origin waits for the header.
+/// Longer than the origin waits for a failing COW device to store the invalid header.
 const LONG: Duration = Duration::from_secs(30);
 
 struct Pair {
-    below: Arc<Faulty>,
-    cow: Arc<Faulty>,
+    below: Arc<FaultyDisk>,
+    cow: Arc<FaultyDisk>,
     origin: Origin,
     snapshot: Snapshot,
 }
 
-/// Returns an origin with content, and a snapshot with one chunk written.
+/// Returns an origin with content, and a snapshot with one written chunk.
 fn pair(kind: StoreKind) -> Pair {
-    let faulty = |size: u64| Arc::new(Faulty::new(size as usize, BLOCK as u32));
+    let faulty = |size: u64| Arc::new(FaultyDisk::new(size as usize, BLOCK as u32));
     let (below, cow) = (faulty(SIZE), faulty(COW_SIZE));
     below.write_at(0, &bytes(1, SIZE), NONE).unwrap();
     let origin = Origin::new(below.clone());
@@ -39,16 +39,17 @@ fn pair(kind: StoreKind) -> Pair {
     Pair { below, cow, origin, snapshot }
 }
 
-fn copy_of(device: &Faulty) -> Arc<Model> {
+fn copy_of(device: &FaultyDisk) -> Arc<Model> {
     let model = Model::new(device.geometry().size as usize, BLOCK as u32);
     model.write_at(0, &read_all(device), NONE).unwrap();
     Arc::new(model)
 }
 
 impl Pair {
-    /// Returns the snapshot after a crash.
+    /// Returns the snapshot as it opens after a crash.
     fn after_a_crash(&self) -> Snapshot {
-        // Copied first, so that later writes to the origin are not included.
+        // The origin is copied first, so that the copy has no write that completed after the copy
+        // of the COW device.
         let below = copy_of(&self.below);
         Origin::new(below).snapshot(copy_of(&self.cow), &config(StoreKind::Persistent, CHUNK)).unwrap()
     }
@@ -68,14 +69,14 @@ fn eventually(what: &str, is: impl Fn() -> bool) {
     }
 }
 
-/// The origin does not change while a crash would bring the snapshot back as valid.
+/// The origin does not change as long as the snapshot would open as valid after a crash.
 #[test]
 fn origin_waits_until_invalid_header_is_on_disk() {
     let pair = pair(StoreKind::Persistent);
-    pair.cow.fault(Some(Op::Write), When::Always, FAILS);
+    pair.cow.fault(Some(Op::Write), FaultSchedule::Always, FAILS);
     thread::scope(|scope| {
-        // A write that needs a copy, a later one that needs another copy, and one whose chunk has a
-        // copy.
+        // Three writes: one that needs a copy, a later one that needs another copy, and one to a
+        // chunk that was copied before.
         for (number, chunk) in [3, 4, 1].into_iter().enumerate() {
             let (origin, snapshot) = (&pair.origin, &pair.snapshot);
             scope.spawn(move || origin.write_at(chunk * CHUNK, &bytes(5, CHUNK), NONE).unwrap());
@@ -99,16 +100,16 @@ fn origin_waits_until_invalid_header_is_on_disk() {
     }
 }
 
-/// A COW device that failed permanently does not block the origin.
+/// A COW device that always fails does not block the origin forever.
 #[test]
 fn origin_stops_waiting_for_failed_cow_device() {
     let pair = pair(StoreKind::Persistent);
-    pair.cow.fault(Some(Op::Write), When::Always, FAILS);
+    pair.cow.fault(Some(Op::Write), FaultSchedule::Always, FAILS);
     let start = Instant::now();
     pair.origin.write_at(3 * CHUNK, &bytes(5, CHUNK), NONE).unwrap();
     assert!(start.elapsed() >= A_WHILE, "the disk was not tried again");
     assert!(start.elapsed() < LONG && pair.snapshot.is_unmarked());
-    // Only the first write waits.
+    // Only the first write waits; later writes do not.
     let start = Instant::now();
     pair.origin.write_at(4 * CHUNK, &bytes(5, CHUNK), NONE).unwrap();
     assert!(start.elapsed() < A_WHILE);
@@ -117,11 +118,11 @@ fn origin_stops_waiting_for_failed_cow_device() {
     assert_eq!(pair.after_a_crash().status(), Status::Invalid);
 }
 
-/// Writes do not wait for a removed snapshot either.
+/// A write that waits for the invalid header completes soon after the snapshot is removed.
 #[test]
 fn origin_does_not_wait_for_removed_snapshot() {
     let pair = pair(StoreKind::Persistent);
-    pair.cow.fault(Some(Op::Write), When::Always, FAILS);
+    pair.cow.fault(Some(Op::Write), FaultSchedule::Always, FAILS);
     thread::scope(|scope| {
         let writer = scope.spawn(|| {
             pair.origin.write_at(3 * CHUNK, &bytes(5, CHUNK), NONE).unwrap();
@@ -135,20 +136,21 @@ fn origin_does_not_wait_for_removed_snapshot() {
     });
 }
 
-/// A snapshot becomes invalid soon after its store fails. Requests in between must not fail with
-/// "no space".
+/// A snapshot becomes invalid soon after its exception store fails. Requests in between must not
+/// fail with "no space".
 #[test]
 fn store_becoming_invalid_is_not_reported_full() {
     for kind in [StoreKind::Persistent, StoreKind::PersistentOverflow] {
         let pair = pair(kind);
-        // The data of a chunk succeeds, its entry fails, and the header hangs.
+        // The write of the chunk's data succeeds, the write of its entry fails, and the write of
+        // the invalid header hangs.
         let next = pair.cow.counts().writes;
-        pair.cow.fault(Some(Op::Write), When::At(next + 1), FAILS);
-        pair.cow.fault(Some(Op::Write), When::From(next + 2), What::Hang);
+        pair.cow.fault(Some(Op::Write), FaultSchedule::At(next + 1), FAILS);
+        pair.cow.fault(Some(Op::Write), FaultSchedule::From(next + 2), FaultEffect::Hang);
         let (pair, data) = (&pair, &bytes(5, CHUNK));
         thread::scope(|scope| {
             let first = scope.spawn(|| pair.snapshot.write_at(3 * CHUNK, data, NONE));
-            pair.cow.await_held(1);
+            pair.cow.wait_held(1);
             let second = pair.snapshot.write_at(4 * CHUNK, data, NONE);
             let status = pair.snapshot.status();
             pair.cow.heal();

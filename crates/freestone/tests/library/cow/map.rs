@@ -1,4 +1,4 @@
-//! Content and failures of snapshots, and their effects on the origin.
+//! Content of snapshots, failures of snapshots, and the effects of both on the origin.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use freestone::consistency_group;
 use freestone::cow::{Config, Origin, SetupError, Snapshot, Status, StoreKind};
-use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Tried};
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, TryResult};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
 
 use crate::cow::support::{KINDS, Kind, Stop, bytes, config, read, read_all};
 
@@ -15,11 +15,11 @@ const SIZE: u64 = 1 << 20;
 const COW_SIZE: u64 = 4 << 20;
 const NONE: Flags = Flags::empty();
 
-/// Returns an origin with content.
+/// Returns an origin with content, and that content.
 fn origin(kind: Kind, size: u64) -> (Origin, Vec<u8>) {
     let device = kind.make(size);
     device.write_at(0, &bytes(size, size), NONE).unwrap();
-    // The size of a RAM disk is rounded up to whole pages.
+    // The size of a RAM disk is rounded up to whole pages, so the content is read back.
     let content = read_all(&*device);
     (Origin::new(device), content)
 }
@@ -33,8 +33,8 @@ fn snapshot_keeps_content_of_its_origin() {
             let (origin, content) = origin(kind, SIZE + 1536);
             let snapshot = origin.snapshot(kind.make(COW_SIZE), &config(store, chunk)).unwrap();
             assert!(read_all(&snapshot) == content, "{kind:?} at first");
-            // A part of a chunk, several whole chunks, a range across a boundary, the short last
-            // chunk, and zeroes.
+            // Changes a part of a chunk, several whole chunks, a range across a chunk boundary, and
+            // the short last chunk. Then writes zeroes and discards.
             origin.write_at(512, &bytes(1, 512), NONE).unwrap();
             origin.write_at(2 * chunk, &bytes(2, 2 * chunk), NONE).unwrap();
             origin.write_at(5 * chunk - 1024, &bytes(3, 2048), Flags::FUA).unwrap();
@@ -47,7 +47,7 @@ fn snapshot_keeps_content_of_its_origin() {
             let stats = snapshot.stats();
             assert!(stats.copied_chunks >= 6 && stats.origin_writes_waited > 0, "{stats:?}");
             assert_eq!(stats.full_chunk_writes, 0, "the origin's content was to be kept");
-            // The second write copies nothing.
+            // A second write to the same chunks copies nothing.
             origin.write_at(2 * chunk, &bytes(5, 2 * chunk), NONE).unwrap();
             assert_eq!(snapshot.stats().copied_chunks, stats.copied_chunks);
             assert!(read_all(&snapshot) == content, "{kind:?} after the second write");
@@ -73,11 +73,11 @@ fn snapshot_writes_do_not_change_origin() {
         assert!(read_all(&snapshot) == content, "{kind:?}");
         assert!(read_all(&origin) == kept, "{kind:?}: the origin was written");
         assert_eq!(snapshot.stats().full_chunk_writes, 1 + 8 + 2, "{kind:?}: whole chunks are not copied");
-        // The origin writes the same chunks.
+        // The origin overwrites the chunks that were written through the snapshot.
         origin.write_at(0, &bytes(77, SIZE), NONE).unwrap();
         assert!(read_all(&snapshot) == content, "{kind:?} after the origin was written");
         snapshot.flush().unwrap();
-        // Reopened, the snapshot has the same content.
+        // A reopened snapshot has the same content.
         let cow = Arc::clone(snapshot.cow());
         drop(snapshot);
         let again = origin.snapshot(cow, &config(StoreKind::Persistent, 4096)).unwrap();
@@ -98,27 +98,27 @@ fn snapshots_of_one_origin_are_independent() {
         origin.write_at(81_920, &bytes(2, 131_072), NONE).unwrap();
         let third = read_all(&origin);
         let young = make(StoreKind::PersistentOverflow, 16384);
-        assert_eq!(origin.snapshots(), 3);
+        assert_eq!(origin.snapshot_count(), 3);
         origin.write_at(0, &bytes(3, SIZE), NONE).unwrap();
         for (snapshot, content) in [(&old, &first), (&middle, &second), (&young, &third)] {
             assert!(read_all(snapshot) == *content, "{kind:?} {snapshot:?}");
         }
         drop(middle);
-        assert_eq!(origin.snapshots(), 2);
+        assert_eq!(origin.snapshot_count(), 2);
         origin.write_at(0, &bytes(4, SIZE), NONE).unwrap();
         assert!(read_all(&old) == first && read_all(&young) == third, "{kind:?} after one was removed");
         old.remove();
         assert_eq!(old.read_at(0, &mut [0; 512]), Err(Error::Gone));
-        assert_eq!(origin.snapshots(), 1);
+        assert_eq!(origin.snapshot_count(), 1);
     }
 }
 
-/// The store is filled by writes to the origin, or by writes to the snapshot itself.
+/// A store is filled by writes to the origin, or by writes to the snapshot itself.
 #[test]
 fn full_store_invalidates_snapshot_but_not_origin() {
     for kind in [Kind::Model, Kind::Deferred, Kind::Ram] {
         for store in [StoreKind::Persistent, StoreKind::PersistentOverflow, StoreKind::Transient] {
-            // The store has space for a few chunks only.
+            // Each exception store has space for a few chunks only.
             let small = || kind.make(10 * 4096);
             let (origin, content) = origin(kind, SIZE);
             let by_origin = origin.snapshot(small(), &config(store, 4096)).unwrap();
@@ -150,7 +150,8 @@ fn full_store_invalidates_snapshot_but_not_origin() {
                 assert_eq!(snapshot.flush(), Err(Error::Media));
                 assert_eq!(snapshot.changes().unwrap().changes(0, 512, &mut |_| true), Err(Error::Gone));
             }
-            // The store is invalid on disk as well.
+            // The store is also marked invalid on disk, so the snapshot stays invalid when it is
+            // reopened.
             if store.is_persistent() {
                 let cow = Arc::clone(by_origin.cow());
                 drop(by_origin);
@@ -166,46 +167,46 @@ fn failed_devices_invalidate_snapshot_but_not_origin() {
     for (writes_fail, kind) in
         [(false, StoreKind::Persistent), (true, StoreKind::Persistent), (true, StoreKind::Transient)]
     {
-        let device = Arc::new(Faulty::new(SIZE as usize, 512));
-        let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
+        let device = Arc::new(FaultyDisk::new(SIZE as usize, 512));
+        let cow = Arc::new(FaultyDisk::new(COW_SIZE as usize, 512));
         let origin = Origin::new(device.clone());
         let snapshot = origin.snapshot(cow.clone(), &config(kind, 4096)).unwrap();
         origin.write_at(0, &bytes(1, 8192), NONE).unwrap();
         assert_eq!(read(&snapshot, 0, 8192), vec![0; 8192]);
         if writes_fail {
-            cow.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+            cow.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         } else {
-            device.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
+            device.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         }
         origin.write_at(4096, &bytes(2, 16384), NONE).unwrap();
         assert_eq!(snapshot.status(), Status::Invalid);
         device.heal();
         cow.heal();
         assert_eq!(read(&origin, 4096, 16384), bytes(2, 16384));
-        assert_eq!((device.complaints(), cow.complaints()), (vec![], vec![]), "writes of one place met");
+        assert_eq!((device.violations(), cow.violations()), (vec![], vec![]), "writes of one place met");
     }
 }
 
-/// A snapshot read that is in flight while the origin is overwritten returns the old content, and
-/// does not delay the write.
+/// A snapshot read that is in flight while the origin is overwritten returns the old content. The
+/// read does not delay the write.
 #[test]
 fn slow_read_returns_old_content_without_delays() {
-    let device = Arc::new(Faulty::new(SIZE as usize, 512));
+    let device = Arc::new(FaultyDisk::new(SIZE as usize, 512));
     let origin = Origin::new(device.clone());
     origin.write_at(0, &bytes(1, 32768), NONE).unwrap();
     let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
     let reads = device.counts().reads;
-    device.fault(Some(Op::Read), When::At(reads), What::Hang);
+    device.fault(Some(Op::Read), FaultSchedule::At(reads), FaultEffect::Hang);
     let (tx, rx) = mpsc::channel();
     snapshot.submit(
         Request::read(0, 32768),
         IoBuf::zeroed(32768).unwrap(),
         Completion::new(move |outcome, buffer| tx.send((outcome, buffer.to_vec())).unwrap()),
     );
-    device.await_held(1);
+    device.wait_held(1);
     origin.write_at(4096, &bytes(2, 8192), NONE).unwrap();
     assert!(rx.try_recv().is_err());
-    // The disk returns new content to the read that hung.
+    // The disk completes the read that hung, with the new content.
     device.heal();
     let (outcome, buffer) = rx.recv_timeout(Duration::from_secs(10)).unwrap();
     assert_eq!(outcome, Ok(()));
@@ -213,7 +214,7 @@ fn slow_read_returns_old_content_without_delays() {
     assert!(snapshot.stats().rereads > 0);
 }
 
-/// With one copy in flight at a time, many writes to the origin and its snapshots complete.
+/// With at most one copy in flight, many writes to the origin and its snapshots complete.
 #[test]
 fn single_copy_in_flight_makes_progress() {
     for kind in [Kind::Model, Kind::Deferred, Kind::Sometimes] {
@@ -225,14 +226,14 @@ fn single_copy_in_flight_makes_progress() {
         }
         let (tx, rx) = mpsc::channel();
         let start = Instant::now();
-        // All in flight at once, without a thread for each.
+        // Submits all writes before it waits, because that needs no thread for each write.
         let mut sent = 0;
         let mut rng = Rng::new(5);
         for round in 0..300 {
             let len = 512 << rng.below(6);
             let offset = rng.below((SIZE - len) / 512) * 512;
             let devices: [&dyn Device; 3] = [&origin, &first, &second];
-            // The second snapshot is not written, so its content is known.
+            // The second snapshot is never written, so its expected content is known.
             let device = devices[(round % 2) as usize];
             let tx = tx.clone();
             let data = IoBuf::copy_of(&bytes(round, len)).unwrap();
@@ -251,25 +252,25 @@ fn single_copy_in_flight_makes_progress() {
     }
 }
 
-/// The limit holds, and can change while requests wait.
+/// The limit of copies in flight holds, and can change while requests wait.
 #[test]
 fn copies_in_flight_are_bounded() {
-    let device = Arc::new(Faulty::new(SIZE as usize, 512));
+    let device = Arc::new(FaultyDisk::new(SIZE as usize, 512));
     let origin = Origin::new(device.clone());
     let snapshot = origin.snapshot(Kind::Ram.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
     snapshot.set_cow_threshold(3);
-    device.fault(Some(Op::Read), When::Always, What::Hang);
+    device.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Hang);
     let (tx, rx) = mpsc::channel();
     for chunk in 0..64 {
         let tx = tx.clone();
         let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
         origin.submit(Request::write(chunk * 4096, 512), IoBuf::copy_of(&[1; 512]).unwrap(), done);
     }
-    device.await_held(3);
+    device.wait_held(3);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(device.counts().held, 3);
     snapshot.set_cow_threshold(10);
-    device.await_held(10);
+    device.wait_held(10);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(device.counts().held, 10);
     device.heal();
@@ -279,7 +280,7 @@ fn copies_in_flight_are_bounded() {
     assert_eq!(snapshot.stats().copied_chunks, 64);
 }
 
-/// Pending exceptions share commits of the store.
+/// Pending exceptions share commits of the exception store.
 #[test]
 fn large_write_shares_commits() {
     let origin = Origin::new(Kind::Deferred.make(SIZE));
@@ -298,8 +299,8 @@ fn snapshots_of_two_origins_are_of_one_moment() {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let _stop = Stop(&stop);
-            // Each writer writes increasing numbers to the first device, then to the second, so the
-            // second is never ahead.
+            // Each writer writes an increasing number to the first device and then to the second,
+            // so the second number is never ahead.
             for writer in 0..2 {
                 let (one, other, stop) = (&one, &other, &stop);
                 scope.spawn(move || {
@@ -320,7 +321,7 @@ fn snapshots_of_two_origins_are_of_one_moment() {
                         .unwrap()
                 };
                 let (mut first, mut second) = (prepare(&one), prepare(&other));
-                consistency_group::take(&mut [&mut first, &mut second]).unwrap();
+                consistency_group::take_snapshots(&mut [&mut first, &mut second]).unwrap();
                 let (first, second) = (first.into_snapshot(), second.into_snapshot());
                 std::thread::sleep(Duration::from_millis(2));
                 for writer in 0..2 {
@@ -329,8 +330,8 @@ fn snapshots_of_two_origins_are_of_one_moment() {
                         data.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect()
                     };
                     let (first, second) = (numbers(&first), numbers(&second));
-                    // A device that completes requests in part splits them, so parts of a request
-                    // may be visible.
+                    // A device that completes requests in part splits them, so the reader may see
+                    // parts of a write.
                     let whole = !matches!(kind, Kind::Sometimes);
                     for numbers in [&first, &second].into_iter().filter(|_| whole) {
                         assert!(numbers.iter().all(|number| number == &numbers[0]), "{kind:?}: a torn write");
@@ -349,10 +350,10 @@ fn two_snapshots_of_one_origin_are_of_one_moment() {
     let prepare =
         || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
     let (mut one, mut two, never) = (prepare(), prepare(), prepare());
-    consistency_group::take(&mut [&mut one, &mut two]).unwrap();
+    consistency_group::take_snapshots(&mut [&mut one, &mut two]).unwrap();
     drop(never);
     let (one, two) = (one.into_snapshot(), two.into_snapshot());
-    assert_eq!(origin.snapshots(), 2);
+    assert_eq!(origin.snapshot_count(), 2);
     origin.write_at(0, &bytes(1, SIZE), NONE).unwrap();
     assert!(read_all(&one) == content && read_all(&two) == content);
 }
@@ -369,7 +370,8 @@ fn discards_follow_the_options() {
         let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config).unwrap();
         assert_eq!(snapshot.geometry().discard_granularity, if zeroes { 8192 } else { 0 });
         snapshot.write_at(0, &bytes(1, 3 * 8192), NONE).unwrap();
-        // Two chunks with exceptions, one of them in part, and two without.
+        // Discards one chunk with an exception as a whole and another one in part, then two chunks
+        // without exceptions.
         snapshot.discard(8192, 8192 + 4096).unwrap();
         snapshot.discard(5 * 8192, 2 * 8192).unwrap();
         let shown = read(&snapshot, 0, 3 * 8192);
@@ -387,7 +389,7 @@ fn discards_follow_the_options() {
             assert_eq!(below, content[5 * 8192..6 * 8192]);
             assert_eq!(read(&snapshot, 5 * 8192, 8192), below, "without an exception nothing is done");
         }
-        // The whole device, most of which was never written.
+        // A discard of the whole device, most of which was never written.
         snapshot.discard(0, SIZE).unwrap();
         assert_eq!(snapshot.stats().exceptions, 3, "a discard makes no exception");
     }
@@ -456,20 +458,20 @@ fn impossible_snapshots_are_refused() {
     assert!(matches!(refused(Arc::clone(&cow), &plain), SetupError::InUse));
     drop(pending);
     origin.snapshot(cow, &plain).unwrap();
-    // A transient snapshot of a volatile origin needs no force, nor does a persistent snapshot of a
-    // file.
+    // A transient snapshot of a volatile origin needs no force, and neither does a persistent
+    // snapshot of a file.
     let transient = Config { kind: StoreKind::Transient, ..unforced };
     origin.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
     let file = Origin::new(Kind::File.make(SIZE));
     file.snapshot(Kind::File.make(COW_SIZE), &unforced).unwrap();
 }
 
-/// Writes in flight delay only the snapshot set that waits for them, up to a timeout. Then
-/// everything is as before.
+/// Writes in flight delay only snapshot sets that include their origin. After a timeout, all
+/// origins of the set are as before.
 #[test]
 #[ignore = "slow lane"]
 fn freeze_timeout_leaves_origins_unchanged() {
-    let disk = Arc::new(Faulty::new(SIZE as usize, 512));
+    let disk = Arc::new(FaultyDisk::new(SIZE as usize, 512));
     let origin = || Origin::new(Kind::Model.make(SIZE));
     let (hung, well, other) = (Origin::new(disk.clone()), origin(), origin());
     let transient = config(StoreKind::Transient, 4096);
@@ -480,28 +482,28 @@ fn freeze_timeout_leaves_origins_unchanged() {
         let done = Completion::new(move |outcome, _| completion.send(outcome).unwrap());
         hung.submit(Request::new(Op::Write, at, 4096), IoBuf::copy_of(&[1; 4096]).unwrap(), done);
     };
-    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     submit(0);
-    disk.await_held(1);
+    disk.wait_held(1);
     std::thread::scope(|scope| {
         let late = scope.spawn(|| {
             let (mut first, mut second) = (prepare(&well), prepare(&hung));
-            consistency_group::take(&mut [&mut first, &mut second])
+            consistency_group::take_snapshots(&mut [&mut first, &mut second])
         });
-        // Waits until the set has frozen the first origin and waits for the second.
+        // Waits until the set has frozen the first origin and waits for the writes of the second.
         let write = Request::new(Op::Write, 0, 4096);
-        while well.try_io(&write, Buffer::Write(&[2; 4096])) == Ok(Tried::Done) {
+        while well.try_io(&write, Buffer::Write(&[2; 4096])) == Ok(TryResult::Done) {
             std::thread::yield_now();
         }
         other.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
         assert!(!late.is_finished(), "the set did not wait");
-        assert_eq!(late.join().unwrap(), Err(consistency_group::Late { at: 1 }));
+        assert_eq!(late.join().unwrap(), Err(consistency_group::GroupFreezeTimeout { index: 1 }));
     });
-    assert_eq!((well.snapshots(), hung.snapshots()), (0, 0));
+    assert_eq!((well.snapshot_count(), hung.snapshot_count()), (0, 0));
     well.write_at(0, &[3; 4096], NONE).unwrap();
-    // The origin is not frozen any more, so this write arrives too.
+    // The origin is no longer frozen, so this write reaches the disk too.
     submit(4096);
-    disk.await_held(2);
+    disk.wait_held(2);
     disk.heal();
     assert_eq!((completions.recv().unwrap(), completions.recv().unwrap()), (Ok(()), Ok(())));
     let snapshot = hung.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
@@ -509,8 +511,8 @@ fn freeze_timeout_leaves_origins_unchanged() {
     assert_eq!(read_all(&snapshot)[..8192], [1; 8192]);
 }
 
-/// The devices are released with the last handle: no reference cycle of origin and snapshots, and
-/// no stopped merge holds them.
+/// The devices are released with the last handle: neither a reference cycle of origin and snapshots
+/// nor a stopped merge keeps them.
 #[test]
 fn dropped_handles_release_devices() {
     for kind in [Kind::Model, Kind::Deferred, Kind::File] {
@@ -543,7 +545,7 @@ fn dropped_handles_release_devices() {
 #[test]
 fn flush_of_snapshot_flushes_cow_device_only() {
     let (below, cow) =
-        (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
+        (Arc::new(FaultyDisk::new(SIZE as usize, 512)), Arc::new(FaultyDisk::new(COW_SIZE as usize, 512)));
     let origin = Origin::new(below.clone());
     let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Transient, 4096)).unwrap();
     let flushes = || (below.counts().flushes, cow.counts().flushes);

@@ -1,5 +1,5 @@
 //! Random operations on an origin and its snapshots, compared with byte vectors, while readers
-//! check frozen content.
+//! check snapshots that nobody writes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,12 +14,12 @@ const SIZE: u64 = (192 << 10) + 1024;
 const COW_SIZE: u64 = 2 << 20;
 const NONE: Flags = Flags::empty();
 
-/// Returns `COW_ROUNDS` from the environment, else `usual`.
+/// Returns the number of rounds: `COW_ROUNDS` from the environment, else `usual`.
 fn rounds(usual: u64) -> u64 {
     std::env::var("COW_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(usual)
 }
 
-/// A snapshot and its expected content.
+/// A snapshot, its COW device and configuration, and its expected content.
 struct ExpectedSnapshot {
     snapshot: Snapshot,
     cow: Arc<dyn Device>,
@@ -27,7 +27,8 @@ struct ExpectedSnapshot {
     content: Vec<u8>,
 }
 
-/// Returns a random range in blocks, mostly small and often at chunk boundaries.
+/// Returns a random range as offset and length in bytes: mostly short, and often at chunk
+/// boundaries.
 fn range(rng: &mut Rng, size: u64) -> (u64, u64) {
     let unit = [512, 4096, 16384][rng.below(3) as usize];
     let offset = rng.below(size / unit) * unit;
@@ -57,7 +58,7 @@ fn random_config(rng: &mut Rng) -> Config {
     config(kinds[rng.below(3) as usize], 4096 << (2 * rng.below(3)))
 }
 
-/// Runs one seed on a single thread, so that the content is known exactly.
+/// Runs one seed on a single thread, so that the expected content is known exactly.
 fn run(kind: Kind, seed: u64) {
     let mut rng = Rng::new(seed);
     let device = kind.make(SIZE);
@@ -93,7 +94,7 @@ fn run(kind: Kind, seed: u64) {
             82..86 if !snapshots.is_empty() => {
                 snapshots.swap_remove(picked);
             }
-            // Closed and reopened.
+            // Closes and reopens a snapshot.
             86..90 if !snapshots.is_empty() => {
                 let ExpectedSnapshot { snapshot, cow, config, content } = snapshots.swap_remove(picked);
                 if config.kind.is_persistent() {
@@ -142,8 +143,8 @@ fn random_operations_match_byte_vectors() {
     }
 }
 
-/// Writers of the origin and of snapshots with their own blocks, snapshots taken and removed, and
-/// readers that know the content of snapshots.
+/// Writers change their own blocks of the origin and of snapshots, and snapshots are taken and
+/// removed. Readers check snapshots with known content.
 #[test]
 fn frozen_content_stays_during_writes() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred, Kind::Ram] {
@@ -158,7 +159,7 @@ fn concurrent(kind: Kind, seed: u64) {
     let origin = Origin::new(Arc::clone(&device));
     origin.write_at(0, &bytes(seed, SIZE), NONE).unwrap();
     let stop = AtomicBool::new(false);
-    // Snapshots that are not written, with their content.
+    // Snapshots that nobody writes, with their content.
     let frozen: Mutex<Vec<(Snapshot, Arc<Vec<u8>>)>> = Mutex::default();
     std::thread::scope(|scope| {
         let _stop = Stop(&stop);
@@ -167,7 +168,7 @@ fn concurrent(kind: Kind, seed: u64) {
             scope.spawn(move || {
                 let mut rng = Rng::new(seed * 10 + thread);
                 while !stop.load(Ordering::SeqCst) {
-                    // Single blocks, so that writers share chunks but no blocks.
+                    // Writes single blocks, so that two writers share chunks but not blocks.
                     let block = rng.below(SIZE / 1024) * 2 + thread;
                     origin.write_at(block * 512, &bytes(rng.word(), 512), NONE).unwrap();
                 }
@@ -205,14 +206,14 @@ fn concurrent(kind: Kind, seed: u64) {
             drop(list);
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
-        // Final check of all frozen snapshots.
+        // At the end, all unwritten snapshots must still have their content.
         for (snapshot, content) in frozen.lock().unwrap().iter() {
             assert!(read_all(snapshot) == **content, "{kind:?}, seed {seed}: {snapshot:?}");
         }
     });
 }
 
-/// Many requests in flight to a snapshot and its origin, no two of which share a block.
+/// Many requests in flight to a snapshot and its origin. No two of them share a block.
 #[test]
 fn many_requests_in_flight_do_not_mix() {
     for kind in KINDS {

@@ -1,9 +1,9 @@
-//! Merges of snapshots into their origin: during I/O, stopped and resumed, and crashes at every
-//! step.
+//! Merges of snapshots into their origin: during I/O, stopped and resumed, and with crashes at
+//! every step.
 //!
-//! Fault model of the crash tests: unflushed writes may survive a crash or not, independently for
-//! each block of 512 bytes. Flushed data and FUA writes survive. A crash happens between any two
-//! requests of either device.
+//! Fault model of the crash tests: each block of 512 bytes of an unflushed write may or may not
+//! survive a crash. Flushed data and FUA writes survive. A crash happens between any two requests
+//! of either device.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,9 +14,10 @@ use std::time::Duration;
 use freestone::consistency_group;
 use freestone::cow::{MergeFailure, MergeSetupError, MergeStatus, Origin, Snapshot, Status, StoreKind};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
 
 use crate::cow::support::{KINDS, Kind, Stop, bytes, config, read, read_all};
 
@@ -24,7 +25,7 @@ const SIZE: u64 = 512 << 10;
 const COW_SIZE: u64 = 4 << 20;
 const NONE: Flags = Flags::empty();
 
-/// Writes random ranges to the snapshot and updates `content`.
+/// Writes random ranges to the device and updates the expected `content`.
 fn write_random_ranges(device: &dyn Device, content: &mut [u8], seed: u64, writes: u32) {
     let mut rng = Rng::new(seed);
     for _ in 0..writes {
@@ -57,17 +58,18 @@ fn merge_writes_snapshot_content_to_origin() {
             origin.write_at(0, &bytes(3, SIZE / 2), NONE).unwrap();
             assert_eq!(snapshot.merge_status(), MergeStatus::None);
             snapshot.merge().unwrap();
-            // From the start, both show the snapshot's content.
+            // From the start of the merge, origin and snapshot show the snapshot's content.
             assert!(read_all(&origin) == content, "{kind:?}: the origin shows what is half merged");
             assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
             assert!(read_all(&*device) == content, "{kind:?}: the device is not what was merged");
             assert!(read_all(&snapshot) == content && read_all(&origin) == content);
             assert!(read_all(&other) == frozen, "{kind:?}: another snapshot changed");
             assert!(is_empty(&snapshot), "{:?}", snapshot.status());
-            assert_eq!(origin.snapshots(), 1);
+            assert_eq!(origin.snapshot_count(), 1);
             snapshot.merge().unwrap();
             assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
-            // Both work as the origin, also for a new snapshot.
+            // After the merge, both handles work as the origin, and a new snapshot keeps its
+            // content.
             let next = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
             snapshot.write_at(4096, &bytes(4, 8192), Flags::FUA).unwrap();
             assert_eq!(read(&origin, 4096, 8192), bytes(4, 8192));
@@ -85,10 +87,10 @@ fn io_continues_during_merge() {
         let other = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 8192)).unwrap();
         let mut content = vec![0; SIZE as usize];
         write_random_ranges(&snapshot, &mut content, 5, 300);
-        // From here on both show the same content.
+        // From here on, origin and snapshot show the same content.
         snapshot.merge().unwrap();
         let stop = AtomicBool::new(false);
-        // Each thread owns a part of the device and knows its content.
+        // Each thread owns a part of the device, so it knows the content of that part.
         let part = SIZE as usize / 4;
         let mut parts: Vec<&mut [u8]> = content.chunks_mut(part).collect();
         std::thread::scope(|scope| {
@@ -142,19 +144,19 @@ fn invalid_merge_is_refused() {
     assert!(matches!(transient.merge(), Err(MergeSetupError::Transient)));
     let make = || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096));
     let mut first = make().unwrap();
-    consistency_group::take(&mut [&mut first]).unwrap();
+    consistency_group::take_snapshots(&mut [&mut first]).unwrap();
     let snapshot = first.into_snapshot();
     let mut pending = make().unwrap();
     assert!(matches!(snapshot.merge(), Err(MergeSetupError::Preparing)));
-    consistency_group::take(&mut [&mut pending]).unwrap();
+    consistency_group::take_snapshots(&mut [&mut pending]).unwrap();
     let second = pending.into_snapshot();
-    // A merge that cannot finish while the COW device hangs.
-    let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
+    // The merge cannot finish while the COW device hangs.
+    let cow = Arc::new(FaultyDisk::new(COW_SIZE as usize, 512));
     let slow = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
     slow.write_at(0, &bytes(1, 4096), NONE).unwrap();
-    cow.fault(Some(Op::Read), When::Always, What::Hang);
+    cow.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Hang);
     slow.merge().unwrap();
-    assert!(matches!(second.merge(), Err(MergeSetupError::Other)));
+    assert!(matches!(second.merge(), Err(MergeSetupError::OtherMerge)));
     let error = make().map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("merged"), "{error}");
     cow.heal();
@@ -167,14 +169,14 @@ fn invalid_merge_is_refused() {
 
 #[test]
 fn write_to_chunk_being_merged_waits() {
-    let below = Arc::new(Faulty::new(SIZE as usize, 512));
+    let below = Arc::new(FaultyDisk::new(SIZE as usize, 512));
     let origin = Origin::new(below.clone());
     let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
     snapshot.write_at(0, &bytes(1, 8192), NONE).unwrap();
-    below.fault(Some(Op::Flush), When::Always, What::Hang);
+    below.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Hang);
     snapshot.merge().unwrap();
-    below.await_held(1);
-    // The run of chunks was copied, but not yet removed from the store.
+    below.wait_held(1);
+    // The merge has copied the run of chunks, but not yet removed its exceptions from the store.
     let (tx, rx) = std::sync::mpsc::channel();
     let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
     snapshot.submit(Request::write(4096, 512), IoBuf::copy_of(&[7; 512]).unwrap(), done);
@@ -190,17 +192,20 @@ fn write_to_chunk_being_merged_waits() {
 #[test]
 fn failed_merge_loses_nothing_and_resumes() {
     for (of_cow, op) in [(true, Op::Read), (true, Op::Write), (false, Op::Write), (false, Op::Flush)] {
-        let (below, cow) =
-            (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
+        let (below, cow) = (
+            Arc::new(FaultyDisk::new(SIZE as usize, 512)),
+            Arc::new(FaultyDisk::new(COW_SIZE as usize, 512)),
+        );
         let origin = Origin::new(below.clone());
         let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
         let mut content = vec![0; SIZE as usize];
         write_random_ranges(&snapshot, &mut content, 6, 30);
         let device = if of_cow { &cow } else { &below };
-        // The write of the store's mark still succeeds.
+        // The first write to the COW device, which marks the store, still succeeds.
         let writes = device.counts().writes;
-        let when = if of_cow && op == Op::Write { When::From(writes + 1) } else { When::Always };
-        device.fault(Some(op), when, What::Fail(Error::Media));
+        let when =
+            if of_cow && op == Op::Write { FaultSchedule::From(writes + 1) } else { FaultSchedule::Always };
+        device.fault(Some(op), when, FaultEffect::Fail(Error::Media));
         snapshot.merge().unwrap();
         let status = snapshot.wait_merge();
         assert!(
@@ -217,8 +222,8 @@ fn failed_merge_loses_nothing_and_resumes() {
     }
 }
 
-/// After a stop in the middle, the origin still shows the snapshot's content, also after the
-/// snapshot's handle was dropped.
+/// After a merge was stopped in the middle, the origin still shows the snapshot's content, even
+/// after the snapshot's handle is dropped.
 #[test]
 fn stopped_merge_shows_snapshot_content() {
     let device = Kind::Deferred.make(SIZE);
@@ -235,7 +240,7 @@ fn stopped_merge_shows_snapshot_content() {
     content[512..512 + 8192].copy_from_slice(&bytes(9, 8192));
     assert!(read_all(&origin) == content);
     drop(origin);
-    // The next start resumes the merge.
+    // A new origin over the same devices resumes the merge.
     let origin = Origin::new(Arc::clone(&device));
     let snapshot = origin.snapshot(cow, &config(StoreKind::Persistent, 4096)).unwrap();
     assert!(read_all(&snapshot) == content);
@@ -246,7 +251,7 @@ fn stopped_merge_shows_snapshot_content() {
 
 // ---- crashes ------------------------------------------------------------------------------------
 
-/// Requests of several devices in one order.
+/// Writes and flushes of several devices in one order, each with the number of its device.
 type Log = Arc<Mutex<Vec<(usize, Done)>>>;
 
 #[derive(Clone)]
@@ -255,12 +260,12 @@ enum Done {
     Flush,
 }
 
-/// Records every write and flush of a device on completion.
+/// A device that adds each of its writes and flushes to a shared log on completion.
 struct Recorder {
     number: usize,
     inner: Model,
     log: Log,
-    /// Runs at each flush.
+    /// A hook that runs at each flush.
     at_flush: Mutex<Option<Hook>>,
 }
 
@@ -301,7 +306,7 @@ impl Device for Recorder {
         Geometry { volatile_cache: true, ..self.inner.geometry() }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let data = if let Buffer::Write(data) = &buffer { data.to_vec() } else { Vec::new() };
         let tried = self.inner.try_io(request, buffer)?;
         self.note(request, &data);
@@ -318,10 +323,11 @@ impl Device for Recorder {
     }
 }
 
-/// Returns both devices after a crash. `rng` selects which unflushed writes are lost.
+/// Returns the contents of both devices after a crash. `rng` selects the unflushed writes that are
+/// lost.
 fn crashed(images: &[Vec<u8>; 2], log: &[(usize, Done)], rng: &mut Rng) -> [Vec<u8>; 2] {
     let mut stable = images.clone();
-    // All versions of the blocks written since the last flush.
+    // For each device, all versions of the blocks written since its last flush.
     let mut loose: [HashMap<u64, Vec<Vec<u8>>>; 2] = Default::default();
     for (number, done) in log {
         match done {
@@ -362,8 +368,8 @@ fn model(content: &[u8]) -> Arc<Model> {
     Arc::new(model)
 }
 
-/// Cuts a merge after every request, opens the result, checks that nothing is lost, and finishes
-/// the merge.
+/// Crashes a merge after every request. The reopened snapshot must lose nothing, and the merge must
+/// finish.
 #[test]
 fn crash_at_any_merge_step_loses_nothing() {
     let size = 128 << 10;
@@ -374,7 +380,7 @@ fn crash_at_any_merge_step_loses_nothing() {
     origin.write_at(0, &bytes(1, size as u64), NONE).unwrap();
     let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
     let mut content = bytes(1, size as u64);
-    // Runs of contiguous chunks in both directions, and single chunks.
+    // Runs of contiguous chunks, written upwards and downwards, and single chunks.
     for chunk in [3, 4, 5, 9, 8, 20, 21, 22, 23, 30, 12] {
         let data = bytes(chunk, 4096);
         snapshot.write_at(chunk * 4096, &data, NONE).unwrap();
@@ -403,9 +409,9 @@ fn crash_at_any_merge_step_loses_nothing() {
     }
 }
 
-/// The origin is written during the merge, which is cut after every request. Reopened in the same
-/// way, the origin never shows a half-merged state, and durable writes survive: at once, after
-/// further writes, and after the merge.
+/// Writes the origin during a merge, and crashes after every request. The reopened origin never
+/// shows a half-merged state. Durable writes survive, also after further writes and after the
+/// merge.
 #[test]
 fn crash_during_merge_keeps_flushed_origin_writes() {
     let size = 128 << 10;
@@ -425,8 +431,8 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
     origin.flush().unwrap();
     let images = [read_all(&*below), read_all(&*cow)];
     log.lock().unwrap().clear();
-    // During the copy of a run: a write to a chunk not yet merged, to a merged chunk, and to chunks
-    // without an exception. The log records their completions under number 2.
+    // During the copy of a run, writes go to a chunk not yet merged, to a merged chunk, and to
+    // chunks without an exception. The log records their completions under number 2.
     let mut writes = [3, 12, 6, 22, 4].into_iter();
     let (user, completions) = (origin.clone(), Arc::clone(&log));
     *below.at_flush.lock().unwrap() = Some(Box::new(move || {
@@ -445,7 +451,7 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
     for cut in 0..=log.len() {
         let (answered, devices): (Vec<_>, Vec<_>) =
             log[..cut].iter().cloned().partition(|(number, _)| *number == 2);
-        // Completed writes survive. The write in flight may have arrived or not.
+        // Completed writes survive. The write in flight may have reached the disk or not.
         let mut wanted = merged.clone();
         for (_, done) in &answered {
             let Done::Write { offset, data, .. } = done else { unreachable!() };
@@ -478,7 +484,7 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
                 assert!(shown == wanted, "{at}: the origin");
                 assert!(read_all(&snapshot) == wanted, "{at}: the snapshot");
                 if snapshot.merge_status() == MergeStatus::None {
-                    // The merge is finished, and this is a new snapshot.
+                    // The merge has finished, so this is a new, empty snapshot.
                     assert!(is_empty(&snapshot) && read_all(&*below) == wanted, "{at}");
                     continue;
                 }
@@ -488,7 +494,8 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
                     origin.write_at(chunk * 4096, &data, Flags::FUA).unwrap();
                     wanted[chunk as usize * 4096..][..512].copy_from_slice(&data);
                 }
-                // Opened again before the merge continues.
+                // Drops origin and snapshot, so that they are opened a second time before the merge
+                // continues.
             }
             let origin = Origin::new(below.clone());
             let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
@@ -506,8 +513,8 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
     assert!(resumed_merges > 50, "{resumed_merges} merges were taken up");
 }
 
-/// Cuts writes to an origin with snapshots after every request. Flushed writes survive, and the
-/// snapshots keep their content.
+/// Crashes an origin with a snapshot after every request of its writes. The snapshot keeps its
+/// content.
 #[test]
 fn crash_during_origin_writes_keeps_snapshots() {
     let size = 128 << 10;
@@ -538,22 +545,22 @@ fn crash_during_origin_writes_keeps_snapshots() {
     }
 }
 
-/// A merge starts when no origin write is in flight. If one hangs, the merge does not start.
+/// A merge starts only when no origin write is in flight, so it does not start while one hangs.
 #[test]
 #[ignore = "slow lane"]
 fn merge_does_not_start_while_origin_write_hangs() {
-    let disk = Arc::new(Faulty::new(SIZE as usize, 512));
+    let disk = Arc::new(FaultyDisk::new(SIZE as usize, 512));
     let origin = Origin::new(disk.clone());
     let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
     snapshot.write_at(0, &bytes(1, 4096), NONE).unwrap();
-    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     let (completion, completions) = std::sync::mpsc::channel();
     let done = Completion::new(move |outcome, _| completion.send(outcome).unwrap());
     origin.submit(Request::new(Op::Write, 8192, 4096), IoBuf::copy_of(&bytes(2, 4096)).unwrap(), done);
-    disk.await_held(1);
-    assert!(matches!(snapshot.merge(), Err(MergeSetupError::NotInTime(_))));
+    disk.wait_held(1);
+    assert!(matches!(snapshot.merge(), Err(MergeSetupError::FreezeTimeout(_))));
     assert_eq!(snapshot.merge_status(), MergeStatus::None);
-    // The snapshot has not taken the origin's place, and both accept writes.
+    // The origin still shows its own content, not the snapshot's, and both accept writes.
     snapshot.write_at(4096, &bytes(3, 4096), NONE).unwrap();
     disk.heal();
     assert_eq!(completions.recv().unwrap(), Ok(()));
@@ -563,17 +570,17 @@ fn merge_does_not_start_while_origin_write_hangs() {
     assert!(read(&*disk, 0, 8192) == [bytes(1, 4096), bytes(3, 4096)].concat());
 }
 
-/// The origin has grown, so a read beyond the snapshot's end reads the origin, even in the chunk of
+/// If the origin has grown, a read beyond the snapshot's end reads the origin, even in the chunk of
 /// the last exception.
 #[test]
 fn read_beyond_merging_snapshot_completes() {
     let device = Arc::new(Model::new(SIZE as usize + 1024, 512));
-    let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
+    let cow = Arc::new(FaultyDisk::new(COW_SIZE as usize, 512));
     let origin = Origin::new(device.clone());
     let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
     snapshot.write_at(SIZE, &bytes(1, 1024), NONE).unwrap();
     device.grow(2 * SIZE as usize);
-    cow.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
+    cow.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
     snapshot.merge().unwrap();
     assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
     cow.heal();

@@ -1,18 +1,19 @@
-//! During a merge into an origin without a volatile cache, writes to the COW device must be durable
-//! as well.
+//! During a merge into an origin without a volatile cache, a completed write must be durable even
+//! if it goes to the COW device.
 
 use std::sync::{Arc, Mutex};
 
 use freestone::cow::{Config, MergeStatus, Origin, StoreKind};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
-use freestone_testkit::{Faulty, Model, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model};
 
 const SIZE: usize = 128 << 10;
 const NONE: Flags = Flags::empty();
 
-/// A device with or without a volatile cache, which records its requests.
+/// A device with or without a volatile cache. Records the requests that it receives.
 struct Recorder {
     inner: Arc<dyn Device>,
     volatile_cache: bool,
@@ -24,7 +25,7 @@ impl Recorder {
         Arc::new(Self { inner, volatile_cache, asked: Mutex::default() })
     }
 
-    /// Returns the writes since the last call.
+    /// Returns the writes since the previous call.
     fn writes(&self) -> Vec<Request> {
         let mut asked = std::mem::take(&mut *self.asked.lock().unwrap());
         asked.retain(|request| request.op == Op::Write);
@@ -37,8 +38,8 @@ impl Device for Recorder {
         Geometry { volatile_cache: self.volatile_cache, ..self.inner.geometry() }
     }
 
-    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<Tried> {
-        Ok(Tried::WouldBlock)
+    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<TryResult> {
+        Ok(TryResult::WouldBlock)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -54,7 +55,7 @@ impl Device for Recorder {
 #[test]
 fn cow_writes_are_durable_if_origin_has_no_cache() {
     for volatile in [false, true] {
-        let faulty = Arc::new(Faulty::new(SIZE, 512));
+        let faulty = Arc::new(FaultyDisk::new(SIZE, 512));
         let below = Recorder::new(faulty.clone(), volatile);
         let cow = Recorder::new(Arc::new(Model::new(1 << 20, 512)), true);
         let origin = Origin::new(below);
@@ -63,8 +64,9 @@ fn cow_writes_are_durable_if_origin_has_no_cache() {
         let snapshot = origin.snapshot(cow.clone(), &config).unwrap();
         snapshot.write_at(8192, &[1; 4096], NONE).unwrap();
         snapshot.flush().unwrap();
-        // The chunk stays half merged, so writes to it go to the COW device.
-        faulty.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        // The failing origin keeps the chunk half merged, so writes to the chunk go to the COW
+        // device.
+        faulty.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         snapshot.merge().unwrap();
         assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
         cow.writes();

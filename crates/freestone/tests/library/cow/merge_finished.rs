@@ -1,10 +1,11 @@
-//! After its merge a snapshot shows the origin, also while another snapshot is merged.
+//! After its own merge, a snapshot shows the origin's content, even while another snapshot is being
+//! merged.
 
 use std::sync::Arc;
 
 use freestone::cow::{MergeStatus, Origin, StoreKind};
 use freestone::device::{Blocking, Device, Error, Flags, Op};
-use freestone_testkit::{Faulty, Model, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model};
 
 use crate::cow::support::{CHUNK, Kind, bytes, config, read, read_all};
 
@@ -18,14 +19,15 @@ fn merged_snapshot_follows_the_next_merge() {
     let origin = Origin::new(device.clone());
     let persistent = config(StoreKind::Persistent, CHUNK);
     let first = origin.snapshot(Kind::Model.make(COW_SIZE), &persistent).unwrap();
-    let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
+    let cow = Arc::new(FaultyDisk::new(COW_SIZE as usize, 512));
     let second = origin.snapshot(cow.clone(), &persistent).unwrap();
     first.write_at(0, &bytes(1, CHUNK), NONE).unwrap();
     first.merge().unwrap();
     assert_eq!(first.wait_merge(), MergeStatus::Finished);
     second.write_at(0, &bytes(2, 3 * CHUNK), NONE).unwrap();
-    // The second snapshot takes the origin's place, with nothing of it merged yet.
-    cow.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
+    // The origin shows the second snapshot, of which nothing is merged yet because the COW device
+    // fails.
+    cow.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
     second.merge().unwrap();
     assert!(matches!(second.wait_merge(), MergeStatus::Failed(_)));
     cow.heal();

@@ -1,5 +1,5 @@
-//! Marks of a running merge, on the store and in the notes of the origin: when they are set and
-//! removed, and what they refuse.
+//! Marks of a running merge, in the header of the exception store and in the notes of the origin:
+//! when they are set and removed, and what they prevent.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex};
 use freestone::consistency_group;
 use freestone::cow::{MergeSetupError, MergeStatus, Notes, Origin, SetupError, Snapshot, StoreKind};
 use freestone::device::{Blocking, Device, Error, Flags, Op};
-use freestone_testkit::{Faulty, Model, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model};
 
 use crate::cow::support::{bytes, config, read, read_all};
 
 const SIZE: u64 = 256 << 10;
 const COW_SIZE: u64 = 1 << 20;
 const NONE: Flags = Flags::empty();
-/// Header bytes that hold the mark.
+/// Range of the store's header, in bytes, that holds the merge mark.
 const MARK: std::ops::Range<usize> = 16..48;
 
 fn persistent() -> freestone::cow::Config {
@@ -44,12 +44,13 @@ fn with_snapshot(below: Arc<dyn Device>, cow: Arc<dyn Device>) -> (Origin, Snaps
     (origin, snapshot)
 }
 
-/// Returns the devices of a merge of which one run of chunks is finished.
-fn half_merged() -> (Arc<Faulty>, Arc<Faulty>) {
-    let devices = [SIZE, COW_SIZE].map(|size| Arc::new(Faulty::new(size as usize, 512)));
+/// Returns the origin's device and the COW device of a failed merge that has finished one run of
+/// chunks.
+fn half_merged() -> (Arc<FaultyDisk>, Arc<FaultyDisk>) {
+    let devices = [SIZE, COW_SIZE].map(|size| Arc::new(FaultyDisk::new(size as usize, 512)));
     let [below, cow] = devices.clone();
     let (_origin, snapshot) = with_snapshot(below.clone(), cow);
-    below.fault(Some(Op::Flush), When::At(1), What::Fail(Error::Media));
+    below.fault(Some(Op::Flush), FaultSchedule::At(1), FaultEffect::Fail(Error::Media));
     snapshot.merge().unwrap();
     assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
     below.heal();
@@ -61,10 +62,10 @@ fn half_merged() -> (Arc<Faulty>, Arc<Faulty>) {
 #[test]
 fn mark_is_set_before_first_copy_and_removed_at_end() {
     let (below, cow) =
-        (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
+        (Arc::new(FaultyDisk::new(SIZE as usize, 512)), Arc::new(FaultyDisk::new(COW_SIZE as usize, 512)));
     let (origin, snapshot) = with_snapshot(below.clone(), cow.clone());
     assert!(!is_marked(&*cow));
-    below.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+    below.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
     snapshot.merge().unwrap();
     assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
     assert!(is_marked(&*cow), "before anything was copied");
@@ -74,14 +75,15 @@ fn mark_is_set_before_first_copy_and_removed_at_end() {
     assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
     assert!(!is_marked(&*cow));
     assert_eq!(read_all(&*below), content());
-    assert_eq!(origin.snapshots(), 0);
+    assert_eq!(origin.snapshot_count(), 0);
 }
 
 #[test]
 fn marked_store_resumes_its_merge_when_opened() {
     let (below, cow) = half_merged();
     let origin = Origin::new(below.clone());
-    // Stores that existed before can be opened as well; new ones are refused.
+    // While a merge is unfinished, existing exception stores can be opened, but new ones are
+    // refused.
     let beside = Arc::new(Model::new(COW_SIZE as usize, 512));
     {
         let other = Origin::new(Arc::new(Model::new(SIZE as usize, 512)));
@@ -113,12 +115,13 @@ fn dropped_pending_snapshot_keeps_marked_store() {
     let (below, cow) = half_merged();
     let origin = Origin::new(below);
     drop(origin.prepare_snapshot(cow.clone(), &persistent()).unwrap());
-    assert_eq!(origin.snapshots(), 0);
+    assert_eq!(origin.snapshot_count(), 0);
     let snapshot = origin.snapshot(cow, &persistent()).unwrap();
     assert_eq!(read_all(&snapshot), content());
 }
 
-/// A transient store would overwrite it.
+/// A transient snapshot is refused on a COW device with a merge mark, because it would overwrite
+/// the exceptions.
 #[test]
 fn marked_store_is_not_overwritten() {
     let (below, cow) = half_merged();
@@ -128,8 +131,8 @@ fn marked_store_is_not_overwritten() {
     assert_eq!(read_all(&*cow), before);
 }
 
-/// The crash happened before the mark was removed. Or the kernel, which does not know the mark,
-/// finished the merge.
+/// Two causes leave a mark without exceptions. Either a crash happened before the mark was removed,
+/// or the kernel, which does not know the mark, finished the merge.
 #[test]
 fn marked_store_without_exceptions_is_merged() {
     let (below, cow) = half_merged();
@@ -149,7 +152,7 @@ fn marked_store_without_exceptions_is_merged() {
     assert_eq!(read_all(&snapshot), content());
 }
 
-/// The kernel finished the merge, left the mark, and then stored other exceptions.
+/// The kernel finished the merge, left the mark of this crate, and then stored other exceptions.
 #[test]
 fn mark_that_contradicts_exceptions_is_refused() {
     let (below, cow) = half_merged();
@@ -177,15 +180,18 @@ fn mark_that_contradicts_exceptions_is_refused() {
 #[test]
 fn failed_mark_starts_no_merge() {
     for lost in [false, true] {
-        for what in [What::Fail(Error::Media), What::Tear] {
-            let (below, cow) =
-                (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
+        for what in [FaultEffect::Fail(Error::Media), FaultEffect::Tear] {
+            let (below, cow) = (
+                Arc::new(FaultyDisk::new(SIZE as usize, 512)),
+                Arc::new(FaultyDisk::new(COW_SIZE as usize, 512)),
+            );
             let (origin, snapshot) = with_snapshot(below.clone(), cow.clone());
-            let when = if lost { When::Always } else { When::At(cow.counts().writes) };
+            let when = if lost { FaultSchedule::Always } else { FaultSchedule::At(cow.counts().writes) };
             cow.fault(Some(Op::Write), when, what);
             let refused = snapshot.merge().unwrap_err();
             cow.heal();
-            // The origin works by itself, and flushed writes are not merged over after a crash.
+            // The origin is writable without the merge, and a merge after a crash does not
+            // overwrite flushed writes.
             assert_eq!(read_all(&origin), bytes(1, SIZE));
             origin.write_at(9 * 4096, &[7; 512], Flags::FUA).unwrap();
             assert_eq!(matches!(refused, MergeSetupError::Invalid), lost, "{refused}");
@@ -203,18 +209,19 @@ fn failed_mark_starts_no_merge() {
 
 // ---- notes of the origin ------------------------------------------------------------------------
 
-/// Notes that outlive an origin. If the second field is true, they cannot be removed.
+/// Notes in memory that outlive their origin. If the second field is true, the note of a merge
+/// cannot be removed.
 #[derive(Clone, Default)]
 struct MemoryNotes(Arc<Mutex<Option<(u64, String)>>>, Arc<AtomicBool>);
 
 impl Notes for MemoryNotes {
-    fn merge(&self) -> Option<u64> {
+    fn merge_id(&self) -> Option<u64> {
         self.0.lock().unwrap().as_ref().map(|(id, _)| *id)
     }
-    fn merge_begins(&self, id: u64, store: &str) {
+    fn record_merge(&self, id: u64, store: &str) {
         *self.0.lock().unwrap() = Some((id, store.to_owned()));
     }
-    fn merge_ended(&self) -> bool {
+    fn remove_merge(&self) -> bool {
         if self.1.load(Ordering::SeqCst) {
             return false;
         }
@@ -225,18 +232,19 @@ impl Notes for MemoryNotes {
 
 #[test]
 fn half_merged_origin_has_a_note() {
-    let devices = [SIZE, COW_SIZE].map(|size| Arc::new(Faulty::new(size as usize, 512)));
+    let devices = [SIZE, COW_SIZE].map(|size| Arc::new(FaultyDisk::new(size as usize, 512)));
     let [below, cow] = devices.clone();
     let beside = MemoryNotes::default();
-    let noted = || Origin::noted(below.clone(), Some(Box::new(beside.clone())));
+    let noted = || Origin::with_notes(below.clone(), Some(Box::new(beside.clone())));
     {
         drop(with_snapshot(below.clone(), cow.clone()));
         let origin = noted();
-        let mut pending = origin.prepare_snapshot(cow.clone(), &persistent()).unwrap().at("the store");
-        consistency_group::take(&mut [&mut pending]).unwrap();
+        let mut pending =
+            origin.prepare_snapshot(cow.clone(), &persistent()).unwrap().with_location("the store");
+        consistency_group::take_snapshots(&mut [&mut pending]).unwrap();
         let snapshot = pending.into_snapshot();
-        assert!(!origin.is_half_merged() && beside.merge().is_none());
-        below.fault(Some(Op::Flush), When::At(1), What::Fail(Error::Media));
+        assert!(!origin.is_half_merged() && beside.merge_id().is_none());
+        below.fault(Some(Op::Flush), FaultSchedule::At(1), FaultEffect::Fail(Error::Media));
         snapshot.merge().unwrap();
         assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
         below.heal();
@@ -258,23 +266,23 @@ fn half_merged_origin_has_a_note() {
     assert_eq!(read_all(&origin), content());
     snapshot.merge().unwrap();
     assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
-    assert_eq!((beside.merge(), is_marked(&*cow)), (None, false));
-    // A copy of the origin without the note gets it again.
+    assert_eq!((beside.merge_id(), is_marked(&*cow)), (None, false));
+    // A half-merged origin without a note (here a copy) gets the note when its merge starts again.
     let (below, cow) = half_merged();
-    let origin = Origin::noted(below.clone(), Some(Box::new(beside.clone())));
+    let origin = Origin::with_notes(below.clone(), Some(Box::new(beside.clone())));
     let snapshot = origin.snapshot(cow, &persistent()).unwrap();
-    below.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+    below.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
     snapshot.merge().unwrap();
     assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
-    assert!(beside.merge().is_some());
+    assert!(beside.merge_id().is_some());
 }
 
 #[test]
 fn note_that_cannot_be_removed_keeps_the_mark() {
-    let devices = [SIZE, COW_SIZE].map(|size| Arc::new(Faulty::new(size as usize, 512)));
+    let devices = [SIZE, COW_SIZE].map(|size| Arc::new(FaultyDisk::new(size as usize, 512)));
     let [below, cow] = devices.clone();
     let beside = MemoryNotes::default();
-    let noted = || Origin::noted(below.clone(), Some(Box::new(beside.clone())));
+    let noted = || Origin::with_notes(below.clone(), Some(Box::new(beside.clone())));
     drop(with_snapshot(below.clone(), cow.clone()));
     beside.1.store(true, Ordering::SeqCst);
     {
@@ -284,17 +292,18 @@ fn note_that_cannot_be_removed_keeps_the_mark() {
         assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
         assert_eq!(read_all(&*below), content());
     }
-    assert!(is_marked(&*cow) && beside.merge().is_some());
+    assert!(is_marked(&*cow) && beside.merge_id().is_some());
     {
-        // Opening the store retries the removal. Until it succeeds, mark and note stay.
+        // Opening the store retries the removal of the note. Until that succeeds, both the mark and
+        // the note stay.
         let origin = noted();
         let refused = origin.snapshot(cow.clone(), &persistent());
-        assert!(matches!(refused, Err(SetupError::NoteStays)), "{refused:?}");
+        assert!(matches!(refused, Err(SetupError::MergeNoteRemains)), "{refused:?}");
         assert!(is_marked(&*cow) && origin.is_half_merged());
     }
     beside.1.store(false, Ordering::SeqCst);
     let origin = noted();
     let snapshot = origin.snapshot(cow.clone(), &persistent()).unwrap();
-    assert!(!is_marked(&*cow) && beside.merge().is_none());
+    assert!(!is_marked(&*cow) && beside.merge_id().is_none());
     assert_eq!((read_all(&origin), read_all(&snapshot)), (content(), content()));
 }

@@ -1,4 +1,4 @@
-//! Snapshots of origins: content, exception stores, merges, and crashes.
+//! Snapshots of origins (`freestone::cow`): content, exception stores, merges, and crashes.
 
 mod conformance;
 mod failed_writes;

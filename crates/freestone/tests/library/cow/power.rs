@@ -7,25 +7,25 @@ use std::time::Duration;
 use freestone::cow::{Origin, Snapshot, Status, StoreKind};
 use freestone::device::{Blocking, Error, Flags, Op};
 use freestone::quiesce::Quiesce;
-use freestone_testkit::{Faulty, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
 
 use crate::cow::support::{CHUNK, bytes, config, read_all};
 
 const SIZE: u64 = 64 << 10;
 const NONE: Flags = Flags::empty();
-/// Deadline for any operation.
+/// Deadline for any single operation.
 const LONG: Duration = Duration::from_secs(30);
 
 struct Machine {
-    below: Arc<Faulty>,
-    cow: Arc<Faulty>,
+    below: Arc<FaultyDisk>,
+    cow: Arc<FaultyDisk>,
     lead: Arc<Quiesce>,
     origin: Origin,
     snapshot: Snapshot,
 }
 
 fn machine() -> Machine {
-    let faulty = |size: u64| Arc::new(Faulty::new(size as usize, 512));
+    let faulty = |size: u64| Arc::new(FaultyDisk::new(size as usize, 512));
     let (below, cow) = (faulty(SIZE), faulty(512 << 10));
     below.write_at(0, &bytes(1, SIZE), NONE).unwrap();
     let origin = Origin::new(below.clone());
@@ -34,12 +34,13 @@ fn machine() -> Machine {
     Machine { below, cow, lead, origin, snapshot }
 }
 
-/// Returns the result of a write to the origin whose copy hangs until `then` was called.
+/// Runs `then` while a write to the origin hangs in its copy to the COW device. Returns the result
+/// of the write.
 fn hang_write_until(machine: &Machine, then: impl FnOnce()) -> Result<(), Error> {
-    machine.cow.fault(Some(Op::Write), When::Always, What::Hang);
+    machine.cow.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     thread::scope(|scope| {
         let writer = scope.spawn(|| machine.origin.write_at(3 * CHUNK, &bytes(5, CHUNK), NONE));
-        machine.cow.await_held(1);
+        machine.cow.wait_held(1);
         then();
         writer.join().unwrap()
     })
@@ -50,27 +51,28 @@ fn no_write_from_before_power_loss_arrives_after_it() {
     let machine = machine();
     let lose = || {
         let off = machine.origin.power_off(LONG, || {
-            // The disk had accepted the write.
+            // The disk completes the hanging copy, because it had accepted that write before the
+            // power loss.
             machine.cow.heal();
-            machine.lead.shut(LONG).unwrap().for_good();
+            machine.lead.close(LONG).unwrap().keep_closed();
             true
         });
-        off.unwrap().lose();
+        off.unwrap().invalidate_snapshots();
     };
     assert_eq!(hang_write_until(&machine, lose), Err(Error::Gone));
     assert!(read_all(&*machine.below) == bytes(1, SIZE), "the origin was written");
     assert_eq!(machine.snapshot.status(), Status::Invalid);
     assert_eq!(machine.snapshot.read_at(0, &mut [0; 512]), Err(Error::Gone));
-    assert_eq!(machine.origin.snapshots(), 0);
+    assert_eq!(machine.origin.snapshot_count(), 0);
 
-    // After the reboot both are usable.
+    // After the reboot, the origin and a new snapshot on the same COW device are usable.
     let snapshot =
         machine.origin.snapshot(machine.cow.clone(), &config(StoreKind::Persistent, CHUNK)).unwrap();
     assert_ne!(snapshot.status(), Status::Invalid);
     machine.origin.write_at(0, &bytes(7, SIZE), NONE).unwrap();
     assert!(read_all(&snapshot) == bytes(1, SIZE));
     assert!(read_all(&machine.origin) == bytes(7, SIZE));
-    // Dropping the old snapshot records nothing.
+    // Dropping the old snapshot must not change the COW device.
     drop(machine.snapshot);
     assert!(read_all(&snapshot) == bytes(1, SIZE));
     assert_ne!(snapshot.status(), Status::Invalid);
@@ -81,18 +83,18 @@ fn merge_resumes_after_power_loss() {
     let machine = machine();
     machine.snapshot.write_at(CHUNK, &bytes(2, 2 * CHUNK), NONE).unwrap();
     let shown = read_all(&machine.snapshot);
-    machine.below.fault(Some(Op::Flush), When::Always, What::Hang);
+    machine.below.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Hang);
     machine.snapshot.merge().unwrap();
-    machine.below.await_held(1);
+    machine.below.wait_held(1);
     let off = machine.origin.power_off(LONG, || {
-        machine.lead.shut(LONG).unwrap().for_good();
+        machine.lead.close(LONG).unwrap().keep_closed();
         machine.below.heal();
         true
     });
-    off.unwrap().lose();
+    off.unwrap().invalidate_snapshots();
     let config = config(StoreKind::Persistent, CHUNK);
     let snapshot = machine.origin.snapshot(machine.cow.clone(), &config).unwrap();
-    // The snapshot takes the origin's place from the start.
+    // The origin shows the snapshot's content as soon as the snapshot is opened.
     assert!(read_all(&machine.origin) == shown && read_all(&snapshot) == shown);
     snapshot.merge().unwrap();
     snapshot.wait_merge();
@@ -108,5 +110,5 @@ fn cancelled_power_off_lets_writes_continue() {
     };
     assert_eq!(hang_write_until(&machine, give_up), Ok(()));
     assert!(read_all(&machine.snapshot) == bytes(1, SIZE));
-    assert_eq!(machine.origin.snapshots(), 1);
+    assert_eq!(machine.origin.snapshot_count(), 1);
 }

@@ -1,5 +1,5 @@
 //! Repeated power loss of an origin and a snapshot while threads write to both. Flushed data
-//! survives, and the snapshot keeps its content.
+//! survives, and neither device shows writes of the other.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,22 +11,23 @@ use freestone::cow::{Origin, Snapshot, Status, StoreKind};
 use freestone::device::{Blocking, Completion, Device, Error, IoBuf, Request};
 use freestone::power::{Config, Power};
 use freestone::quiesce::Quiesce;
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, effort};
 
 use crate::cow::support::{CHUNK, config};
 
 const CHUNKS: u64 = 96;
-/// Unit that a cut does not tear: the logical block of the drives.
+/// Size in bytes of the unit that a power cut does not tear: the logical block of the disks.
 const SECTOR: u64 = 512;
 const SECTORS: u64 = CHUNK / SECTOR;
-/// Number of writers of the origin, and of the snapshot. Each owns its chunks.
+/// Number of writers of the origin, and of the snapshot. Each writer owns a share of the chunks.
 const WRITERS: u64 = 2;
-/// Writes in flight of a thread.
+/// Maximum number of writes in flight of one writer.
 const IN_FLIGHT: usize = 8;
 const CUTS: u64 = 12;
 const LONG: Duration = Duration::from_secs(60);
 
-/// Numbers that a sector may hold after a cut: the last flushed write or a later one.
+/// Numbers of the writes to a sector. After a cut, the sector holds the last flushed write or a
+/// later one.
 #[derive(Clone, Copy, Default)]
 struct Sector {
     flushed: u64,
@@ -34,10 +35,10 @@ struct Sector {
     begun: u64,
 }
 
-/// The sectors of one device that one thread writes.
+/// A thread's writer of one device, with the sectors that it owns.
 struct Writer {
-    /// The first of its chunks; the others follow at a distance of `WRITERS`, in its half of the
-    /// device.
+    /// Number of the first chunk that this writer owns. The others follow at a distance of
+    /// `WRITERS`, in the same half of the device.
     first: u64,
     rng: Rng,
     number: u64,
@@ -56,7 +57,7 @@ impl Writer {
         (self.first..CHUNKS / 2).step_by(WRITERS as usize)
     }
 
-    /// Submits writes to sectors of a chunk, and flushes, until `off` is set.
+    /// Submits writes to sectors of a random chunk, and sometimes a flush, until `off` is set.
     fn run(&mut self, device: &dyn Device, half: u64, off: &AtomicBool) {
         let chunks: Vec<u64> = self.chunks().collect();
         while !off.load(Ordering::SeqCst) {
@@ -73,7 +74,8 @@ impl Writer {
     fn write(&mut self, device: &dyn Device, half: u64, chunk: u64, sectors: Range<u64>) {
         let (lock, changed) = &*self.state;
         let mut state = lock.lock().unwrap();
-        // One write at a time in a chunk, and at most IN_FLIGHT.
+        // Waits for the previous write to this chunk, and until fewer than IN_FLIGHT writes are in
+        // flight.
         while state.busy.contains(&chunk) || state.busy.len() >= IN_FLIGHT {
             let (after, timeout) = changed.wait_timeout(state, Duration::from_millis(1)).unwrap();
             state = after;
@@ -122,7 +124,7 @@ impl Writer {
         device.submit(Request::flush(), IoBuf::empty(), Completion::new(done));
     }
 
-    /// Waits for all completions.
+    /// Waits for the completions of all requests of this writer.
     fn wait(&self) {
         let (lock, changed) = &*self.state;
         let in_flight = |state: &mut State| !state.busy.is_empty() || state.flushes > 0;
@@ -130,7 +132,8 @@ impl Writer {
         assert!(!timeout.timed_out(), "a request is never answered");
     }
 
-    /// Checks after a cut that each sector has an allowed content, and records it.
+    /// Checks after a cut that each sector holds an allowed number, and records that number as
+    /// durable.
     fn settle(&self, device: &dyn Device, half: u64, context: &str) {
         let mut state = self.state.0.lock().unwrap();
         for chunk in self.chunks() {
@@ -149,7 +152,7 @@ impl Writer {
     }
 }
 
-/// Returns the numbers in the sectors of a chunk. No sector may be torn.
+/// Returns the number that each sector of a chunk holds. Panics if a sector is torn.
 fn sectors(device: &dyn Device, chunk: u64, context: &str) -> Vec<u64> {
     let mut bytes = vec![0; CHUNK as usize];
     device.read_at(chunk * CHUNK, &mut bytes).unwrap();
@@ -171,7 +174,7 @@ impl Machine {
     fn new(seed: u64) -> Self {
         let drive = |size: u64, seed| {
             let model = Arc::new(Model::new(size as usize, SECTOR as u32));
-            let model = Arc::new(Deferred::new(model, Policy::Sometimes(30), seed));
+            let model = Arc::new(DeferringDevice::new(model, DeferPolicy::Sometimes(30), seed));
             let unit = SECTOR as u32;
             Arc::new(Power::new(model, Config { unit, ..Config::default() }).unwrap())
         };
@@ -187,18 +190,18 @@ impl Machine {
 
     fn lose_power(&self, lead: &Quiesce, seed: u64) {
         let off = self.origin.power_off(LONG, || {
-            lead.shut(LONG).unwrap().for_good();
+            lead.close(LONG).unwrap().keep_closed();
             true
         });
         for drive in [&self.below, &self.cow] {
             drive.cut(seed).unwrap();
         }
-        off.unwrap().lose();
+        off.unwrap().invalidate_snapshots();
     }
 }
 
-/// The origin's writers use the first half, the snapshot's writers the second half. The other
-/// halves keep their content.
+/// The writers of the origin use the first half of the device, and those of the snapshot the second
+/// half. On both devices, the other half keeps its content.
 #[test]
 fn power_loss_keeps_flushed_data_and_snapshot() {
     for seed in 0..effort(2, 6) {
@@ -233,7 +236,7 @@ fn power_loss_keeps_flushed_data_and_snapshot() {
             }
             assert_ne!(snapshot.status(), Status::Invalid, "{context}");
             let off = AtomicBool::new(false);
-            // As a server does: no new requests, and requests in flight continue.
+            // As in a server, no new requests start, and requests in flight continue.
             thread::scope(|scope| {
                 for (number, writer) in writers.iter_mut().enumerate() {
                     let which = number / WRITERS as usize;

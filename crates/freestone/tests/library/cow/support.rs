@@ -1,4 +1,4 @@
-//! Shared parts of the snapshot tests: devices of several kinds.
+//! Shared parts of the snapshot tests: devices of several kinds, and their content.
 #![allow(dead_code, reason = "each test uses a part")]
 
 use std::sync::Arc;
@@ -8,22 +8,22 @@ use freestone::cow::{Config, StoreKind};
 use freestone::device::{Blocking, Device};
 use freestone::file::{self, Direct, File};
 use freestone::ram::{self, Ram};
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng};
 
 pub const CHUNK: u64 = 4096;
 
-/// A kind of device.
+/// A kind of device under an origin or a snapshot.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
-    /// Bytes in memory, completed inline.
+    /// Bytes in memory. All requests complete inline.
     Model,
-    /// Bytes in memory, always submitted, completed in random order.
+    /// Bytes in memory. All requests are submitted, and complete in random order.
     Deferred,
-    /// Bytes in memory, sometimes submitted, sometimes completed in part.
+    /// Bytes in memory. Some requests are submitted, and some complete in part.
     Sometimes,
-    /// A compressed RAM disk.
+    /// A RAM disk, which compresses its pages.
     Ram,
-    /// A file.
+    /// A file on disk.
     File,
 }
 
@@ -34,11 +34,12 @@ impl Kind {
         let model = || Arc::new(Model::new(size as usize, 512));
         match self {
             Self::Model => model(),
-            Self::Deferred => Arc::new(Deferred::new(model(), Policy::Always, 7)),
-            Self::Sometimes => Arc::new(Deferred::new(model(), Policy::Sometimes(40), 8)),
+            Self::Deferred => Arc::new(DeferringDevice::new(model(), DeferPolicy::Always, 7)),
+            Self::Sometimes => Arc::new(DeferringDevice::new(model(), DeferPolicy::Sometimes(40), 8)),
             Self::Ram => Arc::new(Ram::new(ram::Config { disksize: size, ..Default::default() }).unwrap()),
             Self::File => {
-                // The name is removed when this returns; the file exists while it is open.
+                // The file name is removed when this function returns. The file exists as long as
+                // the device keeps it open.
                 let file = tempfile::NamedTempFile::new().unwrap();
                 file.as_file().set_len(size).unwrap();
                 let config =
@@ -49,12 +50,13 @@ impl Kind {
     }
 }
 
-/// Returns the configuration of a forced snapshot with this store and chunk size.
+/// Returns the configuration of a snapshot with this store and chunk size in bytes, and with
+/// `force` set.
 pub fn config(kind: StoreKind, chunk: u64) -> Config {
     Config { kind, chunk_bytes: Some(chunk), force: true, ..Config::default() }
 }
 
-/// Returns incompressible bytes, the same for the same seed.
+/// Returns `len` incompressible bytes, which depend only on the seed.
 pub fn bytes(seed: u64, len: u64) -> Vec<u8> {
     let mut bytes = vec![0; len as usize];
     Rng::new(seed).fill(&mut bytes);
@@ -71,7 +73,7 @@ pub fn read_all(device: &dyn Device) -> Vec<u8> {
     read(device, 0, device.geometry().size)
 }
 
-/// Sets the flag when dropped, so that threads also stop after a failure.
+/// Sets the flag when dropped, so that other threads also stop after a failed assertion.
 pub struct Stop<'a>(pub &'a AtomicBool);
 
 impl Drop for Stop<'_> {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use freestone::device::Device;
 use freestone::file::{Config, Direct, Engine, File};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Policy, Rng};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Rng};
 
 const SIZE: u64 = 2 << 20;
 
@@ -19,7 +19,7 @@ fn options(seed: u64) -> Options {
     Options { seed, rounds: 60, window: 1 << 20, max_io: 512 << 10, thread_rounds: 80, ..Options::default() }
 }
 
-/// New files in a directory, each used once.
+/// New files in a temporary directory. Each file is used once.
 struct Files {
     dir: tempfile::TempDir,
     made: Cell<u32>,
@@ -69,7 +69,7 @@ fn deferred() {
     let files = Files::new();
     let make = || {
         let file = files.open(Direct::Off, Engine::Auto);
-        Arc::new(Deferred::new(file, Policy::Sometimes(30), 5)) as Arc<dyn Device>
+        Arc::new(DeferringDevice::new(file, DeferPolicy::Sometimes(30), 5)) as Arc<dyn Device>
     };
     conformance::check("deferred file", &make, options(5));
 }
@@ -88,7 +88,7 @@ fn read_only() {
     }
 }
 
-/// tmpfs has no `RWF_NOWAIT` and no `FALLOC_FL_ZERO_RANGE`, so the fallbacks are used.
+/// tmpfs lacks `RWF_NOWAIT` and `FALLOC_FL_ZERO_RANGE`, so the device uses its fallbacks.
 #[test]
 fn on_tmpfs() {
     let shm = Path::new("/dev/shm");
@@ -114,7 +114,7 @@ fn grown_file() {
             fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(2 * SIZE).unwrap();
             assert_eq!(file.refresh(), Ok(2 * SIZE));
         };
-        conformance::grown(&file, &options(9), &grow).unwrap();
+        conformance::check_grown(&file, &options(9), &grow).unwrap();
     }
 }
 
@@ -124,7 +124,7 @@ fn block_device() {
     let path = files.path();
     fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
     let Some(disk) = LoopDevice::over(&path) else {
-        // Without a loop device a plain file is tested.
+        // If the machine has no loop devices, the test uses a plain file instead.
         conformance::check("file", &|| files.open(Direct::Auto, Engine::Auto), options(10));
         return;
     };
@@ -148,10 +148,10 @@ fn block_device() {
         assert!(done.success());
         assert_eq!(file.refresh(), Ok(2 * SIZE));
     };
-    conformance::grown(&file, &options(12), &grow).unwrap();
+    conformance::check_grown(&file, &options(12), &grow).unwrap();
 }
 
-/// A loop device, detached when dropped.
+/// A loop device over a file, detached when dropped.
 struct LoopDevice(PathBuf);
 
 impl LoopDevice {

@@ -1,5 +1,5 @@
 //! Conformance of every combination of bases, forks and snapshots two levels deep, with and without
-//! a backing device.
+//! a backing device for evicted pages.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,10 +8,10 @@ use freestone::device::{Blocking, Device, Flags};
 use freestone::file::{self, File};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, effort};
 
 const MIB: u64 = 1 << 20;
-/// Not a whole number of pages.
+/// Size of a base in bytes, which ends inside a page.
 const BASE_BYTES: usize = (2 << 20) + 1536;
 
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +28,7 @@ const BASES: [Base; 5] = [Base::Disk, Base::File, Base::DeferredFile, Base::Snap
 #[derive(Debug, Clone, Copy)]
 enum Memory {
     Ample,
-    /// Pages are evicted all the time.
+    /// A memory limit below the size of the data, so that pages are evicted all the time.
     Scarce {
         packed: bool,
     },
@@ -71,14 +71,15 @@ fn fork_config() -> ForkConfig {
     ForkConfig { size: Some(3 * MIB), ..ForkConfig::default() }
 }
 
-/// Returns a live device over this base, of whole pages or not.
+/// Returns a writable device over a base of this kind. Depending on the base, the size is a whole
+/// number of pages or not.
 fn live(base: Base, family: &Family) -> Ram {
     match base {
         Base::Disk => family.ram(3 * MIB).unwrap(),
         Base::File => family.fork(filled_file(), &fork_config()).unwrap(),
         Base::DeferredFile => {
-            let deferred = Arc::new(Deferred::new(filled_file(), Policy::Sometimes(50), 3));
-            // The fork has the size of its base, which ends inside a page.
+            let deferred = Arc::new(DeferringDevice::new(filled_file(), DeferPolicy::Sometimes(50), 3));
+            // The fork has the size of its base, so it also ends inside a page.
             family.fork(deferred, &ForkConfig::default()).unwrap()
         }
         Base::Snapshot => {
@@ -152,7 +153,8 @@ fn live_devices_conform_during_snapshots() {
     });
 }
 
-/// Checks a device that `make` derives from an origin which is written all the time.
+/// Checks the device that `make` derives from an origin while another thread writes to that origin
+/// all the time.
 fn check_over_busy_origin(make: impl Fn(&Ram) -> Ram) {
     for_each_combination(|name, base, memory| {
         let stop = AtomicBool::new(false);
@@ -164,7 +166,7 @@ fn check_over_busy_origin(make: impl Fn(&Ram) -> Ram) {
                 while !stop.load(Ordering::SeqCst) {
                     fill(&origin, seed);
                     seed += 1;
-                    // Leaves processor time to the suite.
+                    // The pause leaves processor time to the suite.
                     std::thread::sleep(std::time::Duration::from_micros(500));
                 }
             });

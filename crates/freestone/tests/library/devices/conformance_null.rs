@@ -1,12 +1,12 @@
-//! Test drives pass the conformance suite, alone and stacked.
+//! Null devices (test drives) pass the conformance suite, alone and with layers above them.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use freestone::device::Device;
-use freestone::null::{BadBlocks, BadConfig, Config, Memory, Null, PaceConfig, Paced};
+use freestone::null::{BadBlocks, BadBlocksConfig, Config, Memory, Null, PaceConfig, PacedDevice};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Policy, effort};
+use freestone_testkit::{DeferPolicy, DeferringDevice, effort};
 
 use crate::devices::conformance_options;
 
@@ -19,20 +19,20 @@ fn memory(size: u64, logical_block: u32) -> Arc<dyn Device> {
 }
 
 fn deferred(inner: Arc<dyn Device>) -> Arc<dyn Device> {
-    Arc::new(Deferred::new(inner, Policy::Sometimes(50), 7))
+    Arc::new(DeferringDevice::new(inner, DeferPolicy::Sometimes(50), 7))
 }
 
 fn bad(inner: Arc<dyn Device>) -> Arc<dyn Device> {
-    Arc::new(BadBlocks::new(inner, BadConfig { once: true, partial_io: true }))
+    Arc::new(BadBlocks::new(inner, BadBlocksConfig { once: true, partial_io: true }))
 }
 
 fn paced(inner: Arc<dyn Device>, mbps: u32, micros: u64) -> Arc<dyn Device> {
     let config = PaceConfig { mbps, completion: Duration::from_micros(micros) };
-    Arc::new(Paced::new(inner, config).unwrap())
+    Arc::new(PacedDevice::new(inner, config).unwrap())
 }
 
 fn stores_nothing() -> Options {
-    Options { stores: false, window: 1 << 20, rounds: effort(30, 100), ..Options::default() }
+    Options { stores_data: false, window: 1 << 20, rounds: effort(30, 100), ..Options::default() }
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn deferred_null() {
 
 #[test]
 fn memory_alone() {
-    // The size of the third one is not a whole number of pages.
+    // The size of the third device is not a whole number of pages.
     for (size, block) in [(64 << 20, 512), (5 << 40, 4096), ((3 << 20) + 512, 512), (9 << 20, 2048)] {
         conformance::check("memory", &|| memory(size, block), conformance_options());
     }

@@ -6,7 +6,7 @@ use freestone::codec::Algorithm;
 use freestone::device::Device;
 use freestone::ram::{Config, Ram};
 use freestone_testkit::conformance;
-use freestone_testkit::{Deferred, Policy};
+use freestone_testkit::{DeferPolicy, DeferringDevice};
 
 use crate::devices::conformance_options;
 
@@ -25,7 +25,7 @@ fn every_algorithm_conforms() {
 #[test]
 fn ram_disk_below_deferring_device_conforms() {
     let make = || -> Arc<dyn Device> {
-        Arc::new(Deferred::new(Arc::new(ram(Algorithm::Lz4)), Policy::Sometimes(30), 5))
+        Arc::new(DeferringDevice::new(Arc::new(ram(Algorithm::Lz4)), DeferPolicy::Sometimes(30), 5))
     };
     conformance::check("deferred lz4", &make, conformance_options());
 }
@@ -33,7 +33,7 @@ fn ram_disk_below_deferring_device_conforms() {
 #[test]
 fn growing_ram_disk_conforms() {
     let disk = ram(Algorithm::Lz4);
-    conformance::grown(&disk, &conformance_options(), &|| disk.grow(40 << 20).unwrap()).unwrap();
+    conformance::check_grown(&disk, &conformance_options(), &|| disk.grow(40 << 20).unwrap()).unwrap();
 }
 
 #[test]

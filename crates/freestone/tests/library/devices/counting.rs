@@ -1,11 +1,11 @@
-//! Request counters of a device: the device contract holds, and each request counts once.
+//! A device with request counters keeps the device contract, and counts each request exactly once.
 
 use std::sync::Arc;
 
 use freestone::device::{Blocking, Completion, Counting, Device, Error, Flags, IoBuf, Op, Request};
 use freestone::ram::{Config, Ram};
 use freestone_testkit::conformance;
-use freestone_testkit::{Deferred, Faulty, Policy, What, When};
+use freestone_testkit::{DeferPolicy, DeferringDevice, FaultEffect, FaultSchedule, FaultyDisk};
 
 use crate::devices::conformance_options;
 
@@ -17,14 +17,15 @@ fn ram() -> Arc<dyn Device> {
 fn counting_conforms_over_inline_and_deferring_devices() {
     let counting = |inner: Arc<dyn Device>| -> Arc<dyn Device> { Arc::new(Counting::new("d", inner)) };
     conformance::check("counted", &|| counting(ram()), conformance_options());
-    let deferred = || counting(Arc::new(Deferred::new(ram(), Policy::Sometimes(30), 3)));
+    let deferred = || counting(Arc::new(DeferringDevice::new(ram(), DeferPolicy::Sometimes(30), 3)));
     conformance::check("counted, deferred", &deferred, conformance_options());
 }
 
 #[test]
 fn each_request_counts_once_with_its_bytes() {
     for percent in [0, 40, 100] {
-        let device = Counting::new("d", Arc::new(Deferred::new(ram(), Policy::Sometimes(percent), 9)));
+        let device =
+            Counting::new("d", Arc::new(DeferringDevice::new(ram(), DeferPolicy::Sometimes(percent), 9)));
         for n in 0..50 {
             device.write_at(n * 65536, &vec![1; 65536], Flags::empty()).unwrap();
             device.read_at(n * 65536, &mut [0; 8192]).unwrap();
@@ -44,14 +45,14 @@ fn each_request_counts_once_with_its_bytes() {
 
 #[test]
 fn incomplete_request_is_in_flight() {
-    let disk = Arc::new(Faulty::new(1 << 20, 512));
+    let disk = Arc::new(FaultyDisk::new(1 << 20, 512));
     let device = Counting::new("d", disk.clone());
-    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     for n in 0..3 {
         let request = Request::write(n * 512, 512);
         device.submit(request, IoBuf::zeroed(512).unwrap(), Completion::new(|_, _| {}));
     }
-    disk.await_held(3);
+    disk.wait_held(3);
     assert_eq!((device.counts().in_flight, device.counts().writes), (3, 0));
     disk.heal();
     while device.counts().in_flight > 0 {

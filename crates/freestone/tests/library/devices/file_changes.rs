@@ -1,5 +1,5 @@
-//! Files that change below the device: truncated, grown, full, punched; and devices dropped under
-//! load.
+//! Files that other programs change while the file device uses them: truncated, grown, full, or
+//! punched. Also, devices that are dropped under load.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -9,7 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, ExtentKind, Flags, IoBuf, Op, Request, Tried,
+    Blocking, Buffer, Completion, Device, Error, ExtentKind, Flags, IoBuf, Op, Request, TryResult,
 };
 use freestone::file::{Config, Direct, Engine, File};
 use freestone_testkit::effort;
@@ -39,7 +39,7 @@ fn truncated_file_loses_only_its_end() {
         let (file, path) = fresh(dir.path(), mode);
         let block = u64::from(file.geometry().logical_block);
         file.write_at(0, &vec![7; SIZE as usize], Flags::empty()).unwrap();
-        // In the middle of a block.
+        // The file now ends in the middle of a block.
         let real = SIZE / 2 + 100;
         set_len(&path, real);
         assert_eq!(file.refresh(), Ok(SIZE), "a device never shrinks");
@@ -60,7 +60,7 @@ fn truncated_file_loses_only_its_end() {
         assert_eq!(file.extents(SIZE, block, &mut |_| true), Err(Error::OutOfRange));
         assert_eq!(fs::metadata(&path).unwrap().len(), real, "nothing may extend the file again");
 
-        // The rest of the file stays usable.
+        // Blocks before the new end of the file stay usable.
         file.read_at(SIZE / 2 - block, &mut one).unwrap();
         assert_eq!(one, vec![7; block as usize]);
         file.write_at(0, &vec![9; block as usize], Flags::FUA).unwrap();
@@ -89,8 +89,8 @@ fn grown_file_is_detected() {
         let mut one = vec![1; 4096];
         assert_eq!(file.read_at(SIZE, &mut one), Err(Error::OutOfRange));
 
-        // The request that needs the new size detects it. A partial block at the end is not
-        // counted.
+        // The request that needs the new size detects it. A partial block at the end of the file
+        // does not count.
         set_len(&path, 2 * SIZE + 100);
         assert_eq!(file.geometry().size, SIZE);
         file.read_at(SIZE, &mut one).unwrap();
@@ -100,7 +100,7 @@ fn grown_file_is_detected() {
         file.write_at(3 * SIZE - 4096, &[3; 4096], Flags::empty()).unwrap();
         assert_eq!(file.geometry().size, 3 * SIZE);
 
-        // Extents, a write elsewhere, a flush, and `refresh` detect it.
+        // Extents, a write below the old end, a flush, and `refresh` also detect a grown file.
         set_len(&path, 4 * SIZE);
         file.extents(3 * SIZE, SIZE, &mut |_| true).unwrap();
         assert_eq!(file.geometry().size, 4 * SIZE);
@@ -151,7 +151,7 @@ fn discard_and_zeroes_free_and_keep_space() {
     }
 }
 
-/// A tmpfs of a given size, unmounted when dropped.
+/// A tmpfs with a size limit, unmounted when dropped.
 struct Mount(tempfile::TempDir);
 
 impl Mount {
@@ -187,10 +187,10 @@ fn full_file_system_fails_with_no_space() {
         let file = File::open(&config).unwrap();
         file.write_at(0, &[1; 4096], Flags::empty()).unwrap();
         assert_eq!(file.write_at(0, &vec![2; SIZE as usize], Flags::empty()), Err(Error::NoSpace));
-        // tmpfs cannot zero a range without freeing it, so zeroes are written, which needs space as
-        // well.
+        // tmpfs cannot zero a range without freeing it. So write zeroes becomes a write of zeroes,
+        // which needs space as well.
         assert_eq!(file.write_zeroes(0, SIZE, Flags::empty()), Err(Error::NoSpace));
-        // Every block is old or new, and a discard frees space.
+        // Each block has its old or its new content, and a discard frees space.
         let mut block = [0; 512];
         file.read_at(0, &mut block).unwrap();
         assert!([0, 1, 2].iter().any(|&b| block == [b; 512]));
@@ -209,27 +209,30 @@ fn only_cached_reads_complete_inline() {
     let mut out = vec![0; 8192];
     let (file, _) = fresh(dir.path(), (Direct::Off, Engine::IoUring));
     file.write_at(0, &[4; 8192], Flags::empty()).unwrap();
-    assert_eq!(file.try_io(&Request::read(0, 8192), Buffer::Read(&mut out)), Ok(Tried::Done));
+    assert_eq!(file.try_io(&Request::read(0, 8192), Buffer::Read(&mut out)), Ok(TryResult::Done));
     assert_eq!(out, [4; 8192]);
-    assert_eq!(file.try_io(&Request::write(0, 8192), Buffer::Write(&out)), Ok(Tried::WouldBlock));
-    assert_eq!(file.try_io(&Request::flush(), Buffer::None), Ok(Tried::WouldBlock));
+    assert_eq!(file.try_io(&Request::write(0, 8192), Buffer::Write(&out)), Ok(TryResult::WouldBlock));
+    assert_eq!(file.try_io(&Request::flush(), Buffer::None), Ok(TryResult::WouldBlock));
 
-    // A long read returns in part, to yield to other requests.
+    // A long inline read returns after a part, so that the caller can serve other requests.
     file.write_at(0, &vec![4; SIZE as usize], Flags::empty()).unwrap();
     let mut out = vec![0; SIZE as usize];
     let tried = file.try_io(&Request::read(0, SIZE), Buffer::Read(&mut out));
-    assert!(matches!(tried, Ok(Tried::Partly(n)) if n < SIZE), "{tried:?}");
+    assert!(matches!(tried, Ok(TryResult::Partly(n)) if n < SIZE), "{tried:?}");
 
     let (file, _) = fresh(dir.path(), (Direct::On, Engine::IoUring));
-    assert_eq!(file.try_io(&Request::read(0, 8192), Buffer::Read(&mut out[..8192])), Ok(Tried::WouldBlock));
+    assert_eq!(
+        file.try_io(&Request::read(0, 8192), Buffer::Read(&mut out[..8192])),
+        Ok(TryResult::WouldBlock)
+    );
 }
 
-/// Concurrent buffered read and write of the same page.
+/// Concurrent reads and writes of the same range. No block may be torn.
 #[test]
 fn overlapping_reads_and_writes_are_never_torn() {
     const LEN: usize = 64 << 10;
     let dir = tempfile::tempdir().unwrap();
-    // Allocated before, so that the threads do little besides I/O.
+    // The data is allocated in advance, so that the threads do little besides I/O.
     let marks = [1_u8, 2, 3, 4];
     let data = marks.map(|mark| vec![mark; LEN]);
     for mode in MODES {
@@ -264,7 +267,7 @@ fn requests_in_flight_complete_after_drop() {
     for mode in MODES {
         let (file, path) = fresh(dir.path(), mode);
         let (tx, rx) = mpsc::channel();
-        // More than the ring accepts at once, many of them overlapping.
+        // Submits more requests than the ring accepts at once. Many of them overlap.
         let count = 1000;
         for i in 0..count {
             let request = Request::write(i % 50 * 4096, 4096);
@@ -277,8 +280,8 @@ fn requests_in_flight_complete_after_drop() {
         for _ in 0..count {
             let (i, outcome) = rx.try_recv().expect("answered before the drop returned");
             assert_eq!(outcome, Ok(()));
-            // Overlapping requests run in the order of submission. (Threads may complete in another
-            // order.)
+            // With io_uring, overlapping requests complete in the order of submission. Worker
+            // threads may report completions in another order.
             let before = order[i as usize % 50].replace(i);
             assert!(mode.1 == Engine::Threads || before < Some(i));
         }
@@ -307,7 +310,8 @@ fn last_reference_may_drop_in_a_completion() {
         drop(file);
         go.send(()).unwrap();
         assert_eq!(rx.recv_timeout(Duration::from_secs(20)), Ok(Ok(())));
-        // The device's thread ends by itself and releases the lock.
+        // The device's thread ends by itself, because a completion dropped the last reference, and
+        // releases the lock.
         let opened = (0..1000).any(|_| {
             std::thread::sleep(Duration::from_millis(2));
             File::open(&Config::new(&path)).is_ok()

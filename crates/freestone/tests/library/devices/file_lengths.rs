@@ -39,7 +39,7 @@ fn writes_end_at_the_end_of_the_file() {
         })
         .unwrap();
         assert_eq!(described, 5120);
-        // The file grows inside the block and beyond it.
+        // The file grows, first within its last block and then beyond it.
         for len in [5100, 6000_u64] {
             let grown = fs::File::options().write(true).open(&path).unwrap();
             grown.set_len(len).unwrap();
@@ -49,7 +49,7 @@ fn writes_end_at_the_end_of_the_file() {
         }
         file.write_at(5632, &[3; 512], Flags::empty()).unwrap();
         assert_eq!(fs::read(&path).unwrap()[5632..], [3; 368]);
-        // A truncated file is not extended again.
+        // The device reports an error and does not extend a truncated file again.
         fs::File::options().write(true).open(&path).unwrap().set_len(5700).unwrap();
         assert_eq!(file.write_at(5632, &[4; 512], Flags::empty()), Err(Error::Media));
         assert_eq!(fs::metadata(&path).unwrap().len(), 5700);
@@ -71,7 +71,8 @@ fn empty_file_is_a_device_of_size_zero() {
     assert_eq!(block, [0; 512]);
     assert_eq!(file.extents(0, 512, &mut |row| row.kind == ExtentKind::Data), Ok(512));
     drop(file);
-    // Direct I/O has whole blocks only, and users that store data need them.
+    // Without padding, such a file is refused, because direct I/O and devices that store data need
+    // whole blocks.
     for config in [Config { direct: Direct::On, ..padded(&path, Engine::Auto) }, Config::new(&path)] {
         assert!(matches!(File::open(&config), Err(SetupError::Size { .. } | SetupError::Direct { .. })));
     }

@@ -47,12 +47,12 @@ fn unsuitable_file_is_refused_with_its_reason() {
     let file = image(dir.path(), "file.img", SIZE);
     assert!(refused(&Config::new(file.path.join("below"))).to_string().contains("Not a directory"));
     let other = Config { size: Some(2 * SIZE), ..file.clone() };
-    assert!(matches!(refused(&other), SetupError::SizeDiffers { found: SIZE, .. }));
+    assert!(matches!(refused(&other), SetupError::SizeMismatch { found: SIZE, .. }));
     assert_eq!(fs::metadata(&file.path).unwrap().len(), SIZE);
     for size in [0, 511, u64::MAX] {
         assert!(matches!(
             refused(&Config { size: Some(size), ..at("new.img") }),
-            SetupError::AskedSize { .. }
+            SetupError::InvalidSize { .. }
         ));
     }
 }
@@ -63,7 +63,8 @@ fn missing_permission_is_reported() {
     let config = image(dir.path(), "file.img", SIZE);
     fs::set_permissions(&config.path, fs::Permissions::from_mode(0o000)).unwrap();
     if fs::File::open(&config.path).is_ok() {
-        // Root may open any file; this file cannot be written by root either.
+        // Root may write any regular file, so the test uses a file of procfs that even root cannot
+        // write.
         let proc = Config::new("/proc/version");
         assert!(matches!(refused(&proc), SetupError::Call { .. } | SetupError::Empty { .. }));
         return;
@@ -82,17 +83,17 @@ fn new_file_is_sparse_and_created_only_if_usable() {
     assert_eq!((made.len(), made.mode() & 0o777), (size, 0o600));
     assert!(made.blocks() < 100, "{} blocks are allocated", made.blocks());
 
-    // Not a multiple of the block size: the file is not created.
+    // The size is not a multiple of the block size, so the file is not created.
     let odd = dir.path().join("odd.img");
     assert!(matches!(
         refused(&Config { size: Some(SIZE + 1), ..Config::new(&odd) }),
         SetupError::Size { .. }
     ));
     assert!(!odd.exists());
-    // Read-only: a new file has nothing to read.
+    // A new file is not created for a read-only device, because the file would be empty.
     refused(&Config { size: Some(SIZE), read_only: true, ..Config::new(&odd) });
     assert!(!odd.exists());
-    // An existing file stays, also after a refusal.
+    // An existing file is kept, even if the device cannot be opened.
     let there = image(dir.path(), "there.img", 1000);
     refused(&Config { size: Some(SIZE), ..there.clone() });
     assert_eq!(fs::metadata(&there.path).unwrap().len(), 1000);
@@ -107,7 +108,8 @@ fn file_is_locked_for_one_writer_or_many_readers() {
     let writer = File::open(&write).unwrap();
     assert!(matches!(refused(&write), SetupError::InUse { .. }));
     assert!(matches!(refused(&read), SetupError::InUse { .. }));
-    // The lock is released with the device, also after I/O. (An open would retry for a moment.)
+    // The lock on the file is released with the device, even after I/O. The test locks the file
+    // itself, because an open would retry for a moment.
     let anybody = fs::File::open(&write.path).unwrap();
     for _ in 0..20 {
         writer.write_at(0, &[1; 4096], Flags::empty()).unwrap();
@@ -150,7 +152,8 @@ fn direct_and_buffered_modes_apply() {
     for engine in [Engine::IoUring, Engine::Threads] {
         assert_eq!(File::open(&Config { engine, ..config.clone() }).unwrap().engine(), engine);
     }
-    // procfs has no O_DIRECT, which must be detected at open and not by the first request.
+    // procfs does not support O_DIRECT. The device must report that when it is opened, not at its
+    // first request.
     if Path::new("/proc/config.gz").exists() {
         let odd = Config { direct: Direct::On, read_only: true, ..Config::new("/proc/config.gz") };
         refused(&odd);

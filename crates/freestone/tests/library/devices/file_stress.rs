@@ -1,4 +1,5 @@
-//! Many threads submit at once: nothing is lost, torn or reordered, even if submitters end first.
+//! Many threads submit requests at once: no request is lost, torn or reordered, even if the
+//! submitting threads end first.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +14,7 @@ use freestone_testkit::Rng;
 
 const BLOCK: u64 = 4096;
 const SUBMITTERS: u64 = 4;
-/// Blocks that all submitters share, followed by blocks of each submitter.
+/// Number of blocks that all submitters share. Each submitter's own blocks follow them.
 const COMMON_BLOCKS: u64 = 64;
 const OWN_BLOCKS: u64 = 8;
 const SIZE: u64 = (COMMON_BLOCKS + SUBMITTERS * OWN_BLOCKS) * BLOCK;
@@ -27,25 +28,25 @@ fn open(path: &Path, (direct, engine): (Direct, Engine)) -> Arc<File> {
     Arc::new(File::open(&config).unwrap())
 }
 
-/// Returns blocks filled with the mark.
+/// Returns a buffer of `blocks` blocks, filled with the mark.
 fn filled(mark: u64, blocks: u64) -> IoBuf {
     let mut data = IoBuf::zeroed((blocks * BLOCK) as usize).unwrap();
     data.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&mark.to_le_bytes()));
     data
 }
 
-/// Returns the mark of a block, which must be whole.
+/// Returns the mark that fills a block. Panics if the block is torn.
 fn mark(block: &[u8]) -> u64 {
     let first = &block[..8];
     assert!(block.chunks_exact(8).all(|word| word == first), "a block is torn");
     u64::from_le_bytes(first.try_into().unwrap())
 }
 
-/// Expected result of a read.
+/// Expected content of a completed read.
 #[derive(Debug)]
 enum Expected {
     Nothing,
-    /// Any mark of any submitter.
+    /// Each block has one mark, of any submitter.
     Whole,
     Exactly(u64),
 }
@@ -96,7 +97,7 @@ impl Submitter {
         self.submit(request, filled(mark, blocks), Expected::Nothing);
     }
 
-    /// Ends without waiting for completions.
+    /// Submits random requests. Returns without waiting for their completions.
     fn run(self, index: u64) {
         let mut rng = Rng::new(index + 1);
         for round in 0..ROUNDS {
@@ -111,8 +112,8 @@ impl Submitter {
                 }
                 2..6 => self.write(block, blocks, mark),
                 6..10 => {
-                    // Requests complete in the order of submission, although nothing waits in
-                    // between.
+                    // The read is submitted right after the write of the same block, so it must
+                    // return the written mark.
                     let own = COMMON_BLOCKS + index * OWN_BLOCKS + rng.below(OWN_BLOCKS);
                     self.write(own, 1, mark);
                     self.read(own, 1, Expected::Exactly(mark));
@@ -147,7 +148,7 @@ fn last_of_many_submitters_drops_the_device() {
             })
             .collect();
         drop((file, completions));
-        // The loop ends when every completion was called or dropped.
+        // The channel closes when every completion was called or dropped, which ends this loop.
         let mut count = 0;
         for completion in arrived {
             completion.check();
@@ -157,14 +158,15 @@ fn last_of_many_submitters_drops_the_device() {
         for thread in threads {
             thread.join().unwrap();
         }
-        // No request is in flight any more: each block has one mark.
+        // No request is in flight any more, so each block of the file has one mark.
         for block in fs::read(&path).unwrap().chunks(BLOCK as usize) {
             assert!(mark(block) <= SUBMITTERS * ROUNDS);
         }
     }
 }
 
-/// When a thread ends, the kernel cancels its pending requests.
+/// The kernel cancels pending `io_uring` requests of a thread that ends. The device must still
+/// complete them.
 #[test]
 fn requests_of_an_ended_thread_complete() {
     const BATCH: u64 = 40;
@@ -208,7 +210,8 @@ fn requests_of_an_ended_thread_complete() {
     }
 }
 
-/// A buffered read of uncached data is bound to the thread that submitted it.
+/// The kernel binds a buffered read of uncached data to its submitting thread. The read must
+/// complete even if that thread ends.
 #[test]
 fn cold_reads_of_an_ended_thread_complete() {
     const ROUNDS: u64 = 200;

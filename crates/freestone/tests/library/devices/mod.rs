@@ -18,7 +18,8 @@ mod null_threads;
 use freestone_testkit::conformance::Options;
 use freestone_testkit::effort;
 
-/// Returns the extent of the conformance suite for a device in memory.
+/// Returns the options of the conformance suite for a device in memory: fewer rounds in a quick
+/// run.
 pub fn conformance_options() -> Options {
     let (rounds, window, max_io) = effort((60, 1 << 20, 256 << 10), (300, 4 << 20, 1 << 20));
     Options { rounds, thread_rounds: rounds, window, max_io, ..Options::default() }

@@ -1,17 +1,18 @@
-//! Bad blocks: ranges, failing requests, and the data transferred before the failure.
+//! Bad blocks of a device: changes of the ranges, failing requests, and the data transferred before
+//! a failure.
 
 use std::sync::Arc;
 
-use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Tried};
-use freestone::null::{BAD_RANGES_MAX, BadBlocks, BadConfig, BadError};
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, TryResult};
+use freestone::null::{BAD_RANGES_MAX, BadBlocks, BadBlocksConfig, BadBlocksError};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng};
 
 const SIZE: usize = 1 << 20;
 const SECTORS: u64 = SIZE as u64 / 512;
 
 fn device(block: u32, once: bool, partial_io: bool) -> (Arc<Model>, BadBlocks) {
     let model = Arc::new(Model::new(SIZE, block));
-    let bad = BadBlocks::new(Arc::clone(&model) as Arc<dyn Device>, BadConfig { once, partial_io });
+    let bad = BadBlocks::new(Arc::clone(&model) as Arc<dyn Device>, BadBlocksConfig { once, partial_io });
     (model, bad)
 }
 
@@ -21,7 +22,7 @@ fn ranges_merge_and_split() {
     let steps: &[(&str, &[(u64, u64)])] = &[
         ("+8-15", &[(8, 15)]),
         ("+32-40", &[(8, 15), (32, 40)]),
-        // An adjacent range.
+        // The new range is adjacent to an existing one, so both are joined.
         ("+16-17", &[(8, 17), (32, 40)]),
         ("+0-0", &[(0, 0), (8, 17), (32, 40)]),
         ("+10-12", &[(0, 0), (8, 17), (32, 40)]),
@@ -59,10 +60,10 @@ fn invalid_text_changes_nothing() {
         "ä1-2",
         "+1-99999999999999999999",
     ] {
-        assert_eq!(bad.change(text), Err(BadError::Text(text.into())), "{text}");
+        assert_eq!(bad.change(text), Err(BadBlocksError::Text(text.into())), "{text}");
     }
-    assert_eq!(bad.change("+9-8"), Err(BadError::Backwards { first: 9, last: 8 }));
-    assert_eq!(bad.change("+8-2048"), Err(BadError::Beyond { last: 2048, sectors: SECTORS }));
+    assert_eq!(bad.change("+9-8"), Err(BadBlocksError::ReversedRange { first: 9, last: 8 }));
+    assert_eq!(bad.change("+8-2048"), Err(BadBlocksError::OutOfRange { last: 2048, sectors: SECTORS }));
     assert!(bad.change(&format!("+0-{}", u64::MAX)).is_err());
     assert_eq!(bad.ranges(), [(8, 15)]);
 }
@@ -75,10 +76,10 @@ fn at_most_512_ranges() {
     }
     let full = bad.ranges();
     assert_eq!(full.len(), BAD_RANGES_MAX);
-    // A split needs one more range.
-    assert_eq!(bad.change("-1-1"), Err(BadError::TooMany));
+    // Removing the middle of a range splits it, and the list has no space for one more range.
+    assert_eq!(bad.change("-1-1"), Err(BadBlocksError::TooMany));
     assert_eq!(bad.ranges(), full);
-    // A closed gap needs one less.
+    // Adding the gap between two ranges joins them, which frees an entry for the split.
     bad.change("+3-3").unwrap();
     bad.change("-1-1").unwrap();
     assert_eq!(bad.ranges().len(), BAD_RANGES_MAX);
@@ -104,7 +105,7 @@ fn ranges_against_a_set_of_sectors() {
         assert!(ranges.windows(2).all(|pair| pair[0].1 + 1 < pair[1].0), "neighbours are one: {ranges:?}");
         let (offset, len) = (rng.below(200), 1 + rng.below(50));
         let hit = model[offset as usize..(offset + len) as usize].contains(&true);
-        assert_eq!(bad.verdict(offset * 512, len * 512), hit.then_some(0));
+        assert_eq!(bad.bytes_before_bad(offset * 512, len * 512), hit.then_some(0));
     }
 }
 
@@ -127,7 +128,7 @@ fn request_at_bad_block_transfers_nothing() {
         model.write_at(0, &[1; 8192], Flags::empty()).unwrap();
     }
     bad.flush().unwrap();
-    // A request that is invalid anyway fails for its own reason.
+    // An invalid request fails with the error for its own fault, not because of the bad blocks.
     assert_eq!(bad.write_at(SIZE as u64, &[0; 512], Flags::empty()), Err(Error::OutOfRange));
     assert_eq!(bad.write_at(4096 + 1, &[0; 512], Flags::empty()), Err(Error::Misaligned));
     assert_eq!(bad.try_io(&Request::write(4096, 0), Buffer::Write(&[])), Err(Error::Misaligned));
@@ -138,21 +139,22 @@ fn partial_io_transfers_blocks_before_bad_sector() {
     for deferred in [false, true] {
         let (model, _) = device(4096, false, true);
         let inner: Arc<dyn Device> = Arc::clone(&model) as Arc<dyn Device>;
-        let inner = if deferred { Arc::new(Deferred::new(inner, Policy::Always, 3)) } else { inner };
-        let bad = BadBlocks::new(inner, BadConfig { once: false, partial_io: true });
-        // In the middle of the third block.
+        let inner =
+            if deferred { Arc::new(DeferringDevice::new(inner, DeferPolicy::Always, 3)) } else { inner };
+        let bad = BadBlocks::new(inner, BadBlocksConfig { once: false, partial_io: true });
+        // The bad sectors are in the middle of the third block.
         bad.change("+19-20").unwrap();
-        assert_eq!(bad.verdict(0, 16384), Some(8192));
-        assert_eq!(bad.verdict(4096, 16384), Some(4096));
-        assert_eq!((bad.verdict(8192, 4096), bad.verdict(0, 8192)), (Some(0), None));
+        assert_eq!(bad.bytes_before_bad(0, 16384), Some(8192));
+        assert_eq!(bad.bytes_before_bad(4096, 16384), Some(4096));
+        assert_eq!((bad.bytes_before_bad(8192, 4096), bad.bytes_before_bad(0, 8192)), (Some(0), None));
         assert_eq!(bad.write_at(0, &[5; 16384], Flags::empty()), Err(Error::Media));
         let mut all = vec![0; 16384];
         model.read_at(0, &mut all).unwrap();
         assert!(all[..8192].iter().all(|&b| b == 5) && all[8192..].iter().all(|&b| b == 0));
-        // A failed read returns its first blocks.
+        // A failed read still returns the blocks before the bad one.
         let mut out = [9; 16384];
         let tried = bad.try_io(&Request::read(0, 16384), Buffer::Read(&mut out));
-        assert_eq!(tried, if deferred { Ok(Tried::WouldBlock) } else { Err(Error::Media) });
+        assert_eq!(tried, if deferred { Ok(TryResult::WouldBlock) } else { Err(Error::Media) });
         if !deferred {
             assert!(out[..8192].iter().all(|&b| b == 5) && out[8192..].iter().all(|&b| b == 9));
         }
@@ -179,18 +181,18 @@ fn range_with_once_fails_once() {
         bad.change("+8-9").unwrap();
         bad.change("+12-12").unwrap();
         bad.change("+20-29").unwrap();
-        // The request touches two ranges. Only the first is reported and removed.
+        // The request touches two bad ranges. Only the first one is reported and removed.
         assert_eq!(bad.read_at(6 * 512, &mut [0; 4096]), Err(Error::Media));
         assert_eq!(bad.ranges(), [(12, 12), (20, 29)]);
         assert_eq!(bad.read_at(6 * 512, &mut [0; 4096]), Err(Error::Media));
         assert_eq!(bad.ranges(), [(20, 29)]);
         bad.read_at(6 * 512, &mut [0; 4096]).unwrap();
-        // A range is removed as a whole.
+        // A bad range is removed as a whole, even if the request touches only one sector.
         assert_eq!(bad.discard(25 * 512, 512), Err(Error::Media));
         assert_eq!(bad.ranges(), []);
-        // `verdict` is a query, not a failure.
+        // `bytes_before_bad` is a query, so it does not remove the bad range.
         bad.change("+1-1").unwrap();
-        assert!(bad.verdict(512, 512).is_some() && bad.verdict(512, 512).is_some());
+        assert!(bad.bytes_before_bad(512, 512).is_some() && bad.bytes_before_bad(512, 512).is_some());
         assert_eq!(bad.run(Request::new(Op::WriteZeroes, 512, 512)), Err(Error::Media));
         bad.run(Request::new(Op::WriteZeroes, 512, 512)).unwrap();
     }

@@ -1,6 +1,7 @@
-//! The drive in plain memory, compared with a model. resident.rs tests that it frees its memory.
+//! The null device with data in plain memory, compared with a model. `resident.rs` tests that the
+//! device frees its memory.
 
-use freestone::device::{Blocking, Buffer, Device, ExtentKind, Flags, Op, Request, Tried};
+use freestone::device::{Blocking, Buffer, Device, ExtentKind, Flags, Op, Request, TryResult};
 use freestone::null::{Config, MEMORY_BYTES_MAX, Memory, SetupError};
 use freestone_testkit::Rng;
 
@@ -18,7 +19,7 @@ fn too_large_sizes_are_refused() {
     assert_eq!(make(MEMORY_BYTES_MAX + 4096), Err(error));
 }
 
-/// Random operations on a few separate regions of 2 MiB, compared with byte vectors.
+/// Random operations on three distant regions of the device, compared with byte vectors.
 #[test]
 fn random_operations_against_a_model() {
     const REGION: u64 = 4 * MIB;
@@ -71,7 +72,7 @@ fn random_operations_against_a_model() {
     }
 }
 
-/// Data that is not zero must be reported as data.
+/// Checks that the extents report all data that is not zero as data.
 fn check_extents(memory: &Memory, offset: u64, content: &[u8]) {
     let mut at = offset;
     let end = offset + content.len() as u64;
@@ -119,7 +120,8 @@ fn reads_allocate_no_memory() {
     assert!(out.iter().all(|&byte| byte == 0));
     assert_eq!(memory.used_bytes(), before);
     assert!(before < MIB);
-    // Zeroes that must not be a hole take as much memory as data.
+    // Write zeroes without MAY_FREE must not leave a hole, so its range uses as much memory as
+    // data.
     memory.write_zeroes(512 << 10, MIB, Flags::empty()).unwrap();
     assert!(memory.used_bytes() >= before + MIB);
     let mut kinds = Vec::new();
@@ -152,7 +154,7 @@ fn small_discards_free_an_emptied_page() {
     }
     memory.discard(7 * 512, 512).unwrap();
     assert_eq!(data(), [(0, 4096, ExtentKind::Hole), (4096, 4096, ExtentKind::Data)]);
-    // The old bytes of the page do not reappear.
+    // A write to a part of the discarded page does not bring back old bytes of the rest.
     memory.write_at(512, &[9; 512], Flags::empty()).unwrap();
     let mut out = [1; 4096];
     memory.read_at(0, &mut out).unwrap();
@@ -163,7 +165,7 @@ fn small_discards_free_an_emptied_page() {
 fn discard_without_support_is_ignored() {
     let memory = Memory::new(Config { discard: false, ..Config::plain(1 << 30, 4096) }).unwrap();
     memory.write_at(0, &[7; 4096], Flags::empty()).unwrap();
-    assert_eq!(memory.try_io(&Request::new(Op::Discard, 0, 1 << 30), Buffer::None), Ok(Tried::Done));
+    assert_eq!(memory.try_io(&Request::new(Op::Discard, 0, 1 << 30), Buffer::None), Ok(TryResult::Done));
     let mut out = [0; 4096];
     memory.read_at(0, &mut out).unwrap();
     assert_eq!(out, [7; 4096]);

@@ -1,19 +1,20 @@
-//! Paced drives: completions are never early, the rate is about right, and the queue depth adds no
-//! time.
+//! Null devices with a limited speed: completions are never early, the rate is about right, and a
+//! deeper queue does not increase the latency.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Tried};
-use freestone::null::{COMPLETION_MAX, Config, MBPS_MAX, Memory, Null, PaceConfig, Paced};
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, TryResult};
+use freestone::null::{COMPLETION_MAX, Config, MBPS_MAX, Memory, Null, PaceConfig, PacedDevice};
 use freestone_testkit::{ModelZoned, ZonedConfig};
 
-fn paced(mbps: u32, completion: Duration) -> Paced {
+fn paced(mbps: u32, completion: Duration) -> PacedDevice {
     let null = Arc::new(Null::new(Config::plain(1 << 40, 512)).unwrap());
-    Paced::new(null, PaceConfig { mbps, completion }).unwrap()
+    PacedDevice::new(null, PaceConfig { mbps, completion }).unwrap()
 }
 
-/// Submits `depth` requests at once. Returns the time until all complete. None completes early.
+/// Submits `depth` requests at once. Returns the time until all of them complete, and checks that
+/// none completes before `completion` has passed.
 fn at_once(device: &dyn Device, depth: u64, completion: Duration) -> Duration {
     let begun = Instant::now();
     let (tx, rx) = mpsc::channel();
@@ -42,7 +43,8 @@ fn at_once(device: &dyn Device, depth: u64, completion: Duration) -> Duration {
 #[test]
 fn limits_are_checked() {
     let null: Arc<dyn Device> = Arc::new(Null::new(Config::plain(1 << 40, 512)).unwrap());
-    let make = |mbps, completion| Paced::new(Arc::clone(&null), PaceConfig { mbps, completion }).is_ok();
+    let make =
+        |mbps, completion| PacedDevice::new(Arc::clone(&null), PaceConfig { mbps, completion }).is_ok();
     assert!(make(MBPS_MAX, COMPLETION_MAX));
     assert!(!make(MBPS_MAX + 1, Duration::ZERO));
     assert!(!make(0, COMPLETION_MAX + Duration::from_nanos(1)));
@@ -55,15 +57,15 @@ fn completions_are_not_early_and_overlap() {
     let alone = at_once(&device, 1, completion);
     let deep = at_once(&device, 64, completion);
     assert!(alone >= completion);
-    // One after the other they would take two seconds.
+    // Executed one by one, the 64 requests would take two seconds.
     assert!(deep < completion * 16, "64 requests at once took {deep:?}, one takes {alone:?}");
 }
 
 #[test]
 fn delayed_requests_are_submitted_errors_are_not_delayed() {
     let device = paced(0, Duration::from_secs(30));
-    assert_eq!(device.try_io(&Request::flush(), Buffer::None), Ok(Tried::WouldBlock));
-    assert_eq!(device.try_io(&Request::write(0, 512), Buffer::Write(&[0; 512])), Ok(Tried::WouldBlock));
+    assert_eq!(device.try_io(&Request::flush(), Buffer::None), Ok(TryResult::WouldBlock));
+    assert_eq!(device.try_io(&Request::write(0, 512), Buffer::Write(&[0; 512])), Ok(TryResult::WouldBlock));
     let begun = Instant::now();
     assert_eq!(device.write_at(1, &[0; 512], Flags::empty()), Err(Error::Misaligned));
     assert_eq!(device.discard(1 << 40, 512), Err(Error::OutOfRange));
@@ -74,8 +76,9 @@ fn delayed_requests_are_submitted_errors_are_not_delayed() {
     assert!(begun.elapsed() < Duration::from_secs(20));
 }
 
-/// Returns the bytes per second that `issue` moves after the burst is used up.
-fn rate(device: &Paced, bytes: u64, issue: &mut dyn FnMut(&Paced)) -> f64 {
+/// Returns the rate in bytes per second at which `issue` transfers data, after the burst is used
+/// up.
+fn rate(device: &PacedDevice, bytes: u64, issue: &mut dyn FnMut(&PacedDevice)) -> f64 {
     issue(device);
     let begun = Instant::now();
     let mut moved = 0;
@@ -90,11 +93,11 @@ fn rate(device: &Paced, bytes: u64, issue: &mut dyn FnMut(&Paced)) -> f64 {
 fn bandwidth_is_close_to_the_configured_rate() {
     const MIB: u64 = 1 << 20;
     let mut out = vec![0; MIB as usize];
-    // Requests of 4 KiB, and requests larger than the budget of 20 ms. Reads and writes share one
+    // Requests of 4 KiB, and requests larger than the burst of 20 ms. Reads and writes share one
     // budget.
     for (mbps, size, write) in [(20, 4096, false), (20, 4096, true), (50, 256 << 10, true), (8, MIB, false)] {
         let device = paced(mbps, Duration::ZERO);
-        let mut issue = |device: &Paced| {
+        let mut issue = |device: &PacedDevice| {
             let part = &mut out[..size as usize];
             if write {
                 device.write_at(0, part, Flags::empty()).unwrap();
@@ -103,7 +106,8 @@ fn bandwidth_is_close_to_the_configured_rate() {
             }
         };
         let wanted = f64::from(mbps) * MIB as f64;
-        // Never faster. Slower only if the machine is busy, which is not the case every time.
+        // The rate never exceeds the limit. The rate may be lower on a busy machine, but hardly in
+        // all five attempts.
         let reached = (0..5).any(|_| {
             let rate = rate(&device, size, &mut issue);
             assert!(
@@ -120,14 +124,14 @@ fn bandwidth_is_close_to_the_configured_rate() {
 fn large_request_delays_the_next_one() {
     let device = paced(1, Duration::ZERO);
     let begun = Instant::now();
-    // Half a second of budget at once.
+    // The write needs the budget of half a second at once.
     device.write_at(0, &vec![0; 512 << 10], Flags::empty()).unwrap();
     device.read_at(0, &mut [0; 512]).unwrap();
     let took = begun.elapsed();
-    // An idle device has 20 ms of budget.
+    // The burst of an idle device is 20 ms, so that much of the half second is free.
     assert!(took >= Duration::from_millis(475), "{took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
-    // Requests without data do not wait.
+    // Requests without data do not use the budget, so they do not wait.
     device.write_at(0, &vec![0; 8 << 20], Flags::empty()).unwrap();
     let begun = Instant::now();
     device.flush().unwrap();
@@ -139,14 +143,14 @@ fn large_request_delays_the_next_one() {
 #[test]
 fn deferred_request_counts_once() {
     let config = Config { max_request: 4096, ..Config::plain(1 << 30, 512) };
-    let device = Paced::new(
+    let device = PacedDevice::new(
         Arc::new(Memory::new(config).unwrap()),
         PaceConfig { mbps: 4, completion: Duration::ZERO },
     )
     .unwrap();
     let data: Vec<u8> = (0..1 << 20).map(|n: u32| (n / 512) as u8).collect();
     let begun = Instant::now();
-    // 256 pieces; 4 MiB per second.
+    // The write uses the budget of 256 blocks at 4 MiB per second.
     device.write_at(0, &data, Flags::empty()).unwrap();
     device.write_at(1 << 20, &data[..512], Flags::empty()).unwrap();
     let took = begun.elapsed();
@@ -170,7 +174,7 @@ fn appends_are_paced_zone_operations_are_not() {
     };
     let model: Arc<dyn Device> = Arc::new(ModelZoned::new(config));
     let completion = Duration::from_millis(20);
-    let device = Paced::new(model, PaceConfig { mbps: 0, completion }).unwrap();
+    let device = PacedDevice::new(model, PaceConfig { mbps: 0, completion }).unwrap();
     let zones = device.zoned().expect("the zones show through");
     assert_eq!(zones.try_append(0, &[1; 4096], Flags::empty()), Ok(None));
     let issued = Instant::now();

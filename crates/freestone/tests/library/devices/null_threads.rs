@@ -1,4 +1,4 @@
-//! The drive in plain memory, used by several threads.
+//! The null device with data in plain memory, used by several threads at once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,8 +8,8 @@ use freestone_testkit::Rng;
 
 const MIB: u64 = 1 << 20;
 
-/// Writers fill overlapping ranges, each write with one value in every block, while another thread
-/// discards, frees memory and resets. Every block must be uniform.
+/// Writers fill overlapping ranges, each write with one value in every byte. Another thread
+/// discards, frees memory and resets the device. Every block must be uniform.
 #[test]
 fn no_block_is_torn() {
     const SIZE: u64 = 4 * MIB;

@@ -1,4 +1,5 @@
-//! Forks, snapshots and rewinds of RAM disks: each device keeps its content when others change.
+//! Forks, snapshots and rewinds in a family of RAM disks (devices that share memory). Each device
+//! keeps its content when others change.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,13 +7,13 @@ use std::time::{Duration, Instant};
 use freestone::consistency_group;
 use freestone::device::{Blocking, Change, Device, Error, Extent, ExtentKind, Flags};
 use freestone::ram::{Config, Family, ForkConfig, Ram, SetupError};
-use freestone_testkit::{Deferred, Model, Policy, Rng};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
 
 fn content(seed: u64, slot: u64) -> Vec<u8> {
-    // Half of the page compresses.
+    // The second half of the page compresses, and the first half does not.
     let mut page = vec![slot as u8; PAGE as usize];
     Rng::new(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ slot).fill(&mut page[..2048]);
     page
@@ -36,7 +37,7 @@ fn disk(size: u64) -> Ram {
     Ram::new(Config { disksize: size, ..Config::default() }).unwrap()
 }
 
-/// A read-only base of 16.5 pages.
+/// A read-only base device of 16.5 pages for forks.
 struct Base(Model);
 
 impl Base {
@@ -59,7 +60,7 @@ impl Device for Base {
         &self,
         request: &freestone::device::Request,
         buffer: freestone::device::Buffer<'_>,
-    ) -> freestone::device::Result<freestone::device::Tried> {
+    ) -> freestone::device::Result<freestone::device::TryResult> {
         self.0.try_io(request, buffer)
     }
 
@@ -98,7 +99,7 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 fn fork_shows_its_base_until_written() {
     for deferred in [false, true] {
         let base: Arc<dyn Device> = if deferred {
-            Arc::new(Deferred::new(Arc::new(Base::filled()), Policy::Always, 3))
+            Arc::new(DeferringDevice::new(Arc::new(Base::filled()), DeferPolicy::Always, 3))
         } else {
             Arc::new(Base::filled())
         };
@@ -111,7 +112,7 @@ fn fork_shows_its_base_until_written() {
         half[2048..].fill(0);
         assert!(read(&fork, 16) == half, "the base's last page is a short one");
         assert!(read(&fork, 17) == [0; PAGE as usize]);
-        // Parts of pages keep the rest of the base's page.
+        // A write to a part of a page keeps the rest of the base's page.
         fork.write_at(3 * PAGE + 512, &[9; 512], Flags::empty()).unwrap();
         let mut wanted = content(7, 3);
         wanted[512..1024].fill(9);
@@ -119,14 +120,14 @@ fn fork_shows_its_base_until_written() {
         fork.write_at(16 * PAGE + 1024, &[9; 2048], Flags::empty()).unwrap();
         half[1024..3072].fill(9);
         assert!(read(&fork, 16) == half);
-        // A discard is stored as zeroes.
+        // A discard in a fork hides the base's data, so the fork stores zeroes.
         fork.discard(5 * PAGE, 2 * PAGE).unwrap();
         assert!(read(&fork, 5) == [0; PAGE as usize] && read(&fork, 6) == [0; PAGE as usize]);
         fork.write_zeroes(7 * PAGE + 512, 512, Flags::empty()).unwrap();
         let mut wanted = content(7, 7);
         wanted[512..1024].fill(0);
         assert!(read(&fork, 7) == wanted);
-        // The whole device in one read.
+        // Reads the whole fork in one request.
         let mut all = vec![0; 64 * PAGE as usize];
         fork.read_at(0, &mut all).unwrap();
         for slot in 0..64 {
@@ -140,7 +141,8 @@ fn fork_shows_its_base_until_written() {
     }
 }
 
-/// Forks of a base of 16.5 pages have that size, and so have their snapshots and forks of these.
+/// Forks of a base of 16.5 pages have the size of the base. So do snapshots of these forks, and
+/// forks of these snapshots.
 #[test]
 fn fork_has_the_size_of_its_base() {
     const SIZE: u64 = 16 * PAGE + 2048;
@@ -166,14 +168,14 @@ fn fork_has_the_size_of_its_base() {
             .unwrap();
         assert_eq!(last, Some(SIZE));
     }
-    // The last, partial page works like any other.
+    // The partial last page can be written, read and discarded like any other page.
     for device in [&first, &second] {
         device.write_at(SIZE - 512, &[5; 512], Flags::empty()).unwrap();
         assert_eq!(end(device, SIZE - 512), [5; 512]);
         assert_eq!(device.write_at(SIZE - 512, &[5; 1024], Flags::empty()), Err(Error::OutOfRange));
         assert!(end(device, 16 * PAGE)[..1536] == content(7, 16)[..1536]);
         assert_eq!(own(device, SIZE), [(16, 0)], "half a page");
-        // A discard of a part of the partial page that ends before its end has no effect.
+        // A discard of only a part of the partial last page has no effect.
         device.discard(16 * PAGE, 1536).unwrap();
         assert_eq!(end(device, SIZE - 512), [5; 512]);
         assert!(end(device, 16 * PAGE)[..1536] == content(7, 16)[..1536]);
@@ -190,7 +192,8 @@ fn fork_has_the_size_of_its_base() {
         device.rewind().unwrap();
         assert!(end(device, 16 * PAGE) == content(7, 16)[..2048]);
     }
-    // Requested or grown sizes are rounded to blocks. The range beyond the old end reads as zeroes.
+    // A requested or grown size is rounded up to whole blocks. The range beyond the base's end
+    // reads as zeroes.
     assert_eq!(fork(Some(SIZE + 512)).unwrap().geometry().size, SIZE + 512);
     assert_eq!(fork(Some(SIZE + 1)).unwrap().geometry().size, SIZE + 512);
     assert!(matches!(fork(Some(SIZE - 512)), Err(SetupError::SmallerThanBase { .. })));
@@ -207,7 +210,7 @@ fn fork_has_the_size_of_its_base() {
     assert_eq!(end(&before, SIZE - 512), [5; 512]);
     let over = before.fork(&ForkConfig { size: Some(17 * PAGE), ..ForkConfig::default() }).unwrap();
     assert_eq!(end(&over, SIZE), [0; 2048]);
-    // A disk has whole pages, as in zram.
+    // The size of a RAM disk without a base is rounded up to whole pages, as in zram.
     let disk = disk(SIZE);
     assert_eq!(disk.geometry().size, 17 * PAGE);
     disk.grow(17 * PAGE + 512).unwrap();
@@ -228,8 +231,8 @@ fn forks_are_independent_and_live_bases_refused() {
         assert_shows(fork, 1, 7);
     }
     let live = family.fork(Arc::new(forks[0].clone()), &ForkConfig::default());
-    assert!(matches!(live, Err(SetupError::Live)));
-    assert!(matches!(forks[0].fork(&ForkConfig::default()), Err(SetupError::Live)));
+    assert!(matches!(live, Err(SetupError::WritableBase)));
+    assert!(matches!(forks[0].fork(&ForkConfig::default()), Err(SetupError::WritableBase)));
     let small = ForkConfig { size: Some(PAGE), ..ForkConfig::default() };
     assert!(matches!(family.fork(base, &small), Err(SetupError::SmallerThanBase { .. })));
     let before = family.stat();
@@ -276,7 +279,7 @@ fn chained_snapshots_keep_their_content() {
             for slot in 0..220 {
                 assert!(read(snapshot, slot) == wanted(*at, slot), "page {slot} of snapshot {at}");
             }
-            // In one request as well.
+            // Also reads all pages in one request.
             let mut all = vec![0; 220 * PAGE as usize];
             snapshot.read_at(0, &mut all).unwrap();
             assert!((0..220).all(|slot| all[(slot * PAGE) as usize..][..PAGE as usize] == wanted(*at, slot)));
@@ -288,7 +291,7 @@ fn chained_snapshots_keep_their_content() {
     check(&snapshots);
     assert!(disk.over_stat().handed_over > 0);
     assert_eq!(snapshots[0].1.write_at(0, &[0; 512], Flags::empty()), Err(Error::ReadOnly));
-    // In the middle, the oldest, the youngest.
+    // Removes a snapshot in the middle, then the oldest one, then the newest one.
     for at in [2, 0, 3] {
         drop(snapshots.remove(at));
         check(&snapshots);
@@ -296,7 +299,7 @@ fn chained_snapshots_keep_their_content() {
         eventually("a removed snapshot's layer goes", || disk.family().stat().layers == left);
         check(&snapshots);
     }
-    // The origin is rewound, then removed.
+    // Rewinds the origin, and then drops it, while its snapshots still exist.
     disk.rewind().unwrap();
     assert!(read(&disk, 1) == [0; PAGE as usize]);
     for (at, snapshot) in &snapshots {
@@ -415,14 +418,15 @@ fn snapshot_set_is_of_one_moment() {
                     break;
                 }
                 page[..8].copy_from_slice(&n.to_le_bytes());
-                // First a, then b: at no moment is b ahead of a, or more than one behind.
+                // Disk a is written before b. So at no moment is b ahead of a, or more than one
+                // write behind.
                 a.write_at(0, &page, Flags::empty()).unwrap();
                 b.write_at(0, &page, Flags::empty()).unwrap();
             }
         });
         for _ in 0..200 {
             let (mut first, mut second) = (a.prepare_snapshot().unwrap(), b.prepare_snapshot().unwrap());
-            consistency_group::take(&mut [&mut first, &mut second]).unwrap();
+            consistency_group::take_snapshots(&mut [&mut first, &mut second]).unwrap();
             let (first, second) = (first.into_snapshot(), second.into_snapshot());
             let (of_a, of_b) = (number(&first), number(&second));
             assert!(of_a == of_b || of_a == of_b + 1, "{of_a} {of_b}");
@@ -460,7 +464,7 @@ fn limits_and_guarantees_hold() {
     assert!(of_greedy > 3 * MIB && of_greedy < 5 * MIB, "{of_greedy}");
     let of_sure = fill(&sure);
     assert!(of_sure >= 2 * MIB, "{of_sure} of the guaranteed 2 MiB");
-    // Memory that is being freed never causes a failure.
+    // Memory that is being freed in the background never makes a write fail.
     for _ in 0..20 {
         greedy.rewind().unwrap();
         for slot in 32..32 + 500 {

@@ -1,4 +1,5 @@
-//! Freed memory is usable by all devices as soon as the operation that frees it is visible.
+//! Memory that an operation frees can be used by all devices of the family as soon as the effect of
+//! the operation is visible.
 
 use std::sync::Barrier;
 use std::thread;
@@ -12,7 +13,7 @@ const LIMIT_BYTES: u64 = 1 << 20;
 const PAGES: u64 = 512;
 const ROUNDS: u64 = 400;
 
-/// Writes incompressible pages until memory is full.
+/// Writes incompressible pages until the memory limit is reached.
 fn fill(ram: &Ram, rng: &mut Rng) {
     let mut page = [0; PAGE];
     for at in 0..PAGES {
@@ -24,7 +25,8 @@ fn fill(ram: &Ram, rng: &mut Rng) {
     panic!("the limit of the pool is none");
 }
 
-/// A thread that reads a rewound disk and then writes to it can use the memory of the old content.
+/// A thread sees that a disk was rewound, and writes to it. The memory of the old content must be
+/// usable by then.
 #[test]
 fn rewind_frees_memory_before_it_is_visible() {
     let family = Family::new(Config { mem_limit: LIMIT_BYTES, ..Config::default() }).unwrap();
@@ -48,8 +50,8 @@ fn rewind_frees_memory_before_it_is_visible() {
                 ram.read_at(0, &mut page).unwrap();
             }
             rng.fill(&mut page);
-            // The result is asserted after the loop, because a panic here would leave the other
-            // thread waiting forever.
+            // The result is asserted after the loop. A panic inside the loop would leave the other
+            // thread waiting at the barrier forever.
             refused += u32::from(ram.write_at(0, &page, Flags::empty()).is_err());
             written.wait();
             ram.rewind().unwrap();

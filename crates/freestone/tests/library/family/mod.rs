@@ -1,4 +1,4 @@
-//! Families of RAM disks: forks, snapshots, rewinds, removals.
+//! Families of RAM disks (devices that share memory): forks, snapshots, rewinds and removals.
 
 mod basics;
 mod memory;

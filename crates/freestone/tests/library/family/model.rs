@@ -1,8 +1,8 @@
-//! Random operations on families, compared with a model: disks and forks, chains of snapshots, forks of snapshots.
-//! The model has a map of pages for each device, and after each step all devices must match.
+//! Random operations on families (RAM disks, forks and snapshots that share memory), compared with a model. The
+//! model has a map of pages for each device, and after each step all devices must match.
 //!
-//! `FREESTONE_SEED` runs one seed, which a failure prints. `FREESTONE_MODEL_SECONDS` sets the run time of each test;
-//! without it a quick run takes only the first seeds.
+//! `FREESTONE_SEED` runs a single seed; a failure prints its seed. `FREESTONE_MODEL_SECONDS` sets the run time of
+//! each test; without it a quick run uses only the first seeds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,26 +11,29 @@ use std::time::{Duration, Instant};
 use freestone::codec::Params;
 use freestone::consistency_group;
 use freestone::device::{Blocking, Device, Error, Flags};
-use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Recompress, Secondary, SetupError, Writeback};
-use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, effort, first_difference};
+use freestone::ram::{
+    Config, Family, ForkConfig, IdleSelection, Ram, RecompressOptions, Secondary, SetupError, Writeback,
+};
+use freestone_testkit::{DeferPolicy, DeferringDevice, FaultyDisk, Model, Rng, effort, first_difference};
 
 const PAGE: usize = 4096;
-/// Size of the base in bytes. Its last page is partial.
+/// Size of the base in bytes. The last page of the base is partial.
 const BASE_BYTES: usize = 1031 * PAGE + 1536;
-/// Pages of a disk, and the maximum that it grows to.
+/// Size of a new disk in pages, and the size up to which devices grow.
 const PAGES: u64 = 1032;
 const PAGES_MAX: u64 = 1100;
-/// Parts of a device that are used, in pages: the start of leaves, their end, and the end of the base.
+/// Parts of a device that the test uses, as first page and number of pages. The parts cover the start and end of
+/// leaves of the page map, and the end of the base.
 const HOT: [(u64, u64); 4] = [(0, 10), (507, 10), (1020, 14), (1034, 6)];
-/// Maximum numbers of devices and snapshots.
+/// Maximum number of devices, and of snapshots, that exist at the same time.
 const DEVICES_MAX: usize = 5;
 const SNAPSHOTS_MAX: usize = 8;
 
 type Page = [u8; PAGE];
-/// Missing pages are zeroes.
+/// Content of a device by page number. A missing page reads as zeroes.
 type Pages = BTreeMap<u64, Arc<Page>>;
 
-/// A device and its expected content.
+/// A device, its expected content, and its size in pages.
 struct ExpectedDevice {
     ram: Ram,
     pages: Pages,
@@ -39,15 +42,15 @@ struct ExpectedDevice {
 
 struct Live {
     shown: ExpectedDevice,
-    /// Content after a rewind, and the number of pages of the base.
+    /// Expected content after a rewind, and the number of pages of the device's base.
     base: Pages,
     below: u64,
-    /// Pages of the device's own layer, or None after a failed write.
+    /// Numbers of the pages that the device itself stores. None if unknown, after a failed write.
     own: Option<BTreeSet<u64>>,
-    /// Pages with zeroes written to a part that reads as zeroes below. Whether the device stores such a page depends
+    /// Pages where a part that reads as zeroes below was zeroed again. Whether the device stores such a page depends
     /// on the granularity of the extents below.
     uncertain: BTreeSet<u64>,
-    /// Forks of disks are at level 1.
+    /// Depth of the device in the family: disks are at level 0, and forks of disks at level 1.
     level: u32,
 }
 
@@ -59,7 +62,7 @@ struct Snapshot {
 struct World {
     rng: Rng,
     family: Family,
-    /// An empty disk to query statistics of the family.
+    /// An empty disk that is only used to query the statistics of the family.
     probe: Ram,
     live: Vec<Live>,
     snapshots: Vec<Snapshot>,
@@ -67,13 +70,13 @@ struct World {
     log: Vec<String>,
 }
 
-/// Parameters of a family.
+/// Parameters of the family that a test runs with.
 #[derive(Debug, Clone, Copy)]
 struct Setup {
     backing: Option<bool>,
     mem_limit: u64,
-    /// Set if the base is not in memory.
-    deferred: Option<Policy>,
+    /// How the base defers requests. None if the base is in memory and completes all requests inline.
+    deferred: Option<DeferPolicy>,
     forks: bool,
 }
 
@@ -113,7 +116,7 @@ impl ExpectedDevice {
         }
     }
 
-    /// Applies a change that failed half-way: earlier pages have the new content, later pages the old content.
+    /// Records the result of a change that failed half-way. Each page has its old or its new content.
     fn settle(&mut self, offset: u64, before: &Self) {
         let last =
             HOT.iter().find(|(first, pages)| (*first..first + pages).contains(&(offset / PAGE as u64)));
@@ -147,7 +150,7 @@ impl World {
         let family = match setup.backing {
             None => Family::new(config).unwrap(),
             Some(packed) => {
-                let disk = Faulty::new(16 << 20, 4096).shuffled(seed);
+                let disk = FaultyDisk::new(16 << 20, 4096).shuffled(seed);
                 Family::new(config.backed_by(Arc::new(disk), packed)).unwrap()
             }
         };
@@ -178,7 +181,7 @@ impl World {
             }
             let mut device: Arc<dyn Device> = Arc::new(Model::read_only(content, 512));
             if let Some(policy) = setup.deferred {
-                device = Arc::new(Deferred::new(device, policy, seed));
+                device = Arc::new(DeferringDevice::new(device, policy, seed));
             }
             for _ in 0..2 {
                 let config = ForkConfig { size: Some(PAGES * PAGE as u64), ..ForkConfig::default() };
@@ -204,7 +207,8 @@ impl World {
         self.rng.below(bound as u64) as usize
     }
 
-    /// Returns a range inside one of the used parts, in blocks of 512 bytes; half of the time of whole pages.
+    /// Returns a range as offset and length in bytes, inside one of the used parts. In half of the cases the range
+    /// consists of whole pages.
     fn range(&mut self, size: u64) -> (u64, u64) {
         loop {
             let at = self.below(HOT.len());
@@ -220,7 +224,7 @@ impl World {
         }
     }
 
-    /// Checks the result of a change, which may fail only because of a limit.
+    /// Checks the result of a change. A change may fail only because of a memory limit.
     fn changed(&mut self, at: usize, outcome: Result<(), Error>, offset: u64, before: &ExpectedDevice) {
         match outcome {
             Ok(()) => {}
@@ -254,7 +258,7 @@ impl World {
     fn zero(&mut self, exact: bool) {
         let at = self.below(self.live.len());
         let (offset, len) = self.range(self.live[at].shown.size);
-        // Zeroes that must not be a hole are written like data.
+        // Write zeroes without MAY_FREE stores the zeroes like data.
         let stays = exact && self.rng.chance(30);
         self.log.push(format!("zero {at} {offset}+{len} exact {exact} stays {stays}"));
         let before = self.live[at].shown.copy();
@@ -272,7 +276,7 @@ impl World {
                 let (from, to) = (offset.max(slot * page), (offset + len).min((slot + 1) * page));
                 let part = (from - slot * page) as usize..(to - slot * page) as usize;
                 let is_whole = (first..last).contains(&slot);
-                // Over zeroes nothing needs to be stored.
+                // If the base has zeroes in this range, the device needs to store nothing.
                 let is_bare = slot >= live.below
                     || live.base.get(&slot).is_none_or(|below| below[part].iter().all(|&byte| byte == 0));
                 if stays || (is_whole || exact) && !is_bare {
@@ -304,9 +308,9 @@ impl World {
         self.log.push(format!("snapshot {origins:?}"));
         let mut pending: Vec<_> =
             origins.iter().map(|&at| self.live[at].shown.ram.prepare_snapshot().unwrap()).collect();
-        let mut all: Vec<&mut dyn consistency_group::Pending> =
+        let mut all: Vec<&mut dyn consistency_group::GroupMember> =
             pending.iter_mut().map(|one| one as _).collect();
-        consistency_group::take(&mut all).unwrap();
+        consistency_group::take_snapshots(&mut all).unwrap();
         for (at, pending) in origins.into_iter().zip(pending) {
             let live = &self.live[at];
             let shown = ExpectedDevice { ram: pending.into_snapshot(), ..live.shown.copy() };
@@ -365,7 +369,7 @@ impl World {
             self.log.push(format!("remove {at}"));
             let live = self.live.remove(at);
             if self.live.iter().all(|other| other.level > 0) && live.level == 0 {
-                // At least one disk always remains, as a start for the others.
+                // At least one disk always remains, so that new forks and snapshots have an origin.
                 let ram = self.family.ram(PAGES * PAGE as u64).unwrap();
                 self.add(ram, Pages::new(), PAGES, 0, 0);
             }
@@ -386,14 +390,14 @@ impl World {
             }
             1 => {
                 self.log.push(format!("recompress {at}"));
-                match ram.recompress(&Recompress::default()) {
+                match ram.recompress(&RecompressOptions::default()) {
                     Ok(_) | Err((_, freestone::ram::RecompressError::NoSpace)) => {}
                     Err((_, error)) => panic!("recompress: {error}"),
                 }
             }
             _ if self.has_backing => {
                 self.log.push(format!("writeback {at}"));
-                ram.idle(Idle::All);
+                ram.mark_idle(IdleSelection::All);
                 if let Err((_, error)) = ram.writeback(&Writeback::Idle) {
                     panic!("writeback: {error}");
                 }
@@ -404,7 +408,7 @@ impl World {
 
     fn limits(&mut self) {
         let at = self.below(self.live.len());
-        // Enough memory for the used parts, or not.
+        // The limit is none, too small for the used parts, or large enough.
         let cap = [0, 64 << 10, 1 << 20][self.below(3)];
         let limit = self.family.mem_limit();
         let least = if limit > 0 && self.rng.chance(50) { limit / 16 } else { 0 };
@@ -444,7 +448,7 @@ impl World {
         }
     }
 
-    /// Removes everything in any order. Nothing may be left.
+    /// Drops all devices and snapshots in random order. Afterwards the family must use no memory.
     fn end(mut self) {
         while !self.live.is_empty() || !self.snapshots.is_empty() {
             if self.rng.chance(50) && !self.live.is_empty() {
@@ -457,7 +461,7 @@ impl World {
         }
         let began = Instant::now();
         loop {
-            let (stat, memory) = (self.family.stat(), self.probe.memory());
+            let (stat, memory) = (self.family.stat(), self.probe.memory_overhead());
             let backing = self.probe.backing().unwrap_or_default();
             let left = [
                 stat.mem_used_total,
@@ -503,16 +507,17 @@ fn owned(ram: &Ram, size: u64) -> BTreeSet<u64> {
     own
 }
 
-/// Seeds that every run takes, over a fast base and over a slow base.
+/// Number of seeds that every run executes, over a base that completes inline and over one that does not.
 const SEEDS_MIN: [u64; 2] = [2, 1];
 
-/// Returns the time in which further seeds are started.
+/// Returns the duration in which a test starts further seeds.
 fn run_time() -> Duration {
     let given = std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok());
     Duration::from_secs(given.unwrap_or(effort(0, 4)))
 }
 
-/// Runs seeds until the time is over.
+/// Runs at least `SEEDS_MIN` seeds, and further ones until the run time has passed. If `FREESTONE_SEED` is set, runs
+/// only that seed.
 fn run(name: &str, setup: Setup) {
     const STEPS: usize = 250;
     let given = std::env::var("FREESTONE_SEED").ok().and_then(|text| text.parse().ok());
@@ -563,14 +568,17 @@ fn forks() {
 
 #[test]
 fn forks_of_a_slow_base() {
-    run("slow base", Setup { forks: true, deferred: Some(Policy::Always), ..PLAIN });
-    run("half slow base", Setup { forks: true, deferred: Some(Policy::Sometimes(50)), ..PLAIN });
+    run("slow base", Setup { forks: true, deferred: Some(DeferPolicy::Always), ..PLAIN });
+    run("half slow base", Setup { forks: true, deferred: Some(DeferPolicy::Sometimes(50)), ..PLAIN });
 }
 
 #[test]
 fn spilling_in_the_packed_layout() {
     run("packed", Setup { backing: Some(true), ..PLAIN });
-    run("packed forks", Setup { backing: Some(true), forks: true, deferred: Some(Policy::Always), ..PLAIN });
+    run(
+        "packed forks",
+        Setup { backing: Some(true), forks: true, deferred: Some(DeferPolicy::Always), ..PLAIN },
+    );
 }
 
 #[test]

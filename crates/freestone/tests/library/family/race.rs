@@ -1,15 +1,15 @@
-//! Families under load: writers on their own and on shared pages, snapshots, forks, rewinds,
-//! removals, compaction and writeback at the same time.
+//! A family (a RAM disk, its snapshots and forks, which share memory) under load. Writers,
+//! snapshots, forks, rewinds, removals, compaction and writeback run at the same time.
 //!
-//! Checks that each reader can make without knowledge of the others:
-//! * A block of 512 bytes contains its writer, number and position, from which the rest follows. So
-//!   torn or misplaced blocks are detected.
-//! * A writer reads its own pages as it wrote them last, unless the device was rewound.
-//! * A writer writes its pages in a cycle. So a snapshot shows a state between two of its writes:
-//!   the age of each page follows from its distance to the newest one, and a rewind clears pages up
-//!   to the oldest one.
-//! * A snapshot never changes. A fork of a snapshot shows the same until it is written, and again
-//!   after a rewind.
+//! Each reader makes these checks without knowledge of the other threads:
+//! * A block of 512 bytes contains its writer, the number of the write and its position, which
+//!   determine all other bytes. Torn or misplaced blocks are therefore detected.
+//! * A writer reads from its own pages what it wrote last, unless the device was rewound.
+//! * A writer writes its pages in a cycle, so a snapshot shows a state between two writes. The age
+//!   of each page follows from its distance to the newest page. After a rewind, all pages older
+//!   than the oldest written one are zeroes.
+//! * A snapshot never changes. A new fork of a snapshot has the snapshot's content, and a rewind of
+//!   the fork restores that content.
 //!
 //! `FREESTONE_MODEL_SECONDS` sets the run time of each test.
 
@@ -18,27 +18,27 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Device, Flags};
-use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Writeback};
-use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, effort, first_difference};
+use freestone::ram::{Config, Family, ForkConfig, IdleSelection, Ram, Writeback};
+use freestone_testkit::{DeferPolicy, DeferringDevice, FaultyDisk, Model, Rng, effort, first_difference};
 
 const PAGE: usize = 4096;
 const BLOCK: usize = 512;
-/// Pages of each writer, written whole in a cycle, followed by pages that all writers write in
-/// parts.
+/// Number of pages that each writer owns and writes whole, in a cycle. Behind them are pages of
+/// which all writers write parts.
 const OWN: u64 = 12;
 const WRITERS: u64 = 3;
 const SHARED: u64 = 8;
 const PAGES: u64 = WRITERS * OWN + SHARED;
 const SNAPSHOTS_MAX: usize = 6;
 
-/// Returns the block that `writer` writes at `place` with this number.
+/// Returns the block that `writer` writes at position `place` in its write `number`.
 fn block(writer: u64, number: u64, place: u64) -> [u8; BLOCK] {
     let mut block = [0; BLOCK];
     block[..8].copy_from_slice(&(writer + 1).to_le_bytes());
     block[8..16].copy_from_slice(&number.to_le_bytes());
     block[16..24].copy_from_slice(&place.to_le_bytes());
     let mut rng = Rng::new(writer << 56 ^ number << 16 ^ place);
-    // Some blocks compress, some do not.
+    // Every third block compresses well, the others do not.
     if number.is_multiple_of(3) {
         block[24..].fill(number as u8);
     } else {
@@ -51,8 +51,8 @@ fn page(writer: u64, number: u64, slot: u64) -> Vec<u8> {
     (0..8).flat_map(|at| block(writer, number, slot * 8 + at)).collect()
 }
 
-/// Returns the number of a block's write, or 0 if it was never written. Panics if no writer wrote
-/// this block at this position.
+/// Returns the number of the write that wrote the block, or 0 if the block was never written.
+/// Panics if the block is torn or belongs to another position.
 fn number(bytes: &[u8], place: u64, what: &str) -> u64 {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     if word(0) == 0 {
@@ -75,7 +75,8 @@ fn read_all(ram: &Ram) -> Vec<u8> {
     bytes
 }
 
-/// Checks the properties of a moment (see the module documentation).
+/// Checks that the bytes show the device between two writes of each writer (see the module
+/// documentation).
 fn check_moment(bytes: &[u8], what: &str) {
     for (at, block) in bytes.chunks(BLOCK).enumerate() {
         number(block, at as u64, what);
@@ -110,17 +111,17 @@ struct Frozen {
 
 struct Stage {
     origin: Ram,
-    /// Odd during a rewind.
+    /// Number of begun and ended rewinds; odd during a rewind.
     rewinds: AtomicU64,
     frozen: Mutex<Vec<Arc<Frozen>>>,
     stop: AtomicBool,
-    /// Finished rounds of writing, snapshots, reading, forks and background work.
+    /// Numbers of finished rounds of writing, snapshots, reading, forks and background work.
     done: [AtomicU64; 5],
 }
 
 impl Stage {
     fn count_round(&self, what: usize) -> bool {
-        // Relaxed: a counter only.
+        // Relaxed: no other data depends on this counter.
         self.done[what].fetch_add(1, Ordering::Relaxed);
         !self.stop.load(Ordering::SeqCst)
     }
@@ -142,7 +143,7 @@ impl Stage {
                     "writer {writer} does not read what it wrote: page {slot}"
                 );
             }
-            // A part of a page that all writers share.
+            // Changes a part of the pages that all writers share.
             let first = WRITERS * OWN * 8 + rng.below(SHARED * 8);
             let blocks = 1 + rng.below(4.min(PAGES * 8 - first));
             match rng.below(8) {
@@ -157,7 +158,7 @@ impl Stage {
         }
     }
 
-    /// Takes and removes snapshots.
+    /// Takes snapshots, and removes old ones.
     fn freeze(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         while self.count_round(1) {
@@ -184,11 +185,11 @@ impl Stage {
         frozen.get(at).cloned()
     }
 
-    /// Reads snapshots again.
+    /// Reads the origin and existing snapshots, and checks their content.
     fn look(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         while self.count_round(2) {
-            // Not of one moment, because the read may be done in parts.
+            // The read may be done in parts, so its blocks may be from different moments.
             for (at, block) in read_all(&self.origin).chunks(BLOCK).enumerate() {
                 number(block, at as u64, "the origin");
             }
@@ -204,7 +205,7 @@ impl Stage {
         }
     }
 
-    /// Forks snapshots, and takes snapshots and forks of these.
+    /// Forks snapshots, and takes snapshots and forks of the forks.
     fn fork(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         while self.count_round(3) {
@@ -214,7 +215,7 @@ impl Stage {
             };
             let fork = frozen.ram.fork(&ForkConfig::default()).unwrap();
             let mut bytes = frozen.bytes.clone();
-            // The snapshot may leave the list meanwhile.
+            // Another thread may remove the snapshot from the list meanwhile.
             drop(frozen.clone());
             for n in 0..10 {
                 let first = rng.below(PAGES * 8 - 8);
@@ -254,7 +255,7 @@ impl Stage {
                     let frozen = self.any(&mut rng);
                     let ram = frozen.as_ref().map_or(&self.origin, |frozen| &frozen.ram);
                     let ram = if rng.chance(50) { &self.origin } else { ram };
-                    ram.idle(Idle::All);
+                    ram.mark_idle(IdleSelection::All);
                     ram.writeback(&Writeback::Idle).unwrap();
                 }
                 _ => {}
@@ -281,7 +282,7 @@ fn assert_same(is: &[u8], wanted: &[u8], what: &str) {
     }
 }
 
-/// Returns the run time of one setup.
+/// Returns how long each setup runs.
 fn run_time() -> Duration {
     let given = std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok());
     given.map_or(effort(Duration::from_millis(400), Duration::from_secs(5)), Duration::from_secs)
@@ -299,13 +300,13 @@ fn run(name: &str, setup: &Setup) {
     let family = match setup.backing {
         None => Family::new(config).unwrap(),
         Some(packed) => {
-            let disk = Arc::new(Faulty::new(32 << 20, 4096).shuffled(5));
+            let disk = Arc::new(FaultyDisk::new(32 << 20, 4096).shuffled(5));
             Family::new(config.backed_by(disk, packed)).unwrap()
         }
     };
     let origin = if setup.fork {
         let zeroes: Arc<dyn Device> = Arc::new(Model::read_only(vec![0; PAGES as usize * PAGE], 512));
-        let base: Arc<dyn Device> = Arc::new(Deferred::new(zeroes, Policy::Sometimes(30), 7));
+        let base: Arc<dyn Device> = Arc::new(DeferringDevice::new(zeroes, DeferPolicy::Sometimes(30), 7));
         family.fork(base, &ForkConfig::default()).unwrap()
     } else {
         family.ram(PAGES * PAGE as u64).unwrap()
@@ -318,7 +319,7 @@ fn run(name: &str, setup: &Setup) {
         stop: AtomicBool::new(false),
         done: Default::default(),
     };
-    // A thread that fails stops the others.
+    // A thread that panics stops all other threads.
     let stop = |work: &(dyn Fn() + Sync)| {
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         stage.stop.store(true, Ordering::SeqCst);
@@ -335,16 +336,16 @@ fn run(name: &str, setup: &Setup) {
         scope.spawn(|| stop(&|| stage.look(2)));
         scope.spawn(|| stop(&|| stage.fork(3)));
         scope.spawn(|| stop(&|| stage.background(setup.backing.is_some(), setup.rewinds, 4)));
-        // A thread that waits forever is a failure as well.
+        // A thread that makes no progress is a failure as well.
         let began = Instant::now();
         let mut seen = [0; 5];
         let mut since = Instant::now();
         let mut hangs = None;
-        // On a loaded machine the run continues until every thread has finished a round.
+        // On a loaded machine, the run continues until every thread has finished a round.
         let mut all_ran = false;
         while !(all_ran && began.elapsed() >= run_time() || stage.stop.load(Ordering::SeqCst)) {
             std::thread::sleep(Duration::from_millis(20));
-            // Relaxed: a counter only.
+            // Relaxed: no other data depends on the counters.
             let now: [u64; 5] = std::array::from_fn(|at| stage.done[at].load(Ordering::Relaxed));
             if now.iter().zip(seen).all(|(now, seen)| *now > seen) {
                 (seen, since, all_ran) = (now, Instant::now(), true);
@@ -356,7 +357,7 @@ fn run(name: &str, setup: &Setup) {
         }
         stage.stop.store(true, Ordering::SeqCst);
         if let Some((seen, now)) = hangs {
-            // Otherwise the scope would wait for the thread.
+            // Without an abort, the scope would wait forever for the thread that hangs.
             eprintln!("{name}: somebody does not get on: {seen:?}, 20 s later {now:?}");
             std::process::abort();
         }
@@ -368,7 +369,8 @@ fn run(name: &str, setup: &Setup) {
     drop(stage);
     let began = Instant::now();
     loop {
-        let (stat, memory, backing) = (family.stat(), probe.memory(), probe.backing().unwrap_or_default());
+        let (stat, memory, backing) =
+            (family.stat(), probe.memory_overhead(), probe.backing().unwrap_or_default());
         let left = [
             stat.mem_used_total,
             stat.charged,

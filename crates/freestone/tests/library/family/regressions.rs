@@ -1,4 +1,5 @@
-//! Findings of a review of families: no content, memory or write may be lost.
+//! Regression tests for families of RAM disks (devices that share memory): no content, memory or
+//! write may be lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Completion, Device, Error, Flags, IoBuf, Op, Request};
 use freestone::ram::{Config, Family, ForkConfig, Ram, SetupError, Writeback};
-use freestone_testkit::{Faulty, Model, Rng, What, When, effort};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, effort};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
-/// Slots in a leaf.
+/// Number of pages (slots) that one leaf of the page map holds.
 const LEAF: u64 = 512;
 
-/// Returns an incompressible page.
+/// Returns an incompressible page, which depends only on the seed.
 fn noise(seed: u64) -> Vec<u8> {
     let mut page = vec![0; PAGE as usize];
     Rng::new(seed).fill(&mut page);
@@ -46,22 +47,23 @@ fn zero_base(size: u64) -> Arc<dyn Device> {
     Arc::new(Model::read_only(vec![0; size as usize], 4096))
 }
 
-/// Two adjacent snapshots are removed. Pages of the younger one go to the oldest, past the other
-/// removed one.
+/// Two adjacent snapshots are removed. Pages of the younger one must move to the oldest snapshot,
+/// past the other removed one.
 #[test]
 fn removed_snapshots_pass_their_pages_on() {
-    // More leaves than the cleaner handles in one turn.
+    // More leaves than the background cleaner handles in one turn.
     let leaves = 1500;
     for order in [[1, 2], [2, 1]] {
         let disk = family(0).ram(leaves * LEAF * PAGE).unwrap();
         for leaf in 0..leaves {
             write(&disk, leaf * LEAF, leaf);
         }
-        // All three show the same content. Pages overwritten after the third are stored there.
+        // All three snapshots show the same first page of each leaf. The page is stored in the
+        // third one when it is overwritten later.
         let mut snapshots = Vec::new();
         for round in 0..3 {
             snapshots.push(Some(disk.snapshot().unwrap()));
-            // Pages for each of them, in every leaf.
+            // Each snapshot also stores another page of every leaf.
             for leaf in 0..leaves {
                 write(&disk, leaf * LEAF + 1 + round, 1000 + leaf);
             }
@@ -91,20 +93,21 @@ fn submit_write(device: &Ram, offset: u64, data: &[u8]) -> std::sync::mpsc::Rece
     rx
 }
 
-/// A write to a part of an evicted page waits for the page, and meanwhile the device is rewound.
+/// A device is rewound while a write to a part of an evicted page waits for the read of that page.
 #[test]
 fn rewind_discards_pages_in_flight() {
     for packed in [true, false] {
-        let disk = Arc::new(Faulty::new(4 << 20, 4096));
+        let disk = Arc::new(FaultyDisk::new(4 << 20, 4096));
         let family = Family::new(Config::default().backed_by(disk.clone(), packed)).unwrap();
         let fork = family.fork(zero_base(MIB), &ForkConfig::default()).unwrap();
         write(&fork, 3, 5);
         fork.writeback(&Writeback::Pages(vec![3..=3])).unwrap();
-        disk.fault(Some(Op::Read), When::From(0), What::Hang);
-        // The first request changes the page when it arrives; the others wait for its content.
+        disk.fault(Some(Op::Read), FaultSchedule::From(0), FaultEffect::Hang);
+        // The first write changes the page when its content has been read. The other writes wait
+        // for the same read.
         let waits: Vec<_> =
             (0..3).map(|at| submit_write(&fork, 3 * PAGE + at * 512, &[at as u8 + 1; 512])).collect();
-        disk.await_held(1);
+        disk.wait_held(1);
         fork.rewind().unwrap();
         disk.heal();
         for one in waits {
@@ -120,7 +123,7 @@ fn rewind_discards_pages_in_flight() {
 }
 
 const SMALL_LIMIT: u64 = 2 * MIB;
-/// Incompressible pages that fit once, but not twice.
+/// Number of incompressible pages that fit into the memory limit once, but not twice.
 const MANY: u64 = 450;
 
 fn fill(device: &Ram, what: &str) {
@@ -131,7 +134,8 @@ fn fill(device: &Ram, what: &str) {
     }
 }
 
-/// Memory of a rewind is freed in the background and never causes "no space".
+/// The memory of the content before a rewind is freed in the background. Meanwhile no write may
+/// fail with "no space".
 #[test]
 fn memory_of_a_rewind_does_not_fail_writes() {
     let disk = family(SMALL_LIMIT).ram(MANY * PAGE).unwrap();
@@ -141,7 +145,7 @@ fn memory_of_a_rewind_does_not_fail_writes() {
     }
 }
 
-/// The same with two devices that write at the same time.
+/// Two devices write at the same time after a rewind. Neither write fails with "no space".
 #[test]
 fn memory_of_a_rewind_does_not_fail_two_writers() {
     let family = family(SMALL_LIMIT);
@@ -163,7 +167,8 @@ fn memory_of_a_rewind_does_not_fail_two_writers() {
     }
 }
 
-/// Memory of a removed device does not cause "no space" either.
+/// The memory of a removed device is freed in the background. Meanwhile no write may fail with "no
+/// space".
 #[test]
 fn memory_of_a_removed_device_does_not_fail_writes() {
     let family = family(SMALL_LIMIT);
@@ -173,7 +178,8 @@ fn memory_of_a_removed_device_does_not_fail_writes() {
     }
 }
 
-/// Neither does memory of a removed snapshot.
+/// The memory of a removed snapshot is freed in the background. Meanwhile no write may fail with
+/// "no space".
 #[test]
 fn memory_of_a_removed_snapshot_does_not_fail_writes() {
     let disk = family(SMALL_LIMIT).ram(MANY * PAGE).unwrap();
@@ -185,7 +191,7 @@ fn memory_of_a_removed_snapshot_does_not_fail_writes() {
     }
 }
 
-/// A guarantee ends with its device.
+/// The guaranteed memory of a device becomes free when the device is removed.
 #[test]
 fn guarantee_ends_with_its_device() {
     let family = family(8 * MIB);
@@ -200,7 +206,7 @@ fn guarantee_ends_with_its_device() {
     let snapshot = fork.snapshot().unwrap();
     drop(fork);
     eventually("the guarantee of a device that is gone", || family.stat().guaranteed == 0);
-    // Other devices can use the memory that was guaranteed.
+    // Other devices can use the memory that was guaranteed to the removed one.
     let other = family.ram(64 * MIB).unwrap();
     let mut written = 0;
     while written < 16 * MIB / PAGE && other.write_at(written * PAGE, &noise(written), Flags::empty()).is_ok()
@@ -211,7 +217,8 @@ fn guarantee_ends_with_its_device() {
     drop(snapshot);
 }
 
-/// A guarantee counts once, whatever snapshots hold after a rewind.
+/// The guaranteed memory of a device counts once, even if snapshots keep memory of the device after
+/// a rewind.
 #[test]
 fn rewind_does_not_count_a_guarantee_twice() {
     let family = family(8 * MIB);
@@ -229,7 +236,7 @@ fn rewind_does_not_count_a_guarantee_twice() {
     drop(snapshot);
 }
 
-/// Limits set on a snapshot apply or are refused.
+/// A memory limit set on a snapshot either applies or is refused.
 #[test]
 fn limits_of_a_snapshot_apply() {
     let family = family(8 * MIB);
@@ -246,15 +253,17 @@ fn limits_of_a_snapshot_apply() {
     assert!(written * PAGE < 3 * MIB, "6 MiB of 8 were guaranteed to the snapshot");
 }
 
-/// A device at its limit with nothing to evict fails in time, however busy others are.
+/// If a device is at its memory limit and has no page to evict, a write fails in time, even while
+/// other devices are busy.
 #[test]
 fn write_above_the_limit_fails_in_time() {
-    let disk = Arc::new(Faulty::new(64 << 20, 4096));
+    let disk = Arc::new(FaultyDisk::new(64 << 20, 4096));
     let config = Config { mem_limit: 4 * MIB, ..Config::default() };
     let family = Family::new(config.backed_by(disk, true)).unwrap();
     let capped = ForkConfig { mem_limit: 64 << 10, ..ForkConfig::default() };
     let capped = family.fork(zero_base(32 * MIB), &capped).unwrap();
-    // Patterns of 8 bytes are not evicted, so after about 4096 of them nothing more can be stored.
+    // Pages that repeat 8 bytes are never evicted, so after about 4096 of them nothing more can be
+    // stored.
     let pattern = |n: u64| (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes().repeat(512);
     for n in 0..3900 {
         capped.write_at(n * PAGE, &pattern(n), Flags::empty()).unwrap();

@@ -3,19 +3,20 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use freestone::device::{Blocking, Buffer, Device, Error, Flags, Op, Request, Tried};
+use freestone::device::{Blocking, Buffer, Device, Error, Flags, Op, Request, TryResult};
 use freestone::faults::Faults;
-use freestone_testkit::{Deferred, Model, Policy};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model};
 
 use crate::faults::support::{BLOCK, Recorder, faults, fired, read, rules, submit, write};
 
 const SIZE: usize = 1 << 20;
 
-/// Returns devices with faults, and the devices below: one inline and one deferred.
+/// Returns pairs of a device and the fault layer over it: the first device completes inline, the
+/// second one defers.
 fn devices(text: &str) -> Vec<(Arc<dyn Device>, Faults)> {
     let model: Arc<dyn Device> = Arc::new(Model::new(SIZE, BLOCK as u32));
     let deferred: Arc<dyn Device> =
-        Arc::new(Deferred::new(Arc::new(Model::new(SIZE, BLOCK as u32)), Policy::Always, 1));
+        Arc::new(DeferringDevice::new(Arc::new(Model::new(SIZE, BLOCK as u32)), DeferPolicy::Always, 1));
     [model, deferred].map(|inner| (Arc::clone(&inner), faults(inner, text))).into()
 }
 
@@ -35,14 +36,14 @@ fn error_rule_fails_requests_without_effect() {
         for (inner, faults) in devices(&format!("all error={name} at=64K+4K; flush error={name}")) {
             write(&*inner, 0, 7, SIZE).unwrap();
             let around = (64 << 10) - BLOCK as u64;
-            // A request that only overlaps the range fails as a whole.
+            // A request that overlaps the range of the rule only in part fails as a whole.
             assert_eq!(write(&faults, around, 1, 3 * BLOCK), Err(error));
             assert_eq!(faults.write_zeroes(around, 3 * BLOCK as u64, Flags::empty()), Err(error));
             assert_eq!(faults.discard(0, SIZE as u64), Err(error));
             assert_eq!(faults.read_at(64 << 10, &mut [0; BLOCK]), Err(error));
             assert_eq!(faults.flush(), Err(error));
             assert_eq!(read(&*inner, 0, SIZE), vec![7; SIZE]);
-            // The rule does not affect neighbouring blocks.
+            // The rule does not affect blocks next to its range.
             assert_eq!(write(&faults, around, 1, BLOCK), Ok(()));
             assert_eq!(write(&faults, 68 << 10, 1, BLOCK), Ok(()));
             assert_eq!(fired(&faults), [4, 1]);
@@ -156,7 +157,7 @@ fn misdirected_writes_arrive_elsewhere() {
         places.dedup();
         assert!(places.len() > 10, "the places are {places:?}");
     }
-    // A write of the whole device has no other place.
+    // For a write of the whole device there is no other place, so the write is dropped.
     let (inner, faults) = devices("write misdirected").remove(0);
     assert_eq!(write(&faults, 0, 2, SIZE), Ok(()));
     assert_eq!(read(&*inner, 0, SIZE), vec![0; SIZE]);
@@ -177,7 +178,7 @@ fn lying_flush_has_no_effect() {
         assert_eq!(recorder.durable.swap(0, Ordering::SeqCst), durable, "zeroes at {offset}");
     }
     assert_eq!(read(&faults, 0, 512), [1; 512], "what is written is written");
-    // Without the FUA flag the rule has nothing to drop.
+    // Without the FUA flag, the rule has no flag to remove.
     write(&faults, 0, 1, 512).unwrap();
     assert_eq!(fired(&faults), [1, 2]);
 }
@@ -192,19 +193,20 @@ fn stale_reads_return_old_content() {
         assert_eq!(read(&faults, offset, BLOCK), [2; BLOCK], "the first time");
         assert_eq!(read(&faults, offset, BLOCK), [1; BLOCK], "the second time");
         assert_eq!(read(&faults, offset, BLOCK), [2; BLOCK], "the third time");
-        // By block: a larger read, of which one block has old content.
+        // Old content is kept for each block, so a larger read returns the old content of each
+        // overwritten block.
         read(&faults, 0, 4 * BLOCK);
         write(&faults, 0, 3, BLOCK).unwrap();
         let found = read(&faults, 0, 4 * BLOCK);
         assert_eq!(found.chunks(BLOCK).map(|block| block[0]).collect::<Vec<_>>(), [1, 1, 1, 1]);
-        // The last overwrite counts, and write zeroes is an overwrite.
+        // The old content is that before the last overwrite, and write zeroes is an overwrite.
         let place = 128 << 10;
         write(&faults, place, 4, BLOCK).unwrap();
         write(&faults, place, 5, BLOCK).unwrap();
         assert_eq!(read(&faults, place, BLOCK), [4; BLOCK]);
         faults.write_zeroes(place, 2 * BLOCK as u64, Flags::empty()).unwrap();
         assert_eq!(read(&faults, place, BLOCK), [5; BLOCK]);
-        // New rules clear the old content.
+        // Setting new rules discards the recorded old content.
         faults.set(rules("read stale"), None);
         assert_eq!(read(&faults, place, BLOCK), [0; BLOCK]);
     }
@@ -261,7 +263,7 @@ fn chance_matches_its_probability() {
             assert!(off <= 5.0 * deviation, "chance={text}, seed {seed}: {failed} of {REQUESTS}");
         }
     }
-    // At a single offset as well.
+    // The chance also applies to repeated requests at a single offset.
     let faults = Faults::new(model, rules("read error=EIO chance=25%"), 1).unwrap();
     let failed = (0..4000).filter(|_| faults.read_at(0, &mut [0; 512]).is_err()).count();
     assert!((863..=1137).contains(&failed), "{failed} of 4000");
@@ -269,7 +271,8 @@ fn chance_matches_its_probability() {
 
 #[test]
 fn effects_of_several_rules_combine() {
-    // The first error is returned, and nothing is written, although another rule tears the write.
+    // The first matching error is returned. Nothing is written, although another rule would write a
+    // part.
     let (inner, faults) =
         devices("write torn=4K nth=1; write error=ENOSPC nth=1; write error=EIO; read rot; read stale")
             .remove(0);
@@ -295,7 +298,7 @@ fn request_counts_once_and_an_invalid_one_never() {
     }
     for _ in 0..10 {
         let tried = faults.try_io(&Request::write(0, 4096), Buffer::Write(&[0; BLOCK]));
-        assert_eq!(tried, Ok(Tried::WouldBlock), "it is decided when it is submitted");
+        assert_eq!(tried, Ok(TryResult::WouldBlock), "it is decided when it is submitted");
     }
     assert_eq!(faults.counts()[0].matched, 0);
     assert_eq!(write(&faults, 0, 1, BLOCK), Ok(()));
@@ -319,10 +322,10 @@ fn rules_and_seed_are_shown_and_changed() {
 #[test]
 fn request_without_a_rule_stays_inline() {
     let (_, faults) = devices("write error=EIO at=64K+4K; zeroes hang").remove(0);
-    assert_eq!(faults.try_io(&Request::read(0, 4096), Buffer::Read(&mut [0; BLOCK])), Ok(Tried::Done));
-    assert_eq!(faults.try_io(&Request::write(0, 4096), Buffer::Write(&[0; BLOCK])), Ok(Tried::Done));
+    assert_eq!(faults.try_io(&Request::read(0, 4096), Buffer::Read(&mut [0; BLOCK])), Ok(TryResult::Done));
+    assert_eq!(faults.try_io(&Request::write(0, 4096), Buffer::Write(&[0; BLOCK])), Ok(TryResult::Done));
     assert_eq!(
         faults.try_io(&Request::write(64 << 10, 4096), Buffer::Write(&[0; BLOCK])),
-        Ok(Tried::WouldBlock)
+        Ok(TryResult::WouldBlock)
     );
 }

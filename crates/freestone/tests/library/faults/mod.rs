@@ -1,4 +1,5 @@
-//! Fault rules: effects, repeatability, zones, and the contract without matching rules.
+//! Fault rules of a device: effects, repeatability, zones, and the device contract without matching
+//! rules.
 
 mod conformance;
 mod effects;

@@ -1,4 +1,4 @@
-//! The same seed makes the same requests fail, however threads interleave.
+//! With the same seed the same requests fail, in whatever order the threads run.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::thread;
 
 use freestone::device::{Blocking, Device, Flags};
 use freestone::faults::Faults;
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, effort};
 
 use crate::faults::support::rules;
 
@@ -17,12 +17,12 @@ const OPERATIONS: [&str; 3] = ["read", "write", "zeroes"];
 const RULES: &str = "read error=EIO chance=10%; write error=EIO chance=1/7; zeroes error=EIO nth=5; \
                      write error=ENOSPC chance=5% at=0+16K; all error=EIO chance=0.01";
 
-/// Failed requests: operation, offset, and the count of requests at that offset.
+/// Failed requests, by operation, offset, and number of the request at that offset.
 type Failed = BTreeSet<(usize, u64, u64)>;
 
 fn device(seed: u64, text: &str) -> Faults {
     let model = Arc::new(Model::new(OFFSETS as usize * 512, 512));
-    let inner = Arc::new(Deferred::new(model, Policy::Sometimes(30), seed));
+    let inner = Arc::new(DeferringDevice::new(model, DeferPolicy::Sometimes(30), seed));
     Faults::new(inner, rules(text), seed).unwrap()
 }
 
@@ -36,7 +36,7 @@ fn fails(device: &dyn Device, operation: usize, offset: u64) -> bool {
 }
 
 /// Runs all operations at `offsets` offsets on `threads` threads, in an order that depends on
-/// `order`. Each offset belongs to one thread.
+/// `order`. Each offset belongs to one thread. Returns the failed requests.
 fn run(offsets: u64, seed: u64, threads: u64, order: u64) -> Failed {
     let device = device(seed, RULES);
     thread::scope(|scope| {
@@ -89,7 +89,7 @@ fn other_seed_makes_other_requests_fail() {
     assert!(both < one.len() / 2, "{both} of {} fail with both", one.len());
 }
 
-/// The effect of a seed is a promise: later versions must repeat a run.
+/// The effect of a seed must not change: later versions must be able to repeat a run.
 #[test]
 fn seed_has_its_documented_effect() {
     let failed = run(4, 1, 1, 1);
@@ -100,9 +100,9 @@ fn seed_has_its_documented_effect() {
 
 const EXPECTED_READS: [(u64, u64); 7] = [(0, 6), (1, 4), (2, 8), (2, 10), (2, 12), (3, 4), (3, 9)];
 
-/// Threads that share an offset: a rule fires there as often as with one thread. (With two rules
-/// for writes the sum may differ: each rule may count concurrent requests in a different order, so
-/// both may fire at one request.)
+/// If threads share an offset, one rule fires there as often as with a single thread. With two
+/// rules for writes, the sum may differ. Each rule may count concurrent requests in a different
+/// order, so both may fire at one request.
 #[test]
 fn threads_at_one_offset_share_its_sequence_of_rules() {
     let alone = write_together(1, "write error=EIO chance=1/7").0;
@@ -117,7 +117,7 @@ fn threads_at_one_offset_share_its_sequence_of_rules() {
     }
 }
 
-/// Returns the number of failed writes at each offset, and how often each rule fires.
+/// Returns the number of failed writes at each offset, and how often each rule fired.
 fn write_together(threads: u64, rules: &str) -> (Vec<u64>, Vec<u64>) {
     let device = device(9, rules);
     let failed: Vec<AtomicU64> = (0..40).map(|_| AtomicU64::new(0)).collect();

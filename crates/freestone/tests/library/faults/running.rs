@@ -1,4 +1,4 @@
-//! Rules are replaced while threads write and read.
+//! Fault rules are replaced while threads write and read.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use freestone::device::{Blocking, Device, Error, Flags};
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, effort};
 
 use crate::faults::support::{faults, rules};
 
@@ -23,8 +23,8 @@ const RULES: [&str; 7] = [
     "read delay=1us; write error=EIO nth=2; flush error=EIO",
 ];
 
-/// Every request completes with a result of one of the rules. Failed writes have no effect; others
-/// have.
+/// Every request completes with a result that one of the rules allows. Failed writes have no
+/// effect, and successful writes have their effect.
 fn threads_and_rules(inner: Arc<dyn Device>) {
     let faults = faults(inner, "");
     let (running, over) = (AtomicU64::new(THREADS), AtomicBool::new(false));
@@ -71,7 +71,7 @@ fn threads_and_rules(inner: Arc<dyn Device>) {
             faults.set(rules(RULES[change % RULES.len()]), Some(change as u64));
             thread::sleep(Duration::from_micros(500));
             faults.release();
-            // Counters can be read at any time.
+            // Counters can be read while requests run, and are consistent.
             assert!(faults.counts().iter().all(|count| count.fired <= count.matched));
         }
         faults.set(rules(""), None);
@@ -81,7 +81,7 @@ fn threads_and_rules(inner: Arc<dyn Device>) {
             thread::yield_now();
         }
     });
-    assert_eq!(faults.hanging(), 0);
+    assert_eq!(faults.hung_requests(), 0);
     assert!(failed.load(Ordering::SeqCst) > 0, "no rule ever fired");
 }
 
@@ -93,5 +93,5 @@ fn inline() {
 #[test]
 fn deferred() {
     let model = Arc::new(Model::new(1 << 20, 512));
-    threads_and_rules(Arc::new(Deferred::new(model, Policy::Sometimes(20), 1)));
+    threads_and_rules(Arc::new(DeferringDevice::new(model, DeferPolicy::Sometimes(20), 1)));
 }

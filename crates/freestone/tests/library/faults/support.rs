@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use freestone::device::zoned::{AppendCompletion, Zone, ZoneOp};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
-    Zoned,
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult, Zoned,
 };
 use freestone::faults::{Faults, Rules};
 
@@ -23,7 +23,7 @@ pub fn faults(inner: Arc<dyn Device>, text: &str) -> Faults {
     Faults::new(inner, rules(text), 42).expect("the timer starts")
 }
 
-/// The completion of a submitted request.
+/// A submitted request whose result may still be pending.
 pub struct PendingRequest(mpsc::Receiver<(Result<()>, IoBuf)>);
 
 pub fn submit(device: &dyn Device, request: Request, data: &[u8]) -> PendingRequest {
@@ -42,7 +42,7 @@ impl PendingRequest {
         self.poll().is_none()
     }
 
-    /// Takes the result, if the request completed.
+    /// Returns the result if the request has completed, else None.
     pub fn poll(&self) -> Option<Result<()>> {
         self.0.try_recv().ok().map(|(outcome, _)| outcome)
     }
@@ -58,12 +58,12 @@ pub fn write(device: &dyn Device, offset: u64, byte: u8, len: usize) -> Result<(
     device.write_at(offset, &vec![byte; len], Flags::empty())
 }
 
-/// Returns how often each rule fired.
+/// Returns, for each rule, how often the rule fired.
 pub fn fired(faults: &Faults) -> Vec<u64> {
     faults.counts().iter().map(|count| count.fired).collect()
 }
 
-/// Counts requests that reach a device.
+/// A device that counts the requests that reach it.
 pub struct Recorder {
     inner: Arc<dyn Device>,
     pub flushes: AtomicU64,
@@ -97,7 +97,7 @@ impl Device for Recorder {
         self.inner.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.note(request);
         self.inner.try_io(request, buffer)
     }

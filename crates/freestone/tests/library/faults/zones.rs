@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp};
 use freestone::device::{Blocking, Device, Error, Flags, IoBuf, Request, Result, Zoned};
 use freestone::faults::Faults;
-use freestone_testkit::{Deferred, ModelZoned, Policy, ZonedConfig};
+use freestone_testkit::{DeferPolicy, DeferringDevice, ModelZoned, ZonedConfig};
 
 use crate::faults::support::{BLOCK, PATIENCE, Recorder, faults, fired, read, rules, submit, write};
 
 const ZONE: u64 = 256 << 10;
-/// The first sequential zone. The zone before it is conventional.
+/// Byte offset of the first sequential zone. The zone before it is conventional.
 const FIRST: u64 = ZONE;
 
 fn model() -> Arc<dyn Device> {
@@ -27,9 +27,9 @@ fn model() -> Arc<dyn Device> {
     }))
 }
 
-/// Returns faults over zones that complete inline, and over zones that do not.
+/// Returns the fault layer over zones that complete inline, and over zones that do not.
 fn devices(text: &str) -> [Faults; 2] {
-    let deferred = Arc::new(Deferred::new(model(), Policy::Always, 1));
+    let deferred = Arc::new(DeferringDevice::new(model(), DeferPolicy::Always, 1));
     [faults(model(), text), faults(deferred, text)]
 }
 
@@ -48,7 +48,7 @@ fn zone(device: &dyn Zoned, offset: u64) -> Zone {
     zones(device).into_iter().find(|zone| zone.start == offset).unwrap()
 }
 
-/// Appends as exports do: tries inline, then submits.
+/// Appends like an export: tries inline, and submits the append if it would block.
 fn append(device: &Faults, offset: u64, data: &[u8], flags: Flags) -> Result<u64> {
     match device.try_append(offset, data, flags)? {
         Some(at) => Ok(at),
@@ -75,13 +75,14 @@ fn zone_operations_fail() {
             write(&faults, FIRST, 1, BLOCK).unwrap();
             let before = zones(&faults);
             assert_eq!(faults.zone_op(op, FIRST), Err(Error::Media), "{name}");
-            // Only the zone at 512 KiB overlaps the range, and as a whole.
+            // Only the zone at 512 KiB overlaps the range of the rule. An operation on the zone
+            // fails although only a part of the zone overlaps.
             assert_eq!(faults.zone_op(op, 2 * ZONE), Err(Error::Media), "{name}: the first error");
             assert_eq!(faults.zone_op(op, 2 * ZONE), Err(Error::NoSpace), "{name}");
             assert_eq!(zones(&faults), before, "{name}: nothing is done");
             assert_eq!(faults.zone_op(op, FIRST), Ok(()), "{name}, the second time");
             assert_eq!(fired(&faults), [2, 2]);
-            // Operations that the device below refuses do not count as requests.
+            // Operations that the device under the fault layer refuses do not count as requests.
             assert!(faults.zone_op(op, FIRST + 4096).is_err());
             assert!(faults.zone_op(op, 6 * ZONE).is_err());
             assert_eq!(fired(&faults), [2, 2]);
@@ -109,7 +110,7 @@ fn delayed_zone_operations_block_the_caller() {
         thread::scope(|scope| {
             let finish = scope.spawn(|| faults.zone_op(ZoneOp::Finish, FIRST));
             let begin = Instant::now();
-            while faults.hanging() == 0 {
+            while faults.hung_requests() == 0 {
                 assert!(begin.elapsed() < PATIENCE);
                 thread::yield_now();
             }
@@ -118,7 +119,7 @@ fn delayed_zone_operations_block_the_caller() {
             assert_eq!(faults.release(), 1);
             assert_eq!(finish.join().unwrap(), Ok(()));
             let reset = scope.spawn(|| faults.reset_all());
-            while faults.hanging() == 0 {
+            while faults.hung_requests() == 0 {
                 assert!(begin.elapsed() < PATIENCE);
                 thread::yield_now();
             }
@@ -136,11 +137,11 @@ fn appends_fail_hang_and_are_delayed() {
         assert_eq!(append(&faults, FIRST, &data, Flags::empty()), Err(Error::NoSpace));
         assert_eq!(append(&faults, FIRST, &data, Flags::empty()), Ok(FIRST + 4096), "nothing was written");
         let hanging = submit_append(&faults, 2 * ZONE, &data, Flags::empty());
-        // A conventional zone refuses appends, which the device below checks.
+        // A conventional zone refuses appends. The device under the fault layer checks that.
         assert_eq!(append(&faults, 0, &data, Flags::empty()), Err(Error::ZoneCondition));
         assert_eq!(append(&faults, FIRST + 4096, &data, Flags::empty()), Err(Error::Misaligned));
         let begin = Instant::now();
-        while faults.hanging() == 0 {
+        while faults.hung_requests() == 0 {
             assert!(begin.elapsed() < PATIENCE);
             thread::yield_now();
         }
@@ -156,7 +157,7 @@ fn appends_fail_hang_and_are_delayed() {
     }
 }
 
-/// Writes or appends four blocks of twos at the start of a zone.
+/// Writes or appends four blocks, filled with byte 2, at the start of the first sequential zone.
 fn store(faults: &Faults, by_append: bool) {
     let data = [2; 4 * BLOCK];
     if by_append {
@@ -165,7 +166,7 @@ fn store(faults: &Faults, by_append: bool) {
         faults.write_at(FIRST, &data, Flags::empty()).unwrap();
     }
     assert_eq!(zone(faults, FIRST).write_pointer, FIRST + 4 * 4096, "the write pointer moves");
-    // The next write succeeds at the expected write pointer.
+    // The next write at the moved write pointer succeeds.
     faults.set(rules(""), None);
     write(faults, FIRST + 4 * 4096, 3, BLOCK).unwrap();
     assert_eq!(read(faults, FIRST + 4 * 4096, BLOCK), [3; BLOCK]);
@@ -190,7 +191,7 @@ fn lost_data_at_write_pointer_reads_as_zeroes() {
             assert_eq!(found.iter().map(|byte| (byte ^ 2).count_ones()).sum::<u32>(), 1);
         }
         for faults in devices(&format!("{operation} misdirected")) {
-            // Zones without space are skipped.
+            // A misdirected write skips zones that have no space.
             for full in [2, 3] {
                 faults.zone_op(ZoneOp::Finish, full * ZONE).unwrap();
             }

@@ -1,21 +1,21 @@
-//! Power cuts that happen by themselves after a number of writes or flushes.
+//! Power cuts that a device triggers itself after a number of writes or flushes.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Tried};
-use freestone::power::{After, Config, Power};
-use freestone_testkit::{Faulty, Model, What, When};
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, TryResult};
+use freestone::power::{Config, CutTrigger, Power};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model};
 
 use crate::power::model::filled;
 
 const SIZE: usize = 1 << 20;
 const SOON: Duration = Duration::from_secs(60);
 
-/// Writes and flushes until the power goes off. Returns the content after the cut and the number of
-/// completed requests.
-fn run(after: After, seed: u64) -> (Vec<u8>, u64) {
+/// Writes and flushes until the power is cut. Returns the content after the cut and the number of completed
+/// requests.
+fn run(after: CutTrigger, seed: u64) -> (Vec<u8>, u64) {
     let device = Power::new(Arc::new(Model::new(SIZE, 512)), Config::default()).unwrap();
     let (off, went_off) = mpsc::channel();
     device.cut_after(after, move || off.send(()).unwrap()).unwrap();
@@ -29,7 +29,7 @@ fn run(after: After, seed: u64) -> (Vec<u8>, u64) {
         .unwrap();
         answered += 1;
     }
-    assert_eq!(device.cuts_after(), None);
+    assert_eq!(device.pending_cut(), None);
     device.cut(seed).unwrap();
     let mut data = vec![0; SIZE];
     device.read_at(0, &mut data).unwrap();
@@ -38,28 +38,31 @@ fn run(after: After, seed: u64) -> (Vec<u8>, u64) {
 
 #[test]
 fn cut_after_n_requests_depends_on_the_seed() {
-    // Nine of ten requests are writes, the tenth is a flush.
-    for (after, answered) in
-        [(After::Writes(1), 1), (After::Writes(25), 27), (After::Flushes(3), 30), (After::Flushes(1), 10)]
-    {
+    // Each tenth request is a flush, the others are writes.
+    for (after, answered) in [
+        (CutTrigger::Writes(1), 1),
+        (CutTrigger::Writes(25), 27),
+        (CutTrigger::Flushes(3), 30),
+        (CutTrigger::Flushes(1), 10),
+    ] {
         let (data, count) = run(after, 5);
         assert_eq!(count, answered, "{after:?}");
         assert_eq!(run(after, 5).0, data, "{after:?}: the same seed leaves the same");
         let others: Vec<_> = (0..8).map(|seed| run(after, seed).0).collect();
-        let flushed = matches!(after, After::Flushes(_));
+        let flushed = matches!(after, CutTrigger::Flushes(_));
         assert_eq!(others.iter().all(|other| *other == data), flushed, "{after:?}");
     }
 }
 
 #[test]
 fn requests_after_the_last_one_fail_after_the_cut() {
-    let disk = Arc::new(Faulty::new(SIZE, 512));
+    let disk = Arc::new(FaultyDisk::new(SIZE, 512));
     let device = Arc::new(Power::new(disk.clone(), Config::default()).unwrap());
     let (off, went_off) = mpsc::channel();
-    device.cut_after(After::Flushes(1), move || off.send(()).unwrap()).unwrap();
+    device.cut_after(CutTrigger::Flushes(1), move || off.send(()).unwrap()).unwrap();
     device.write_at(0, &filled(1, 8), Flags::empty()).unwrap();
-    assert_eq!(device.cuts_after(), Some(After::Flushes(1)));
-    disk.fault(Some(Op::Flush), When::Always, What::Hang);
+    assert_eq!(device.pending_cut(), Some(CutTrigger::Flushes(1)));
+    disk.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Hang);
     let (tx, rx) = mpsc::channel();
     let submit = |request: Request, buffer| {
         let tx = tx.clone();
@@ -70,9 +73,9 @@ fn requests_after_the_last_one_fail_after_the_cut() {
         );
     };
     submit(Request::flush(), IoBuf::empty());
-    disk.await_held(1);
+    disk.wait_held(1);
     let write = Request::write(8192, 512);
-    assert_eq!(device.try_io(&write, Buffer::Write(&filled(9, 1))), Ok(Tried::WouldBlock));
+    assert_eq!(device.try_io(&write, Buffer::Write(&filled(9, 1))), Ok(TryResult::WouldBlock));
     submit(write, IoBuf::copy_of(&filled(9, 1)).unwrap());
     assert!(went_off.try_recv().is_err(), "the last one is not answered yet");
     disk.heal();
@@ -80,7 +83,7 @@ fn requests_after_the_last_one_fail_after_the_cut() {
     went_off.recv_timeout(SOON).unwrap();
     submit(Request::read(0, 512), IoBuf::zeroed(512).unwrap());
     assert!(rx.try_recv().is_err(), "nothing is answered");
-    assert_eq!(device.cut_after(After::Writes(1), || {}), Err(Error::Gone));
+    assert_eq!(device.cut_after(CutTrigger::Writes(1), || {}), Err(Error::Gone));
     let cut = device.cut(1).unwrap();
     assert_eq!((cut.kept_blocks, cut.lost_blocks), (0, 0), "all is flushed, or was not done");
     let gone: Vec<_> = (0..2).map(|_| rx.recv_timeout(SOON).unwrap().1).collect();
@@ -90,18 +93,18 @@ fn requests_after_the_last_one_fail_after_the_cut() {
 
 #[test]
 fn failed_requests_do_not_count_for_a_pending_cut() {
-    let disk = Arc::new(Faulty::new(SIZE, 512));
+    let disk = Arc::new(FaultyDisk::new(SIZE, 512));
     let device = Arc::new(Power::new(disk.clone(), Config::default()).unwrap());
     let (off, went_off) = mpsc::channel();
-    device.cut_after(After::Writes(2), move || off.send(()).unwrap()).unwrap();
-    disk.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+    device.cut_after(CutTrigger::Writes(2), move || off.send(()).unwrap()).unwrap();
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
     device.write_at(0, &filled(1, 1), Flags::FUA).unwrap_err();
-    assert_eq!(device.cuts_after(), Some(After::Writes(2)));
+    assert_eq!(device.pending_cut(), Some(CutTrigger::Writes(2)));
     disk.heal();
     device.write_at(0, &filled(1, 1), Flags::FUA).unwrap();
-    assert_eq!(device.cuts_after(), Some(After::Writes(1)));
-    // A new pending cut cancels this one.
-    device.cut_after(After::Writes(1), || {}).unwrap();
+    assert_eq!(device.pending_cut(), Some(CutTrigger::Writes(1)));
+    // A new pending cut cancels the previous one.
+    device.cut_after(CutTrigger::Writes(1), || {}).unwrap();
     assert!(went_off.recv().is_err());
     device.write_at(512, &filled(2, 1), Flags::empty()).unwrap();
     let reader = {
@@ -110,10 +113,11 @@ fn failed_requests_do_not_count_for_a_pending_cut() {
     };
     thread::sleep(Duration::from_millis(20));
     assert!(!reader.is_finished());
-    device.keep_on();
+    device.cancel_cut();
     assert_eq!(reader.join().unwrap(), Ok(()));
-    // If the cut never happens, dropping the device fails waiting requests and writes unflushed data.
-    device.cut_after(After::Writes(1), || {}).unwrap();
+    // If a pending cut never happens, dropping the device fails waiting requests and writes unflushed data to
+    // the disk.
+    device.cut_after(CutTrigger::Writes(1), || {}).unwrap();
     device.write_at(0, &filled(3, 1), Flags::empty()).unwrap();
     let (tx, rx) = mpsc::channel();
     let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());

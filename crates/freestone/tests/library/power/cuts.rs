@@ -1,4 +1,4 @@
-//! Power cuts: repeatable by seed, with threads that write, and other causes of a power loss.
+//! Power cuts: repeatable with the same seed, while threads write, and while requests wait or hang.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,9 +6,9 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Request, Tried};
+use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Request, TryResult};
 use freestone::power::{Config, Power};
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
 
 use crate::power::model::{BLOCK, BLOCKS, BlockModel, below, contents, filled, operate};
 
@@ -87,15 +87,16 @@ fn cut_during_writes_keeps_flushed_data() {
                 shared[block]
             );
         }
-        // The device stays usable.
+        // The device is usable after the cut.
         device.write_at(0, &filled(5, 1), Flags::empty()).unwrap();
         device.flush().unwrap();
         assert_eq!(contents(&*device)[0], 5);
     }
 }
 
-/// Writes, with FUA and flushes now and then, until `stop` is set. Returns the contents that each
-/// block may have. The last request may complete before, at or after the cut.
+/// Writes random blocks, sometimes with FUA or a flush, until `stop` is set. Returns the contents
+/// that each block may have after the cut. The last request may complete before, at or after the
+/// cut.
 fn write_until_stop(device: &Power, stop: &AtomicBool, first: usize, own: usize, seed: u64) -> Vec<Vec<u64>> {
     let mut allowed = vec![vec![0]; own];
     let mut rng = Rng::new(seed * 100 + first as u64);
@@ -105,14 +106,15 @@ fn write_until_stop(device: &Power, stop: &AtomicBool, first: usize, own: usize,
         let value = step * 1000;
         let fua = if rng.chance(20) { Flags::FUA } else { Flags::empty() };
         let outcome = if rng.below(8) == 0 {
-            // A flush that completes after the cut says nothing about earlier writes.
+            // A flush that completes after `stop` was set may have run after the cut, so earlier
+            // writes may be lost.
             device.flush().map(|()| {
                 if !stop.load(Ordering::SeqCst) {
                     allowed.iter_mut().for_each(keep_newest);
                 }
             })
         } else {
-            // A write that did not complete may have happened or not.
+            // A write that does not complete may or may not reach the device.
             for (number, block) in allowed[at..at + count].iter_mut().enumerate() {
                 block.push(value + number as u64);
             }
@@ -138,9 +140,9 @@ fn keep_newest(block: &mut Vec<u64>) {
 
 #[test]
 fn cut_fails_waiting_requests_and_awaits_hung_ones() {
-    let disk = Arc::new(Faulty::new(1 << 20, 512));
+    let disk = Arc::new(FaultyDisk::new(1 << 20, 512));
     let device = Arc::new(Power::new(disk.clone(), Config { capacity: 4096, ..Config::default() }).unwrap());
-    disk.fault(Some(freestone::device::Op::Write), When::Always, What::Hang);
+    disk.fault(Some(freestone::device::Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     device.write_at(0, &filled(1, 8), Flags::empty()).unwrap();
     let (tx, rx) = mpsc::channel();
     let submit = |name: &'static str, request: Request, buffer| {
@@ -148,10 +150,11 @@ fn cut_fails_waiting_requests_and_awaits_hung_ones() {
         let done = Completion::new(move |outcome, _| tx.send((name, outcome)).unwrap());
         device.submit(request, buffer, done);
     };
-    // The cache is full and cannot be written, and a flush waits for the same block.
+    // The write waits for space in the full cache, whose eviction hangs. The flush waits for the
+    // same block.
     submit("write", Request::write(8192, 4096), IoBuf::copy_of(&filled(20, 8)).unwrap());
     submit("flush", Request::flush(), IoBuf::empty());
-    disk.await_held(1);
+    disk.wait_held(1);
     let cut = {
         let device = Arc::clone(&device);
         thread::spawn(move || device.cut(3))
@@ -159,7 +162,7 @@ fn cut_fails_waiting_requests_and_awaits_hung_ones() {
     let mut completions: Vec<_> = (0..2).map(|_| rx.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
     completions.sort_by_key(|(name, _)| *name);
     assert_eq!(completions, [("flush", Err(Error::Gone)), ("write", Err(Error::Gone))]);
-    // Requests while the power is off.
+    // While the power is off, requests fail.
     assert_eq!(device.read_at(0, &mut [0; 512]), Err(Error::Gone));
     assert_eq!(device.keep(0, 512), Err(Error::Gone));
     assert!(!cut.is_finished());
@@ -170,7 +173,8 @@ fn cut_fails_waiting_requests_and_awaits_hung_ones() {
     assert_eq!(data, [0; 8192]);
 }
 
-/// A reset is not a power loss: requests during it wait, and see an empty device.
+/// A reset is not a power loss: requests during the reset wait for its end, and then find an empty
+/// device.
 #[test]
 fn requests_during_a_reset_wait_for_its_end() {
     let model = Arc::new(Model::new(1 << 20, 512));
@@ -185,7 +189,7 @@ fn requests_during_a_reset_wait_for_its_end() {
     let write = Request::write(4096, 512);
     device
         .reset(&|| {
-            assert_eq!(device.try_io(&write, Buffer::Write(&filled(7, 1))), Ok(Tried::WouldBlock));
+            assert_eq!(device.try_io(&write, Buffer::Write(&filled(7, 1))), Ok(TryResult::WouldBlock));
             submit(write, IoBuf::copy_of(&filled(7, 1)).unwrap());
             submit(Request::flush(), IoBuf::empty());
             assert!(rx.try_recv().is_err(), "it did not wait");
@@ -200,7 +204,7 @@ fn requests_during_a_reset_wait_for_its_end() {
     let mut wanted = vec![0; 40 * 512];
     wanted[4096..][..512].copy_from_slice(&filled(7, 1));
     assert!(data == wanted);
-    // A cut must keep the content, because all of it was flushed.
+    // The cut loses nothing, because all data was flushed.
     device.cut(1).unwrap();
     device.read_at(0, &mut data).unwrap();
     assert!(data == wanted);

@@ -1,5 +1,5 @@
-//! A real database, redb, with power cuts at each of its writes: consistent with its fsyncs, and
-//! caught without them.
+//! The database redb, with power cuts at each of its writes. With syncs it stays consistent;
+//! without syncs the test must detect lost data.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -16,18 +16,19 @@ use redb::{Database, ReadableTable, StorageBackend, TableDefinition};
 
 const TABLE: TableDefinition<u64, &[u8]> = TableDefinition::new("numbers");
 const BLOCK: u64 = 512;
-/// Size of the device. The last block holds the length of the file.
+/// Size of the device in bytes. The last block holds the length of the database file.
 const SIZE: u64 = 16 << 20;
 const LENGTH_AT: u64 = SIZE - BLOCK;
 const TRANSACTIONS: u64 = 12;
 
-/// A file on a device, like in a simple file system: the length is always durable, the data after a
-/// sync.
+/// A file on a device, as in a simple file system: its length is always durable, its data only
+/// after a sync.
 struct Storage {
     power: Arc<Power>,
-    /// True if a sync flushes the device.
+    /// True if a sync flushes the device, false if a sync does nothing.
     syncs: bool,
-    /// Writes and syncs until the cut; 0 after the cut.
+    /// Number of writes and syncs that are left, of which the last one cuts the power; 0 after the
+    /// cut.
     left: AtomicU64,
     seed: u64,
     length: Mutex<u64>,
@@ -42,7 +43,7 @@ impl Storage {
         Self { power, syncs, left: AtomicU64::new(left), seed, length: Mutex::new(length) }
     }
 
-    /// Counts a write or sync. The last one cuts the power.
+    /// Counts a write or sync. The last one cuts the power and fails.
     fn step(&self) -> io::Result<()> {
         match self.left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)) {
             Ok(1) => {
@@ -159,12 +160,13 @@ fn rows(database: &Database) -> Result<Rows, Box<dyn Error>> {
     Ok(rows)
 }
 
-/// Runs until the cut, reopens the database and compares. Returns a description of an error.
+/// Runs transactions until the power cut, reopens the database and compares its content. Returns a
+/// description of the difference as an error.
 fn trial(seed: u64, syncs: bool) -> Result<(), String> {
     let mut rng = Rng::new(seed);
     let below = Arc::new(Model::new(SIZE as usize, BLOCK as u32));
     let power = Arc::new(Power::new(below, Config::default()).unwrap());
-    // The database is created without a cut.
+    // The database is created without a power cut.
     let make = |left| Database::builder().create_with_backend(Storage::open(&power, syncs, left, seed));
     drop(make(u64::MAX).unwrap());
     power.flush().unwrap();
@@ -180,7 +182,7 @@ fn trial(seed: u64, syncs: bool) -> Result<(), String> {
             acknowledged.clone_from(&last);
         }
     }
-    // Cuts the power if it was still on at the end.
+    // The transactions may have ended before the planned cut.
     power.cut(seed).unwrap();
 
     let reopened = std::panic::catch_unwind(AssertUnwindSafe(|| {

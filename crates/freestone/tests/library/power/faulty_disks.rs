@@ -1,4 +1,4 @@
-//! Power layer over failing devices, with a small cache, and its extents.
+//! The power layer over failing devices, with a small cache. Also, the extents of the power layer.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use freestone::device::{Blocking, Completion, Device, Error, ExtentKind, Flags, IoBuf, Op, Request};
 use freestone::power::{Config, Power};
 use freestone::ram::{self, Ram};
-use freestone_testkit::{Faulty, Model, ModelZoned, Rng, What, When, ZonedConfig};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, ModelZoned, Rng, ZonedConfig};
 
 use crate::power::model::filled;
 
@@ -20,38 +20,38 @@ fn blocks(device: &dyn Device, first: u64, count: usize) -> Vec<u8> {
 #[test]
 fn failed_write_below_is_reported_kept_and_retried() {
     for inline in [false, true] {
-        let disk = Faulty::new(1 << 20, 512);
+        let disk = FaultyDisk::new(1 << 20, 512);
         let disk = Arc::new(if inline { disk.inline() } else { disk });
         let device = Power::new(disk.clone(), Config::default()).unwrap();
         device.write_at(0, &filled(1, 40), Flags::empty()).unwrap();
-        disk.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         assert_eq!(device.flush(), Err(Error::Media));
         assert_eq!(device.flush(), Err(Error::Media), "the next flush does not forget it");
         assert_eq!(device.keep(0, 512), Err(Error::Media));
         assert_eq!(blocks(&device, 0, 40), filled(1, 40));
-        // A FUA write fails, and the cache is unchanged.
+        // A failed FUA write leaves the cached content unchanged.
         assert_eq!(device.write_at(0, &filled(90, 2), Flags::FUA), Err(Error::Media));
         assert_eq!(blocks(&device, 0, 40), filled(1, 40));
         disk.heal();
         device.flush().unwrap();
         assert_eq!(device.unflushed_bytes(), 0);
         assert_eq!(blocks(&*disk, 0, 40), filled(1, 40));
-        // The device's own flush fails.
-        disk.fault(Some(Op::Flush), When::Always, What::Fail(Error::NoSpace));
+        // The writes of a flush succeed, but the flush of the disk itself fails.
+        disk.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Fail(Error::NoSpace));
         assert_eq!(device.flush(), Err(Error::NoSpace));
         disk.heal();
         device.flush().unwrap();
-        assert_eq!(disk.complaints(), Vec::<String>::new());
+        assert_eq!(disk.violations(), Vec::<String>::new());
     }
 }
 
 #[test]
 fn full_cache_over_failing_device_recovers() {
     for inline in [false, true] {
-        let disk = Faulty::new(1 << 20, 512);
+        let disk = FaultyDisk::new(1 << 20, 512);
         let disk = Arc::new(if inline { disk.inline() } else { disk });
         let device = Power::new(disk.clone(), Config { capacity: 8192, ..Config::default() }).unwrap();
-        disk.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         device.write_at(0, &filled(1, 16), Flags::empty()).unwrap();
         assert_eq!(device.write_at(1 << 19, &filled(50, 16), Flags::empty()), Err(Error::Media));
         assert_eq!(blocks(&device, 0, 16), filled(1, 16));
@@ -65,8 +65,8 @@ fn full_cache_over_failing_device_recovers() {
     }
 }
 
-/// The device below completes writes inline, like a RAM disk. A failed write below is retried once
-/// for each write above.
+/// The device under the power layer completes writes inline, like a RAM disk. For each write to the
+/// power layer, a failed write below is retried once.
 #[test]
 fn write_waiting_for_cache_fails_if_device_fails() {
     let disk = ram::Config { disksize: 8 << 20, mem_limit: 256 << 10, ..ram::Config::default() };
@@ -78,7 +78,7 @@ fn write_waiting_for_cache_fails_if_device_fails() {
     let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
     power.submit(Request::write(0, noise.len() as u64), IoBuf::copy_of(&noise).unwrap(), done);
     let Ok(outcome) = rx.recv_timeout(Duration::from_secs(60)) else {
-        // Dropping the device would wait for the write.
+        // Dropping the device would wait for the hanging write.
         std::mem::forget(power);
         panic!("the write does not end");
     };
@@ -93,18 +93,18 @@ fn write_waiting_for_cache_fails_if_device_fails() {
 
 #[test]
 fn hung_block_below_delays_only_its_own_requests() {
-    let disk = Arc::new(Faulty::new(1 << 20, 512));
+    let disk = Arc::new(FaultyDisk::new(1 << 20, 512));
     let device = Arc::new(Power::new(disk.clone(), Config::default()).unwrap());
-    disk.fault(Some(Op::Write), When::At(0), What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::At(0), FaultEffect::Hang);
     let hung = {
         let device = Arc::clone(&device);
         thread::spawn(move || device.write_at(0, &filled(7, 1), Flags::FUA))
     };
-    disk.await_held(1);
+    disk.wait_held(1);
     device.write_at(4096, &filled(8, 1), Flags::FUA).unwrap();
     device.write_at(8192, &filled(9, 1), Flags::empty()).unwrap();
     device.flush().unwrap();
-    // The same block is cached at once, newer than the hanging write.
+    // The cache accepts a write to the hanging block at once, and keeps it as the newer content.
     device.write_at(0, &filled(10, 1), Flags::empty()).unwrap();
     assert_eq!(blocks(&*device, 0, 1), filled(10, 1));
     thread::sleep(Duration::from_millis(5));
@@ -114,12 +114,12 @@ fn hung_block_below_delays_only_its_own_requests() {
     assert_eq!(blocks(&*device, 0, 1), filled(10, 1));
     device.flush().unwrap();
     assert_eq!(blocks(&*disk, 0, 1), filled(10, 1));
-    assert_eq!(disk.complaints(), Vec::<String>::new());
+    assert_eq!(disk.violations(), Vec::<String>::new());
 }
 
 #[test]
 fn cache_stays_within_its_capacity() {
-    let disk = Arc::new(Faulty::new(4 << 20, 512));
+    let disk = Arc::new(FaultyDisk::new(4 << 20, 512));
     let device = Power::new(disk.clone(), Config { capacity: 64 << 10, ..Config::default() }).unwrap();
     for round in 0..20 {
         device.write_at(round * 100_352, &filled(round * 1000, 196), Flags::empty()).unwrap();
@@ -187,15 +187,15 @@ fn zoned_device_below_is_refused() {
 #[test]
 #[ignore = "slow lane"]
 fn cut_over_hung_device_times_out_and_can_be_retried() {
-    let disk = Arc::new(Faulty::new(1 << 20, 512));
+    let disk = Arc::new(FaultyDisk::new(1 << 20, 512));
     let device = Power::new(disk.clone(), Config::default()).unwrap();
-    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     device.write_at(0, &filled(1, 40), Flags::empty()).unwrap();
     thread::scope(|scope| {
         let flush = scope.spawn(|| device.flush());
-        disk.await_held(1);
+        disk.wait_held(1);
         assert_eq!(device.cut(1).err(), Some(Error::Gone));
-        // The power is still on, and all data is readable.
+        // A failed cut leaves the power on, and all data is readable.
         assert_eq!(blocks(&device, 0, 40), filled(1, 40));
         disk.heal();
         let _ = flush.join().unwrap();

@@ -1,4 +1,5 @@
-//! Power cuts and recordings: device contract, content after cuts, the log, and a real database.
+//! The power layer (cuts and recordings): device contract, content after cuts, the log, and a real
+//! database.
 
 mod after;
 mod conformance;

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use freestone::device::{Blocking, Device, Flags};
 use freestone::power::{Config, Power, log};
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, effort};
 
 pub const BLOCK: usize = 512;
 pub const BLOCKS: usize = 1500;
 
-/// Contents that each block may have after a cut: the durable content first, then all later ones.
-/// The first eight bytes of a block identify its content.
+/// Contents that each block may have after a cut: first the durable content, then those of all
+/// later writes. The first eight bytes of a block identify its content.
 pub struct BlockModel {
     blocks: Vec<Vec<u64>>,
 }
@@ -25,7 +25,8 @@ impl BlockModel {
         *self.blocks[block].last().unwrap()
     }
 
-    /// Checks after a cut that each block has an allowed content, which is durable from then on.
+    /// Checks after a cut that each block has an allowed content, and records that content as
+    /// durable. Returns how many blocks have the oldest, an intermediate or the newest content.
     fn settle(&mut self, device: &dyn Device, context: &str) -> Ends {
         let mut ends = Ends::default();
         for (number, content) in contents(device).into_iter().enumerate() {
@@ -52,7 +53,7 @@ struct Ends {
     newest: u32,
 }
 
-/// Returns the content of each block, which must not be torn.
+/// Returns the number that identifies the content of each block. Panics if a block is torn.
 pub fn contents(device: &dyn Device) -> Vec<u64> {
     let mut all = vec![0; BLOCKS * BLOCK];
     device.read_at(0, &mut all).unwrap();
@@ -129,8 +130,8 @@ pub fn below(kind: usize, seed: u64) -> Arc<dyn Device> {
     let model = Arc::new(Model::new(BLOCKS * BLOCK, BLOCK as u32));
     match kind {
         0 => model,
-        1 => Arc::new(Deferred::new(model, Policy::Sometimes(50), seed)),
-        _ => Arc::new(Deferred::new(model, Policy::Always, seed)),
+        1 => Arc::new(DeferringDevice::new(model, DeferPolicy::Sometimes(50), seed)),
+        _ => Arc::new(DeferringDevice::new(model, DeferPolicy::Always, seed)),
     }
 }
 
@@ -168,14 +169,16 @@ fn cut_leaves_allowed_contents_and_flushed_data() {
         drop(device);
         assert_eq!(contents(&*below), last, "seed {seed}: what is below after a clean end");
 
-        // Replaying the log gives the same content, including cuts.
+        // Replaying the log onto an empty device gives the same content, including the effects of
+        // cuts.
         let fresh = Model::new(BLOCKS * BLOCK, BLOCK as u32);
         let mut reader = log::Reader::open(&path).unwrap();
         let entries = reader.entries();
         log::replay(&mut reader, entries, &fresh).unwrap();
         assert_eq!(contents(&fresh), last, "seed {seed}: what the log says");
     }
-    // Cuts that lose nothing or everything would pass the checks above.
+    // The checks above would also accept cuts that lose nothing or everything, so all three
+    // outcomes must be frequent.
     let (ends, middle) = effort((100, 30), (500, 150));
     assert!(total.old > ends && total.middle > middle && total.newest > ends, "{total:?}");
 }

@@ -1,4 +1,4 @@
-//! The log: format, marks, points, and errors.
+//! The log of recorded writes: format, marks, points in time, and errors.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use freestone::device::{Blocking, Device, Error, Flags, Op};
 use freestone::power::log::{self, Reader, Writer};
 use freestone::power::{Config, Point, Power, RecordError};
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
 
 use crate::power::model::filled;
 
@@ -24,8 +24,8 @@ fn all(device: &dyn Device) -> Vec<u8> {
     data
 }
 
-/// Returns sector, sectors, flags, text and data of each entry, parsed only by the kernel's
-/// structures.
+/// Returns sector, number of sectors, flags, text and data of each entry. Parses the kernel's
+/// dm-log-writes structures without the reader of this crate.
 fn parse(bytes: &[u8]) -> Vec<(u64, u64, u64, String, Vec<u8>)> {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     assert_eq!(word(0), 0x006a_7366_7773_6872);
@@ -65,7 +65,8 @@ fn every_entry_has_the_kernels_format() {
     }
     let status = device.recording().unwrap();
     assert_eq!((status.entries, status.bytes, status.stopped), (7, 13 * 512, None));
-    // As after SIGKILL: the file is still open, and the head is correct.
+    // The file is read while the device still has it open, as after SIGKILL. The header of the file
+    // is already correct.
     let entries = parse(&std::fs::read(&path).unwrap());
     let none = Vec::new;
     let expected = [
@@ -115,20 +116,20 @@ fn long_ranges_are_split_for_replay_tools() {
 fn write_during_a_flush_is_logged_after_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
-    let disk = Arc::new(Faulty::new(SIZE, 512));
+    let disk = Arc::new(FaultyDisk::new(SIZE, 512));
     let config = Config { record: Some(Writer::create(&path).unwrap()), ..Config::default() };
     let device = Arc::new(Power::new(disk.clone(), config).unwrap());
-    disk.fault(Some(Op::Flush), When::Always, What::Hang);
+    disk.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Hang);
     device.write_at(0, &filled(1, 1), Flags::empty()).unwrap();
     let flush = {
         let device = Arc::clone(&device);
         std::thread::spawn(move || device.flush())
     };
-    disk.await_held(1);
+    disk.wait_held(1);
     device.write_at(512, &filled(2, 1), Flags::empty()).unwrap();
     disk.heal();
     flush.join().unwrap().unwrap();
-    disk.fault(Some(Op::Flush), When::Always, What::Fail(freestone::device::Error::Media));
+    disk.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Fail(freestone::device::Error::Media));
     device.flush().unwrap_err();
     disk.heal();
     device.mark("end").unwrap();
@@ -137,23 +138,23 @@ fn write_during_a_flush_is_logged_after_it() {
     assert_eq!(flags, [(0, 0), (0, 1), (1, 0), (0, 8)], "and a failed flush stands nowhere");
 }
 
-/// Replaying the log gives the content of the device, even if the result of a write during the cut
-/// is unknown.
+/// If a cut fails and the result of a write during the cut is unknown, replaying the log still
+/// gives the device's content.
 #[test]
 fn failed_cut_is_recorded_with_its_result() {
     use freestone::device::Error;
-    for what in [What::Fail(Error::Media), What::FailDone(Error::Media), What::Tear] {
+    for what in [FaultEffect::Fail(Error::Media), FaultEffect::FailDone(Error::Media), FaultEffect::Tear] {
         let mut errors = 0;
         for seed in 0..20 {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("log");
-            let disk = Arc::new(Faulty::new(SIZE, 512));
+            let disk = Arc::new(FaultyDisk::new(SIZE, 512));
             let config = Config { record: Some(Writer::create(&path).unwrap()), ..Config::default() };
             let device = Power::new(disk.clone(), config).unwrap();
             for at in (0..64).step_by(3) {
                 device.write_at(at * 512, &filled(at + 1, 2), Flags::empty()).unwrap();
             }
-            disk.fault(Some(Op::Write), When::At(disk.counts().writes + seed % 4), what);
+            disk.fault(Some(Op::Write), FaultSchedule::At(disk.counts().writes + seed % 4), what);
             errors += u32::from(device.cut(seed).is_err());
             disk.heal();
             device.mark("end").unwrap();
@@ -199,8 +200,8 @@ fn every_point_can_be_visited_with_or_without_cut() {
             let whole = &states[point.min(60) as usize];
             assert_eq!(&all(&fresh), whole, "point {point}");
 
-            // Each unit has its content of some moment since the last flush before the point. At a
-            // flush there is only one.
+            // Each unit has its content at some moment between the last flush and the point. If the
+            // point is at a flush, there is only one such content.
             let flushed = if epoch.entries.end == point && point < 61 { point } else { epoch.entries.start };
             let between = &states[flushed as usize..=point.min(60) as usize];
             for unit in [512, 4096] {
@@ -221,7 +222,7 @@ fn every_point_can_be_visited_with_or_without_cut() {
         Err(log::Error::NoEntry { asked: 62, entries: 61 })
     ));
 
-    // The device itself visits points in both directions.
+    // The device can visit recorded points forwards and backwards.
     let wipe = || model.write_zeroes(0, SIZE as u64, Flags::empty());
     let missing = device.visit(&Point::Mark("step 1000".into()), None, &wipe).unwrap_err();
     assert_eq!(missing.to_string(), "the log has no mark \"step 1000\"");
@@ -233,14 +234,14 @@ fn every_point_can_be_visited_with_or_without_cut() {
         assert_eq!(all(&device), states[point as usize]);
     }
     device.visit(&Point::Mark("end".into()), Some(3), &wipe).unwrap();
-    // The recording has stopped, and marks report this.
+    // A visit ends the recording, so a later mark is refused.
     device.write_at(0, &filled(1, 1), Flags::empty()).unwrap();
     assert!(matches!(device.mark("late"), Err(RecordError::Stopped(_))));
     assert_eq!(Reader::open(&path).unwrap().entries(), 61);
 }
 
-/// Returns a device over `below` that has recorded two flushed writes.
-fn with_two_writes(below: Arc<Faulty>, path: &Path) -> Power {
+/// Returns a power layer over `below` that has recorded two flushed writes to `path`.
+fn with_two_writes(below: Arc<FaultyDisk>, path: &Path) -> Power {
     let config = Config { record: Some(Writer::create(path).unwrap()), ..Config::default() };
     let device = Power::new(below, config).unwrap();
     for sector in [1, 2] {
@@ -254,30 +255,30 @@ fn with_two_writes(below: Arc<Faulty>, path: &Path) -> Power {
 #[test]
 fn failed_visit_keeps_the_power_off() {
     let folder = tempfile::tempdir().unwrap();
-    let below = Arc::new(Faulty::new(SIZE, 512));
+    let below = Arc::new(FaultyDisk::new(SIZE, 512));
     let device = with_two_writes(below.clone(), &folder.path().join("log"));
     let whole = all(&device);
     let wipe = || below.write_zeroes(0, SIZE as u64, Flags::MAY_FREE);
     let fail = || {
-        below.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        below.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         let failed = device.visit(&Point::Mark("end".into()), None, &wipe).unwrap_err();
         below.heal();
         assert!(matches!(failed, RecordError::HalfSetBack(_)), "{failed}");
         assert!(
             failed.to_string().starts_with("the power stays off, since the device is only partly restored: ")
         );
-        assert!(device.is_half_set_back());
-        // Operations on the power do not turn it on again.
-        device.keep_on();
-        device.let_go();
-        device.keep_on();
+        assert!(device.is_partly_restored());
+        // Neither cancelling a cut, failing held requests nor another cut turns the power on again.
+        device.cancel_cut();
+        device.fail_held_requests();
+        device.cancel_cut();
         assert_eq!(device.cut(1), Err(Error::Media));
         assert_eq!(device.read_at(0, &mut [0; 512]), Err(Error::Gone));
         assert_eq!(device.write_at(0, &[1; 512], Flags::empty()), Err(Error::Gone));
     };
     fail();
     device.visit(&Point::Mark("end".into()), None, &wipe).unwrap();
-    assert!(!device.is_half_set_back());
+    assert!(!device.is_partly_restored());
     assert_eq!(all(&device), whole);
     fail();
     device.reset(&wipe).unwrap();
@@ -292,13 +293,13 @@ fn failed_visit_keeps_the_power_off() {
 fn damaged_log_is_refused_before_the_first_write() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
-    let below = Arc::new(Faulty::new(SIZE, 512));
+    let below = Arc::new(FaultyDisk::new(SIZE, 512));
     let device = with_two_writes(below, &path);
     let whole = all(&device);
     let good = std::fs::read(&path).unwrap();
     let never = || -> freestone::device::Result<()> { panic!("nothing may be set back") };
-    // Truncated inside the second write; and a second write, at sector 2, that is beyond the
-    // device.
+    // Damaged logs: one is truncated inside the second write. In another one, the second write (to
+    // sector 2) is moved beyond the end of the device.
     let second = 512 * 4;
     assert_eq!(good[second..second + 8], 2_u64.to_le_bytes());
     let mut beyond = good.clone();
@@ -324,13 +325,13 @@ fn interrupted_log_creation_leaves_nothing() {
     drop(writer);
     let model = Arc::new(Model::new(SIZE, 512));
     let (first, second) = (Writer::create(&path).unwrap(), Writer::create(&path).unwrap());
-    let made = first.made().unwrap().unwrap();
+    let made = first.created_file().unwrap().unwrap();
     let device = Power::new(model.clone(), Config { record: Some(first), ..Config::default() }).unwrap();
     assert_eq!(Reader::open(&path).unwrap().entries(), 0);
     let refused = Power::new(model, Config { record: Some(second), ..Config::default() }).unwrap_err();
     assert!(refused.to_string().contains("exists"), "{refused}");
     drop(device);
-    // A log of another process at the same path is kept.
+    // Removing the log does not remove a file that another process created at the log's path.
     std::fs::rename(&path, folder.path().join("moved")).unwrap();
     std::fs::write(&path, "precious").unwrap();
     made.remove();
@@ -390,7 +391,7 @@ fn damaged_logs_are_refused_with_the_reason() {
     let mut beyond = good.clone();
     beyond[512 + 3] = 1;
     assert!(matches!(read(&beyond), Err(log::Error::Device { entry: 0, .. })));
-    // No damaged byte causes a panic.
+    // A damaged byte anywhere in the log does not cause a panic.
     let mut rng = Rng::new(1);
     for _ in 0..500 {
         let mut bad = good.clone();

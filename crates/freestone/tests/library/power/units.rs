@@ -1,18 +1,19 @@
-//! The unit that a cut does not tear: each unit ends as after one of its writes, in order, for any
-//! size of writes, cache and pieces written below.
+//! The unit that a power cut does not tear. After a cut, each unit shows one of its writes, for any
+//! size of writes, cache and requests below.
 
 use std::sync::Arc;
 
-use freestone::device::{Blocking, Buffer, Device, Flags, Request, Tried};
+use freestone::device::{Blocking, Buffer, Device, Flags, Request, TryResult};
 use freestone::power::{Config, Power, log};
-use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, effort};
 
 use crate::power::model::filled;
 
 const BLOCK: usize = 512;
 const SIZE: usize = 200 << 10;
 
-/// States that each unit may have: the last durable state, and the state after each write since.
+/// Contents that each unit may have after a cut: the durable one, and the content after each later
+/// write.
 struct Units {
     unit: usize,
     states: Vec<Vec<Vec<u8>>>,
@@ -48,8 +49,8 @@ impl Units {
         self.states.iter().flat_map(|states| states.last().unwrap().clone()).collect()
     }
 
-    /// Checks the device after a cut. Returns the numbers of old, intermediate and newest units,
-    /// among those with several allowed states.
+    /// Checks the device after a cut. Returns the numbers of units with the oldest, an intermediate
+    /// and the newest allowed content, among units with several allowed contents.
     fn settle(&mut self, device: &dyn Device, context: &str) -> [u32; 3] {
         let mut ends = [0; 3];
         for (number, states) in self.states.iter_mut().enumerate() {
@@ -78,9 +79,9 @@ fn no_unit_is_torn() {
         let model = Arc::new(Model::new(SIZE, BLOCK as u32));
         let below: Arc<dyn Device> = match rng.below(3) {
             0 => model,
-            // A part of the request completes on the caller's thread.
-            1 => Arc::new(Deferred::new(model, Policy::Sometimes(60), seed)),
-            _ => Arc::new(Deferred::new(model, Policy::Always, seed)),
+            // Some requests complete in part on the caller's thread.
+            1 => Arc::new(DeferringDevice::new(model, DeferPolicy::Sometimes(60), seed)),
+            _ => Arc::new(DeferringDevice::new(model, DeferPolicy::Always, seed)),
         };
         let path = folder.path().join(seed.to_string());
         let record = Some(log::Writer::create(&path).unwrap());
@@ -147,7 +148,7 @@ fn default_unit_is_the_physical_block() {
         let error = unit(bad).unwrap_err().to_string();
         assert_eq!(error, format!("a unit is a power of two from 512 to 65536 bytes, not {bad}"));
     }
-    // With a unit of a page, pages are not torn; with the smaller unit they are.
+    // With a unit of 4096 bytes, no page is torn. With a unit of 512 bytes, some pages are torn.
     let torn = |unit: u32| {
         let device = Power::new(below(), Config { unit, ..Config::default() }).unwrap();
         device.write_at(0, &vec![1; 400 << 10], Flags::empty()).unwrap();
@@ -161,18 +162,18 @@ fn default_unit_is_the_physical_block() {
     assert!(torn(512) > 50);
 }
 
-/// The device below completes a part of a write on the caller's thread, and the power is cut before
-/// the rest is submitted.
+/// The device under the power layer completes a part of a write on the caller's thread. The power
+/// is cut before the rest is submitted.
 #[test]
 fn write_through_that_stops_in_a_unit_is_not_torn() {
     const LEN: usize = 32 << 10;
     let mut stopped = 0;
     for seed in 0..300 {
         let model = Arc::new(Model::new(SIZE, BLOCK as u32));
-        let below = Arc::new(Deferred::new(model, Policy::Sometimes(60), seed));
+        let below = Arc::new(DeferringDevice::new(model, DeferPolicy::Sometimes(60), seed));
         let device = Power::new(below, Config { unit: 4096, ..Config::default() }).unwrap();
         device.write_at(0, &vec![1; LEN], Flags::FUA).unwrap();
-        // The write does not start at a unit boundary.
+        // The write starts in the middle of a unit.
         let request = Request::write(1024, LEN as u64 - 2048).with(Flags::FUA);
         let tried = device.try_io(&request, Buffer::Write(&vec![2; LEN - 2048])).unwrap();
         device.cut(seed).unwrap();
@@ -182,10 +183,10 @@ fn write_through_that_stops_in_a_unit_is_not_torn() {
         let done = new.iter().take_while(|new| **new).count();
         assert!(new[done..].iter().all(|new| !new), "seed {seed}: {tried:?}: not one piece");
         assert!(done == new.len() || (done + 1024) % 4096 == 0 || done == 0, "seed {seed}: {done} bytes");
-        if let Tried::Partly(bytes) = tried {
+        if let TryResult::Partly(bytes) = tried {
             assert!(bytes as usize <= done, "seed {seed}: {bytes} of {done} were answered");
         }
-        stopped += u32::from(tried != Tried::Done && done > 0);
+        stopped += u32::from(tried != TryResult::Done && done > 0);
     }
     assert!(stopped > 30, "{stopped}");
 }

@@ -1,4 +1,4 @@
-//! Damaged images: an error or wrong data, but never a panic, a hang or a lost request.
+//! Damaged qcow2 images cause an error or wrong data, but never a panic, a hang or a lost request.
 
 use std::fs;
 use std::path::Path;
@@ -10,11 +10,11 @@ use freestone_testkit::{Rng, effort};
 use super::tools::{Dir, content, read, submit};
 
 const SIZE: usize = 1 << 20;
-/// Size of disks that are read thousands of times.
+/// Size in bytes of disks that are read thousands of times.
 const SMALL: usize = 192 << 10;
 
-/// Opens an image and reads all of it, inline and submitted, with extents. Returns true if the
-/// image opened.
+/// Opens an image and reads all of it, inline and submitted, and reads its extents. Returns true if
+/// the image opened.
 fn read_damaged(path: &Path, what: &str) -> bool {
     let image = match Image::open(&Config::new(path)) {
         Ok(image) => image,
@@ -24,7 +24,7 @@ fn read_damaged(path: &Path, what: &str) -> bool {
         }
     };
     let size = image.geometry().size;
-    // A damaged size may be huge, so only the start and the end are read.
+    // A damaged size may be huge, so the test reads only the start and the end.
     let part = size.min(SMALL as u64) / 512 * 512;
     for offset in [0, size - part] {
         let mut completions = Vec::new();
@@ -34,7 +34,7 @@ fn read_damaged(path: &Path, what: &str) -> bool {
         }
         for completion in completions {
             let completion = completion.recv_timeout(std::time::Duration::from_secs(60)).expect(what);
-            // `Gone` would mean a dropped request, which a panic causes.
+            // A dropped request would complete with `Gone`. A panic in the reader drops requests.
             assert!(matches!(&completion, Ok(_) | Err(Error::Media)), "{what}: {:?}", completion.err());
         }
         let tried = read(&image, offset, part.min(128 << 10), true);
@@ -73,14 +73,14 @@ fn images(dir: &Dir) -> Vec<String> {
     names
 }
 
-/// Every byte of the header, with several values.
+/// Damages every byte of the header with several values.
 #[test]
 fn damaged_headers() {
     let dir = Dir::new();
     let mut opened = 0;
     for name in images(&dir) {
         let sound = fs::read(dir.path(&name)).unwrap();
-        // Fields have four or eight bytes.
+        // Fields of the header have four or eight bytes, so a quick run tests every third byte.
         for at in (0..144).step_by(effort(3, 1)) {
             for value in [0xff, sound[at] ^ 1 << (at % 8)] {
                 let mut bytes = sound.clone();
@@ -90,11 +90,12 @@ fn damaged_headers() {
             }
         }
     }
-    // Most changes of fields that a reader does not need are accepted.
+    // Images open despite a change of a field that a reader does not need, and most changes are of
+    // this kind.
     assert!(opened > 250, "{opened}");
 }
 
-/// Random damage in metadata, tables and compressed data, and truncation to any length.
+/// Random damage in metadata, tables and compressed data, and truncation of the file to any length.
 #[test]
 fn damaged_bodies() {
     Dir::both().iter().zip(2..).for_each(|(dir, seed)| damage_in(dir, seed));
@@ -107,7 +108,7 @@ fn damage_in(dir: &Dir, seed: u64) {
         for round in 0..effort(20, 60) {
             let mut bytes = sound.clone();
             for _ in 0..=rng.below(64) {
-                // Tables are at the start and at the end of the file.
+                // Most tables are at the start of the file, so most damage goes there.
                 let reach = [bytes.len(), 4096, 0x30000][rng.below(3) as usize].min(bytes.len());
                 let at = 104 + rng.below(reach as u64 - 104) as usize;
                 bytes[at] = rng.below(256) as u8;
@@ -123,7 +124,7 @@ fn damage_in(dir: &Dir, seed: u64) {
     }
 }
 
-/// Clusters beyond the end of a truncated file are errors, not zeroes.
+/// A cluster beyond the end of a truncated file is an error, and does not read as zeroes.
 #[test]
 fn lost_clusters_are_errors() {
     let dir = Dir::new();
@@ -138,7 +139,8 @@ fn lost_clusters_are_errors() {
         let image = dir.open("image");
         assert_eq!(read(&image, 0, SIZE as u64, true).err(), Some(Error::Media));
         assert_eq!(read(&image, 0, SIZE as u64, false).err(), Some(Error::Media));
-        // Other clusters are intact. (qemu-img writes several at once, in any order.)
+        // Other clusters are intact. Which clusters are lost varies, because qemu-img writes
+        // several at once, in any order.
         let clusters = (0..SIZE as u64).step_by(65536).map(|at| read(&image, at, 65536, false));
         let (sound, lost): (Vec<_>, Vec<_>) = clusters.partition(Result::is_ok);
         assert!((1..=3).contains(&lost.len()), "{kind}: {} of {} are lost", lost.len(), sound.len());

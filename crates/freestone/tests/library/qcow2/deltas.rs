@@ -1,4 +1,5 @@
-//! Deltas: saved as overlays that qemu accepts, and applied to another fork with the same result.
+//! Deltas of forks: saved as qcow2 overlays that qemu accepts, and applied to another fork with the
+//! same result.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -6,17 +7,18 @@ use std::path::Path;
 
 use freestone::device::{Blocking as _, Device, Flags, Op, Request};
 use freestone::qcow2::Format;
-use freestone::qcow2::delta::{self, Applied, Changed, DeltaError, Saved};
+use freestone::qcow2::delta::{self, ApplyReport, ChangedRange, DeltaError, SaveReport};
 use freestone_testkit::{Model, Rng};
 
 use super::fork::Fork;
 use super::tools::{Dir, content, same};
 
 const CLUSTER: usize = 64 << 10;
-/// Ends inside a cluster.
+/// Size in bytes of a base, which ends inside a cluster.
 const SIZE: usize = (3 << 20) + 3 * 4096;
 
-/// Returns a directory with a base as a raw file and as an image.
+/// Returns a directory that contains a base as a raw file and as an image, and the content of the
+/// base.
 fn with_base(seed: u64) -> (Dir, Vec<u8>) {
     let dir = Dir::new();
     let base = content(SIZE, seed);
@@ -25,7 +27,7 @@ fn with_base(seed: u64) -> (Dir, Vec<u8>) {
     (dir, base)
 }
 
-/// Sends random writes, write zeroes and discards.
+/// Sends `times` random writes, write zeroes and discards to the fork.
 fn change_randomly(fork: &Fork, seed: u64, times: u64) {
     let mut rng = Rng::new(seed);
     let block = u64::from(fork.geometry().logical_block);
@@ -45,7 +47,7 @@ fn change_randomly(fork: &Fork, seed: u64, times: u64) {
     }
 }
 
-fn save(fork: &Fork, base: &Path, format: Format, to: &Path) -> Result<Saved, DeltaError> {
+fn save(fork: &Fork, base: &Path, format: Format, to: &Path) -> Result<SaveReport, DeltaError> {
     let mut last = (0, 0);
     let saved = delta::save(fork, base, format, to, &mut |done, total| {
         assert!(done >= last.0 && done <= total, "{done} of {total} after {last:?}");
@@ -58,7 +60,8 @@ fn save(fork: &Fork, base: &Path, format: Format, to: &Path) -> Result<Saved, De
     saved
 }
 
-/// Returns the number of clusters with a changed block, and how many of them are zeroes.
+/// Returns the number of clusters with a changed block, and the number of those that read as
+/// zeroes.
 fn clusters(fork: &Fork) -> (u64, u64) {
     let block = fork.geometry().logical_block as usize;
     let (own, content) = (fork.own(), fork.content());
@@ -72,7 +75,7 @@ fn clusters(fork: &Fork) -> (u64, u64) {
     found
 }
 
-/// Returns the bytes in the overlay itself, by `qemu-img map`.
+/// Returns the number of bytes that the overlay itself contains, according to `qemu-img map`.
 fn mapped(dir: &Dir, name: &str) -> u64 {
     let json = dir.img(&format!("map --output=json {name}"));
     let field = |row: &str, name: &str| {
@@ -86,8 +89,9 @@ fn mapped(dir: &Dir, name: &str) -> u64 {
         .sum()
 }
 
-/// Checks a saved delta with qemu's tools, with our reader, and by applying it.
-fn check_accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, saved: &Saved) {
+/// Checks a saved delta with qemu's tools, with this crate's reader, and by applying it to another
+/// fork.
+fn check_accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, saved: &SaveReport) {
     let content = fork.content();
     dir.img(&format!("check -f qcow2 {name}"));
     fs::write(dir.path("expected"), &content).unwrap();
@@ -107,7 +111,7 @@ fn check_accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &s
     });
     let applied = applied.unwrap();
     assert_eq!(other.content(), content, "{name}");
-    // Only touched clusters are changed.
+    // Applying the delta changes no cluster that the fork did not change.
     let per_cluster = CLUSTER / block as usize;
     for (mine, theirs) in other.own().chunks(per_cluster).zip(fork.own().chunks(per_cluster)) {
         assert_eq!(mine.contains(&true), theirs.contains(&true));
@@ -132,7 +136,7 @@ fn delta_is_saved_checked_and_applied() {
             let own = fork.own().iter().filter(|&&own| own).count() as u64 * u64::from(block);
             assert_eq!(saved.changes.bytes, own);
         }
-        // No temporary file is left.
+        // No temporary file is left in the directory.
         let names = fs::read_dir(dir.all()).unwrap();
         let left = names
             .filter(|name| name.as_ref().unwrap().file_name().to_string_lossy().starts_with(".freestone"));
@@ -140,7 +144,7 @@ fn delta_is_saved_checked_and_applied() {
     }
 }
 
-/// The delta is a normal image: qemu writes to it, and commits it to its base.
+/// A delta is a normal qcow2 image: qemu writes to the delta and commits it to its base.
 #[test]
 fn qemu_writes_and_commits_a_delta() {
     let (dir, base) = with_base(13);
@@ -176,7 +180,7 @@ fn empty_and_full_delta() {
     check_accepted(&dir, &fork, &base, "zero", "base.raw", &saved);
 }
 
-/// Writes the content of a fork to a file with holes.
+/// Writes the content of a fork to a file and leaves holes for zeroes.
 fn write_sparse(fork: &Fork, path: &Path) {
     let file = fs::File::create(path).unwrap();
     let size = fork.geometry().size;
@@ -191,13 +195,13 @@ fn write_sparse(fork: &Fork, path: &Path) {
     }
 }
 
-/// A fork that is larger than its base reads as zeroes beyond it.
+/// A delta of a fork that is larger than its base. The range beyond the base's end reads as zeroes.
 #[test]
 fn larger_than_the_base() {
     let (dir, base) = with_base(6);
     let fork = Fork::new(&base, 600 << 20, 4096);
     change_randomly(&fork, 6, 20);
-    // Needs another L2 table.
+    // The write is so far away that the overlay needs another L2 table.
     fork.write_at(599 << 20, &[8; 8192], Flags::empty()).unwrap();
     let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
     dir.img("check -f qcow2 delta");
@@ -212,7 +216,7 @@ fn larger_than_the_base() {
         other.read_at(at, &mut theirs).unwrap();
         assert!(mine == theirs, "{at}");
     }
-    // A fork that is smaller than the delta is not changed.
+    // Applying the delta to a fork that is too small fails and changes nothing.
     let small = Fork::new(&base, SIZE, 4096);
     let error = delta::apply(&dir.path("delta"), &small, None, &mut |_, _| {}).unwrap_err();
     assert!(error.to_string().contains("629145600 bytes"), "{error}");
@@ -222,13 +226,13 @@ fn larger_than_the_base() {
 #[test]
 fn show_reports_changed_extents() {
     let fork = Fork::new(&vec![7; 1 << 20], 1 << 20, 4096);
-    assert_eq!(delta::show(&fork, &mut |_| panic!("no row is due")).unwrap().extents, 0);
-    // Two adjacent changes are one extent, with a part of zeroes; and one far away.
+    assert_eq!(delta::for_each_change(&fork, &mut |_| panic!("no row is due")).unwrap().extents, 0);
+    // Two adjacent changes are one extent, although a part is zeroes. A third change is far away.
     fork.write_at(8192, &[1; 4096], Flags::empty()).unwrap();
     fork.discard(12288, 4096).unwrap();
     fork.write_at(1 << 19, &vec![2; 512 << 10], Flags::empty()).unwrap();
-    let mut rows: Vec<Changed> = Vec::new();
-    let summary = delta::show(&fork, &mut |row| {
+    let mut rows: Vec<ChangedRange> = Vec::new();
+    let summary = delta::for_each_change(&fork, &mut |row| {
         match rows.last_mut() {
             Some(last) if last.offset + last.len == row.offset && last.zero == row.zero => {
                 last.len += row.len;
@@ -242,24 +246,24 @@ fn show_reports_changed_extents() {
     assert_eq!(
         rows,
         [
-            Changed { offset: 8192, len: 4096, zero: false },
-            Changed { offset: 12288, len: 4096, zero: true },
-            Changed { offset: 1 << 19, len: 512 << 10, zero: false },
+            ChangedRange { offset: 8192, len: 4096, zero: false },
+            ChangedRange { offset: 12288, len: 4096, zero: true },
+            ChangedRange { offset: 1 << 19, len: 512 << 10, zero: false },
         ]
     );
     let mut count = 0;
-    delta::show(&fork, &mut |_| {
+    delta::for_each_change(&fork, &mut |_| {
         count += 1;
         count < 2
     })
     .unwrap();
     assert_eq!(count, 2);
-    let whole = delta::show(&Model::new(4096, 4096), &mut |_| true);
+    let whole = delta::for_each_change(&Model::new(4096, 4096), &mut |_| true);
     assert!(matches!(whole, Err(DeltaError::NoChanges)));
 }
 
-/// A delta in another directory names its base by an absolute path; one in the same directory by a
-/// relative path.
+/// A delta in another directory names its base by an absolute path. A delta in the directory of its
+/// base uses a relative path.
 #[test]
 fn base_path_is_relative_or_absolute() {
     let (dir, base) = with_base(7);
@@ -271,7 +275,7 @@ fn base_path_is_relative_or_absolute() {
     let info = dir.img("info there/delta");
     assert!(info.contains(&format!("backing file: {}", dir.path("base.raw").display())), "{info}");
     same(&dir.open("there/delta"), &fork.content(), "absolute");
-    // Through symbolic links, and with a colon in the name.
+    // The base is named by a symbolic link to a file with a colon in its name.
     std::os::unix::fs::symlink(dir.path("a:b"), dir.path("there/link")).unwrap();
     save(&fork, &dir.path("there/link"), Format::Raw, &dir.path("delta")).unwrap();
     dir.img("check delta");
@@ -316,7 +320,7 @@ fn save_refuses_to_destroy() {
     assert!(matches!(error, Err(DeltaError::NoChanges)));
 }
 
-/// Overlays written by qemu are applied too, including compressed clusters.
+/// Overlays that qemu writes can be applied too, including those with compressed clusters.
 #[test]
 fn overlays_of_qemu_are_applied() {
     let (dir, base) = with_base(9);
@@ -335,7 +339,7 @@ fn overlays_of_qemu_are_applied() {
         assert!(applied.unwrap().data_bytes > 0);
         assert!(fork.content() == expected, "{kind}");
     }
-    // Clusters smaller than the device's blocks.
+    // The clusters of this overlay are smaller than the blocks of the device.
     dir.img("create -q -f qcow2 -o cluster_size=512 -b base.raw -F raw small");
     let fork = Fork::new(&base, SIZE, 4096);
     let error = delta::apply(&dir.path("small"), &fork, None, &mut |_, _| {}).unwrap_err();
@@ -362,8 +366,8 @@ fn apply_refuses_before_it_writes() {
     refused("base.raw", None, "is not a qcow2 image");
     refused("none", None, "none");
     let sound = fs::read(dir.path("delta")).unwrap();
-    // Truncated: in the first kilobytes, in the middle, one byte short. The refcounts are at the
-    // end, and a reader does not need them.
+    // Truncates the delta in its first kilobytes, in the middle, just before its L1 table and
+    // inside that table. The refcounts follow, which a reader does not need.
     let l1 = u64::from_be_bytes(sound[40..48].try_into().unwrap()) as usize;
     for len in [600, 65536, l1 / 2, l1 - 1, l1, l1 + 7] {
         fs::write(dir.path("cut"), &sound[..len]).unwrap();
@@ -377,11 +381,13 @@ fn apply_refuses_before_it_writes() {
     };
     spoiled(79, &[2], "marked as corrupt");
     spoiled(79, &[32], "bit 5");
-    // An L1 entry that points at the L1 table, beyond the end, or at an unaligned offset.
+    // Changes an L1 entry to point to the L1 table, beyond the end of the file, or to an unaligned
+    // offset.
     spoiled(l1, &(l1 as u64).to_be_bytes(), "overlap");
     spoiled(l1, &(1_u64 << 40).to_be_bytes(), "beyond the end");
     spoiled(l1, &(65536_u64 + 512).to_be_bytes(), "damaged");
-    // An entry that points at the data of another, at the L1 table, or at nothing.
+    // Changes an L2 entry to point to the data of another entry, to the L1 table, or to an offset
+    // that cannot be read.
     let l2 = (u64::from_be_bytes(sound[l1..l1 + 8].try_into().unwrap()) & !(1 << 63)) as usize;
     let entry = |index: usize| &sound[l2 + 8 * index..l2 + 8 * index + 8];
     let data: Vec<usize> = (0..SIZE / CLUSTER).filter(|&index| entry(index)[0] == 0x80).collect();
@@ -390,17 +396,18 @@ fn apply_refuses_before_it_writes() {
     spoiled(l2 + 8 * data[1], &(l1 as u64).to_be_bytes(), "overlaps");
     spoiled(l2 + 8 * data[1], &(1_u64 << 50).to_be_bytes(), "cannot be read");
     spoiled(l2 + 8 * data[1], &(65536_u64 + 512).to_be_bytes(), "cannot be read");
-    // Devices that cannot take a delta.
+    // A delta cannot be applied to a read-only device.
     let device = Model::read_only(base.clone(), 4096);
     let error = delta::apply(&dir.path("delta"), &device, None, &mut |_, _| {}).unwrap_err();
     assert!(matches!(error, DeltaError::NotWritable(_)), "{error}");
-    // The undamaged delta is still applied.
+    // The undamaged delta can still be applied, because refused deltas have not changed the device.
     let applied = delta::apply(&dir.path("delta"), &target, Some(&dir.path("base.raw")), &mut |_, _| {});
-    assert_ne!(applied.unwrap(), Applied::default());
+    assert_ne!(applied.unwrap(), ApplyReport::default());
     assert!(target.content() == fork.content());
 }
 
-/// Random damage: refused, or applied with wrong content in part, but never a panic.
+/// Randomly damaged deltas are refused, or applied with partly wrong content, but never cause a
+/// panic.
 #[test]
 fn damaged_deltas() {
     let (dir, base) = with_base(11);

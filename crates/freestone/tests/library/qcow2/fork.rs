@@ -1,14 +1,15 @@
-//! A minimal fork: a model device that records which of its blocks were changed.
+//! A minimal fork for the tests of deltas: a model device that records which of its blocks were
+//! changed.
 
 use std::sync::Mutex;
 
 use freestone::device::{
     Blocking as _, Buffer, Change, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op,
-    Request, Result, Tried,
+    Request, Result, TryResult,
 };
 use freestone_testkit::Model;
 
-/// Content of the base, zeroes beyond it, and a flag for each changed block.
+/// A device that first shows a base and zeroes beyond its end, with a flag for each changed block.
 pub struct Fork {
     model: Model,
     own: Mutex<Vec<bool>>,
@@ -47,7 +48,7 @@ impl Device for Fork {
         self.model.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.note(request);
         self.model.try_io(request, buffer)
     }
@@ -72,7 +73,7 @@ impl Changes for Fork {
         let end = end.ok_or(Error::OutOfRange)?;
         let own = self.own();
         let mut at = offset;
-        // One row for each block, at most 1000 at a time.
+        // Reports one row for each block, and stops after 1000 rows, so that callers must continue.
         for _ in 0..1000 {
             let next = (at / self.block + 1).saturating_mul(self.block).min(end);
             let change = Change { offset: at, len: next - at, own: own[(at / self.block) as usize] };

@@ -1,8 +1,8 @@
-//! A delta that does not fit on its disk keeps the old delta and leaves no temporary files. A delta
-//! that was just saved can be opened at once.
+//! A delta that does not fit on its disk keeps the previous delta and leaves no temporary files. A
+//! delta that was just saved can be opened at once.
 //!
-//! The first test runs itself as a child process under a file size limit, which fails writes like a
-//! full disk.
+//! The first test runs itself as a child process under a file size limit, which makes writes fail
+//! as on a full disk.
 
 use std::env;
 use std::fs;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use freestone::device::{
-    Buffer, Change, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried,
+    Buffer, Change, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
 };
 use freestone::qcow2::Format;
 use freestone::qcow2::delta::{DeltaError, save};
@@ -22,17 +22,17 @@ use freestone_testkit::Model;
 use super::tools::Dir;
 
 const SIZE: usize = 8 << 20;
-/// In the child: the directory to work in.
+/// Environment variable with the working directory of the child. Not set in the parent.
 const DIR: &str = "FREESTONE_TEST_DIR";
 
-/// A device that reports all of its bytes as changed.
+/// A device that reports all of its bytes as changed, so that its delta is as large as the device.
 struct AllChanged(Model);
 
 impl Device for AllChanged {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.0.try_io(request, buffer)
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -69,8 +69,8 @@ fn full_disk_keeps_the_old_delta() {
     let device = AllChanged(Model::read_only(vec![9; SIZE], 4096));
     save(&device, &dir.path().join("base"), Format::Raw, &dir.path().join("delta"), &mut |_, _| {}).unwrap();
     let old = fs::read(dir.path().join("delta")).unwrap();
-    // The shell's unit is 512 or 1024 bytes; the whole delta takes 8.5 MiB. The limits hit data,
-    // tables, and almost the end.
+    // The unit of the shell's file size limit is 512 or 1024 bytes, and the whole delta has 8.5
+    // MiB. The limits hit the data, the tables, and almost the end of the file.
     let whole = old.len() / 1024;
     for limit in [40, 1000, 4000, whole / 2 - 1] {
         let script = format!("trap '' XFSZ; ulimit -f {limit} && exec \"$0\" --exact \"$1\" --nocapture");
@@ -95,8 +95,8 @@ fn full_disk_keeps_the_old_delta() {
     }
 }
 
-/// A process that is being started holds all files of this process until exec, including their
-/// locks.
+/// A process that is being started keeps all open files of this process until its exec, including
+/// their locks. Opening a saved delta must still succeed.
 #[test]
 fn saved_delta_opens_while_processes_are_started() {
     let dir = Dir::new();
@@ -107,7 +107,8 @@ fn saved_delta_opens_while_processes_are_started() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !ended.load(Ordering::SeqCst) {
-                    // With a user, the process is forked to start it, which takes longer.
+                    // With a user ID, the standard library starts the process with a fork, which
+                    // keeps the files open for longer.
                     let uid = rustix::process::geteuid().as_raw();
                     assert!(Command::new("true").uid(uid).status().unwrap().success());
                 }

@@ -1,4 +1,4 @@
-//! Images of every kind that qemu-img makes, read and compared.
+//! Images of every kind that qemu-img creates are read, and their content is compared.
 
 use std::fs;
 use std::path::Path;
@@ -12,13 +12,15 @@ use freestone_testkit::effort;
 
 use super::tools::{Dir, content, read, same};
 
-/// Not a multiple of any larger cluster, and more than one L2 table for small clusters.
+/// Size of an image in bytes. The image ends inside a cluster, and with small clusters it needs
+/// several L2 tables.
 const SIZE: usize = (5 << 20) + 7 * 512;
 
-/// Size of the image of each kind: more than one L2 table with clusters of 4 KiB.
+/// Size in bytes of the image of each kind in `KINDS`. With clusters of 4 KiB, the image needs more
+/// than one L2 table.
 const KIND_SIZE: usize = (5 << 19) + 7 * 512;
 
-/// Options of qemu-img convert.
+/// Options of `qemu-img convert`, one set for each kind of image.
 const KINDS: [&str; 19] = [
     "-o compat=0.10",
     "-o compat=0.10,cluster_size=4096",
@@ -47,21 +49,21 @@ fn every_kind_reads_back() {
     for (place, dir) in Dir::both().into_iter().enumerate() {
         fs::write(dir.path("raw"), &expected).unwrap();
         for (i, kind) in KINDS.iter().enumerate() {
-            // A quick run has each kind in one of the two directories.
+            // A quick run tests each kind in only one of the two directories.
             if i % 2 != place % 2 && effort(true, false) {
                 continue;
             }
             dir.img(&format!("convert -f raw -O qcow2 {kind} raw {i}.qcow2"));
             let name = format!("{i}.qcow2");
             same(&dir.open(&name), &expected, kind);
-            // Again with an empty page cache.
+            // Reads the image again with an empty page cache, so that reads do not complete inline.
             dir.drop_page_cache();
             same(&dir.open(&name), &expected, kind);
         }
     }
 }
 
-/// Subclusters: parts of each cluster are data, zeroes, or from the backing file.
+/// Images with subclusters: parts of each cluster are data, zeroes, or from the backing file.
 #[test]
 fn extended_l2_images_read_back() {
     let expected = content(KIND_SIZE, 5);
@@ -124,19 +126,22 @@ fn external_data_files() {
     for (i, kind) in ["", ",data_file_raw=on"].iter().enumerate() {
         let name = format!("{i}.qcow2");
         let data = dir.path(&format!("{i}.data"));
-        // A relative name is relative to the image.
+        // A relative name of the data file is relative to the directory of the image.
         let option = format!("data_file={i}.data{kind}");
         dir.img(&format!("convert -f raw -O qcow2 -o {option} raw {name}"));
         let image = dir.open(&name);
         same(&image, &expected, kind);
         assert_eq!(image.files(), [dir.path(&name), data]);
         let alone = Image::open(&Config { standalone: true, ..Config::new(dir.path(&name)) });
-        assert!(matches!(alone, Err(SetupError::Image { fault: Fault::NotAlone { .. }, .. })), "{alone:?}");
+        assert!(
+            matches!(alone, Err(SetupError::Image { fault: Fault::NotStandalone { .. }, .. })),
+            "{alone:?}"
+        );
     }
 }
 
-/// Overlays over overlays, with other sizes and cluster sizes, in other directories, with zeroed
-/// and discarded parts.
+/// Chains of overlays with different sizes and cluster sizes, in several directories. Parts of the
+/// overlays are zeroed or discarded.
 #[test]
 fn chains() {
     Dir::both().iter().for_each(chain_in);
@@ -144,7 +149,7 @@ fn chains() {
 
 fn chain_in(dir: &Dir) {
     fs::create_dir(dir.path("below")).unwrap();
-    // Like qemu, a raw file that ends inside a sector is extended with zeroes.
+    // A raw base that ends inside a sector is extended with zeroes, as in qemu.
     let mut base = content(3 << 20, 4);
     base.truncate((3 << 20) - 100);
     fs::write(dir.path("below/base"), &base).unwrap();
@@ -158,14 +163,15 @@ fn chain_in(dir: &Dir) {
     };
     run("create -f qcow2 -b base -F raw 1.qcow2");
     dir.io("below/1.qcow2", &["write -P 17 100k 300k", "write -z 1M 64k", "write -z -u 1200k 128k"]);
-    // A smaller overlay hides the data of its base beyond its end, which reads as zeroes above it.
+    // Overlay 2 is smaller than its base. Beyond the end of overlay 2, overlay 3 reads zeroes, not
+    // the data of the base.
     run("create -f qcow2 -o cluster_size=4k -b 1.qcow2 -F qcow2 2.qcow2 2M");
     dir.io("below/2.qcow2", &["write -P 33 150k 5k", "write -P 0 160k 512", "discard 320k 64k"]);
-    // A larger one, by an absolute name without a format.
+    // Overlay 3 is larger than its base, and names the base by an absolute path.
     let name = dir.path("below/2.qcow2").display().to_string();
     dir.img(&format!("create -f qcow2 -o compat=0.10,cluster_size=512 -b {name} -F qcow2 3.qcow2 5M"));
     dir.io("3.qcow2", &["write -P 66 2040k 20k", "write -P 7 4M 1k"]);
-    // A compressed one over all.
+    // The top overlay has compressed clusters.
     dir.img("create -f qcow2 -o compression_type=zstd -b 3.qcow2 -F qcow2 4.qcow2");
     dir.io("4.qcow2", &["write -c -P 99 64k 64k", "write -z 3M 1M"]);
     for name in ["below/1.qcow2", "below/2.qcow2", "3.qcow2", "4.qcow2"] {
@@ -186,7 +192,7 @@ fn chain_in(dir: &Dir) {
     conformance::check("chain", &|| Arc::new(dir.open("4.qcow2")) as Arc<dyn Device>, options);
 }
 
-/// A missing format is detected.
+/// If an image does not name the format of its backing file, the reader detects the format.
 #[test]
 fn formats_are_probed() {
     let dir = Dir::new();
@@ -199,8 +205,8 @@ fn formats_are_probed() {
     for format in ["raw", "qcow2"] {
         let name = format!("over-{format}");
         dir.img(&format!("create -f qcow2 -b base.{format} -F {format} {name}"));
-        // qemu-img no longer makes images without a format, so the extension is changed into an
-        // unknown one.
+        // qemu-img no longer creates images without a backing format. So the test changes the type
+        // of the header extension to an unknown one.
         let mut bytes = fs::read(dir.path(&name)).unwrap();
         let at = bytes.windows(4).position(|four| four == 0xe279_2aca_u32.to_be_bytes()).unwrap();
         bytes[at] = 0x11;
@@ -209,7 +215,7 @@ fn formats_are_probed() {
     }
 }
 
-/// Only the current content is read.
+/// The reader ignores internal snapshots and reads the current content.
 #[test]
 fn internal_snapshots_are_ignored() {
     let dir = Dir::new();
@@ -222,12 +228,12 @@ fn internal_snapshots_are_ignored() {
     same(&dir.open("image"), &dir.raw("image"), "image with snapshots");
 }
 
-/// Files that end anywhere inside the last cluster, or continue after it.
+/// A file may end anywhere inside its last cluster, or have bytes behind the last cluster.
 #[test]
 fn truncated_last_cluster_is_read() {
     let dir = Dir::new();
     let mut expected = vec![0; 1 << 20];
-    // Compresses to an odd number of bytes.
+    // Content that compresses to an odd number of bytes.
     expected[1000..200_000].copy_from_slice(&content(200_000, 7)[1000..]);
     fs::write(dir.path("raw"), &expected).unwrap();
     for kind in ["-c", "-c -o compression_type=zstd", ""] {
@@ -236,7 +242,8 @@ fn truncated_last_cluster_is_read() {
         let last = whole.iter().rposition(|&byte| byte != 0).unwrap();
         let mut longer = whole.clone();
         longer.extend([0x55; 777]);
-        // A few bytes after the last non-zero byte, which may be data as well.
+        // Truncates the file a few bytes after its last non-zero byte, because zeroes behind that
+        // byte may still be compressed data.
         for bytes in [&whole[..(last + 5).min(whole.len())], &whole[..(last + 100).min(whole.len())], &longer]
         {
             fs::write(dir.path("image"), bytes).unwrap();
@@ -245,14 +252,14 @@ fn truncated_last_cluster_is_read() {
     }
 }
 
-/// Disks with blocks of 4 KiB and direct I/O, below an image with smaller clusters.
+/// An image with clusters smaller than a block, on a disk with blocks of 4 KiB and direct I/O.
 #[test]
 fn on_block_devices() {
     let dir = Dir::new();
     let expected = content(3 << 20, 8);
     fs::write(dir.path("raw"), &expected).unwrap();
     dir.img("convert -f raw -O qcow2 -c -o cluster_size=1k raw image");
-    // Whole blocks, and unused space at the end, as on a logical volume.
+    // The file has whole blocks and unused space at its end, like a logical volume.
     fs::OpenOptions::new().write(true).open(dir.path("image")).unwrap().set_len(8 << 20).unwrap();
     let Some(disk) = Disk::over(&dir.path("image")) else { return };
     same(&Image::open(&Config::new(&disk.0)).unwrap(), &expected, "image on a disk");
@@ -263,7 +270,7 @@ fn on_block_devices() {
     same(&dir.open("over"), &dir.raw("over"), "image over a disk");
 }
 
-/// A loop device, detached when dropped.
+/// A loop device over a file, detached when dropped.
 struct Disk(String);
 
 impl Disk {
@@ -292,7 +299,8 @@ impl Drop for Disk {
     }
 }
 
-/// 16 TiB, sparse: fast to open, to walk, and to read anywhere.
+/// An image of 16 TiB with little data opens fast, reports its extents fast, and can be read
+/// anywhere.
 #[test]
 fn huge_sparse_image() {
     let dir = Dir::new();
@@ -324,7 +332,8 @@ fn huge_sparse_image() {
     );
 }
 
-/// Holes of a raw base, zero clusters, compressed clusters, and unwritten clusters.
+/// Extents of an image with holes of a raw base, zero clusters, compressed clusters, and unwritten
+/// clusters.
 #[test]
 fn extents_match_clusters() {
     let dir = Dir::new();
@@ -333,7 +342,7 @@ fn extents_match_clusters() {
     std::os::unix::fs::FileExt::write_all_at(&file, &vec![9; 65536], 1 << 20).unwrap();
     file.sync_all().unwrap();
     dir.img("create -f qcow2 -b base -F raw image 3M");
-    // A zero cluster that keeps its allocation, and one without any.
+    // The first zero cluster keeps its allocated space, the second one has none.
     dir.io("image", &["write -P 1 64k 64k", "write -P 1 128k 64k", "write -z 128k 64k", "write -z 256k 64k"]);
     dir.io("image", &["write -c -P 3 512k 64k"]);
     let image = dir.open("image");

@@ -1,5 +1,5 @@
-//! qcow2 images and deltas, compared with qemu-img and qemu-io (Debian package qemu-utils). A
-//! missing tool is a failure.
+//! qcow2 images and deltas, compared with qemu-img and qemu-io (Debian package qemu-utils). If a
+//! tool is missing, the tests fail.
 
 mod corrupt;
 mod deltas;

@@ -1,5 +1,5 @@
-//! A fork that is written, discarded, grown, rewound and frozen in any order. Each delta and each
-//! save must show its moment: read by our reader, applied to another fork, and restored.
+//! A fork is written, discarded, grown, rewound and frozen in any order. Each delta and each save
+//! of the fork must show its moment, when it is read, applied to another fork, or restored.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,8 +17,8 @@ use proptest::prelude::*;
 use super::tools::{Dir, content};
 
 const SECTOR: u64 = 512;
-/// Maximum sectors of a base, and maximum sectors that a fork is larger than its base. Together
-/// they exceed a leaf.
+/// Maximum size of a base, and maximum size of a fork beyond the end of its base, in sectors.
+/// Together they exceed one leaf of the page map.
 const BASE_MAX: u64 = 50 * 8;
 const MORE_MAX: u64 = 600 * 8;
 const MOMENTS_MAX: usize = 4;
@@ -32,9 +32,9 @@ enum Step {
     Snapshot,
     Forget(usize),
     Rewind,
-    /// Delta of a kept moment.
+    /// Saves a delta of the snapshot with this number.
     Delta(usize),
-    /// Delta of the fork, which changes during the save.
+    /// Saves a delta of the fork's current content, while a range of the fork is discarded.
     DeltaOfFork(Place),
     Save,
 }
@@ -42,7 +42,7 @@ enum Step {
 #[derive(Debug, Clone, Copy)]
 struct Place {
     behind_base: bool,
-    /// Thousandths of the disk, or of the range beyond the end of the base.
+    /// Start of the range, in thousandths of the disk, or of the part beyond the end of the base.
     at: u64,
     /// Length in sectors.
     len: u64,
@@ -83,7 +83,7 @@ struct World {
     file: Arc<dyn Device>,
     fork: Ram,
     spills: bool,
-    /// Expected content of the fork.
+    /// Expected current content of the fork.
     shown: Vec<u8>,
     moments: Vec<(Ram, Vec<u8>)>,
     rng: Rng,
@@ -155,7 +155,7 @@ impl World {
                 let then = self.shown.clone();
                 let (at, len) = self.place(place);
                 let mut now = then.clone();
-                // At the start, at the end, and between batches.
+                // The fork changes when the delta is started, between its batches, and at its end.
                 let path = self.delta(&snapshot, &mut || discard(&self.fork, at, len, &mut now));
                 self.shown = now;
                 self.check_delta(&path, &then);
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// Checks extents and changes against the content.
+    /// Checks the content, the extents and the reported changes of a device.
     fn check(&self, device: &dyn Device, shown: &[u8]) {
         same(device, shown, "a device");
         let size = shown.len() as u64;
@@ -232,7 +232,8 @@ impl World {
     }
 }
 
-/// Returns a family in which most pages are evicted, or none.
+/// Returns a family (a base and its forks, which share memory). If `spills` is set, most of its
+/// pages are evicted to a backing device.
 fn family(spills: bool) -> Family {
     if !spills {
         return Family::new(Config::default()).unwrap();
@@ -245,7 +246,8 @@ fn fork(base: &Arc<dyn Device>, size: Option<u64>, spills: bool) -> Ram {
     family(spills).fork(Arc::clone(base), &ForkConfig { size, ..ForkConfig::default() }).unwrap()
 }
 
-/// Discards a range. Whole pages become zeroes; parts of pages may keep their content.
+/// Discards a range and updates the expected content. Whole pages become zeroes; parts of pages may
+/// keep their content.
 fn discard(fork: &Ram, at: u64, len: u64, shown: &mut [u8]) {
     fork.run(Request::new(Op::Discard, at, len)).unwrap();
     let mut now = vec![1; len as usize];

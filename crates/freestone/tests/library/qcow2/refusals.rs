@@ -1,4 +1,4 @@
-//! Unsupported images are refused with their name and the reason.
+//! Unsupported or unsafe qcow2 images are refused. The error names the image and the reason.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ fn fault(path: impl AsRef<Path>) -> Fault {
     }
 }
 
-/// Returns a copy of an image with bytes changed at these offsets.
+/// Returns the path of a copy of an image in which these bytes are changed at these offsets.
 fn changed(dir: &Dir, of: &str, changes: &[(usize, &[u8])]) -> PathBuf {
     let mut bytes = fs::read(dir.path(of)).unwrap();
     for (at, new) in changes {
@@ -39,7 +39,8 @@ fn unsupported_image_error_names_the_feature() {
     let small = changed(&dir, "subclusters", &[(23, &[13])]);
     assert!(matches!(fault(small), Fault::Corrupt(_)), "subclusters of less than a sector");
     assert_eq!(fault(changed(&dir, "image", &[(35, &[2])])), Fault::Encrypted("LUKS"));
-    // qemu-img runs a benchmark for seconds before it encrypts.
+    // qemu-img measures the machine's speed for seconds before it encrypts, so a quick run omits
+    // this.
     if effort(false, true) {
         dir.luks("luks");
         assert_eq!(fault(dir.path("luks")), Fault::Encrypted("LUKS"));
@@ -48,12 +49,13 @@ fn unsupported_image_error_names_the_feature() {
     assert_eq!(fault(changed(&dir, "image", &[(4, &[0, 0, 0, 4])])), Fault::Version(4));
     assert_eq!(fault(changed(&dir, "image", &[(4, &[0, 0, 0, 1])])), Fault::Version(1));
     assert_eq!(fault(changed(&dir, "image", &[(0, b"RAW!")])), Fault::NotQcow2);
-    // Bit 5 is missing in the table of names; bit 3 has a name, and bit 62 never had one.
+    // Sets two unknown feature bits. The image's table of feature names has neither bit 5 nor bit
+    // 62, so the error shows their numbers.
     let Fault::Features(names) = fault(changed(&dir, "image", &[(72, &[0x40]), (79, &[1 << 5])])) else {
         panic!()
     };
     assert_eq!(names, "bit 5, bit 62");
-    // The first row of qemu's table of names, changed to bit 40.
+    // Changes the first row of qemu's table of feature names, so that the row names bit 40.
     let bytes = fs::read(dir.path("image")).unwrap();
     let row = bytes.windows(11).position(|part| part == b"\0\0dirty bit\0"[..11].as_ref()).unwrap();
     let Fault::Features(names) = fault(changed(&dir, "image", &[(row + 1, &[40]), (74, &[1])])) else {
@@ -65,8 +67,8 @@ fn unsupported_image_error_names_the_feature() {
     assert_eq!(fault(changed(&dir, "image", &[(24, &[0; 8])])), Fault::Empty);
     assert!(matches!(fault(changed(&dir, "image", &[(24, &[0x7f, 0xff])])), Fault::TooLarge(_)));
     assert!(matches!(fault(changed(&dir, "image", &[(24, &[0, 0x10])])), Fault::TooLarge(_)));
-    // A larger size with an L1 table of 10 MiB; clusters of 4 GiB; an L1 table beyond the end, or
-    // unaligned.
+    // Impossible headers: a size that needs a larger L1 table, clusters of 4 GiB, an unaligned L1
+    // table or one beyond the file's end. Also a header that is too short.
     for change in [(27, &[1][..]), (23, &[32]), (40, &[0, 0, 1]), (46, &[2]), (100, &[0, 0, 0, 8])] {
         assert!(matches!(fault(changed(&dir, "image", &[change])), Fault::Corrupt(_)), "{change:?}");
     }
@@ -96,14 +98,14 @@ fn backing_names_that_are_not_local_files() {
     assert_eq!(fault(over("base", "vmdk")), Fault::BackingFormat("vmdk".to_owned()));
     let error = Image::open(&Config::new(over("base", "raw"))).unwrap_err().to_string();
     assert!(error.contains("base"), "{error}");
-    // A colon after a slash is part of the name, and so is the text after "file:".
+    // A colon after a slash is part of the file name, and so is a colon in the text after "file:".
     let content = content(1 << 20, 1);
     for (file, name) in [("a:b", "./a:b"), ("plain", "file:plain")] {
         fs::write(dir.path(file), &content).unwrap();
         over(name, "raw");
         same(&dir.open("image"), &content, name);
     }
-    // Names as libvirt and oVirt write them. The format in the name applies.
+    // Names as libvirt and oVirt write them. The format inside the name takes precedence.
     let path = dir.path("a:b").display().to_string();
     for name in [
         format!(r#"json:{{"driver":"raw","file":{{"driver":"file","filename":"{path}"}}}}"#),
@@ -115,7 +117,8 @@ fn backing_names_that_are_not_local_files() {
     }
 }
 
-/// Chains end at 64 files, or at a file that names itself.
+/// A chain of backing files is refused if it has more than 64 files, or contains a file that names
+/// itself.
 #[test]
 fn endless_chain_is_refused() {
     let dir = Dir::new();
@@ -136,8 +139,8 @@ fn endless_chain_is_refused() {
     assert_eq!(fault(dir.path("64")), Fault::TooDeep(64));
 }
 
-/// Like qemu, the reader ignores refcounts that may be wrong, and reads what is left of a corrupt
-/// image.
+/// Like qemu, the reader ignores refcounts that may be wrong. The reader also opens an image marked
+/// as corrupt, and reads its remaining content.
 #[test]
 fn dirty_and_corrupt_images_are_read() {
     let dir = Dir::new();

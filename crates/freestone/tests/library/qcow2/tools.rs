@@ -1,4 +1,4 @@
-//! Runs qemu's tools, and reads whole devices.
+//! Helpers that run qemu's tools, and that read and compare whole devices.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,13 +6,13 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use freestone::device::{Buffer, Completion, Device, IoBuf, Request, Result, Tried};
+use freestone::device::{Buffer, Completion, Device, IoBuf, Request, Result, TryResult};
 use freestone::qcow2::{Config, Image};
 use freestone_testkit::{Rng, first_difference};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A temporary directory for one test.
+/// A temporary directory for one test, in which qemu's tools run.
 pub struct Dir(tempfile::TempDir);
 
 impl Dir {
@@ -41,7 +41,8 @@ impl Dir {
         self.0.path()
     }
 
-    /// Runs a tool in the directory. Returns its stdout.
+    /// Runs a tool in the directory. Returns its standard output; panics if the tool is missing or
+    /// fails.
     pub fn run(&self, tool: &str, args: &[&str]) -> String {
         let out = Command::new(tool).args(args).current_dir(self.0.path()).output();
         let out = out.unwrap_or_else(|error| panic!("{tool} (package qemu-utils): {error}"));
@@ -55,8 +56,9 @@ impl Dir {
         self.run("qemu-img", &args.split_whitespace().collect::<Vec<_>>())
     }
 
-    /// Creates an image of 1 MiB, encrypted with LUKS. qemu-img first measures the machine's speed,
-    /// and fails if that took less than a clock tick, which is common on fast machines.
+    /// Creates an image of 1 MiB that is encrypted with LUKS. qemu-img first measures the machine's
+    /// speed, and fails if that takes less than a clock tick. On fast machines this is common, so
+    /// the call is repeated.
     pub fn luks(&self, name: &str) {
         const TRIES: u32 = 100;
         const TOO_FAST: &str = "Unable to get accurate CPU usage";
@@ -74,7 +76,7 @@ impl Dir {
         panic!("qemu-img was too fast for itself {TRIES} times");
     }
 
-    /// Runs commands of qemu-io on an image.
+    /// Runs commands of qemu-io on a qcow2 image in the directory.
     pub fn io(&self, name: &str, commands: &[&str]) {
         let mut args = vec!["-f", "qcow2"];
         for command in commands {
@@ -85,7 +87,7 @@ impl Dir {
         assert!(!out.contains("failed") && !out.contains("rror"), "{out}");
     }
 
-    /// Drops the files of the directory from the page cache, if their file system has a disk.
+    /// Drops the files of the directory from the page cache. Has no effect on tmpfs.
     pub fn drop_page_cache(&self) {
         for entry in fs::read_dir(self.0.path()).unwrap() {
             let path = entry.unwrap().path();
@@ -110,7 +112,7 @@ impl Dir {
     }
 }
 
-/// Returns content of all kinds: noise, text, one byte, zeroes; in pieces that match no cluster
+/// Returns `size` bytes of noise, text, repeated bytes and zeroes, in pieces that match no cluster
 /// size.
 pub fn content(size: usize, seed: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed);
@@ -130,19 +132,20 @@ pub fn content(size: usize, seed: u64) -> Vec<u8> {
     content
 }
 
-/// Reads inline as far as possible and submits the rest; or submits all of it.
+/// Reads a range: inline as far as possible with the rest submitted, or all submitted if `inline`
+/// is false.
 pub fn read(device: &dyn Device, offset: u64, len: u64, inline: bool) -> Result<Vec<u8>> {
     let mut out = vec![0xee; len as usize];
     let mut done = 0;
     while inline && done < len {
         let request = Request::read(offset + done, len - done);
         match device.try_io(&request, Buffer::Read(&mut out[done as usize..]))? {
-            Tried::Done => return Ok(out),
-            Tried::Partly(n) => {
+            TryResult::Done => return Ok(out),
+            TryResult::Partly(n) => {
                 assert!(n > 0 && n < len - done, "{n} of {}", len - done);
                 done += n;
             }
-            Tried::WouldBlock => break,
+            TryResult::WouldBlock => break,
         }
     }
     let rest = submit(device, offset + done, len - done).recv_timeout(PATIENCE).expect("no answer")?;
@@ -150,7 +153,7 @@ pub fn read(device: &dyn Device, offset: u64, len: u64, inline: bool) -> Result<
     Ok(out)
 }
 
-/// Submits a read. Returns the receiver of its result.
+/// Submits a read. Returns the receiver of its data or error.
 pub fn submit(device: &dyn Device, offset: u64, len: u64) -> mpsc::Receiver<Result<Vec<u8>>> {
     let (send, completion) = mpsc::channel();
     let buffer = IoBuf::zeroed(len as usize).unwrap();
@@ -159,8 +162,8 @@ pub fn submit(device: &dyn Device, offset: u64, len: u64) -> mpsc::Receiver<Resu
     completion
 }
 
-/// Compares a device with its expected content: whole, in pieces of many sizes, and with many
-/// requests in flight.
+/// Checks that a device has the expected content: in one read, in pieces of many sizes, and with
+/// many requests in flight.
 pub fn same(device: &dyn Device, expected: &[u8], what: &str) {
     let size = device.geometry().size;
     assert_eq!(size, expected.len() as u64, "{what}");
@@ -169,7 +172,7 @@ pub fn same(device: &dyn Device, expected: &[u8], what: &str) {
         let wrong = first_difference(found, expected);
         assert_eq!(wrong.map(|at| at as u64 + offset), None, "{what}, {how} of {} at {offset}", found.len());
     };
-    // Submitted first, while nothing is cached.
+    // The submitted read comes first, because nothing is cached yet.
     check(0, &read(device, 0, size, false).unwrap(), "submitted read");
     check(0, &read(device, 0, size, true).unwrap(), "tried read");
     let mut rng = Rng::new(size);

@@ -1,4 +1,4 @@
-//! Foreign, newer, truncated, stale or damaged files are refused with a clear error.
+//! Save files that are foreign, newer, truncated, stale or damaged are refused with a clear error.
 
 use std::path::Path;
 
@@ -8,7 +8,8 @@ use freestone_testkit::{Rng, scaled};
 
 use crate::save::support::*;
 
-/// Returns a family with every kind of device, whose file has a few dozen KiB, and its base.
+/// Returns devices of every kind in one family (a disk, its snapshots and forks, which share
+/// memory), and the base of its fork. The save file of the family has a few dozen KiB.
 pub fn small_family(seed: u64) -> (Vec<(String, Ram)>, Base) {
     let family = family();
     let disk = family.ram(MIB).unwrap();
@@ -80,7 +81,7 @@ fn truncated_file_is_not_complete() {
         assert!(right, "{len} of {} bytes: {error}", whole.len());
         assert!(save::inspect(&file).is_err());
     }
-    // A file that is too long.
+    // A file with extra bytes after its end is refused as well.
     let mut longer = whole.clone();
     longer.extend_from_slice(&whole);
     for len in [whole.len() + 1, whole.len() + 72, longer.len()] {
@@ -91,7 +92,8 @@ fn truncated_file_is_not_complete() {
     assert_eq!(restore(&file, &family(), &[base]).unwrap().len(), 4);
 }
 
-/// Blocks that did not reach the disk before a power loss: zeroes, or the content of an older file.
+/// Blocks that did not reach the disk before a power loss contain zeroes, or the content of an
+/// older file. A file with such blocks is refused.
 #[test]
 fn file_with_stale_blocks_is_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -99,7 +101,7 @@ fn file_with_stale_blocks_is_refused() {
     let (devices, base) = small_family(1);
     save_family(&devices, &file);
     let old = std::fs::read(&file).unwrap();
-    // The same content saved again: only the salt differs.
+    // Saves the same content again. The two files differ only in their salt and checksums.
     save_family(&devices, &file);
     let new = std::fs::read(&file).unwrap();
     assert_eq!(old.len(), new.len());
@@ -125,7 +127,7 @@ fn file_with_stale_blocks_is_refused() {
     }
 }
 
-/// Any change of a file is detected, or the restored content equals the saved one.
+/// Any change of a file is detected, or the restored content equals the saved content.
 #[test]
 fn random_changes_are_detected() {
     let dir = tempfile::tempdir().unwrap();
@@ -139,7 +141,7 @@ fn random_changes_are_detected() {
     for round in 0..scaled(6000) {
         let mut bytes = whole.clone();
         let len = bytes.len() as u64;
-        // Lengths and counts are at the start and at the end.
+        // Prefers the start and the end of the file, where lengths and counts are.
         let place = |rng: &mut Rng| match rng.below(3) {
             0 => rng.below(400.min(len)) as usize,
             1 => (len - 1 - rng.below(300)) as usize,

@@ -1,4 +1,5 @@
-//! Saves that are killed or find no space keep the old file. Also, the memory of a save is bounded.
+//! A save that is killed or finds no space keeps the old file. Also, the memory that a save uses is
+//! bounded.
 //!
 //! Each test runs itself as a child process, controlled by environment variables.
 
@@ -18,12 +19,12 @@ use crate::save::support::*;
 const LIMIT: &str = "FREESTONE_SAVE_TEST_LIMIT";
 const TARGET: &str = "FREESTONE_SAVE_TEST_TARGET";
 
-/// Returns the path to save to, if this process is a child.
+/// Returns the path of the file to save if this process is a child, else None.
 fn target() -> Option<PathBuf> {
     std::env::var_os(TARGET).map(PathBuf::from)
 }
 
-/// Returns a command that runs one test of this file as a child.
+/// Returns a command that runs one test of this file as a child process, which saves to `to`.
 fn child(test: &str, to: &Path, prefix: &str) -> Command {
     let (_, module) = module_path!().split_once("::").unwrap();
     let test = format!("{module}::{test}");
@@ -66,7 +67,7 @@ fn killed_save_keeps_the_old_file() {
     let rounds = effort(4, 12);
     for _ in 0..rounds {
         let mut process: Child = child("killed_save_keeps_the_old_file", &file, "").spawn().unwrap();
-        // A new file has no name until it is complete. A new inode means that the first save is
+        // A new file has no name until it is complete. So a new inode means that the first save is
         // complete and the next one is running.
         let inode = std::fs::metadata(&file).unwrap().ino();
         eventually("the child saves", || std::fs::metadata(&file).unwrap().ino() != inode);
@@ -82,8 +83,9 @@ fn killed_save_keeps_the_old_file() {
             if path != file {
                 let name = path.file_name().unwrap().to_str().unwrap();
                 assert!(name.starts_with(".freestone-save-"), "{name}");
-                assert_eq!(freestone::replace::left_behind(&file), std::slice::from_ref(&path));
-                // A file left behind is refused as a saved disk, or is complete.
+                assert_eq!(freestone::replace::find_stale_files(&file), std::slice::from_ref(&path));
+                // A file that a killed save leaves behind is either complete or refused when it is
+                // restored.
                 if let Ok(left) = restore(&path, &family(), &[]) {
                     assert!(has_content(&left[0].1, 1) || has_content(&left[0].1, 2));
                 }
@@ -97,7 +99,7 @@ fn killed_save_keeps_the_old_file() {
 #[test]
 fn save_without_space_keeps_the_old_file() {
     if let Some(target) = target() {
-        // Set after the disk was created, because its memory counts as a file.
+        // The limit is set after the disk was created, because the disk's memory counts as a file.
         let ram = large(1);
         let limit = std::env::var(LIMIT).unwrap().parse().unwrap();
         setrlimit(Resource::Fsize, Rlimit { current: Some(limit), maximum: None }).unwrap();
@@ -110,7 +112,7 @@ fn save_without_space_keeps_the_old_file() {
     let file = dir.path().join("disk");
     save(&[("ram0", &large(1))], &file);
     let before = std::fs::read(&file).unwrap();
-    // The limit hits the header, the contents, the middle, and the end.
+    // The limits stop the save in the header, in the contents, in the middle, and near the end.
     let all = before.len() as u64;
     for limit in [0, 30, 70, all / 3, all - 1] {
         let mut process = child("save_without_space_keeps_the_old_file", &file, "trap '' XFSZ;");
@@ -125,7 +127,7 @@ fn save_without_space_keeps_the_old_file() {
     assert!(matches!(save_to(&nowhere), Err(SaveError::Write { .. })));
     assert!(matches!(save_to(dir.path()), Err(SaveError::Write { .. })));
     assert!(matches!(save_to(Path::new("/dev/null")), Err(SaveError::Write { .. })));
-    // Saving through a link replaces the file that it points to.
+    // Saving to a symbolic link replaces the file that the link points to.
     let link = dir.path().join("link");
     std::os::unix::fs::symlink(&file, &link).unwrap();
     save(&[("r", &ram)], &link);
@@ -133,7 +135,8 @@ fn save_without_space_keeps_the_old_file() {
     assert_eq!(save::inspect(&file).unwrap().devices[0].name, "r");
 }
 
-/// Returns the private memory of this process in bytes, without pools, which are shared memory.
+/// Returns the private memory of this process in bytes. Pools of RAM disks are shared memory, so
+/// they do not count.
 fn private_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("RssAnon:")).unwrap();
@@ -144,7 +147,7 @@ fn private_bytes() -> u64 {
 fn memory_is_bounded() {
     let Some(target) = target() else {
         let dir = tempfile::tempdir().unwrap();
-        // Alone in its process, because other tests use memory too.
+        // The child process runs only this test, because other tests would use memory too.
         let status = child("memory_is_bounded", &dir.path().join("disk"), "").status().unwrap();
         assert!(status.success());
         return;

@@ -1,6 +1,6 @@
-//! Files with valid checksums around invalid fields, written by the byte map of
-//! `docs/save-format.md` and not by the library. They must not cause a panic, a hang or unbounded
-//! memory, whatever is restored.
+//! Save files with valid checksums around invalid fields. The test forges them from the byte map of
+//! `docs/reference/save-format.md`, without the library's writer. Restoring them must not cause a panic, a
+//! hang or unbounded memory use.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -24,7 +24,7 @@ fn set(bytes: &mut [u8], at: usize, sum: u64) {
     bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Returns the offsets of the blocks, by the lengths in the file.
+/// Returns the byte offsets of the blocks in a file, computed from the lengths that the file contains.
 fn blocks(bytes: &[u8]) -> Vec<usize> {
     let mut at = HEADER + u32_at(bytes, 32).min(1 << 24);
     let mut found = Vec::new();
@@ -35,7 +35,7 @@ fn blocks(bytes: &[u8]) -> Vec<usize> {
     found
 }
 
-/// Updates all checksums, as far as the lengths allow.
+/// Updates all checksums of a file, as far as its lengths allow.
 fn seal(bytes: &mut [u8]) {
     let salt = u64::from_le_bytes(bytes[24..32].try_into().unwrap());
     let contents = u32_at(bytes, 32);
@@ -86,7 +86,8 @@ fn forged_fields_are_refused_or_harmless() {
     for round in 0..scaled(8000) {
         let mut bytes = whole.clone();
         for _ in 0..=rng.below(2) {
-            // A field of the contents, of a block's header, or of the first records after one.
+            // Selects a field of the contents, of a block's header, or of the first records after that
+            // header.
             let at = match rng.below(4) {
                 0 => rng.below(HEADER as u64 + u32_at(&whole, 32) as u64) as usize,
                 1 => found[rng.below(found.len() as u64) as usize] + rng.below(BLOCK as u64) as usize,
@@ -119,18 +120,19 @@ fn forged_fields_are_refused_or_harmless() {
             Ok(Err(_)) => {}
         }
     }
-    // Both outcomes occurred: accepted, and refused after the checksums.
+    // Many forged files were accepted, and many were refused as damaged in spite of valid checksums.
     assert!(taken > scaled(300) && damaged > scaled(300), "{taken} taken, {damaged} damaged");
 }
 
-/// Devices that end inside a page need a newer file version. Data beyond their end is refused, and
-/// so is such a device in the older version.
+/// Devices that end inside a page need a newer file version. A file of an older version with such a device is
+/// refused, and so is data beyond the device's end.
 #[test]
 fn data_beyond_the_end_of_a_device_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let base = ReadOnly::shared(3, 4);
-    // Every form of a page: a pattern of 32 bits, a pattern of 64 bits, compressed, huge.
+    // The file has every form of a page: a pattern of 32 bits, a pattern of 64 bits, compressed, and huge
+    // (incompressible).
     let noise = {
         let mut noise = [0; PAGE as usize];
         Rng::new(4).fill(&mut noise);
@@ -166,7 +168,7 @@ fn data_beyond_the_end_of_a_device_is_refused() {
             assert_eq!(behind, (version, size) == (2, 8 * PAGE - 512), "{error}");
         }
     }
-    // A disk has whole pages in every version.
+    // The size of a RAM disk without a base is a whole number of pages in every version.
     let ram = disk(freestone::ram::Config::default(), MIB);
     save(&[("ram0", &ram)], &file);
     let mut bytes = std::fs::read(&file).unwrap();

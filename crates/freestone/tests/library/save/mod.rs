@@ -1,9 +1,10 @@
-//! Saving and restoring RAM disks, forks and families.
+//! Saving and restoring RAM disks, forks, and families (disks, snapshots and forks that share
+//! memory).
 //!
-//! Assumptions about the machine: a rename is atomic, and data synced before it survives. An
-//! unsynced write may survive, be zeroes, or be the old data at its position, in any order. So an
-//! unsynced file may be truncated, have holes, and be mixed with an older file, and none of these
-//! may be accepted as a saved disk.
+//! The tests assume that a rename is atomic, and that data synced before the rename survives a
+//! crash. An unsynced write may survive, be zeroes, or be the old data at its position, in any
+//! order. So an unsynced file may be truncated, have holes, or be mixed with an older file. None of
+//! these may be accepted as a saved disk.
 
 mod bad_files;
 mod crash;

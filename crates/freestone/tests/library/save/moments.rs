@@ -1,4 +1,4 @@
-//! A save is of one moment, while writers continue.
+//! A save shows the device at a single moment, while writers continue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -12,7 +12,8 @@ use crate::save::support::*;
 
 const PAGES: u64 = 2000;
 
-/// Returns the page that write `n` goes to: a different one each time, in another order each round.
+/// Returns the page that write `n` changes. Each write of a round changes another page, in a
+/// different order in each round.
 fn slot(n: u64) -> u64 {
     let (round, at) = (n / PAGES, n % PAGES);
     (at * 7 + round * 13) % PAGES
@@ -33,7 +34,8 @@ fn number(page: &[u8]) -> u64 {
     u64::from_le_bytes(page[..8].try_into().unwrap())
 }
 
-/// Returns the number of the last write. All pages must be of that moment.
+/// Returns the number of the newest write. Panics if a page is older or newer than the moment after
+/// that write.
 #[track_caller]
 fn check_moment(device: &dyn Device) -> u64 {
     let image = image(device);
@@ -54,9 +56,9 @@ fn check_moment(device: &dyn Device) -> u64 {
 fn saves_under_writes_are_of_one_moment() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("both");
-    // Two families: one in memory, one with constant eviction.
+    // Two families: the first has all pages in memory, the second one evicts pages all the time.
     let first = disk(Config::default(), PAGES * PAGE);
-    let backing = File::open_for_spilling(dir.path().join("spill"), Some(64 * MIB)).unwrap();
+    let backing = File::open_for_writeback(dir.path().join("spill"), Some(64 * MIB)).unwrap();
     let tight = Config { mem_limit: 3 * MIB, ..Config::default() }.backed_by(Arc::new(backing), true);
     let second = disk(tight, PAGES * PAGE);
     let stop = AtomicBool::new(false);
@@ -67,13 +69,14 @@ fn saves_under_writes_are_of_one_moment() {
                 if stop.load(SeqCst) {
                     break;
                 }
-                // At no moment is the second ahead of the first, or more than one behind.
+                // At no moment is the second disk ahead of the first one, or more than one write
+                // behind.
                 write(&first, n);
                 write(&second, n);
             }
         });
         scope.spawn(|| {
-            // Reads bring evicted pages back during the save.
+            // These reads bring evicted pages back into memory during a save.
             let mut page = vec![0; PAGE as usize];
             let mut rng = Rng::new(1);
             while !stop.load(SeqCst) {
@@ -83,7 +86,7 @@ fn saves_under_writes_are_of_one_moment() {
         let mut last = 0;
         let mut saves = 0;
         let began = std::time::Instant::now();
-        // On a loaded machine the writer needs more time.
+        // On a loaded machine, more saves give the writer time to make progress.
         while saves < effort(4, 12) || last <= 100 {
             assert!(began.elapsed() < std::time::Duration::from_secs(60), "the writer got on");
             saves += 1;

@@ -1,12 +1,12 @@
-//! Saved devices are restored: every kind of device, every form of page, and into families with
-//! other settings.
+//! Saved devices are restored: every kind of device, every form of page, and into families (devices
+//! that share memory) with other settings.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use freestone::codec::{Algorithm, Params};
 use freestone::device::{Blocking, Device, Error, Flags};
-use freestone::ram::{Config, Family, ForkConfig, Ram, Recompress, Secondary};
+use freestone::ram::{Config, Family, ForkConfig, Ram, RecompressOptions, Secondary};
 use freestone::save::{self, Base, BaseCheck, DeviceKind, RestoreError, SaveError};
 use freestone_testkit::{Model, Rng};
 
@@ -22,7 +22,7 @@ fn disk_is_restored_unchanged() {
     let file = dir.path().join("disk");
     let old = disk(Config::default(), 64 * MIB);
     fill(&old, 0..3000, 1);
-    // Pages far apart, and the last page.
+    // Writes pages far apart, and the last page of the disk.
     fill(&old, [5000, 9000, 16383], 2);
     old.write_at(7 * PAGE + 512, &[3; 512], Flags::empty()).unwrap();
     let saved = save(&[("ram0", &old)], &file);
@@ -42,13 +42,13 @@ fn disk_is_restored_unchanged() {
         (was.orig_data_size, was.compr_data_size, was.same_pages, was.huge_pages)
     );
     assert!(!new.is_snapshot() && !new.is_fork());
-    // The restored device works like any disk.
+    // The restored device can be changed like any disk.
     fill(&new, 100..200, 9);
     new.discard(0, 50 * PAGE).unwrap();
     assert!(image(&new)[100 * PAGE as usize..101 * PAGE as usize] == content(9, 100));
-    // Compressed pages were saved without compressing them again.
+    // The save wrote the compressed pages as they are, without compressing them again.
     assert!(saved.file_bytes < was.compr_data_size + 3003 * 17 + 4096, "{saved:?} {was:?}");
-    // The snapshot of the save is removed.
+    // A save takes an internal snapshot, which must be removed at the end.
     eventually("one layer", || old.family().stat().layers == 1);
     assert_eq!(old.snapshots(), 0);
 }
@@ -70,7 +70,7 @@ fn disk_is_restored_with_other_algorithms() {
             if from == to || is_lz4(from) && is_lz4(to) {
                 assert_eq!(is.compr_data_size, was.compr_data_size, "{from} {to}");
             } else {
-                // The size equals that of newly written pages.
+                // If the algorithm changes, pages have the size of newly written pages.
                 let written = disk(Config { comp_algorithm: to, ..Config::default() }, 4 * MIB);
                 fill(&written, 0..800, 1);
                 assert_eq!(is.compr_data_size, written.mm_stat().compr_data_size, "{from} {to}");
@@ -108,7 +108,7 @@ fn fork_saves_only_its_own_pages() {
     fill(&old, (0..1500).step_by(3), 1);
     old.discard(2 * PAGE, 100 * PAGE).unwrap();
     old.write_at(2000 * PAGE + 1024, &[5; 512], Flags::empty()).unwrap();
-    // A discard over zeroes of the base leaves nothing.
+    // A discard stores nothing for a page of the base that is already zeroes.
     let bare = (2..102).filter(|&slot| content(7, slot).iter().all(|&byte| byte == 0)).count() as u64;
     let own = 102 - bare + (102..1500).step_by(3).count() as u64 - 1 + 1;
     for check in [BaseCheck::Sampled, BaseCheck::Whole] {
@@ -124,21 +124,21 @@ fn fork_saves_only_its_own_pages() {
         new.rewind().unwrap();
         assert!(image(&new)[..PAGE as usize] == content(7, 0));
 
-        // Another base is refused.
+        // Restoring a fork over a missing or different base fails.
         assert!(matches!(refused(&file, &[]), RestoreError::BaseMissing { .. }));
         let other = Base::Device(ReadOnly::shared(8, 2000));
         let error = refused(&file, std::slice::from_ref(&other));
-        assert!(matches!(&error, RestoreError::BaseDiffers { device, .. } if device == "f"), "{error}");
+        assert!(matches!(&error, RestoreError::BaseMismatch { device, .. } if device == "f"), "{error}");
         let longer = Base::Device(ReadOnly::shared(7, 2001));
-        assert!(matches!(refused(&file, std::slice::from_ref(&longer)), RestoreError::BaseDiffers { .. }));
-        // The right base is found among others.
+        assert!(matches!(refused(&file, std::slice::from_ref(&longer)), RestoreError::BaseMismatch { .. }));
+        // If several bases are given, the right one is used.
         let right = Base::Device(ReadOnly::shared(7, 2000));
         assert_same(&old, &restore_one(&file, &family(), &[longer, other, right]));
     }
-    // One changed byte at the end of a large base is detected if the whole base is checked.
+    // A changed byte of a large base is detected only if the whole base is checked.
     let changed = ReadOnly::new(7, 2000);
     changed.0.write_at(1234 * PAGE + 512, &[1; 512], Flags::empty()).unwrap();
-    assert!(matches!(refused(&file, &[Base::Device(Arc::new(changed))]), RestoreError::BaseDiffers { .. }));
+    assert!(matches!(refused(&file, &[Base::Device(Arc::new(changed))]), RestoreError::BaseMismatch { .. }));
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn fork_is_restored_over_an_equal_snapshot() {
     let old = family().fork(base, &ForkConfig::default()).unwrap();
     fill(&old, 0..10, 1);
     assert_eq!(save(&[("f", &old)], &file).pages, 10);
-    // Into the family of the snapshot, and into another family.
+    // Restores into the family of the base snapshot, and into another family.
     let snapshot = origin.snapshot().unwrap();
     fill(&origin, 0..1024, 8);
     for family in [origin.family(), family()] {
@@ -204,9 +204,9 @@ fn family_is_restored_with_shared_pages() {
     let names = ["f0", "f1", "f2", "f3", "f4"];
     devices.extend(names.into_iter().zip(&forks));
     let saved = save(&devices, &file);
-    // golden is saved once for its forks, with the differences of later and disk; middle once, with
-    // the later changes of f0.
-    // Ranges that the forks discarded are holes of golden, so nothing is saved for them.
+    // The snapshot golden is saved once for all its forks, and later and disk only with their
+    // differences to golden. The snapshot middle is saved once, and f0 only with its later changes.
+    // Ranges that the forks discarded are holes of golden, so their pages are not saved.
     let fork = 30 - 2;
     assert_eq!(saved.pages, 1000 + 200 + 200 + 5 * fork + 20 + 20 + 3);
     let contents = save::inspect(&file).unwrap();
@@ -225,12 +225,12 @@ fn family_is_restored_with_shared_pages() {
         assert_same(*old, ram);
         assert_eq!((ram.is_snapshot(), ram.is_fork()), (old.is_snapshot(), old.is_fork()), "{name}");
     }
-    // Shared pages exist once.
+    // Pages that the devices share exist only once in memory.
     let (was, is) = (family_of.stat(), family_to.stat());
     assert!(is.charged <= was.charged + was.charged / 50, "{was:?} {is:?}");
     let new = |name: &str| &restored.iter().find(|(other, _)| other == name).unwrap().1;
     assert_eq!(new("later").write_at(0, &[0; 512], Flags::empty()), Err(Error::ReadOnly));
-    // Rewound to their base.
+    // A rewind returns the restored fork to its base.
     new("f1").rewind().unwrap();
     forks[1].rewind().unwrap();
     assert_same(&forks[1], new("f1"));
@@ -259,10 +259,10 @@ fn chain_saves_only_differences() {
         }
         origin.grow(16 * MIB).unwrap();
         fill(&origin, 4000..4010, 9);
-        // A snapshot in the middle was removed, perhaps not completely yet.
+        // A snapshot in the middle was dropped. The removal of its layer may not be complete yet.
         drop(snapshots.remove(2));
         let names = ["a", "b", "c", "d"];
-        // In no particular order.
+        // The devices are saved in an order that does not follow the chain.
         let mut devices: Vec<(&str, &Ram)> = vec![("live", &origin)];
         devices.extend(names.into_iter().zip(snapshots.iter().rev()));
         let saved = save(&devices, &file);
@@ -276,7 +276,7 @@ fn chain_saves_only_differences() {
                 assert_same(*old, ram);
                 assert_eq!((ram.is_snapshot(), ram.is_fork()), (old.is_snapshot(), old.is_fork()), "{name}");
             }
-            // The devices do not depend on each other.
+            // Each restored device stays valid when others are dropped.
             drop(restored.remove(restored.len() / 2));
         }
         eventually("all memory comes back", || to.stat().mem_used_total == 0 && to.stat().layers == 0);
@@ -299,17 +299,17 @@ fn shared_named_snapshot_is_saved_once() {
     assert_same(&restored[0].1, &golden);
     assert_same(&restored[1].1, &fork);
     let failed = save::save(&[("a", &golden), ("b", &golden)], &file, BaseCheck::Sampled, &mut |_, _| {});
-    assert!(matches!(failed, Err(SaveError::TwiceGiven(..))));
+    assert!(matches!(failed, Err(SaveError::DuplicateDevice(..))));
     let failed = save::save(&[("a", &fork), ("b", &fork)], &file, BaseCheck::Sampled, &mut |_, _| {});
-    assert!(matches!(failed, Err(SaveError::TwiceGiven(..))));
+    assert!(matches!(failed, Err(SaveError::DuplicateDevice(..))));
     for names in [["a", "a"], ["", "b"], [&*"x".repeat(256), "c"]] {
         let devices = [(names[0], &fork), (names[1], &golden)];
         let failed = save::save(&devices, &file, BaseCheck::Sampled, &mut |_, _| {});
-        assert!(matches!(failed, Err(SaveError::TwiceNamed(_) | SaveError::Name(_))), "{failed:?}");
+        assert!(matches!(failed, Err(SaveError::DuplicateName(_) | SaveError::Name(_))), "{failed:?}");
     }
     let failed = save::save(&[], &file, BaseCheck::Sampled, &mut |_, _| {});
-    assert!(matches!(failed, Err(SaveError::Nothing)));
-    // The failed saves have not changed the file.
+    assert!(matches!(failed, Err(SaveError::NoDevices)));
+    // The failed saves have not changed the existing file.
     assert_eq!(restore(&file, &family(), &[]).unwrap().len(), 2);
 }
 
@@ -325,16 +325,17 @@ fn recompressed_pages_are_saved_unchanged() {
     let config = Config { recomp_algorithms: [None, Some(secondary), None], ..Config::default() };
     let old = disk(config.clone(), 8 * MIB);
     fill(&old, 0..2000, 1);
-    let what = Recompress { priority: Some(2), ..Recompress::default() };
+    let what = RecompressOptions { priority: Some(2), ..RecompressOptions::default() };
     assert!(old.recompress(&what).unwrap().shrunk > 300);
-    // Some pages of each kind.
+    // Overwrites some pages, so that the file has both recompressed pages and pages of the primary
+    // algorithm.
     fill(&old, (0..2000).step_by(5), 2);
     save(&[("ram0", &old)], &file);
     let like = Family::new(config).unwrap();
     let new = restore_one(&file, &like, &[]);
     assert_same(&old, &new);
     assert_eq!(new.mm_stat().compr_data_size, old.mm_stat().compr_data_size);
-    // The dictionary is in the file.
+    // Restoring needs no dictionary file, because the save file contains the dictionary.
     std::fs::remove_file(&dictionary).unwrap();
     for config in [Config::default(), zstd()] {
         let new = restore_one(&file, &Family::new(config).unwrap(), &[]);
@@ -353,18 +354,18 @@ fn automatic_dictionary_is_saved() {
         text(&mut Rng::new(slot), &mut page);
         old.write_at(slot * PAGE, &page, Flags::empty()).unwrap();
     }
-    eventually("pages are recompressed", || old.auto_recompressed().pages > 300);
+    eventually("pages are recompressed", || old.auto_recompress_stat().pages > 300);
     save(&[("ram0", &old)], &file);
-    let learned = old.auto_recompressed().dictionary_bytes;
+    let learned = old.auto_recompress_stat().dictionary_bytes;
     assert!(learned > 0);
     let new = restore_one(&file, &Family::new(config).unwrap(), &[]);
-    assert_eq!(new.auto_recompressed().dictionary_bytes, learned);
+    assert_eq!(new.auto_recompress_stat().dictionary_bytes, learned);
     assert_same(&old, &new);
     assert_same(&old, &restore_one(&file, &family(), &[]));
 }
 
-/// Devices keep their exact sizes: forks and snapshots that end inside a page, at any position of a
-/// chain, grown or not.
+/// Devices keep their exact sizes. The forks and snapshots end inside a page, are at any position
+/// of a chain, and are grown or not.
 #[test]
 fn sizes_are_restored_exactly() {
     let dir = tempfile::tempdir().unwrap();
@@ -391,13 +392,14 @@ fn sizes_are_restored_exactly() {
         let (_, old) = devices.iter().find(|(known, _)| known == name).unwrap();
         assert_same(ram, *old);
     }
-    // The grown part reads as zeroes.
+    // After a restored device grows, the new range reads as zeroes.
     let (_, over) = restored.iter().find(|(name, _)| name == "over").unwrap();
     over.grow(size + PAGE).unwrap();
     let mut end = [9; PAGE as usize];
     over.read_at(size, &mut end).unwrap();
     assert_eq!(end, [0; PAGE as usize]);
-    // A family with whole pages only is saved in a version that older programs read.
+    // A family whose devices all have whole pages is saved in file version 1, which older programs
+    // read.
     save(&[("ram0", &disk(Config::default(), MIB))], &file);
     assert_eq!(std::fs::read(&file).unwrap()[16], 1);
 }

@@ -1,5 +1,5 @@
-//! Evicted pages are saved from the backing device and stay there, and saves work with little
-//! memory.
+//! A save reads evicted pages from the backing device and leaves them there. Saving and restoring
+//! also work with little memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Device, Error, Flags, Op};
 use freestone::file::File;
-use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Writeback};
+use freestone::ram::{Config, Family, ForkConfig, IdleSelection, Ram, Writeback};
 use freestone::save::{self, Base, BaseCheck, SaveError};
-use freestone_testkit::{Faulty, Model, Rng, What, When, scaled};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, scaled};
 
 use crate::save::support::*;
 
 fn config(dir: &Path, pages: u64, mem_limit: u64, compressed_writeback: bool) -> Config {
-    let backing = File::open_for_spilling(dir.join("spill"), Some(2 * pages * PAGE)).unwrap();
+    let backing = File::open_for_writeback(dir.join("spill"), Some(2 * pages * PAGE)).unwrap();
     Config { mem_limit, ..Config::default() }.backed_by(Arc::new(backing), compressed_writeback)
 }
 
 fn spill(ram: &Ram) -> u64 {
-    ram.idle(Idle::All);
+    ram.mark_idle(IdleSelection::All);
     ram.writeback(&Writeback::Idle).unwrap().pages
 }
 
@@ -31,7 +31,7 @@ fn evicted_pages_are_saved_and_stay_evicted() {
         let old = disk(config(dir.path(), 4096, 0, packed), 16 * MIB);
         fill(&old, 0..4000, 1);
         assert!(spill(&old) > 1500);
-        // Some pages in memory and some evicted, mixed.
+        // Some pages are in memory and some are evicted, and they are mixed.
         fill(&old, (0..4000).step_by(7), 2);
         let (before, mm) = (old.backing().unwrap().spilled_pages, old.mm_stat());
         assert!(before > 1500);
@@ -41,7 +41,8 @@ fn evicted_pages_are_saved_and_stay_evicted() {
         assert_eq!(old.mm_stat().compr_data_size, mm.compr_data_size);
         let new = restore_one(&file, &family(), &[]);
         assert_same(&old, &new);
-        // Pages of the plain layout are uncompressed on the device, but compressed in the file.
+        // In the plain layout, evicted pages are uncompressed on the backing device, but the save
+        // file has them compressed.
         let plain = disk(Config::default(), 16 * MIB);
         fill(&plain, 0..4000, 1);
         fill(&plain, (0..4000).step_by(7), 2);
@@ -54,7 +55,7 @@ fn save_keeps_idle_marks() {
     let dir = tempfile::tempdir().unwrap();
     let old = disk(config(dir.path(), 1024, 0, true), 4 * MIB);
     fill(&old, 0..1000, 1);
-    let idle = old.idle(Idle::All);
+    let idle = old.mark_idle(IdleSelection::All);
     save(&[("ram0", &old)], &dir.path().join("disk"));
     let huge_or_compressed = old.writeback(&Writeback::Idle).unwrap().pages;
     assert!(huge_or_compressed > 400 && huge_or_compressed <= idle);
@@ -96,11 +97,12 @@ fn disk_larger_than_memory_is_restored() {
         assert!(tight.stat().mem_used_total <= limit, "{:?}", tight.stat());
         assert_same(&old, &new);
         assert_eq!(new.io_stat().failed_writes, 0);
-        // The restored disk can be saved again.
+        // The restored disk, most of which is evicted again, can be saved again.
         save(&[("ram0", &new)], &file);
         assert_same(&old, &restore_one(&file, &family(), &[]));
     }
-    // Without a backing device the restore fails, and nothing is left.
+    // Without a backing device, the restore runs out of memory and fails. The failed restore leaves
+    // no layers or memory in use.
     let dir = tempfile::tempdir().unwrap();
     let (file, old) = (dir.path().join("disk"), disk(Config::default(), 64 * MIB));
     fill(&old, 0..4000, 1);
@@ -139,13 +141,13 @@ fn chain_is_restored_with_little_memory() {
 fn hung_backing_device_fails_the_save() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("disk");
-    let backing = Arc::new(Faulty::new(64 << 20, PAGE as u32));
+    let backing = Arc::new(FaultyDisk::new(64 << 20, PAGE as u32));
     let config = Config { disksize: 16 * MIB, ..Config::default() };
     let old = Ram::new(config.backed_by(Arc::clone(&backing) as Arc<dyn Device>, true)).unwrap();
     fill(&old, 0..2000, 1);
     spill(&old);
     old.set_backing_timeout(Duration::from_millis(200));
-    backing.fault(Some(Op::Read), When::Always, What::Hang);
+    backing.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Hang);
     let began = Instant::now();
     let failed = save::save(&[("ram0", &old)], &file, BaseCheck::Sampled, &mut |_, _| {});
     assert!(matches!(failed, Err(SaveError::Page { .. })), "{failed:?}");
@@ -161,25 +163,28 @@ fn unreadable_page_fails_the_save() {
     for packed in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("disk");
-        let backing = Arc::new(Faulty::new(64 << 20, PAGE as u32));
+        let backing = Arc::new(FaultyDisk::new(64 << 20, PAGE as u32));
         let config = Config { disksize: 16 * MIB, ..Config::default() };
         let old = Ram::new(config.backed_by(Arc::clone(&backing) as Arc<dyn Device>, packed)).unwrap();
         fill(&old, 0..2000, 1);
         spill(&old);
         save(&[("ram0", &old)], &file);
         let good = std::fs::read(&file).unwrap();
-        // A single failed read of many pages: its pages are read again one by one.
+        // If a single read of many pages fails, the save reads these pages again one by one.
         let next = backing.counts().reads + 1;
-        backing.fault(Some(Op::Read), When::At(next), What::Fail(Error::Media));
+        backing.fault(Some(Op::Read), FaultSchedule::At(next), FaultEffect::Fail(Error::Media));
         save(&[("ram0", &old)], &file);
         assert!(backing.counts().reads > next + 1);
         assert_same_after_checksums(&good, &std::fs::read(&file).unwrap());
         let good = std::fs::read(&file).unwrap();
-        // Damage is detected if objects have checksums.
-        let whats =
-            if packed { &[What::Fail(Error::Media), What::Corrupt][..] } else { &[What::Fail(Error::Media)] };
+        // Only the packed layout has checksums, which detect corrupt pages.
+        let whats = if packed {
+            &[FaultEffect::Fail(Error::Media), FaultEffect::Corrupt][..]
+        } else {
+            &[FaultEffect::Fail(Error::Media)]
+        };
         for what in whats {
-            backing.fault(Some(Op::Read), When::Always, *what);
+            backing.fault(Some(Op::Read), FaultSchedule::Always, *what);
             let failed = save::save(&[("ram0", &old)], &file, BaseCheck::Sampled, &mut |_, _| {});
             assert!(matches!(failed, Err(SaveError::Page { .. })), "{failed:?}");
             assert!(std::fs::read(&file).unwrap() == good, "the old file stays");
@@ -188,18 +193,18 @@ fn unreadable_page_fails_the_save() {
         }
         save(&[("ram0", &old)], &file);
         assert_same(&old, &restore_one(&file, &family(), &[]));
-        assert_eq!(backing.complaints(), [""; 0]);
+        assert_eq!(backing.violations(), [""; 0]);
     }
 }
 
-/// Two saves of the same content differ only in their salt and checksums.
+/// Checks that two saves of the same content differ only in their salt and checksums.
 #[track_caller]
 fn assert_same_after_checksums(one: &[u8], other: &[u8]) {
     assert_eq!(one.len(), other.len());
     assert_eq!(one[..24], other[..24]);
 }
 
-/// The partial last page of a device waits for memory like other pages.
+/// A restore waits for memory for the partial last page of a device, as it does for other pages.
 #[test]
 fn partial_last_page_waits_for_memory() {
     let dir = tempfile::tempdir().unwrap();
@@ -210,7 +215,8 @@ fn partial_last_page_waits_for_memory() {
     Rng::new(12).fill(&mut noise);
     fork.write_at(0, &noise, Flags::empty()).unwrap();
     save(&[("fork", &fork)], &file);
-    // Whether there is memory for exactly that page is random.
+    // Whether memory is exhausted at exactly the last page depends on timing, so the restore is
+    // repeated.
     for _ in 0..scaled(20) {
         let config = Config { mem_limit: 64 * PAGE, ..Config::default() };
         let small = Family::new(config.backed_by(Arc::new(Model::new(4 << 20, 4096)), true)).unwrap();

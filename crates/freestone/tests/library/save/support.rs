@@ -1,20 +1,21 @@
-//! Disks with pages of all forms, and comparison of devices.
+//! Disks with pages of all forms, and comparison of devices, for the save tests.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult,
 };
 use freestone::ram::{Config, Family, Ram};
-use freestone::save::{self, Base, BaseCheck, RestoreError, Saved};
+use freestone::save::{self, Base, BaseCheck, RestoreError, SaveReport};
 use freestone_testkit::{Model, Rng, first_difference};
 
 pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
 
-/// Returns a page: a 32-bit pattern, a 64-bit pattern, compressible, or noise.
+/// Returns a page that depends on seed and slot: a 32-bit pattern, a 64-bit pattern, compressible
+/// data, or noise.
 pub fn content(seed: u64, slot: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ slot);
     let mut page = vec![0; PAGE as usize];
@@ -28,7 +29,7 @@ pub fn content(seed: u64, slot: u64) -> Vec<u8> {
     page
 }
 
-/// Fills a page with text, which compresses better with a dictionary.
+/// Fills a page with random words, which compress better with a dictionary of such text.
 pub fn text(rng: &mut Rng, page: &mut [u8]) {
     const WORDS: [&[u8]; 8] =
         [b"state=running ", b"user=", b"{\"id\":", b"\n", b"0x", b"queue", b" retry ", b"12:"];
@@ -80,7 +81,7 @@ pub fn family() -> Family {
     Family::new(Config::default()).unwrap()
 }
 
-pub fn save(devices: &[(&str, &Ram)], to: &Path) -> Saved {
+pub fn save(devices: &[(&str, &Ram)], to: &Path) -> SaveReport {
     let mut last = (0, 0);
     let saved = save::save(devices, to, BaseCheck::default(), &mut |done, all| {
         assert!(done >= last.0 && done <= all && (last.1 == all || last == (0, 0)));
@@ -106,7 +107,7 @@ pub fn restore(
     Ok(restored)
 }
 
-/// Restores a file with a single device.
+/// Restores a file that contains a single device.
 pub fn restore_one(from: &Path, family: &Family, bases: &[Base]) -> Ram {
     let mut restored = restore(from, family, bases).unwrap();
     assert_eq!(restored.len(), 1);
@@ -129,11 +130,12 @@ pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// A read-only device.
+/// A read-only device over a model, as the base of forks.
 pub struct ReadOnly(pub Model);
 
 impl ReadOnly {
-    /// Random content with a size that is not a whole number of pages.
+    /// Returns a device with random content of `pages` pages and a half, so that its last page is
+    /// partial.
     pub fn new(seed: u64, pages: u64) -> Self {
         let model = Model::new((pages * PAGE + 2048) as usize, 512);
         for slot in 0..pages {
@@ -152,7 +154,7 @@ impl Device for ReadOnly {
         Geometry { read_only: true, ..self.0.geometry() }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         self.0.try_io(request, buffer)
     }
 

@@ -1,4 +1,4 @@
-//! A device with a limit of its own in a family with eviction.
+//! A device with its own memory limit in a family (devices that share memory) with eviction.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
@@ -6,25 +6,29 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Error, Op};
 use freestone::ram::{Config, Ram, Writeback};
-use freestone_testkit::{Faulty, Rng, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Rng};
 
 use crate::writeback::disk::{Disk, LAYOUTS, MIB, NONE, PAGE, noise};
 
 const CAP: u64 = 128 << 10;
 const PAGES: u64 = 256;
-/// Pages that receive every second write.
+/// Number of pages that together receive half of the writes.
 const FREQUENT: u64 = 24;
-/// A quarter of this was enough to make a write fail.
+/// How long writers run. In a quarter of this time, an earlier version failed a write.
 const WHILE: Duration = Duration::from_secs(2);
 
-/// Writers keep changing the pages that are being evicted, and writeback runs by hand as well. An
-/// eviction round may free nothing, but the backing device has space, so no write may fail.
+/// Writers keep changing pages that are being evicted, and writeback also runs by hand. An eviction
+/// round may free nothing. But the backing device has space, so no write may fail.
 #[test]
 fn device_at_its_limit_waits_during_manual_writeback() {
     for packed in LAYOUTS {
         let config = Config { disksize: PAGES * PAGE, mem_limit: 16 * MIB, ..Config::default() };
-        let disk = Disk::new(config, Faulty::new(16 * MIB as usize, 4096), packed);
-        disk.backing.fault(Some(Op::Write), When::Always, What::Delay(Duration::from_millis(1)));
+        let disk = Disk::new(config, FaultyDisk::new(16 * MIB as usize, 4096), packed);
+        disk.backing.fault(
+            Some(Op::Write),
+            FaultSchedule::Always,
+            FaultEffect::Delay(Duration::from_millis(1)),
+        );
         let ram = &disk.ram;
         ram.set_own_limits(CAP, 0).unwrap();
         let ended = AtomicBool::new(false);
@@ -33,7 +37,7 @@ fn device_at_its_limit_waits_during_manual_writeback() {
                 (0..4).map(|writer| scope.spawn(move || write_for_a_while(ram, writer))).collect();
             scope.spawn(|| {
                 while !ended.load(SeqCst) {
-                    // Pages that change meanwhile stay in memory.
+                    // The result is not checked. Pages that change meanwhile stay in memory.
                     let _ = ram.writeback(&Writeback::Huge);
                 }
             });
@@ -44,7 +48,8 @@ fn device_at_its_limit_waits_during_manual_writeback() {
     }
 }
 
-/// Writes for a while. Returns the error of a failed write.
+/// Writes for the duration `WHILE`. Returns the error of the first failed write, or None if all
+/// writes succeed.
 fn write_for_a_while(ram: &Ram, writer: u64) -> Option<Error> {
     let mut rng = Rng::new(writer);
     let began = Instant::now();

@@ -1,4 +1,4 @@
-//! A RAM disk over a backing device with faults, and a byte vector to compare with.
+//! A RAM disk over a backing device with faults, and a byte vector with the expected content.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Device, Error, Flags};
 use freestone::ram::{Config, Ram};
-use freestone_testkit::{Faulty, Rng, first_difference};
+use freestone_testkit::{FaultyDisk, Rng, first_difference};
 
 pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
@@ -16,26 +16,27 @@ pub const NONE: Flags = Flags::empty();
 /// Deadline for any operation on a busy machine.
 pub const LONG: Duration = Duration::from_secs(120);
 
-/// The two layouts: `compressed_writeback` on and off.
+/// Layouts of evicted pages on the backing device: with `compressed_writeback` (packed), and
+/// without.
 pub const LAYOUTS: [bool; 2] = [true, false];
 
-/// A RAM disk and its backing device.
+/// A RAM disk and the backing device to which it evicts pages.
 pub struct Disk {
     pub ram: Ram,
-    pub backing: Arc<Faulty>,
+    pub backing: Arc<FaultyDisk>,
 }
 
 impl Disk {
-    pub fn new(config: Config, backing: Faulty, packed: bool) -> Self {
+    pub fn new(config: Config, backing: FaultyDisk, packed: bool) -> Self {
         let backing = Arc::new(backing);
         let below = Arc::clone(&backing) as Arc<dyn Device>;
         Self { ram: Ram::new(config.backed_by(below, packed)).unwrap(), backing }
     }
 
-    /// Returns a disk without a memory limit, so that pages are evicted only by hand.
+    /// Returns a disk without a memory limit, so that pages are evicted only by explicit writeback.
     pub fn manual(disksize: u64, backing_blocks: u64, packed: bool) -> Self {
         let config = Config { disksize, ..Config::default() };
-        Self::new(config, Faulty::new((backing_blocks * PAGE) as usize, PAGE as u32), packed)
+        Self::new(config, FaultyDisk::new((backing_blocks * PAGE) as usize, PAGE as u32), packed)
     }
 
     pub fn write(&self, page: u64, data: &[u8]) {
@@ -47,7 +48,7 @@ impl Disk {
         self.ram.read_at(page * PAGE, &mut data).map(|()| data)
     }
 
-    /// Returns `bd_stat` in the kernel's order.
+    /// Returns the statistics of `bd_stat` in the kernel's order: blocks in use, reads, writes.
     pub fn bd_stat(&self) -> (u64, u64, u64) {
         let stat = self.ram.bd_stat();
         (stat.bd_count, stat.bd_reads, stat.bd_writes)
@@ -57,22 +58,22 @@ impl Disk {
         self.ram.backing().unwrap().spilled_pages
     }
 
-    /// Discards everything. Afterwards nothing may be left, and all requests to the backing device
-    /// must have been valid.
+    /// Discards the whole disk. Afterwards, memory and backing device must be empty, and all
+    /// requests to the backing device must have been valid.
     #[track_caller]
     pub fn check_clean_end(&self) {
         self.backing.heal();
-        // Timed-out requests complete now, and pending writes are finished.
+        // Requests that had timed out complete now, and pending writes finish.
         eventually("the backing is idle", || {
-            self.backing.counts().in_flight == 0 && self.ram.backing().unwrap().unanswered_writes == 0
+            self.backing.counts().in_flight == 0 && self.ram.backing().unwrap().abandoned_writes == 0
         });
         self.ram.discard(0, self.ram.geometry().size).unwrap();
         eventually("nothing is left", || self.leftovers().is_none());
         assert_eq!(self.leftovers(), None);
-        assert_eq!(self.backing.complaints(), [""; 0]);
+        assert_eq!(self.backing.violations(), [""; 0]);
     }
 
-    /// Returns statistics that are not zero although the disk is empty.
+    /// Returns the statistics as text if one is not zero although the disk is empty, else None.
     fn leftovers(&self) -> Option<String> {
         let (mm, bd, backing) = (self.ram.mm_stat(), self.ram.bd_stat(), self.ram.backing().unwrap());
         let memory = (mm.orig_data_size, mm.compr_data_size, mm.same_pages, mm.huge_pages);
@@ -81,7 +82,7 @@ impl Disk {
     }
 }
 
-/// Waits for other threads.
+/// Waits until `done` returns true. Panics after `LONG`.
 #[track_caller]
 pub fn eventually(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
@@ -91,8 +92,8 @@ pub fn eventually(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Returns pages of a kind: empty, 32-bit pattern, 64-bit pattern, text, half noise, noise. No two
-/// pages are equal, also within `len`.
+/// Returns `len` bytes of a kind: 0 zeroes, 1 a pattern of 32 bits, 2 one of 64 bits, 3 text, 4
+/// half noise, 5 noise. Pages of kind 3 to 5 are all different.
 pub fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     let word = rng.word() | 1;
@@ -115,12 +116,12 @@ pub fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     data
 }
 
-/// Returns incompressible pages.
+/// Returns incompressible pages, which depend only on the seed.
 pub fn noise(seed: u64, pages: u64) -> Vec<u8> {
     content(5, seed, (pages * PAGE) as usize)
 }
 
-/// The expected content.
+/// The expected content of a disk.
 pub struct ByteModel(pub Vec<u8>);
 
 impl ByteModel {
@@ -140,7 +141,7 @@ impl ByteModel {
         self.0[Self::range(offset, len)].fill(0);
     }
 
-    /// Discards the whole pages of a range, and keeps the rest.
+    /// Discards the whole pages inside a range. Like a RAM disk, keeps partial pages.
     pub fn discard(&mut self, offset: u64, len: u64) {
         let (start, end) = (offset.next_multiple_of(PAGE), (offset + len) / PAGE * PAGE);
         if start < end {
@@ -148,8 +149,8 @@ impl ByteModel {
         }
     }
 
-    /// After a failed request with the content `wanted`, each block has its old or its new content.
-    /// Records which.
+    /// Checks the content after a failed request that would have written `wanted`. Each block must
+    /// have its old or its new content, which is recorded.
     #[track_caller]
     pub fn after_failure(&mut self, ram: &Ram, offset: u64, wanted: &[u8]) {
         for (at, new) in (offset..).step_by(BLOCK as usize).zip(wanted.chunks(BLOCK as usize)) {
@@ -161,7 +162,7 @@ impl ByteModel {
         }
     }
 
-    /// Compares every byte of the disk.
+    /// Compares every byte of the disk with the expected content.
     #[track_caller]
     pub fn check(&self, ram: &Ram) {
         const STEP: usize = 128 << 10;

@@ -1,31 +1,31 @@
-//! One sequence of operations, with a fault at each request to the backing device in turn: nothing
-//! is lost.
+//! Runs one sequence of operations many times, each time with a fault at another request to the
+//! backing device. No data may be lost.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use freestone::device::{Blocking, Error, Op};
-use freestone::ram::{Config, Idle, Writeback, WritebackError};
-use freestone_testkit::{Faulty, Rng, What, When, effort};
+use freestone::ram::{Config, IdleSelection, Writeback, WritebackError};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Rng, effort};
 
 use crate::writeback::disk::{BLOCK, ByteModel, Disk, LAYOUTS, NONE, PAGE, content};
 
 const PAGES: u64 = 160;
 const SIZE: u64 = PAGES * PAGE;
-/// Operations of the sequence.
+/// Number of operations in the sequence.
 const STEPS: u64 = 90;
 
 fn disk(packed: bool) -> Disk {
-    // Space for little more than the data, so that blocks are soon reused.
-    let backing = Faulty::new(((PAGES + 40) * PAGE) as usize, 4096);
+    // The backing device has space for little more than the data, so blocks are soon reused.
+    let backing = FaultyDisk::new(((PAGES + 40) * PAGE) as usize, 4096);
     let disk = Disk::new(Config { disksize: SIZE, ..Config::default() }, backing, packed);
-    // Many small writes, so that there are more positions for a fault.
+    // Small batches cause many writes, and so more positions for a fault.
     disk.ram.set_writeback_batch_size(8);
     disk
 }
 
-/// Numbers of failed requests of each kind.
+/// Numbers of failed requests to the RAM disk, by kind.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Failures {
     reads: u64,
@@ -33,8 +33,8 @@ struct Failures {
     writebacks: u64,
 }
 
-/// Runs the same steps each time. A failed request must leave the old content, or the new content
-/// if it is a write.
+/// Runs the same steps each time. After a failed read, the content is unchanged. After a failed
+/// write, each block has its old or its new content.
 fn sequence(disk: &Disk, plain: &mut ByteModel) -> Failures {
     let mut rng = Rng::new(77);
     let mut failures = Failures::default();
@@ -49,12 +49,12 @@ fn sequence(disk: &Disk, plain: &mut ByteModel) -> Failures {
                 let data: Vec<u8> = (0..pages)
                     .flat_map(|n| content(rng.below(6) as u8, step * 1000 + n, PAGE as usize))
                     .collect();
-                // Writes of whole pages need no read of the backing device.
+                // A write of whole pages needs no read of the backing device, so it must not fail.
                 ram.write_at(offset, &data, NONE).unwrap();
                 plain.write(offset, &data);
             }
             2 => {
-                // A write to a part of an evicted page needs a read.
+                // A write to a part of an evicted page reads the page from the backing device.
                 let at = offset + BLOCK * rng.below(7);
                 let data = content(5, step, 2 * BLOCK as usize);
                 match ram.write_at(at, &data, NONE) {
@@ -86,7 +86,7 @@ fn sequence(disk: &Disk, plain: &mut ByteModel) -> Failures {
                 ram.compact();
             }
             mode => {
-                ram.idle(Idle::All);
+                ram.mark_idle(IdleSelection::All);
                 let what = match mode {
                     7 => Writeback::Pages(vec![page..=page + pages - 1]),
                     8 => Writeback::Huge,
@@ -105,7 +105,7 @@ fn sequence(disk: &Disk, plain: &mut ByteModel) -> Failures {
     failures
 }
 
-/// Returns the numbers of reads and writes of the sequence without faults.
+/// Returns the numbers of reads and writes on the backing device during a sequence without faults.
 fn faultless(packed: bool) -> (u64, u64) {
     let disk = disk(packed);
     let mut plain = ByteModel::new(SIZE);
@@ -122,15 +122,17 @@ fn each_write_fails_or_is_torn() {
     for packed in LAYOUTS {
         let (_, writes) = faultless(packed);
         for n in 0..writes {
-            let faults = [What::Fail(Error::Media), What::Fail(Error::NoSpace), What::Tear];
-            // A quick run has one of the faults at each write, in turn.
+            let faults =
+                [FaultEffect::Fail(Error::Media), FaultEffect::Fail(Error::NoSpace), FaultEffect::Tear];
+            // A quick run tests each write with one of the faults, in turn.
             let (first, count) = effort((n as usize % faults.len(), 1), (0, faults.len()));
             for &what in &faults[first..first + count] {
                 let disk = disk(packed);
-                disk.backing.fault(Some(Op::Write), When::At(n), what);
+                disk.backing.fault(Some(Op::Write), FaultSchedule::At(n), what);
                 let mut plain = ByteModel::new(SIZE);
                 let failures = sequence(&disk, &mut plain);
-                // Compaction writes as well: it moves objects of sparse blocks.
+                // No writeback fails if the fault hits compaction, which writes when it moves pages
+                // out of sparse blocks.
                 assert!(failures.writebacks <= 1, "write {n}, {what:?}");
                 assert_eq!((failures.reads, failures.writes), (0, 0), "write {n}, {what:?}");
                 assert_eq!(disk.ram.backing().unwrap().failed_writes, 1, "write {n}, {what:?}");
@@ -147,10 +149,10 @@ fn each_read_fails() {
         let (reads, _) = faultless(packed);
         for n in (0..reads).step_by(effort(2, 1)) {
             let disk = disk(packed);
-            disk.backing.fault(Some(Op::Read), When::At(n), What::Fail(Error::Media));
+            disk.backing.fault(Some(Op::Read), FaultSchedule::At(n), FaultEffect::Fail(Error::Media));
             let mut plain = ByteModel::new(SIZE);
             let failures = sequence(&disk, &mut plain);
-            // A read by a background task may fail without an effect on requests.
+            // No request fails if the fault hits a read of a background task.
             assert!(
                 failures.reads + failures.writes <= 1 && failures.writebacks == 0,
                 "read {n}: {failures:?}"
@@ -162,13 +164,13 @@ fn each_read_fails() {
     }
 }
 
-/// Only the packed layout has checksums.
+/// Reads with corrupt data are detected only in the packed layout, which has checksums.
 #[test]
 fn each_read_is_corrupt() {
     let (reads, _) = faultless(true);
     for n in (0..reads).step_by(effort(3, 1)) {
         let disk = disk(true);
-        disk.backing.fault(Some(Op::Read), When::At(n), What::Corrupt);
+        disk.backing.fault(Some(Op::Read), FaultSchedule::At(n), FaultEffect::Corrupt);
         let mut plain = ByteModel::new(SIZE);
         sequence(&disk, &mut plain);
         plain.check(&disk.ram);
@@ -182,7 +184,7 @@ fn each_operation_hangs_for_a_while() {
         let (reads, writes) = faultless(packed);
         for n in (0..reads + writes).step_by(effort(3, 1)) {
             let disk = disk(packed);
-            disk.backing.fault(None, When::At(n), What::Hang);
+            disk.backing.fault(None, FaultSchedule::At(n), FaultEffect::Hang);
             let mut plain = ByteModel::new(SIZE);
             let ended = AtomicBool::new(false);
             thread::scope(|scope| {
@@ -199,8 +201,8 @@ fn each_operation_hangs_for_a_while() {
                 ended.store(true, Ordering::SeqCst);
                 assert_eq!(failures, Failures::default(), "operation {n}");
             });
-            // The number of requests depends on timing, so the faulty one may not have happened
-            // yet.
+            // The number of requests to the backing device depends on timing. If it is lower than
+            // expected, the fault has not happened yet.
             disk.backing.heal();
             plain.check(&disk.ram);
             disk.check_clean_end();
@@ -208,23 +210,24 @@ fn each_operation_hangs_for_a_while() {
     }
 }
 
-/// The backing device times out, and completes when the request was already given up.
+/// The backing device completes a request after the RAM disk has already given up that request.
 #[test]
 fn each_operation_times_out() {
     for packed in LAYOUTS {
         let (reads, writes) = faultless(packed);
-        // A read-ahead that no request waits for may be given up later.
+        // If the request is a read-ahead, no other request waits for it, and it may be given up
+        // only later.
         let mut given_up = 0;
         let step = effort(31, 6);
         for (round, n) in (0..reads + writes).step_by(step).enumerate() {
             let disk = disk(packed);
             disk.ram.set_backing_timeout(Duration::from_millis(150));
-            disk.backing.fault(None, When::At(n), What::Hang);
+            disk.backing.fault(None, FaultSchedule::At(n), FaultEffect::Hang);
             let mut plain = ByteModel::new(SIZE);
             sequence(&disk, &mut plain);
             let backing = disk.ram.backing().unwrap();
             given_up += backing.failed_reads + backing.failed_writes;
-            // In a third of the runs the device hangs while all is read.
+            // In one third of the runs, the device still hangs while the disk is compared.
             if round % 3 != 0 {
                 disk.backing.heal();
             }
@@ -239,7 +242,7 @@ fn each_operation_times_out() {
 fn backing_that_always_fails_loses_nothing() {
     for packed in LAYOUTS {
         let disk = disk(packed);
-        disk.backing.fault(None, When::Always, What::Fail(Error::Media));
+        disk.backing.fault(None, FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         let mut plain = ByteModel::new(SIZE);
         let failures = sequence(&disk, &mut plain);
         assert!(failures.writebacks > 10 && failures.reads + failures.writes == 0, "{failures:?}");
@@ -249,7 +252,7 @@ fn backing_that_always_fails_loses_nothing() {
     }
 }
 
-/// The backing file is truncated: data beyond its end is lost, and data before it is not.
+/// The backing file is truncated. Pages beyond its new end are lost, and pages before it are not.
 #[test]
 fn truncated_backing_loses_only_its_end() {
     for packed in LAYOUTS {
@@ -273,13 +276,15 @@ fn truncated_backing_loses_only_its_end() {
             }
         };
         let lost: Vec<u64> = (0..PAGES).filter(|&page| is_lost(page)).collect();
-        // Most of 100 blocks is left. The position of pages is not specified.
+        // The file still has 100 blocks, and most of them hold pages. Which pages these are is not
+        // specified.
         let count = lost.len() as u64;
         assert!((PAGES - 100..PAGES - 50).contains(&count), "packed {packed}: {count} pages are lost");
-        // A page is lost by itself, not because it was read together with a lost one.
+        // The same pages are lost again, so a page is not lost only because it was read together
+        // with a lost one.
         let again: Vec<u64> = (0..PAGES).filter(|&page| is_lost(page)).collect();
         assert_eq!(again, lost, "packed {packed}");
-        // A lost page can be overwritten as a whole.
+        // A lost page can be overwritten as a whole, without a read.
         for page in 0..PAGES {
             disk.write(page, &pages(page + 1000));
         }

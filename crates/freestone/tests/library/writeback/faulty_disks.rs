@@ -1,4 +1,4 @@
-//! Slow, full or hung disks: which requests have to wait for them, and which do not.
+//! Slow, full or hung backing devices: which requests must wait for the device, and which must not.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc;
@@ -6,22 +6,22 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Blocking, Buffer, Device, Error, Op, Request};
-use freestone::ram::{Config, Idle, Writeback, WritebackError};
-use freestone_testkit::{Faulty, What, When, effort};
+use freestone::ram::{Config, IdleSelection, Writeback, WritebackError};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, effort};
 
 use crate::writeback::disk::{Disk, LAYOUTS, LONG, MIB, NONE, PAGE, content, eventually, noise};
 
-/// Enough time for operations without the disk.
+/// Deadline for operations that must not wait for the backing device.
 const SOON: Duration = Duration::from_secs(10);
-/// Long enough to show that something waits.
+/// Long enough to show that an operation waits.
 const WHILE: Duration = Duration::from_millis(60);
 
 fn limited(disksize: u64, mem_limit: u64, backing_blocks: u64, packed: bool) -> Disk {
     let config = Config { disksize, mem_limit, ..Config::default() };
-    Disk::new(config, Faulty::new((backing_blocks * PAGE) as usize, 4096), packed)
+    Disk::new(config, FaultyDisk::new((backing_blocks * PAGE) as usize, 4096), packed)
 }
 
-/// Runs `work` on its own thread. Panics if that takes too long.
+/// Runs `work` on its own thread. Returns the result; panics if there is none after `SOON`.
 #[track_caller]
 fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (tx, rx) = mpsc::channel();
@@ -32,9 +32,13 @@ fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'sta
 #[test]
 fn writers_are_slowed_but_do_not_fail() {
     for packed in LAYOUTS {
-        // 24 MiB into 2 MiB of memory, and a disk that takes 2 ms for a write.
+        // Writes 24 MiB with 2 MiB of memory, while the backing device takes 2 ms for each write.
         let disk = limited(24 * MIB, 2 * MIB, 7000, packed);
-        disk.backing.fault(Some(Op::Write), When::Always, What::Delay(Duration::from_millis(2)));
+        disk.backing.fault(
+            Some(Op::Write),
+            FaultSchedule::Always,
+            FaultEffect::Delay(Duration::from_millis(2)),
+        );
         thread::scope(|scope| {
             for writer in 0..3_u64 {
                 let disk = &disk;
@@ -64,14 +68,15 @@ fn write_fails_if_memory_and_disk_are_full() {
         let written =
             (0..6144).take_while(|&page| disk.ram.write_at(page * PAGE, &noise(page, 1), NONE).is_ok());
         let written = written.count() as u64;
-        // 512 pages of memory and 256 of disk, less rounding and reserves.
+        // The memory holds 512 pages and the backing device 256, minus rounding and reserves.
         assert!((690..=768).contains(&written), "{written} pages");
         assert_eq!(disk.ram.write_at(5000 * PAGE, &noise(1, 1), NONE), Err(Error::NoSpace));
         assert!(disk.ram.io_stat().failed_writes >= 2);
         for page in 0..written {
             assert!(disk.read(page, 1).unwrap() == noise(page, 1), "page {page}");
         }
-        // Space for 100 pages, wherever they were.
+        // Discards 200 pages in memory or on the backing device, which gives enough space for 100
+        // new pages.
         disk.ram.discard(0, 200 * PAGE).unwrap();
         for page in 0..100 {
             disk.write(page, &noise(page + 9000, 1));
@@ -114,13 +119,13 @@ fn pages_in_memory_do_not_wait_for_a_hung_disk() {
             disk.write(page, &noise(page, 1));
         }
         disk.ram.writeback(&Writeback::Pages(vec![0..=15])).unwrap();
-        disk.backing.fault(None, When::Always, What::Hang);
+        disk.backing.fault(None, FaultSchedule::Always, FaultEffect::Hang);
 
         // A writeback and the reads of two evicted pages hang.
         let ram = disk.ram.clone();
-        ram.idle(Idle::All);
+        ram.mark_idle(IdleSelection::All);
         let writeback = thread::spawn(move || ram.writeback(&Writeback::Idle));
-        disk.backing.await_held(1);
+        disk.backing.wait_held(1);
         let readers = [3_u64, 9].map(|page| {
             let ram = disk.ram.clone();
             thread::spawn(move || {
@@ -128,10 +133,10 @@ fn pages_in_memory_do_not_wait_for_a_hung_disk() {
                 ram.read_at(page * PAGE, &mut back).map(|()| back)
             })
         });
-        disk.backing.await_held(3);
+        disk.backing.wait_held(3);
 
-        // Other requests complete: to pages that are being written, pages in memory, and evicted
-        // pages that are overwritten.
+        // Other requests complete: to pages that are being written back, to pages in memory, and
+        // overwrites or discards of evicted pages.
         let ram = disk.ram.clone();
         in_time("pages in memory", move || {
             let mut back = vec![0; PAGE as usize];
@@ -151,7 +156,7 @@ fn pages_in_memory_do_not_wait_for_a_hung_disk() {
             ram.mm_stat();
             ram.bd_stat();
         });
-        // Another disk is not affected.
+        // Another RAM disk with another backing device is not affected.
         let other = Disk::manual(8 * MIB, 3000, packed);
         let ram = other.ram.clone();
         in_time("another disk", move || {
@@ -169,7 +174,8 @@ fn pages_in_memory_do_not_wait_for_a_hung_disk() {
         for (reader, page) in readers.into_iter().zip([3, 9]) {
             assert!(reader.join().unwrap().unwrap() == noise(page, 1), "page {page}");
         }
-        // Pages touched meanwhile stayed in memory.
+        // The writeback counts no page that was changed meanwhile, because such pages stay in
+        // memory.
         assert!(written.pages <= 48, "{written:?}");
         for page in 0..64 {
             let wanted = match page {
@@ -191,7 +197,7 @@ fn hung_disk_times_out() {
         disk.ram.set_backing_timeout(WHILE);
         disk.write(0, &noise(1, 300));
         disk.ram.writeback(&Writeback::Pages(vec![0..=99])).unwrap();
-        disk.backing.fault(None, When::Always, What::Hang);
+        disk.backing.fault(None, FaultSchedule::Always, FaultEffect::Hang);
         let start = Instant::now();
         assert_eq!(disk.read(5, 1), Err(Error::Media));
         assert!(start.elapsed() >= WHILE && start.elapsed() < SOON, "{:?}", start.elapsed());
@@ -200,13 +206,14 @@ fn hung_disk_times_out() {
         assert_eq!((written.pages, disk.spilled_pages()), (0, 100));
         let backing = disk.ram.backing().unwrap();
         assert!(
-            backing.unanswered_writes > 0 && backing.failed_reads > 0 && backing.failed_writes > 0,
+            backing.abandoned_writes > 0 && backing.failed_reads > 0 && backing.failed_writes > 0,
             "{backing:?}"
         );
-        // The pages stayed. Their blocks are not reused before the disk completes the write.
+        // The pages of the failed writeback stayed in memory. Their blocks are reused only after
+        // the hung writes complete.
         assert!(disk.read(100, 200).unwrap() == noise(1, 300)[(100 * PAGE) as usize..]);
         disk.backing.heal();
-        eventually("it has answered", || disk.ram.backing().unwrap().unanswered_writes == 0);
+        eventually("it has answered", || disk.ram.backing().unwrap().abandoned_writes == 0);
         assert!(disk.read(0, 300).unwrap() == noise(1, 300));
         assert_eq!(disk.ram.writeback(&Writeback::Pages(vec![100..=299])).unwrap().pages, 200);
         assert!(disk.read(0, 300).unwrap() == noise(1, 300));
@@ -221,12 +228,12 @@ fn only_writers_at_the_limit_wait_for_a_hung_disk() {
         for page in 0..800 {
             disk.write(page, &noise(page, 1));
         }
-        disk.backing.fault(Some(Op::Write), When::Always, What::Hang);
+        disk.backing.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
         let ram = disk.ram.clone();
         let writer = thread::spawn(move || {
             (1000..2000).try_for_each(|page| ram.write_at(page * PAGE, &noise(page, 1), NONE))
         });
-        disk.backing.await_held(1);
+        disk.backing.wait_held(1);
         thread::sleep(WHILE);
         assert!(!writer.is_finished());
         let ram = disk.ram.clone();
@@ -250,7 +257,8 @@ fn only_writers_at_the_limit_wait_for_a_hung_disk() {
     }
 }
 
-/// Adjacent pages of one request are read together, but an error of one does not fail the others.
+/// Adjacent pages of one request are read together. If that read fails because of one page, the
+/// others must still be returned.
 #[test]
 fn failed_read_fails_only_its_page() {
     for packed in LAYOUTS {
@@ -258,8 +266,8 @@ fn failed_read_fails_only_its_page() {
         disk.write(0, &noise(1, 256));
         disk.ram.writeback(&Writeback::Huge).unwrap();
         assert_eq!(disk.spilled_pages(), 256);
-        // One read of the disk fails, whichever page it is for.
-        disk.backing.fault(Some(Op::Read), When::At(3), What::Fail(Error::Media));
+        // A single read of the backing device fails, whichever page it is for.
+        disk.backing.fault(Some(Op::Read), FaultSchedule::At(3), FaultEffect::Fail(Error::Media));
         let mut failed = Vec::new();
         for page in 0..256 {
             match disk.read(page, 1) {
@@ -283,7 +291,7 @@ fn failed_partial_write_to_evicted_page_is_counted() {
         let disk = Disk::manual(8 * MIB, 3000, packed);
         disk.write(0, &noise(1, 16));
         disk.ram.writeback(&Writeback::Huge).unwrap();
-        disk.backing.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
+        disk.backing.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         assert_eq!(disk.ram.write_at(PAGE + 512, &[1; 512], NONE), Err(Error::Media));
         let stat = disk.ram.io_stat();
         assert_eq!((stat.failed_reads, stat.failed_writes), (0, 1));
@@ -299,7 +307,7 @@ fn removed_disk_fails_its_requests() {
     let disk = Disk::manual(8 * MIB, 3000, true);
     disk.write(0, &noise(1, 64));
     disk.ram.writeback(&Writeback::Pages(vec![0..=31])).unwrap();
-    disk.backing.fault(Some(Op::Read), When::Always, What::Fail(Error::Gone));
+    disk.backing.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Fail(Error::Gone));
     assert!(disk.read(0, 1).is_err());
     assert!(disk.read(32, 32).unwrap() == noise(1, 64)[(32 * PAGE) as usize..]);
     disk.backing.heal();
@@ -307,7 +315,8 @@ fn removed_disk_fails_its_requests() {
     disk.check_clean_end();
 }
 
-/// A page that is changed and added again while its batch is filled is in the batch twice.
+/// If a page is changed and selected again while its batch is filled, the batch contains the page
+/// twice.
 #[test]
 fn page_twice_in_a_batch_keeps_its_last_content() {
     for packed in LAYOUTS {
@@ -338,7 +347,7 @@ fn page_twice_in_a_batch_keeps_its_last_content() {
 fn single_failed_eviction_fails_no_write() {
     for packed in LAYOUTS {
         let disk = limited(24 * MIB, 2 * MIB, 8000, packed);
-        disk.backing.fault(Some(Op::Write), When::At(5), What::Fail(Error::Media));
+        disk.backing.fault(Some(Op::Write), FaultSchedule::At(5), FaultEffect::Fail(Error::Media));
         for page in 0..6000 {
             disk.write(page, &noise(page, 1));
         }
@@ -348,12 +357,16 @@ fn single_failed_eviction_fails_no_write() {
     }
 }
 
-/// Pages that are read all the time can still be evicted.
+/// Pages that are read all the time can still be evicted, so writers make progress.
 #[test]
 fn constant_reads_do_not_block_writers() {
     for packed in LAYOUTS {
         let disk = limited(24 * MIB, MIB, 8000, packed);
-        disk.backing.fault(Some(Op::Write), When::Always, What::Delay(Duration::from_millis(2)));
+        disk.backing.fault(
+            Some(Op::Write),
+            FaultSchedule::Always,
+            FaultEffect::Delay(Duration::from_millis(2)),
+        );
         disk.write(0, &noise(0, 200));
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -361,7 +374,8 @@ fn constant_reads_do_not_block_writers() {
                 let mut back = vec![0; PAGE as usize];
                 while !stop.load(SeqCst) {
                     for page in 0..200 {
-                        // Reads of pages in memory only, which never wait.
+                        // An inline read only reads pages in memory, so it never waits for the
+                        // backing device.
                         let _ = disk.ram.try_io(&Request::read(page * PAGE, PAGE), Buffer::Read(&mut back));
                     }
                 }

@@ -1,5 +1,5 @@
-//! RAM disks with a backing device: evicted pages compared with byte vectors, with all kinds of
-//! disk faults. Uses only the public API.
+//! RAM disks with a backing device for evicted pages, compared with byte vectors, with all kinds of
+//! device faults. The tests use only the public API.
 
 mod caps;
 mod disk;

@@ -1,24 +1,27 @@
-//! Random operations compared with byte vectors, while pages are evicted and read back, by hand and
-//! automatically, by one thread and by several.
+//! Random operations compared with byte vectors, while pages are evicted and read back. Eviction is
+//! explicit or automatic, and one or several threads use the disk.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use freestone::codec::{Algorithm, Params};
 use freestone::device::{Blocking, Device};
-use freestone::ram::{Config, Idle, Ram, Recompress, RecompressKind, Secondary, Writeback, WritebackError};
+use freestone::ram::{
+    Config, IdleSelection, Ram, RecompressKind, RecompressOptions, Secondary, Writeback, WritebackError,
+};
 use freestone_testkit::conformance;
-use freestone_testkit::{Faulty, Rng, What, When, effort};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Rng, effort};
 use proptest::prelude::*;
 
 use crate::devices::conformance_options;
 use crate::writeback::disk::{BLOCK, ByteModel, Disk, LAYOUTS, MIB, NONE, PAGE, content};
 
 const SIZE: u64 = 2 * MIB;
-/// Memory limits: none, and less than the data.
+/// Memory limits in bytes: none, and three that are less than the data.
 const LIMITS: [u64; 4] = [0, MIB / 2, MIB, 3 * MIB / 2];
 
-/// Returns `PROPTEST_CASES` from the environment, else `usual`.
+/// Returns the configuration of proptest with `PROPTEST_CASES` cases from the environment, else
+/// `usual`.
 fn cases(usual: u32) -> ProptestConfig {
     let default = ProptestConfig::default();
     let cases = if std::env::var_os("PROPTEST_CASES").is_some() {
@@ -78,7 +81,7 @@ fn settings() -> impl Strategy<Value = Step> {
 type Placed = (Step, u64, u64);
 
 fn placed(step: impl Strategy<Value = Step>) -> impl Strategy<Value = Placed> {
-    // Mostly whole pages, because otherwise few pages would be evicted.
+    // Most steps cover whole pages, because otherwise few pages would be evicted.
     let place = prop_oneof![
         3 => (0..SIZE / PAGE, 1..64_u64).prop_map(|(page, pages)| (page * PAGE / BLOCK, pages * PAGE / BLOCK)),
         2 => (0..SIZE / BLOCK, 1..40_u64),
@@ -91,7 +94,7 @@ fn config(disksize: u64, mem_limit: u64) -> Config {
     Config { disksize, mem_limit, recomp_algorithms: [Some(second), None, None], ..Config::default() }
 }
 
-/// Applies a step to the disk and to the bytes, which start at `base` of the disk.
+/// Applies a step to the disk and to the expected bytes, which begin at offset `base` of the disk.
 fn take(ram: &Ram, plain: &mut ByteModel, base: u64, (step, block, blocks): Placed) {
     let (offset, len) = (block * BLOCK, blocks * BLOCK);
     let at = base + offset;
@@ -126,18 +129,19 @@ fn take(ram: &Ram, plain: &mut ByteModel, base: u64, (step, block, blocks): Plac
     }
 }
 
-/// Applies a step that changes no content.
+/// Applies a step that does not change the content.
 fn keep(ram: &Ram, step: Step) {
     match step {
         Step::Idle => {
-            ram.idle(Idle::All);
+            ram.mark_idle(IdleSelection::All);
         }
         Step::Writeback(what) => {
             ram.writeback(&what).unwrap();
         }
         Step::Recompress(kind) => {
-            // At a memory limit there may be no memory for the smaller objects.
-            let _ = ram.recompress(&Recompress { kind, ..Recompress::default() });
+            // Recompression may fail at the memory limit, because the smaller pages need memory
+            // before the larger ones are freed.
+            let _ = ram.recompress(&RecompressOptions { kind, ..RecompressOptions::default() });
         }
         Step::MemLimit(bytes) => ram.set_mem_limit(bytes),
         Step::BatchSize(blocks) => ram.set_writeback_batch_size(blocks),
@@ -157,8 +161,8 @@ proptest! {
         packed in any::<bool>(),
         seed in any::<u64>(),
     ) {
-        // Space for twice the data, so that nothing may fail.
-        let backing = Faulty::new(2 * SIZE as usize, if seed % 2 == 0 { 4096 } else { 512 }).shuffled(seed);
+        // The backing device has space for twice the data, so no request may fail.
+        let backing = FaultyDisk::new(2 * SIZE as usize, if seed % 2 == 0 { 4096 } else { 512 }).shuffled(seed);
         let disk = Disk::new(config(SIZE, limit), backing, packed);
         let mut plain = ByteModel::new(SIZE);
         for step in steps {
@@ -168,14 +172,15 @@ proptest! {
         disk.check_clean_end();
     }
 
-    /// The backing device is smaller than the data: writes may fail, but written data is not lost.
+    /// If the backing device is smaller than the data, writes may fail, but written data is not
+    /// lost.
     #[test]
     fn full_backing_keeps_written_data(
         steps in prop::collection::vec(placed(prop_oneof![6 => io(), 2 => upkeep()]), 1..120),
         packed in any::<bool>(),
         room in 1..64_u64,
     ) {
-        let backing = Faulty::new((room * PAGE) as usize, 4096);
+        let backing = FaultyDisk::new((room * PAGE) as usize, 4096);
         let disk = Disk::new(config(SIZE, MIB / 2), backing, packed);
         let mut plain = ByteModel::new(SIZE);
         for (step, block, blocks) in steps {
@@ -218,7 +223,8 @@ fn may_be_full<W, D>(outcome: &Result<W, (D, WritebackError)>) {
     }
 }
 
-/// Number of threads on one disk. Each owns a megabyte, and every third block of a shared one.
+/// Number of threads on one disk. Each one owns a megabyte of the disk, and every third block of a
+/// shared megabyte.
 const SHARERS: u64 = 3;
 
 fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
@@ -231,7 +237,8 @@ fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
             let blocks = blocks.min(half - block);
             take(ram, &mut own, (1 + thread) * MIB, (step, block, blocks));
         } else if !matches!(step, Step::Discard) {
-            // Other threads own blocks of the same page, which a discard would free as well.
+            // Discards are omitted here, because they would also free blocks of other threads in
+            // the same page.
             let block = block.min(half - SHARERS) / SHARERS * SHARERS + thread;
             take(ram, &mut shared, 0, (step, block, 1));
         }
@@ -252,8 +259,8 @@ fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
 proptest! {
     #![proptest_config(cases(32))]
 
-    /// Threads that share pages but no blocks find what they wrote, during all kinds of page
-    /// maintenance, on a backing device that completes late and in any order.
+    /// Threads that share pages but not blocks read what they wrote. Meanwhile all kinds of page
+    /// maintenance run, and the backing device completes late and in any order.
     #[test]
     fn threads_keep_their_own_blocks(
         steps in prop::collection::vec(prop::collection::vec((placed(io()), any::<bool>()), 1..150), SHARERS as usize),
@@ -262,11 +269,11 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let size = (1 + SHARERS) * MIB;
-        let disk = Disk::new(config(size, limit), Faulty::new(2 * size as usize, 4096).shuffled(seed), packed);
+        let disk = Disk::new(config(size, limit), FaultyDisk::new(2 * size as usize, 4096).shuffled(seed), packed);
         let mut rng = Rng::new(seed);
         for _ in 0..20 {
             let late = Duration::from_micros(rng.below(3000));
-            disk.backing.fault(None, When::At(rng.below(200)), What::Delay(late));
+            disk.backing.fault(None, FaultSchedule::At(rng.below(200)), FaultEffect::Delay(late));
         }
         let ram = &disk.ram;
         std::thread::scope(|scope| {
@@ -295,11 +302,12 @@ proptest! {
     }
 }
 
-/// A reset during traffic: later writes are kept, and all else is old content or zeroes.
+/// The disk is reset while threads write. Writes after the reset are kept, and other pages are
+/// zeroes or still old.
 #[test]
 fn reset_during_traffic_leaks_nothing() {
     for packed in LAYOUTS {
-        let disk = Disk::new(config(8 * MIB, 2 * MIB), Faulty::new(16 << 20, 4096).shuffled(9), packed);
+        let disk = Disk::new(config(8 * MIB, 2 * MIB), FaultyDisk::new(16 << 20, 4096).shuffled(9), packed);
         let ram = &disk.ram;
         std::thread::scope(|scope| {
             let traffic: Vec<_> = (0..3_u64)
@@ -310,8 +318,8 @@ fn reset_during_traffic_leaks_nothing() {
                         for round in 0..1500_u64 {
                             let page = thread * 512 + rng.below(512);
                             ram.read_at(page * PAGE, &mut back).unwrap();
-                            // Every page contains its number and a part that varies with each
-                            // round.
+                            // Every page contains its own number, so a misplaced page is detected,
+                            // and a part that changes in each round.
                             let number = u64::from_le_bytes(back[..8].try_into().unwrap());
                             assert!(number == page || back == [0; PAGE as usize], "page {page} has {number}");
                             let mut data = content(3 + (round % 3) as u8, round, PAGE as usize);
@@ -322,7 +330,7 @@ fn reset_during_traffic_leaks_nothing() {
                 })
                 .collect();
             while traffic.iter().any(|thread| !thread.is_finished()) {
-                ram.idle(Idle::All);
+                ram.mark_idle(IdleSelection::All);
                 ram.writeback(&Writeback::Idle).unwrap();
                 ram.reset().unwrap();
             }
@@ -335,8 +343,8 @@ fn reset_during_traffic_leaks_nothing() {
 fn disk_with_eviction_conforms() {
     for packed in LAYOUTS {
         let make = || -> Arc<dyn Device> {
-            // The suite's content takes some megabytes.
-            let backing = Arc::new(Faulty::new(64 << 20, 4096).shuffled(11));
+            // The backing device has space for all the content that the conformance suite writes.
+            let backing = Arc::new(FaultyDisk::new(64 << 20, 4096).shuffled(11));
             Arc::new(Ram::new(config(24 * MIB, MIB).backed_by(backing, packed)).unwrap())
         };
         conformance::check(&format!("spilling ram, packed {packed}"), &make, conformance_options());

@@ -1,4 +1,5 @@
-//! Passes end, whatever requests happen meanwhile, and leave nothing behind.
+//! Passes over all pages (recompression, writeback, compaction) end, whatever requests run
+//! meanwhile, and do not lose content.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -7,18 +8,18 @@ use std::time::{Duration, Instant};
 
 use freestone::codec::{Algorithm, Params};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, TryResult,
 };
-use freestone::ram::{Config, Ram, Recompress, Secondary, Writeback, WritebackError};
-use freestone_testkit::{Faulty, What, When};
+use freestone::ram::{Config, Ram, RecompressOptions, Secondary, Writeback, WritebackError};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
 
 use crate::writeback::disk::{Disk, MIB, NONE, PAGE, content, eventually, noise};
 
-/// Limit of a load that would never end by itself.
+/// How long the load runs, so that the test ends even if the pass does not.
 const LOAD: Duration = Duration::from_secs(15);
 
-/// Returns a page of which `words` words are from a small vocabulary and the rest is noise. lz4
-/// compresses it, and zstd compresses it much better.
+/// Returns a page that begins with `words` units of text from a small vocabulary. The rest is
+/// noise. lz4 compresses the page, and zstd compresses it much better.
 fn text(seed: u64, words: usize) -> Vec<u8> {
     let (letters, noise) = (content(3, 7, 512), content(5, seed, PAGE as usize));
     let byte =
@@ -26,8 +27,8 @@ fn text(seed: u64, words: usize) -> Vec<u8> {
     (0..PAGE as usize).map(byte).collect()
 }
 
-/// At the memory limit pages find no memory, and writers replace recompressed pages by large ones.
-/// Still, each page is tried once.
+/// At the memory limit, pages find no memory to be recompressed, and writers replace recompressed
+/// pages by larger ones. Still, the pass tries each page only once.
 #[test]
 fn recompression_at_the_limit_tries_each_page_once() {
     let zstd = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
@@ -41,7 +42,7 @@ fn recompression_at_the_limit_tries_each_page_once() {
     let data: Vec<_> = (0..500).map(|seed| text(seed, 200 + (seed * 37 % 300) as usize)).collect();
     let put = |page: u64, n: u64| ram.write_at(page * PAGE, &data[n as usize % 500], NONE).is_ok();
     let there = (0..2048).take_while(|&page| put(page, page)).count() as u64;
-    // Free memory at the start, so that the pass makes progress.
+    // Discards every tenth page, so that the pass has some memory to begin with.
     for page in 0..there / 10 {
         ram.discard(page * 7 % there * PAGE, PAGE).unwrap();
     }
@@ -58,7 +59,7 @@ fn recompression_at_the_limit_tries_each_page_once() {
                 }
             });
         }
-        let done = ram.recompress(&Recompress::default());
+        let done = ram.recompress(&RecompressOptions::default());
         let took = start.elapsed();
         stop.store(true, SeqCst);
         (done, took)
@@ -68,9 +69,9 @@ fn recompression_at_the_limit_tries_each_page_once() {
     assert!(done.tried <= there, "{done:?} of {there} pages");
 }
 
-/// A backing device that calls a hook at each write.
+/// A backing device that calls a hook before each write.
 struct HookedBacking {
-    disk: Faulty,
+    disk: FaultyDisk,
     change: Mutex<Option<Box<dyn FnMut() + Send>>>,
 }
 
@@ -79,7 +80,7 @@ impl Device for HookedBacking {
         self.disk.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried, Error> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult, Error> {
         self.disk.try_io(request, buffer)
     }
 
@@ -95,12 +96,13 @@ impl Device for HookedBacking {
     }
 }
 
-/// The device is full. Requests free pages and write pages that the pass selects all the time. Each
-/// page is written once.
+/// The backing device becomes full. Meanwhile requests overwrite pages, which frees their blocks
+/// and makes them eligible again. The pass still writes each page at most once.
 #[test]
 fn writeback_to_a_full_device_ends() {
     const PAGES: u64 = 1000;
-    let backing = Arc::new(HookedBacking { disk: Faulty::new(300 << 12, 4096), change: Mutex::new(None) });
+    let backing =
+        Arc::new(HookedBacking { disk: FaultyDisk::new(300 << 12, 4096), change: Mutex::new(None) });
     let config = Config { disksize: 8 * MIB, ..Config::default() };
     let ram = Ram::new(config.backed_by(Arc::clone(&backing) as _, true)).unwrap();
     for page in 0..PAGES {
@@ -126,20 +128,20 @@ fn writeback_to_a_full_device_ends() {
     }
 }
 
-/// A page is read while compaction moves it, and stays at its place. A later compaction can move
-/// it.
+/// A page that is read while compaction moves it stays in its old block. A later compaction can
+/// move the page.
 #[test]
 fn page_read_during_a_move_is_moved_later() {
     const PAGES: u64 = 96;
     let disk =
-        Disk::new(Config { disksize: 8 * MIB, ..Config::default() }, Faulty::new(3000 << 12, 4096), true);
+        Disk::new(Config { disksize: 8 * MIB, ..Config::default() }, FaultyDisk::new(3000 << 12, 4096), true);
     let data = |page: u64| content(4, page, PAGE as usize);
     for page in 0..PAGES {
         disk.write(page, &data(page));
     }
     disk.ram.writeback(&Writeback::Pages(vec![0..=PAGES - 1])).unwrap();
     let full = disk.ram.bd_stat().bd_count;
-    // Two of three pages are discarded, so every block has a hole.
+    // Two of three pages are discarded, so every block has unused space.
     let kept = (0..PAGES).step_by(3);
     for page in (0..PAGES).filter(|page| page % 3 != 0) {
         disk.ram.discard(page * PAGE, PAGE).unwrap();
@@ -147,23 +149,23 @@ fn page_read_during_a_move_is_moved_later() {
     let sparse = disk.ram.bd_stat().bd_count;
     assert!(full <= 60 && sparse > full / 2, "{sparse} of {full} blocks");
 
-    // The pages are being moved ...
-    disk.backing.fault(Some(Op::Write), When::At(disk.backing.counts().writes), What::Hang);
+    // The compaction hangs while it writes the pages to their new blocks ...
+    disk.backing.fault(Some(Op::Write), FaultSchedule::At(disk.backing.counts().writes), FaultEffect::Hang);
     let ram = disk.ram.clone();
     let compact = thread::spawn(move || ram.compact());
-    disk.backing.await_held(1);
-    // ... while they are read ...
-    disk.backing.fault(Some(Op::Read), When::From(disk.backing.counts().reads), What::Hang);
+    disk.backing.wait_held(1);
+    // ... a read of all pages hangs too ...
+    disk.backing.fault(Some(Op::Read), FaultSchedule::From(disk.backing.counts().reads), FaultEffect::Hang);
     let ram = disk.ram.clone();
     let reader = thread::spawn(move || {
         let mut back = vec![0; (PAGES * PAGE) as usize];
         ram.read_at(0, &mut back)
     });
-    disk.backing.await_held(2);
-    // ... and the moves complete ...
+    disk.backing.wait_held(2);
+    // ... the writes of the compaction complete ...
     disk.backing.release(Op::Write);
     compact.join().unwrap();
-    // ... before the read fails: the pages stay at their old place.
+    // ... and then the read fails. The pages must still be in their old blocks.
     disk.backing.truncate_at(0);
     disk.backing.release(Op::Read);
     eventually("those that are read again by themselves hang, or all have failed", || {

@@ -1,5 +1,5 @@
-//! Slow or overloaded disks that make progress do not time out. Disks without progress do, and all
-//! waiting requests fail.
+//! Slow or overloaded backing devices that make progress do not time out. On devices without
+//! progress, requests time out, and all waiting requests fail.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, Receiver};
@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use freestone::device::{Completion, Device, Error, IoBuf, Op, Request};
 use freestone::ram::{Config, Ram, Writeback};
-use freestone_testkit::{Faulty, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
 
 use crate::writeback::disk::{Disk, LAYOUTS, LONG, MIB, PAGE, eventually, noise};
 
 type ReadResult = (u64, Result<IoBuf, Error>);
 
-/// Submits reads of `pages` pages from each of `firsts`.
+/// Submits a read of `pages` pages at each page of `firsts`. Returns the receiver of the first page
+/// and the result of each read.
 fn submit(ram: &Ram, firsts: impl Iterator<Item = u64>, pages: u64) -> Receiver<ReadResult> {
     let (tx, rx) = mpsc::channel();
     for first in firsts {
@@ -28,9 +29,9 @@ fn submit(ram: &Ram, firsts: impl Iterator<Item = u64>, pages: u64) -> Receiver<
     rx
 }
 
-/// Returns a disk without a limit in the kernel's layout, with all pages noise and evicted: page
-/// `n` is at block `n * stride`, modulo their number.
-fn spilled(pages: u64, stride: u64, backing: Faulty) -> Disk {
+/// Returns a disk in the kernel's layout, without a memory limit. All pages are noise and evicted:
+/// page `n` is in block `n * stride % pages`.
+fn spilled(pages: u64, stride: u64, backing: FaultyDisk) -> Disk {
     let disk = Disk::new(Config { disksize: pages * PAGE, ..Config::default() }, backing, false);
     for page in 0..pages {
         disk.write(page, &noise(page, 1));
@@ -42,12 +43,12 @@ fn spilled(pages: u64, stride: u64, backing: Faulty) -> Disk {
     disk
 }
 
-fn blocks(count: u64) -> Faulty {
-    Faulty::new((count * PAGE) as usize, PAGE as u32)
+fn blocks(count: u64) -> FaultyDisk {
+    FaultyDisk::new((count * PAGE) as usize, PAGE as u32)
 }
 
-/// 160 reads of 64 KiB of scattered pages cause 2560 reads of the disk, which take more than twice
-/// the timeout. The disk completes requests all the time.
+/// 160 reads of 16 scattered pages cause 2560 reads of the backing device. Together these take more
+/// than twice the timeout, but the device completes requests all the time.
 #[test]
 fn overloaded_disk_fails_no_reads() {
     const TIMEOUT: Duration = Duration::from_millis(1500);
@@ -71,7 +72,8 @@ fn overloaded_disk_fails_no_reads() {
     disk.check_clean_end();
 }
 
-/// Four writes are in flight. The last one would time out if its time were counted alone.
+/// Four writes are in flight, which the device executes one by one. The last one would time out if
+/// its time counted from its submission.
 #[test]
 fn slow_writes_do_not_time_out() {
     const EACH: Duration = Duration::from_millis(400);
@@ -79,26 +81,26 @@ fn slow_writes_do_not_time_out() {
         let config = Config { disksize: 8 * MIB, ..Config::default() };
         let disk = Disk::new(config, blocks(400).one_by_one(EACH), packed);
         disk.ram.set_backing_timeout(Duration::from_secs(1));
-        // Runs of 8 blocks.
+        // With a batch size of 32 blocks, each write has 8 blocks.
         disk.ram.set_writeback_batch_size(32);
         disk.write(0, &noise(1, 40));
         let written = disk.ram.writeback(&Writeback::Huge).map_err(|(_, error)| error).unwrap();
         assert_eq!(written.pages, 40);
         let backing = disk.ram.backing().unwrap();
-        assert_eq!((backing.failed_writes, backing.unanswered_writes), (0, 0));
+        assert_eq!((backing.failed_writes, backing.abandoned_writes), (0, 0));
         assert!(disk.backing.counts().writes >= 5, "{:?}", disk.backing.counts());
         disk.check_clean_end();
     }
 }
 
-/// The number of reads in flight on a device is limited; other reads wait.
+/// The number of reads in flight on the backing device is limited. Further reads wait.
 #[test]
 fn too_many_reads_wait() {
     const READS: u64 = (1 << 14) + 200;
     let disk = spilled(READS, 1, blocks(READS));
-    disk.backing.fault(Some(Op::Read), When::Always, What::Hang);
+    disk.backing.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Hang);
     let completions = submit(&disk.ram, 0..READS, 1);
-    disk.backing.await_held(16);
+    disk.backing.wait_held(16);
     disk.backing.heal();
     let mut failed = 0;
     for _ in 0..READS {
@@ -112,8 +114,8 @@ fn too_many_reads_wait() {
     disk.check_clean_end();
 }
 
-/// A disk that completes nothing: its requests time out, and so do requests that wait to be
-/// submitted.
+/// If a backing device completes nothing any more, its requests time out, and so do requests that
+/// wait to be submitted.
 #[test]
 fn hung_disk_fails_queued_reads_too() {
     const READS: u64 = 1500;
@@ -121,7 +123,7 @@ fn hung_disk_fails_queued_reads_too() {
         let disk = spilled(READS, 1, blocks(READS));
         disk.ram.set_backing_timeout(Duration::from_millis(60));
         let before = disk.backing.counts().reads;
-        disk.backing.fault(Some(Op::Read), When::From(before + stop_at), What::Hang);
+        disk.backing.fault(Some(Op::Read), FaultSchedule::From(before + stop_at), FaultEffect::Hang);
         let completions = submit(&disk.ram, 0..READS, 1);
         let mut failed = 0;
         for _ in 0..READS {
@@ -135,7 +137,7 @@ fn hung_disk_fails_queued_reads_too() {
             }
         }
         assert_eq!(failed, READS - stop_at);
-        // No further requests are sent to it.
+        // The RAM disk sends no further requests to the device that hangs.
         assert_eq!(disk.read(7, 1).is_err(), stop_at == 0 || disk.backing.counts().held > 0);
         assert!(disk.backing.counts().in_flight < 1 << 12);
         disk.backing.heal();
@@ -147,15 +149,16 @@ fn hung_disk_fails_queued_reads_too() {
     }
 }
 
-/// A disk that lost one request and completes all others: the lost request times out as well.
+/// A backing device that lost one request and completes all others. The lost request also times
+/// out.
 #[test]
 fn lost_request_times_out_while_others_complete() {
     const TIMEOUT: Duration = Duration::from_millis(700);
     let disk = spilled(64, 1, blocks(64));
     disk.ram.set_backing_timeout(TIMEOUT);
-    disk.backing.fault(Some(Op::Read), When::At(disk.backing.counts().reads), What::Hang);
+    disk.backing.fault(Some(Op::Read), FaultSchedule::At(disk.backing.counts().reads), FaultEffect::Hang);
     let lost = submit(&disk.ram, 3..4, 1);
-    disk.backing.await_held(1);
+    disk.backing.wait_held(1);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -170,7 +173,8 @@ fn lost_request_times_out_while_others_complete() {
         let (_, completion) = lost.recv_timeout(LONG).unwrap();
         stop.store(true, SeqCst);
         assert_eq!(completion.err(), Some(Error::Media));
-        // Not before the timeout, because the disk may have been busy with other requests.
+        // The request must not fail before the timeout, because the device may only be busy with
+        // other requests.
         assert!(start.elapsed() > TIMEOUT, "{:?}", start.elapsed());
     });
     assert_eq!(disk.ram.backing().unwrap().failed_reads, 1);

@@ -1,16 +1,16 @@
-//! Pages evicted to a file and read back.
+//! Pages are evicted to a file and read back.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone::device::{Blocking, Buffer, Device, Flags, Request, Tried};
+use freestone::device::{Blocking, Buffer, Device, Flags, Request, TryResult};
 use freestone::file::File;
-use freestone::ram::{Config, Idle, Ram, Writeback};
+use freestone::ram::{Config, IdleSelection, Ram, Writeback};
 
 const PAGE: u64 = 4096;
 
-/// Returns a page that compresses to about a third, different for each index and round.
+/// Returns a page that compresses to about a third. The content differs for each index and round.
 fn content(index: u64, round: u64) -> Vec<u8> {
     let mut state = index.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ round.wrapping_mul(0xD134_2543_DE82_EF95) | 1;
     let mut page = vec![0; PAGE as usize];
@@ -24,7 +24,7 @@ fn content(index: u64, round: u64) -> Vec<u8> {
 }
 
 fn disk(dir: &Path, pages: u64, mem_limit: u64, compressed_writeback: bool) -> Ram {
-    let backing = File::open_for_spilling(dir.join("spill"), Some(2 * pages * PAGE)).unwrap();
+    let backing = File::open_for_writeback(dir.join("spill"), Some(2 * pages * PAGE)).unwrap();
     let config = Config { disksize: pages * PAGE, mem_limit, ..Config::default() };
     Ram::new(config.backed_by(Arc::new(backing), compressed_writeback)).unwrap()
 }
@@ -50,7 +50,7 @@ fn written_back_pages_are_read_back() {
         let pages = 4096;
         let ram = disk(dir.path(), pages, 0, packed);
         fill(&ram, pages, 1);
-        assert_eq!(ram.idle(Idle::All), pages);
+        assert_eq!(ram.mark_idle(IdleSelection::All), pages);
         let before = ram.mm_stat();
         let written = ram.writeback(&Writeback::Idle).unwrap();
         assert_eq!(written.pages, pages);
@@ -91,7 +91,7 @@ fn disk_larger_than_its_memory() {
     }
     ram.discard(0, pages * PAGE).unwrap();
     assert_eq!(ram.mm_stat().orig_data_size, 0);
-    // Blocks of a batch in flight are freed when its write completes.
+    // The blocks of a batch in flight are freed when the write of the batch completes.
     let began = std::time::Instant::now();
     while ram.bd_stat().bd_count > 0 {
         assert!(began.elapsed().as_secs() < 20, "{:?}", ram.bd_stat());
@@ -106,7 +106,7 @@ fn writes_to_parts_of_evicted_pages() {
         let pages = 512;
         let ram = disk(dir.path(), pages, 0, packed);
         fill(&ram, pages, 1);
-        ram.idle(Idle::All);
+        ram.mark_idle(IdleSelection::All);
         ram.writeback(&Writeback::Idle).unwrap();
         let mut back = vec![0; PAGE as usize];
         for page in 0..pages {
@@ -116,12 +116,12 @@ fn writes_to_parts_of_evicted_pages() {
             wanted[512..1024].fill(7);
             assert!(back == wanted, "page {page}");
         }
-        // Overwriting and discarding evicted pages needs no read.
-        ram.idle(Idle::All);
+        // Overwrites and discards of evicted pages need no read of the backing device.
+        ram.mark_idle(IdleSelection::All);
         ram.writeback(&Writeback::Idle).unwrap();
         let reads = ram.bd_stat().bd_reads;
         let page = content(0, 2);
-        assert_eq!(ram.try_io(&Request::write(0, PAGE), Buffer::Write(&page)), Ok(Tried::Done));
+        assert_eq!(ram.try_io(&Request::write(0, PAGE), Buffer::Write(&page)), Ok(TryResult::Done));
         ram.discard(PAGE, (pages - 1) * PAGE).unwrap();
         assert_eq!(ram.bd_stat().bd_reads, reads);
         assert_eq!(ram.bd_stat().bd_count, 0);
@@ -133,7 +133,7 @@ fn reset_frees_evicted_pages() {
     let dir = tempfile::tempdir().unwrap();
     let ram = disk(dir.path(), 1024, 0, true);
     fill(&ram, 1024, 1);
-    ram.idle(Idle::All);
+    ram.mark_idle(IdleSelection::All);
     ram.writeback(&Writeback::Idle).unwrap();
     ram.reset().unwrap();
     assert_eq!(ram.bd_stat(), freestone::ram::BdStat::default());
@@ -152,9 +152,9 @@ fn ages_separate_idle_from_busy_pages() {
         check(&ram, 32, 1);
         std::thread::sleep(Duration::from_millis(50));
     }
-    assert_eq!(ram.idle(Idle::OlderThan(Duration::from_secs(1))), 32);
+    assert_eq!(ram.mark_idle(IdleSelection::OlderThan(Duration::from_secs(1))), 32);
     assert_eq!(ram.writeback(&Writeback::Idle).unwrap().pages, 32);
-    assert_eq!(ram.idle(Idle::OlderThan(Duration::from_secs(3600))), 0);
+    assert_eq!(ram.mark_idle(IdleSelection::OlderThan(Duration::from_secs(3600))), 0);
 }
 
 #[test]
@@ -163,10 +163,10 @@ fn holes_on_the_device_are_reclaimed() {
     let pages = 8192;
     let ram = disk(dir.path(), pages, 0, true);
     fill(&ram, pages, 1);
-    ram.idle(Idle::All);
+    ram.mark_idle(IdleSelection::All);
     ram.writeback(&Writeback::Idle).unwrap();
     let full = ram.bd_stat().bd_count;
-    // Two of three pages are discarded everywhere.
+    // Two of three pages are discarded, so most blocks have unused space.
     for page in (0..pages).filter(|page| page % 3 != 0) {
         ram.discard(page * PAGE, PAGE).unwrap();
     }
@@ -191,13 +191,14 @@ fn device_full_of_holes_is_reclaimed() {
     let ram = disk(dir.path(), pages, 0, true);
     fill(&ram, pages, 0);
     let stored = ram.mm_stat().compr_data_size;
-    // Memory and device together hold all pages and a fifth more.
+    // Memory and backing device together have space for all pages and a fifth more.
     let mem_limit = 3 << 20;
     let size = (stored + stored / 5 - mem_limit).next_multiple_of(PAGE);
-    let backing = File::open_for_spilling(dir.path().join("small"), Some(size)).unwrap();
+    let backing = File::open_for_writeback(dir.path().join("small"), Some(size)).unwrap();
     let config = Config { disksize: pages * PAGE, mem_limit, ..Config::default() };
     let ram = Ram::new(config.backed_by(Arc::new(backing), true)).unwrap();
-    // Each round replaces every third page of the last one, so the device rarely has a free block.
+    // Each round replaces every third page of the previous round, so the backing device rarely has
+    // a free block.
     for round in 0..12 {
         for page in (round % 3..pages).step_by(3) {
             ram.write_at(page * PAGE, &content(page, round / 3), Flags::empty()).unwrap();

@@ -1,23 +1,25 @@
-//! Zones pass the conformance suite of zoned devices, over every kind of device.
+//! Zoned devices pass the conformance suite of zones, over every kind of device.
 
 use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 
-use freestone::device::{Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Request, Result, Tried};
+use freestone::device::{
+    Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Request, Result, TryResult,
+};
 use freestone::file::{self, File};
-use freestone::null::{self, BadBlocks, BadConfig, Memory};
+use freestone::null::{self, BadBlocks, BadBlocksConfig, Memory};
 use freestone::power::{self, Power};
 use freestone::ram::{self, Ram};
-use freestone::zone::{Config, State, Zones};
+use freestone::zone::{Config, StateLocation, Zones};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{Deferred, Faulty, Model, Policy};
+use freestone_testkit::{DeferPolicy, DeferringDevice, FaultyDisk, Model};
 
 const SIZE: u64 = 4 << 20;
 
 fn options(seed: u64) -> Options {
     Options {
-        unwritten: 0xFF,
+        unwritten_byte: 0xFF,
         seed,
         rounds: 60,
         window: 1 << 20,
@@ -27,7 +29,7 @@ fn options(seed: u64) -> Options {
     }
 }
 
-/// Conventional zones, a capacity below the zone size, and limits.
+/// Returns a configuration with conventional zones, a capacity below the zone size, and limits.
 fn limited() -> Config {
     Config {
         zone_size: 256 << 10,
@@ -39,13 +41,13 @@ fn limited() -> Config {
     }
 }
 
-/// Sequential zones only, without limits.
+/// Returns a configuration with sequential zones only, and without limits.
 fn plain() -> Config {
     Config { zone_size: 128 << 10, zone_append_max: 64 << 10, ..Config::default() }
 }
 
 fn zones(backing: impl Device + 'static, config: Config) -> Arc<dyn Device> {
-    Arc::new(Zones::new(Arc::new(backing), config, State::Volatile, None).unwrap())
+    Arc::new(Zones::new(Arc::new(backing), config, StateLocation::Volatile, None).unwrap())
 }
 
 fn memory() -> Memory {
@@ -75,23 +77,23 @@ fn over_a_ram_disk() {
 
 #[test]
 fn over_deferring_devices() {
-    for (policy, seed) in [(Policy::Always, 5), (Policy::Sometimes(40), 6)] {
+    for (policy, seed) in [(DeferPolicy::Always, 5), (DeferPolicy::Sometimes(40), 6)] {
         for config in [limited(), plain()] {
             let make = || {
                 let model = Arc::new(Model::new(SIZE as usize, 4096));
-                zones(Deferred::new(model, policy, seed), config)
+                zones(DeferringDevice::new(model, policy, seed), config)
             };
             conformance::check_zoned("zones over a deferring device", &make, options(seed));
         }
     }
-    let make = || zones(Faulty::new(SIZE as usize, 512).shuffled(7), limited());
+    let make = || zones(FaultyDisk::new(SIZE as usize, 512).shuffled(7), limited());
     conformance::check_zoned("zones over a slow disk", &make, options(7));
 }
 
 #[test]
 fn below_a_deferring_device() {
     let make = || -> Arc<dyn Device> {
-        Arc::new(Deferred::new(zones(memory(), limited()), Policy::Sometimes(40), 8))
+        Arc::new(DeferringDevice::new(zones(memory(), limited()), DeferPolicy::Sometimes(40), 8))
     };
     conformance::check_zoned("deferred zones", &make, options(8));
 }
@@ -99,8 +101,9 @@ fn below_a_deferring_device() {
 #[test]
 fn over_bad_blocks_and_volatile_caches() {
     let make = || {
-        let bad = Arc::new(BadBlocks::new(Arc::new(memory()), BadConfig { once: false, partial_io: true }));
-        let zones = Zones::new(Arc::clone(&bad) as _, limited(), State::Volatile, Some(bad));
+        let bad =
+            Arc::new(BadBlocks::new(Arc::new(memory()), BadBlocksConfig { once: false, partial_io: true }));
+        let zones = Zones::new(Arc::clone(&bad) as _, limited(), StateLocation::Volatile, Some(bad));
         Arc::new(zones.unwrap()) as Arc<dyn Device>
     };
     conformance::check_zoned("zones over bad blocks", &make, options(9));
@@ -117,13 +120,13 @@ fn over_a_file_with_a_state_file() {
         let path = dir.path().join(format!("{}.img", count.get()));
         let state = dir.path().join(format!("{}.img.zones", count.get()));
         let file = File::open(&file::Config { size: Some(SIZE), ..file::Config::new(path) }).unwrap();
-        let zones = Zones::new(Arc::new(file), limited(), State::File(&state), None).unwrap();
+        let zones = Zones::new(Arc::new(file), limited(), StateLocation::File(&state), None).unwrap();
         Arc::new(zones) as Arc<dyn Device>
     };
     conformance::check_zoned("zones over a file", &make, options(11));
 }
 
-/// The conventional zones of a device, as a device.
+/// The conventional zones of a device, as a device of their own.
 struct Conventional {
     zones: Zones,
     size: u64,
@@ -139,7 +142,7 @@ impl Device for Conventional {
     fn geometry(&self) -> Geometry {
         Geometry { size: self.size, zones: None, ..self.zones.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         self.zones.try_io(request, buffer)
     }
@@ -159,11 +162,16 @@ impl Device for Conventional {
 fn conventional_zones_conform_as_a_plain_device() {
     let config = Config { zone_size: 256 << 10, zone_nr_conv: 8, ..Config::default() };
     let make = |backing: Arc<dyn Device>| {
-        let zones = Zones::new(backing, config, State::Volatile, None).unwrap();
+        let zones = Zones::new(backing, config, StateLocation::Volatile, None).unwrap();
         Arc::new(Conventional { zones, size: 8 * config.zone_size }) as Arc<dyn Device>
     };
     conformance::check("conventional zones", &|| make(Arc::new(memory())), options(12));
-    let deferred =
-        || Arc::new(Deferred::new(Arc::new(Model::new(SIZE as usize, 4096)), Policy::Sometimes(30), 13));
+    let deferred = || {
+        Arc::new(DeferringDevice::new(
+            Arc::new(Model::new(SIZE as usize, 4096)),
+            DeferPolicy::Sometimes(30),
+            13,
+        ))
+    };
     conformance::check("conventional zones, deferred", &|| make(deferred()), options(13));
 }

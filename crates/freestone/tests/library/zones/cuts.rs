@@ -1,4 +1,4 @@
-//! Zones over a device with power cuts, and failures during or after the cut.
+//! Zoned devices over a power layer, with failures of the device during or after a power cut.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -8,8 +8,8 @@ use freestone::device::zoned::{ZoneOp, Zoned};
 use freestone::device::{Blocking, Completion, Device, Error, Flags, IoBuf, Request};
 use freestone::null::{self, Memory};
 use freestone::power::{self, Power};
-use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Faulty, What, When};
+use freestone::zone::{Config, StateLocation, Zones};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
 
 const BLOCK: u64 = 512;
 const ZONE: u64 = 32 << 10;
@@ -20,7 +20,7 @@ const SOON: Duration = Duration::from_secs(20);
 
 fn over(power: &Arc<Power>) -> Zones {
     let config = Config { zone_size: ZONE, ..Config::default() };
-    Zones::new(Arc::clone(power) as _, config, State::Volatile, None).unwrap()
+    Zones::new(Arc::clone(power) as _, config, StateLocation::Volatile, None).unwrap()
 }
 
 fn byte(zone: u64, block: u64) -> u8 {
@@ -34,8 +34,8 @@ fn fill(zones: &Zones) {
     }
 }
 
-/// Returns each zone's write pointer in blocks. The data below the pointer must be what was
-/// written.
+/// Returns each zone's write pointer, in blocks from the start of the zone. Panics if the data
+/// below a pointer differs from the written data.
 fn pointers(zones: &Zones, what: &str) -> Vec<u64> {
     let mut pointers = Vec::new();
     zones
@@ -54,16 +54,16 @@ fn pointers(zones: &Zones, what: &str) -> Vec<u64> {
     pointers
 }
 
-/// The device below fails from its n-th request on during the cut, for each n.
+/// For each n, the device under the power layer fails from its n-th request during the cut.
 #[test]
 fn failed_cut_leaves_no_pointer_above_lost_data() {
     let (mut failed, mut lost) = (0, 0);
     for from in 0..40 {
-        let below = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
+        let below = Arc::new(FaultyDisk::new(SIZE as usize, BLOCK as u32).inline());
         let power = Arc::new(Power::new(below.clone(), power::Config::default()).unwrap());
         let zones = over(&power);
         fill(&zones);
-        below.fault(None, When::From(from), What::Fail(Error::NoSpace));
+        below.fault(None, FaultSchedule::From(from), FaultEffect::Fail(Error::NoSpace));
         failed += u32::from(zones.power_cut(&power, from).is_err());
         below.heal();
         let after = pointers(&zones, "after the cut");
@@ -93,25 +93,25 @@ fn finish_after_a_cut_does_not_show_lost_data() {
     }
 }
 
-/// The completion of a read holds the last reference to the zones, and so to the power layer.
+/// The completion of a read drops the last reference to the zones, and with it the power layer.
 #[test]
 fn device_may_be_dropped_by_a_completion() {
-    let below = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
+    let below = Arc::new(FaultyDisk::new(SIZE as usize, BLOCK as u32));
     let power = Arc::new(Power::new(below.clone(), power::Config::default()).unwrap());
     let zones = over(&power);
     zones.write_at(0, &[7; BLOCK as usize], Flags::FUA).unwrap();
     zones.write_at(ZONE, &[8; BLOCK as usize], Flags::empty()).unwrap();
-    below.fault(Some(freestone::device::Op::Read), When::Always, What::Hang);
+    below.fault(Some(freestone::device::Op::Read), FaultSchedule::Always, FaultEffect::Hang);
     let (tx, rx) = mpsc::channel();
     let done = Completion::new(move |outcome, buffer| tx.send(outcome.map(|()| buffer[0])).unwrap());
     zones.submit(Request::read(0, BLOCK), IoBuf::zeroed(BLOCK as usize).unwrap(), done);
-    below.await_held(1);
+    below.wait_held(1);
     drop((zones, power));
     let healer = Arc::clone(&below);
     let heals = thread::spawn(move || healer.heal());
     assert_eq!(rx.recv_timeout(SOON).unwrap(), Ok(7));
     heals.join().unwrap();
-    // Unflushed data is written in the end.
+    // The dropped power layer writes its unflushed data to the device in the background.
     let mut found = [0; BLOCK as usize];
     for _ in 0..1000 {
         below.read_at(ZONE, &mut found).unwrap();

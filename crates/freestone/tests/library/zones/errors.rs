@@ -1,16 +1,16 @@
-//! Failed writes below zones, bad blocks, requests that wait for a zone, and the geometry.
+//! Failed writes under zones, bad blocks, requests that wait for a busy zone, and the geometry.
 
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult,
 };
-use freestone::null::{self, BadBlocks, BadConfig, Memory, Null};
+use freestone::null::{self, BadBlocks, BadBlocksConfig, Memory, Null};
 use freestone::power::{self, Power};
-use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Faulty, Model, What, When};
+use freestone::zone::{Config, StateLocation, Zones};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model};
 
 const BLOCK: u64 = 4096;
 const ZONE: u64 = 8 * BLOCK;
@@ -21,7 +21,7 @@ fn config() -> Config {
 }
 
 fn over(backing: Arc<dyn Device>) -> Zones {
-    Zones::new(backing, config(), State::Volatile, None).unwrap()
+    Zones::new(backing, config(), StateLocation::Volatile, None).unwrap()
 }
 
 fn state(zones: &Zones, zone: u64) -> (ZoneCondition, u64) {
@@ -54,14 +54,14 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[test]
 fn failed_write_keeps_the_write_pointer() {
     for inline in [true, false] {
-        let disk = Faulty::new(SIZE as usize, BLOCK as u32);
+        let disk = FaultyDisk::new(SIZE as usize, BLOCK as u32);
         let disk = Arc::new(if inline { disk.inline() } else { disk });
         let zones = over(Arc::clone(&disk) as _);
         write(&zones, 1, 0, 2).unwrap();
         zones.zone_op(ZoneOp::Close, ZONE).unwrap();
-        disk.fault(Some(Op::Write), When::Always, What::Fail(Error::NoSpace));
-        // As in the kernel, a closed zone stays open. An empty zone is empty again, and its
-        // resources are free.
+        disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::NoSpace));
+        // As in the kernel, a closed zone stays open after its failed write. An empty zone becomes
+        // empty again and releases its resources.
         assert_eq!(write(&zones, 0, 0, 1), Err(Error::NoSpace));
         assert_eq!(state(&zones, 0), (ZoneCondition::Empty, 0));
         assert_eq!(zones.counts().open(), 0);
@@ -72,8 +72,8 @@ fn failed_write_keeps_the_write_pointer() {
         assert_eq!(state(&zones, 0), (ZoneCondition::ExplicitOpen, 0));
         zones.zone_op(ZoneOp::Close, 0).unwrap();
         disk.heal();
-        // Data of a torn write is not visible, and the zone continues at its write pointer.
-        disk.fault(Some(Op::Write), When::Always, What::Tear);
+        // The data of a torn write is not visible, and the zone continues at the old write pointer.
+        disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Tear);
         assert_eq!(write(&zones, 1, 2, 4), Err(Error::Media));
         assert_eq!(state(&zones, 1), (ZoneCondition::ImplicitOpen, 2));
         let mut found = vec![0; BLOCK as usize];
@@ -83,16 +83,16 @@ fn failed_write_keeps_the_write_pointer() {
         write(&zones, 1, 2, 6).unwrap();
         assert_eq!(state(&zones, 1), (ZoneCondition::Full, 8));
         assert_eq!((zones.counts().open(), zones.counts().ops.errors), (0, 4));
-        assert_eq!(disk.complaints(), Vec::<String>::new());
+        assert_eq!(disk.violations(), Vec::<String>::new());
     }
 }
 
 #[test]
 fn reset_with_failed_zeroes_is_a_reset() {
-    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
+    let disk = Arc::new(FaultyDisk::new(SIZE as usize, BLOCK as u32).inline());
     let zones = over(Arc::clone(&disk) as _);
     write(&zones, 2, 0, 3).unwrap();
-    disk.fault(Some(Op::WriteZeroes), When::Always, What::Fail(Error::Media));
+    disk.fault(Some(Op::WriteZeroes), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
     assert_eq!(zones.zone_op(ZoneOp::Reset, 2 * ZONE), Err(Error::Media));
     assert_eq!(state(&zones, 2), (ZoneCondition::Empty, 0));
     let mut found = vec![0; BLOCK as usize];
@@ -104,17 +104,20 @@ fn reset_with_failed_zeroes_is_a_reset() {
 fn bad_blocks() {
     for partial_io in [false, true] {
         let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
-        let bad = Arc::new(BadBlocks::new(memory, BadConfig { once: false, partial_io }));
-        // One sector of block 3 of zone 1.
+        let bad = Arc::new(BadBlocks::new(memory, BadBlocksConfig { once: false, partial_io }));
+        // The bad sector is inside block 3 of zone 1.
         let sector = (ZONE + 3 * BLOCK) / 512 + 2;
         bad.change(&format!("+{sector}-{sector}")).unwrap();
         let zones =
-            Zones::new(Arc::clone(&bad) as _, config(), State::Volatile, Some(Arc::clone(&bad))).unwrap();
+            Zones::new(Arc::clone(&bad) as _, config(), StateLocation::Volatile, Some(Arc::clone(&bad)))
+                .unwrap();
         assert_eq!(write(&zones, 1, 0, 5), Err(Error::Media));
-        // Transferred blocks count. If nothing was transferred, an empty zone stays empty.
+        // The write pointer moves over the transferred blocks. If none were transferred, an empty
+        // zone stays empty.
         let expected = if partial_io { (ZoneCondition::ImplicitOpen, 3) } else { (ZoneCondition::Empty, 0) };
         assert_eq!(state(&zones, 1), expected);
-        // An error of the position comes before that of the bad block.
+        // A write at a wrong position fails with a write pointer error, even if it would also hit
+        // the bad block.
         assert_eq!(write(&zones, 1, 5, 1), Err(Error::ZoneWritePointer));
         if !partial_io {
             write(&zones, 1, 0, 3).unwrap();
@@ -124,9 +127,9 @@ fn bad_blocks() {
         assert!(found.iter().all(|&byte| byte == 3));
         assert_eq!(write(&zones, 1, 3, 1), Err(Error::Media));
         assert_eq!(state(&zones, 1), (ZoneCondition::ImplicitOpen, 3));
-        // Reads of the bad block fail beyond the write pointer, too.
+        // A read of the bad block fails, although the block is beyond the write pointer.
         assert_eq!(zones.read_at(ZONE + 3 * BLOCK, &mut found[..BLOCK as usize]), Err(Error::Media));
-        // A zone operation ignores bad blocks.
+        // A reset succeeds although the zone has a bad block.
         zones.zone_op(ZoneOp::Reset, ZONE).unwrap();
         write(&zones, 1, 0, 3).unwrap();
         bad.change(&format!("-{sector}-{sector}")).unwrap();
@@ -137,15 +140,15 @@ fn bad_blocks() {
 
 #[test]
 fn requests_wait_for_a_busy_zone() {
-    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
+    let disk = Arc::new(FaultyDisk::new(SIZE as usize, BLOCK as u32));
     let zones = Arc::new(over(Arc::clone(&disk) as _));
-    disk.fault(Some(Op::Write), When::At(0), What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::At(0), FaultEffect::Hang);
     let first = submit(&zones, Request::write(0, BLOCK));
-    disk.await_held(1);
-    // The zone is busy: an inline try would block, a submitted request waits, and a write to
-    // another zone continues (and closes this zone).
+    disk.wait_held(1);
+    // The zone is busy: an inline try would block, and a submitted request waits. A write to
+    // another zone succeeds, and closes this zone because of the limit of open zones.
     let tried = zones.try_io(&Request::write(BLOCK, BLOCK), Buffer::Write(&vec![0; BLOCK as usize]));
-    assert_eq!(tried, Ok(Tried::WouldBlock));
+    assert_eq!(tried, Ok(TryResult::WouldBlock));
     let second = submit(&zones, Request::write(BLOCK, BLOCK));
     let wrong = submit(&zones, Request::write(5 * BLOCK, BLOCK));
     write(&zones, 3, 0, 1).unwrap();
@@ -158,7 +161,7 @@ fn requests_wait_for_a_busy_zone() {
         move || zones.zone_op(ZoneOp::Finish, 0)
     });
     assert!(second.recv_timeout(Duration::from_millis(50)).is_err());
-    // Reads do not wait, and do not see the write in flight.
+    // Reads do not wait for the write in flight, and do not return its data.
     let mut found = vec![0; BLOCK as usize];
     zones.read_at(0, &mut found).unwrap();
     assert!(found.iter().all(|&byte| byte == 0xFF));
@@ -173,15 +176,15 @@ fn requests_wait_for_a_busy_zone() {
 
 #[test]
 fn waiting_requests_complete_if_the_device_is_dropped() {
-    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
+    let disk = Arc::new(FaultyDisk::new(SIZE as usize, BLOCK as u32));
     let zones = over(Arc::clone(&disk) as _);
-    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     let mut completions: Vec<_> =
         (0..4).map(|at| submit(&zones, Request::write(at * BLOCK, BLOCK))).collect();
     let (tx, rx) = mpsc::channel();
     let data = IoBuf::zeroed(BLOCK as usize).unwrap();
     zones.submit_append(0, data, Flags::empty(), Box::new(move |outcome| tx.send(outcome).unwrap_or(())));
-    disk.await_held(1);
+    disk.wait_held(1);
     drop(zones);
     disk.heal();
     let first = completions.remove(0);
@@ -194,7 +197,7 @@ fn waiting_requests_complete_if_the_device_is_dropped() {
 
 #[test]
 fn power_cut_updates_the_zones() {
-    let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
+    let disk = Arc::new(FaultyDisk::new(SIZE as usize, BLOCK as u32).inline());
     let power = Arc::new(Power::new(Arc::clone(&disk) as _, power::Config::default()).unwrap());
     let zones = over(Arc::clone(&power) as _);
     write(&zones, 1, 0, 4).unwrap();
@@ -211,21 +214,23 @@ fn power_cut_updates_the_zones() {
 #[test]
 fn zones_over_null_device_and_their_geometry() {
     let null = || Arc::new(Null::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
-    let zones = Zones::new(null(), Config { stores: false, ..config() }, State::Volatile, None).unwrap();
+    let zones =
+        Zones::new(null(), Config { stores: false, ..config() }, StateLocation::Volatile, None).unwrap();
     let geometry = zones.geometry();
     assert_eq!((geometry.discard_granularity, geometry.zones.unwrap().max_open), (0, 1));
-    // The device stores nothing. Reads return the device's zeroes, also beyond the write pointer.
+    // The null device stores nothing, and reads return its zeroes, even beyond the write pointer.
     let mut found = vec![1; BLOCK as usize];
     zones.read_at(ZONE, &mut found).unwrap();
     assert!(found.iter().all(|&byte| byte == 0));
     let unread = Request::read(ZONE, BLOCK).with(Flags::UNREAD);
     found.fill(9);
-    assert_eq!(zones.try_io(&unread, Buffer::Read(&mut found)), Ok(Tried::Done));
+    assert_eq!(zones.try_io(&unread, Buffer::Read(&mut found)), Ok(TryResult::Done));
     assert!(found.iter().all(|&byte| byte == 9), "the buffer is left as it is");
     zones.set_offline(0).unwrap();
     assert_eq!(zones.read_at(0, &mut found), Err(Error::ZoneCondition));
-    // Appends can be disabled.
-    let none = Zones::new(null(), Config { zone_append_max: 0, ..config() }, State::Volatile, None).unwrap();
+    // A configuration with a limit of 0 disables appends.
+    let none =
+        Zones::new(null(), Config { zone_append_max: 0, ..config() }, StateLocation::Volatile, None).unwrap();
     assert_eq!(none.try_append(0, &[0; 4096], Flags::empty()), Err(Error::Unsupported));
     assert_eq!(none.geometry().zones.unwrap().max_append, 0);
 }

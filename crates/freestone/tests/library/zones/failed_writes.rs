@@ -1,29 +1,30 @@
-//! Zone states whose writes fail, with or without effect. Requests that completed later must hold
-//! after a crash.
+//! Zone states (the saved write pointers and conditions) whose writes fail, with or without effect.
+//! Requests that complete later must still be durable after a crash.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use freestone::device::zoned::{ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 use freestone::null::{self, Memory};
 use freestone::power::{self, Power};
-use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Faulty, Model, Rng, What, When};
+use freestone::zone::{Config, StateLocation, Zones};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
 
 const BLOCK: u64 = 512;
 const ZONE: u64 = 32 << 10;
 const ZONES: u64 = 4;
 const SIZE: u64 = ZONE * ZONES;
-/// Size of a state with fewer than 511 zones.
+/// Size in bytes of the state of fewer than 511 zones.
 const STATE_BYTES: u64 = 3 * 4096;
 const NONE: Flags = Flags::empty();
 
 fn open(data: Arc<dyn Device>, state: Arc<dyn Device>) -> Zones {
     let config = Config { zone_size: ZONE, ..Config::default() };
-    Zones::new(data, config, State::Device(state), None).unwrap()
+    Zones::new(data, config, StateLocation::Device(state), None).unwrap()
 }
 
 fn read_all(device: &dyn Device) -> Vec<u8> {
@@ -38,33 +39,33 @@ fn copy_of(device: &dyn Device) -> Arc<Model> {
     Arc::new(model)
 }
 
-/// Zones over a reliable disk, with their state on a disk with faults.
+/// Zones whose data is on a reliable disk, and whose state is on a disk with faults.
 struct Setup {
     data: Arc<Model>,
-    state: Arc<Faulty>,
+    state: Arc<FaultyDisk>,
     zones: Zones,
 }
 
 impl Setup {
     fn new() -> Self {
         let data = Arc::new(Model::new(SIZE as usize, BLOCK as u32));
-        let state = Arc::new(Faulty::new(STATE_BYTES as usize, BLOCK as u32));
+        let state = Arc::new(FaultyDisk::new(STATE_BYTES as usize, BLOCK as u32));
         let zones = open(data.clone(), state.clone());
         Self { data, state, zones }
     }
 
-    /// Returns the zones after a crash, from the bytes that are on both disks now.
+    /// Returns the zones as they open after a crash, from the bytes that are on both disks now.
     fn crash(&self) -> Zones {
         open(copy_of(&*self.data), copy_of(&*self.state))
     }
 
-    /// Makes these requests to the state's disk fail, although they take effect.
+    /// Makes these requests to the state's disk fail, although they have their effect.
     fn fail_with_effect(&self, op: Op) {
-        self.state.fault(Some(op), When::Always, What::FailDone(Error::Media));
+        self.state.fault(Some(op), FaultSchedule::Always, FaultEffect::FailDone(Error::Media));
     }
 }
 
-/// Returns the write pointer of a zone, in bytes from its start.
+/// Returns the write pointer of a zone, in bytes from the start of the zone.
 fn pointer(zones: &Zones, zone: u64) -> u64 {
     let mut pointer = 0;
     zones
@@ -109,7 +110,7 @@ fn flush_after_failed_reset_keeps_durable_data() {
             setup.state.heal();
             assert_eq!(pointer(&setup.zones, 0), 4096);
             if fua {
-                // A write to another zone: its FUA flushes the whole device.
+                // A FUA write, even to another zone, flushes the whole device.
                 setup.zones.write_at(ZONE, &[8; 512], Flags::FUA).unwrap();
             } else {
                 setup.zones.flush().unwrap();
@@ -123,7 +124,8 @@ fn flush_after_failed_reset_keeps_durable_data() {
     }
 }
 
-/// A flush that cannot write the state fails.
+/// If it is uncertain which state is on disk, each flush writes the state again, and fails if that
+/// fails.
 #[test]
 fn uncertain_state_is_written_by_the_next_flush() {
     let setup = Setup::new();
@@ -138,7 +140,7 @@ fn uncertain_state_is_written_by_the_next_flush() {
     setup.state.heal();
     setup.zones.flush().unwrap();
     assert_eq!(pointer(&setup.crash(), 0), 4096);
-    // The state is certain now, so another flush writes nothing.
+    // The state on disk is certain now, so another flush writes nothing.
     let writes = setup.state.counts().writes;
     setup.zones.flush().unwrap();
     assert_eq!(setup.state.counts().writes, writes);
@@ -152,7 +154,7 @@ fn failed_wipe_leaves_zones_unchanged() {
     setup.fail_with_effect(Op::Flush);
     assert_eq!(setup.zones.wipe(), Err(Error::Media));
     setup.state.heal();
-    // Otherwise the next write would be below a write pointer that is still on disk.
+    // The write pointer did not move back, because the old pointer may still be on disk.
     assert_eq!(pointer(&setup.zones, 0), 8192);
     setup.zones.flush().unwrap();
     assert_eq!(pointer(&setup.crash(), 0), 8192);
@@ -160,15 +162,15 @@ fn failed_wipe_leaves_zones_unchanged() {
     assert_eq!((pointer(&setup.zones, 0), pointer(&setup.crash(), 0)), (0, 0));
 }
 
-/// A power cut is refused while it is unknown which state would survive.
+/// A power cut is refused as long as it is unknown which state would survive.
 #[test]
 fn power_cut_fails_while_the_state_is_uncertain() {
     let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
     let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
-    let state = Arc::new(Faulty::new(STATE_BYTES as usize, BLOCK as u32));
+    let state = Arc::new(FaultyDisk::new(STATE_BYTES as usize, BLOCK as u32));
     let zones = open(power.clone(), state.clone());
     zones.write_at(0, &[7; 8192], NONE).unwrap();
-    state.fault(Some(Op::Flush), When::Always, What::FailDone(Error::Media));
+    state.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::FailDone(Error::Media));
     assert_eq!(zones.flush(), Err(Error::Media));
     assert_eq!(zones.power_cut(&power, 1).map(drop), Err(Error::Media));
     assert_eq!(pointer(&zones, 0), 8192);
@@ -179,7 +181,8 @@ fn power_cut_fails_while_the_state_is_uncertain() {
     assert_eq!(pointer(&open(copy_of(&*power), copy_of(&*state)), 0), left);
 }
 
-/// Random operations while the state's disk fails in every way, with a crash after each of them.
+/// Random operations run while the state's disk fails in every way. After each operation, a crash
+/// is checked.
 #[test]
 fn crash_keeps_durable_data_and_valid_pointers() {
     let mut failed = 0;
@@ -188,15 +191,16 @@ fn crash_keeps_durable_data_and_valid_pointers() {
         let mut rng = Rng::new(seed);
         let mut generations = [0_u64; ZONES as usize];
         let mut written = [0_u64; ZONES as usize];
-        // Blocks that a crash must keep. None after a failed reset, because it may have taken
-        // effect.
+        // Number of blocks of each zone that a crash must keep. None after a failed reset, which
+        // may have taken effect.
         let mut durable = [Some(0_u64); ZONES as usize];
         for round in 0..150 {
             setup.state.heal();
             if rng.chance(60) {
                 let op = [Op::Write, Op::Flush][rng.below(2) as usize];
-                let what = [What::FailDone(Error::Media), What::Fail(Error::Media), What::Tear];
-                setup.state.fault(Some(op), When::Always, what[rng.below(3) as usize]);
+                let what =
+                    [FaultEffect::FailDone(Error::Media), FaultEffect::Fail(Error::Media), FaultEffect::Tear];
+                setup.state.fault(Some(op), FaultSchedule::Always, what[rng.below(3) as usize]);
             }
             let zone = rng.below(ZONES);
             let at = zone as usize;
@@ -259,7 +263,7 @@ impl Device for Cached {
     fn geometry(&self) -> Geometry {
         self.power.geometry()
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         if request.op == Op::Flush && self.fails.load(Ordering::SeqCst) {
             return Err(Error::Media);
         }
@@ -273,8 +277,8 @@ impl Device for Cached {
     }
 }
 
-/// The program ends between writing the state and flushing it. The next program reads the state,
-/// and then the power is cut.
+/// The program ends after writing the state, before flushing it. The next program reads that state
+/// from the cache, and then the power is cut.
 #[test]
 fn state_read_at_open_is_durable() {
     for seed in 0..10 {

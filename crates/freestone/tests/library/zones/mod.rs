@@ -1,4 +1,4 @@
-//! Zoned devices: state machine, errors, and crashes.
+//! Zoned devices: the state machine of zones, errors, and crashes.
 
 mod conformance;
 mod cuts;

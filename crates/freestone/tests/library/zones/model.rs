@@ -1,5 +1,5 @@
-//! Random operations compared with a model of `null_blk`'s zones, which was written from its
-//! description, over every kind of device.
+//! Random operations compared with a model of `null_blk`'s zones, over every kind of device. The
+//! model was written from the description of the zones, not from the code.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -9,19 +9,19 @@ use freestone::device::{Blocking, Device, Error, Flags, Geometry, IoBuf, Op, Req
 use freestone::file::{self, File};
 use freestone::null::{self, Memory};
 use freestone::ram::{self, Ram};
-use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Deferred, Model, Policy, Rng, scaled};
+use freestone::zone::{Config, StateLocation, Zones};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, scaled};
 
 const BLOCK: u64 = 512;
 
-// ---- model: sectors of 512 bytes, conditions and counters, single-threaded ----------------------
+// ---- model: blocks of 512 bytes, conditions and counters, single-threaded -----------------------
 
 struct ModelZone {
     start: u64,
     len: u64,
     capacity: u64,
     condition: ZoneCondition,
-    /// Absolute; meaningless in some conditions.
+    /// Write pointer as a byte offset on the device. Has no meaning in some conditions.
     pointer: u64,
 }
 
@@ -110,7 +110,7 @@ impl Oracle {
         }
     }
 
-    /// Writes or appends. Returns the offset.
+    /// Writes at byte offset `at`, or appends if `at` is None. Returns the byte offset of the data.
     fn write(&mut self, at: Option<u64>, zone: usize, data: &[u8]) -> Result<u64, Error> {
         let row = &self.zones[zone];
         match row.condition {
@@ -231,8 +231,16 @@ fn append(zones: &Zones, offset: u64, data: &[u8]) -> Result<u64, Error> {
     rx.recv().unwrap()
 }
 
-/// Runs random operations on both, and compares results, reports and content.
-fn compare(name: &str, backing: Arc<dyn Device>, config: Config, state: State<'_>, seed: u64, rounds: u64) {
+/// Runs random operations on the zones and on the model. Compares results, zone reports and
+/// content.
+fn compare(
+    name: &str,
+    backing: Arc<dyn Device>,
+    config: Config,
+    state: StateLocation<'_>,
+    seed: u64,
+    rounds: u64,
+) {
     let Geometry { size, logical_block, .. } = backing.geometry();
     let block = u64::from(logical_block);
     let zones = Zones::new(backing, config, state, None).unwrap();
@@ -242,7 +250,7 @@ fn compare(name: &str, backing: Arc<dyn Device>, config: Config, state: State<'_
     for round in 0..rounds {
         let zone = rng.below(count) as usize;
         let (start, len) = (oracle.zones[zone].start, oracle.zones[zone].len);
-        // Mostly at a valid position, and mostly short.
+        // Most operations are at a valid position, and most are short.
         let pointer = oracle.zones[zone].pointer;
         let free = (start + oracle.zones[zone].capacity).saturating_sub(pointer) / block;
         let at = match rng.below(8) {
@@ -370,7 +378,7 @@ fn configs() -> Vec<(u64, Config)> {
         (SIZE, Config { zone_max_open: 2, zone_max_active: 5, zone_capacity: 31 * BLOCK, ..base }),
         (SIZE, Config { zone_max_open: 9, zone_max_active: 3, zone_full: true, ..base }),
         (SIZE, Config { zone_max_open: 1, zone_max_active: 1, ..base }),
-        // A short last zone.
+        // The last zone is shorter than the others.
         (SIZE - 27 * BLOCK, Config { zone_max_open: 4, ..base }),
     ]
 }
@@ -379,7 +387,7 @@ fn configs() -> Vec<(u64, Config)> {
 fn over_a_model() {
     for (seed, (size, config)) in (100..).zip(configs()) {
         let backing = Arc::new(Model::new(size as usize, BLOCK as u32));
-        compare("model", backing, config, State::Volatile, seed, scaled(8000));
+        compare("model", backing, config, StateLocation::Volatile, seed, scaled(8000));
     }
 }
 
@@ -389,7 +397,7 @@ fn over_memory() {
         let config =
             Config { zone_size: config.zone_size * 8, zone_capacity: config.zone_capacity * 8, ..config };
         let memory = Memory::new(null::Config::plain(size * 8, BLOCK as u32)).unwrap();
-        compare("memory", Arc::new(memory), config, State::Volatile, seed, scaled(4000));
+        compare("memory", Arc::new(memory), config, StateLocation::Volatile, seed, scaled(4000));
     }
 }
 
@@ -397,16 +405,16 @@ fn over_memory() {
 fn over_a_ram_disk() {
     let config = Config { zone_size: 64 << 10, zone_max_open: 3, zone_max_active: 6, ..Config::default() };
     let ram = Ram::new(ram::Config { disksize: 1 << 20, ..ram::Config::default() });
-    compare("ram", Arc::new(ram.unwrap()), config, State::Volatile, 300, scaled(4000));
+    compare("ram", Arc::new(ram.unwrap()), config, StateLocation::Volatile, 300, scaled(4000));
 }
 
 #[test]
 fn over_deferring_devices() {
     for (seed, (size, config)) in (400..).zip(configs()) {
-        for policy in [Policy::Always, Policy::Sometimes(30)] {
+        for policy in [DeferPolicy::Always, DeferPolicy::Sometimes(30)] {
             let model = Arc::new(Model::new(size as usize, BLOCK as u32));
-            let backing = Arc::new(Deferred::new(model, policy, seed));
-            compare("deferred", backing, config, State::Volatile, seed, scaled(600));
+            let backing = Arc::new(DeferringDevice::new(model, policy, seed));
+            compare("deferred", backing, config, StateLocation::Volatile, seed, scaled(600));
         }
     }
 }
@@ -420,6 +428,6 @@ fn over_a_file_with_its_state() {
         let config =
             Config { zone_size: config.zone_size * 8, zone_capacity: config.zone_capacity * 8, ..config };
         let state = dir.path().join(format!("{seed}.zones"));
-        compare("file", Arc::new(file), config, State::File(&state), seed, scaled(250));
+        compare("file", Arc::new(file), config, StateLocation::File(&state), seed, scaled(250));
     }
 }

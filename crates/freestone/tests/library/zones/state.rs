@@ -1,4 +1,4 @@
-//! The state of zones after restarts, crashes and power cuts: a write pointer never exceeds durable
+//! The state of zones after restarts, crashes and power cuts. A write pointer never exceeds durable
 //! data, and no acknowledged durable data is lost.
 
 use std::fs;
@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{
     Blocking, Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request,
-    Result, Tried,
+    Result, TryResult,
 };
 use freestone::file::{self, File};
 use freestone::null::{self, Memory};
 use freestone::power::{self, Power};
-use freestone::zone::{Config, SetupError, State, StateError, Zones};
+use freestone::zone::{Config, SetupError, StateError, StateLocation, Zones};
 use freestone_testkit::{Model, Rng, scaled};
 
 const BLOCK: u64 = 512;
@@ -20,7 +20,7 @@ const BLOCKS: u64 = 12;
 const ZONE: u64 = 16 * BLOCK;
 const ZONES: u64 = 8;
 const SIZE: u64 = ZONES * ZONE;
-/// Size of a state with fewer than 511 zones.
+/// Size in bytes of the state of fewer than 511 zones.
 const STATE_BYTES: u64 = 3 * 4096;
 
 fn config() -> Config {
@@ -39,13 +39,14 @@ enum Event {
     Flush {
         disk: usize,
     },
-    /// From here on, a zone survives with this generation and at least this number of blocks.
+    /// From here on, a crash keeps the zone at this generation or a later one, with at least this
+    /// number of blocks.
     Durable {
         zone: usize,
         generation: u64,
         blocks: u64,
     },
-    /// From here on the zone is offline.
+    /// From here on, the zone is offline after a crash.
     Offline {
         zone: usize,
     },
@@ -70,7 +71,7 @@ impl Device for Disk {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, volatile_media: false, ..self.below.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let event = match (request.op, &buffer) {
             (Op::Write, Buffer::Write(data)) => Some(data.to_vec()),
             (Op::WriteZeroes, _) => Some(vec![0; request.len as usize]),
@@ -104,8 +105,8 @@ fn content(zone: u64, generation: u64, index: u64) -> Vec<u8> {
     word.to_le_bytes().repeat((BLOCK / 8) as usize)
 }
 
-/// Returns the content of a disk after a crash at this point of the log: flushed writes, and any
-/// sectors of the others in any order.
+/// Returns the content of a disk after a crash at the end of the log: all flushed writes, and some
+/// sectors of the other writes in any order.
 fn image(log: &[Event], disk: usize, size: u64, rng: &mut Rng) -> Vec<u8> {
     let mut bytes = vec![0; size as usize];
     let flushed = log.iter().rposition(|event| matches!(event, Event::Flush { disk: of } if *of == disk));
@@ -124,8 +125,8 @@ fn image(log: &[Event], disk: usize, size: u64, rng: &mut Rng) -> Vec<u8> {
             }
         }
     }
-    // From all to none of the unflushed writes: some are dropped, the others are applied in another
-    // order.
+    // A random part of the unflushed writes survives, from none to all of them, and these are
+    // applied in another order.
     let percent = rng.below(101) as u8;
     for at in (1..loose.len()).rev() {
         if rng.chance(50) {
@@ -157,12 +158,13 @@ fn rows(zones: &Zones) -> Vec<Zone> {
     rows
 }
 
-/// Runs random operations on zones whose state is on the second disk.
+/// Runs random operations on zones. Their data is on disk 0, and their state is on disk 1.
 fn work(log: &Arc<Log>, seed: u64, rounds: u64) {
     let disk = |number, size: u64| {
         Arc::new(Disk { number, below: Model::new(size as usize, BLOCK as u32), log: Arc::clone(log) })
     };
-    let zones = Zones::new(disk(0, SIZE), config(), State::Device(disk(1, STATE_BYTES)), None).unwrap();
+    let zones =
+        Zones::new(disk(0, SIZE), config(), StateLocation::Device(disk(1, STATE_BYTES)), None).unwrap();
     let mut rng = Rng::new(seed);
     let mut generations = [1_u64; ZONES as usize];
     let mut written = [0_u64; ZONES as usize];
@@ -196,7 +198,7 @@ fn work(log: &Arc<Log>, seed: u64, rounds: u64) {
                 }
             }
             15..=17 => {
-                // Later writes belong to the next generation.
+                // Writes after the reset belong to the next generation.
                 if zones.zone_op(ZoneOp::Reset, start).is_ok() {
                     (generations[at], written[at]) = (generations[at] + 1, 0);
                     note(durable(at, &generations, &written));
@@ -221,13 +223,14 @@ fn work(log: &Arc<Log>, seed: u64, rounds: u64) {
     }
 }
 
-/// Opens the disks after a crash, and checks them against what was known at that time.
+/// Opens the disks after a crash at the end of the log. Checks the zones against the events in the
+/// log.
 fn check(log: &[Event], seed: u64) {
     let context = format!("a crash after {} events, seed {seed}", log.len());
     let mut rng = Rng::new(seed ^ log.len() as u64);
     let data = image(log, 0, SIZE, &mut rng);
     let state = image(log, 1, STATE_BYTES, &mut rng);
-    let zones = Zones::new(model_of(&data), config(), State::Device(model_of(&state)), None);
+    let zones = Zones::new(model_of(&data), config(), StateLocation::Device(model_of(&state)), None);
     let zones = zones.unwrap_or_else(|error| panic!("{context}: {error}"));
     let mut known = [Some((0, 0)); ZONES as usize];
     for event in log {
@@ -246,7 +249,8 @@ fn check(log: &[Event], seed: u64) {
             continue;
         }
         let Some((generation, blocks)) = known[zone as usize] else {
-            // An unacknowledged reset may have happened before the crash.
+            // The zone was offline. A call that makes it empty again may have run although the log
+            // does not contain its completion yet.
             assert_eq!(condition, ZoneCondition::Empty, "{context}");
             continue;
         };
@@ -256,7 +260,8 @@ fn check(log: &[Event], seed: u64) {
             if pointer == 0 { &[][..] } else { &data[row.start as usize..(row.start + BLOCK) as usize] };
         let word = first.first_chunk::<8>().map_or(0, |word| u64::from_le_bytes(*word));
         if finished {
-            // The end of the data is unknown after a finish, and the rest must be zeroes.
+            // The write pointer of a finished zone does not show the end of its data. The data ends
+            // at the first block of zeroes.
             let block =
                 |at: u64| &data[(row.start + at * BLOCK) as usize..(row.start + (at + 1) * BLOCK) as usize];
             pointer = (0..pointer).find(|&at| block(at).iter().all(|&byte| byte == 0)).unwrap_or(pointer);
@@ -271,7 +276,8 @@ fn check(log: &[Event], seed: u64) {
             assert!(found >= generation, "{context}: data of generation {found} has come back");
         }
         if pointer == 0 || found > generation {
-            // A later generation: the reset had started, or there was nothing to lose.
+            // The zone was reset and has a later generation. A reset must have started since, or no
+            // durable data was lost.
             let begun = log
                 .iter()
                 .rev()
@@ -282,7 +288,7 @@ fn check(log: &[Event], seed: u64) {
             assert!(pointer >= blocks, "{context}: blocks that were durable are lost");
         }
     }
-    // The zones stay usable.
+    // All zones are still usable after the crash.
     for row in rows(&zones) {
         if row.condition == ZoneCondition::Closed {
             zones.write_at(row.write_pointer, &content(9, 9, 9), Flags::FUA).unwrap();
@@ -296,8 +302,8 @@ fn crash_at_any_moment_keeps_durable_data() {
         let log = Arc::new(Log::default());
         work(&log, seed, 150);
         let log = log.lock().clone();
-        // Before the state was complete it is created again or refused. From then on it must be
-        // valid.
+        // Until the state is complete on disk, an open creates it again or refuses it. From then on
+        // it must be valid.
         let made =
             log.iter().enumerate().filter(|(_, event)| matches!(event, Event::Flush { disk: 1 })).nth(1);
         for events in made.unwrap().0 + 1..=log.len() {
@@ -318,7 +324,7 @@ fn crash_during_creation_of_the_state() {
             let mut rng = Rng::new(seed);
             let state = image(&log[..events], 1, STATE_BYTES, &mut rng);
             let memory = model_of(&vec![0; SIZE as usize]);
-            let zones = Zones::new(memory, config(), State::Device(model_of(&state)), None).unwrap();
+            let zones = Zones::new(memory, config(), StateLocation::Device(model_of(&state)), None).unwrap();
             assert_eq!(u64::from(zones.counts().empty), ZONES);
         }
     }
@@ -341,7 +347,7 @@ impl Place {
         let path = self.dir.path().join("disk");
         let size = 8 << 20;
         let file = File::open(&file::Config { size: Some(size), ..file::Config::new(path) }).unwrap();
-        Zones::new(Arc::new(file), config, State::File(&self.state()), None)
+        Zones::new(Arc::new(file), config, StateLocation::File(&self.state()), None)
     }
 }
 
@@ -427,7 +433,7 @@ fn mismatched_or_damaged_state_is_refused() {
     refused("an empty file", file_config(), &|error| matches!(error, StateError::Foreign));
     fs::write(place.state(), &good[..good.len() - 1]).unwrap();
     refused("a short file", file_config(), &|error| matches!(error, StateError::Damaged(_)));
-    // A crash leaves one bad copy; two are damage.
+    // A crash can leave one bad copy of the state. Two bad copies mean damage.
     for (copies, bad) in [(&[4096][..], false), (&[8192][..], false), (&[4096, 8192][..], true)] {
         let mut bytes = good.clone();
         for copy in copies {
@@ -440,7 +446,7 @@ fn mismatched_or_damaged_state_is_refused() {
             drop(place.open(file_config()).unwrap());
         }
     }
-    // One copy is from another file.
+    // A state file with one of its two copies from another file.
     let other = Place::new();
     drop(other.open(file_config()).unwrap());
     let mut bytes = good.clone();
@@ -448,26 +454,26 @@ fn mismatched_or_damaged_state_is_refused() {
     fs::write(place.state(), bytes).unwrap();
     refused("another file's copies", file_config(), &|error| matches!(error, StateError::Damaged(_)));
 
-    // A state is used by one device at a time.
+    // Only one device at a time may use a state file.
     fs::write(place.state(), &good).unwrap();
     let small = || Arc::new(Memory::new(null::Config::plain(8 << 20, 512)).unwrap());
-    let first = Zones::new(small(), file_config(), State::File(&place.state()), None).map(drop);
+    let first = Zones::new(small(), file_config(), StateLocation::File(&place.state()), None).map(drop);
     assert!(first.is_ok() || matches!(first, Err(SetupError::State(StateError::Geometry { .. }))));
     let zones = place.open(file_config()).unwrap();
     let second = Zones::new(
         Arc::new(Memory::new(null::Config::plain(8 << 20, zones.geometry().logical_block)).unwrap()),
         file_config(),
-        State::File(&place.state()),
+        StateLocation::File(&place.state()),
         None,
     );
     assert!(matches!(second, Err(SetupError::State(StateError::InUse))), "{second:?}");
-    // More active zones than allowed.
+    // Makes four zones active, one more than the limit of the next open.
     for zone in 1..5 {
         zones.write_at(zone << 20, &[1; 4096], Flags::empty()).unwrap();
     }
     drop(zones);
-    // As after a crash between two parts of a flush: active zones can continue, but no others can
-    // start.
+    // As after a crash between two parts of a flush, more zones are active than allowed. These
+    // zones can continue, but no other zone can become active.
     let limited = Config { zone_max_active: 3, ..file_config() };
     let zones = place.open(limited).unwrap();
     assert_eq!(zones.counts().active(), 4);
@@ -483,7 +489,7 @@ fn too_small_state_device_is_refused() {
     let zones = Zones::new(
         model_of(&vec![0; SIZE as usize]),
         config(),
-        State::Device(model_of(&vec![0; 4096])),
+        StateLocation::Device(model_of(&vec![0; 4096])),
         None,
     );
     assert!(matches!(
@@ -501,7 +507,7 @@ fn power_cuts() {
         let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
         let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
         let state = (seed % 2 == 1).then(|| model_of(&vec![0; STATE_BYTES as usize]));
-        let state = state.map_or(State::Volatile, State::Device);
+        let state = state.map_or(StateLocation::Volatile, StateLocation::Device);
         let zones = Zones::new(Arc::clone(&power) as _, config(), state, None).unwrap();
         let mut rng = Rng::new(seed);
         for generation in 1..4 {
@@ -554,7 +560,7 @@ fn same_seed_cuts_the_same() {
     let run = |seed| {
         let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
         let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
-        let zones = Zones::new(Arc::clone(&power) as _, config(), State::Volatile, None).unwrap();
+        let zones = Zones::new(Arc::clone(&power) as _, config(), StateLocation::Volatile, None).unwrap();
         zones.write_at(0, &vec![5; BLOCK as usize], Flags::empty()).unwrap();
         zones.zone_op(ZoneOp::Finish, 0).unwrap();
         for zone in 1..ZONES {
@@ -562,7 +568,7 @@ fn same_seed_cuts_the_same() {
         }
         zones.power_cut(&power, seed).unwrap();
         let rows = rows(&zones);
-        // A finished zone is durable.
+        // A finished zone survives the power cut, whatever the seed.
         assert_eq!((rows[0].condition, rows[0].write_pointer), (ZoneCondition::Full, ZONE));
         rows
     };
@@ -573,7 +579,7 @@ fn same_seed_cuts_the_same() {
 #[test]
 fn extents_beyond_a_write_pointer_are_data() {
     let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
-    let zones = Zones::new(memory, config(), State::Volatile, None).unwrap();
+    let zones = Zones::new(memory, config(), StateLocation::Volatile, None).unwrap();
     zones.write_zeroes(0, BLOCK, Flags::MAY_FREE).unwrap();
     let mut kinds = Vec::new();
     zones

@@ -1,22 +1,22 @@
 //! The state machine of zones as a table: every operation in every state, with and without limits.
 //!
-//! A zone has eight blocks, six of which can be written. A row is a state, an operation, the
-//! result, and the following state, write pointer (in blocks) and resources (implicitly open,
-//! explicitly open, closed).
+//! A zone has eight blocks, six of which can be written. A row has a state, an operation and the
+//! result. The following state, write pointer (in blocks) and resources (numbers of implicitly
+//! open, explicitly open and closed zones) are checked.
 
 use std::sync::Arc;
 
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{Blocking, Device, Error, Flags, Op, Request};
 use freestone::null::{self, Memory, Null};
-use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Deferred, Model, Policy};
+use freestone::zone::{Config, StateLocation, Zones};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model};
 
 const BLOCK: u64 = 4096;
 const ZONE: u64 = 8 * BLOCK;
 const CAPACITY: u64 = 6;
 const ZONES: u64 = 16;
-/// The zone under test. Zones 0 and 1 are conventional.
+/// Number of the zone under test. Zones 0 and 1 are conventional.
 const TARGET: u64 = 5;
 
 use ZoneCondition::{
@@ -26,13 +26,13 @@ use ZoneCondition::{
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Act {
-    /// One block, at this number of blocks from the start of the zone.
+    /// Writes one block at this distance, in blocks, from the start of the zone.
     Write(u64),
-    /// This number of blocks, at the write pointer.
+    /// Writes this number of blocks at the write pointer.
     WriteMany(u64),
-    /// One block of zeroes at the write pointer.
+    /// Writes one block of zeroes at the write pointer.
     Zeroes,
-    /// Appends one block.
+    /// Appends one block to the zone.
     Append,
     Open,
     Close,
@@ -53,28 +53,28 @@ const CONDITION: Outcome = Err(Error::ZoneCondition);
 const POINTER: Outcome = Err(Error::ZoneWritePointer);
 const BOUNDARY: Outcome = Err(Error::ZoneBoundary);
 
-/// How a zone reached its state.
+/// How a zone was brought into its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum From {
     Empty,
-    /// Two blocks written.
+    /// Opened implicitly by a write of two blocks.
     Implicit,
-    /// Opened, nothing written.
+    /// Opened explicitly, with nothing written.
     ExplicitEmpty,
-    /// Opened, two blocks written.
+    /// Opened explicitly, with two blocks written.
     Explicit,
-    /// Two blocks written.
+    /// Closed after a write of two blocks.
     Closed,
-    /// Written to its capacity.
+    /// Written up to its capacity.
     Full,
-    /// Finished after two blocks.
+    /// Finished after a write of two blocks.
     Finished,
     ReadOnly,
     Offline,
     Conventional,
 }
 
-/// State, operation, result, then the zone's condition and write pointer.
+/// State, operation, result, then the zone's condition and write pointer after the operation.
 type Row = (From, Act, Outcome, (ZoneCondition, u64));
 
 #[rustfmt::skip]
@@ -215,7 +215,8 @@ const TABLE: &[Row] = &[
     (From::Conventional, Read, OK, (NotWritePointer, 8)),
 ];
 
-/// Finish of a full zone differs: without limits the kernel moves the write pointer to the end.
+/// Finishing a full zone depends on limits (true if there are any). Without limits, the kernel
+/// moves the write pointer to the end.
 const FINISH_OF_FULL: [(bool, Row); 2] =
     [(false, (From::Full, Finish, OK, (Full, 8))), (true, (From::Full, Finish, OK, (Full, 6)))];
 
@@ -233,7 +234,7 @@ impl Bench {
             zone_max_active: max_active,
             ..Config::default()
         };
-        Self { zones: Zones::new(backing, config, State::Volatile, None).unwrap() }
+        Self { zones: Zones::new(backing, config, StateLocation::Volatile, None).unwrap() }
     }
 
     fn zone(&self, zone: u64) -> Zone {
@@ -263,7 +264,8 @@ impl Bench {
 
     fn act(&self, act: Act, zone: u64) -> Outcome {
         let row = self.zone(zone);
-        // Wraps for a zone without a write pointer.
+        // For a zone without a write pointer, the reported pointer is the end of the zone, and
+        // wraps to its start.
         let pointer = (row.write_pointer - row.start) / BLOCK % 8;
         match act {
             Write(at) => self.write(zone, at, 1),
@@ -319,7 +321,7 @@ impl Bench {
         }
     }
 
-    /// Returns the counts of implicitly open, explicitly open and closed zones.
+    /// Returns the numbers of implicitly open, explicitly open and closed zones.
     fn resources(&self) -> (u32, u32, u32) {
         let counts = self.zones.counts();
         (counts.implicit_open, counts.explicit_open, counts.closed)
@@ -345,7 +347,7 @@ fn bare() -> Arc<dyn Device> {
 
 fn deferred() -> Arc<dyn Device> {
     let model = Model::new((ZONES * ZONE) as usize, BLOCK as u32);
-    Arc::new(Deferred::new(Arc::new(model), Policy::Always, 1))
+    Arc::new(DeferringDevice::new(Arc::new(model), DeferPolicy::Always, 1))
 }
 
 #[test]
@@ -365,7 +367,8 @@ fn every_operation_in_every_state() {
                 assert_eq!(bench.resources(), resources(condition), "{context}");
                 let others = (0..ZONES).filter(|&zone| zone != target && zone > 1);
                 assert!(others.map(|zone| bench.state(zone)).all(|state| state == (Empty, 0)), "{context}");
-                // The free resources show in the next open: a released resource can be taken again.
+                // With one open zone allowed, opening another zone shows whether the operation
+                // released its resource.
                 if max_open == 1 {
                     let free = resources(condition) == (0, 0, 0);
                     let next = bench.op(ZoneOp::Open, TARGET + 1);
@@ -376,45 +379,48 @@ fn every_operation_in_every_state() {
     }
 }
 
-/// Limits reached by other zones: zones 8 and 9 are open or closed, and zone 5 is to be opened.
+/// Operations on zone 5 at limits that other zones have used up. Zones 8 and 9 are open, closed or
+/// empty.
 #[test]
 #[rustfmt::skip]
 fn operations_at_the_limits() {
     const OPEN: Outcome = Err(Error::ZoneTooManyOpen);
     const ACTIVE: Outcome = Err(Error::ZoneTooManyActive);
-    // Limits; initial states of zones 5, 8 and 9; operation on zone 5; result; final conditions of
-    // 5, 8 and 9.
+    // Limits of open and active zones; initial states of zones 5, 8 and 9; operation on zone 5;
+    // result; final conditions of zones 5, 8 and 9.
     type Case = ((u32, u32), [From; 3], Act, Outcome, [ZoneCondition; 3]);
     let cases: &[Case] = &[
-        // Explicitly open zones are not closed.
+        // The device does not close explicitly open zones to make room for another one.
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Write(0), OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Append, OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Open, OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Finish, OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Reset, OK, [Empty, Explicit, Explicit]),
-        // The position is checked before the resources.
+        // The position of a write is checked before its resources.
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Write(1), POINTER, [Empty, Explicit, Explicit]),
-        // Implicitly open zones are closed in turn.
+        // The device closes implicitly open zones in turn to make room for another one.
         ((2, 0), [From::Empty, From::Implicit, From::Implicit], Write(0), OK, [Implicit, Closed, Implicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Implicit], Open, OK, [Explicit, Explicit, Closed]),
         ((2, 0), [From::Empty, From::Implicit, From::Implicit], Finish, OK, [Full, Closed, Implicit]),
-        // Not all active zones are open, so closed zones can be opened again.
+        // The limit of active zones is not reached, so a closed zone can be opened if an implicitly
+        // open one can be closed.
         ((2, 4), [From::Closed, From::Implicit, From::Implicit], Write(2), OK, [Implicit, Closed, Implicit]),
         ((2, 4), [From::Closed, From::Explicit, From::Explicit], Write(2), OPEN, [Closed, Explicit, Explicit]),
         ((2, 4), [From::Closed, From::Explicit, From::Explicit], Finish, OPEN, [Closed, Explicit, Explicit]),
-        // At the limit of active zones no new zone is opened, and no zone is closed even for a
-        // closed one.
+        // At the limit of active zones, no further zone becomes active. No implicitly open zone is
+        // closed, not even for a closed zone.
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Write(0), ACTIVE, [Empty, Closed, Implicit]),
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Open, ACTIVE, [Empty, Closed, Implicit]),
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Finish, ACTIVE, [Empty, Closed, Implicit]),
         ((2, 3), [From::Closed, From::Implicit, From::Implicit], Write(2), OPEN, [Closed, Implicit, Implicit]),
         ((2, 3), [From::Closed, From::Implicit, From::Implicit], Open, OPEN, [Closed, Implicit, Implicit]),
         ((2, 2), [From::Empty, From::Implicit, From::Implicit], Write(0), ACTIVE, [Empty, Implicit, Implicit]),
-        // Open zones continue at the limit, and change from implicit to explicit.
+        // At the limits, zones that are already open can be written, and change from implicitly to
+        // explicitly open.
         ((2, 2), [From::Implicit, From::Implicit, From::Empty], Write(2), OK, [Implicit, Implicit, Empty]),
         ((2, 2), [From::Implicit, From::Implicit, From::Empty], Open, OK, [Explicit, Implicit, Empty]),
-        // Read-only and offline zones need no resource. (The kernel would close another zone for an
-        // empty one.)
+        // A change to read-only or offline needs no resource. (In the kernel, such a change of an
+        // empty zone closes another zone.)
         ((2, 0), [From::Empty, From::Implicit, From::Implicit], SetReadOnly, OK, [ReadOnly, Implicit, Implicit]),
         ((2, 2), [From::Empty, From::Implicit, From::Implicit], SetOffline, OK, [Offline, Implicit, Implicit]),
     ];
@@ -439,7 +445,7 @@ fn closing_of_implicitly_open_zones_is_round_robin() {
     for zone in [4, 9, 15] {
         bench.write(zone, 0, 1).unwrap();
     }
-    // A zone that was opened without a write becomes empty again, and counts as a turn.
+    // Opens a zone by a write, and checks which implicitly open zone is closed to make room.
     let closed = |opened: u64, victim: u64| {
         bench.write(opened, 0, 1).unwrap();
         assert_eq!(bench.state(victim).0, Closed, "opening {opened}");
@@ -449,10 +455,10 @@ fn closing_of_implicitly_open_zones_is_round_robin() {
     closed(10, 9);
     closed(3, 10);
     closed(11, 15);
-    // The turn wraps to the first sequential zone.
+    // The search wraps to the first sequential zone.
     closed(5, 2);
     closed(6, 3);
     assert_eq!(bench.zones.counts().implicit_closes, 6);
-    // Zones 5, 6 and 11 are open; zone 4 is next.
+    // Zones 5, 6 and 11 stay open. The next search would start at zone 4.
     assert_eq!([5, 6, 11].map(|zone| bench.state(zone).0), [Implicit; 3]);
 }

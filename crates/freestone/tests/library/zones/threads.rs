@@ -1,4 +1,4 @@
-//! Many threads on the zones of one device.
+//! Many threads use the zones of one device.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,8 +8,8 @@ use std::thread;
 use freestone::device::zoned::{ZoneCondition, ZoneOp, Zoned};
 use freestone::device::{Blocking, Device, Error, Flags, IoBuf};
 use freestone::null::{self, Memory};
-use freestone::zone::{Config, State, Zones};
-use freestone_testkit::{Deferred, Model, Policy, Rng, scaled};
+use freestone::zone::{Config, StateLocation, Zones};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng, scaled};
 
 const BLOCK: u64 = 512;
 const ZONE: u64 = 64 * BLOCK;
@@ -21,12 +21,12 @@ fn memory() -> Arc<dyn Device> {
 }
 
 fn deferred() -> Arc<dyn Device> {
-    deferring(Policy::Sometimes(50))
+    deferring(DeferPolicy::Sometimes(50))
 }
 
-fn deferring(policy: Policy) -> Arc<dyn Device> {
+fn deferring(policy: DeferPolicy) -> Arc<dyn Device> {
     let model = Model::new((ZONES * ZONE) as usize, BLOCK as u32);
-    Arc::new(Deferred::new(Arc::new(model), policy, 3))
+    Arc::new(DeferringDevice::new(Arc::new(model), policy, 3))
 }
 
 fn append(zones: &Zones, zone: u64, data: &[u8]) -> Result<u64, Error> {
@@ -46,11 +46,12 @@ fn check_limits(zones: &Zones) {
     assert!(geometry.max_active == 0 || counts.active() <= geometry.max_active, "{counts:?}");
 }
 
-/// Appends of all threads get distinct offsets and keep their data, and the limits hold at the end.
+/// Several threads append to the same zones. Each append gets its own offset and keeps its data,
+/// and limits hold at the end.
 fn appends(backing: Arc<dyn Device>, max_open: u32, max_active: u32, rounds: u64) {
     let config =
         Config { zone_size: ZONE, zone_max_open: max_open, zone_max_active: max_active, ..Config::default() };
-    let zones = Zones::new(backing, config, State::Volatile, None).unwrap();
+    let zones = Zones::new(backing, config, StateLocation::Volatile, None).unwrap();
     let tags = AtomicU64::new(1);
     let placed: Vec<Vec<(u64, u64, u64)>> = thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -131,11 +132,12 @@ fn appends_with_and_without_limits() {
     }
 }
 
-/// Readers take no lock. They must see blocks of a single generation, in order, and nothing beyond.
+/// Readers take no lock of the zone. Each read must show blocks of one generation, in order, and
+/// fill bytes (0xFF) after them.
 fn readers(backing: Arc<dyn Device>, rounds: u64) {
     const BLOCKS: u64 = 16;
     let config = Config { zone_size: BLOCKS * BLOCK, zone_max_open: 2, ..Config::default() };
-    let zones = Zones::new(backing, config, State::Volatile, None).unwrap();
+    let zones = Zones::new(backing, config, StateLocation::Volatile, None).unwrap();
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         for zone in 0..2 {
@@ -179,11 +181,12 @@ fn readers(backing: Arc<dyn Device>, rounds: u64) {
 #[test]
 fn readers_see_one_generation() {
     readers(memory(), scaled(20_000));
-    // A read in parts may see several moments, so it must not be done in parts.
-    readers(deferring(Policy::Always), scaled(200));
+    // A read that a device completes in parts may show several moments, so this device defers every
+    // request as a whole.
+    readers(deferring(DeferPolicy::Always), scaled(200));
 }
 
-/// All operations at once. At the end nothing hangs, and all zones can be reset.
+/// Threads run all operations at once. In the end no request hangs, and all zones can be reset.
 #[test]
 fn all_operations_at_once() {
     for make in [memory, deferred] {
@@ -194,7 +197,7 @@ fn all_operations_at_once() {
             zone_nr_conv: 2,
             ..Config::default()
         };
-        let zones = Zones::new(make(), config, State::Volatile, None).unwrap();
+        let zones = Zones::new(make(), config, StateLocation::Volatile, None).unwrap();
         thread::scope(|scope| {
             for me in 0..THREADS {
                 let zones = &zones;
@@ -203,7 +206,8 @@ fn all_operations_at_once() {
                     for _ in 0..scaled(800) {
                         let zone = 2 + rng.below(ZONES - 2);
                         let start = zone * ZONE;
-                        // Any result but a hang is allowed: errors depend on the other threads.
+                        // Any result except a hang is allowed, because errors depend on the other
+                        // threads.
                         match rng.below(12) {
                             0 => drop(zones.zone_op(ZoneOp::Finish, start)),
                             1 => drop(zones.zone_op(ZoneOp::Open, start)),

@@ -2,9 +2,9 @@
 //! kernel's experiment compared.
 //!
 //! Locks that do not fit into the slot's word are in a separate array with four bytes per entry.
-//! The address of a slot gives its entry: slots of disks below 4 GiB have one each; on larger disks
-//! some slots share an entry. In the kernel the lock was in the table entry; here it is on another
-//! cache line.
+//! The address of a slot determines its entry: slots of disks below 4 GiB have one entry each; on
+//! larger disks some slots share an entry. In the kernel the lock was in the table entry; here the
+//! lock is on another cache line.
 
 mod ours;
 
@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use crossbeam_utils::CachePadded;
 
-// Also used by the product's file, which imports it from its parent module.
+// The product's file also uses these names and imports them from this module, its parent.
 use super::word::{self, Word};
 use crate::parking::Parking;
 use crate::sync::{AtomicU64, Ordering};
@@ -20,14 +20,14 @@ use crate::variants::spinlocks::{ReadWrite, Ticket, spin_until};
 use crate::variants::{self, Intent, Lock};
 use crate::word_lock::{LOCK, Word as _};
 
-/// Entries of the separate arrays. Neighbouring slots never share one.
+/// Number of entries of a separate array. Neighbouring slots never share an entry.
 const ARRAY_LOCKS: usize = 1 << 20;
 
 static TABLE: CachePadded<ReadWrite> = CachePadded::new(ReadWrite::new());
 static TICKETS: [Ticket; ARRAY_LOCKS] = [const { Ticket::new() }; ARRAY_LOCKS];
 static READ_WRITE: [ReadWrite; ARRAY_LOCKS] = [const { ReadWrite::new() }; ARRAY_LOCKS];
 
-/// A locked slot. Drop unlocks it without a change.
+/// A locked slot. Drop unlocks the slot without a change.
 #[must_use]
 pub struct SlotGuard<'a>(Guard<'a>);
 
@@ -36,7 +36,7 @@ enum Guard<'a> {
     Other(VariantGuard<'a>),
 }
 
-/// Locks `slot`.
+/// Locks `slot` with the selected lock.
 #[inline]
 pub fn lock<'a>(slot: &'a AtomicU64, parking: &'a Parking) -> SlotGuard<'a> {
     SlotGuard(match variants::lock() {
@@ -164,7 +164,7 @@ impl<'a> VariantGuard<'a> {
             // Release: pairs with the Acquire of the next lock, or of a read without the lock.
             HeldLock::Cas | HeldLock::Outer => self.slot.store(bits, Ordering::Release),
             HeldLock::Timed(since) => {
-                // Release: as above.
+                // Release: pairs with the Acquire of the next lock, or of a read without the lock.
                 self.slot.store(bits, Ordering::Release);
                 variants::add_hold_time(since);
             }

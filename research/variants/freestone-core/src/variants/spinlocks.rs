@@ -47,7 +47,7 @@ impl Ticket {
     /// Unlocks.
     #[inline]
     pub fn unlock(&self) {
-        // Relaxed: only the holder writes it.
+        // Relaxed: only the holder writes `served`.
         let mine = self.served.load(Ordering::Relaxed);
         // Release: pairs with the Acquire of the next lock.
         self.served.store(mine.wrapping_add(1), Ordering::Release);

@@ -1,11 +1,11 @@
-//! [`cow::exceptions`](super) with selectable locks: the product's lock bit in each slot, or the
-//! locks of dm-snapshot.
+//! [`cow::exceptions`](super) with selectable locks: the product's lock bit in each slot, or the locks of
+//! dm-snapshot.
 //!
-//! All choices use the product's table. With dm-snapshot's locks, the slots have no locks of their
-//! own (`variants::Lock::Outer`), and a lock is taken where the kernel takes it: to find and begin an
-//! exception, to complete it, and to return a complete one. A lookup that finds none takes no lock,
-//! because the call that begins the exception follows and takes it. So a write to the origin takes the
-//! lock three times and a write to the snapshot twice, as in the kernel.
+//! All choices use the product's table. With dm-snapshot's locks, the slots have no locks of their own
+//! (`variants::Lock::Outer`), and a lock is acquired where the kernel acquires it: to find and begin an
+//! exception, to complete an exception, and to return a complete one. A lookup that finds no exception
+//! acquires no lock, because the call that begins the exception follows and acquires the lock. So a write to
+//! the origin acquires the lock three times and a write to the snapshot twice, as in the kernel.
 
 mod locks;
 mod ours;
@@ -35,7 +35,7 @@ pub struct LockedChunk<'a, W> {
 }
 
 impl<W> Exceptions<W> {
-    /// Like the product's function, with the lock that is selected now.
+    /// Creates the exceptions of a snapshot with the kind of locks that is selected now.
     pub fn new(common: Arc<Common>, chunks: u64) -> Result<Self> {
         let locks = Locks::of(variants::exceptions(), chunks);
         Ok(Self { ours: ours::Exceptions::new(common, chunks)?, locks })
@@ -61,7 +61,8 @@ impl<W> Exceptions<W> {
         self.ours.has_none_complete(first, end)
     }
 
-    /// Takes the lock of the first chunk if that has an exception.
+    /// Like the product's function, but with the kernel's lock of chunk `first` if that chunk has an
+    /// exception.
     pub fn run(&self, first: u64, end: u64) -> (Option<u64>, u64) {
         let found = self.ours.run(first, end);
         if !self.locks.are_of_kernel() || found.0.is_none() {
@@ -153,7 +154,7 @@ mod tests {
                     }
                 }
                 Exception::Pending => locked.add_waiter(Arc::clone(&completed)),
-                Exception::At(_) | Exception::Merging(_) => continue,
+                Exception::Complete(_) | Exception::Merging(_) => continue,
             }
             while !completed.load(Ordering::SeqCst) {
                 std::thread::yield_now();
@@ -173,7 +174,7 @@ mod tests {
                 }
             });
             assert!(copies.iter().all(|copies| copies.load(Ordering::SeqCst) == 1), "{choice:?}");
-            assert_eq!(exceptions.get(CHUNKS - 1), Exception::At(CHUNKS), "{choice:?}");
+            assert_eq!(exceptions.get(CHUNKS - 1), Exception::Complete(CHUNKS), "{choice:?}");
             assert_eq!(exceptions.run(0, CHUNKS), (Some(1), CHUNKS), "{choice:?}");
             assert!(!exceptions.has_none_complete(0, 1), "{choice:?}");
         }

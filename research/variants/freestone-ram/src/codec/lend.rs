@@ -1,10 +1,10 @@
-//! `codec::lend` with selectable sources: the product's own file, or the shared list that the
-//! kernel had before.
+//! `codec::lend` with selectable sources of compression streams: the product's own file, or the
+//! shared list that the kernel had before streams per CPU.
 //!
-//! As in the kernel, one lock guards the list of idle streams, the stream that was returned last is
-//! borrowed first, and a thread that finds no stream sleeps until one is returned. The kernel's
-//! lock was a spinlock; here it is a mutex that spins before it sleeps. Sleepers are counted, so
-//! that returning a stream makes a system call only if a thread sleeps.
+//! As in the kernel, one lock guards the list of idle streams, and the stream that was returned
+//! last is borrowed first. A thread that finds no stream sleeps until a stream is returned. The
+//! kernel's lock was a spinlock; here the lock is a mutex that spins before it sleeps. Sleepers are
+//! counted, so that returning a stream makes a system call only if a thread sleeps.
 
 mod ours;
 
@@ -18,7 +18,7 @@ use freestone_core::variants::{self, Streams};
 const LONG: usize = 8;
 const SHORT: usize = 4;
 
-/// A `T` per CPU, and the lists if they are needed.
+/// A stream `T` per CPU, and the shared lists if they are needed.
 pub struct Lender<T> {
     ours: ours::Lender<T>,
     lists: Option<Lists<T>>,
@@ -29,7 +29,7 @@ struct Lists<T> {
     long: List<T>,
 }
 
-/// A borrowed `T`.
+/// A borrowed stream `T`.
 pub enum Lent<'a, T> {
     Ours(MutexGuard<'a, T>),
     ListGuard(ListGuard<'a, T>),
@@ -38,7 +38,8 @@ pub enum Lent<'a, T> {
 impl<T> Lender<T> {
     /// Creates all streams. The lists are created only if one of them is selected now.
     ///
-    /// # Errors Fails if `make` fails.
+    /// # Errors
+    /// Fails if `make` fails.
     pub fn new(mut make: impl FnMut() -> Result<T>) -> Result<Self> {
         let ours = ours::Lender::new(&mut make)?;
         let lists = match variants::streams() {
@@ -132,10 +133,10 @@ impl<T> List<T> {
     }
 }
 
-/// A stream borrowed from a list. Drop returns it.
+/// A stream borrowed from a list. Drop returns the stream to the list.
 pub struct ListGuard<'a, T> {
     list: &'a List<T>,
-    /// None only during drop.
+    /// The borrowed stream; None only during drop.
     stream: Option<Box<T>>,
 }
 

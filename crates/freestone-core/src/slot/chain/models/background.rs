@@ -1,18 +1,18 @@
-//! Background changes of an object while its word moves between slots: in-place overwrite, read from the
-//! backing device, writeback, compaction.
+//! Background changes of a compressed object in the pool while its word moves between slots: in-place
+//! overwrite, read from the backing device, writeback, compaction.
 
-use super::{Family, Fixture, Kin as _, SLOT, bounded, spawn};
+use super::{ChainFamily as _, Family, Fixture, SLOT, bounded, spawn};
 use crate::pin::pinned;
 use crate::slot::{Table, Word};
 use crate::sync::{Arc, AtomicU32, Ordering};
 
-/// Tag of the background pass.
+/// Tag with which the background pass picks slots.
 const TAG: u8 = 1;
 
 impl Family {
     /// Writes back a page like a background pass: picks the slot, and frees the object when the write
-    /// completes, if the page is unchanged. A same-filled word with the object's content stands for the
-    /// written-back page.
+    /// completes, if the page is unchanged. The written-back page is modelled as a same-filled word with the
+    /// object's content.
     fn spill(&self, layer: &Table) {
         let Some(leaf) = layer.leaf(SLOT) else { return };
         let guard = leaf.lock(SLOT);
@@ -29,7 +29,7 @@ impl Family {
         }
     }
 
-    /// Moves an object like compaction, if the slot recorded as its owner still has it.
+    /// Moves an object as compaction does, if the slot recorded as the object's owner still refers to it.
     fn compact(&self, layers: &[&Table], from: u64, to: u64) {
         let owner = self.owners[from as usize].load(Ordering::SeqCst);
         self.objects[to as usize].store(1, Ordering::SeqCst);
@@ -49,13 +49,13 @@ impl Family {
         self.free(Word::huge(unused));
     }
 
-    /// Starts to read a page from the backing device.
+    /// Starts to read a page from the backing device. Returns the flight's number.
     fn depart(&self, layer: &Table) -> u64 {
         let guard = layer.leaf(SLOT).unwrap().lock(SLOT);
         self.flights.depart(guard, layer.id().into(), Vec::new())
     }
 
-    /// Ends the read; the page is unchanged.
+    /// Ends the read without a change of the page.
     fn land(&self, layer: &Table, flight: u64) {
         let guard = layer.leaf(SLOT).unwrap().lock(SLOT);
         if guard.word() == Word::in_flight(flight) {
@@ -65,7 +65,8 @@ impl Family {
 }
 
 impl Fixture {
-    /// Ends the read and changes the page in one step. Returns false if writers are frozen.
+    /// Ends the read and changes the page in one step. Returns false, without an effect, if writers are
+    /// frozen.
     fn land_changed(&self, flight: u64, object: u64) -> bool {
         pinned(|pin| {
             let view = self.device.view.load(pin);
@@ -101,7 +102,8 @@ fn in_place_write_versus_snapshot_creation() {
     });
 }
 
-/// A page moves to a snapshot after a pass picked it: the page stays in memory and loses the mark.
+/// A page moves to a snapshot after a background pass has picked it. The page stays in memory, and its
+/// "picked" mark is cleared.
 #[test]
 fn writeback_of_origin_versus_moving_page() {
     bounded(3, || {
@@ -116,8 +118,8 @@ fn writeback_of_origin_versus_moving_page() {
     });
 }
 
-/// A pass needs only the lock of the slot that has the page: it may free the object right after the word has
-/// moved.
+/// A background pass needs only the lock of the slot that has the page, so it may free the object right after
+/// the word has moved.
 #[test]
 fn writeback_of_snapshot_versus_moving_page() {
     bounded(3, || {
@@ -152,7 +154,7 @@ fn compaction_versus_moving_page() {
     });
 }
 
-/// A page of a removed snapshot stays there while it is in flight.
+/// A page of a removed snapshot stays in the snapshot's slot while the page is in flight.
 #[test]
 fn page_in_flight_is_passed_on_after_landing() {
     bounded(3, || {
@@ -183,7 +185,7 @@ fn page_changed_at_landing_moves_to_snapshot() {
     bounded(3, || {
         let fixture = Fixture::written(1);
         let flight = fixture.family.depart(&fixture.origin());
-        // 1: the snapshot was taken; 2: the page was changed after that.
+        // 1: the snapshot was taken. 2: the page was changed after the snapshot was taken.
         let began = Arc::new(AtomicU32::new(0));
         let disk = spawn(&fixture, {
             let began = Arc::clone(&began);

@@ -1,7 +1,8 @@
-//! loom models of a chain: the real protocol and slots, over tables of a few slots and one page.
+//! loom models of a chain: the real protocol and slots, with page tables of a few slots, of which one page is
+//! used.
 //!
-//! An object is a number. Errors are: reading a freed object, a double free, a leak, a wrong owner record,
-//! and wrong page counts.
+//! An object (a stored page) is modelled as a number. The models detect: reading a freed object, a double
+//! free, a leak, a wrong owner record, and wrong page counts.
 //!
 //! Run with `cargo xtask models`.
 
@@ -14,7 +15,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64 as StdAtomicU64};
 
 use loom::thread;
 
-use super::{Chain, Current, Kin, Role, View, free_leaf};
+use super::{Chain, ChainFamily, CurrentChain, Role, View, free_leaf};
 use crate::pin::wait;
 use crate::pin::{Pin, Swap, pinned};
 use crate::slot::{Common, Flights, Kind, LEAF_SLOTS, SlotGuard, Table, Word};
@@ -26,26 +27,26 @@ const SLOT: u64 = 0;
 /// Content of an unwritten page.
 const NOTHING: u64 = 0;
 
-/// A held request, represented by a waiting thread.
+/// A held request, modelled as a waiting thread that is released by the flag and the condition variable.
 type Job = (Mutex<bool>, Condvar);
 
-/// State shared by layers: nodes and objects.
+/// State shared by the layers: nodes of page tables, and objects.
 struct Family {
     common: Arc<Common>,
-    /// 1 for live objects.
+    /// For each object, 1 if it is live.
     objects: [AtomicU32; OBJECTS],
     // The following fields are std atomics, as they are not part of the protocol and need no modelling.
-    /// Owner layer of each object.
+    /// Id of the layer that is recorded as owner of each object.
     owners: [StdAtomicU64; OBJECTS],
     /// Content of each object.
     contents: [StdAtomicU64; OBJECTS],
-    /// Pages of each layer.
+    /// Number of pages of each layer, as counted by `update_stats`.
     pages: [AtomicI64; LAYERS],
     layers: StdAtomicU64,
     flights: Flights<()>,
 }
 
-impl Kin for Family {
+impl ChainFamily for Family {
     type Layer = Table;
     type Parent = ();
     type Device = Device;
@@ -59,7 +60,7 @@ impl Kin for Family {
         &device.view
     }
 
-    fn now(&self) -> u8 {
+    fn epoch(&self) -> u8 {
         0
     }
 
@@ -81,13 +82,13 @@ impl Kin for Family {
         }
     }
 
-    fn account(&self, layer: &Table, old: Word, new: Word) {
+    fn update_stats(&self, layer: &Table, old: Word, new: Word) {
         self.pages[layer.id() as usize].fetch_add(pages(new) - pages(old), Ordering::SeqCst);
     }
 
-    fn went_over(&self, _: &Table) {}
+    fn count_preserved_page(&self, _: &Table) {}
 
-    fn set_loose(&self, _: &Table) {}
+    fn mark_unused(&self, _: &Table) {}
 }
 
 impl Family {
@@ -108,7 +109,8 @@ impl Family {
         Arc::new(Table::new(id, Arc::clone(&self.common)).unwrap())
     }
 
-    /// Stores the content for a layer's page, before the slot is locked.
+    /// Stores an object for a layer's page, before the slot is locked. Returns the word that refers to the
+    /// object.
     fn store(&self, object: u64, layer: &Table) -> Word {
         self.objects[object as usize].store(1, Ordering::SeqCst);
         self.contents[object as usize].store(object, Ordering::SeqCst);
@@ -167,7 +169,7 @@ fn pages(word: Word) -> i64 {
 
 struct Device {
     view: Swap<View<Family>>,
-    chain: Current<Family>,
+    chain: CurrentChain<Family>,
 }
 
 struct Fixture {
@@ -186,12 +188,12 @@ impl Fixture {
         let chain = Chain::new(family.layer(), ());
         let device = Handle::new_cyclic(|this| Device {
             view: Swap::new(Box::new(chain.first_view(this.clone()))),
-            chain: Current::new(chain),
+            chain: CurrentChain::new(chain),
         });
         Arc::new(Self { family, device })
     }
 
-    /// Creates a device whose page was written, or not if `first` is NOTHING.
+    /// Creates a device whose page has the content `first`, or is unwritten if `first` is NOTHING.
     fn written(first: u64) -> Arc<Self> {
         let fixture = Self::new();
         if first != NOTHING {
@@ -232,7 +234,7 @@ impl Fixture {
         });
     }
 
-    /// Writes like [`write`](Self::write), in place if allowed.
+    /// Writes like [`write`](Self::write), but overwrites the object in place if no snapshot needs it.
     fn rewrite(&self, object: u64) {
         self.change(|view| {
             let leaf = view.layer.leaf_or_new(SLOT).unwrap();
@@ -274,7 +276,7 @@ impl Fixture {
         })
     }
 
-    /// Reads like [`read`](Self::read), but as a reader that continues in the parent.
+    /// Reads like [`read`](Self::read), but as a reader that reads the parent if no layer has the page.
     fn read_through(&self) -> u64 {
         pinned(|pin| self.look(pin, self.device.view.load(pin)))
     }
@@ -346,7 +348,8 @@ fn continue_requests(held: Vec<Arc<Job>>) {
     }
 }
 
-/// Checks every interleaving with at most `preemptions` preemptions. Two are known to find nearly all faults.
+/// Checks every interleaving with at most `preemptions` preemptions. A bound of two is known to find nearly
+/// all faults.
 fn bounded(preemptions: usize, body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(preemptions);

@@ -1,4 +1,4 @@
-//! Requests, concurrent with snapshots being taken and removed, and with rewinds.
+//! Models of requests that run while snapshots are taken and removed, and while the device is rewound.
 
 use loom::thread;
 
@@ -24,7 +24,8 @@ fn first_write_versus_read_through() {
     }
 }
 
-/// Two writers of a page: the old word moves once, and one of the new ones is freed.
+/// Two concurrent writers of a page. The old word moves to the snapshot once, and one of the new words is
+/// freed.
 #[test]
 fn two_writers_with_snapshot() {
     bounded(3, || {
@@ -39,7 +40,7 @@ fn two_writers_with_snapshot() {
     });
 }
 
-/// A discard during reads: the word moves, and no reader takes the empty slot for a page.
+/// A discard during reads. The word moves to the snapshot, and no reader mistakes the empty slot for a page.
 #[test]
 fn discard_versus_reads() {
     bounded(3, || {
@@ -81,7 +82,8 @@ fn origin_write_with_a_chain_of_two() {
     }
 }
 
-/// A snapshot taken during writes shows one point in time, not before completed writes.
+/// A snapshot taken during writes shows the content at one point in time, including all writes completed
+/// before.
 #[test]
 fn creation_versus_writes() {
     bounded(3, || {
@@ -106,8 +108,8 @@ fn creation_versus_writes() {
     });
 }
 
-/// Snapshots of two devices at one time: the second shows no write that was issued after one missing in the
-/// first.
+/// Snapshots of two devices at one point in time. If the first snapshot lacks a write, the second lacks the
+/// writes issued after it.
 #[test]
 fn creation_on_two_devices_is_one_moment() {
     bounded(3, || {
@@ -149,7 +151,7 @@ fn rewind_versus_io() {
     });
 }
 
-/// A rewind during a snapshot, which shows the old content or nothing.
+/// A rewind while a snapshot is taken. The snapshot shows the old content or an unwritten page.
 #[test]
 fn creation_versus_rewind() {
     bounded(3, || {
@@ -177,7 +179,7 @@ fn rewound_layer_is_freed_after_last_use() {
     });
 }
 
-/// The only snapshot is removed during a write: the device keeps its layer.
+/// The only snapshot is removed during a write. The device keeps its own layer.
 #[test]
 fn deletion_of_only_snapshot_versus_write() {
     bounded(3, || {
@@ -215,7 +217,7 @@ fn deletion_in_the_middle_versus_readers_and_writers() {
             let chain = fixture.chain();
             let (older, younger) = (fixture.snapshot(), fixture.snapshot());
             if written_before {
-                // Moves the word to the younger snapshot.
+                // The write moves the old word to the younger snapshot.
                 fixture.write(3);
             }
             let cleaner = spawn(&fixture, move |fixture| fixture.remove(&chain, younger.number));
@@ -229,7 +231,8 @@ fn deletion_in_the_middle_versus_readers_and_writers() {
     }
 }
 
-/// The two younger of three snapshots are removed together: pages of the youngest pass the other one.
+/// The two younger of three snapshots are removed together. Pages of the youngest are passed on beyond the
+/// other removed one.
 #[test]
 fn deletion_of_two_snapshots_versus_write() {
     bounded(3, || {
@@ -252,8 +255,8 @@ fn deletion_of_two_snapshots_versus_write() {
     });
 }
 
-/// The two younger of three snapshots are removed, each with a page: the oldest reads the nearer one's, and
-/// the other page is freed.
+/// The two younger of three snapshots are removed, each with its own page. The oldest reads the page of the
+/// middle one, and the page of the youngest is freed.
 #[test]
 fn deletion_of_two_snapshots_with_own_pages() {
     bounded(3, || {

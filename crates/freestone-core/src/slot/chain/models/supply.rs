@@ -1,5 +1,5 @@
-//! Pages in a file that are supplied to the chain, concurrently with reads, writes and discards; and records
-//! of changes at a snapshot.
+//! Models of pages in a file that are supplied to the chain, concurrently with reads, writes and discards.
+//! Also models of the record of changed pages when a snapshot is taken.
 
 use super::{Fixture, NOTHING, Pin, SLOT, Snapshot, Swap, View, bounded, continue_requests, pages, pinned};
 use crate::slot::Word;
@@ -7,13 +7,14 @@ use crate::slot::chain::{Chain, Dirty};
 use crate::sync::Arc;
 use loom::thread;
 
-/// The object for the page of the file. The content is the object's number.
+/// Object number of the page that is in the file. As in all these models, a page's content is its object
+/// number.
 const FILE: u64 = 5;
 
-/// A device whose page is in a file.
+/// A device whose page is in a file until it is loaded.
 struct Staged {
     fixture: Arc<Fixture>,
-    /// Content of an empty slot: the file's page, or nothing after loading.
+    /// Content that is read for an empty slot: the file's page, or NOTHING after loading.
     parent_content: Swap<u64>,
 }
 
@@ -46,7 +47,8 @@ impl Staged {
         pinned(|pin| self.look(pin, &snapshot.view))
     }
 
-    /// Discards the page. While the page may be in the file, the slot is covered instead of emptied.
+    /// Discards the page. While the page may be in the file, the slot is set to a page of zeroes, because an
+    /// empty slot would show the file's page.
     fn discard(&self) {
         self.fixture.change(|view| {
             let leaf = view.layer.leaf_or_new(SLOT).unwrap();
@@ -59,9 +61,9 @@ impl Staged {
     fn load(&self, chain: &Chain<super::Family>) {
         let new = self.fixture.family.store(FILE, &chain.origin());
         if !pinned(|pin| chain.supply(&self.fixture.family, pin, SLOT, new)).unwrap() {
-            super::Kin::free(&self.fixture.family, new);
+            super::ChainFamily::free(&self.fixture.family, new);
         }
-        // Waits for the pins of threads that saw the slot empty.
+        // Each replacement waits for the pins of threads that saw the slot empty.
         self.parent_content.replace(Box::new(FILE));
         self.parent_content.replace(Box::new(NOTHING));
         if let Some(layer) = chain.end_supply() {
@@ -75,7 +77,7 @@ fn spawn(staged: &Arc<Staged>, work: impl FnOnce(&Staged) + 'static) -> thread::
     thread::spawn(move || work(&staged))
 }
 
-/// Reads see the page in the file or in its slot, while it is loaded.
+/// While the page is loaded, reads find it in the file or in its slot.
 #[test]
 fn load_versus_reads() {
     bounded(3, || {
@@ -90,7 +92,7 @@ fn load_versus_reads() {
     });
 }
 
-/// A write comes before or after the load; an older snapshot keeps the file's page in both cases.
+/// A write is executed before or after the load. An older snapshot keeps the file's page in both cases.
 #[test]
 fn load_versus_a_first_write_with_a_snapshot() {
     bounded(2, || {
@@ -125,7 +127,7 @@ fn load_versus_a_discard() {
     });
 }
 
-/// A rewind while the page is loaded: the old layer is freed once, with the loaded page.
+/// A rewind while the page is loaded. The old layer is freed once, with the loaded page.
 #[test]
 fn load_versus_a_rewind() {
     bounded(2, || {
@@ -140,19 +142,20 @@ fn load_versus_a_rewind() {
     });
 }
 
-/// A write is contained in the snapshot and recorded as before it, or neither.
+/// A write is either contained in the snapshot and in the record before it, or only in the record after the
+/// snapshot.
 #[test]
 fn recorded_changes_match_snapshot() {
     bounded(3, || {
         let fixture = Fixture::written(1);
         let (before, after) = (Arc::new(Dirty::new()), Arc::new(Dirty::new()));
-        assert!(fixture.chain().note_changes(Some(Arc::clone(&before))).is_none());
+        assert!(fixture.chain().replace_dirty(Some(Arc::clone(&before))).is_none());
         let writer = {
             let fixture = Arc::clone(&fixture);
             thread::spawn(move || fixture.rewrite(2))
         };
         let chain = fixture.device.chain.freeze();
-        assert!(chain.note_changes(Some(Arc::clone(&after))).is_some());
+        assert!(chain.replace_dirty(Some(Arc::clone(&after))).is_some());
         let snapshot = fixture.attach(&chain);
         continue_requests(chain.thaw());
         writer.join().unwrap();

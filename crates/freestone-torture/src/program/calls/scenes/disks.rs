@@ -12,10 +12,10 @@ use super::super::model::{Lifetime, Model, Presence};
 use super::{MIB, one_kept, write_file};
 use crate::oracle::{Fill, Kind as Writing, Outcome, WriteToken};
 
-/// Time after which a prune deletes what no tag refers to.
+/// Age that files are given before a prune, well beyond its grace period.
 const AGE: Duration = Duration::from_secs(10 * 24 * 3600);
 
-/// A file with a snapshot whose COW device is a file.
+/// Prepares a file device with a snapshot whose COW device is a file.
 pub fn with_snapshot(dir: &Path, model: &mut Model) -> Vec<&'static str> {
     model.add("d", MIB, Lifetime::Permanent);
     let content = model.fill_file("d", MIB);
@@ -30,7 +30,7 @@ pub fn write_origin(life: &mut Life<'_>) {
     life.flush("d");
 }
 
-/// Writes to an origin for the first time, and takes another snapshot.
+/// Writes to an origin, so that chunks are copied for the first time, and takes another snapshot.
 pub fn copies(life: &mut Life<'_>) {
     life.server.arm();
     life.write("d", 100..200, Fill::Noise);
@@ -50,27 +50,27 @@ pub fn copies(life: &mut Life<'_>) {
 pub fn merge(life: &mut Life<'_>) {
     life.server.arm();
     life.write("d", 100..200, Fill::Noise);
-    // The snapshot has the content that the file was filled with.
+    // The snapshot has the content with which the file was filled, so a merge writes that content to the origin.
     let disk = life.model.disk("d");
     let token = disk.oracle.begin_write(disk.filled_by, 0..disk.shown, Writing::Write);
     let merged = life.ask("merge", &json!({ "name": "s", "into_origin": true, "force": true }));
     end_write(life, "d", token, &merged);
     life.read_all("d");
-    // A merged snapshot has the content of its origin.
+    // A merged snapshot has the content of its origin, so it is no longer checked on its own.
     let snapshot = life.model.disk("s");
     (snapshot.uses_server_address, snapshot.is_visible) = (false, false);
     life.write("d", 300..320, Fill::Text);
     life.flush("d");
 }
 
-/// Ends a write that a verb made to a device.
+/// Records the end of a write that a verb made to a device, according to the answer to the verb.
 fn end_write(life: &mut Life<'_>, name: &str, token: WriteToken, answer: &Answer) {
     let is_done = matches!(answer, Answer::Done(_));
     let outcome = if is_done { Outcome::Done { fua: true } } else { Outcome::Failed };
     life.model.disk(name).oracle.end(token, outcome);
 }
 
-/// A file with zones, and a plain file.
+/// Prepares a file device with zones, and a plain file device.
 pub fn with_zones(dir: &Path, model: &mut Model) -> Vec<&'static str> {
     model.add("d", MIB, Lifetime::Permanent);
     let content = model.fill_file("d", MIB);
@@ -84,8 +84,8 @@ pub fn write_zone(life: &mut Life<'_>) {
     append(life, 0..64);
 }
 
-/// Writes at the write pointer of the first zone, if that is known, and flushes. After a crash the write pointer is
-/// at or beyond its value at the last flush.
+/// Writes at the write pointer of the first zone, if its position is known, and flushes. After a crash the write
+/// pointer is at or beyond its position at the last flush.
 fn append(life: &mut Life<'_>, sectors: std::ops::Range<u64>) {
     let is_known = life.model.disk("z").shown == sectors.start;
     if is_known && life.write("z", sectors.clone(), Fill::Text) && life.flush("z") {
@@ -93,7 +93,7 @@ fn append(life: &mut Life<'_>, sectors: std::ops::Range<u64>) {
     }
 }
 
-/// Writes and flushes a zone, and starts and ends a recording.
+/// Writes to zones and flushes, and starts and ends a recording.
 pub fn zones(life: &mut Life<'_>) {
     life.server.arm();
     append(life, 64..128);
@@ -107,7 +107,7 @@ pub fn zones(life: &mut Life<'_>) {
     life.flush("d");
 }
 
-/// A disk that is pushed to a store in a directory.
+/// Prepares a saved RAM disk that is pushed to an image store in a directory.
 pub fn with_store(_: &Path, model: &mut Model) -> Vec<&'static str> {
     model.add("kept", MIB, Lifetime::Saved);
     vec!["kept=ram,disksize=1M,keep=yes"]
@@ -129,11 +129,11 @@ pub fn push_first(life: &mut Life<'_>) {
         "create",
         &json!({ "device": format!("i=image,url={url},cache=none,publish=yes") }),
     );
-    // The image that the tag refers to later becomes a device then.
+    // The device for the image to which the tag will refer does not exist yet.
     life.model.disk("next").presence = Presence::No;
 }
 
-/// Pushes a second time, and opens the new image of the tag.
+/// Pushes the device a second time, and opens the new image of the tag as a device.
 pub fn push(life: &mut Life<'_>) {
     life.server.arm();
     let Some((id, sectors)) = life.write_id("kept", 100..600, Fill::Noise) else { return };
@@ -150,7 +150,7 @@ pub fn push(life: &mut Life<'_>) {
     life.read_all("i");
 }
 
-/// Pulls the image of the tag into a cache.
+/// Pulls the image to which the tag refers into a cache.
 pub fn pull(life: &mut Life<'_>) {
     life.server.arm();
     let cache = life.run_dir.dir.join("cache");
@@ -165,7 +165,7 @@ pub fn pull(life: &mut Life<'_>) {
     life.read_all("p");
 }
 
-/// Pushes a second image, removes its tag, and makes it old enough to be pruned.
+/// Pushes a second image, removes its tag, and makes its files old enough to be pruned.
 pub fn push_and_forget(life: &mut Life<'_>) {
     push_first(life);
     life.write("kept", 1000..1900, Fill::Noise);
@@ -175,7 +175,7 @@ pub fn push_and_forget(life: &mut Life<'_>) {
     backdate_files(&life.run_dir.dir.join("store"));
 }
 
-/// Sets the modification time of all files below a directory back.
+/// Sets back the modification time of all files below a directory by `AGE`.
 fn backdate_files(dir: &Path) {
     for entry in fs::read_dir(dir).expect("a push has made it").flatten() {
         let path = entry.path();
@@ -188,7 +188,7 @@ fn backdate_files(dir: &Path) {
     }
 }
 
-/// Prunes with the program, and again without failures.
+/// Prunes the image store with the program, then again without failing calls.
 pub fn prune(life: &mut Life<'_>) {
     let store = url(life).trim_end_matches(":t").to_owned();
     life.run(&["prune", &store]);
@@ -208,17 +208,17 @@ pub fn prune(life: &mut Life<'_>) {
     life.read_all("next");
 }
 
-/// A file that lists a device.
+/// Name of a file that lists one device, for `apply`.
 const WANTED: &str = "wanted.toml";
 
-/// A kept device, and a file for `apply`.
+/// Prepares a saved device, and a device file for `apply`.
 pub fn kept_and_wanted(dir: &Path, model: &mut Model) -> Vec<&'static str> {
     let wanted = b"[[device]]\nname = \"e\"\nkind = \"null\"\nsize = \"1M\"\npublish = false\n";
     write_file(dir, WANTED, wanted);
     one_kept(dir, model)
 }
 
-/// Writes and reads files with verbs.
+/// Runs verbs that write and read files.
 pub fn files(life: &mut Life<'_>) {
     life.server.arm();
     let file = life.run_dir.dir.join("kept.saved");

@@ -1,5 +1,5 @@
-//! Corrupt, truncated, foreign or newer metadata is refused with a clear error, and nothing is
-//! written.
+//! Exception stores with corrupt, truncated, foreign or newer metadata are refused with a clear
+//! error, and nothing is written to the COW device.
 
 use std::fs;
 use std::path::Path;
@@ -8,9 +8,9 @@ use std::sync::Arc;
 use freestone::cow::store::Store;
 use freestone::cow::{SetupError, StoreKind};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Tried,
+    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, TryResult,
 };
-use freestone_testkit::{Faulty, Model, Rng, What, When, scaled};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, scaled};
 
 use super::disk::Disk;
 use super::metadata::{HEADER, PREFIX, check, input};
@@ -18,7 +18,8 @@ use super::{CHUNK, open, origin, preserve_all};
 
 const MUTATED: usize = 6000;
 
-/// Returns an input with `word` at byte `at` of its header.
+/// Returns a valid input (see `metadata.rs`) in which `word` replaces the 32-bit word at byte `at`
+/// of the header.
 fn with_word(at: usize, word: u32) -> Vec<u8> {
     let mut input = input(64, 100, 8, &[(5, 2), (6, 3)]);
     input[PREFIX + at..PREFIX + at + 4].copy_from_slice(&word.to_le_bytes());
@@ -52,7 +53,7 @@ fn foreign_newer_and_invalid_headers_are_refused() {
         &with_word(12, 2048),
         "the COW device has 262144 bytes; with chunks of 1048576 bytes it must have 2097152 at least",
     );
-    // An invalid store opens without exceptions, which `check` verifies.
+    // An invalid store opens without exceptions. `check` verifies this.
     assert_eq!(check(&with_word(4, 0)), Some(Ok(0)));
 }
 
@@ -71,7 +72,7 @@ fn damaged_lists_are_refused() {
     damaged(&[(5, 2), (6, 3), (7, 2)], "chunk 2 of the COW device is used twice");
     damaged(&[(5, 2), (0, 0), (6, 3)], "entry 1 is missing, but later ones in the same sector are there");
     damaged(&[(5, 2), (6, 0)], "entry 1 is missing, but later ones in the same sector are there");
-    // A list that is full at the end of the device.
+    // The list of exceptions fills its last area at the end of the device.
     let full: Vec<_> = (0..256).map(|at| (at, at + 2)).collect();
     refused(
         &input(258, 300, 8, &full),
@@ -80,8 +81,8 @@ fn damaged_lists_are_refused() {
     assert_eq!(check(&input(259, 300, 8, &full)), Some(Ok(256)));
 }
 
-/// Entries beyond the end of the list, left by a torn write, are not damage: a whole sector is
-/// missing.
+/// Entries beyond the end of the list are not damage if a whole sector before them is missing. A
+/// torn write leaves such entries.
 #[test]
 fn torn_write_is_cleaned_up() {
     let mut entries: Vec<_> = (0..100).map(|at| (at, at + 2)).collect();
@@ -89,13 +90,13 @@ fn torn_write_is_cleaned_up() {
     assert_eq!(check(&input(300, 100, 8, &entries)), Some(Ok(10)));
 }
 
-/// A disk with a different geometry.
+/// A disk that reports another geometry than its own.
 struct Changed(Arc<Disk>, Geometry);
 impl Device for Changed {
     fn geometry(&self) -> Geometry {
         self.1
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried, Error> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult, Error> {
         self.0.try_io(request, buffer)
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -106,7 +107,8 @@ impl Device for Changed {
     }
 }
 
-/// The gap is larger than a block. Filling it must not bring back the entries beyond it.
+/// A torn write leaves a gap larger than a block, with entries beyond it. New exceptions that fill
+/// the gap must not bring these entries back.
 #[test]
 fn torn_entries_do_not_reappear() {
     let chunk = 16 << 10;
@@ -116,7 +118,7 @@ fn torn_entries_do_not_reappear() {
         Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
     };
     drop(open(&disk));
-    // Ten entries, and from the second block on the rest of a group whose first block was not
+    // Writes ten entries, and from the second block on a part of a group whose first block was not
     // written.
     for at in (0..10u64).chain(256..600) {
         let entry: Vec<u8> = [at.to_le_bytes(), (at + 2).to_le_bytes()].concat();
@@ -168,10 +170,10 @@ fn small_or_read_only_device_is_refused() {
 
 #[test]
 fn device_error_names_the_operation() {
-    let make = || Arc::new(Faulty::new(1 << 20, 512));
+    let make = || Arc::new(FaultyDisk::new(1 << 20, 512));
     let disk = make();
-    disk.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
-    let setup = |disk: &Arc<Faulty>| {
+    disk.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
+    let setup = |disk: &Arc<FaultyDisk>| {
         Store::open(Arc::clone(disk) as Arc<dyn Device>, StoreKind::Persistent, Some(CHUNK), &origin())
             .map(drop)
             .unwrap_err()
@@ -179,21 +181,21 @@ fn device_error_names_the_operation() {
     assert_eq!(setup(&disk).to_string(), "reading the exception store failed: I/O error");
     for (op, when) in [(Op::WriteZeroes, 0), (Op::Flush, 0), (Op::Write, 0)] {
         let disk = make();
-        disk.fault(Some(op), When::At(when), What::Fail(Error::NoSpace));
+        disk.fault(Some(op), FaultSchedule::At(when), FaultEffect::Fail(Error::NoSpace));
         let error = setup(&disk);
         assert!(matches!(error, SetupError::Device { what: "writing", source: Error::NoSpace }), "{error}");
-        // The failed attempt does not prevent the next one.
+        // The next attempt succeeds, although the first one failed in the middle of the setup.
         disk.heal();
         assert_eq!(open(disk).1, []);
     }
-    // The area cannot be read.
+    // The area of an existing store cannot be read.
     let disk = make();
     drop(open(Arc::clone(&disk) as Arc<dyn Device>));
-    disk.fault(Some(Op::Read), When::At(2), What::Fail(Error::Media));
+    disk.fault(Some(Op::Read), FaultSchedule::At(2), FaultEffect::Fail(Error::Media));
     assert_eq!(setup(&disk).to_string(), "reading the exception store failed: I/O error");
 }
 
-/// Too many entries are refused before they fill memory.
+/// A list with more entries than the device has chunks is refused before its entries fill memory.
 #[test]
 fn list_longer_than_device_is_refused() {
     let blocks = 2000usize;
@@ -222,7 +224,8 @@ fn origin_blocks_must_divide_the_chunk() {
         Store::open(Disk::new(vec![0; 1 << 20]), StoreKind::Persistent, Some(chunk), &origin)
             .map(|(store, _)| store)
     };
-    // All block sizes that devices may have divide all chunk sizes.
+    // The largest block of a device, 4096 bytes, divides all valid chunk sizes. A chunk of 2048
+    // bytes is refused.
     assert!(open(4096).is_ok());
     assert!(matches!(open(2048), Err(SetupError::Chunk(2048))));
 }
@@ -268,7 +271,7 @@ fn mutate(input: &mut Vec<u8>, rng: &mut Rng) {
                     *byte ^= 1 << rng.below(8);
                 }
             }
-            // Changes an entry into another value or a boundary value.
+            // Changes an entry to a random or a boundary value.
             2..=4 if input.len() >= PREFIX + HEADER + 16 => {
                 let entries = (input.len() - PREFIX - HEADER) as u64 / 16;
                 let half = PREFIX + HEADER + rng.below(entries * 2) as usize * 8;
@@ -281,7 +284,7 @@ fn mutate(input: &mut Vec<u8>, rng: &mut Rng) {
                 let values = [0, 1, 2, 8, 16, 32, 2048, 0x7041_6e53, u32::MAX];
                 input[word..word + 4].copy_from_slice(&values[rng.below(9) as usize].to_le_bytes());
             }
-            // Clears a sector, as if it was not written.
+            // Clears a sector, as if its write was lost.
             _ => {
                 let sector = PREFIX + HEADER + 512 * rng.below(9) as usize;
                 let end = input.len().min(sector + 512);
@@ -315,7 +318,7 @@ fn mutated_stores_are_refused_or_valid() {
     assert!(opened > mutated / 10 && refused > mutated / 10, "{opened} opened, {refused} refused");
 }
 
-/// Corpus of the fuzzer, and one file of each kind.
+/// Checks the fuzzer's corpus and one file of each kind.
 #[test]
 fn fuzz_corpus_is_refused_or_valid() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/cow_metadata");
@@ -330,7 +333,7 @@ fn fuzz_corpus_is_refused_or_valid() {
     assert!(files >= 8, "{files} files");
 }
 
-/// A store's own bytes equal those of `input`.
+/// The bytes that a store writes itself equal those that `input` builds.
 #[test]
 fn inputs_equal_written_stores() {
     let disk = Disk::new(vec![0; 64 * CHUNK as usize]);

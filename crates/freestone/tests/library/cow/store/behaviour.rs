@@ -1,4 +1,4 @@
-//! Order of commits, full stores and failures, as callers see them.
+//! Order of commits, full exception stores and failures, as the callers of a store see them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, TryRecvError};
@@ -7,18 +7,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone::cow::StoreKind;
-use freestone::cow::store::{Invalid, MergeError, NoPlace, Store};
+use freestone::cow::store::{AllocateError, Invalid, MergeError, Store};
 use freestone::device::{Blocking, Device, Error, Op};
-use freestone_testkit::{Deferred, Faulty, Policy, Rng, What, When};
+use freestone_testkit::{DeferPolicy, DeferringDevice, FaultEffect, FaultSchedule, FaultyDisk, Rng};
 
 use super::disk::Disk;
 use super::{CHUNK, SOON, commit, open, origin, preserve, preserve_all};
 
-/// Long enough to show that a completion does not arrive.
+/// Long enough to show that a completion does not arrive without an event.
 const A_WHILE: Duration = Duration::from_millis(30);
 
-fn faulty(chunks: u64) -> Arc<Faulty> {
-    Arc::new(Faulty::new((chunks * CHUNK) as usize, 512))
+fn faulty(chunks: u64) -> Arc<FaultyDisk> {
+    Arc::new(FaultyDisk::new((chunks * CHUNK) as usize, 512))
 }
 
 fn disk(chunks: u64) -> Arc<Disk> {
@@ -58,7 +58,7 @@ fn full_area_commits_without_waiting() {
         assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
     }
     assert_eq!(completions[256].recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
-    // The last place is dropped, so the group waits for nothing more.
+    // The group waits only for the last place, so dropping this place commits the group.
     drop(last);
     for completion in &completions[256..] {
         assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
@@ -66,7 +66,7 @@ fn full_area_commits_without_waiting() {
     drop((store, completions));
     let (store, found) = open(disk as Arc<dyn Device>);
     assert_eq!(found.len(), 259);
-    // The unused place was the last one, so it is free again.
+    // The unused place was the last one that was allocated, so it can be allocated again.
     assert_eq!(store.allocate().unwrap().chunk(), 262);
 }
 
@@ -89,9 +89,9 @@ fn dropped_place_stays_unused() {
 fn exceptions_during_a_commit_form_the_next_group() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
-    disk.fault(Some(Op::Flush), When::Always, What::Hang);
+    disk.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Hang);
     let first = commit(&store, store.allocate().unwrap(), 0);
-    disk.await_held(1);
+    disk.wait_held(1);
     let others: Vec<_> = (1..20).map(|old| commit(&store, store.allocate().unwrap(), old)).collect();
     assert_eq!(first.try_recv(), Err(TryRecvError::Empty));
     disk.heal();
@@ -102,12 +102,17 @@ fn exceptions_during_a_commit_form_the_next_group() {
     assert_eq!((stats.exceptions, stats.groups, stats.largest_group), (20, 2, 19));
 }
 
-/// Many threads, unused places, and a device that completes late and in any order.
+/// Many threads allocate and commit, and leave some places unused. The device completes requests
+/// late and in any order.
 #[test]
 fn entries_are_in_allocation_order() {
     for seed in 0..3 {
         let disk = disk(1200);
-        let cow = Arc::new(Deferred::new(Arc::clone(&disk) as Arc<dyn Device>, Policy::Sometimes(50), seed));
+        let cow = Arc::new(DeferringDevice::new(
+            Arc::clone(&disk) as Arc<dyn Device>,
+            DeferPolicy::Sometimes(50),
+            seed,
+        ));
         let (store, _) = open(cow as Arc<dyn Device>);
         let next = AtomicU64::new(0);
         let durable = Mutex::new(Vec::new());
@@ -150,8 +155,8 @@ fn entries_are_in_allocation_order() {
 
 // ---- callbacks ----------------------------------------------------------------------------------
 
-/// A callback may allocate and commit, or drop the last reference. A panic ends only its own
-/// callback.
+/// A callback of `commit` may allocate and commit, or drop the last reference to the store. A panic
+/// ends only the callback that caused it.
 #[test]
 fn callbacks_may_use_the_store() {
     fn chain(store: &Arc<Store>, left: u64, tx: mpsc::Sender<u64>) {
@@ -179,22 +184,22 @@ fn callbacks_may_use_the_store() {
     assert_eq!(open(disk as Arc<dyn Device>).1.len(), 11);
 }
 
-/// A hanging disk delays only the callers that wait for it.
+/// A hung disk delays only the callers that wait for its completions.
 #[test]
 fn hung_disk_delays_only_its_callers() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
-    disk.fault(None, When::Always, What::Hang);
+    disk.fault(None, FaultSchedule::Always, FaultEffect::Hang);
     let hangs = commit(&store, store.allocate().unwrap(), 1);
-    disk.await_held(1);
-    // None of these calls waits.
+    disk.wait_held(1);
+    // None of these calls waits for the hung disk.
     let late = commit(&store, store.allocate().unwrap(), 2);
     assert_eq!(store.usage().allocated, 4 * 8);
     let (tx, given_up) = mpsc::channel();
     store.invalidate(move || tx.send(()).unwrap());
     assert!(!store.is_valid());
     assert!(store.allocate().is_err());
-    // Another store is not affected.
+    // Another store on another disk still works.
     let (other, _) = open(self::disk(64) as Arc<dyn Device>);
     preserve(&other, 1);
     assert_eq!(given_up.try_recv(), Err(TryRecvError::Empty));
@@ -205,13 +210,14 @@ fn hung_disk_delays_only_its_callers() {
     assert!(!open(disk as Arc<dyn Device>).0.is_valid());
 }
 
-/// A removed device fails all requests.
+/// A removed COW device fails all requests.
 #[test]
 fn removed_disk_makes_snapshot_invalid() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
-    disk.fault(None, When::Always, What::Fail(Error::Gone));
-    // All places are allocated first: after the first failure the store allocates none.
+    disk.fault(None, FaultSchedule::Always, FaultEffect::Fail(Error::Gone));
+    // All places are allocated before the commits, because the store allocates none after the first
+    // failure.
     let places: Vec<_> = (0..5).map(|_| store.allocate().unwrap()).collect();
     let completions: Vec<_> = (0..).zip(places).map(|(old, place)| commit(&store, place, old)).collect();
     for completion in completions {
@@ -228,17 +234,16 @@ fn full_store_keeps_its_exceptions() {
         let disk = disk(chunks);
         let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
         preserve_all(&store, 0..chunks - 2);
-        assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Full));
+        assert_eq!(store.allocate().map(|place| place.chunk()), Err(AllocateError::Full));
         assert_eq!(store.usage().to_string(), format!("{0}/{0} 16", chunks * 8));
         assert!(store.is_valid());
         drop(store);
         assert_eq!(open(disk as Arc<dyn Device>).1.len() as u64, chunks - 2);
     }
-    // Space for the metadata only, as in the kernel.
+    // Like the kernel, the store opens a device that has space only for the metadata.
     assert!(open(disk(2) as Arc<dyn Device>).0.allocate().is_err());
 }
 
-/// A partial chunk at the end is not used.
 #[test]
 fn partial_chunk_at_the_end_is_not_used() {
     let disk = Disk::new(vec![0; 4 * CHUNK as usize + 2048]);
@@ -254,13 +259,13 @@ fn failed_copy_writes_invalid_header_first() {
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve(&store, 1);
     let [good, bad, pending] = [(); 3].map(|()| store.allocate().unwrap());
-    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     let good = commit(&store, good, 2);
     let (tx, failed) = mpsc::channel();
     store.commit(bad, 3, Err(Error::Media), move |outcome| tx.send(outcome).unwrap());
-    disk.await_held(1);
-    // No caller completes before the header is invalid on disk, because the origin would be
-    // overwritten.
+    disk.wait_held(1);
+    // No caller may complete before the header is invalid on disk. The caller would then overwrite
+    // the origin, and a crash would bring the snapshot back as valid.
     let early = failed.recv_timeout(A_WHILE);
     disk.heal();
     assert_eq!(early, Err(RecvTimeoutError::Timeout));
@@ -272,7 +277,7 @@ fn failed_copy_writes_invalid_header_first() {
     drop(store);
     let (store, found) = open(disk as Arc<dyn Device>);
     assert!(!store.is_valid() && found.is_empty());
-    assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Invalid));
+    assert_eq!(store.allocate().map(|place| place.chunk()), Err(AllocateError::Invalid));
 }
 
 #[test]
@@ -280,11 +285,11 @@ fn failed_commit_writes_invalid_header_first() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve(&store, 1);
-    disk.fault(Some(Op::Flush), When::Always, What::Fail(Error::Media));
-    disk.fault(Some(Op::Write), When::Always, What::Hang);
+    disk.fault(Some(Op::Flush), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Hang);
     let failed = commit(&store, store.allocate().unwrap(), 2);
-    // The header is being written.
-    disk.await_held(1);
+    // The write of the invalid header hangs.
+    disk.wait_held(1);
     let early = failed.recv_timeout(A_WHILE);
     disk.heal();
     assert_eq!(early, Err(RecvTimeoutError::Timeout));
@@ -294,17 +299,17 @@ fn failed_commit_writes_invalid_header_first() {
     assert!(!open(disk as Arc<dyn Device>).0.is_valid());
 }
 
-/// A device that fails temporarily gets the invalid header in the end. Otherwise it would be
-/// reopened as valid.
+/// If a COW device fails temporarily, the store retries its invalid header. Otherwise the snapshot
+/// would be valid when it is reopened.
 #[test]
 fn failed_invalid_header_is_retried() {
     for dropped in [false, true] {
         let disk = faulty(64);
         let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
         preserve(&store, 1);
-        disk.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
+        disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         let failed = commit(&store, store.allocate().unwrap(), 2);
-        // The origin does not wait forever.
+        // The commit fails after a limited time, so that the origin does not wait forever.
         assert_eq!(failed.recv_timeout(SOON), Ok(Err(Invalid)));
         assert!(store.is_unmarked());
         disk.heal();
@@ -326,18 +331,18 @@ fn failed_invalid_header_is_retried() {
     }
 }
 
-/// Each operation of a run fails once. An exception reported as durable must exist afterwards, or
-/// the snapshot is invalid.
+/// Each operation of a run fails once. Afterwards, either every exception reported as durable
+/// exists, or the snapshot is invalid.
 #[test]
 fn any_operation_may_fail() {
-    for what in [What::Fail(Error::Media), What::Fail(Error::NoSpace), What::Tear] {
+    for what in [FaultEffect::Fail(Error::Media), FaultEffect::Fail(Error::NoSpace), FaultEffect::Tear] {
         let mut hit = 0;
         for number in 0.. {
             let disk = faulty(300);
             let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
             preserve_all(&store, 0..250);
             let before = disk.counts().total();
-            disk.fault(None, When::At(before + number), what);
+            disk.fault(None, FaultSchedule::At(before + number), what);
             let mut outcomes = Vec::new();
             for old in 250..262 {
                 let Ok(place) = store.allocate() else { break };
@@ -355,12 +360,13 @@ fn any_operation_may_fail() {
                 assert_eq!(found.len(), 262, "operation {number}");
             }
             hit += u64::from(!valid);
-            assert_eq!(disk.complaints(), [] as [&str; 0]);
+            assert_eq!(disk.violations(), [] as [&str; 0]);
             if done {
                 break;
             }
         }
-        // Every flush, every area, and the zeroes of the next area.
+        // The snapshot becomes invalid if one of these fails: the flush or area write of any of the
+        // 12 commits, or the zeroing of the next area.
         assert_eq!(hit, 2 * 12 + 1, "{what:?}");
     }
 }
@@ -380,11 +386,11 @@ fn transient_store_has_no_metadata() {
     for new in 0..10 {
         let place = store.allocate().unwrap();
         assert_eq!((place.chunk(), place.byte()), (new, new * CHUNK));
-        // The callback runs before `commit` returns.
+        // A transient store writes nothing, so the callback runs before `commit` returns.
         assert_eq!(commit(&store, place, new).try_recv(), Ok(Ok(())));
     }
     assert_eq!(store.usage().to_string(), "80/81 0");
-    assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Full));
+    assert_eq!(store.allocate().map(|place| place.chunk()), Err(AllocateError::Full));
     assert_eq!(store.last_run(), Err(MergeError::Transient));
     assert!(store.is_valid());
     assert_eq!(disk.history(), [] as [&str; 0]);
@@ -398,7 +404,7 @@ fn failed_copy_invalidates_transient_store() {
     store.commit(first, 1, Err(Error::Media), |outcome| assert_eq!(outcome, Err(Invalid)));
     assert!(!store.is_valid());
     assert_eq!(commit(&store, second, 2).try_recv(), Ok(Err(Invalid)));
-    assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Invalid));
+    assert_eq!(store.allocate().map(|place| place.chunk()), Err(AllocateError::Invalid));
     let store = transient();
     let (tx, rx) = mpsc::channel();
     store.invalidate(move || tx.send(()).unwrap());

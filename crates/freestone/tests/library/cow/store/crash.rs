@@ -1,25 +1,27 @@
-//! Power cuts at every point of the store's operations.
+//! Power cuts at every point of the exception store's operations.
 //!
 //! # Fault model
-//! * A sector of 512 bytes is written completely or not at all. Larger units are not atomic: of a
-//!   request that did not complete, or that completed and was not flushed, any combination of
-//!   sectors may be on disk, whatever the order of requests.
-//! * A flush makes durable what completed before the flush was submitted, and only once the flush
+//! * A sector of 512 bytes is written completely or not at all. Larger units are not atomic. If a
+//!   request did not complete, or completed without a flush, any combination of its sectors may be
+//!   on disk. The order of requests does not matter.
+//! * A flush makes the writes durable that completed before the flush was submitted, once the flush
 //!   itself completes.
-//! * A write with FUA is durable when it completes. It does not affect other writes.
-//! * Durable sectors stay as they are, and so do sectors that were never written.
+//! * A write with FUA is durable when it completes, and does not affect other writes.
+//! * Durable sectors do not change without another write, and neither do sectors that were never
+//!   written.
 //!
 //! # What every image must satisfy
-//! * The image opens, and has everything that was reported durable (unless a merge may have removed
-//!   it).
-//! * The image has nothing that was not committed, nothing that was reported removed, and nothing
-//!   at another position.
-//! * Every exception has its copy.
-//! * Work can continue: a new exception exists after the next open, and nothing else changed.
+//! * The image opens, and has every exception that was reported durable, unless a merge may have
+//!   removed the exception.
+//! * The image has no exception that was not committed, that was reported removed, or that is at
+//!   another position.
+//! * The copy of every exception is on the disk.
+//! * Work can continue: a new exception is still present after the next open, and nothing else has
+//!   changed.
 //! * If the snapshot was reported invalid, the image is invalid.
 //!
-//! If few sectors are uncertain, all combinations are tried; else both extremes and a seeded
-//! selection.
+//! If few sectors are uncertain, all their combinations are tried. Otherwise both extremes and a
+//! random selection are tried, which depends on the seed.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc;
@@ -32,16 +34,19 @@ use freestone_testkit::{Rng, effort};
 use super::disk::{Cut, Disk, Event, Note, Recording, SECTOR};
 use super::{CHUNK, open, preserve};
 
-/// Images for each point, in a quick run and in the slow lane.
+/// Maximum number of images that are checked for each point of a recording: in a quick run, and in
+/// the slow lane.
 const IMAGES: [usize; 2] = [8, 20];
-/// Work continues from one image in `GO_ON`.
+/// After opening an image, work continues from one image in `GO_ON`, chosen at random.
 const GO_ON: u64 = 4;
-/// Maximum number of recoveries that are cut in turn, for one recording.
+/// Maximum number of recoveries, per recording, during which the power is cut again.
 const NESTED_MAX: u64 = 200;
-/// Chunk of the origin that is preserved after the cut.
+/// Number of the first origin chunk that is preserved after the cut. Chunks of the recording have
+/// lower numbers.
 const LATER: u64 = 999_999;
 
-/// Position of every copy. Only one sector of each copy is written, to reduce the combinations.
+/// Chunk number on the COW device of each copy, by origin chunk. Only one sector of each copy is
+/// written, to reduce the combinations.
 type Places = HashMap<u64, u64>;
 
 fn copy_of(old: u64) -> [u8; SECTOR] {
@@ -50,7 +55,7 @@ fn copy_of(old: u64) -> [u8; SECTOR] {
     bytes
 }
 
-/// Returns the bytes of a used disk, with an empty first sector.
+/// Returns the bytes of a used disk whose first sector is zero, so that a new store can be created.
 fn used_disk(chunks: u64, seed: u64) -> Vec<u8> {
     let mut bytes = vec![0; (chunks * CHUNK) as usize];
     Rng::new(seed).fill(&mut bytes[SECTOR..]);
@@ -59,7 +64,7 @@ fn used_disk(chunks: u64, seed: u64) -> Vec<u8> {
 
 // ---- operations of the store --------------------------------------------------------------------
 
-/// Runs random operations on a store and records them.
+/// Runs random operations on an exception store and records them.
 struct Session {
     disk: Arc<Disk>,
     rng: Rng,
@@ -73,8 +78,8 @@ impl Session {
         Self { disk, rng: Rng::new(seed), places: Places::new(), next: 0 }
     }
 
-    /// Preserves `count` chunks with up to `depth` copies in flight, committed in any order. Some
-    /// places are not used.
+    /// Preserves `count` origin chunks with up to `depth` copies in flight, committed in any order.
+    /// Some allocated places remain unused.
     fn preserve(&mut self, store: &Arc<Store>, count: usize, depth: usize) {
         let (tx, rx) = mpsc::channel();
         let mut copying = Vec::new();
@@ -82,7 +87,7 @@ impl Session {
         let mut begun = 0;
         while begun < count || !copying.is_empty() {
             if begun < count && copying.len() < depth && self.rng.chance(60) {
-                // Some chunks are contiguous, for a merge.
+                // Some chunks are contiguous, so that a merge finds runs.
                 self.next += 1 + if self.rng.chance(30) { self.rng.below(3) } else { 0 };
                 let place = store.allocate().expect("there is room");
                 begun += 1;
@@ -108,14 +113,15 @@ impl Session {
         }
     }
 
-    /// Merges at most `most` exceptions, as runs or parts of runs.
+    /// Merges whole runs or parts of runs from the end of the list, until at least `most`
+    /// exceptions or all of them are merged.
     fn merge(&mut self, store: &Arc<Store>, most: u64) {
         let mut merged = 0;
         while merged < most {
             let Some(run) = store.last_run().unwrap() else { return };
             let count = if self.rng.chance(50) { run.count } else { 1 + self.rng.below(run.count) };
             let chunks = run.old + run.count - count..run.old + run.count;
-            // A merge writes the origin here.
+            // A real merge writes the origin at this point.
             chunks.clone().for_each(|old| self.disk.note(Note::Merged(old)));
             store.commit_merge(&run, count).unwrap();
             chunks.for_each(|old| self.disk.note(Note::Removed(old)));
@@ -128,7 +134,7 @@ impl Session {
 
 struct Check<'a> {
     places: &'a Places,
-    /// Exceptions at the start of the recording.
+    /// Exceptions at the start of the recording, as origin chunk and chunk of the COW device.
     before: &'a [(u64, u64)],
     rng: Rng,
     images: u64,
@@ -140,7 +146,7 @@ impl<'a> Check<'a> {
         Self { places, before, rng: Rng::new(seed), images: 0, nested: 0 }
     }
 
-    /// Cuts the recording at every event.
+    /// Cuts the power after every event of the recording and checks the images.
     fn all(&mut self, recording: &Recording) {
         let images = effort(IMAGES[0], IMAGES[1]);
         let mut cut = Cut::new(recording);
@@ -148,7 +154,7 @@ impl<'a> Check<'a> {
             for image in cut.images(images, &mut self.rng) {
                 self.image(&cut, image);
             }
-            // A note that only permits more images needs no check of its own.
+            // A note that only permits more images needs no cut of its own.
             let allows = |event: &Option<Event>| {
                 matches!(event, Some(Event::Note(Note::Handed(_) | Note::Merged(_) | Note::Lost)))
             };
@@ -195,7 +201,7 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// Writes of the recovery can be cut again, with the same result.
+    /// Cuts the power again during the writes of a recovery. Opening must find the same exceptions.
     fn recovery(&mut self, recording: &Recording, found: &[(u64, u64)]) {
         let mut cut = Cut::new(recording);
         while cut.step().is_some() {
@@ -206,10 +212,11 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// New exceptions follow the old ones, and torn entries do not reappear.
+    /// Adds exceptions after the cut. Old exceptions stay, and torn entries do not reappear.
     fn go_on(&mut self, disk: &Arc<Disk>, store: &Arc<Store>, found: &[(u64, u64)]) {
         let mut expected = found.to_vec();
-        // One at a time: each fills a gap.
+        // Commits exceptions one at a time, because each one fills a part of the gap before torn
+        // entries.
         for old in LATER..LATER + 1 + self.rng.below(40) {
             let new = preserve(store, old);
             assert!(!expected.iter().any(|&(_, other)| other == new), "chunk {new} is used twice");
@@ -232,7 +239,7 @@ fn creating_a_store_can_be_cut() {
     Check::new(&Places::new(), &[], 1).all(&disk.recording(base));
 }
 
-/// Few copies in flight, so all combinations of sectors are tried.
+/// Only few copies are in flight, so all combinations of sectors are tried.
 #[test]
 fn commits_can_be_cut() {
     for seed in 0..effort(1, 4) {
@@ -245,7 +252,7 @@ fn commits_can_be_cut() {
     }
 }
 
-/// Many copies in flight: groups larger than a sector, which may be torn.
+/// Many copies are in flight, so groups of entries are larger than a sector and may be torn.
 #[test]
 fn large_groups_can_be_cut() {
     for seed in 10..10 + effort(1, 3) {
@@ -258,7 +265,7 @@ fn large_groups_can_be_cut() {
     }
 }
 
-/// The area becomes full during the run, and the next area has old data.
+/// An area becomes full during the run, and the next area contains old data.
 #[test]
 fn filling_an_area_can_be_cut() {
     for seed in 20..20 + effort(1, 3) {
@@ -275,7 +282,8 @@ fn filling_an_area_can_be_cut() {
     }
 }
 
-/// A merge runs backwards through two areas to the end, with new exceptions during and after it.
+/// A merge runs backwards through two areas until the list is empty. New exceptions are added
+/// during the merge and after it.
 #[test]
 fn merge_can_be_cut() {
     for seed in 30..30 + effort(1, 2) {
@@ -297,7 +305,7 @@ fn merge_can_be_cut() {
     }
 }
 
-/// The snapshot becomes invalid during commits.
+/// The snapshot becomes invalid while commits are in flight.
 #[test]
 fn invalidation_can_be_cut() {
     for seed in 40..40 + effort(2, 10) {

@@ -1,4 +1,5 @@
-//! A disk that records the order of its requests, and the images that a power cut may leave.
+//! A disk that records the order of its requests, and the images of the disk that a power cut may
+//! leave.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -7,41 +8,43 @@ use std::thread;
 use std::time::Duration;
 
 use freestone::device::{
-    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
+    Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
+    TryResult,
 };
 use freestone_testkit::Rng;
 
 pub const SECTOR: usize = 512;
 
-/// An event, in order.
+/// An event in the log of a disk. Writes and flushes are numbered separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// The write with this number was submitted.
+    /// The write with this number was submitted to the disk.
     Begin(usize),
     /// The write with this number completed.
     End(usize),
-    /// The flush with this number was submitted.
+    /// The flush with this number was submitted to the disk.
     FlushBegin(usize),
     /// The flush with this number completed.
     FlushEnd(usize),
-    /// A note of the test.
+    /// A note that the test added to the log.
     Note(Note),
 }
 
-/// A note of a test in the log, about the exception of this origin chunk or about the snapshot.
+/// A note of a test in the log. The number is the origin chunk of an exception; the other notes are
+/// about the whole snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Note {
-    /// The copy was committed: from here on the exception may exist.
+    /// The copy of the chunk was committed: from here on, an image may contain the exception.
     Handed(u64),
-    /// The exception was reported durable: from here on it must exist.
+    /// The exception was reported durable: from here on, an image must contain the exception.
     Durable(u64),
-    /// The chunk is durable in the origin: from here on the exception may be gone.
+    /// The chunk is durable in the origin: from here on, an image may lack the exception.
     Merged(u64),
-    /// The exception was reported removed: from here on it must not exist.
+    /// The exception was reported removed: from here on, an image must not contain the exception.
     Removed(u64),
-    /// The snapshot was given up: from here on it may be invalid.
+    /// The snapshot is about to become invalid: from here on, an image may be invalid.
     Lost,
-    /// The snapshot was reported invalid: from here on it must be invalid.
+    /// The snapshot was reported invalid: from here on, an image must be invalid.
     Invalid,
 }
 
@@ -61,13 +64,13 @@ struct State {
     in_flight: Vec<Range<usize>>,
 }
 
-/// A disk in memory. With `slow`, flushes and FUA writes take time.
+/// A disk in memory that logs its requests. If `slow` is set, flushes and FUA writes take time.
 pub struct Disk {
     state: Mutex<State>,
     slow: Option<(Range<u64>, Mutex<Rng>)>,
 }
 
-/// All events since an image of the disk.
+/// The writes and events of a disk since it held `base`.
 #[derive(Debug)]
 pub struct Recording {
     base: Vec<u8>,
@@ -81,7 +84,8 @@ impl Disk {
         Arc::new(Self { state: Mutex::new(State { bytes, ..State::default() }), slow: None })
     }
 
-    /// Returns a disk whose flushes and FUA writes take a random time in microseconds.
+    /// Returns a disk whose flushes and FUA writes take a random time, in microseconds, from the
+    /// range `micros`.
     pub fn slow(bytes: Vec<u8>, micros: Range<u64>, seed: u64) -> Arc<Self> {
         let state = Mutex::new(State { bytes, ..State::default() });
         Arc::new(Self { state, slow: Some((micros, Mutex::new(Rng::new(seed)))) })
@@ -91,7 +95,7 @@ impl Disk {
         self.lock().bytes.clone()
     }
 
-    /// Returns true if the disk holds these bytes.
+    /// Returns true if the disk holds `bytes` at this offset.
     pub fn holds(&self, offset: u64, bytes: &[u8]) -> bool {
         self.lock().bytes[offset as usize..].starts_with(bytes)
     }
@@ -100,7 +104,7 @@ impl Disk {
         self.lock().log.push(Event::Note(note));
     }
 
-    /// Clears the recording. Returns the content of the disk.
+    /// Clears the log and the recorded writes. Returns the content of the disk.
     pub fn start(&self) -> Vec<u8> {
         let mut state = self.lock();
         assert!(state.in_flight.is_empty());
@@ -110,13 +114,14 @@ impl Disk {
         state.bytes.clone()
     }
 
-    /// Returns the events since the start, when the disk held `base`.
+    /// Returns the events since `start`, which returned `base`.
     pub fn recording(&self, base: Vec<u8>) -> Recording {
         let state = self.lock();
         Recording { base, writes: state.writes.clone(), log: state.log.clone() }
     }
 
-    /// Returns the log, with offset, length and FUA of each write.
+    /// Returns the completed requests and the notes as text, with offset, length and FUA of each
+    /// write.
     pub fn history(&self) -> Vec<String> {
         let state = self.lock();
         let written = |at: &usize| {
@@ -138,7 +143,7 @@ impl Disk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the duration of a request.
+    /// Returns how long a request takes. None if the request completes at once.
     fn time(&self, request: &Request) -> Option<Duration> {
         let (micros, rng) = self.slow.as_ref()?;
         if request.op != Op::Flush && !request.flags.contains(Flags::FUA) {
@@ -201,7 +206,7 @@ impl Disk {
     }
 }
 
-/// Runs slow requests on threads of their own.
+/// A device over a disk. Each slow request runs on a thread of its own.
 pub struct Slow(pub Arc<Disk>);
 
 impl Device for Slow {
@@ -209,9 +214,9 @@ impl Device for Slow {
         self.0.geometry()
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let slow = request.op == Op::Flush || request.flags.contains(Flags::FUA);
-        if slow { Ok(Tried::WouldBlock) } else { self.0.try_io(request, buffer) }
+        if slow { Ok(TryResult::WouldBlock) } else { self.0.try_io(request, buffer) }
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -248,14 +253,14 @@ impl Device for Disk {
         }
     }
 
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
         match buffer {
             Buffer::Read(out) => self.perform(request, &mut Some(out), None),
             Buffer::Write(data) => self.perform(request, &mut Some(&mut data.to_vec()), None),
             Buffer::None => self.perform(request, &mut None, None),
         }
-        Ok(Tried::Done)
+        Ok(TryResult::Done)
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
@@ -277,19 +282,20 @@ impl Device for Disk {
 
 // ---- power cuts ---------------------------------------------------------------------------------
 
-/// Steps through a recording, and knows at every point what the disk may hold after a power cut.
+/// Steps through a recording. Knows at every point what the disk may hold after a power cut.
 pub struct Cut<'a> {
     recording: &'a Recording,
-    /// Number of events so far.
+    /// Number of events that are processed.
     at: usize,
-    /// Durable content.
+    /// Durable content of the disk, in bytes.
     durable: Vec<u8>,
-    /// Sectors that may hold other content, with the writes that may have reached them.
+    /// Sectors that may hold other content, with the numbers of the writes that may have reached
+    /// them.
     uncertain: BTreeMap<usize, Vec<usize>>,
     ended: HashSet<usize>,
-    /// The writes that each submitted flush covers.
+    /// By flush in flight, the completed writes that the flush makes durable.
     covers: HashMap<usize, Vec<usize>>,
-    /// Writes that are not durable.
+    /// Numbers of the writes that are not durable.
     open: Vec<usize>,
     pub notes: HashSet<Note>,
 }
@@ -308,7 +314,7 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// Advances by one event and returns it.
+    /// Processes the next event and returns it. Returns None at the end of the recording.
     pub fn step(&mut self) -> Option<Event> {
         let event = *self.recording.log.get(self.at)?;
         self.at += 1;
@@ -351,13 +357,13 @@ impl<'a> Cut<'a> {
         &data[sector * SECTOR - offset..][..SECTOR]
     }
 
-    /// Marks a write as durable. Earlier writes to the same sectors are overwritten.
+    /// Marks a write as durable. In its sectors, earlier writes can no longer survive.
     fn settle(&mut self, write: usize) {
         self.open.retain(|&open| open != write);
         for sector in self.sectors(write) {
             let Some(uncertain) = self.uncertain.get_mut(&sector) else { continue };
             if !uncertain.contains(&write) {
-                // A later write was settled already.
+                // A later write to this sector is already durable.
                 continue;
             }
             uncertain.retain(|&other| other > write);
@@ -369,8 +375,8 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// Returns images that the cut may leave: all of them if they are few, else the extremes and a
-    /// random selection.
+    /// Returns images that the cut may leave: all of them if there are at most `most`. Otherwise
+    /// the two extremes and a random selection.
     pub fn images(&self, most: usize, rng: &mut Rng) -> Vec<Vec<u8>> {
         let differs = |sector: usize, write: usize| {
             self.content(write, sector) != &self.durable[sector * SECTOR..][..SECTOR]
@@ -406,7 +412,8 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// Builds an image. Choice 0 is the durable content of a sector.
+    /// Builds an image. For each sector, choice 0 is the durable content, and choice n is the n-th
+    /// uncertain write.
     fn image(&self, choices: &[(usize, Vec<usize>)], mut choose: impl FnMut(usize) -> usize) -> Vec<u8> {
         let mut image = self.durable.clone();
         for (sector, writes) in choices {

@@ -18,7 +18,8 @@ fn slow_store(seed: u64) -> Arc<Store> {
     open(Arc::new(Slow(disk)) as Arc<dyn Device>).0
 }
 
-/// Each worker waits for its own exception before the next, like a client with queue depth 1.
+/// Each worker waits for its own exception before it commits the next one, like a client with queue
+/// depth 1.
 #[test]
 fn waiting_workers_share_flushes() {
     const EACH: u64 = 60;
@@ -55,8 +56,8 @@ fn waiting_workers_share_flushes() {
     }
 }
 
-/// One caller with many copies in flight, like an export with a deep queue. Each completion starts
-/// the next copy.
+/// A single caller has many copies in flight, like an export with a deep queue. Each completion
+/// starts the next copy.
 #[test]
 fn deep_queue_shares_flushes() {
     const DEPTH: u64 = 64;

@@ -1,9 +1,9 @@
-//! The bytes on disk, compared with dm-snapshot's format.
+//! The bytes of an exception store on disk, compared with dm-snapshot's format.
 
 use std::sync::Arc;
 
 use freestone::cow::StoreKind;
-use freestone::cow::store::{NoPlace, Store};
+use freestone::cow::store::{AllocateError, Store};
 use freestone::device::Device;
 
 use super::disk::Disk;
@@ -26,7 +26,8 @@ fn make(disk: &Arc<Disk>, chunk: Option<u64>) -> Arc<Store> {
 fn new_store_is_a_header_and_an_empty_area() {
     for sectors in [8u64, 16, 32, 64, 2048] {
         let chunk = sectors * 512;
-        // Content of a used device. Only its first bytes must be zero.
+        // Content of a used device, of which only the first four bytes are zero, as a new store
+        // requires.
         let mut bytes = vec![0xa5; 4 * chunk as usize];
         bytes[..4].fill(0);
         let disk = Disk::new(bytes);
@@ -38,7 +39,8 @@ fn new_store_is_a_header_and_an_empty_area() {
         assert_eq!(u64::from(word(&bytes, 12)), sectors);
         assert!(bytes[16..2 * chunk as usize].iter().all(|&byte| byte == 0));
         assert!(bytes[2 * chunk as usize..].iter().all(|&byte| byte == 0xa5));
-        // The example of the kernel's documentation: 32/total 32 for chunks of 16 sectors.
+        // The usage that dm-snapshot's documentation shows for an empty store with chunks of 16
+        // sectors: 32 sectors, all of them metadata.
         assert_eq!(store.usage().to_string(), format!("{}/{} {}", 2 * sectors, 4 * sectors, 2 * sectors));
     }
 }
@@ -76,7 +78,8 @@ fn entries_are_in_order_of_their_places() {
     assert_eq!(store.allocate().unwrap().chunk(), 6);
 }
 
-/// Areas are at chunk 1 + k * (E + 1): 1, 514, 1027 for chunks of 16 sectors.
+/// With E entries in an area, areas are at chunk 1 + k * (E + 1): chunks 1, 514 and 1027 for chunks
+/// of 16 sectors.
 #[test]
 fn areas_are_at_the_chunks_of_the_format() {
     let chunk = 16 * 512;
@@ -87,7 +90,7 @@ fn areas_are_at_the_chunks_of_the_format() {
     let disk = Disk::new(bytes);
     let store = make(&disk, Some(chunk as u64));
     let places = preserve_all(&store, 1000..2030);
-    // Places skip the header and the areas.
+    // Allocated places skip the chunks of the header and of the areas.
     let expected: Vec<u64> = (2..).filter(|chunk| ![514, 1027].contains(chunk)).take(1030).collect();
     assert_eq!(places.iter().map(|&(_, new)| new).collect::<Vec<_>>(), expected);
     let bytes = disk.bytes();
@@ -96,7 +99,7 @@ fn areas_are_at_the_chunks_of_the_format() {
         assert_eq!(entry(&bytes, area * chunk + at % 512 * 16), *place);
     }
     assert!(bytes[1027 * chunk + 6 * 16..1028 * chunk].iter().all(|&byte| byte == 0));
-    // The store does not write the copies.
+    // The store does not write the copies themselves; the caller does.
     assert!(bytes[1028 * chunk..].iter().all(|&byte| byte == 0x5a));
     let sectors = 16;
     assert_eq!(store.usage().metadata, (2 + 2) * sectors);
@@ -124,8 +127,8 @@ fn commit_flushes_then_writes_area_then_completes() {
     assert_eq!(disk.history(), ["flush", "4096+4096 fua", "Durable(5)"]);
 }
 
-/// The next area is zeroed before the flush, so that the zeroes are durable before this area counts
-/// as full.
+/// The next area is zeroed before the flush. So the zeroes are durable before the current area
+/// counts as full.
 #[test]
 fn full_area_is_written_after_the_next_is_zeroed() {
     let mut bytes = vec![0x77; 600 * CHUNK as usize];
@@ -138,7 +141,7 @@ fn full_area_is_written_after_the_next_is_zeroed() {
     assert_eq!(disk.history(), [&format!("{}+4096 zero", 258 * CHUNK), "flush", "4096+4096 fua"]);
     assert_eq!(store.usage().metadata, 3 * 8);
     drop(store);
-    // The store opens at exactly the full area.
+    // The list of a reopened store ends exactly at the end of the full area.
     let (store, exceptions) = open(Arc::clone(&disk) as Arc<dyn Device>);
     assert_eq!(exceptions, (0..256).map(|old| (old, old + 2)).collect::<Vec<_>>());
     assert_eq!(preserve(&store, 256), 259);
@@ -147,28 +150,29 @@ fn full_area_is_written_after_the_next_is_zeroed() {
 }
 
 /// If the device has space for all places of an area but not for the next area, the last place
-/// stays free, because the list must end on the device.
+/// stays unused. The list must end on the device.
 #[test]
 fn device_without_space_for_next_area_is_full_early() {
     let disk = Disk::new(vec![0; 258 * CHUNK as usize]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..255);
-    assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Full));
+    assert_eq!(store.allocate().map(|place| place.chunk()), Err(AllocateError::Full));
     assert!(store.is_valid());
     drop(store);
     let (store, exceptions) = open(disk as Arc<dyn Device>);
     assert_eq!(exceptions.len(), 255);
-    assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Full));
-    // With one more chunk the area can become full.
+    assert_eq!(store.allocate().map(|place| place.chunk()), Err(AllocateError::Full));
+    // With one more chunk, the next area fits, so the area can become full.
     let disk = Disk::new(vec![0; 259 * CHUNK as usize]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..256);
-    assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Full));
+    assert_eq!(store.allocate().map(|place| place.chunk()), Err(AllocateError::Full));
     drop(store);
     assert_eq!(open(disk as Arc<dyn Device>).1.len(), 256);
 }
 
-/// Only changed blocks are written, with the same result as whole areas.
+/// The store writes only changed blocks of a large area. The result equals that of writing whole
+/// areas.
 #[test]
 fn large_area_is_written_block_by_block() {
     let chunk = 64 << 10;

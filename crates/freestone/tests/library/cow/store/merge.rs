@@ -1,11 +1,11 @@
-//! Removal of exceptions from the end of the list, for merges.
+//! Removal of exceptions from the end of the store's list, as a merge does it.
 
 use std::sync::Arc;
 
 use freestone::cow::StoreKind;
 use freestone::cow::store::{Damage, Invalid, MergeError, RUN_ENTRIES_MAX, Run, Store};
 use freestone::device::{Blocking, Device, Error, Flags, Op};
-use freestone_testkit::{Faulty, What, When};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
 
 use super::disk::Disk;
 use super::{CHUNK, SOON, commit, open, origin, preserve, preserve_all};
@@ -23,14 +23,14 @@ fn runs_go_backwards_on_both_devices() {
     let disk = disk(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     assert_eq!(store.last_run(), Ok(None));
-    // New chunks 2 to 10.
+    // The copies are in chunks 2 to 9 of the COW device, and in chunk 11 after an unused place.
     preserve_all(&store, [40, 41, 42, 50, 52, 51, 7, 8]);
     drop(store.allocate().unwrap());
     preserve(&store, 9);
     let expected = [run(9, 11, 1), run(7, 8, 2), run(51, 7, 1), run(52, 6, 1), run(50, 5, 1), run(40, 2, 3)];
     for (at, run) in expected.iter().enumerate() {
         assert_eq!(store.last_run(), Ok(Some(*run)), "run {at}");
-        // `last_run` changes nothing, and durable entries survive.
+        // A second call of `last_run` returns the same run.
         assert_eq!(store.last_run(), Ok(Some(*run)));
         disk.start();
         store.commit_merge(run, run.count).unwrap();
@@ -41,20 +41,21 @@ fn runs_go_backwards_on_both_devices() {
     }
     assert_eq!(store.last_run(), Ok(None));
     assert_eq!(store.usage().to_string(), "16/512 16");
-    // All places are free again.
+    // After the last removal, all places are free again.
     assert_eq!(preserve(&store, 3), 2);
     drop(store);
     assert_eq!(open(disk as Arc<dyn Device>).1, [(3, 2)]);
 }
 
-/// As in the kernel: during a merge, as if places had been allocated in the order of the entries.
+/// During a merge, usage is reported as in the kernel: as if places had been allocated in the order
+/// of the entries.
 #[test]
 fn merge_reduces_usage() {
     let disk = disk(600);
     let (store, _) = open(disk as Arc<dyn Device>);
     preserve_all(&store, 0..300);
     assert_eq!(store.usage().to_string(), format!("{}/4800 24", (300 + 3) * 8));
-    // A run ends at an area boundary, where the COW device skips a chunk as well.
+    // The run ends at an area boundary, where the chunk numbers on the COW device have a gap.
     assert_eq!(store.last_run(), Ok(Some(run(256, 259, 44))));
     store.commit_merge(&run(256, 259, 44), 4).unwrap();
     assert_eq!(store.usage().to_string(), format!("{}/4800 24", (296 + 3) * 8));
@@ -64,10 +65,10 @@ fn merge_reduces_usage() {
     assert_eq!(store.last_run(), Ok(Some(run(0, 2, 256))));
     store.commit_merge(&run(0, 2, 256), 1).unwrap();
     assert_eq!(store.usage().to_string(), format!("{}/4800 16", (255 + 2) * 8));
-    // A new exception follows all places that were ever allocated.
+    // A new exception is placed after all places that were ever allocated.
     assert_eq!(preserve(&store, 1000), 303);
     assert_eq!(store.usage().to_string(), format!("{}/4800 24", 304 * 8));
-    // The area is full again.
+    // The first area is full again, so the new entry is the first one of the second area.
     assert_eq!(store.last_run(), Ok(Some(run(1000, 303, 1))));
 }
 
@@ -76,7 +77,7 @@ fn only_last_exceptions_can_be_removed() {
     let (store, _) = open(disk(64) as Arc<dyn Device>);
     preserve_all(&store, 0..10);
     let last = run(0, 2, 10);
-    // `last_run` was not called.
+    // Without a call of `last_run` before it, a removal is refused.
     assert_eq!(store.commit_merge(&last, 1), Err(MergeError::NotLast));
     assert_eq!(store.last_run(), Ok(Some(last)));
     for (asked, count) in [(last, 0), (last, 11), (run(1, 3, 9), 1)] {
@@ -89,7 +90,8 @@ fn only_last_exceptions_can_be_removed() {
     assert_eq!(store.commit_merge(&run(0, 2, 11), 1), Err(MergeError::NotLast));
 }
 
-/// A run in an area of many blocks, longer than one merge step, cut at various positions.
+/// A run in an area of many blocks, longer than one merge step, is removed in parts of various
+/// lengths.
 #[test]
 fn long_runs_are_merged_in_parts() {
     let chunk = 64 << 10;
@@ -99,7 +101,8 @@ fn long_runs_are_merged_in_parts() {
         Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
     };
     let (store, _) = open(&disk);
-    // A single entry, and a run of 2000 from the middle of a block.
+    // The list begins with 100 single entries. A run of 2000 entries follows, and starts in the
+    // middle of a block.
     preserve_all(&store, (5000..5100).rev());
     preserve_all(&store, 0..2000);
     let mut left = 2000;
@@ -116,7 +119,7 @@ fn long_runs_are_merged_in_parts() {
     }
 }
 
-/// A place that is pending during a merge is not allocated again.
+/// A place that is allocated but not committed during a merge is not allocated again.
 #[test]
 fn pending_place_survives_the_end_of_a_merge() {
     let disk = disk(64);
@@ -134,19 +137,20 @@ fn pending_place_survives_the_end_of_a_merge() {
     assert_eq!(open(disk as Arc<dyn Device>).1, [(9, 5)]);
 }
 
-/// After a failed write the content on disk is unknown, and the same removal can be retried.
+/// After a failed removal the entries on disk are unknown. The removal can be retried with another
+/// length.
 #[test]
 fn failed_removal_can_be_retried() {
     for (op, what) in [
-        (Op::Flush, What::Fail(Error::Media)),
-        (Op::Write, What::Fail(Error::Media)),
-        (Op::Write, What::Tear),
+        (Op::Flush, FaultEffect::Fail(Error::Media)),
+        (Op::Write, FaultEffect::Fail(Error::Media)),
+        (Op::Write, FaultEffect::Tear),
     ] {
-        let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
+        let disk = Arc::new(FaultyDisk::new((64 * CHUNK) as usize, 512));
         let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
         preserve_all(&store, 0..40);
         let last = store.last_run().unwrap().unwrap();
-        disk.fault(Some(op), When::Always, what);
+        disk.fault(Some(op), FaultSchedule::Always, what);
         assert_eq!(store.commit_merge(&last, 30), Err(MergeError::Device(Error::Media)));
         assert!(store.is_valid());
         disk.heal();
@@ -159,12 +163,14 @@ fn failed_removal_can_be_retried() {
     }
 }
 
-/// Entries that the longer removal may have cleared in other blocks are restored.
+/// A failed long removal may have cleared entries in several blocks. A shorter removal restores
+/// those that it does not remove.
 #[test]
 fn shorter_removal_repairs_failed_longer_one() {
-    for put_back in [What::Fail(Error::Media), What::Tear, What::FailDone(Error::Media)] {
+    for put_back in [FaultEffect::Fail(Error::Media), FaultEffect::Tear, FaultEffect::FailDone(Error::Media)]
+    {
         let chunk = 64 << 10;
-        let disk = Arc::new(Faulty::new(800 * chunk, 512));
+        let disk = Arc::new(FaultyDisk::new(800 * chunk, 512));
         let open = || {
             let cow = Arc::clone(&disk) as Arc<dyn Device>;
             Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
@@ -173,8 +179,8 @@ fn shorter_removal_repairs_failed_longer_one() {
         preserve_all(&store, 0..700);
         let last = store.last_run().unwrap().unwrap();
         let next = disk.counts().writes;
-        disk.fault(Some(Op::Write), When::At(next), What::FailDone(Error::Media));
-        disk.fault(Some(Op::Write), When::From(next + 1), put_back);
+        disk.fault(Some(Op::Write), FaultSchedule::At(next), FaultEffect::FailDone(Error::Media));
+        disk.fault(Some(Op::Write), FaultSchedule::From(next + 1), put_back);
         assert_eq!(store.commit_merge(&last, 690), Err(MergeError::Device(Error::Media)));
         assert!(store.is_torn());
         disk.heal();
@@ -188,13 +194,13 @@ fn shorter_removal_repairs_failed_longer_one() {
 
 #[test]
 fn failed_removal_is_restored() {
-    let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
+    let disk = Arc::new(FaultyDisk::new((64 * CHUNK) as usize, 512));
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..40);
     let last = store.last_run().unwrap().unwrap();
     let put_back = || {
         let (tx, rx) = std::sync::mpsc::channel();
-        store.put_back(move |outcome| tx.send(outcome).unwrap());
+        store.restore_entries(move |outcome| tx.send(outcome).unwrap());
         rx.recv_timeout(SOON).unwrap()
     };
     assert_eq!(put_back(), Ok(()));
@@ -206,12 +212,12 @@ fn failed_removal_is_restored() {
         open(bytes as Arc<dyn Device>).1.len()
     };
     let next = disk.counts().writes;
-    disk.fault(Some(Op::Write), When::At(next), What::FailDone(Error::Media));
+    disk.fault(Some(Op::Write), FaultSchedule::At(next), FaultEffect::FailDone(Error::Media));
     assert!(store.commit_merge(&last, 30).is_err());
-    // Restored at once.
+    // The store restored the entries before `commit_merge` returned the error.
     assert!(!store.is_torn() && there() == 40);
-    disk.fault(Some(Op::Write), When::At(next + 2), What::FailDone(Error::Media));
-    disk.fault(Some(Op::Write), When::From(next + 3), What::Fail(Error::NoSpace));
+    disk.fault(Some(Op::Write), FaultSchedule::At(next + 2), FaultEffect::FailDone(Error::Media));
+    disk.fault(Some(Op::Write), FaultSchedule::From(next + 3), FaultEffect::Fail(Error::NoSpace));
     assert!(store.commit_merge(&last, 30).is_err());
     assert!(store.is_torn() && there() == 10);
     assert_eq!(put_back(), Err(Error::NoSpace));
@@ -222,14 +228,15 @@ fn failed_removal_is_restored() {
     assert_eq!(there(), 41);
 }
 
-/// An entry after others that may be cleared would not be found again, so the commit fails.
+/// If earlier entries may be cleared on disk, a new entry after them would not be found when the
+/// store is reopened. So the commit fails.
 #[test]
 fn nothing_is_added_after_a_failed_removal() {
-    let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
+    let disk = Arc::new(FaultyDisk::new((64 * CHUNK) as usize, 512));
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..40);
     let last = store.last_run().unwrap().unwrap();
-    disk.fault(Some(Op::Write), When::Always, What::Tear);
+    disk.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Tear);
     assert!(store.commit_merge(&last, 30).is_err());
     disk.heal();
     assert_eq!(commit(&store, store.allocate().unwrap(), 99).recv_timeout(SOON), Ok(Err(Invalid)));
@@ -242,7 +249,8 @@ fn changed_list_during_merge_is_detected() {
     let disk = disk(600);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..256);
-    // The area was left, so it is read again.
+    // The full area is no longer in memory, so the store reads it again and detects the changed
+    // entry.
     let mut block = disk.bytes()[CHUNK as usize..][..4096].to_vec();
     block[4088..].copy_from_slice(&258u64.to_le_bytes());
     disk.write_at(CHUNK, &block, Flags::empty()).unwrap();

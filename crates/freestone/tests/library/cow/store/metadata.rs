@@ -1,5 +1,5 @@
-//! Properties that hold for any bytes in place of an exception store. Shared with the fuzz target
-//! `cow_metadata`, which describes the oracle.
+//! Properties of the exception store that hold for any bytes on the COW device. The fuzz target
+//! `cow_metadata` shares this code and describes the oracle.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,22 +13,24 @@ use freestone_testkit::Model;
 
 use super::disk::Disk;
 
-/// Unit of the disk, and the smallest chunk.
+/// Bytes of a block of the disk, which is also the smallest chunk.
 const BLOCK: usize = 4096;
-/// Maximum number of blocks of the disk: the first areas of chunks of 4 KiB to 256 KiB.
+/// Maximum number of blocks of the disk: enough for the first area with chunks of 4 KiB to 256 KiB.
 const BLOCKS_MAX: usize = 300;
-/// Bytes of an input before the metadata: blocks of the disk, chunks of the origin.
+/// Bytes of an input before the metadata: the number of blocks of the disk and of chunks of the
+/// origin, 16 bits each.
 pub const PREFIX: usize = 4;
-/// Header bytes that an input contains.
+/// Bytes of the store's header that an input contains.
 pub const HEADER: usize = 32;
 const SOON: Duration = Duration::from_secs(20);
 
-/// Lays out an input: sizes, header, then area by area until its end.
+/// Builds a disk from an input: sizes, header, then each area until the input ends. Returns the
+/// disk and the origin's size in bytes. Returns None if the input is shorter than the sizes.
 fn build(input: &[u8]) -> Option<(Vec<u8>, u64)> {
     let (prefix, metadata) = input.split_at_checked(PREFIX)?;
     let blocks = 1 + usize::from(u16::from_le_bytes([prefix[0], prefix[1]])) % BLOCKS_MAX;
     let origin_chunks = 1 + u64::from(u16::from_le_bytes([prefix[2], prefix[3]]));
-    // Copies differ from metadata by their content.
+    // Chunks for copies have a content that is not valid metadata.
     let mut bytes = vec![0xd7; blocks * BLOCK];
     let (header, mut rest) = metadata.split_at(HEADER.min(metadata.len()));
     bytes[..BLOCK].fill(0);
@@ -46,7 +48,8 @@ fn build(input: &[u8]) -> Option<(Vec<u8>, u64)> {
     Some((bytes, origin_chunks * chunk as u64))
 }
 
-/// Reads the list of exceptions in the simplest way.
+/// Reads the list of exceptions in the simplest way, as pairs of origin chunk and chunk of the COW
+/// device, sorted.
 fn plain_list(bytes: &[u8], chunk: usize) -> Vec<(u64, u64)> {
     let entries = chunk / 16;
     let mut list = Vec::new();
@@ -62,7 +65,7 @@ fn plain_list(bytes: &[u8], chunk: usize) -> Vec<(u64, u64)> {
     list
 }
 
-/// Returns true if a byte of the disk belongs to the header or to an area.
+/// Returns true if byte `at` of the disk belongs to the header's chunk or to an area.
 fn is_metadata(at: usize, chunk: usize) -> bool {
     at / chunk == 0 || at / chunk % (chunk / 16 + 1) == 1
 }
@@ -72,7 +75,8 @@ fn open(disk: &Arc<Disk>, origin: &Geometry) -> Result<(Arc<Store>, Exceptions),
     Store::open(cow, StoreKind::Persistent, None, origin).map_err(|error| error.to_string())
 }
 
-/// Checks one input. Returns the store's error or the number of exceptions.
+/// Checks one input. Returns the store's error or the number of exceptions. Returns None if the
+/// input is too short.
 pub fn check(input: &[u8]) -> Option<Result<usize, String>> {
     let (before, origin_size) = build(input)?;
     let origin = Geometry { size: origin_size, ..Model::new(BLOCK, 512).geometry() };
@@ -88,7 +92,7 @@ pub fn check(input: &[u8]) -> Option<Result<usize, String>> {
     let chunk = store.chunk_bytes() as usize;
     let after = disk.bytes();
     if before[..4] == [0; 4] {
-        // A new store: everything after its metadata is unchanged.
+        // A new store was created. The disk after its metadata is unchanged.
         assert!(store.is_valid() && found.is_empty());
         assert!(after[2 * chunk..] == before[2 * chunk..]);
     } else {
@@ -100,7 +104,7 @@ pub fn check(input: &[u8]) -> Option<Result<usize, String>> {
             return Some(Ok(0));
         }
         assert_eq!(before[4..8], [1, 0, 0, 0]);
-        // The list equals the entries on disk, which were not changed.
+        // The loaded list equals the entries on disk, which opening the store has not changed.
         assert_eq!(found, plain_list(&before, chunk));
         assert_eq!(found, plain_list(&after, chunk));
         let entries = chunk / 16;
@@ -113,7 +117,7 @@ pub fn check(input: &[u8]) -> Option<Result<usize, String>> {
             assert!(cleaned || after[sector.clone()] == before[sector], "{at} was written");
         }
     }
-    // The list is consistent.
+    // No chunk is used twice, and all chunk numbers are in range.
     let news: BTreeMap<u64, u64> = found.iter().map(|&(old, new)| (new, old)).collect();
     assert_eq!(news.len(), found.len(), "a place is used twice");
     assert!(found.windows(2).all(|pair| pair[0].0 < pair[1].0), "a chunk is preserved twice");
@@ -126,7 +130,7 @@ pub fn check(input: &[u8]) -> Option<Result<usize, String>> {
     Some(Ok(found.len()))
 }
 
-/// Adds an exception if there is space, and merges all.
+/// Adds an exception if there is space, reopens the store, and merges all exceptions.
 fn go_on(disk: &Arc<Disk>, origin: &Geometry, store: Arc<Store>, mut expected: Vec<(u64, u64)>) {
     let chunk = store.chunk_bytes();
     let unused = (0..origin.size.div_ceil(chunk)).find(|old| expected.iter().all(|(other, _)| other != old));
@@ -156,7 +160,7 @@ fn go_on(disk: &Arc<Disk>, origin: &Geometry, store: Arc<Store>, mut expected: V
 
 // ---- inputs -------------------------------------------------------------------------------------
 
-/// Returns an input that is a valid store.
+/// Returns an input that builds a valid store with these exceptions.
 pub fn input(blocks: u16, origin_chunks: u16, chunk_sectors: u32, entries: &[(u64, u64)]) -> Vec<u8> {
     let mut input = Vec::new();
     input.extend((blocks - 1).to_le_bytes());

@@ -1,4 +1,5 @@
-//! The exception store by itself: layout, order, power cuts, group commit, invalid input.
+//! The exception store without snapshots: layout, order of writes, power cuts, group commit, and
+//! invalid metadata.
 
 mod bad_input;
 mod behaviour;
@@ -18,12 +19,12 @@ use freestone::cow::store::{Allocated, Exceptions, Invalid, Store};
 use freestone::device::{Device, Geometry};
 use freestone_testkit::Model;
 
-/// The smallest chunk: 256 entries in an area.
+/// The smallest chunk, in bytes. An area of this size has 256 entries.
 const CHUNK: u64 = 4096;
 /// Deadline for any completion.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Returns the geometry of an origin that is larger than any chunk number of the tests.
+/// Returns the geometry of an origin that is large enough for all chunk numbers of the tests.
 fn origin() -> Geometry {
     Geometry { size: 1 << 40, ..Model::new(1 << 20, 512).geometry() }
 }
@@ -32,7 +33,7 @@ fn open(cow: Arc<dyn Device>) -> (Arc<Store>, Exceptions) {
     Store::open(cow, StoreKind::Persistent, Some(CHUNK), &origin()).expect("the store opens")
 }
 
-/// Commits a copy. Returns the receiver of its result.
+/// Commits a copy of the origin chunk `old`. Returns the receiver of its result.
 fn commit(store: &Arc<Store>, place: Allocated, old: u64) -> Receiver<Result<(), Invalid>> {
     let (tx, rx) = mpsc::channel();
     store.commit(place, old, Ok(()), move |outcome| {
@@ -41,7 +42,8 @@ fn commit(store: &Arc<Store>, place: Allocated, old: u64) -> Receiver<Result<(),
     rx
 }
 
-/// Preserves one chunk and waits until the exception is durable.
+/// Preserves the origin chunk `old` and waits until the exception is durable. Returns the chunk of
+/// its copy on the COW device.
 fn preserve(store: &Arc<Store>, old: u64) -> u64 {
     let place = store.allocate().expect("there is room");
     let new = place.chunk();
@@ -49,7 +51,8 @@ fn preserve(store: &Arc<Store>, old: u64) -> u64 {
     new
 }
 
-/// Preserves many chunks as one group, in this order.
+/// Preserves many origin chunks as one group, in this order. Returns the pairs of origin chunk and
+/// chunk of the copy.
 fn preserve_all(store: &Arc<Store>, olds: impl IntoIterator<Item = u64>) -> Vec<(u64, u64)> {
     let places: Vec<_> =
         olds.into_iter().map(|old| (old, store.allocate().expect("there is room"))).collect();

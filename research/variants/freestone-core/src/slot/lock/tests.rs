@@ -1,5 +1,5 @@
-//! Tests that every variant excludes exactly the threads that it must. The selection is
-//! process-wide, so the tests use the locks below it.
+//! Tests that every variant excludes exactly the threads that it must. The selection of a variant
+//! is process-wide, so the tests call the variants' locks directly.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
@@ -27,8 +27,8 @@ fn slots<const N: usize>() -> [AtomicU64; N] {
     std::array::from_fn(|_| AtomicU64::new(Word::same(0).bits()))
 }
 
-/// Calls `meanwhile` with whether another thread got the lock within 100 ms. Then waits until that
-/// thread got it.
+/// Calls `meanwhile` with true if another thread locked the slot within 100 ms. Then waits until
+/// that thread has locked the slot.
 fn try_from_other_thread(lock: Lock, intent: Intent, slot: &AtomicU64, meanwhile: impl FnOnce(bool)) {
     let got = AtomicBool::new(false);
     std::thread::scope(|scope| {

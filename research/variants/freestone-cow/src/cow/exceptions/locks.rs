@@ -11,14 +11,15 @@ use freestone_core::variants::{self, Exceptions as Choice};
 /// Minimum and maximum number of buckets of the table of complete exceptions. The maximum is the
 /// kernel's for a COW device of 1 GiB with chunks of 4 KiB.
 const BUCKETS: [u64; 2] = [64, 262_144];
-/// Divisor that gives the number of buckets of pending exceptions.
+/// Divisor of the number of buckets of complete exceptions. The quotient is the number of buckets
+/// of pending exceptions.
 const PENDING_PART: u64 = 8;
 /// Consecutive chunks per bucket of complete exceptions, which stores runs.
 const RUN_CHUNKS: u64 = 256;
 
 /// Locks of one snapshot.
 pub enum Locks {
-    /// The product's: each slot has its own lock.
+    /// The product's locks: each slot has its own lock.
     Ours,
     One(Mutex<()>),
     Timed(Mutex<()>),
@@ -94,7 +95,7 @@ impl Locks {
         !matches!(self, Self::Ours)
     }
 
-    /// Locks a chunk.
+    /// Acquires the kernel's locks for a chunk; none if the product's locks are selected.
     #[inline]
     pub fn lock(&self, chunk: u64) -> HeldLocks<'_> {
         match self {

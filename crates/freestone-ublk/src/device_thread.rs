@@ -1,0 +1,344 @@
+//! The device thread of an export: creates the block device, starts its queues, and removes the
+//! device at the end. Only the device thread waits for control commands that take as long as client
+//! requests.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use freestone_core::budget::Budget;
+use freestone_core::completion_queue::CompletionQueue;
+use freestone_core::device::Disk;
+use freestone_core::workers::Workers;
+use rustix::io::Errno;
+use rustix::process::configure_io_flusher_behavior;
+use thiserror::Error;
+
+use crate::abi::{DevInfo, feature};
+use crate::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
+use crate::kernel::{CharDevice, Kernel};
+use crate::params;
+use crate::queue::Queue;
+use crate::queue_resources::{QueueResources, grant_callback};
+use crate::shared::{QueueState, Shared};
+use crate::stale_devices::RegisteredDevice;
+use crate::zones::{self, UnsupportedZones};
+
+/// Longest time for creating a block device.
+pub const START_DEADLINE: Duration = Duration::from_secs(30);
+/// Longest wait for udev to give the node of an unprivileged device to its user.
+const NODE_OWNER_DEADLINE: Duration = Duration::from_secs(10);
+
+/// An error from exporting a device.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// The driver is not loaded.
+    #[error("there is no /dev/ublk-control: load the kernel's driver with `modprobe ublk_drv`")]
+    NoDriver,
+    /// The process may not use the driver.
+    #[error(
+        "/dev/ublk-control: permission denied: block devices are created by root, and by all users where \
+         Freestone's udev rule is installed"
+    )]
+    PermissionDenied,
+    /// The process may not open its own device's node.
+    #[error(
+        "/dev/{0}: permission denied: Freestone's udev rule, which gives it to its user, is not installed"
+    )]
+    NodeNotOwned(String),
+    /// The driver's limit of devices is reached.
+    #[error("the kernel's ublk driver allows no more devices: its parameter ublks_max is the limit")]
+    DeviceLimit,
+    /// The control device cannot be opened.
+    #[error("/dev/ublk-control: {0}")]
+    ControlDevice(Errno),
+    /// The driver lacks a required feature.
+    #[error("the kernel's ublk driver is too old: Linux 6.5 or later is needed")]
+    DriverTooOld,
+    /// The kernel does not support zoned ublk devices.
+    #[error("the kernel shows no zones by ublk: Linux 6.6 or later with CONFIG_BLK_DEV_ZONED is needed")]
+    NoZones,
+    /// The process may not create zoned devices.
+    #[error("zoned block devices are created with CAP_SYS_ADMIN: the driver has none for other users")]
+    UnprivilegedZones,
+    /// The kernel does not support the device's zones.
+    #[error("{0}")]
+    UnsupportedZones(#[from] UnsupportedZones),
+    /// The driver rejected a command.
+    #[error("ublk: {0}")]
+    Control(#[from] ControlError),
+    /// A node of the device does not appear or cannot be opened.
+    #[error("/dev/{node}: {source}")]
+    Node {
+        /// Name of the node.
+        node: String,
+        /// Error of the system call.
+        source: io::Error,
+    },
+    /// A queue cannot be started.
+    #[error("ublk queue: {0}")]
+    Queue(io::Error),
+    /// The block device was not ready within [`START_DEADLINE`].
+    #[error("ublk: the block device was not ready in time")]
+    Deadline,
+}
+
+/// Configuration of a device thread.
+pub struct DeviceThreadConfig {
+    pub kernel: Arc<dyn Kernel>,
+    /// State shared with the export's owner and the queues.
+    pub shared: Arc<Shared>,
+    pub deadline: Duration,
+    /// Number of queues to request from the driver.
+    pub queues: u16,
+    pub depth: u16,
+    /// Largest request in bytes.
+    pub max_bytes: u32,
+    /// Memory budget of the process for bytes in flight.
+    pub budget: Arc<Budget>,
+    /// Threads that run expensive requests.
+    pub workers: Workers,
+}
+
+/// The parts of a device created so far, for removal.
+#[derive(Default)]
+struct CreatedDevice {
+    target: Option<Target>,
+    char: Option<Arc<dyn CharDevice>>,
+    threads: Vec<JoinHandle<()>>,
+    /// Entry in the list of this process's devices, kept until the device is removed.
+    registration: Option<RegisteredDevice>,
+}
+
+/// Creates the device, sends the result through `sender`, and removes the device when the export
+/// ends.
+pub fn run(config: &DeviceThreadConfig, disk: Arc<Disk>, sender: &Sender<Result<(), StartError>>) {
+    // With this flag, allocations of this thread do not wait for writes to a block device, which
+    // may be this export. The queue threads inherit the flag.
+    let is_flusher = configure_io_flusher_behavior(true).is_ok();
+    let mut created = CreatedDevice::default();
+    let begun = begin(config, &disk, &mut created);
+    // The shared state may replace its disk. This reference would keep the replaced disk alive.
+    drop(disk);
+    if begun.is_err() {
+        undo(config, created);
+        let _ = sender.send(begun);
+        return;
+    }
+    if !is_flusher {
+        let name = config.shared.name();
+        tracing::warn!("{name}: ublk: may hang under memory pressure: its threads lack CAP_SYS_RESOURCE");
+    }
+    // The receiver is gone after a timeout; `shutting_down` is then already set.
+    let _ = sender.send(begun);
+    let shared = &config.shared;
+    let mut state = shared.lock();
+    // A queue closes if another process stops the device, or if the queue fails.
+    while !state.shutting_down && !state.queues.iter().any(|queue| queue.closed) {
+        state = shared.wait(state);
+    }
+    drop(state);
+    undo(config, created);
+}
+
+fn begin(
+    config: &DeviceThreadConfig,
+    disk: &Arc<Disk>,
+    created: &mut CreatedDevice,
+) -> Result<(), StartError> {
+    let until = Instant::now() + config.deadline;
+    let control = Control(&*config.kernel);
+    config.kernel.check().map_err(|errno| match errno {
+        Errno::NOENT | Errno::NODEV | Errno::NXIO => StartError::NoDriver,
+        Errno::ACCESS | Errno::PERM => StartError::PermissionDenied,
+        errno => StartError::ControlDevice(errno),
+    })?;
+    let features = control.features().map_err(|error| match error.errno {
+        Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY => StartError::DriverTooOld,
+        Errno::ACCESS | Errno::PERM => StartError::PermissionDenied,
+        _ => error.into(),
+    })?;
+    if features & feature::CMD_IOCTL_ENCODE == 0 {
+        return Err(StartError::DriverTooOld);
+    }
+    let needed = if params::is_zoned(disk) { zones::FEATURES } else { 0 };
+    if features & needed != needed {
+        return Err(StartError::NoZones);
+    }
+    // Without this check, the driver would reject user copy for an unprivileged device with an
+    // unspecific error.
+    if needed != 0 && !config.kernel.is_admin() {
+        return Err(StartError::UnprivilegedZones);
+    }
+    let pid = std::process::id();
+    let requested = DevInfo {
+        nr_hw_queues: config.queues,
+        queue_depth: config.depth,
+        max_io_buf_bytes: config.max_bytes,
+        ublksrv_pid: pid as i32,
+        flags: features & WANTED_FEATURES | needed,
+        ublksrv_flags: mark(pid),
+        ..DevInfo::default()
+    };
+    let added = RegisteredDevice::create(|| control.add(requested).map(|info| (info.dev_id, info)));
+    let (info, registration) = added.map_err(|error: ControlError| match error.errno {
+        Errno::PERM => StartError::PermissionDenied,
+        Errno::ACCESS => StartError::DeviceLimit,
+        // The driver returns EINVAL if the kernel is built without zones, even if the driver
+        // reports the feature.
+        Errno::INVAL if needed != 0 => StartError::NoZones,
+        _ => error.into(),
+    })?;
+    let id = info.dev_id;
+    let target = Target::new(id, info.flags);
+    (created.target, created.registration) = (Some(target), Some(registration));
+    config.shared.update(|state| (state.id, state.features) = (Some(id), info.flags & features));
+    if info.flags & needed != needed {
+        return Err(StartError::NoZones);
+    }
+    let given = || if target.by_path { until.min(Instant::now() + NODE_OWNER_DEADLINE) } else { until };
+    let node = |name: String| {
+        move |source: io::Error| match source.kind() {
+            io::ErrorKind::PermissionDenied if target.by_path => StartError::NodeNotOwned(name),
+            _ => StartError::Node { node: name, source },
+        }
+    };
+    // Opened before other commands: the kernel checks an unprivileged user's permissions on this
+    // node.
+    let char = config.kernel.open(id, given()).map_err(node(format!("ublkc{id}")))?;
+    created.char = Some(Arc::clone(&char));
+    control.set_params(target, &params::for_disk(disk, info.max_io_buf_bytes))?;
+    start_queues(config, disk, &char, info, created, until)?;
+    drop(char);
+    if config.shared.lock().shutting_down {
+        return Err(StartError::Deadline);
+    }
+    // The queues already serve requests: the command scans for partitions before it returns.
+    control.start(target, pid)?;
+    let block = config.kernel.block(id, given()).map_err(node(format!("ublkb{id}")))?;
+    config.shared.update(|state| state.block = Some(block));
+    Ok(())
+}
+
+/// Starts a thread for each queue, and waits until all queues have fetched their tags.
+fn start_queues(
+    config: &DeviceThreadConfig,
+    disk: &Arc<Disk>,
+    char: &Arc<dyn CharDevice>,
+    info: DevInfo,
+    created: &mut CreatedDevice,
+    until: Instant,
+) -> Result<(), StartError> {
+    let (sender, ready): (Sender<io::Result<()>>, Receiver<_>) = channel();
+    for index in 0..info.nr_hw_queues {
+        let answers = Arc::new(CompletionQueue::new().map_err(StartError::Queue)?);
+        let resources = QueueResources {
+            index,
+            depth: info.queue_depth,
+            max_bytes: info.max_io_buf_bytes as usize,
+            user_copy: info.flags & feature::USER_COPY != 0,
+            shared: Arc::clone(&config.shared),
+            share: config.budget.share(&disk.failures, grant_callback(&answers)),
+            answers: Arc::clone(&answers),
+            workers: config.workers.clone(),
+        };
+        let queue = QueueState { answers, applied_version: 0, in_flight: 0, closed: false };
+        config.shared.update(|state| state.queues.push(queue));
+        let (char, disk, sender) = (Arc::clone(char), Arc::clone(disk), sender.clone());
+        let thread = std::thread::Builder::new().name(format!("ublk{}q{index}", info.dev_id));
+        let started = thread.spawn(move || serve(resources, char, disk, sender));
+        match started {
+            Ok(thread) => created.threads.push(thread),
+            Err(error) => {
+                config.shared.update(|state| {
+                    state.queues.pop();
+                });
+                return Err(StartError::Queue(error));
+            }
+        }
+    }
+    drop(sender);
+    for _ in 0..info.nr_hw_queues {
+        match ready.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(ready) => ready.map_err(StartError::Queue)?,
+            Err(RecvTimeoutError::Timeout) => return Err(StartError::Deadline),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(StartError::Queue(io::Error::other("the thread has ended")));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Creates and runs a queue on its thread. Sends the result of the creation through `sender`.
+fn serve(
+    resources: QueueResources,
+    char: Arc<dyn CharDevice>,
+    disk: Arc<Disk>,
+    sender: Sender<io::Result<()>>,
+) {
+    let (shared, index) = (Arc::clone(&resources.shared), resources.index);
+    let queue = char
+        .ring(index, resources.depth, resources.user_copy, resources.answers.wake_fd())
+        .and_then(|ring| Queue::new(resources, ring, disk));
+    drop(char);
+    let close = || shared.update(|state| state.queues[usize::from(index)].closed = true);
+    match queue {
+        Ok(queue) => {
+            let _ = sender.send(Ok(()));
+            drop(sender);
+            // If a device panics, other threads must not wait for this queue forever.
+            let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| queue.serve()));
+            close();
+            if let Ok(drained) = served {
+                drained.drain();
+            }
+        }
+        Err(error) => {
+            close();
+            let _ = sender.send(Err(error));
+        }
+    }
+}
+
+/// Stops and removes the device when its requests are done, and releases everything that was
+/// created.
+fn undo(config: &DeviceThreadConfig, created: CreatedDevice) {
+    let (shared, control) = (&config.shared, Control(&*config.kernel));
+    let CreatedDevice { target, char, threads, registration } = created;
+    shared.update(|state| state.shutting_down = true);
+    if let Some(target) = target {
+        // STOP_DEV also ends the fetches of a device that was not started.
+        let stopped = control.stop(target);
+        if let Err(error) = stopped
+            && error.errno != Errno::NODEV
+        {
+            tracing::warn!("{}: ublk: {error}", shared.name());
+        }
+        if stopped.is_err() {
+            for queue in &shared.lock().queues {
+                queue.answers.shut_down();
+            }
+        }
+        let mut state = shared.lock();
+        while !state.queues.iter().all(|queue| queue.closed) {
+            state = shared.wait(state);
+        }
+        state.block = None;
+        drop(state);
+        if let Err(error) = delete(&control, target, char) {
+            tracing::warn!("{}: ublk: {error}", shared.name());
+        }
+    }
+    drop(registration);
+    shared.update(|state| state.removed = true);
+    for thread in threads {
+        let _ = thread.join();
+    }
+    // Dropping the disk may wait for I/O, so the lock is not held.
+    let disk = shared.update(|state| state.disk.take());
+    drop(disk);
+    shared.update(|state| state.ended = true);
+}
