@@ -53,8 +53,12 @@ impl VerbThread<'_> {
         let parent = root(&disk).filter(|root| root.kind == Kind::Base && kind != Kind::Ram);
         let created_by = format!("restored, was {}", disk.describe());
         let new = Disk { parent, created_by, ..Disk::new(&name, kind, oracle, Vec::new()) };
-        // A restored fork has its own memory limit, but no backing device.
-        new.set_tight(kind == Kind::Restored && (disk.known().limit.is_some() || disk.is_tight()));
+        // A restored fork has its own memory limit, also after a restart of the server, but no backing device.
+        if kind == Kind::Restored {
+            let limit = disk.known().limit;
+            new.set_tight(limit.is_some() || disk.is_tight());
+            new.update_known(|known| known.limit = limit);
+        }
         self.add_all_created(vec![new]);
     }
 
