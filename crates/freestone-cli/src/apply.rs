@@ -38,7 +38,7 @@ const SETTABLE: [(&str, Option<&str>); 19] = [
     ("mem_min", Some("0")),
     ("full", None),
     ("full_timeout", None),
-    ("full_warn", None),
+    ("mem_warn_threshold", None),
     ("writeback_limit", None),
     ("writeback_limit_enable", Some("0")),
     ("writeback_batch_size", None),

@@ -12,6 +12,7 @@ use freestone_nbd::{Address, AllowList};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::{self, DataLossPolicy, Entry, Identity, RESTORED, Spec};
 use freestone_spec::refusal::Errno;
+use freestone_spec::size;
 use freestone_state::{Device, State, Topology};
 use tracing::{error, info, warn};
 use uuid::Uuid;
@@ -278,6 +279,16 @@ fn recreate(
     let is_own = is_behind || is_base_newly_changed || (content.is_none() && spec.is_volatile());
     let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));
     let is_lost = is_own || gone(spec.kind.parent_name()) || gone(spec.kind.cow_device_name());
+    if content.is_none()
+        && let Some(size) = grown_base_size(service, &spec)
+    {
+        // The smallest unit of a size in a specification is 1 KiB.
+        let size = size::exact(size.next_multiple_of(1 << 10));
+        warn!("{}: has {size} now, because its base has grown", device.name);
+        let mut words = spec.words;
+        words.put("size", &size);
+        spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
+    }
     if gone(spec.kind.cow_device_name()) {
         // The COW device is new and contains nothing to overwrite. When the snapshot was created, the user
         // accepted the loss of the COW device at the end of the server.
@@ -314,6 +325,15 @@ fn changed_base(service: &Service, device: &Device, spec: &Spec) -> Option<PathB
     let changed = now.iter().enumerate().find(|(number, (_, identity))| !same(*number, identity));
     let shorter = || now.first().filter(|_| now.len() < device.base.len());
     changed.map(|(_, file)| file).or_else(shorter).map(|(file, _)| file.clone())
+}
+
+/// Returns the size in bytes of a fork's or template's base if it is above the recorded size of the fork. A
+/// snapshot whose content is lost is created again with the present size of its origin, and the file of a base
+/// can grow while no server runs.
+fn grown_base_size(service: &Service, spec: &Spec) -> Option<u64> {
+    let fork = spec.kind.fork()?;
+    let base = service.registry.find(&fork.base)?.device()?.geometry().size;
+    fork.size.filter(|size| *size < base).map(|_| base)
 }
 
 /// Returns true if a path exists, even as a dangling symbolic link.

@@ -1,6 +1,8 @@
 //! Former names of keys and options, which configuration files and command lines may still use for
 //! one release.
 
+use serde_json::{Map, Value};
+
 /// Former and present names of server keys, which are also options.
 const RENAMED: [(&str, &str); 4] = [
     ("max_newcomers", "max_pending_handshakes"),
@@ -10,7 +12,8 @@ const RENAMED: [(&str, &str); 4] = [
 ];
 
 /// Former and present names of device keys, which are also attributes.
-const RENAMED_DEVICE_KEYS: [(&str, &str); 1] = [("on_lost", "on_data_loss")];
+const RENAMED_DEVICE_KEYS: [(&str, &str); 2] =
+    [("on_lost", "on_data_loss"), ("full_warn", "mem_warn_threshold")];
 
 /// Returns the present name of a server key of a configuration file. Logs a warning if `key` is a
 /// former name.
@@ -29,6 +32,22 @@ pub fn canonical_device_key(key: &str) -> &str {
 /// is a former name.
 pub fn canonical_user_key(key: &str) -> &str {
     with_warning(key, find_present(&RENAMED_DEVICE_KEYS, key))
+}
+
+/// Adds each renamed device key in a JSON object of a reply under its former name too, for programs
+/// that read the former name.
+pub fn add_former_device_keys(object: &mut Map<String, Value>) {
+    for (former, present) in RENAMED_DEVICE_KEYS {
+        if let Some(value) = object.get(present) {
+            object.insert(former.to_owned(), value.clone());
+        }
+    }
+}
+
+/// Returns true if `key` is the former name of a device key, which text output omits.
+#[must_use]
+pub fn is_former_device_key(key: &str) -> bool {
+    find_present(&RENAMED_DEVICE_KEYS, key).is_some()
 }
 
 fn find_present(renamed: &[(&str, &'static str)], key: &str) -> Option<&'static str> {
@@ -67,6 +86,7 @@ mod tests {
         assert_eq!(canonical_option("--on-lost"), None);
         for canonical in [canonical_device_key, canonical_user_key] {
             assert_eq!(canonical("on_lost"), "on_data_loss");
+            assert_eq!(canonical("full_warn"), "mem_warn_threshold");
             assert_eq!(canonical("newcomer_grace"), "newcomer_grace");
         }
     }

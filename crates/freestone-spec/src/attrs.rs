@@ -268,7 +268,7 @@ mod tests {
         let ram = entry("r=ram,disksize=1M,mem_limit=1M");
         let fixed = "fixed once the device is initialised; create a new device with another value";
         let settable = "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, \
-                        writeback_limit_enable, writeback_batch_size, full, full_timeout and full_warn can be set";
+                        writeback_limit_enable, writeback_batch_size, full, full_timeout and mem_warn_threshold can be set";
         for (attr, value, usage, sentence) in [
             ("disksize", "512K", false, "smaller than the present 1M; a device only grows"),
             ("disksize", "16777215T", true, "too large; a ram device has at most 256T"),

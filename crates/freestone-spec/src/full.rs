@@ -1,5 +1,5 @@
 //! Behavior of a family of RAM disks (disks that share a memory pool) when its memory limit is
-//! reached: the keys `full`, `full_timeout` and `full_warn`, which are also settable attributes.
+//! reached: the keys `full`, `full_timeout` and `mem_warn_threshold`, which are also settable attributes.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::entries::SpecError;
 use crate::keys::Keys;
 
 /// Keys that select the behavior when the memory limit is reached.
-pub(crate) const KEYS: [&str; 3] = ["full", "full_timeout", "full_warn"];
+pub(crate) const KEYS: [&str; 3] = ["full", "full_timeout", "mem_warn_threshold"];
 /// Largest value of `full_timeout` in seconds: a day.
 const TIMEOUT_SECONDS_MAX: u64 = 86_400;
 
@@ -24,7 +24,7 @@ pub(crate) fn take(keys: &Keys) -> Result<FullPolicy, SpecError> {
     Ok(FullPolicy {
         wait: keys.take("full", parse_wait)?.unwrap_or(default.wait),
         timeout: keys.take("full_timeout", parse_timeout)?.unwrap_or(default.timeout),
-        warn_percent: keys.take("full_warn", parse_warn)?.unwrap_or(default.warn_percent),
+        warn_percent: keys.take("mem_warn_threshold", parse_warn)?.unwrap_or(default.warn_percent),
     })
 }
 
@@ -33,19 +33,19 @@ pub(crate) fn value(when: FullPolicy, attr: &str) -> Option<Value> {
     Some(match attr {
         "full" => json!(if when.wait { "wait" } else { "error" }),
         "full_timeout" => json!(when.timeout.as_secs()),
-        "full_warn" => json!(when.warn_percent),
+        "mem_warn_threshold" => json!(when.warn_percent),
         _ => return None,
     })
 }
 
-/// Change of `full`, `full_timeout` or `full_warn`.
+/// Change of `full`, `full_timeout` or `mem_warn_threshold`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WhenFullChange {
     /// New value of `full`: true if writes wait for memory, false if they fail.
     Wait(bool),
     /// New value of `full_timeout`, the maximum time that a write waits for memory.
     Timeout(Duration),
-    /// New value of `full_warn`: the share of the limit at which a warning is logged, in percent; 0
+    /// New value of `mem_warn_threshold`: the share of the limit at which a warning is logged, in percent; 0
     /// is off.
     Warn(u8),
 }
@@ -56,7 +56,7 @@ impl WhenFullChange {
         Some(match attr {
             "full" => parse_wait(text).map(Self::Wait),
             "full_timeout" => parse_timeout(text).map(Self::Timeout),
-            "full_warn" => parse_warn(text).map(Self::Warn),
+            "mem_warn_threshold" => parse_warn(text).map(Self::Warn),
             _ => return None,
         })
     }
@@ -118,7 +118,7 @@ mod tests {
             ("full", &["wait", "error"][..], &["yes", "", "Wait"][..]),
             ("full_timeout", &["1", "60", "86400"], &["0", "86401", "-1", "1m", "none", ""]),
             (
-                "full_warn",
+                "mem_warn_threshold",
                 &["1", "90", "90%", "100%", "0", "off", "no"],
                 &["101%", "0.9", "%", "-1", "0%", ""],
             ),

@@ -71,7 +71,7 @@ NAME=ram,disksize=SIZE                      compressed RAM disk
   auto_recompress=no|SECONDS                recompress pages that were idle for this time; default no
   full=error|wait                           what a write does without free memory; default error
   full_timeout=SECONDS                      longest wait with full=wait; default 60
-  full_warn=PERCENT|off                     usage above which the log warns; default 90%
+  mem_warn_threshold=PERCENT|off            usage above which the log warns; default 90%
   readonly=yes|no                           default no",
     },
     Topic {

@@ -47,15 +47,18 @@ impl Verb for Get {
     fn run(service: &Service, params: Params) -> Result<Self::Reply, RpcError> {
         let entry = service.find(&params.name)?;
         let read = |attr: &str| Ok((attr.to_owned(), attrs::get(&entry, attr)?));
-        match &params.attr {
-            Some(attr) => read(aliases::canonical_device_key(attr)).map(|pair| Map::from_iter([pair])),
-            None => attrs::names(&entry).iter().map(|attr| read(attr)).collect(),
-        }
+        let mut reply: Map<_, _> = match &params.attr {
+            Some(attr) => Map::from_iter([read(aliases::canonical_device_key(attr))?]),
+            None => attrs::names(&entry).iter().map(|attr| read(attr)).collect::<Result<_, RpcError>>()?,
+        };
+        aliases::add_former_device_keys(&mut reply);
+        Ok(reply)
     }
 
     fn show(params: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
-        let width = reply.keys().map(String::len).max().unwrap_or_default();
-        for (attr, value) in reply {
+        let present = || reply.iter().filter(|(attr, _)| !aliases::is_former_device_key(attr));
+        let width = present().map(|(attr, _)| attr.len()).max().unwrap_or_default();
+        for (attr, value) in present() {
             let text = attrs::format_plain(attr, value);
             // A request for a single attribute comes from a script, so only the value is printed.
             if params.attr.is_some() {

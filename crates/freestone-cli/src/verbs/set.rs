@@ -71,13 +71,15 @@ impl Verb for Set {
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
         service.set(&entry, &wanted)?;
         recording.commit()?;
-        wanted.keys().map(|attr| Ok((attr.clone(), attrs::get(&entry, attr)?))).collect()
+        let read = |attr: &String| Ok((attr.clone(), attrs::get(&entry, attr)?));
+        let mut reply = wanted.keys().map(read).collect::<Result<_, RpcError>>()?;
+        aliases::add_former_device_keys(&mut reply);
+        Ok(reply)
     }
 
     fn show(_: &Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()> {
-        reply
-            .iter()
-            .try_for_each(|(attr, value)| writeln!(out, "{attr}={}", attrs::format_plain(attr, value)))
+        let mut present = reply.iter().filter(|(attr, _)| !aliases::is_former_device_key(attr));
+        present.try_for_each(|(attr, value)| writeln!(out, "{attr}={}", attrs::format_plain(attr, value)))
     }
 }
 

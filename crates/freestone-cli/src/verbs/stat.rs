@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use clap::Args;
 use freestone::device::{IoStats, StatSource as _};
 use freestone::file;
+use freestone_spec::aliases;
 use freestone_spec::attrs;
 use freestone_spec::family::family_stat;
 use freestone_spec::kinds;
@@ -365,8 +366,9 @@ fn show_device(device: &Section, out: &mut dyn Write) -> io::Result<()> {
 }
 
 fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write) -> io::Result<()> {
-    let width = section.keys().map(String::len).max().unwrap_or_default();
-    for (key, value) in section {
+    let present = || section.iter().filter(|(key, _)| !aliases::is_former_device_key(key));
+    let width = present().map(|(key, _)| key.len()).max().unwrap_or_default();
+    for (key, value) in present() {
         let line = match value {
             Value::Number(n) if is_bytes(key) => {
                 let bytes = n.as_u64().unwrap_or_default();

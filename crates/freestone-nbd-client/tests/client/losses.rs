@@ -1,7 +1,7 @@
 //! Tests of lost connections and restarted servers: flushed data survives, flushes report possible
 //! losses, and no request waits forever.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -352,7 +352,7 @@ fn flushed_data_survives_crashes() {
     const THREADS: u64 = 4;
     let machine = Mutex::new(CrashServer::new());
     let device = machine.lock().unwrap().open(LONG);
-    let (end, kills) = (AtomicBool::new(false), AtomicU64::new(0));
+    let end = AtomicBool::new(false);
     let failures = Mutex::new(0_u64);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -363,10 +363,11 @@ fn flushed_data_survives_crashes() {
                 if round % 3 == 0 {
                     machine.cut();
                 } else {
+                    let before = device.reconnects();
                     machine.kill();
                     std::thread::sleep(Duration::from_millis(rng.below(100)));
                     machine.start();
-                    kills.fetch_add(1, Ordering::SeqCst);
+                    eventually("the device reconnects", || device.reconnects() > before);
                 }
             }
             end.store(true, Ordering::SeqCst);
@@ -427,7 +428,6 @@ fn flushed_data_survives_crashes() {
             });
         }
     });
-    assert!(kills.load(Ordering::SeqCst) > 4 && device.reconnects() > 4);
     println!("{} flushes failed", failures.lock().unwrap());
 }
 

@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::registry::Registry;
 use super::{DataDevice, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
+use crate::aliases;
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec, parse_batch, parse_units};
 use crate::full::{self, WhenFullChange};
@@ -182,7 +183,7 @@ const NAMES: [&str; 22] = [
     "writeback_batch_size",
     "full",
     "full_timeout",
-    "full_warn",
+    "mem_warn_threshold",
     "mm_stat",
     "io_stat",
     "bd_stat",
@@ -191,7 +192,7 @@ const NAMES: [&str; 22] = [
 
 /// End of an error message that lists the settable attributes.
 const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable, \
-                        writeback_batch_size, full, full_timeout and full_warn can be set";
+                        writeback_batch_size, full, full_timeout and mem_warn_threshold can be set";
 
 /// Returns the value of an attribute of a RAM disk, or `None` if there is no such attribute.
 fn value(ram: &Ram, attr: &str) -> Option<Value> {
@@ -324,6 +325,7 @@ pub fn full_stat(ram: &Ram) -> Value {
     when.wait = ram.wait_override().unwrap_or(when.wait);
     let attribute = |key: &&str| Some(((*key).to_owned(), full::value(when, key)?));
     let mut stat: Map<_, _> = full::KEYS.iter().filter_map(attribute).collect();
+    aliases::add_former_device_keys(&mut stat);
     stat.insert("waiting".into(), json!(ram.waiting_requests()));
     Value::Object(stat)
 }
@@ -371,7 +373,7 @@ pub enum Change {
     WritebackLimitEnable(bool),
     /// New `writeback_batch_size` in blocks of 4 KiB.
     WritebackBatchSize(u32),
-    /// New `full`, `full_timeout` or `full_warn` of a family.
+    /// New `full`, `full_timeout` or `mem_warn_threshold` of a family.
     Full(WhenFullChange),
 }
 

@@ -261,7 +261,7 @@ fn attributes_of_the_backing_device() {
         (
             "bd_stat=0",
             "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable, \
-             writeback_batch_size, full, full_timeout and full_warn can be set",
+             writeback_batch_size, full, full_timeout and mem_warn_threshold can be set",
         ),
     ] {
         assert_eq!(serve.refused(2, &["set", "big", "mem_limit=1M", set]), format!("big: {set}: {sentence}"));

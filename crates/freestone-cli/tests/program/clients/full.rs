@@ -112,7 +112,7 @@ fn full_disk_is_logged_before_and_when_full() {
     );
     let stat = serve.json(&["stat", "small"]);
     assert_eq!(stat["failed"], json!({ "no_space": 501 }));
-    let full = json!({ "full": "error", "full_timeout": 60, "full_warn": 90, "waiting": 0 });
+    let full = json!({ "full": "error", "full_timeout": 60, "full_warn": 90, "mem_warn_threshold": 90, "waiting": 0 });
     assert_eq!(stat["full"], full);
     assert!(serve.text(&["stat", "small"]).contains("\n  failed\n    no_space  501\n"));
     assert_eq!(serve.json(&["stat", "other"]).get("failed"), None);
@@ -151,7 +151,10 @@ fn full_wait_write_resumes_after_trim_or_higher_limit() {
     let serve = serve(&[WAITING]);
     let (mut client, cookie, page) = fill_until_write_waits(&serve);
     let full = &serve.json(&["stat", "small"])["full"];
-    assert_eq!(full, &json!({ "full": "wait", "full_timeout": 3600, "full_warn": 90, "waiting": 1 }));
+    assert_eq!(
+        full,
+        &json!({ "full": "wait", "full_timeout": 3600, "full_warn": 90, "mem_warn_threshold": 90, "waiting": 1 })
+    );
     assert_eq!(wait_for_log(&serve, "small: is full: writes wait for space, for at most 3600 s").len(), 1);
     // Reads and discards continue while a write waits, also on the same connection.
     let mut other = Raw::connect(&serve, "small");
@@ -175,8 +178,8 @@ fn full_wait_write_resumes_after_trim_or_higher_limit() {
 fn full_wait_write_fails_at_timeout_or_full_error() {
     let serve = serve(&[WAITING]);
     let (mut client, cookie, page) = fill_until_write_waits(&serve);
-    let set = serve.json(&["set", "small", "full_timeout=4", "full_warn=off"]);
-    assert_eq!(set, json!({ "full_timeout": 4, "full_warn": 0 }));
+    let set = serve.json(&["set", "small", "full_timeout=4", "mem_warn_threshold=off"]);
+    assert_eq!(set, json!({ "full_timeout": 4, "full_warn": 0, "mem_warn_threshold": 0 }));
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
     assert_eq!(wait_for_log(&serve, "small: is full, and no space was freed in time: writes fail").len(), 1);
     let began = Instant::now();

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use freestone_spec::size;
+use freestone_spec::{aliases, size};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::{TempDir, tempdir};
@@ -182,6 +182,10 @@ impl Scenario {
         if let Some(file) = reply["toml"].as_str() {
             let table: toml::Table = file.parse().unwrap();
             reply["toml"] = serde_json::to_value(table).unwrap();
+            // A file has only the present names, and the program reads both.
+            for device in reply["toml"]["device"].as_array_mut().into_iter().flatten() {
+                aliases::add_former_device_keys(device.as_object_mut().unwrap());
+            }
         }
         if let Some(job) = reply["job"].as_u64() {
             self.job = job.to_string();

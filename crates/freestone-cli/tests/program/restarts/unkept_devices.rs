@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{end_server, image, is_served, kill_server, serve};
+use super::{end_server, image, is_served, kill_server, serve, stat};
 use crate::clients::tools::{qemu_io, uri};
 use crate::harness::{Serve, connect_nbd};
 
@@ -123,6 +123,29 @@ fn restart_ends_recording_evicted_pages_and_own_forks() {
         assert!(log > 64 << 10 && fs::metadata(server.path("tape.log")).unwrap().len() == log);
         assert!(is_served(&server.path("each.sock"), "each"));
         assert!(!server.text(&["list"]).contains("each@1"));
+    }
+}
+
+#[test]
+fn forks_of_bases_that_grew_are_created_again() {
+    for end in ENDS {
+        let server =
+            serve(image(1 << 20), &["golden=file,path=golden.img,readonly=yes", "disk=ram,disksize=1M"]);
+        server.text(&["snapshot", "disk", "early"]);
+        for (base, fork, template) in
+            [("golden", "of-file", "each-of-file"), ("early", "of-disk", "each-of-disk")]
+        {
+            server.text(&["fork", base, fork, "size=1028K"]);
+            server.text(&["fork", base, template, "--template", "size=1028K"]);
+        }
+        server.text(&["set", "disk", "disksize=2M"]);
+        let dir = end(server);
+        fs::write(dir.path().join("golden.img"), vec![7; (2 << 20) + 512]).unwrap();
+        let server = serve(dir, &[]);
+        for (fork, size) in [("of-file", (2 << 20) + 1024), ("of-disk", 2 << 20)] {
+            assert_eq!(stat(&server, fork, "disksize"), size, "{fork}");
+            assert_eq!(stat(&server, &format!("each-{fork}"), "disksize"), size, "each-{fork}");
+        }
     }
 }
 

@@ -146,7 +146,7 @@ fn refusal_names_device_key_and_allowed_values() {
     let form = "a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G";
     let ram = "the keys of a ram device are disksize, readonly, on_data_loss, keep, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
                auto_recompress, backing_dev, backing_size, compressed_writeback, writeback_limit, \
-               writeback_limit_enable, writeback_batch_size, full, full_timeout, full_warn, zoned, zone_size, \
+               writeback_limit_enable, writeback_batch_size, full, full_timeout, mem_warn_threshold, zoned, zone_size, \
                zone_capacity, zone_nr_conv, zone_max_open, zone_max_active, zone_append_max_sectors, zone_full, zone_readonly, zone_offline, \
                zone_state, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients; \
                those of every device are iops, bps, iops_burst, bps_burst, max_clients";
