@@ -127,6 +127,8 @@ pub struct KnownState {
     pub losses: u64,
     /// Memory limit in bytes; `None` if none was set.
     pub limit: Option<u64>,
+    /// `limit` does not apply, because the server died before it reported the limit.
+    pub is_limit_unknown: bool,
     /// Size in bytes that a verb has set; `None` if none has.
     pub size: Option<u64>,
     /// The device is withheld (not served): its content was lost, and no verb has released it since.

@@ -39,7 +39,8 @@ struct ListedDevice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct KeptState {
     addresses: BTreeSet<String>,
-    limit: Option<u64>,
+    /// Memory limit in bytes, `Some(None)` for no limit; `None` if it is unknown.
+    limit: Option<Option<u64>>,
     /// Size in bytes; `None` if it is unknown.
     bytes: Option<u64>,
 }
@@ -123,7 +124,14 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         let Some(found) = found else {
             return Err(format!("{name} does not exist after the restart\n  {}", disk.describe()));
         };
-        let allowed = changes.remove(name).unwrap_or_else(|| vec![kept_state(world, disk)]);
+        let parent_now = parent.and_then(|of| now.iter().find(|disk| disk.name == of.name)).cloned();
+        let mut allowed = changes.remove(name).unwrap_or_else(|| vec![kept_state(world, disk)]);
+        if let Some(base) = parent_now.as_ref().filter(|_| disk.kind == Kind::Fork && !has_content) {
+            // A lost snapshot is created again with the present size of its origin. A fork is at least as large.
+            let min_bytes = base.oracle().size() * SECTOR_BYTES as u64;
+            let sizes = allowed.iter_mut().filter_map(|state| state.bytes.as_mut());
+            sizes.for_each(|bytes| *bytes = min_bytes.max(*bytes));
+        }
         let known = check_device(disk, &found, &allowed, is_lost, starts)
             .map_err(|why| format!("{name}: {why}\n  it is {found:?}\n  {}", disk.describe()))?;
         world.counts.add("restarts", if known.withheld { "devices withheld" } else { "devices seen" }, 1);
@@ -133,8 +141,7 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         }
         let addresses = addresses_of(world, &found);
         let removed_parent = parent.filter(|of| is_gone(of)).cloned();
-        let parent =
-            parent.and_then(|of| now.iter().find(|disk| disk.name == of.name)).cloned().or(removed_parent);
+        let parent = parent_now.or(removed_parent);
         now.push(Arc::new(disk.after_restart(
             killed,
             parent,
@@ -223,7 +230,7 @@ fn resolve_interrupted(
         }
         InterruptedVerb::Unpublishes(disk) => may(&disk, &|allowed_state| allowed_state.addresses.clear()),
         InterruptedVerb::Limits(disk, bytes) => {
-            may(&disk, &|allowed_state| allowed_state.limit = Some(bytes))
+            may(&disk, &|allowed_state| allowed_state.limit = Some(Some(bytes)))
         }
         InterruptedVerb::Grows(disk, bytes) => may(&disk, &|allowed_state| allowed_state.bytes = Some(bytes)),
     };
@@ -235,7 +242,7 @@ fn resolve_interrupted(
 impl KeptState {
     fn matches(&self, listed: &ListedDevice) -> bool {
         self.addresses == listed.addresses
-            && self.limit == listed.limit
+            && self.limit.is_none_or(|limit| limit == listed.limit)
             && self.bytes.is_none_or(|bytes| bytes == listed.bytes)
     }
 }
@@ -279,6 +286,7 @@ fn check_device(
         uuid: Some(listed.uuid.clone()),
         losses: listed.generation - 1,
         limit: listed.limit,
+        is_limit_unknown: false,
         // Remember the size only if a verb has set it: otherwise it may change with the device
         // below.
         size: known.size.map(|_| listed.bytes),
@@ -290,7 +298,7 @@ fn check_device(
 fn kept_state(world: &World, disk: &Disk) -> KeptState {
     let known = disk.known();
     let addresses = disk.all_addresses().iter().map(|place| address_text(world, place)).collect();
-    KeptState { addresses, limit: known.limit, bytes: known.size }
+    KeptState { addresses, limit: (!known.is_limit_unknown).then_some(known.limit), bytes: known.size }
 }
 
 /// Checks that clients cannot connect to a withheld device at any of its addresses.

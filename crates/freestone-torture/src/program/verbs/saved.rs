@@ -53,11 +53,18 @@ impl VerbThread<'_> {
         let parent = root(&disk).filter(|root| root.kind == Kind::Base && kind != Kind::Ram);
         let created_by = format!("restored, was {}", disk.describe());
         let new = Disk { parent, created_by, ..Disk::new(&name, kind, oracle, Vec::new()) };
-        // A restored fork has its own memory limit, also after a restart of the server, but no backing device.
+        // A restored fork has its own memory limit, also after a restart of the server, but no backing device. The
+        // limit may have changed after the save.
         if kind == Kind::Restored {
-            let limit = disk.known().limit;
-            new.set_tight(limit.is_some() || disk.is_tight());
-            new.update_known(|known| known.limit = limit);
+            new.set_tight(disk.known().limit.is_some() || disk.is_tight());
+            let interrupted = self.interrupted;
+            let reply = restored.and_then(|_| self.ask("get", &json!({ "name": name, "attr": "mem_limit" })));
+            self.interrupted = interrupted;
+            let limit = reply.and_then(|reply| reply["mem_limit"].as_u64());
+            new.update_known(|known| match limit {
+                Some(bytes) => known.limit = (bytes > 0).then_some(bytes),
+                None => known.is_limit_unknown = true,
+            });
         }
         self.add_all_created(vec![new]);
     }
