@@ -39,8 +39,9 @@ struct ListedDevice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct KeptState {
     addresses: BTreeSet<String>,
-    /// Memory limit in bytes, `Some(None)` for no limit; `None` if it is unknown.
-    limit: Option<Option<u64>>,
+    /// Memory limit in bytes; `None` if none was set.
+    limit: Option<u64>,
+    is_limit_unknown: bool,
     /// Size in bytes; `None` if it is unknown.
     bytes: Option<u64>,
 }
@@ -229,9 +230,9 @@ fn resolve_interrupted(
             may(&disk, &|allowed_state| allowed_state.addresses.extend(addresses.iter().cloned()))
         }
         InterruptedVerb::Unpublishes(disk) => may(&disk, &|allowed_state| allowed_state.addresses.clear()),
-        InterruptedVerb::Limits(disk, bytes) => {
-            may(&disk, &|allowed_state| allowed_state.limit = Some(Some(bytes)))
-        }
+        InterruptedVerb::Limits(disk, bytes) => may(&disk, &|allowed_state| {
+            (allowed_state.limit, allowed_state.is_limit_unknown) = (Some(bytes), false);
+        }),
         InterruptedVerb::Grows(disk, bytes) => may(&disk, &|allowed_state| allowed_state.bytes = Some(bytes)),
     };
     let outcome = if was_done { "done" } else { "not done" };
@@ -242,7 +243,7 @@ fn resolve_interrupted(
 impl KeptState {
     fn matches(&self, listed: &ListedDevice) -> bool {
         self.addresses == listed.addresses
-            && self.limit.is_none_or(|limit| limit == listed.limit)
+            && (self.is_limit_unknown || self.limit == listed.limit)
             && self.bytes.is_none_or(|bytes| bytes == listed.bytes)
     }
 }
@@ -296,9 +297,9 @@ fn check_device(
 
 /// Returns the settings that a server must keep for a device, given the verbs that were answered.
 fn kept_state(world: &World, disk: &Disk) -> KeptState {
-    let known = disk.known();
     let addresses = disk.all_addresses().iter().map(|place| address_text(world, place)).collect();
-    KeptState { addresses, limit: (!known.is_limit_unknown).then_some(known.limit), bytes: known.size }
+    let KnownState { limit, is_limit_unknown, size: bytes, .. } = disk.known();
+    KeptState { addresses, limit, is_limit_unknown, bytes }
 }
 
 /// Checks that clients cannot connect to a withheld device at any of its addresses.
