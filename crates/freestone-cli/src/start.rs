@@ -256,6 +256,11 @@ fn recreate(
         return Err(invalid("it was restored from a file; restore that file again".to_owned()));
     }
     let mut spec = Spec::from_entries(words.clone()).map_err(|why| invalid(why.to_string()))?;
+    let with_key = |spec: Spec, key, value: &str| {
+        let mut words = spec.words;
+        words.put(key, value);
+        Spec::from_entries(words).map_err(|why| invalid(why.to_string()))
+    };
     if let Some(log) = &spec.layers.record
         && path_exists(log)
             .map_err(|why| invalid(format!("record={}: cannot be examined: {why}", log.display())))?
@@ -285,16 +290,12 @@ fn recreate(
         // The smallest unit of a size in a specification is 1 KiB.
         let size = size::exact(size.next_multiple_of(1 << 10));
         warn!("{}: has {size} now, because its base has grown", device.name);
-        let mut words = spec.words;
-        words.put("size", &size);
-        spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
+        spec = with_key(spec, "size", &size)?;
     }
     if gone(spec.kind.cow_device_name()) {
         // The COW device is new and contains nothing to overwrite. When the snapshot was created, the user
         // accepted the loss of the COW device at the end of the server.
-        let mut words = spec.words;
-        words.put("force", "yes");
-        spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
+        spec = with_key(spec, "force", "yes")?;
     }
     let identity = Identity { uuid, generation: device.generation + u64::from(is_lost) };
     let _claim = service.claim_new("serve", [&spec])?;
