@@ -5,44 +5,36 @@
 //!
 //! Public modules are used by the experiments in `research/`.
 
-mod bare;
+#![allow(missing_docs, reason = "a tool: only what a name does not say has a comment")]
+
 mod callgrind;
 mod clients;
-mod codec;
 mod compare;
 pub mod data;
-pub mod export;
-mod fio_nbd;
+mod engine;
 pub mod forks;
 mod gate;
 mod images;
-mod instructions;
-pub mod machine;
 pub mod measure;
-mod memory;
-mod nbd_client;
 pub mod options;
-mod process;
-mod program_path;
+mod programs;
 mod restarts;
-mod run_dir;
-mod server_process;
-pub mod setup;
-mod threads;
-mod tls_client;
-pub mod tool;
-mod virtio;
+mod transport;
 pub mod writeback;
-mod zipf;
 pub mod zones;
-mod zram;
-mod zram_device;
+
+pub use engine::setup;
+pub use measure::machine;
+pub use programs::tool;
+pub use transport::export;
 
 use anyhow::Result;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use freestone_report::{Document, Report};
 
-use crate::options::Options;
+use callgrind::instructions;
+use engine::{codec, memory, threads, zram};
+use options::Options;
 
 /// Freestone's benchmarks.
 #[derive(Parser)]
@@ -179,15 +171,13 @@ impl Bench {
     }
 }
 
-/// Starts a run, and prints machine and command.
 pub fn begin() -> Document {
-    let document = Document::new(env!("CARGO_PKG_VERSION"), bare::lz4_version());
+    let document = Document::new(env!("CARGO_PKG_VERSION"), engine::bare::lz4_version());
     println!("{}", document.machine);
     println!("command: {}\n", document.command);
     document
 }
 
-/// Entry point of the program.
 pub fn main() -> Result<()> {
     let matches = Cli::command().get_matches();
     let cli = Cli::from_arg_matches(&matches)?;

@@ -105,7 +105,6 @@ impl Options {
         self.size.map_or(if self.quick { 32 << 20 } else { usual }, |size| size.0) & !0xFFF
     }
 
-    /// Returns number and length of slices.
     pub fn slices(&self) -> Slices {
         let (pairs, millis) = if self.quick { (3, 10) } else { (31, 120) };
         Slices {

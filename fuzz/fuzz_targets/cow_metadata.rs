@@ -17,10 +17,10 @@
 #![no_main]
 
 #[allow(dead_code, reason = "the tests use the rest")]
-#[path = "../../crates/freestone/tests/library/cow/store/disk.rs"]
+#[path = "../../crates/freestone-cow/tests/snapshots/store/disk.rs"]
 mod disk;
 #[allow(dead_code, reason = "the tests use the rest")]
-#[path = "../../crates/freestone/tests/library/cow/store/metadata.rs"]
+#[path = "../../crates/freestone-cow/tests/snapshots/store/metadata.rs"]
 mod metadata;
 
 libfuzzer_sys::fuzz_target!(|input: &[u8]| {

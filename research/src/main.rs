@@ -4,42 +4,24 @@
 //! The directory `--out` receives `experiment-N.json` for each experiment that was run, and a chart
 //! for each of its tables. Files of other experiments from earlier runs stay.
 
-mod chart;
-mod costs;
-mod disk;
-mod drive;
-mod events;
-mod experiment;
-mod ext4;
-mod locks;
+mod experiments;
+mod load;
 mod model;
-mod patterns;
-mod published;
-mod reports;
-mod shared;
-mod simulate;
-mod snapshots;
-mod streams;
-mod words;
-mod writeback;
-mod zones;
+mod report;
+mod results;
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
 use freestone_benches::machine;
-use freestone_benches::measure::Slices;
 use freestone_benches::options::Options;
 use freestone_report::{Document, Report};
 
-use self::experiment::Experiment;
-
-/// Minimum number of rounds for a meaningful spread.
-const ROUNDS_MIN: u32 = 3;
-const QUICK_SLICE_MS: u32 = 10;
+use self::experiments::{locks, snapshots, streams, writeback, zones};
+use self::report::{chart, words};
+use self::results::Experiment;
 
 /// The experiments of the sources.
 #[derive(Parser)]
@@ -126,7 +108,7 @@ fn write(out: &Path, experiment: &Experiment, mut document: Document) -> Result<
     let Experiment { number, title, source, tables, .. } = experiment;
     document.notes = vec![format!("{title}. Source: {source}")];
     document.notes.extend_from_slice(&experiment.here);
-    document.reports = reports::of(experiment);
+    document.reports = report::of(experiment);
     for (table, report) in tables.iter().zip(&mut document.reports) {
         let chart = format!("experiment-{number}-{}.svg", file_name(&table.name));
         chart::draw(table, &experiment.model, &format!("{title}: {}", table.name), &out.join(&chart))?;
@@ -145,15 +127,6 @@ fn file_name(table: &str) -> String {
     let words = table.to_lowercase();
     let words = words.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-")
-}
-
-/// Returns number and length of slices, from the command line or the defaults of the experiment.
-fn slices(options: &Options, rounds: u32, slice_ms: u32) -> Slices {
-    let (rounds, slice_ms) = if options.quick { (ROUNDS_MIN, QUICK_SLICE_MS) } else { (rounds, slice_ms) };
-    Slices {
-        pairs: options.pairs.unwrap_or(rounds),
-        slice: Duration::from_millis(u64::from(options.slice_ms.unwrap_or(slice_ms))),
-    }
 }
 
 #[cfg(test)]

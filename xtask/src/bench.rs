@@ -4,8 +4,8 @@ use std::ffi::OsString;
 
 use anyhow::{Context as _, Result};
 
+use crate::build::variants::{CopiedWorkspace, with_variants};
 use crate::cargo::cargo;
-use crate::variants::{CopiedWorkspace, with_variants};
 
 /// Runs a benchmark or, for the name `reproduce`, the experiments. Returns true if the command
 /// succeeded.

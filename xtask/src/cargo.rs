@@ -13,7 +13,6 @@ use std::thread;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-/// Numbers of tests by result.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub passed: u64,
@@ -45,7 +44,6 @@ impl fmt::Display for Counts {
     }
 }
 
-/// Result of a command or a step.
 #[derive(Debug, Default, Clone)]
 pub struct Outcome {
     /// True if the command ended with status 0, or if the step succeeded.
@@ -61,7 +59,6 @@ impl Outcome {
         Self { ok, ..Self::default() }
     }
 
-    /// Adds the outcome of another command to this one.
     pub fn add(&mut self, other: Self) {
         self.ok &= other.ok;
         self.counts += other.counts;
@@ -204,7 +201,6 @@ pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     Ok((command, dir))
 }
 
-/// Returns the target directory that cargo uses.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }

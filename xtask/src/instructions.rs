@@ -3,10 +3,10 @@
 use anyhow::{Context as _, Result};
 
 use crate::bench::bench;
+use crate::build::packages;
 use crate::cargo::Outcome;
-use crate::content::Packages;
-use crate::packages;
 use crate::record::Record;
+use crate::record::content::Packages;
 
 /// Groups of paths: name of the group, beginnings of the paths' names, and the packages whose code they run.
 const GROUPS: [(&str, &[&str], &[&str]); 5] = [
@@ -19,7 +19,7 @@ const GROUPS: [(&str, &[&str], &[&str]); 5] = [
 /// Reference counts that `bench gate` compares with.
 const BASELINE: &str = "benches/baseline.json";
 /// Files that affect every count, besides the packages.
-const OWN_FILES: [&str; 3] = [BASELINE, "benches/src/gate", "benches/src/callgrind.rs"];
+const OWN_FILES: [&str; 3] = [BASELINE, "benches/src/gate", "benches/src/callgrind/mod.rs"];
 
 /// Counts the instructions of the paths in groups whose packages have changed.
 pub fn run() -> Result<Outcome> {
@@ -54,7 +54,6 @@ pub fn run() -> Result<Outcome> {
     Ok(Outcome::of(ok))
 }
 
-/// Returns the names of the paths in a baseline.
 fn path_names(baseline: &str) -> Result<Vec<String>> {
     let value: serde_json::Value = serde_json::from_str(baseline)?;
     let paths = value["paths"].as_object();

@@ -2,23 +2,18 @@
 //! `cargo xtask gate`.
 
 mod bench;
+mod build;
 mod cargo;
-mod content;
 mod docs;
-mod failures;
-mod fio;
 mod gate;
 mod instructions;
 mod package;
-mod packages;
 mod record;
 mod sanitize;
 mod steps;
 mod suites;
 mod tidy;
 mod torture;
-mod variants;
-mod workspace;
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -167,7 +162,7 @@ fn run(cli: Cli) -> Result<Verdict> {
         Command::Torture { mode, seed, minutes, .. } => return Ok(torture::run(mode, seed, minutes)?.into()),
         Command::Tidy { lower: true } => return tidy::lower().map(|()| Verdict::Passed),
         Command::Tidy { lower: false } => vec![Step::Tidy],
-        Command::Fio => return Ok(fio::run()?.into()),
+        Command::Fio => return Ok(build::fio::run()?.into()),
         Command::Package { arch } => return Ok(package::run(arch)?.into()),
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
             return Ok(docs::command(&args[1..])?.into());

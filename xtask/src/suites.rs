@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::build::workspace;
 use crate::cargo::{self, Counts, LIB, Outcome, TestProgram};
-use crate::workspace;
 
 /// Marker that a skipped test prints if it needs a program which is not installed (`freestone_testkit::tools`).
 const SKIPPED: &str = "left out: ";
@@ -23,15 +23,16 @@ const TEST_MAX: Duration = Duration::from_secs(300);
 /// Shortest and longest interval at which the end of a test is polled.
 const POLL_MIN: Duration = Duration::from_millis(1);
 const POLL_MAX: Duration = Duration::from_millis(20);
-/// Interval of progress lines.
 const PROGRESS_EVERY: Duration = Duration::from_secs(30);
 /// Duration above which a test is named at the end.
 const SLOW: Duration = Duration::from_secs(5);
 /// Suites with the longest tests. These suites start first, so that short tests fill the end.
-const LONGEST: [(&str, &str); 4] = [
+const LONGEST: [(&str, &str); 6] = [
     ("freestone-cli", "torture"),
-    ("freestone-cli", "program"),
+    ("freestone-cli-tests", "program"),
     ("freestone", "library"),
+    ("freestone-cow", "snapshots"),
+    ("freestone-drive", "drives"),
     ("freestone-ram", LIB),
 ];
 /// Directory of the output of tests, below the target directory.
@@ -46,7 +47,6 @@ pub enum Extent {
     Full,
 }
 
-/// A test in a test program.
 struct Test<'a> {
     program: &'a TestProgram,
     name: String,
@@ -74,7 +74,6 @@ impl Test<'_> {
     }
 }
 
-/// Results of the tests that have ended.
 #[derive(Default)]
 struct Results {
     counts: Counts,
@@ -85,7 +84,6 @@ struct Results {
     running: BTreeMap<usize, (Instant, String)>,
 }
 
-/// Builds the test programs and runs their tests.
 pub fn run(extent: Extent) -> Result<Outcome> {
     let Some(programs) = cargo::test_programs(&mut workspace::tests()?)? else {
         return Ok(Outcome::default());
@@ -176,7 +174,6 @@ fn program_title(program: &TestProgram) -> String {
     format!("{} {}", program.package, program.suite)
 }
 
-/// How a test ended.
 struct TestEnd {
     /// Exit status of the test's process, or None if the test hung and was killed.
     status: Result<Option<ExitStatus>>,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 
+use crate::build::workspace;
 use crate::cargo::{self, Counts, Outcome, cargo};
-use crate::workspace;
 
 /// Cfg that builds the library for the simulation.
 const SIMULATION: &str = "freestone_sim";
@@ -186,7 +186,6 @@ fn torture_faulty(mode: Mode, choice: &[&str], seconds: u64, mutant: &str) -> Re
     run.on(&run.build()?)
 }
 
-/// A run of the torture.
 #[derive(Clone, Copy)]
 struct Run<'a> {
     mode: Mode,

@@ -1,6 +1,8 @@
 //! Schema of benchmark results: written as JSON, read again, and shown as tables in the terminal
 //! and in Markdown.
 
+#![allow(missing_docs, reason = "of tools: only what a name does not say has a comment")]
+
 mod machine;
 mod number;
 mod summary;
@@ -22,20 +24,16 @@ pub use table::Choice;
 /// Tolerance around 1 for a ratio of one measurement: within it the verdict is "level".
 const SINGLE_TOLERANCE: f64 = 0.02;
 
-/// A run of a benchmark program.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Document {
-    /// Command line of the run.
     pub command: String,
     /// Date as year, month and day; added when the run is published.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub date: Option<String>,
-    /// Version of Freestone.
     pub freestone: String,
     /// Version of liblz4, which both sides of a comparison use.
     #[serde(default)]
     pub liblz4: String,
-    /// Machine of the run.
     pub machine: Machine,
     /// Notes that apply to all reports.
     #[serde(default)]
@@ -54,11 +52,8 @@ pub struct Report {
     pub name: String,
     /// Data that was stored: a short name, then after a colon a description.
     pub data: String,
-    /// Size of the data in bytes.
     pub data_bytes: u64,
-    /// Compression algorithm.
     pub algorithm: String,
-    /// Notes that explain the rows.
     pub notes: Vec<String>,
     /// Rows in display order.
     pub rows: Vec<Row>,
@@ -66,19 +61,16 @@ pub struct Report {
     /// [`Choice::pivot`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pivot: Option<String>,
-    /// File name of the chart.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chart: Option<String>,
 }
 
-/// A measured quantity.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Row {
     /// Name of the quantity, unique in its report.
     pub what: String,
     /// Unit of all numbers of the row except the parts.
     pub unit: Unit,
-    /// Measured numbers.
     #[serde(flatten)]
     pub value: Summary,
     /// Value of the same quantity in the published experiment, if it reports one.
@@ -87,7 +79,6 @@ pub struct Row {
     /// Names and values of the numbers from which the value was computed.
     #[serde(default, deserialize_with = "parts")]
     pub parts: Vec<(String, f64)>,
-    /// Target of the median.
     pub target: Option<Target>,
     /// Result of comparing the median with the target, or None without a target.
     pub met: Option<bool>,
@@ -111,23 +102,18 @@ pub enum Verdict {
     Behind,
 }
 
-/// Unit of a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {
     /// Quotient of two numbers.
     Ratio,
-    /// Seconds.
     Seconds,
     /// Units of 2^20 bytes.
     Mib,
     /// Units of 2^10 bytes.
     Kib,
-    /// Milliseconds.
     Millis,
-    /// Microseconds.
     Micros,
-    /// Nanoseconds.
     Nanos,
     /// Operations per second.
     Iops,
@@ -135,15 +121,12 @@ pub enum Unit {
     Kiops,
     /// KiB per second.
     KbSecond,
-    /// Percent.
     Percent,
     /// Difference of two percentages.
     Points,
-    /// Plain count.
     Count,
 }
 
-/// Target of a median.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Target {
@@ -166,7 +149,6 @@ impl Target {
 }
 
 impl Row {
-    /// Creates a row without a target.
     pub fn new(what: impl Into<String>, unit: Unit, value: Summary) -> Self {
         Self {
             what: what.into(),
@@ -181,7 +163,6 @@ impl Row {
         }
     }
 
-    /// Creates a row for the ratio of two quantities.
     pub fn ratio(what: impl Into<String>, value: Summary) -> Self {
         Self::new(what, Unit::Ratio, value)
     }
@@ -191,7 +172,6 @@ impl Row {
         Self::ratio(what, Summary::ratio(of, to))
     }
 
-    /// Creates a row with a single measurement.
     pub fn single(what: impl Into<String>, unit: Unit, number: f64) -> Self {
         Self::new(what, unit, Summary::one(number))
     }
@@ -218,7 +198,6 @@ impl Row {
         self
     }
 
-    /// Sets the target of the median.
     #[must_use]
     pub fn target(mut self, target: Target) -> Self {
         self.met = Some(target.met(self.value.median));
@@ -246,31 +225,26 @@ impl Row {
 }
 
 impl Report {
-    /// Creates a report without notes and rows.
     pub fn new(name: impl Into<String>, data: impl Into<String>, data_bytes: u64, algorithm: &str) -> Self {
         let (name, data, algorithm) = (name.into(), data.into(), algorithm.to_owned());
         Self { name, data, data_bytes, algorithm, ..Self::default() }
     }
 
-    /// Adds a note.
     #[must_use]
     pub fn note(mut self, note: impl Into<String>) -> Self {
         self.notes.push(note.into());
         self
     }
 
-    /// Sets the rows.
     #[must_use]
     pub fn rows(self, rows: Vec<Row>) -> Self {
         Self { rows, ..self }
     }
 
-    /// Returns the short name of the data.
     pub fn data_name(&self) -> &str {
         self.data.split_once(':').map_or(self.data.as_str(), |(name, _)| name)
     }
 
-    /// Prints the report and returns it.
     #[must_use]
     pub fn print(self) -> Self {
         let mut title = self.name.clone();
@@ -310,7 +284,6 @@ impl Document {
         serde_json::from_str(&text).context("is not a run of a benchmark")
     }
 
-    /// Writes the run as JSON and prints the path.
     pub fn save(&self, path: &Path) -> Result<()> {
         if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
             fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
@@ -321,7 +294,6 @@ impl Document {
         Ok(())
     }
 
-    /// Returns the file names of the charts.
     pub fn charts(&self) -> impl Iterator<Item = &str> {
         self.reports.iter().filter_map(|report| report.chart.as_deref())
     }
@@ -344,7 +316,6 @@ impl Document {
     }
 }
 
-/// Converts bytes to MiB.
 pub fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }

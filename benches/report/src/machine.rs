@@ -7,13 +7,10 @@ use serde::{Deserialize, Serialize};
 /// Properties of a machine that affect measured numbers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Machine {
-    /// Model name of the CPU.
     pub cpu: String,
     /// Number of CPUs that this process may use.
     pub cpus: usize,
-    /// Total memory in MiB.
     pub memory_mib: u64,
-    /// Release of the kernel.
     pub kernel: String,
     /// Content of `transparent_hugepage/enabled`: the setting in effect is in brackets.
     pub transparent_hugepage: String,
@@ -22,7 +19,6 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Describes this machine as it is now.
     pub fn here() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let cpuinfo = read("/proc/cpuinfo");

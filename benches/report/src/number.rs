@@ -16,7 +16,6 @@ pub fn plain(value: f64) -> String {
 }
 
 impl Unit {
-    /// Returns the suffix printed after a number.
     fn name(self) -> &'static str {
         match self {
             Self::Ratio | Self::Points | Self::Count => "",
@@ -35,7 +34,6 @@ impl Unit {
 }
 
 impl Verdict {
-    /// Returns the name of the verdict in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ahead => "ahead",
@@ -45,7 +43,6 @@ impl Verdict {
     }
 }
 
-/// Style of a table cell.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Style {
     /// Median with quartiles; the verdict has a column of its own.

@@ -14,19 +14,14 @@ pub struct Summary {
     /// Middle number, or the mean of the two middle ones.
     #[serde(deserialize_with = "crate::or_nan")]
     pub median: f64,
-    /// First quartile.
     #[serde(deserialize_with = "crate::or_nan")]
     pub quartile1: f64,
-    /// Third quartile.
     #[serde(deserialize_with = "crate::or_nan")]
     pub quartile3: f64,
-    /// Minimum.
     #[serde(deserialize_with = "crate::or_nan")]
     pub min: f64,
-    /// Maximum.
     #[serde(deserialize_with = "crate::or_nan")]
     pub max: f64,
-    /// Number of measurements.
     pub count: usize,
 }
 
@@ -50,7 +45,6 @@ impl Summary {
         }
     }
 
-    /// Summarises one measurement.
     pub fn one(number: f64) -> Self {
         Self::of([number])
     }

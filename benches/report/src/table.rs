@@ -27,7 +27,6 @@ pub struct Choice {
     pub pivot: Option<String>,
 }
 
-/// Header and cells of a table.
 pub struct Table {
     header: Vec<String>,
     rows: Vec<Vec<String>>,
@@ -40,7 +39,6 @@ pub fn of(report: &Report) -> Option<Table> {
     pivoted.or_else(|| list(&[report], &choice).ok())
 }
 
-/// Returns the tables of the chosen reports in Markdown.
 pub fn markdown(reports: &[Report], choice: &Choice) -> Result<String, String> {
     let mut names: Vec<&str> = Vec::new();
     for report in reports.iter().filter(|report| choice.matches(report)) {

@@ -12,12 +12,11 @@ use clap::ValueEnum;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::connect_and_disconnect;
-use crate::tool;
+use crate::programs::tool;
 
 /// Number of threads that run the load.
 const THREADS: usize = 4;
 
-/// Kind of background load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum LoadKind {
     /// Connects, selects the export and disconnects, as fast as the server allows.
@@ -31,7 +30,6 @@ pub enum LoadKind {
 pub struct Loop {
     #[arg(value_enum)]
     what: LoadKind,
-    /// Socket of the server.
     socket: PathBuf,
 }
 

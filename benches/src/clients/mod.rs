@@ -17,9 +17,9 @@ use freestone_report::Report;
 
 pub use self::background::Loop;
 use crate::options::Options;
-use crate::program_path;
-use crate::run_dir::{RunDir, ServerDir};
-use crate::server_process::Server;
+use crate::programs::program_path;
+use crate::programs::run_dir::{RunDir, ServerDir};
+use crate::programs::server_process::Server;
 
 /// Options of the `clients` benchmark.
 #[derive(Debug, Clone, clap::Args)]
@@ -44,14 +44,12 @@ enum PartName {
     Stalled,
 }
 
-/// Options, directory and program that all parts share.
 struct Bench<'a> {
     options: &'a Options,
     run_dir: RunDir,
     freestone: PathBuf,
 }
 
-/// A running server and the directory of its sockets.
 struct ServedDevice {
     server: Server,
     server_dir: ServerDir,
@@ -100,5 +98,5 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
 
 /// Connects to the server at `socket`, selects the default export and disconnects.
 fn connect_and_disconnect(socket: &Path) -> Result<()> {
-    crate::nbd_client::Client::connect(socket)?.end()
+    crate::transport::nbd_client::Client::connect(socket)?.end()
 }

@@ -10,7 +10,7 @@ use anyhow::Result;
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use super::Bench;
-use crate::nbd_client::Client;
+use crate::transport::nbd_client::Client;
 
 const ROUNDS: u32 = 15;
 const ROUNDS_QUICK: u32 = 2;

@@ -12,7 +12,7 @@ use freestone_report::{Report, Row, Summary, Target, Unit};
 use super::Bench;
 use super::background::{BackgroundLoad, LoadKind};
 use super::group::Group;
-use crate::nbd_client::Client;
+use crate::transport::nbd_client::Client;
 
 const ROUNDS: u32 = 15;
 const ROUNDS_QUICK: u32 = 2;

@@ -8,14 +8,13 @@ use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::device::IoBuf;
 
-use crate::bare::{LibraryCodec, Store};
-use crate::codec::{bare_reads, bare_writes};
 use crate::data::{Data, Order};
-use crate::fio_nbd::Direction;
-use crate::machine;
+use crate::engine::bare::{LibraryCodec, Store};
+use crate::engine::codec::{bare_reads, bare_writes};
+use crate::measure::machine;
 use crate::measure::thread_clock;
+use crate::transport::fio_nbd::Direction;
 
-/// Duration of a codec measurement.
 const CODEC_TIME: Duration = Duration::from_millis(150);
 /// Number of pages that the codec processes between two readings of the clock.
 const BATCH: u64 = 32;
@@ -36,7 +35,6 @@ pub struct RequestCost {
 /// Upper bounds in requests per second.
 #[derive(Debug, Clone, Copy)]
 pub struct UpperBound {
-    /// Upper bound on this machine.
     pub here: f64,
     /// Upper bound on a machine with [`MODELLED_CPUS`] CPUs.
     pub modelled: f64,

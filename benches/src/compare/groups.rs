@@ -12,15 +12,15 @@ use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 use super::Args;
 use super::bound::{Bound, RequestCost, UpperBound};
 use super::peers::Peers;
-use super::sides::{Running, Side, Starter};
+use super::sides::{Group, Running, Side, Starter};
 use crate::data::Data;
-use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 use crate::measure::median;
+use crate::measure::process::Cpu;
 use crate::options::{Options, Set};
-use crate::process::Cpu;
-use crate::run_dir::RunDir;
-use crate::server_process::Memory;
-use crate::tool;
+use crate::programs::run_dir::RunDir;
+use crate::programs::server_process::Memory;
+use crate::programs::tool;
+use crate::transport::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 
 /// Default device size, in bytes.
 const BYTES: u64 = 512 << 20;
@@ -39,24 +39,12 @@ const BOUND_PART: f64 = 0.9;
 /// every slice of writes.
 const WRITTEN_DIVISOR: u64 = 2;
 
-/// Options, directory and programs that the server comparisons share.
 pub struct Bench<'a> {
     pub options: &'a Options,
     pub run_dir: &'a RunDir,
     pub peers: &'a Peers,
     pub freestone: &'a Path,
     pub args: &'a Args,
-}
-
-/// Equivalent devices of Freestone and its peers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Group {
-    /// RAM disks: ram beside nbdkit memory and qemu-nbd on a file in tmpfs.
-    Memory,
-    /// Devices that discard writes: null beside nbdkit null and qemu-nbd null-co.
-    Null,
-    /// Overlays of an image: fork beside nbdkit cow and qemu-nbd on qcow2.
-    Overlay,
 }
 
 /// Speed and CPU times measured in one slice.
@@ -87,7 +75,6 @@ struct LoadResult {
     bounds: Vec<UpperBound>,
 }
 
-/// A side of a group, with its server.
 struct Member {
     side: Side,
     /// Reason why the side is no longer measured, or None while it is.
@@ -98,59 +85,6 @@ struct Member {
     command: String,
     /// Memory of the server before and after its device was filled.
     memory: Option<(Memory, Memory)>,
-}
-
-impl Group {
-    fn sides(self) -> &'static [Side] {
-        match self {
-            Self::Memory => &[
-                Side::Ram,
-                Side::RamZstd,
-                Side::RamStore,
-                Side::Sparse,
-                Side::Malloc,
-                Side::Zstd,
-                Side::Raw,
-                Side::Null,
-            ],
-            Self::Null => &[Side::Null, Side::NbdkitNull, Side::NullCo],
-            Self::Overlay => &[Side::Fork, Side::Cow, Side::Qcow2, Side::Null],
-        }
-    }
-
-    /// Returns the side that is compared with the upper bound, Freestone's with lz4. Returns None
-    /// for null devices, which use no codec.
-    fn bounded(self) -> Option<Side> {
-        match self {
-            Self::Memory => Some(Side::Ram),
-            Self::Overlay => Some(Side::Fork),
-            Self::Null => None,
-        }
-    }
-
-    /// Returns the pairs of a Freestone side and the peer that it is compared with.
-    fn pairs(self) -> &'static [(Side, Side)] {
-        match self {
-            Self::Memory => &[
-                (Side::Ram, Side::Sparse),
-                (Side::Ram, Side::Malloc),
-                (Side::Ram, Side::Zstd),
-                (Side::RamZstd, Side::Zstd),
-                (Side::Ram, Side::Raw),
-                (Side::RamStore, Side::Malloc),
-            ],
-            Self::Null => &[(Side::Null, Side::NbdkitNull), (Side::Null, Side::NullCo)],
-            Self::Overlay => &[(Side::Fork, Side::Cow), (Side::Fork, Side::Qcow2)],
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Memory => "compare: disks in memory over NBD",
-            Self::Null => "compare: null drives over NBD",
-            Self::Overlay => "compare: overlays of a raw image over NBD",
-        }
-    }
 }
 
 impl Bench<'_> {
@@ -212,7 +146,6 @@ impl Bench<'_> {
         .print())
     }
 
-    /// Runs all slices of one load.
     fn load(
         &self,
         group: Group,
@@ -363,7 +296,6 @@ impl Bench<'_> {
     }
 }
 
-/// Note about the memory rows of a report.
 const MEMORY: &str =
     "Memory: the server's PSS afterwards, and its files in tmpfs as far as they exceed the mapped part.";
 

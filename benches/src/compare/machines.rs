@@ -12,10 +12,10 @@ use super::bound::Bound;
 use super::groups::{Bench, command_line, copy};
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
-use crate::fio_nbd::Direction;
 use crate::options::Set;
-use crate::server_process::Server;
-use crate::tool;
+use crate::programs::server_process::Server;
+use crate::programs::tool;
+use crate::transport::fio_nbd::Direction;
 
 const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 7;
@@ -64,7 +64,6 @@ impl Disk {
     }
 }
 
-/// A running server with its device.
 pub struct Member {
     pub disk: Disk,
     served: DiskServer,
@@ -74,7 +73,6 @@ pub struct Member {
 }
 
 impl Member {
-    /// Returns the server's process.
     pub fn server(&self) -> &Server {
         match &self.served {
             DiskServer::LibraryCodec(running) => &running.server,
@@ -105,7 +103,6 @@ pub struct Slice {
     pub cpu_us: f64,
 }
 
-/// Measures all disks in turns and returns the report.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
@@ -157,9 +154,7 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
         .print())
 }
 
-/// Results of all disks for one load.
 pub struct DiskResults<'a> {
-    /// Name of the load.
     pub name: String,
     /// True for loads with many requests in flight. Only these have targets.
     pub is_deep: bool,

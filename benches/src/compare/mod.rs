@@ -16,12 +16,13 @@ use anyhow::Result;
 use clap::ValueEnum;
 use freestone_report::Report;
 
-use self::groups::Group;
 use self::peers::{PeerVersion, Peers};
+use self::sides::Group;
+use crate::engine::zram;
+use crate::engine::zram_device::ZramDevice;
 use crate::options::{Options, Set};
-use crate::run_dir::RunDir;
-use crate::zram_device::ZramDevice;
-use crate::{program_path, zram};
+use crate::programs::program_path;
+use crate::programs::run_dir::RunDir;
 
 /// Options of the `compare` benchmark.
 #[derive(Debug, Clone, clap::Args)]

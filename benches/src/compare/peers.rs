@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::Args;
-use crate::tool;
+use crate::programs::tool;
 
 /// Script that unpacks the peers. `sh` receives the text as an argument, so the script needs no
 /// file.
@@ -24,7 +24,6 @@ pub enum PeerVersion {
     Debian13,
 }
 
-/// The programs of the peers.
 pub struct Peers {
     tree: Option<Tree>,
     /// Note for the report if installed programs are used instead of the requested ones.
@@ -56,7 +55,6 @@ impl Peers {
         }
     }
 
-    /// Returns a command that runs the peers' program `name`.
     pub fn program(&self, name: &str) -> Command {
         let Some(tree) = &self.tree else { return Command::new(name) };
         let mut command = Command::new(&tree.loader);
@@ -91,7 +89,6 @@ impl Peers {
         tree.libraries.join(format!("nbdkit/{dir}/nbdkit-{name}-{kind}.so")).display().to_string()
     }
 
-    /// Returns the origin of the programs, for the report.
     pub fn origin(&self) -> String {
         match &self.tree {
             Some(tree) => format!(
@@ -110,7 +107,6 @@ impl Peers {
         }
     }
 
-    /// Returns the first line of a program's `--version` output.
     pub fn version(&self, name: &str) -> String {
         let version = self.shown(&tool::version(self.program(name)));
         // The version output of an unpacked program may contain its path.
@@ -143,7 +139,6 @@ impl Tree {
         Ok(Self { root, loader, libraries })
     }
 
-    /// Returns the loader command that precedes each program.
     fn loader_command(&self) -> String {
         format!("{} --library-path {}", self.loader.display(), self.libraries.display())
     }

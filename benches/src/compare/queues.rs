@@ -7,9 +7,9 @@ use freestone_report::Report;
 use super::groups::Bench;
 use super::machines::{self, DISKS, DiskResults, Member, Slice};
 use crate::data::Data;
-use crate::fio_nbd::{self, Amount, Direction};
 use crate::options::Set;
-use crate::virtio::{Load, Virtio};
+use crate::transport::fio_nbd::{self, Amount, Direction};
+use crate::transport::virtio::{Load, Virtio};
 
 const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 7;
@@ -37,7 +37,6 @@ impl Case {
     }
 }
 
-/// Measures all disks in turns and returns the report.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);

@@ -1,4 +1,4 @@
-//! Servers of the comparison, and the commands that start them.
+//! Servers of the comparison, the commands that start them, and the groups of equivalent ones.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use clap::ValueEnum;
 use rustix::fs::MemfdFlags;
 
 use super::peers::Peers;
-use crate::run_dir::{RunDir, ServerDir, fd_path};
-use crate::server_process::Server;
-use crate::tool;
+use crate::programs::run_dir::{RunDir, ServerDir, fd_path};
+use crate::programs::server_process::Server;
+use crate::programs::tool;
 
 /// A server under comparison, with one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,7 +56,6 @@ pub struct Running {
 }
 
 impl Side {
-    /// Returns the name of the server in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ram => "ram",
@@ -80,7 +80,6 @@ impl Side {
 }
 
 impl Starter<'_> {
-    /// Starts a server with a new device.
     pub fn start(&self, side: Side) -> Result<Running> {
         match side {
             // io_uring is not qemu-nbd's default, but uses the least CPU time. Some kernels do not
@@ -221,4 +220,68 @@ impl Starter<'_> {
 /// Formats a size, a multiple of 1 MiB, in the notation that all programs accept.
 fn mib(bytes: u64) -> String {
     format!("{}M", bytes >> 20)
+}
+
+/// Equivalent devices of Freestone and its peers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Group {
+    /// RAM disks: ram beside nbdkit memory and qemu-nbd on a file in tmpfs.
+    Memory,
+    /// Devices that discard writes: null beside nbdkit null and qemu-nbd null-co.
+    Null,
+    /// Overlays of an image: fork beside nbdkit cow and qemu-nbd on qcow2.
+    Overlay,
+}
+
+impl Group {
+    pub fn sides(self) -> &'static [Side] {
+        match self {
+            Self::Memory => &[
+                Side::Ram,
+                Side::RamZstd,
+                Side::RamStore,
+                Side::Sparse,
+                Side::Malloc,
+                Side::Zstd,
+                Side::Raw,
+                Side::Null,
+            ],
+            Self::Null => &[Side::Null, Side::NbdkitNull, Side::NullCo],
+            Self::Overlay => &[Side::Fork, Side::Cow, Side::Qcow2, Side::Null],
+        }
+    }
+
+    /// Returns the side that is compared with the upper bound, Freestone's with lz4. Returns None
+    /// for null devices, which use no codec.
+    pub fn bounded(self) -> Option<Side> {
+        match self {
+            Self::Memory => Some(Side::Ram),
+            Self::Overlay => Some(Side::Fork),
+            Self::Null => None,
+        }
+    }
+
+    /// Returns the pairs of a Freestone side and the peer that it is compared with.
+    pub fn pairs(self) -> &'static [(Side, Side)] {
+        match self {
+            Self::Memory => &[
+                (Side::Ram, Side::Sparse),
+                (Side::Ram, Side::Malloc),
+                (Side::Ram, Side::Zstd),
+                (Side::RamZstd, Side::Zstd),
+                (Side::Ram, Side::Raw),
+                (Side::RamStore, Side::Malloc),
+            ],
+            Self::Null => &[(Side::Null, Side::NbdkitNull), (Side::Null, Side::NullCo)],
+            Self::Overlay => &[(Side::Fork, Side::Cow), (Side::Fork, Side::Qcow2)],
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "compare: disks in memory over NBD",
+            Self::Null => "compare: null drives over NBD",
+            Self::Overlay => "compare: overlays of a raw image over NBD",
+        }
+    }
 }

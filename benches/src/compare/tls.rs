@@ -10,9 +10,9 @@ use freestone_testkit::certificates::{Authority, Usage};
 use super::groups::Bench;
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
-use crate::fio_nbd::Direction;
 use crate::options::Set;
-use crate::tls_client::{Client, Load};
+use crate::transport::fio_nbd::Direction;
+use crate::transport::tls_client::{Client, Load};
 
 const BYTES: u64 = 256 << 20;
 const ROUNDS: u32 = 9;
@@ -40,7 +40,6 @@ struct Slice {
     cpu_us: f64,
 }
 
-/// Measures all servers in turns and returns the report.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);

@@ -17,7 +17,7 @@ use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use super::{Bench, Image, family, wait_until_freed};
 use crate::data::{Data, Order, Random, page_at, whole_pages};
-use crate::machine;
+use crate::measure::machine;
 use crate::measure::{alternate, median, thread_clock};
 use crate::options::Set;
 

@@ -18,12 +18,9 @@ const BYTES: u64 = 256 << 20;
 /// Chunk size in bytes, as in the published experiment.
 pub const CHUNK_BYTES: u64 = 4096;
 
-/// Device to which the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WrittenDevice {
-    /// The origin of the snapshot.
     Origin,
-    /// The snapshot.
     Snapshot,
 }
 
@@ -87,12 +84,10 @@ fn null(bytes: u64) -> Result<Arc<dyn Device>> {
     Ok(Arc::new(Null::new(null::Config::plain(size, 4096))?))
 }
 
-/// Measures first writes to the origin.
 pub(super) fn origin(bench: &Bench) -> Result<Report> {
     run_table(bench, WrittenDevice::Origin, "forks: an origin on a device, first writes")
 }
 
-/// Measures first writes to the snapshot.
 pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
     run_table(bench, WrittenDevice::Snapshot, "forks: a snapshot on a device, first writes")
 }
@@ -125,7 +120,7 @@ fn run_table(bench: &Bench, written: WrittenDevice, name: &'static str) -> Resul
          worker n is on CPU n modulo {}. {what}; each slice has a new snapshot. Latency is that of one write, \
          including the clock.",
         pages.len() / PAGE_BYTES,
-        crate::machine::allowed_cpus()?.len()
+        crate::measure::machine::allowed_cpus()?.len()
     ))
     .note("For the kernel's locks: `cargo xtask bench reproduce 4`.")
     .rows(rows))

@@ -18,7 +18,7 @@ use hdrhistogram::Histogram;
 use super::tables::histogram;
 use super::{Bench, Image};
 use crate::data::{Data, Random, page_at};
-use crate::machine;
+use crate::measure::machine;
 use crate::measure::{median, thread_clock};
 use crate::options::Set;
 
@@ -46,7 +46,6 @@ const SETTLE: Duration = Duration::from_millis(200);
 /// The busy forks, and the state that their threads share with the measurement.
 struct BusyForks {
     forks: Vec<Ram>,
-    /// Pages per fork.
     pages: u64,
     content: IoBuf,
     /// True while the busy threads work.
@@ -132,7 +131,6 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
         .rows(rows))
 }
 
-/// Guard that ends the measurement on drop.
 struct EndGuard<'a>(&'a AtomicBool);
 
 impl Drop for EndGuard<'_> {
@@ -219,7 +217,6 @@ struct Speeds {
     cpu: Vec<f64>,
 }
 
-/// Measurements of the `density` part.
 struct DensityResult {
     fill_seconds: f64,
     fill: Histogram<u64>,

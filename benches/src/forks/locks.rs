@@ -30,7 +30,6 @@ enum Guards<'a> {
 }
 
 impl Locks {
-    /// Creates a single lock.
     pub fn one() -> Self {
         Self::One(Mutex::default())
     }

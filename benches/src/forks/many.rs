@@ -17,9 +17,9 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::{Bench, Image, family, wait_until_freed};
 use crate::data::fio_page;
-use crate::export::publish;
-use crate::machine::pss_bytes;
+use crate::measure::machine::pss_bytes;
 use crate::measure::median;
+use crate::transport::export::publish;
 
 /// Number of forks, by default. The values of a full run are those of the requirement; constants
 /// with `QUICK` are for a smoke run.
@@ -52,7 +52,6 @@ const FORK_KIB: f64 = 64.0;
 const PSS_SLACK_MIB: f64 = 1.0;
 const DESCRIPTORS_MIN: u64 = 4096;
 
-/// A base and the number of its forks.
 struct ForkSet {
     base: Arc<dyn Device>,
     base_bytes: u64,

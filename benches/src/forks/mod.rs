@@ -76,7 +76,6 @@ enum PartName {
     Thousand,
 }
 
-/// Options and directory that all parts share.
 struct Bench<'a> {
     args: &'a Args,
     options: &'a Options,

@@ -11,10 +11,10 @@ use freestone_report::{Report, Row, Summary, Target, Unit};
 use super::server::ServedDevice;
 use super::{Bench, Image};
 use crate::data::Data;
-use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 use crate::options::Set;
-use crate::server_process::Server;
-use crate::tool;
+use crate::programs::server_process::Server;
+use crate::programs::tool;
+use crate::transport::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 
 /// Default size of the base, in bytes.
 const BYTES: u64 = 1 << 30;
@@ -25,7 +25,6 @@ const CONNECTIONS: [u32; 2] = [1, 4];
 /// Largest server CPU time per write that meets the target, relative to the peers.
 const CPU_SHARE: f64 = 1.0 / 3.0;
 
-/// Server that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Fork,

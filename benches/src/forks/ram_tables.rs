@@ -19,7 +19,6 @@ use crate::options::Set;
 /// Default data size, in bytes.
 const BYTES: u64 = 256 << 20;
 
-/// Device to which the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WrittenDevice {
     Origin,
@@ -165,7 +164,7 @@ fn run_table(bench: &Bench, written: WrittenDevice, name: &'static str) -> Resul
         .note(format!(
             "Random 4 KiB writes, each page once. Each worker has its own pages and one write at a time; \
              worker n is on CPU n modulo {}. {what}. Latency is that of one write, including the clock.",
-            crate::machine::allowed_cpus()?.len()
+            crate::measure::machine::allowed_cpus()?.len()
         ))
         .note(
             "As it is: the library. Table and codec: the worker compresses the page and drops the object, then \

@@ -10,7 +10,7 @@ use freestone::null::{self, Null};
 use freestone::ram::ForkConfig;
 
 use super::{base_device, family};
-use crate::export::export;
+use crate::transport::export::export;
 
 /// Device and socket of the server.
 #[derive(Debug, Clone, clap::Args)]

@@ -12,11 +12,10 @@ use hdrhistogram::Histogram;
 
 use crate::data::Random;
 use crate::data::page_at;
-use crate::machine;
+use crate::measure::machine;
 
 /// Numbers of workers, as in the published experiment.
 pub const WORKERS: [usize; 4] = [1, 2, 4, 8];
-/// Default number of rounds.
 pub const ROUNDS: u32 = 11;
 /// Significant digits of recorded latencies. `LATENCY_NANOS_MAX`, one minute, is the largest
 /// recorded latency in nanoseconds.
@@ -25,7 +24,6 @@ const LATENCY_NANOS_MAX: u64 = 60_000_000_000;
 
 /// Variant of the measured device or of its locks.
 pub trait Variant {
-    /// Returns the name of the variant in the rows.
     fn name(&self) -> &'static str;
     /// Prepares a slice: afterwards, no page has been written since the snapshot. Returns one
     /// device per worker; workers may share a device.
@@ -39,13 +37,11 @@ pub trait Variant {
 /// Work in addition to a write. See [`Variant::extra_work`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtraWork {
-    /// No additional work.
     Nothing,
     /// Compresses the page and discards the result. The write itself stores a same-filled page.
     Codec,
 }
 
-/// Throughput and latency of one slice.
 pub struct Speed {
     /// Writes per second of all workers.
     pub per_second: f64,
@@ -138,9 +134,8 @@ pub fn slice(devices: &[Arc<dyn Device>], extra_work: ExtraWork, pages: &[u8], r
     })
 }
 
-/// Codec and page buffer of a worker.
 struct WorkerState {
-    codec: Option<crate::bare::LibraryCodec>,
+    codec: Option<crate::engine::bare::LibraryCodec>,
     pattern: Box<[u8; PAGE_BYTES]>,
 }
 
@@ -148,7 +143,7 @@ impl WorkerState {
     fn new(extra_work: ExtraWork) -> Result<Self> {
         let codec = match extra_work {
             ExtraWork::Nothing => None,
-            ExtraWork::Codec => Some(crate::bare::LibraryCodec::new()?),
+            ExtraWork::Codec => Some(crate::engine::bare::LibraryCodec::new()?),
         };
         Ok(Self { codec, pattern: Box::new([0x5A; PAGE_BYTES]) })
     }
@@ -157,7 +152,7 @@ impl WorkerState {
         let mut data = content;
         if let Some(codec) = &mut self.codec {
             let mut scratch = freestone::codec::Scratch::new();
-            std::hint::black_box(crate::bare::Codec::compress(codec, content, &mut scratch));
+            std::hint::black_box(crate::engine::bare::Codec::compress(codec, content, &mut scratch));
             // A different pattern for each page, so that the slot's word changes.
             let pattern = (page as u32).wrapping_mul(0x9E37_79B9) | 1;
             self.pattern.as_chunks_mut().0.fill(pattern.to_ne_bytes());

@@ -114,7 +114,6 @@ pub fn run(args: &Args) -> Result<Vec<Report>> {
     Ok(vec![report])
 }
 
-/// Comparison of instruction counts with the baseline.
 struct Judge<'a> {
     baseline: &'a Baseline,
     rise_max: f64,

@@ -17,12 +17,9 @@ use freestone::zone::{self, StateLocation, Zones};
 use super::server::{RequestKind, Transport};
 use crate::data::{Order, Random, fio_page};
 
-/// Number of pages of a disk.
 const PAGES: u32 = 4096;
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Size of a disk in bytes.
 pub const DISK_BYTES: u64 = PAGES as u64 * PAGE;
-/// Number of zones of the zoned device.
 const ZONES: u64 = 16;
 /// Number of counted requests. First writes and appends access each page once, so there are as many
 /// as pages.
@@ -83,7 +80,6 @@ impl HotPath {
         self.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
     }
 
-    /// Returns the description in the report.
     pub fn about(self) -> &'static str {
         match self {
             Self::RamRead => "read of a page in memory",
@@ -212,7 +208,6 @@ fn pages(content: Content) -> Result<IoBuf> {
     Ok(pages)
 }
 
-/// Returns a RAM disk filled with the pages.
 fn filled(pages: &[u8]) -> Result<Ram> {
     filled_with(Algorithm::Lz4, pages)
 }

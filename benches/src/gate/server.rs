@@ -16,19 +16,17 @@ use freestone_nbd::SHUTDOWN_GRACE;
 use freestone_vhost_user::{Export, Options};
 
 use crate::callgrind;
-use crate::export::export;
-use crate::fio_nbd::Direction;
-use crate::nbd_client::Client;
-use crate::virtio::{DEPTH_MAX, Load, Virtio};
+use crate::transport::export::export;
+use crate::transport::fio_nbd::Direction;
+use crate::transport::nbd_client::Client;
+use crate::transport::virtio::{DEPTH_MAX, Load, Virtio};
 
-/// Size of the export, in bytes.
 const EXPORT_BYTES: u64 = 1 << 30;
 /// Number of requests of the shorter of the two runs. The difference of the runs excludes start and
 /// end of the server.
 pub const FEW: u64 = 1000;
 /// Time limit until the server listens, under valgrind on a busy machine.
 const START_MAX: Duration = Duration::from_secs(60);
-/// Pause between two attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 /// Request type; each request is 4 KiB.

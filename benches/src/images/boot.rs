@@ -20,7 +20,6 @@ use crate::options::Options;
 
 const ROUNDS: u32 = 3;
 const ROUNDS_QUICK: u32 = 1;
-/// Number of reads in a smoke run.
 const READS_QUICK: usize = 100;
 const WITH_TRACE_MAX: f64 = 1.5;
 const WITHOUT_MAX: f64 = 4.0;

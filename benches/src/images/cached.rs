@@ -12,10 +12,10 @@ use freestone_report::{Report, Row, Summary, Target};
 
 use super::test_image::TestImage;
 use crate::data::Random;
-use crate::export::export;
-use crate::fio_nbd::{self, Amount, DEPTH, Direction, Load};
 use crate::measure::alternate;
 use crate::options::Options;
+use crate::transport::export::export;
+use crate::transport::fio_nbd::{self, Amount, DEPTH, Direction, Load};
 
 /// Longest read time that meets the target, relative to a fork over the local file.
 const SLOWER_MAX: f64 = 1.05;

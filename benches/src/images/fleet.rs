@@ -15,7 +15,7 @@ use super::servers::{Bench, Traffic};
 use super::test_image::TestImage;
 use crate::measure::median;
 use crate::options::Options;
-use crate::run_dir::RunDir;
+use crate::programs::run_dir::RunDir;
 
 const ROUNDS: u32 = 3;
 const ROUNDS_QUICK: u32 = 1;
@@ -222,7 +222,6 @@ fn compare_with_model(bench: &Bench<'_>, options: &Options) -> Result<(Report, [
     Ok((report, ahead))
 }
 
-/// Evaluates the model for a large fleet.
 fn large_fleet_report(bench: &Bench<'_>, ahead: [u64; 2]) -> Report {
     let facts = &bench.facts;
     let mut rows = Vec::new();

@@ -20,8 +20,8 @@ use clap::ValueEnum;
 use freestone_report::Report;
 
 use crate::options::{Options, Set};
-use crate::program_path;
-use crate::run_dir::RunDir;
+use crate::programs::program_path;
+use crate::programs::run_dir::RunDir;
 
 /// Options of the `images` benchmark.
 #[derive(Debug, Clone, clap::Args)]
@@ -58,7 +58,6 @@ enum PartName {
     Push,
 }
 
-/// Runs the selected parts.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let run_dir = RunDir::new(&options.data_dir, "images-")?;
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);

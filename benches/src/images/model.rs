@@ -57,16 +57,12 @@ impl Kind {
     }
 }
 
-/// Number of requests by kind.
 pub type RequestCounts = BTreeMap<Kind, u64>;
 
-/// Size of a fleet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fleet {
     pub hosts: u64,
-    /// Servers per host.
     pub servers: u64,
-    /// Forks per server.
     pub forks: u64,
 }
 

@@ -12,7 +12,6 @@ const TRACE: &str = include_str!("../../data/boot.trace");
 /// Longest pause of a smoke run.
 const PAUSE_QUICK: Duration = Duration::from_millis(1);
 
-/// A read of the guest.
 #[derive(Debug, Clone, Copy)]
 pub struct Read {
     pub offset: u64,

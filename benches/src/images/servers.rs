@@ -20,10 +20,10 @@ use super::remote::Remote;
 use super::replay::{Read, reads, replay};
 use super::requested_objects::RequestedObjects;
 use super::test_image::{TAG, TestImage, deadline, image, pushed_image};
-use crate::nbd_client::Client;
 use crate::options::Options;
-use crate::run_dir::{RunDir, ServerDir};
-use crate::server_process::{Server, WaitLimits};
+use crate::programs::run_dir::{RunDir, ServerDir};
+use crate::programs::server_process::{Server, WaitLimits};
+use crate::transport::nbd_client::Client;
 
 /// Time limit and poll interval for servers that start together on a busy machine.
 const READY: WaitLimits = WaitLimits { timeout: Duration::from_secs(120), pause: Duration::from_millis(2) };
@@ -32,16 +32,13 @@ const END_MAX: Duration = Duration::from_secs(60);
 const QUIET: Duration = Duration::from_millis(300);
 const QUIET_MAX: Duration = Duration::from_secs(60);
 
-/// A server process and the directory of its sockets.
 pub struct RunningServer {
     server_dir: ServerDir,
     server: Server,
 }
 
-/// Number of requests by method and key.
 type Requests = BTreeMap<(String, String), u64>;
 
-/// Traffic between the servers and the object store.
 pub struct Traffic {
     pub request_counts: RequestCounts,
     /// Largest number of times that any one chunk was fetched.
@@ -49,7 +46,6 @@ pub struct Traffic {
     pub bytes: u64,
 }
 
-/// Image, link and program that all starts share.
 pub struct Bench<'a> {
     pub test_image: &'a TestImage,
     pub remote: &'a Remote,
@@ -203,7 +199,6 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Returns the name of a fork.
 fn name(fork: u64) -> String {
     format!("vm-{fork}")
 }

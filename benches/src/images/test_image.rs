@@ -20,12 +20,11 @@ use tempfile::TempDir;
 
 use crate::data::Data;
 use crate::options::{Options, Set};
-use crate::run_dir::{RunDir, ServerDir};
+use crate::programs::run_dir::{RunDir, ServerDir};
 
 const BYTES: u64 = 2 << 30;
 /// Size limit of the cache in bytes, larger than everything that is pulled.
 const CACHE_BYTES: u64 = 64 << 30;
-/// Tag of the pushed image.
 pub const TAG: &str = "v1";
 
 /// Image file and image store that all parts share.
@@ -99,7 +98,6 @@ impl TestImage {
         self.server_dir.path().join("cache")
     }
 
-    /// Returns the path of a socket.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.server_dir.socket(name)
     }

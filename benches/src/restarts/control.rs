@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 /// Time limit for a reply, above the duration of every verb that the benchmark calls.
 const REPLY_WAIT_MAX: Duration = Duration::from_secs(600);
 
-/// A connection to the control socket.
 pub struct Control {
     stream: BufReader<UnixStream>,
     line: String,

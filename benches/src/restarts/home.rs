@@ -7,8 +7,8 @@ use anyhow::Result;
 
 use super::Bench;
 use super::control::Control;
-use crate::run_dir::ServerDir;
-use crate::server_process::Server;
+use crate::programs::run_dir::ServerDir;
+use crate::programs::server_process::Server;
 
 /// Directory of the server, and the program to start.
 pub struct Home {
@@ -21,22 +21,18 @@ impl Home {
         Ok(Self { server_dir: bench.run_dir.server()?, freestone: bench.freestone.clone() })
     }
 
-    /// Returns the path of a file in the directory.
     pub fn file(&self, name: &str) -> PathBuf {
         self.server_dir.image(name)
     }
 
-    /// Returns the path of a socket in the directory.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.server_dir.socket(name)
     }
 
-    /// Returns the state directory.
     pub fn state(&self) -> PathBuf {
         self.file("state")
     }
 
-    /// Returns the NBD socket of the server.
     pub fn nbd_socket(&self) -> PathBuf {
         self.socket("nbd")
     }
@@ -71,7 +67,6 @@ impl Home {
     }
 }
 
-/// Returns the address of a Unix socket.
 pub fn unix(socket: &Path) -> String {
     format!("unix:{}", socket.display())
 }

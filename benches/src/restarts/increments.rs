@@ -6,10 +6,10 @@ use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 
 use super::Bench;
 use super::saved_disk::SavedDisk;
-use crate::bare::Store;
 use crate::data::Random;
+use crate::engine::bare::Store;
 use crate::measure::median;
-use crate::nbd_client::Client;
+use crate::transport::nbd_client::Client;
 
 const ROUNDS: u32 = 3;
 const ROUNDS_QUICK: u32 = 1;

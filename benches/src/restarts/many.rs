@@ -11,8 +11,8 @@ use serde_json::json;
 use super::Bench;
 use super::control::Control;
 use super::home::{Home, unix};
-use crate::nbd_client::Client;
-use crate::server_process::{Server, WaitLimits};
+use crate::programs::server_process::{Server, WaitLimits};
+use crate::transport::nbd_client::Client;
 
 const FORKS: u32 = 10_000;
 const FORKS_QUICK: u32 = 100;

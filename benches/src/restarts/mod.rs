@@ -19,8 +19,8 @@ use freestone_report::Report;
 
 use self::saved_disk::SavedDisk;
 use crate::options::{Options, Set};
-use crate::program_path;
-use crate::run_dir::RunDir;
+use crate::programs::program_path;
+use crate::programs::run_dir::RunDir;
 
 /// Options of the `restarts` benchmark.
 #[derive(Debug, Clone, clap::Args)]
@@ -52,7 +52,6 @@ enum PartName {
     Writes,
 }
 
-/// Options, directory and program that all parts share.
 struct Bench<'a> {
     args: &'a Args,
     options: &'a Options,

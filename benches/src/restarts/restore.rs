@@ -15,8 +15,8 @@ use super::Bench;
 use super::saved_disk::{self, SavedDisk};
 use crate::data::Random;
 use crate::measure::median;
-use crate::nbd_client::Client;
-use crate::server_process::{Server, WaitLimits};
+use crate::programs::server_process::{Server, WaitLimits};
+use crate::transport::nbd_client::Client;
 
 const ROUNDS: u32 = 7;
 const ROUNDS_QUICK: u32 = 2;

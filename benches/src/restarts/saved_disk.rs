@@ -12,9 +12,9 @@ use super::Bench;
 use super::control::Control;
 use super::home::Home;
 use crate::data::Data;
-use crate::nbd_client::Client;
 use crate::options::Set;
-use crate::server_process::{Server, WaitLimits};
+use crate::programs::server_process::{Server, WaitLimits};
+use crate::transport::nbd_client::Client;
 
 /// Default size of the disk, in bytes.
 const BYTES: u64 = 2 << 30;
@@ -24,7 +24,6 @@ const FILL_BYTES: usize = 1 << 20;
 const DONE: WaitLimits = WaitLimits { timeout: Duration::from_secs(600), pause: Duration::from_millis(100) };
 /// Time limit for loading, with a shorter interval for checks in /proc.
 const LOADED: WaitLimits = WaitLimits { timeout: DONE.timeout, pause: Duration::from_millis(5) };
-/// Name of the disk.
 const NAME: &str = "disk";
 
 /// The saved disk. No server is running.
@@ -58,7 +57,6 @@ impl SavedDisk {
         Ok(Self { home, data, pages: bytes / PAGE_BYTES as u64, save_time })
     }
 
-    /// Returns the size of the disk in bytes.
     pub fn bytes(&self) -> u64 {
         self.pages * PAGE_BYTES as u64
     }
@@ -104,7 +102,6 @@ pub fn wait_until_loaded(server: &mut Server, control: &mut Control) -> Result<(
     })?
 }
 
-/// Returns true if a server has a loader thread.
 fn has_loader(pid: u32) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     let mut names = threads.filter_map(|entry| std::fs::read_to_string(entry.ok()?.path().join("comm")).ok());

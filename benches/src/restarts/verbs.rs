@@ -25,7 +25,6 @@ const LINE_BYTES: usize = 256;
 /// Target for the additional time with a state directory, in milliseconds.
 const COST_MAX_MS: f64 = 1.0;
 
-/// Operation that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Stateful,

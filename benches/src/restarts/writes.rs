@@ -14,7 +14,7 @@ use super::Bench;
 use super::saved_disk::SavedDisk;
 use crate::data::{Order, Random};
 use crate::measure::median;
-use crate::nbd_client::Client;
+use crate::transport::nbd_client::Client;
 
 const SAVES: u32 = 21;
 const SAVES_QUICK: u32 = 3;

@@ -15,7 +15,7 @@ use freestone::ram::{Config, IdleSelection, Ram, Writeback};
 
 use super::fio::{self, Job};
 use crate::data::Data;
-use crate::process::{ResourceUsage, UsageMeter};
+use crate::measure::process::{ResourceUsage, UsageMeter};
 
 const COPY_PAGES: u64 = 256;
 /// Time limit for the previous disk to close the file.
@@ -27,7 +27,6 @@ pub struct BackingFile {
     bytes: u64,
 }
 
-/// Layout of pages on the backing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     /// Compressed objects without padding (`compressed_writeback=1`).
@@ -36,13 +35,10 @@ pub enum Layout {
     Plain,
 }
 
-/// Result of writing back a whole disk.
 pub struct WritebackResult {
-    /// Pages that were written back.
     pub pages: u64,
     /// Bytes that were written, by the disk's own count.
     pub bytes: u64,
-    /// Resources used.
     pub spent: ResourceUsage,
 }
 
@@ -82,7 +78,6 @@ impl BackingFile {
         Ok(metadata.blocks() * 512 >= self.bytes)
     }
 
-    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }

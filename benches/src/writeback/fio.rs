@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::tool;
+use crate::programs::tool;
 
 /// A run of one fio job, with `O_DIRECT` and `io_uring`.
 pub struct Job<'a> {
@@ -16,12 +16,10 @@ pub struct Job<'a> {
     depth: u32,
     /// Size of the accessed range at the start of the file, in bytes.
     bytes: u64,
-    /// Bytes to transfer.
     io_bytes: u64,
     seed: u64,
 }
 
-/// Result of a job.
 pub struct Speed {
     pub bytes_per_second: f64,
     pub operations_per_second: f64,
@@ -41,7 +39,6 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Runs a job to its end.
 pub fn run(job: &Job) -> Result<Speed> {
     let Job { path, rw, block, depth, bytes, io_bytes, seed } = job;
     // A colon separates file names in fio's option.

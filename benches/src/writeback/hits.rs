@@ -12,9 +12,9 @@ use freestone_report::{Row, Summary, Target, Unit, mib};
 
 use super::backing::{self, BackingFile, Layout};
 use super::{Bench, Part};
-use crate::bare::same_filled;
 use crate::data::Data;
-use crate::zipf::{Lru, Zipf};
+use crate::data::zipf::{Lru, Zipf};
+use crate::engine::bare::same_filled;
 
 const THETA: f64 = 1.1;
 const SEED: u64 = 20;
@@ -70,7 +70,6 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     Ok(Part { notes, rows })
 }
 
-/// Compressed sizes of the pages.
 struct Sizes {
     /// Sum of the compressed sizes in bytes, not rounded.
     stored: u64,

@@ -47,7 +47,6 @@ enum PartName {
     Recompress,
 }
 
-/// Notes and rows of a part of the benchmark.
 struct Part {
     notes: Vec<String>,
     rows: Vec<Row>,
@@ -59,14 +58,12 @@ impl Part {
     }
 }
 
-/// Data, directory and options that all parts share.
 struct Bench<'a> {
     data: Data,
     dir: PathBuf,
     options: &'a Options,
 }
 
-/// Runs the selected parts on every data set.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let sets = options.sets(&[Set::Fio, Set::Real]);
     sets.into_iter().map(|set| run_set(set, args, options)).collect()

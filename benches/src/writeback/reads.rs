@@ -13,10 +13,10 @@ use freestone_report::{Row, Summary, Target, Unit};
 use super::backing::{self, BackingFile, Layout};
 use super::fio::{self, Job, Speed};
 use super::{Bench, Part};
-use crate::bare::same_filled;
 use crate::data::{Data, Random};
+use crate::engine::bare::same_filled;
 use crate::measure::median;
-use crate::process::{ResourceUsage, UsageMeter};
+use crate::measure::process::{ResourceUsage, UsageMeter};
 
 const ROUNDS: u32 = 7;
 const DEPTH: usize = 32;
@@ -29,7 +29,6 @@ const CHECKED_READS: usize = 1024;
 /// last, the disk has read it ahead; with few pages that happens often.
 const INLINE_SHARE_MAX: f64 = 0.1;
 
-/// Result of a round on the RAM disk.
 struct Round {
     /// Number of reads that had to wait for the disk.
     reads: usize,

@@ -11,7 +11,7 @@ use freestone_report::{Row, Summary, mib};
 
 use super::{Bench, Part, backing};
 use crate::data::Data;
-use crate::process::{Cpu, UsageMeter};
+use crate::measure::process::{Cpu, UsageMeter};
 
 /// Idle time after which automatic recompression compresses a page again.
 const IDLE: Duration = Duration::from_secs(1);

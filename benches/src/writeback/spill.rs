@@ -8,8 +8,8 @@ use freestone_report::{Row, Summary, Target, Unit, mib};
 use super::backing::{self, BackingFile, Layout, WritebackResult};
 use super::fio::{self, Job, Speed};
 use super::{Bench, Part};
-use crate::bare::{Census, LibraryCodec, Store};
-use crate::codec::bare_reads;
+use crate::engine::bare::{Census, LibraryCodec, Store};
+use crate::engine::codec::bare_reads;
 use crate::measure::thread_clock;
 
 const ROUNDS: u32 = 5;
@@ -41,7 +41,6 @@ enum Side {
 const SIDES: [Side; 6] =
     [Side::Packed, Side::Fio, Side::Old, Side::Plain, Side::PackedSparse, Side::FioSparse];
 
-/// Results by round.
 #[derive(Default)]
 struct Rounds {
     packed: Vec<WritebackResult>,

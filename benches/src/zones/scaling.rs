@@ -20,7 +20,7 @@ use freestone::zone::{self, StateLocation, Zones};
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use crate::data::Random;
-use crate::machine;
+use crate::measure::machine;
 use crate::measure::median;
 use crate::options::Options;
 
@@ -28,7 +28,6 @@ use crate::options::Options;
 pub const THREADS: [usize; 4] = [1, 2, 4, 8];
 /// Number of threads in the comparison with one device per thread.
 pub const THREADS_APART: usize = 2;
-/// Number of zones per device.
 pub const ZONES: u64 = 64;
 /// Length of a zone without backing, in bytes. With memory backing, the length is `--size` divided
 /// by the number of zones.
@@ -53,7 +52,6 @@ pub struct Side {
 
 /// Locks held around a call, in addition to the device's own locks.
 pub enum Locks {
-    /// No lock.
     None,
     /// A single lock, around every call.
     One(Mutex<()>),
@@ -62,7 +60,6 @@ pub enum Locks {
 }
 
 impl Locks {
-    /// Creates a single lock.
     pub fn one() -> Self {
         Self::One(Mutex::default())
     }
@@ -74,7 +71,6 @@ impl Locks {
 }
 
 impl Side {
-    /// Creates a side with `devices` equal devices.
     pub fn new(name: &'static str, devices: usize, locks: Locks, shape: Shape) -> Result<Self> {
         let devices = (0..devices).map(|_| device(shape)).collect::<Result<Vec<_>>>()?;
         Ok(Self { name, devices, locks })
@@ -86,7 +82,6 @@ const OURS: usize = 0;
 const ONE_LOCK: usize = 1;
 const APART: usize = 2;
 
-/// Operations of the threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Load {
     /// Reads at random offsets.
@@ -95,10 +90,8 @@ pub enum Load {
     Writes,
 }
 
-/// Parameters of a zoned device.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// Length of a zone in bytes.
     pub zone_bytes: u64,
     /// If true, the device stores data in memory.
     pub memory: bool,
@@ -106,7 +99,6 @@ pub struct Shape {
     pub limits: bool,
 }
 
-/// Returns a report for each backing.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     [false, true].into_iter().map(|memory| run_backing(memory, options)).collect()
 }
@@ -255,7 +247,6 @@ pub fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Durati
     })
 }
 
-/// State of a reading or writing thread.
 struct Worker<'a> {
     device: &'a Zones,
     locks: &'a Locks,

@@ -1,17 +1,22 @@
 //! Command line of the program, without the options of the subcommands.
 
 use clap::{ArgAction, Parser, Subcommand};
+use freestone_server::verbs::content::{
+    block_state, compact, delta, idle, pull, push, recompress, restore, save, trace, writeback,
+};
+use freestone_server::verbs::devices::{
+    apply, create, dump, fork, get, merge, publish, remove, reset, rewind, set, snapshot, unpublish,
+};
+use freestone_server::verbs::drives::{mark, power_cut, release, zones};
+use freestone_server::verbs::jobs::{cancel, jobs};
+use freestone_server::verbs::status::list;
 
+use crate::client::Call;
+use crate::client::long::LongCall;
 use crate::help::examples;
 use crate::mounts::{mount, umount};
 use crate::serve::ServeArgs;
-use crate::ublk_owner;
-use crate::verbs::long::LongCall;
-use crate::verbs::{
-    Call, apply, block_state, cancel, compact, create, delta, dump, fork, get, idle, images, jobs, list,
-    mark, merge, power_cut, prune, publish, pull, push, recompress, release, remove, reset, restore, rewind,
-    save, set, shutdown, snapshot, stat, top, trace, unpublish, wait, writeback, zones,
-};
+use crate::verbs::{images, prune, shutdown, stat, top, ublk_owner, wait};
 
 /// Display order of global options in the help: after the options of the subcommand.
 const LAST: usize = 900;
@@ -71,7 +76,7 @@ pub enum Command {
     Merge(LongCall<merge::Params>),
     /// Show, export (qcow2) or apply the changes of a fork or snapshot
     #[command(subcommand, after_help = examples::DELTA)]
-    Delta(delta::Line),
+    Delta(DeltaCommand),
     /// Save ram devices, forks and snapshots to a file
     #[command(after_help = examples::SAVE)]
     Save(LongCall<save::Line>),
@@ -159,4 +164,15 @@ pub enum Command {
     /// Print owner and group of a ublk device, for udev rules
     #[command(after_help = examples::UBLK_OWNER)]
     UblkOwner(ublk_owner::Line),
+}
+
+/// The subcommands of `delta`.
+#[derive(Debug, Subcommand)]
+pub enum DeltaCommand {
+    /// List the changes of a fork or snapshot
+    Show(Call<delta::Name>),
+    /// Write the changes to a qcow2 overlay on the base
+    Save(LongCall<delta::NameAndFile>),
+    /// Write the changes of an overlay to a fork of the same base
+    Apply(LongCall<delta::ApplyParams>),
 }

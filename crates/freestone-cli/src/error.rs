@@ -3,17 +3,13 @@
 use std::env;
 use std::io::{self, Write as _};
 
+use freestone_control::protocol::RpcError;
+use freestone_server::usage::Usage;
 use freestone_spec::refusal::Errno;
 use serde_json::json;
 use thiserror::Error;
 
-use crate::control::protocol::RpcError;
 use crate::output;
-
-/// An invalid command line or configuration. The exit status is 2, as for clap's own errors.
-#[derive(Debug, Error)]
-#[error("{0}")]
-pub struct Usage(pub String);
 
 /// A failed write to standard output.
 #[derive(Debug, Error)]

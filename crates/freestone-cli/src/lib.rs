@@ -1,60 +1,17 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
-mod access;
-mod allow;
-mod announce;
-mod apply;
-mod claims;
 mod cli;
-mod control;
-mod declarations;
-mod declared;
-mod defaults;
-mod device_shutdown;
+mod client;
 mod error;
-mod events;
-mod export;
-mod export_limits;
-mod export_retry;
-mod export_spec;
-mod exports;
-mod exposure;
-mod handshake;
 mod help;
-mod http;
-#[doc(hidden)]
-pub mod inputs;
-mod job;
-mod loop_check;
-mod metrics;
 mod mounts;
 mod output;
-mod output_buffer;
-mod page;
-mod paths;
-mod pending_devices;
-mod process;
-mod recording;
-mod records;
 #[doc(hidden)]
 pub mod reference;
-mod reload;
-mod restoring;
-mod saves;
 mod serve;
-mod service;
-mod single;
-mod standalone_export;
-mod standby;
-mod start;
-mod state_args;
-mod supervisor;
-mod template;
-mod tls;
-mod ublk_owner;
 mod verbs;
-mod withheld;
 
+#[doc(hidden)]
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal as _};
@@ -63,16 +20,18 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{CommandFactory as _, FromArgMatches as _};
 use freestone::device::{REQUEST_SPANS, span_requests};
+use freestone_server::verbs::{content, devices, drives, jobs, status};
 use freestone_spec::aliases;
 use tracing::Level;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::prelude::*;
 
-use cli::{Cli, Command};
-use verbs::long::{LongCall, ask_long};
-use verbs::names::{CallMode, Order, ask_each};
-use verbs::{Call, ask, ask_in_parts, delta};
+use cli::{Cli, Command, DeltaCommand};
+use client::long::{LongCall, ask_long};
+use client::names::{CallMode, Order, ask_each};
+use client::{Call, ask, ask_in_parts};
+pub use freestone_server::inputs;
 
 /// Runs the program: parses the command line, runs the subcommand, and returns the exit status.
 pub fn main() -> ExitCode {
@@ -87,7 +46,7 @@ pub fn main() -> ExitCode {
     for (former, present) in renamed {
         tracing::warn!("{former}: is deprecated, use {present}");
     }
-    if let Err(error) = process::survive_file_size_limit() {
+    if let Err(error) = serve::survive_file_size_limit() {
         tracing::warn!("cannot handle SIGXFSZ, so the file size limit would end the program: {error}");
     }
     let code = match run(cli.command) {
@@ -141,18 +100,18 @@ pub fn device_help() -> String {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Serve(args) => return serve::serve(&args),
-        Command::UblkOwner(line) => return ublk_owner::print_owner(&line),
+        Command::UblkOwner(line) => return verbs::ublk_owner::print_owner(&line),
         Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
         Command::Shutdown(call) => verbs::shutdown::ask(&call.args, &call.common),
-        Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
+        Command::List(call) => ask::<status::list::List>(&call.args, &call.common),
         Command::Stat(call) => return verbs::stat::ask(&call.args, &call.common),
         Command::Top(call) => verbs::top::ask(&call.args, &call.common),
-        Command::Get(call) => ask::<verbs::get::Get>(&call.args.with_present_name(), &call.common),
-        Command::Set(call) => ask::<verbs::set::Set>(&call.args.try_into()?, &call.common),
-        Command::Create(call) => ask::<verbs::create::Create>(&call.args.checked()?, &call.common),
+        Command::Get(call) => ask::<devices::get::Get>(&call.args.with_present_name(), &call.common),
+        Command::Set(call) => ask::<devices::set::Set>(&call.args.try_into()?, &call.common),
+        Command::Create(call) => ask::<devices::create::Create>(&call.args.checked()?, &call.common),
         Command::Remove(LongCall { args, long, common }) => {
             let of = |name: &str| args.of(name);
-            return ask_each::<verbs::remove::Remove>(
+            return ask_each::<devices::remove::Remove>(
                 &args.names,
                 Order::LastFirst,
                 of,
@@ -163,69 +122,69 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Reset(Call { args, common }) => {
             let of = |name: &str| args.of(name);
             let manner = CallMode::CallWrapper(mounts::remount::around);
-            return ask_each::<verbs::reset::Reset>(&args.names, Order::Named, of, manner, &common);
+            return ask_each::<devices::reset::Reset>(&args.names, Order::Named, of, manner, &common);
         }
         Command::Compact(LongCall { args, long, common }) => {
-            return ask_long::<verbs::compact::Compact>(&args, &long, &common);
+            return ask_long::<content::compact::Compact>(&args, &long, &common);
         }
-        Command::Idle(call) => ask::<verbs::idle::Idle>(&call.args, &call.common),
+        Command::Idle(call) => ask::<content::idle::Idle>(&call.args, &call.common),
         Command::Writeback(LongCall { args, long, common }) => {
-            return ask_long::<verbs::writeback::Writeback>(&args.try_into()?, &long, &common);
+            return ask_long::<content::writeback::Writeback>(&args.try_into()?, &long, &common);
         }
         Command::Recompress(LongCall { args, long, common }) => {
-            return ask_long::<verbs::recompress::Recompress>(&args.try_into()?, &long, &common);
+            return ask_long::<content::recompress::Recompress>(&args.try_into()?, &long, &common);
         }
         Command::Push(LongCall { args, long, common }) => {
             if args.is_local() {
                 return verbs::push_here::push_here(args, &long, &common);
             }
-            return ask_long::<verbs::push::Push>(&args.try_into()?, &long, &common);
+            return ask_long::<content::push::Push>(&args.try_into()?, &long, &common);
         }
         Command::Pull(LongCall { args, long, common }) => {
-            return ask_long::<verbs::pull::Pull>(&args.try_into()?, &long, &common);
+            return ask_long::<content::pull::Pull>(&args.try_into()?, &long, &common);
         }
-        Command::Trace(call) => ask::<verbs::trace::Trace>(&call.args, &call.common),
+        Command::Trace(call) => ask::<content::trace::Trace>(&call.args, &call.common),
         Command::Images(line) => verbs::images::images(&line),
         Command::Prune(line) => return verbs::prune::prune(&line),
-        Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
-        Command::Fork(call) => ask::<verbs::fork::Fork>(&call.args.try_into()?, &call.common),
-        Command::Snapshot(call) => ask::<verbs::snapshot::Snapshot>(&call.args.try_into()?, &call.common),
+        Command::Publish(call) => ask::<devices::publish::Publish>(&call.args.checked()?, &call.common),
+        Command::Fork(call) => ask::<devices::fork::Fork>(&call.args.try_into()?, &call.common),
+        Command::Snapshot(call) => ask::<devices::snapshot::Snapshot>(&call.args.try_into()?, &call.common),
         Command::Merge(LongCall { args, long, common }) => {
-            return ask_long::<verbs::merge::Merge>(&args.checked()?, &long, &common);
+            return ask_long::<devices::merge::Merge>(&args.checked()?, &long, &common);
         }
-        Command::Delta(delta::Line::Show(call)) => ask::<delta::Show>(&call.args, &call.common),
-        Command::Delta(delta::Line::Save(LongCall { args, long, common })) => {
-            return ask_long::<delta::Save>(&args.checked()?, &long, &common);
+        Command::Delta(DeltaCommand::Show(call)) => ask::<content::delta::Show>(&call.args, &call.common),
+        Command::Delta(DeltaCommand::Save(LongCall { args, long, common })) => {
+            return ask_long::<content::delta::Save>(&args.checked()?, &long, &common);
         }
-        Command::Delta(delta::Line::Apply(LongCall { args, long, common })) => {
-            return ask_long::<delta::Apply>(&args.checked()?, &long, &common);
+        Command::Delta(DeltaCommand::Apply(LongCall { args, long, common })) => {
+            return ask_long::<content::delta::Apply>(&args.checked()?, &long, &common);
         }
         Command::Save(LongCall { args, long, common }) => {
-            return ask_long::<verbs::save::Save>(&args.try_into()?, &long, &common);
+            return ask_long::<content::save::Save>(&args.try_into()?, &long, &common);
         }
         Command::Restore(LongCall { args, long, common }) => {
-            return ask_long::<verbs::restore::Restore>(&args.try_into()?, &long, &common);
+            return ask_long::<content::restore::Restore>(&args.try_into()?, &long, &common);
         }
-        Command::Jobs(call) => ask::<verbs::jobs::AllJobs>(&call.args.into(), &call.common),
-        Command::Dump(call) => ask::<verbs::dump::Dump>(&call.args, &call.common),
-        Command::Apply(call) => ask::<verbs::apply::Apply>(&call.args.checked()?, &call.common),
-        Command::Cancel(call) => ask::<verbs::cancel::Cancel>(&call.args.into(), &call.common),
+        Command::Jobs(call) => ask::<jobs::jobs::AllJobs>(&call.args.into(), &call.common),
+        Command::Dump(call) => ask::<devices::dump::Dump>(&call.args, &call.common),
+        Command::Apply(call) => ask::<devices::apply::Apply>(&call.args.checked()?, &call.common),
+        Command::Cancel(call) => ask::<jobs::cancel::Cancel>(&call.args.into(), &call.common),
         Command::Rewind(Call { args, common }) => {
             let of = |name: &str| args.of(name);
             let manner = CallMode::CallWrapper(mounts::remount::around);
-            return ask_each::<verbs::rewind::Rewind>(&args.names, Order::Named, of, manner, &common);
+            return ask_each::<devices::rewind::Rewind>(&args.names, Order::Named, of, manner, &common);
         }
         Command::BlockState(call) => {
-            let next = verbs::block_state::Params::next;
-            ask_in_parts::<verbs::block_state::BlockState>(call.args, next, &call.common)
+            let next = content::block_state::Params::next;
+            ask_in_parts::<content::block_state::BlockState>(call.args, next, &call.common)
         }
-        Command::Zones(call) => ask::<verbs::zones::Zones>(&call.args, &call.common),
-        Command::PowerCut(call) => ask::<verbs::power_cut::PowerCut>(&call.args, &call.common),
-        Command::Mark(call) => ask::<verbs::mark::Mark>(&call.args, &call.common),
-        Command::Release(call) => ask::<verbs::release::Release>(&call.args, &call.common),
+        Command::Zones(call) => ask::<drives::zones::Zones>(&call.args, &call.common),
+        Command::PowerCut(call) => ask::<drives::power_cut::PowerCut>(&call.args, &call.common),
+        Command::Mark(call) => ask::<drives::mark::Mark>(&call.args, &call.common),
+        Command::Release(call) => ask::<drives::release::Release>(&call.args, &call.common),
         Command::Mount(call) => mounts::mount::ask(&call.args, &call.common),
         Command::Umount(call) => return mounts::umount::ask(&call.args, &call.common),
-        Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
+        Command::Unpublish(call) => ask::<devices::unpublish::Unpublish>(&call.args, &call.common),
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -22,11 +22,5 @@ pub mod zone;
 #[cfg(loom)]
 mod zone {
     //! The parts of the zone layer that loom models check: locks, conditions and resources.
-    mod layout;
-    mod resources;
-    mod states;
-    mod word;
-
-    #[cfg(test)]
-    mod models;
+    mod table;
 }

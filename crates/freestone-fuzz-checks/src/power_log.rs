@@ -31,7 +31,6 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// Builds the log file from an input.
 fn build(options: u8, input: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0; HEAD];
     let (head, entries) = input.split_at(HEAD.min(input.len()));
@@ -62,7 +61,6 @@ fn build(options: u8, input: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// An entry found by the reference parser.
 struct ReferenceEntry {
     offset: u64,
     len: u64,

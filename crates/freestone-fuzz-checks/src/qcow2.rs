@@ -22,7 +22,6 @@ const SECTOR: u64 = 512;
 const LOOK_BYTES: u64 = 24 << 10;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// Reference parser of a qcow2 image.
 struct ReferenceImage<'a> {
     bytes: &'a [u8],
     cluster: u64,

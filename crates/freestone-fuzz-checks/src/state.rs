@@ -169,7 +169,6 @@ fn parse_line(line: &[u8]) -> Option<Value> {
     fits.then_some(value)
 }
 
-/// Returns the keys of a JSON object, sorted.
 fn keys(value: &Value) -> Vec<&str> {
     let mut keys: Vec<&str> = value.as_object().into_iter().flatten().map(|(key, _)| key.as_str()).collect();
     keys.sort_unstable();

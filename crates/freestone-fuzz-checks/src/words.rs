@@ -6,7 +6,8 @@
 
 use std::fmt::Write as _;
 
-use freestone_spec::check_input::{ParsedDevice, config_file, device_words};
+use freestone_cli::inputs::config_file;
+use freestone_spec::check_input::{ParsedDevice, device_words};
 
 /// Asserts that an error is one line. An error may quote the input, so several lines are allowed if the input
 /// has line breaks or TOML escapes of line breaks.

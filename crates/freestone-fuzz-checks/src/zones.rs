@@ -56,7 +56,6 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// Returns the correct checksum of a copy of the group.
 fn checksum(bytes: &[u8], at: usize) -> u64 {
     xxh3_64_with_seed(&bytes[at + 16..at + 4096], word(bytes, 56) ^ word(bytes, at).rotate_left(32))
 }

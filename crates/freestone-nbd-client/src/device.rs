@@ -18,12 +18,12 @@ use freestone_nbd_proto::TransmissionFlags;
 use crate::config::{Config, MAX_CONNECTIONS, MAX_TIMEOUT, MIN_TIMEOUT};
 use crate::connection::{Connection, Connector};
 use crate::error::{LinkError, SetupError};
-use crate::job::Job;
+use crate::link::tls::TlsSettings;
+use crate::link::wake::Waker;
+use crate::requests::job::Job;
+use crate::requests::status::{MAX_QUERY_BYTES, rows};
 use crate::shared::Shared;
-use crate::status::{MAX_QUERY_BYTES, rows};
-use crate::tls::TlsSettings;
 use crate::uri::Uri;
-use crate::wake::Waker;
 
 /// Maximum time that dropping a device waits for its threads. A thread in a name lookup cannot be
 /// interrupted and ends later.

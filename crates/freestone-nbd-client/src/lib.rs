@@ -23,23 +23,11 @@
 mod config;
 mod connection;
 mod device;
-mod durability;
 mod error;
-mod export_info;
-mod handshake;
-mod job;
 mod link;
-mod outgoing;
-mod ranges;
-mod receive;
+mod requests;
 mod shared;
-mod socket;
-mod state;
-mod status;
-mod table;
-mod tls;
 mod uri;
-mod wake;
 
 pub use config::{
     Config, DEFAULT_CONNECTIONS, DEFAULT_TIMEOUT, MAX_CONNECTIONS, MAX_TIMEOUT, MIN_TIMEOUT, TlsFiles,

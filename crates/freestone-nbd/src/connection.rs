@@ -8,10 +8,10 @@ use rustix::net::{RecvFlags, Shutdown, shutdown};
 
 use crate::handshake::{Handshake, HandshakeError};
 use crate::link::Link;
-use crate::receive::{Timeouts, receive_into};
 use crate::session::Session;
 use crate::shared::ServerShared;
-use crate::template::EndCallback;
+use crate::shared::template::EndCallback;
+use crate::stream::receive::{Timeouts, receive_into};
 
 /// Longest time for which input is discarded before the socket closes, so that the client can read the last
 /// replies.

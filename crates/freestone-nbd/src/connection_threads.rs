@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use rustix::net::getpeername;
 use rustix::thread::set_name;
 
-use crate::acceptor::describe_peer;
+use crate::accept::acceptor::describe_peer;
 use crate::address::Address;
 use crate::connection;
 use crate::link::Link;

@@ -16,64 +16,40 @@
 //!
 //! Not implemented: resizing and the oldstyle handshake.
 
-mod acceptor;
+mod accept;
 mod address;
-mod buffers;
-mod connect_rate;
 mod connection;
 mod connection_threads;
-mod contexts;
-mod errno;
-mod export;
-mod flight;
 mod handshake;
-mod headers;
-mod idle_threads;
-mod input;
 mod limits;
 mod link;
-mod listen;
-mod partial_progress;
-mod partial_request;
-mod pending_handshakes;
-mod receive;
-mod replies;
-mod reply;
-mod request;
 mod server;
 mod session;
 mod shared;
-mod stall;
-mod starttls;
 mod stats;
-mod status;
-mod sweep;
-mod sweeps;
-mod tables;
-mod template;
-mod tls;
-mod tls_receive;
-mod worker_offload;
+mod stream;
+mod wire;
 
 use freestone_nbd_proto as proto;
 
+pub use accept::listen::{ListenError, MAX_SOCKET_PATH_BYTES};
 pub use address::{Address, AddressError};
-pub use export::{Client, ExportInfo, ExportOptions, TemplateOptions, Visibility};
-pub use flight::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
 pub use freestone_core::allow::{AllowEntry, AllowList, Denials, MAX_ALLOWED, NetworkError};
 pub use freestone_core::unix_socket::Access;
 pub use freestone_core::workers::Workers;
 pub use handshake::{MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES};
-pub use input::RECEIVE_BUFFER_BYTES;
-pub use limits::{Limits, MAX_HANDSHAKE_BYTES, MIN_HANDSHAKE_BYTES, SHUTDOWN_GRACE};
-pub use listen::{ListenError, MAX_SOCKET_PATH_BYTES};
+pub use limits::{
+    Limits, MAX_HANDSHAKE_BYTES, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, MIN_HANDSHAKE_BYTES, SHUTDOWN_GRACE,
+};
 pub use proto::{MAX_PAYLOAD_BYTES, MAX_STRING_BYTES};
-pub use replies::REPLY_BUFFER_BYTES;
 pub use server::Server;
 pub use session::CONNECTION_MEMORY_BYTES;
+pub use session::requests::status::MAX_DESCRIPTORS;
+pub use session::requests::sweeps::{MAX_SWEEPS, SWEEP_STEP_BYTES};
+pub use shared::export::{Client, ExportInfo, ExportOptions, TemplateOptions, Visibility};
+pub use shared::tables::PublishError;
+pub use shared::template::{ConnectionDevice, DeviceFactory};
 pub use stats::Stats;
-pub use status::MAX_DESCRIPTORS;
-pub use sweeps::{MAX_SWEEPS, SWEEP_STEP_BYTES};
-pub use tables::PublishError;
-pub use template::{ConnectionDevice, DeviceFactory};
-pub use tls::settings::{Credentials, TlsError, TlsFiles, TlsMode};
+pub use stream::input::RECEIVE_BUFFER_BYTES;
+pub use stream::replies::REPLY_BUFFER_BYTES;
+pub use stream::tls::settings::{Credentials, TlsError, TlsFiles, TlsMode};

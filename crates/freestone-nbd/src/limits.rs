@@ -3,6 +3,9 @@
 use std::time::Duration;
 
 use freestone_core::budget;
+use freestone_core::device::Geometry;
+
+use crate::proto::MAX_PAYLOAD_BYTES;
 
 /// Time that [`Server::close`](crate::Server::close), a forced
 /// [`Server::unpublish`](crate::Server::unpublish) and dropping a server wait for requests in flight before
@@ -14,6 +17,12 @@ pub const MAX_HANDSHAKE_BYTES: usize = 64 << 10;
 /// Smallest value of [`Limits::max_handshake_bytes`]: room for a client's certificate and one record of
 /// plaintext.
 pub const MIN_HANDSHAKE_BYTES: usize = 4 << 10;
+
+/// Maximum number of request parts in flight on one connection. At this limit the connection waits.
+pub const MAX_IN_FLIGHT: usize = 256;
+/// Maximum total size in bytes of the buffers of submitted parts and of large replies not yet sent. A single
+/// request may use all of this limit.
+pub const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
 
 /// Limits on the resources that clients use.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,4 +73,10 @@ impl Limits {
     pub(crate) fn clamped_handshake_bytes(&self) -> usize {
         self.max_handshake_bytes.clamp(MIN_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES)
     }
+}
+
+/// Returns the largest payload of a write in bytes. A write to a zoned device is executed as a whole, so all
+/// of it must fit in [`MAX_IN_FLIGHT_BYTES`].
+pub fn max_payload(geometry: &Geometry) -> u32 {
+    if geometry.zones.is_none() { MAX_PAYLOAD_BYTES } else { MAX_IN_FLIGHT_BYTES as u32 }
 }

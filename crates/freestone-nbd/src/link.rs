@@ -6,12 +6,26 @@ use std::sync::{Arc, OnceLock};
 
 use freestone_core::allow::socket_peer;
 use freestone_core::completion_queue::CompletionQueue;
+use freestone_core::device::{self, IoBuf, Request};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 
 use crate::address::Address;
-use crate::flight::CompletedPart;
 use crate::stats::Counters;
+
+/// The completion of a submitted part of a request.
+#[derive(Debug)]
+pub struct CompletedPart {
+    /// Index of the part's operation in the session's operations.
+    pub slot: usize,
+    pub request: Request,
+    /// Length of the part's data in bytes.
+    pub len: usize,
+    /// Bytes charged for the part: its data and the extra space for unaligned blocks.
+    pub charge: usize,
+    pub outcome: device::Result<()>,
+    pub buffer: IoBuf,
+}
 
 /// A connection: its socket, its completion queue, and its state for the server.
 #[derive(Debug)]

@@ -12,18 +12,18 @@ use freestone_core::device::{Device, Failures};
 use freestone_core::unix_socket::Access;
 use freestone_core::workers::Workers;
 
+use crate::accept::listen::{self, BoundSockets, ListenError};
 use crate::address::Address;
 use crate::connection_threads;
-use crate::export::{Client, Export, ExportInfo, ExportOptions, Source, TemplateOptions};
 use crate::limits::{Limits, SHUTDOWN_GRACE};
 use crate::link::Link;
-use crate::listen::{self, BoundSockets, ListenError};
 use crate::proto::MAX_STRING_BYTES;
 use crate::shared::ServerShared;
+use crate::shared::export::{Client, Export, ExportInfo, ExportOptions, Source, TemplateOptions};
+use crate::shared::tables::{Listener, PublishError};
+use crate::shared::template::{DeviceFactory, Template};
 use crate::stats::Stats;
-use crate::tables::{Listener, PublishError};
-use crate::template::{DeviceFactory, Template};
-use crate::tls::settings::{Credentials, Policy, TlsMode};
+use crate::stream::tls::settings::{Credentials, Policy, TlsMode};
 
 /// An NBD server with any number of addresses, each with its own exports. A client sees only the exports
 /// published at the address to which it connected. Dropping the server calls [`shutdown`](Self::shutdown)

@@ -1,6 +1,6 @@
 //! The compressed RAM disk with its forks and snapshots. [`ram`] is the device interface, and
-//! [`codec`] compresses pages. [`save`] saves families of disks to files, and [`keep`] keeps the
-//! content of disks in a directory across restarts.
+//! [`codec`] compresses pages. [`transfer`] reads and stores pages in their stored form, for crates
+//! that save and restore devices.
 //!
 //! A family is a base and its forks, which share memory.
 
@@ -15,15 +15,27 @@ pub mod codec;
 #[cfg(all(test, not(loom)))]
 mod effort;
 #[cfg(not(loom))]
-pub mod keep;
-#[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
 pub mod ram;
 #[cfg(not(loom))]
-pub mod save;
-#[cfg(not(loom))]
 mod spill;
+
+#[cfg(not(loom))]
+pub mod transfer {
+    //! Pages of devices in their stored form, for crates that save and restore devices.
+    //!
+    //! A save reads the pages of snapshots ([`ReadStored`]), whole or only those that changed
+    //! ([`TrackChanges`], [`TrackSnapshot`]). A restore stores pages in new devices ([`StorePages`]), or
+    //! creates devices that read them from a [`Source`] until a [`Loader`] has loaded them
+    //! ([`RestoreInto`]).
+
+    pub use crate::ram::content::export::{CollectedPages, ReadStored, StoredForm};
+    pub use crate::ram::content::import::{RestoreInto, StorePages};
+    pub use crate::ram::content::staged::Loader;
+    pub use crate::ram::content::tracking::{TrackChanges, TrackSnapshot, WeakRam};
+    pub use crate::ram::device::source::{Incoming, Source};
+}
 
 #[cfg(loom)]
 mod pool {
@@ -39,10 +51,12 @@ mod pool {
 #[cfg(loom)]
 mod ram {
     //! The part of RAM disks that loom models check: requests that wait for space.
-    mod space_waiters;
+    mod waiting {
+        mod space_waiters;
 
-    #[cfg(test)]
-    mod space_models;
+        #[cfg(test)]
+        mod space_models;
+    }
 }
 
 #[cfg(loom)]

@@ -21,7 +21,7 @@ use freestone_core::timer;
 
 use crate::error::{Errno, reason, request_error};
 use crate::job::{Job, Piece};
-use crate::librbd::Image;
+use crate::librbd::image::Image;
 
 /// Limit in bytes on the memory of timed-out pieces for which librbd has not called back. At this
 /// limit, new requests fail at once with [`Error::Media`].

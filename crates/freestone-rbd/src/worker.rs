@@ -16,7 +16,9 @@ use freestone_core::sync::{Condvar, Instant, Mutex};
 
 use crate::config::Config;
 use crate::error::{Errno, SetupError};
-use crate::librbd::{Cluster, Image, Info, Librbd, Pool};
+use crate::librbd::Librbd;
+use crate::librbd::cluster::{Cluster, Pool};
+use crate::librbd::image::{Image, Info};
 use crate::shared::Shared;
 
 /// Maximum number of queued queries for allocated ranges.

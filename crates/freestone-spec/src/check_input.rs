@@ -1,9 +1,8 @@
-//! Parses and checks device specifications and configuration files without opening anything. Only
+//! Parses and checks device specifications without opening anything. Only
 //! for fuzz tests; not part of the crate's interface.
 
 use std::path::Path;
 
-use crate::config;
 use crate::entries::Entries;
 use crate::kinds::Spec;
 
@@ -12,7 +11,8 @@ pub type ParsedDevice = (String, String, Vec<(String, String)>);
 /// Parsed device specification, and the result of checking it: `Ok`, or the error message.
 pub type CheckedDevice = (ParsedDevice, Result<(), String>);
 
-fn checked(entries: Entries) -> CheckedDevice {
+/// Checks a parsed specification.
+pub fn checked(entries: Entries) -> CheckedDevice {
     let parsed = (entries.name.clone(), entries.kind.clone(), entries.pairs.clone());
     let spec = Spec::from_entries(entries.with_base(Path::new("/base")));
     (parsed, spec.map(|_| ()).map_err(|error| error.to_string()))
@@ -24,12 +24,4 @@ fn checked(entries: Entries) -> CheckedDevice {
 /// Returns the error message if parsing fails.
 pub fn device_words(text: &str) -> Result<CheckedDevice, String> {
     Entries::parse(text).map(checked).map_err(|error| error.to_string())
-}
-
-/// Parses the text of a configuration file of `serve --config`, and checks each of its devices.
-///
-/// # Errors
-/// Returns the error message if parsing fails.
-pub fn config_file(text: &str) -> Result<Vec<CheckedDevice>, String> {
-    Ok(config::parse(text)?.devices.into_iter().map(|device| checked(device.entries)).collect())
 }

@@ -132,7 +132,7 @@ impl LimitSpec {
 }
 
 /// Parses a limit of an export in a configuration file. The error message names the key.
-pub(crate) fn take_toml(words: &mut LimitWords, key: &str, value: &DeValue<'_>) -> Result<(), String> {
+pub fn take_toml(words: &mut LimitWords, key: &str, value: &DeValue<'_>) -> Result<(), String> {
     let text = match (value, integer(value)) {
         (DeValue::String(text), _) => text.to_string(),
         (_, Some(number)) => number.to_string(),

@@ -82,7 +82,6 @@ impl Authority {
         fs::write(self.file(name), list.signed_by(&self.issuer).unwrap().pem().unwrap()).unwrap();
     }
 
-    /// Returns the directory of the authority's files.
     pub fn dir(&self) -> &std::path::Path {
         &self.dir
     }

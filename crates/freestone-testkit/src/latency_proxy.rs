@@ -80,7 +80,6 @@ impl LatencyProxy {
         Self { address, shared }
     }
 
-    /// Returns the address to which clients connect.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

@@ -24,6 +24,8 @@
 //! conformance::check("model", &|| Arc::new(Model::new(1 << 20, 512)), options);
 //! ```
 
+#![allow(missing_docs, reason = "test support: only what a name does not say has a comment")]
+
 pub mod certificates;
 mod compare;
 pub mod conformance;

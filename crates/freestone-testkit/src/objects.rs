@@ -10,25 +10,19 @@ use freestone_store::objects::{
     CallLimits, Fault, Head, ListEntry, Objects, Read, Result, Version, WriteCondition,
 };
 
-/// Operation of an object store request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// Reads an object.
     Get,
-    /// Writes an object.
     Put,
     /// Queries the metadata of an object.
     Head,
-    /// Lists objects.
     List,
-    /// Deletes an object.
     Delete,
 }
 
 /// A request to the object store, as passed to the fault rule.
 #[derive(Debug, Clone, Copy)]
 pub struct Call<'a> {
-    /// Operation of the request.
     pub method: Method,
     /// Key of the object, or prefix of the keys to list.
     pub key: &'a str,

@@ -43,14 +43,11 @@ pub struct Case {
     pub schedule: u64,
     /// The scheduler switches threads at one in this many scheduling points.
     pub switch_one_in: u64,
-    /// The operations to run.
     pub work: Work,
 }
 
-/// The operations of a run, by the kind of device under test.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Work {
-    /// Ops on a stack of devices.
     Stack(Vec<Op>),
     /// Seed of the two simulated disks, and the steps on the zoned device over them.
     Zones(u64, Vec<Step>),
@@ -64,14 +61,11 @@ struct CaseReport {
     tally: BTreeMap<String, u64>,
 }
 
-/// The outcome of a run in a `case` process.
 enum CaseOutcome {
     Passed(CaseReport),
-    /// The output of the process.
     Failed(String),
 }
 
-/// Draws the case of a seed.
 pub fn case_of(seed: u64) -> Case {
     let mut rng = Rng::new(seed);
     let count = 40 + rng.below(400) as usize;
@@ -90,11 +84,8 @@ pub fn case_of(seed: u64) -> Case {
 pub struct Report {
     /// Number of runs, without repetitions.
     pub cases: u64,
-    /// Number of runs that were repeated to compare the two.
     pub twice: u64,
-    /// Number of scheduling points passed in all runs.
     pub points: u64,
-    /// Number of occurrences of each kind of event, summed over all runs.
     pub tally: BTreeMap<String, u64>,
 }
 
@@ -108,9 +99,6 @@ impl fmt::Display for Report {
 /// Runs the cases of consecutive seeds from `first` on, one child process per CPU at a time. Ends when `time`
 /// is over or, if `runs` is given, after at least that many cases. Returns the statistics, and false if a
 /// case failed and was printed.
-///
-/// # Errors
-/// Fails if a child process cannot be started or its output cannot be read.
 pub fn run_seeds(first: u64, time: Duration, runs: Option<u64>) -> Result<(Report, bool)> {
     let began = Instant::now();
     let at_once = std::thread::available_parallelism().map_or(1, usize::from);
@@ -303,9 +291,6 @@ fn end(mut child: Child) -> Result<CaseOutcome> {
 }
 
 /// Runs the case read from stdin: the body of a `case` process. `trace` prints each op.
-///
-/// # Errors
-/// Fails if the input cannot be read or parsed.
 pub fn run_case(trace: bool) -> Result<ExitCode> {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     if !cfg!(freestone_sim) {

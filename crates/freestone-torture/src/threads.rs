@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use crate::ops;
 use crate::run::{RunSettings, run};
 
-/// Number of ops per run.
 const OPS: usize = 400;
 /// Maximum duration of a request or a verb; a longer one fails the run.
 const TIME_LIMIT: Duration = Duration::from_secs(60);

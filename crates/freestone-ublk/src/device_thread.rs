@@ -16,15 +16,15 @@ use rustix::io::Errno;
 use rustix::process::configure_io_flusher_behavior;
 use thiserror::Error;
 
-use crate::abi::{DevInfo, feature};
-use crate::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
+use crate::format::params;
+use crate::format::zones::{self, UnsupportedZones};
+use crate::kernel::abi::{DevInfo, feature};
+use crate::kernel::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
 use crate::kernel::{CharDevice, Kernel};
-use crate::params;
 use crate::queue::Queue;
-use crate::queue_resources::{QueueResources, grant_callback};
+use crate::queue::resources::{QueueResources, grant_callback};
 use crate::shared::{QueueState, Shared};
 use crate::stale_devices::RegisteredDevice;
-use crate::zones::{self, UnsupportedZones};
 
 /// Longest time for creating a block device.
 pub const START_DEADLINE: Duration = Duration::from_secs(30);

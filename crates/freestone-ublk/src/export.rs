@@ -12,15 +12,15 @@ use freestone_core::workers::Workers;
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::abi::feature;
-use crate::control::{Control, ControlError, Target};
-use crate::deadline::run_with_deadline;
 use crate::device_thread::{self, DeviceThreadConfig, START_DEADLINE, StartError};
+use crate::format::params;
+use crate::format::zones;
+use crate::kernel::abi::feature;
+use crate::kernel::control::{Control, ControlError, Target};
+use crate::kernel::deadline::run_with_deadline;
+use crate::kernel::system::System;
 use crate::kernel::{Kernel, NodeClaim};
-use crate::params;
 use crate::shared::Shared;
-use crate::system::System;
-use crate::zones;
 
 /// Longest time for which dropping an export waits for requests in flight.
 pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);

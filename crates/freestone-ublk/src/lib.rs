@@ -48,43 +48,28 @@
 //! Recovery (a new server that takes over a block device in use), zones for unprivileged users,
 //! write zeroes on zoned devices, and zero copy, which would hide the data from the server.
 
-mod abi;
-#[cfg(test)]
-mod conformance;
-mod control;
-mod deadline;
-mod device_claim;
 mod device_thread;
 mod export;
 #[cfg(test)]
 mod fake;
+mod format;
 mod kernel;
 mod owner;
-mod params;
 mod queue;
-mod queue_resources;
 mod shared;
-mod slots;
 mod stale_devices;
-mod system;
-mod task;
 #[cfg(test)]
 mod tests;
-mod uring;
-mod zone_thread;
-mod zones;
-#[cfg(test)]
-mod zones_tests;
 
-pub use control::ControlError;
 pub use device_thread::{START_DEADLINE, StartError};
 pub use export::{
     ClaimError, DeviceClaim, Export, InUse, MAX_DEPTH, MAX_QUEUES, MAX_REQUEST_BYTES, Options, REMOVE_GRACE,
     RequestHold, ResizeError, SHUTDOWN_GRACE,
 };
+pub use format::zones::UnsupportedZones;
+pub use kernel::control::ControlError;
 pub use owner::OwnerError;
 pub use stale_devices::StaleDeviceError;
-pub use zones::UnsupportedZones;
 
 /// Removes unused devices that killed Freestone processes left behind, and returns their ids. Devices of
 /// other programs and devices with a running server are not removed.
@@ -92,7 +77,7 @@ pub use zones::UnsupportedZones;
 /// # Errors
 /// See [`StaleDeviceError`].
 pub fn remove_stale_devices() -> Result<Vec<u32>, StaleDeviceError> {
-    stale_devices::remove(system::System::default())
+    stale_devices::remove(kernel::system::System::default())
 }
 
 /// Returns the user id and group id that own the device with the node `name`: `ublkcN`, `ublkbN`, or a
@@ -101,5 +86,5 @@ pub fn remove_stale_devices() -> Result<Vec<u32>, StaleDeviceError> {
 /// # Errors
 /// See [`OwnerError`].
 pub fn device_owner(name: &str) -> Result<Option<(u32, u32)>, OwnerError> {
-    owner::device_owner(&system::System::default(), name)
+    owner::device_owner(&kernel::system::System::default(), name)
 }

@@ -3,9 +3,9 @@
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::abi::feature;
-use crate::control::{Control, ControlError, is_id};
 use crate::kernel::Kernel;
+use crate::kernel::abi::feature;
+use crate::kernel::control::{Control, ControlError, is_id};
 
 /// An error from looking up a device's owner.
 #[derive(Debug, Error)]

@@ -8,8 +8,8 @@ use std::time::Instant;
 use freestone_core::completion_queue::CompletionQueue;
 use freestone_core::device::Disk;
 
+use crate::format::task::CompletedRequest;
 use crate::kernel::BlockDevice;
-use crate::task::CompletedRequest;
 
 /// The shared state of an export. Lock order: the lock of `state` is the innermost lock.
 pub struct Shared {
@@ -40,7 +40,7 @@ pub struct State {
     /// True once all threads have released the device.
     pub ended: bool,
     pub id: Option<u32>,
-    /// [`feature`](crate::abi::feature) bits that the driver granted.
+    /// [`feature`](crate::kernel::abi::feature) bits that the driver granted.
     pub features: u64,
     pub block: Option<Arc<dyn BlockDevice>>,
     pub queues: Vec<QueueState>,

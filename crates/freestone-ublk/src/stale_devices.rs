@@ -11,10 +11,10 @@ use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use thiserror::Error;
 
-use crate::abi::{DevInfo, state};
-use crate::control::{Control, ControlError, Target, creator_pid, delete};
-use crate::deadline::run_with_deadline;
 use crate::kernel::Kernel;
+use crate::kernel::abi::{DevInfo, state};
+use crate::kernel::control::{Control, ControlError, Target, creator_pid, delete};
+use crate::kernel::deadline::run_with_deadline;
 
 /// Longest time for removing devices that were left behind.
 const REMOVE_DEADLINE: Duration = Duration::from_secs(20);
@@ -153,7 +153,7 @@ fn is_running(pid: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::mark;
+    use crate::kernel::control::mark;
 
     #[test]
     fn abandoned_requires_our_mark_and_no_server() {

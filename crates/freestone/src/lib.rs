@@ -14,5 +14,6 @@ pub use freestone_core::{
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quantity, quiesce, view, zone};
 pub use freestone_image::{file, qcow2};
-pub use freestone_ram::{codec, keep, ram, save};
+pub use freestone_ram::{codec, ram};
+pub use freestone_save::{keep, save};
 pub use freestone_store as store;

@@ -20,9 +20,7 @@ use freestone_report::Document;
 
 use region::{BEGIN, Piece, Region};
 
-/// Directory of published runs.
 pub const RUNS_DIR: &str = "docs/runs";
-/// Directory of the charts of published runs.
 const CHARTS_DIR: &str = "docs/charts";
 const DOCS_DIR: &str = "docs";
 /// Directories of the book's pages, one for each part.
@@ -100,10 +98,8 @@ pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
     Ok(problems)
 }
 
-/// The pages and the published runs.
 struct Pages {
     texts: BTreeMap<PathBuf, String>,
-    /// Published runs by name.
     runs: BTreeMap<String, Document>,
     /// Runs that cannot be read: file, line, problem.
     broken: Vec<(PathBuf, usize, String)>,
@@ -176,7 +172,6 @@ impl Pages {
     }
 }
 
-/// Returns the path of the published run `name`.
 fn run_path(name: &str) -> PathBuf {
     Path::new(RUNS_DIR).join(format!("{name}.json"))
 }

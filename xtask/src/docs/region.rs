@@ -13,7 +13,6 @@ pub const BEGIN: &str = "<!-- begin ";
 const END: &str = "<!-- end ";
 const CLOSE: &str = " -->";
 
-/// A part of a page.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Piece<'t> {
     Prose(&'t str),

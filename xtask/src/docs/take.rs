@@ -26,7 +26,6 @@ const COUNTS: &str = "gate";
 /// Top-level directories that exist on every machine. Paths in them are kept.
 const SYSTEM_DIRS: [&str; 4] = ["usr", "dev", "proc", "sys"];
 
-/// Copies the run `name` to the published runs.
 pub fn take(name: &str) -> Result<()> {
     if name != REPRODUCE {
         return copy(&Path::new(OUT_DIR).join(format!("{name}.json")), name);

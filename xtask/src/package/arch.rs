@@ -8,8 +8,8 @@ use std::process::Command;
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 
+use crate::build::packages::{self, Tool};
 use crate::cargo::output;
-use crate::packages::{self, Tool};
 
 /// Architecture of a package, by its Debian name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -44,7 +44,6 @@ impl Arch {
         }
     }
 
-    /// Returns the target triple.
     pub fn triple(self) -> &'static str {
         match self {
             Self::Amd64 => "x86_64-unknown-linux-gnu",
@@ -52,7 +51,6 @@ impl Arch {
         }
     }
 
-    /// Returns true if the package is cross-compiled.
     pub fn is_cross(self) -> bool {
         self != Self::Amd64
     }

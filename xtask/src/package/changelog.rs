@@ -7,7 +7,6 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::cargo::output;
 
-/// Path of the project's changelog.
 const CHANGELOG: &str = "CHANGELOG.md";
 
 /// Maximum length of a line of a change, in characters. Debian's changelog indents the line, and allows 80 characters

@@ -14,7 +14,6 @@ use super::tree::{files, size};
 use super::{NAME, VERSION};
 use crate::cargo::output;
 
-/// Directory of the maintainer scripts.
 const SCRIPTS: &str = "packaging/debian";
 const SUMMARY: &str = "virtual block devices served by an ordinary process";
 const DESCRIPTION: &str = " Freestone brings to user space what Linux has only in the kernel: the
@@ -29,7 +28,6 @@ const EXPERIMENTAL: &str = " .
  only run in an emulator.
 ";
 
-/// Returns the text of `control` for the program's package.
 pub fn of_program(arch: Arch, root: &Path, maintainer: &str, libraries: &str) -> Result<String> {
     let mut text = head(arch, NAME, "admin", root, maintainer)?;
     writeln!(text, "Depends: adduser, {libraries}")?;

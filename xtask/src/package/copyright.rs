@@ -12,7 +12,6 @@ use crate::cargo::{cargo, output};
 
 /// Identifier of the file format.
 const FORMAT: &str = concat!("https://www.debian", ".org/doc/packaging-manuals/copyright-format/1.0/");
-/// Crate of the program.
 const PROGRAM: &str = "freestone-cli";
 /// Directory of licence texts, `NAME.txt`.
 const TEXTS: &str = "packaging/debian/licences";

@@ -22,7 +22,6 @@ const NAME: &str = "freestone";
 /// Version of the workspace and of the package.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Builds the packages and prints their paths.
 pub fn run(arch: Arch) -> Result<bool> {
     // Every user must be able to read the files of the package.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
@@ -59,7 +58,6 @@ pub fn run(arch: Arch) -> Result<bool> {
     Ok(true)
 }
 
-/// Creates an empty directory, in place of an existing one.
 fn empty_dir(dir: &Path) -> Result<PathBuf> {
     if dir.exists() {
         fs::remove_dir_all(dir).with_context(|| format!("cannot remove {}", dir.display()))?;

@@ -10,20 +10,15 @@ use super::arch::Arch;
 use super::{NAME, empty_dir};
 use crate::cargo::{cargo, output, target_dir};
 
-/// Cargo profile of packages.
 const PROFILE: &str = "dist";
 
-/// A program split into two files.
 pub struct Parts {
-    /// Program without symbols.
     pub stripped: PathBuf,
-    /// Debug symbols of the program.
     pub symbols: PathBuf,
     /// Build ID by which debuggers find the symbols, 40 hexadecimal digits.
     pub build_id: String,
 }
 
-/// Builds the program and returns its path.
 pub fn build(arch: Arch) -> Result<PathBuf> {
     let commit = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"];
     let commit = output(Command::new("git").args(commit))?;

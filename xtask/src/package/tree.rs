@@ -46,11 +46,9 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Files of the program's package that a build produces.
 pub struct Program<'a> {
     pub parts: Parts,
-    /// Directory of manual pages and completions.
     pub manuals: &'a Path,
 }
 
-/// Fills the tree of the program's package.
 pub fn fill(root: &Path, program: &Program<'_>, changelog: &str, copyright: &str) -> Result<()> {
     put(&program.parts.stripped, root, &format!("usr/bin/{NAME}"), 0o755)?;
     for (from, to, mode) in COPIES {
@@ -80,7 +78,6 @@ pub fn fill(root: &Path, program: &Program<'_>, changelog: &str, copyright: &str
     gzip(&doc.join("changelog"))
 }
 
-/// Fills the tree of the package of debug symbols.
 pub fn fill_symbols(root: &Path, parts: &Parts) -> Result<()> {
     let (first, rest) = parts.build_id.split_at(2);
     put(&parts.symbols, root, &format!("usr/lib/debug/.build-id/{first}/{rest}.debug"), 0o644)?;
@@ -89,7 +86,6 @@ pub fn fill_symbols(root: &Path, parts: &Parts) -> Result<()> {
     symlink(NAME, doc.join(format!("{NAME}-dbgsym"))).context("cannot make a link")
 }
 
-/// Copies files to a directory and returns their new paths.
 fn put_each(files: &[PathBuf], root: &Path, dir: &str, mode: u32) -> Result<Vec<PathBuf>> {
     let mut copied = Vec::new();
     for file in files {

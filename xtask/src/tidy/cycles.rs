@@ -333,7 +333,6 @@ fn add_path(path: &mut Vec<String>, paths: &mut BTreeSet<Vec<String>>) {
 mod tests {
     use super::*;
 
-    /// Returns the problems of a crate of these files.
     fn problems(files: &[(&str, &str)]) -> Vec<String> {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in files {

@@ -5,6 +5,7 @@ mod cycles;
 mod links;
 mod manifests;
 mod prose;
+mod sizes;
 mod source;
 
 use std::fmt;
@@ -16,7 +17,6 @@ use anyhow::{Context as _, Result};
 use crate::cargo::files;
 use crate::docs;
 
-/// A violation of a rule.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Problem {
     path: PathBuf,
@@ -51,6 +51,7 @@ pub fn run() -> Result<bool> {
         }
     }
     problems.extend(book::problems(&texts));
+    problems.extend(sizes::problems(&texts));
     problems.extend(prose::record::problems(&hits(&texts))?);
     problems.extend(manifests::locked()?);
     problems.extend(manifests::research()?);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::Problem;
 
-const RUST_LINES_MAX: usize = 600;
+const RUST_LINES_MAX: usize = 500;
 /// Maximum distance from a comment to its `unsafe` or ordering, in lines that are neither comments nor continue a chain
 /// of calls.
 const COMMENT_REACH_LINES: usize = 3;
@@ -35,7 +35,6 @@ const LOCAL: [&str; 8] = [
     concat!("debian", ".org"),
 ];
 
-/// Checks the rules for every text file.
 pub fn any(path: &Path, text: &str) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
@@ -54,7 +53,6 @@ pub fn any(path: &Path, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// Checks the rules for Rust.
 pub fn rust(path: &Path, text: &str) -> Vec<Problem> {
     let lines: Vec<&str> = text.lines().collect();
     let mut problems = Vec::new();

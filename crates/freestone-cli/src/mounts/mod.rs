@@ -25,8 +25,8 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result, bail};
 use rustix::process::geteuid;
 
-use crate::control::client::Client;
-use crate::verbs::Common;
+use crate::client::Common;
+use crate::client::connection::Client;
 
 /// Fails for users other than root.
 fn check_root(verb: &str) -> Result<()> {

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use freestone_control::protocol::RpcError;
+use freestone_server::exports::DISCONNECT_MAX;
 use freestone_spec::refusal::Errno;
 
 use super::helper::{command, run, wait_until};
@@ -14,10 +16,8 @@ use super::record::{LockedRecord, Record, Records, Via};
 use super::server::{Server, ServerState};
 use super::show::{self, Row};
 use super::{check_root, control, umount, via};
-use crate::control::protocol::RpcError;
+use crate::client::Common;
 use crate::error::Stdout;
-use crate::exports::DISCONNECT_MAX;
-use crate::verbs::Common;
 
 /// The help below the options.
 pub const EXAMPLES: &str = "\

@@ -3,14 +3,14 @@
 //! A record is replaced by a rename, so that it is always complete. A command that changes a record holds a lock on
 //! its directory.
 
-use std::env;
 use std::fs::{self, DirBuilder, File};
-use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{env, io};
 
 use anyhow::{Context as _, Result, bail};
+use freestone_control::protocol::RpcError;
 use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
 use rustix::fs::{FlockOperation, flock};
@@ -20,7 +20,6 @@ use uuid::Uuid;
 
 use super::helper::wait_until;
 use super::processes::ProcessId;
-use crate::control::protocol::RpcError;
 
 /// Environment variable with the directory of the records.
 pub const VARIABLE: &str = "FREESTONE_MOUNTS";

@@ -7,6 +7,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use freestone_control::protocol::RpcError;
 use freestone_spec::refusal::Errno;
 use serde_json::value::RawValue;
 
@@ -15,8 +16,7 @@ use super::record::{LockedRecord, Record, Records};
 use super::server::ServerState;
 use super::unmounting::{Liveness, is_mounted, unmount};
 use super::{control, via};
-use crate::control::protocol::RpcError;
-use crate::verbs::Common;
+use crate::client::Common;
 
 /// Runs `change`, which replaces the content of a device, and returns its result. A mount of the device is unmounted
 /// before, and mounted again afterwards.

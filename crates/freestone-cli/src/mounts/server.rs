@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use freestone_control::protocol::RpcError;
 use freestone_spec::refusal::Errno;
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -11,8 +12,7 @@ use serde_json::{Value, json};
 
 use super::helper::wait_until;
 use super::processes::ProcessId;
-use crate::control::client::Client;
-use crate::control::protocol::RpcError;
+use crate::client::connection::Client;
 
 /// Longest wait for a response. A server that does not respond within this time counts as hanging.
 const RESPONSE_MAX: Duration = Duration::from_secs(5);

@@ -5,14 +5,14 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use freestone_server::verbs::text::table::write_table;
 use serde::Serialize;
 
 use super::mount_table::MountTable;
 use super::record::{Record, Records};
 use super::server::ServerState;
+use crate::client::Common;
 use crate::error::Stdout;
-use crate::verbs::Common;
-use crate::verbs::table::write_table;
 
 const HEADER: [&str; 6] = ["NAME", "DIR", "STATE", "VIA", "DEVICE", "CONTROL"];
 /// Device name for server queries that need no device: it matches no device.

@@ -6,6 +6,8 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Args;
+use freestone_control::protocol::RpcError;
+use freestone_server::verbs::text::pattern::Pattern;
 use freestone_spec::refusal::Errno;
 use serde::Serialize;
 
@@ -14,10 +16,8 @@ use super::server::{ServerState, has_errno};
 use super::show::print_json;
 use super::unmounting::{Liveness, finish, unmount};
 use super::{check_root, control, via};
-use crate::control::protocol::RpcError;
+use crate::client::Common;
 use crate::error;
-use crate::verbs::Common;
-use crate::verbs::pattern::Pattern;
 
 /// The help below the options.
 pub const EXAMPLES: &str = "\

@@ -4,6 +4,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use freestone_control::protocol::RpcError;
 use freestone_spec::refusal::Errno;
 use tracing::warn;
 
@@ -13,7 +14,6 @@ use super::mount_table::MountTable;
 use super::record::{LockedRecord, Record};
 use super::server::{ServerState, hang_message};
 use super::via::{sources, wait_unused};
-use crate::control::protocol::RpcError;
 
 /// Interval at which the state of the server is checked while umount(8) runs.
 const SLICE: Duration = Duration::from_secs(5);

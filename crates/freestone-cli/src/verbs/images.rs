@@ -10,6 +10,10 @@ use clap::Args;
 use freestone::store::objects::CallLimits;
 use freestone::store::store::{Error, Store};
 use freestone::store::url::ImageUrl;
+use freestone_control::protocol::RpcError;
+use freestone_server::usage::Usage;
+use freestone_server::verbs::TIME_MAX;
+use freestone_server::verbs::text::keys;
 use freestone_spec::kinds::of_store;
 use freestone_spec::refusal::Refusal;
 use freestone_spec::size::human;
@@ -17,10 +21,8 @@ use freestone_spec::stores::StoreSpec;
 use freestone_spec::times;
 use serde::Serialize;
 
-use super::long::TIME_MAX;
-use super::{keys, print_json};
-use crate::control::protocol::RpcError;
-use crate::error::{Stdout, Usage};
+use crate::client::print_json;
+use crate::error::Stdout;
 
 /// Last second of the year 9999, in seconds since 1970: the latest time that can be printed.
 const LAST_SECOND: u64 = 253_402_300_799;

@@ -12,16 +12,18 @@ use freestone::store::objects::CallLimits;
 use freestone::store::prune::{self, PruneReport};
 use freestone::store::retention::{Candidate, Plan, Retention};
 use freestone::store::store::{self, Store};
+use freestone_server::jobs::ProgressSink as _;
+use freestone_server::usage::Usage;
+use freestone_server::verbs::TIME_MAX;
+use freestone_server::verbs::text::pattern::Pattern;
 use freestone_spec::size::human;
 use freestone_spec::times;
 use serde::Serialize;
 
-use super::images::{StoreArgs, failed, shown_time};
-use super::long::{LocalProgress, Long, TIME_MAX};
-use super::pattern::Pattern;
-use super::print_json;
-use crate::error::{Stdout, Usage};
-use crate::job::ProgressSink as _;
+use crate::client::long::{LocalProgress, Long};
+use crate::client::print_json;
+use crate::error::Stdout;
+use crate::verbs::images::{StoreArgs, failed, shown_time};
 
 const VERB: &str = "prune";
 

@@ -8,20 +8,22 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use freestone::save::{Contents, Device as Saved, inspect};
+use freestone_control::protocol::RpcError;
+use freestone_server::persistence::restoring::{self, RestoreRequest, RestoredDevices, refused};
+use freestone_server::usage::Usage;
+use freestone_server::verbs::content::push::{Content, Line, Params, Push, Reply, send};
+use freestone_server::verbs::content::restore::Restore;
+use freestone_server::verbs::text::keys;
+use freestone_server::verbs::{Verb, check_bare};
 use freestone_spec::entries::Entries;
-use freestone_spec::family;
 use freestone_spec::kinds::{self, Entry, KindSpec, RESTORED, RestoreDependencies, RestoreOptions};
 use freestone_spec::refusal::{Errno, Refusal};
-use freestone_spec::{Devices, OpenError};
+use freestone_spec::{Devices, OpenError, family};
 use serde_json::{Map, Value};
 
-use super::long::{LocalProgress, Long};
-use super::push::{Content, Line, Params, Push, Reply, send};
-use super::restore::Restore;
-use super::{Common, Verb, check_bare, keys, print_json};
-use crate::control::protocol::RpcError;
-use crate::error::{Stdout, Usage};
-use crate::restoring::{self, RestoreRequest, RestoredDevices, refused};
+use crate::client::long::{LocalProgress, Long};
+use crate::client::{Common, print_json};
+use crate::error::Stdout;
 
 /// Maximum number of devices in the saved file that an error message names.
 const NAMES_SHOWN: usize = 3;

@@ -1,28 +1,24 @@
-//! `shutdown`: ends the server like SIGTERM, and waits until its process has ended.
+//! The client of `shutdown`: requests the shutdown, and waits until the process of the server has ended.
 
-use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use freestone_control::protocol::RpcError;
+use freestone_server::verbs::Verb as _;
+use freestone_server::verbs::jobs::shutdown::Shutdown;
 use freestone_spec::refusal::Errno;
 use freestone_spec::times;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;
 use rustix::process::{PidfdFlags, pidfd_open};
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::{Common, Verb, print_json};
-use crate::control::client::Client;
-use crate::control::protocol::RpcError;
-use crate::saves::Saves;
-use crate::service::Service;
+use crate::client::connection::Client;
+use crate::client::{Common, print_json};
 
 /// Default maximum time that the client waits for the end of the server's process.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
-
-pub struct Shutdown;
 
 /// Command line of the verb `shutdown`.
 #[derive(Debug, Args)]
@@ -34,45 +30,6 @@ pub struct Line {
     /// Shut down even if there is no room to save devices with keep=yes
     #[arg(long)]
     force: bool,
-}
-
-/// Parameters of the verb `shutdown` in a JSON request.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Params {
-    #[serde(default)]
-    force: bool,
-}
-
-/// Result of the verb `shutdown`: the server has begun to shut down.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Reply {
-    /// Process ID of the server.
-    pid: u32,
-}
-
-impl Verb for Shutdown {
-    const METHOD: &'static str = "shutdown";
-    const READ_ONLY: bool = false;
-    type Params = Params;
-    type Reply = Reply;
-
-    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
-        let unfit = if params.force { Vec::new() } else { Saves::space_warnings(service) };
-        if !unfit.is_empty() {
-            let why = format!("{}; --force ends the server all the same", unfit.join("; "));
-            return Err(RpcError::failed(Errno::ENOSPC, why));
-        }
-        let Some(end) = service.end.get() else {
-            return Err(RpcError::failed(Errno::EBUSY, "the server is still starting"));
-        };
-        end();
-        Ok(Reply { pid: std::process::id() })
-    }
-
-    fn show(_: &Params, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// Runs the client: requests the shutdown, and waits for the end of the server's process.

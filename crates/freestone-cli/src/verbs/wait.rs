@@ -8,20 +8,22 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use freestone_spec::path_text;
+use freestone_control::protocol::RpcError;
+use freestone_control::socket::{Identity, identity};
+use freestone_server::jobs::JobInfo;
+use freestone_server::verbs::Verb as _;
+use freestone_server::verbs::jobs::jobs;
+use freestone_server::verbs::status::list;
 use freestone_spec::refusal::Errno;
-use freestone_spec::times;
+use freestone_spec::{path_text, times};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::json;
 
-use super::{Common, Verb as _, jobs, list, print_json};
-use crate::control::client::Client;
-use crate::control::protocol::RpcError;
-use crate::control::socket::{Identity, identity};
+use crate::client::connection::Client;
+use crate::client::{Common, print_json};
 use crate::error::Stdout;
-use crate::job::JobInfo;
 
 /// Interval between connection attempts, and initial interval between polls of a job.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);

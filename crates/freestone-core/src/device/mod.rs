@@ -12,30 +12,14 @@ mod buffer;
 mod changes;
 mod completion;
 #[cfg(not(loom))]
-mod counter;
-#[cfg(not(loom))]
-mod counting;
-#[cfg(not(loom))]
-mod counts;
+mod count;
 #[cfg(not(loom))]
 mod disk;
 mod error;
 #[cfg(not(loom))]
 mod failures;
 mod geometry;
-#[cfg(not(loom))]
-mod latency;
-#[cfg(not(loom))]
-mod limiting;
-#[cfg(not(loom))]
-mod probe;
 mod request;
-#[cfg(not(loom))]
-mod request_trace;
-#[cfg(not(loom))]
-mod sampling;
-#[cfg(not(loom))]
-mod tally;
 pub mod zoned;
 
 pub use blocking::Blocking;
@@ -43,11 +27,10 @@ pub use buffer::{IO_ALIGN_BYTES, IoBuf};
 pub use changes::{Change, Changes};
 pub use completion::Completion;
 #[cfg(not(loom))]
-pub use counter::{Counter, PerCounter};
-#[cfg(not(loom))]
-pub use counting::Counting;
-#[cfg(not(loom))]
-pub use counts::{OpCounts, OpStats};
+pub use count::{
+    Counter, Counting, IoStats, Latency, LimitSuspension, OpCounts, OpStats, PerCounter, REQUEST_SPANS,
+    StatSource, Sum, Tally, span_requests,
+};
 #[cfg(not(loom))]
 pub use disk::Disk;
 pub use error::{Error, Result};
@@ -55,16 +38,8 @@ pub use error::{Error, Result};
 pub use failures::{FailureKind, Failures};
 pub use geometry::{Extent, ExtentKind, Geometry};
 #[cfg(not(loom))]
-pub use latency::Latency;
-#[cfg(not(loom))]
-pub use limiting::LimitSuspension;
-#[cfg(not(loom))]
 pub use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};
-#[cfg(not(loom))]
-pub use request_trace::{REQUEST_SPANS, span_requests};
-#[cfg(not(loom))]
-pub use tally::{IoStats, StatSource, Sum, Tally};
 pub use zoned::{Zone, ZoneGeometry, Zoned};
 
 /// Progress of a tried request.

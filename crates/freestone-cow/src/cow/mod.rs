@@ -4,43 +4,32 @@
 //! an *exception*. The exception [`store`] allocates the chunks for copies. A persistent store
 //! records the exceptions in the kernel's format, so a COW device can move between this program and
 //! a kernel.
+//!
+//! * [`store`]: the exception store and its format.
+//! * `state`: the state shared by an origin and its snapshots, and the lock order.
+//! * `requests`: reads, writes and copies in progress.
+//! * `devices`: origins and snapshots: their preparation, merge and power loss.
+//!
+//! Each room uses only those above it. `config`, `exceptions`, `notes`, `status` and `tokens` are below all.
 
 mod config;
-mod content;
-mod copy;
+mod devices;
 mod exceptions;
-mod format;
-mod loss;
-mod merge;
-mod merge_state;
 mod notes;
-mod origin;
-mod origin_write;
-mod pending;
-mod power;
-mod reads;
-mod small_blocks;
-mod snapshot;
+mod requests;
 mod state;
 mod status;
 pub mod store;
-mod store_area;
-mod store_load;
-mod store_queue;
-mod store_transient;
-mod store_types;
 mod tokens;
-mod wait_group;
-mod writes;
 
 pub use config::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Config, SetupError, StoreKind};
-pub use content::MissedWrites;
-pub use format::CHUNK_BYTES_DEFAULT;
-pub use merge::MergeSetupError;
-pub use merge_state::{MergeFailure, MergeStatus};
+pub use devices::merge::MergeSetupError;
+pub use devices::origin::Origin;
+pub use devices::pending::PendingSnapshot;
+pub use devices::power::PowerOff;
+pub use devices::snapshot::{Snapshot, SnapshotStats};
 pub use notes::{LastSession, Notes, Stamp};
-pub use origin::Origin;
-pub use pending::PendingSnapshot;
-pub use power::PowerOff;
-pub use snapshot::{Snapshot, SnapshotStats};
+pub use state::content::MissedWrites;
+pub use state::merge_state::{MergeFailure, MergeStatus};
 pub use status::{Status, Usage};
+pub use store::format::CHUNK_BYTES_DEFAULT;

@@ -4,9 +4,9 @@ use std::io;
 
 use thiserror::Error;
 
-use super::file::StateError;
-use super::layout::Layout;
-pub use super::layout::ZONE_SIZE_MAX_BYTES;
+use super::durable::file::StateError;
+use super::table::layout::Layout;
+pub use super::table::layout::ZONE_SIZE_MAX_BYTES;
 use freestone_core::device::Geometry;
 
 /// Maximum number of zones of a device. Limits the memory of the zone table: 128 bytes per zone up

@@ -2,31 +2,23 @@
 //! zone.
 //!
 //! [`Zones`] implements the zone model of the kernel's `null_blk`, with the same rules, errors and
-//! order of checks. The state of a zone is one word with a lock bit (modules `word` and `states`).
-//! Reads take no lock and check the word again afterwards (`read`).
+//! order of checks. The state of a zone is one word with a lock bit (`table`). Reads take no lock
+//! and check the word again afterwards (`requests`).
 //!
 //! The lock is never held while a thread waits for a device. A write that must wait owns its zone
-//! instead, and later writes to the zone are queued (`write`, `queue`). Open and active zones are
-//! counted only if they are limited (`states`, `resources`).
+//! instead, and later writes to the zone are queued. Open and active zones are counted only if they
+//! are limited.
 //!
-//! The durable state of the zones is tracked (`durable`, `file`) if the device under this layer has
-//! a volatile cache, or there is a state file.
+//! The durable state of the zones is tracked (`durable`) if the device under this layer has a
+//! volatile cache, or there is a state file.
+//!
+//! The rooms use one another in the order `table`, `durable`, `requests`.
 
 mod config;
 mod counts;
-mod cut;
 mod durable;
-mod extents;
-mod file;
-mod layout;
-mod mark;
-mod ops;
-mod queue;
-mod read;
-mod resources;
-mod states;
-mod word;
-mod write;
+mod requests;
+mod table;
 
 use std::fmt;
 use std::io;
@@ -35,12 +27,13 @@ use std::sync::Arc;
 
 pub use config::{Config, SetupError, ZONE_SIZE_MAX_BYTES, ZONES_MAX};
 pub use counts::ZoneCounts;
-pub use file::{StateError, is_state_file};
+pub use durable::file::{StateError, is_state_file};
 
 use crate::null::BadBlocks;
 use crate::power;
 use durable::Durable;
-use file::StateFile;
+use durable::file::StateFile;
+use durable::mark::Mark;
 use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneOp, Zoned};
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, OpCounts, Request, Result,
@@ -50,11 +43,10 @@ use freestone_core::percpu::Counters;
 use freestone_core::replace::CreatedFile;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
-use layout::Layout;
-use mark::Mark;
-use queue::{AppendDone, Queues, Write, WriteCompletion};
-use states::{Place, Table};
-use word::Word;
+use requests::queue::{AppendDone, Queues, Write, WriteCompletion};
+use table::layout::Layout;
+use table::word::Word;
+use table::{Place, Table};
 
 /// Place where the state of the zones (write pointers and conditions) is stored.
 pub enum StateLocation<'a> {
@@ -82,7 +74,7 @@ pub struct Zones {
 }
 
 /// State of a zoned device. Lock order: `all_zones`; then the lock of a zone, as described in
-/// [`states`]; then `unsynced`, the resources, a shard of `queues`, or the lock of `durable`. A
+/// [`table`]; then `unsynced`, the resources, a shard of `queues`, or the lock of `durable`. A
 /// thread that waits for an owned zone holds no other lock than `all_zones`.
 struct Inner {
     table: Table,

@@ -17,10 +17,8 @@ use rustix::event::{EventfdFlags, eventfd};
 /// Logical block size in bytes, and the unit of the device's extents.
 pub const BLOCK: u64 = 512;
 
-/// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoMode {
-    /// Requests complete inline.
     Inline,
     /// Requests complete inline, with at most this number of bytes per try.
     Partly(u64),
@@ -33,12 +31,10 @@ pub enum IoMode {
     Mixed(u64),
 }
 
-/// Properties of the test device.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceConfig {
     /// Size of the device in bytes.
     pub size: u64,
-    /// How the device executes requests.
     pub mode: IoMode,
     /// True if the device reports zones, so large writes must not be split.
     pub zoned: bool,
@@ -53,7 +49,6 @@ pub struct DeviceConfig {
     pub flushes: usize,
 }
 
-/// A test device in memory.
 pub struct Memory {
     config: DeviceConfig,
     state: Mutex<State>,
@@ -61,11 +56,8 @@ pub struct Memory {
     submitted: OwnedFd,
 }
 
-/// State of the device.
 pub struct State {
-    /// Content of the device.
     pub data: Vec<u8>,
-    /// Extent kind of each block.
     pub kinds: Vec<ExtentKind>,
     /// True for each block that was written, zeroed or discarded.
     pub own: Vec<bool>,
@@ -78,7 +70,6 @@ pub struct State {
 }
 
 impl Memory {
-    /// Creates a device whose content is all zeroes.
     pub fn new(config: DeviceConfig) -> Self {
         let blocks = (config.size / BLOCK) as usize;
         let state = State {
@@ -96,7 +87,6 @@ impl Memory {
         Self { config, state: Mutex::new(state), submitted }
     }
 
-    /// Locks the state of the device.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -46,7 +46,6 @@ impl Headers {
     }
 }
 
-/// Payload after a request header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload {
     None,
@@ -61,7 +60,6 @@ pub enum Payload {
     },
 }
 
-/// A complete request of the client.
 #[derive(Debug, Clone, Copy)]
 pub struct SentRequest {
     pub command: u16,
@@ -85,7 +83,6 @@ impl SentRequest {
         self.offset.saturating_add(self.len)
     }
 
-    /// Returns the length of the payload in bytes.
     fn payload_bytes(&self) -> u64 {
         match self.payload {
             Payload::None => 0,
@@ -335,7 +332,6 @@ impl Script {
     }
 }
 
-/// Returns the encoded header of a request.
 pub fn header(headers: Headers, flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
     let extended = headers == Headers::Extended;
     let magic = if extended { 0x21e4_1c71_u32 } else { 0x2560_9513 };

@@ -116,7 +116,6 @@ fn handshake(script: &Script) -> (Vec<u8>, usize) {
     (bytes, received + 20 + 12 + 20 + 14 + 20)
 }
 
-/// Returns the ID of a metadata context.
 fn id_of(name: &str) -> u32 {
     if name == "base:allocation" { 1 } else { 2 }
 }

@@ -15,7 +15,6 @@ use super::{WAIT, sound_byte};
 
 const HEADER_BYTES: usize = 28;
 
-/// Server's side of one connection.
 struct Peer(UnixStream);
 
 impl Peer {

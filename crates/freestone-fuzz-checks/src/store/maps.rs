@@ -13,7 +13,6 @@ use freestone::store::format::{SEGMENT_CHUNKS, SEGMENT_PAGES};
 /// Page hashes are checked only for maps with at most this number of chunks.
 const HASHED_MAX: usize = 8;
 
-/// Independent implementation of a page map.
 struct ReferenceMap {
     is_full: bool,
     /// A bit for each chunk of a full map, or for each page of a delta.
@@ -52,7 +51,6 @@ impl ReferenceMap {
         self.held.iter().zip(&self.zero).filter(|(held, zero)| **held && !**zero).count()
     }
 
-    /// Returns the correct number of chunks of the map.
     fn chunks(&self) -> usize {
         if self.is_full { self.data() } else { self.data().div_ceil(128) }
     }

@@ -70,7 +70,6 @@ fn hashes(object: &[u8], count: usize) -> Vec<u8> {
     object[HEADER..HEADER + count * ENTRY].chunks(ENTRY).flat_map(|entry| &entry[4..]).copied().collect()
 }
 
-/// Returns the name of a chunk with this header.
 fn name(keys: &Keys, object: &[u8], count: usize) -> Hash {
     keys.name(CHUNK, &[&object[8..12], &hashes(object, count)])
 }

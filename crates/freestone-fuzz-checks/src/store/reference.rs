@@ -21,7 +21,6 @@ use super::keys::FixedDomain;
 /// Number of pages in the image. The image has two chunks, of which the second is shorter.
 pub const PAGES: usize = 150;
 
-/// Key and content of a stored object.
 pub type Object = (String, Vec<u8>);
 
 pub struct Reference {

@@ -14,7 +14,6 @@ pub struct Piece {
     pub len: u64,
 }
 
-/// A request that was parsed from a descriptor chain.
 #[derive(Debug)]
 pub struct ParsedRequest {
     pub head: u16,

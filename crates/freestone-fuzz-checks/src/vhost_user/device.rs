@@ -15,10 +15,8 @@ pub const SIZE: u64 = 64 << 10;
 /// Size of a zone in bytes.
 pub const ZONE: u64 = 16 << 10;
 
-/// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoMode {
-    /// Requests complete inline.
     Inline,
     /// Requests complete inline, with at most this number of bytes per try.
     Partly(u64),
@@ -30,12 +28,9 @@ pub enum IoMode {
     Mixed(u64),
 }
 
-/// Properties of the test device.
 #[derive(Debug, Clone, Copy)]
 pub struct DiskConfig {
-    /// How the device executes requests.
     pub mode: IoMode,
-    /// True if the device has zones.
     pub zoned: bool,
     /// Offset of a bad byte: requests that contain it fail. `None` if no byte is bad.
     pub bad: Option<u64>,
@@ -78,7 +73,6 @@ pub fn zones() -> ModelZoned {
 }
 
 impl Disk {
-    /// Creates a device whose content is all zeroes.
     pub fn new(config: DiskConfig) -> Self {
         let inner: Arc<dyn Device> =
             if config.zoned { Arc::new(zones()) } else { Arc::new(Model::new(SIZE as usize, 512)) };
@@ -88,7 +82,6 @@ impl Disk {
         Self { config, inner, state: Mutex::new(state), submitted }
     }
 
-    /// Returns the content of the device.
     pub fn content(&self) -> Vec<u8> {
         let mut bytes = vec![0; SIZE as usize];
         let read = self.inner.try_io(&Request::read(0, SIZE), Buffer::Read(&mut bytes));

@@ -47,7 +47,6 @@ pub struct QueueConfig {
     /// Initial index of the used ring.
     pub used: u16,
     pub two_regions: bool,
-    /// True if the queue has an inflight area.
     pub has_inflight: bool,
     /// Seed of the entries that a previous server left in the inflight area; None if the area is new.
     pub inherited: Option<u64>,
@@ -57,7 +56,6 @@ pub struct QueueConfig {
     pub kicks_if_requested: bool,
 }
 
-/// The frontend and its driver.
 pub struct Driver {
     socket: UnixStream,
     file: File,
@@ -194,7 +192,6 @@ impl Driver {
         self.memory[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Reads the whole guest memory.
     pub fn read_memory(&self) -> Vec<u8> {
         let mut bytes = vec![0; MEMORY_BYTES as usize];
         self.file.read_exact_at(&mut bytes, 0).expect("a file in memory");
@@ -285,7 +282,6 @@ impl Driver {
         assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1), "the queue does not stop");
     }
 
-    /// Returns true if the queue has stopped.
     pub fn has_ended(&self) -> bool {
         readable(&self.err)
     }
@@ -305,7 +301,6 @@ impl Driver {
         (number(at), number(at + 4))
     }
 
-    /// Asserts that the inflight area has no request in flight.
     pub fn assert_nothing_in_flight(&self) {
         let Some(has_inflight) = &self.has_inflight else { return };
         let mut entries = vec![0; 16 * usize::from(self.config.size)];

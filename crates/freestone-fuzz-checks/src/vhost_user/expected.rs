@@ -18,14 +18,12 @@ const MAX_BYTES: u64 = 32 << 20;
 /// Maximum number of sectors of a discard or write zeroes request.
 const MAX_SECTORS: u32 = 1 << 30;
 
-/// Expected state of the device.
 pub struct Expected {
     config: DiskConfig,
     read_only: bool,
     content: ExpectedContent,
 }
 
-/// Expected content of the device.
 enum ExpectedContent {
     Bytes {
         data: Vec<u8>,
@@ -36,7 +34,6 @@ enum ExpectedContent {
     Zones(Box<ModelZoned>),
 }
 
-/// Expected completion of a request.
 #[derive(Debug)]
 pub struct ExpectedReply {
     /// Status bytes that are allowed.

@@ -29,7 +29,6 @@ const HEADER: u64 = 0x3000;
 /// Size of the valid queue, in descriptors.
 pub const QUEUE: u16 = 4;
 
-/// Kind of file that a frontend sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Memory,
@@ -44,7 +43,6 @@ pub enum Kind {
     Unwritable,
 }
 
-/// All kinds of files, in the order of `Files::each`.
 pub const KINDS: [Kind; 8] = [
     Kind::Memory,
     Kind::Kick,
@@ -102,7 +100,6 @@ impl Files {
         Self { each, epoll, second, _ends: (end, other) }
     }
 
-    /// Returns the file of a kind.
     pub fn get(&self, kind: Kind) -> BorrowedFd<'_> {
         let at = KINDS.iter().position(|other| *other == kind).expect("there is one of each");
         self.each[at].as_fd()

@@ -42,7 +42,6 @@ pub struct VhostUser {
 }
 
 impl VhostUser {
-    /// Installs the panic hook.
     #[allow(clippy::new_without_default, reason = "it changes the process's panic hook")]
     pub fn new() -> Self {
         LazyLock::force(&PANICS);

@@ -9,20 +9,16 @@ use super::wire::{
     SET_VRING_BASE, SET_VRING_CALL, SET_VRING_ENABLE, SET_VRING_ERR, SET_VRING_KICK, SET_VRING_NUM, ZONED,
 };
 
-/// Maximum number of queues.
 const QUEUES: u32 = 64;
 /// Maximum number of descriptors of a queue.
 const MAX_QUEUE: u32 = 1024;
-/// Maximum number of memory regions.
 const REGIONS: u64 = 128;
 /// Size of the configuration space in bytes.
 const CONFIG_BYTES: u64 = 256;
 /// Maximum length of the body of a message, in bytes.
 const MAX_BODY: usize = 1024;
-/// Maximum number of files of a message.
 const MAX_FILES: usize = 8;
 
-/// A complete message of a frontend.
 #[derive(Debug)]
 pub struct Message {
     pub request: u32,
@@ -31,7 +27,6 @@ pub struct Message {
     pub files: Vec<Kind>,
 }
 
-/// Expected result of a message.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
     Done,
@@ -92,7 +87,6 @@ fn short(bytes: &[u8], at: usize) -> u32 {
 }
 
 impl Reference {
-    /// Creates the state of a new session.
     pub fn new(read_only: bool, zoned: bool) -> Self {
         let mut offered = ALWAYS;
         offered |= if zoned { ZONED } else { FLUSH | CONFIG_WCE };
@@ -101,7 +95,6 @@ impl Reference {
         Self { offered, acks: false, may_begin: false }
     }
 
-    /// Returns the expected result of the next message.
     pub fn verdict(&mut self, message: &Message) -> Verdict {
         let Message { request, body, files, .. } = message;
         let done_or_either = if self.may_begin { Verdict::Either } else { Verdict::Done };

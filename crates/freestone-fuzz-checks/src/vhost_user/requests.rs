@@ -18,7 +18,6 @@ use super::wire::{
     ZONE_RESET, ZONE_RESET_ALL, ZONED,
 };
 
-/// Maximum number of requests of a batch.
 pub const BATCH: usize = 8;
 /// Maximum number of requests of an input, so that its check takes less than a millisecond.
 const MOST: usize = 24;

@@ -27,18 +27,14 @@ use super::expected::Expected;
 use super::requests::{BATCH, Offer, Raw, Script};
 use super::wire::{FLUSHES, INDIRECT, OK};
 
-/// How a batch of requests ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// All requests completed.
     Completed,
     /// The queue stopped at an invalid chain.
     Stopped,
-    /// The results are unpredictable.
     Unpredictable,
 }
 
-/// A session with one queue.
 struct Rings<'a> {
     script: &'a Script,
     driver: Driver,

@@ -96,9 +96,7 @@ pub struct Part {
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[derive(Debug)]
 pub struct Script {
-    /// True if the device is read-only.
     pub read_only: bool,
-    /// True if the device is zoned.
     pub zoned: bool,
     /// True if the check connects a second, valid frontend after the session of this script.
     pub another: bool,

@@ -22,8 +22,10 @@
 pub mod backrefs;
 pub mod class;
 mod compact;
+mod limits;
 mod object_bytes;
 mod rebuild;
+mod span_life;
 mod span_table;
 mod spans;
 
@@ -181,14 +183,6 @@ impl Pool {
         bytes != 0 && other_bytes != 0 && class_of(bytes) == class_of(other_bytes)
     }
 
-    /// Returns true if the pool is larger than the limit, which can happen after the limit was
-    /// lowered.
-    #[inline]
-    pub fn exceeds_lowered_limit(&self) -> bool {
-        // Relaxed: a changed limit applies from the next write on.
-        self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed)
-    }
-
     /// Frees an object that no slot holds any more.
     #[inline]
     pub fn free(&self, location: u64) {
@@ -338,205 +332,11 @@ impl Pool {
         self.population[class].load(Ordering::Relaxed) * CLASS[class].pages / AHEAD_SHARE
     }
 
-    /// Adds pages to the count and returns true, unless that would exceed the limit. The count
-    /// never exceeds the limit even for a moment, as another thread would then fail its write.
-    fn try_charge(&self, pages: u32, reserved: u64) -> bool {
-        // Relaxed: a changed limit applies from the next growth on.
-        let limit = self.limit_pages.load(Ordering::Relaxed).saturating_sub(reserved);
-        // Relaxed: a changed number applies from the next growth on.
-        let limit = limit.saturating_sub(self.outside_pages.load(Ordering::Relaxed));
-        let add = |now: u64| Some(now + u64::from(pages)).filter(|&sum| sum <= limit);
-        // Relaxed: the count orders no other memory access.
-        let before = self.pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
-        if let Ok(before) = before {
-            // Relaxed: a statistic, which orders no other memory access.
-            self.pages_max.fetch_max(before + u64::from(pages), Ordering::Relaxed);
-            // Relaxed: a changed alarm threshold applies from the next growth on.
-            if before + u64::from(pages) > self.alarm_pages.load(Ordering::Relaxed)
-                && let Some(alarm) = self.alarm.get()
-            {
-                alarm();
-            }
-        }
-        before.is_ok()
-    }
-
-    fn uncharge(&self, pages: u32) {
-        // Relaxed: the count orders no other memory access.
-        self.pages.fetch_sub(u64::from(pages), Ordering::Relaxed);
-    }
-
-    /// Raises the high-water mark before the write fails, as the kernel does, so the mark can
-    /// exceed the limit.
-    #[cold]
-    fn over_limit(&self, pages: u32) -> Error {
-        // Relaxed: statistics, which order no other memory access.
-        let attempted = self.pages.load(Ordering::Relaxed) + u64::from(pages);
-        self.pages_max.fetch_max(attempted, Ordering::Relaxed);
-        Error::NoSpace
-    }
-
-    // ---- spans come and go ----------------------------------------------------------------------
-
-    fn new_span(&self, class: usize) -> Result<OwnedSpan> {
-        let cached = self.empties.lock().pop();
-        let span = match cached {
-            Some(span) => span,
-            None => self.alloc_span()?,
-        };
-        let span = self.spans.adopt(span, class, CLASS[class].objects);
-        // A cached span still has the memory of its former class, perhaps more than this class
-        // needs.
-        self.trim(&span, (pages_to_hold(&CLASS[class], 0) + self.pages_ahead(class)).min(CLASS[class].pages));
-        self.backrefs.open(&span, CLASS[class].objects);
-        // Relaxed: an approximate number is enough.
-        self.population[class].fetch_add(1, Ordering::Relaxed);
-        Ok(span)
-    }
-
-    /// Gives up ownership of a span: lists it, or recycles it if it is empty.
-    fn release_span(&self, span: OwnedSpan, class: usize) {
-        if let Some(span) = self.spans.disown(span, class, CLASS[class].objects) {
-            self.recycle_span(span, class);
-        }
-    }
-
-    /// Caches or destroys an empty span, which was in `class` until now.
-    fn recycle_span(&self, span: UnusedSpan, class: usize) {
-        self.backrefs.close(&span);
-        // Relaxed: an approximate number is enough.
-        self.population[class].fetch_sub(1, Ordering::Relaxed);
-        {
-            let mut empties = self.empties.lock();
-            if empties.len() < EMPTIES_MAX {
-                empties.push(span);
-                return;
-            }
-        }
-        self.destroy_span(span);
-    }
-
-    /// Returns a span to the arena, and the memory of the span to the system.
-    fn destroy_span(&self, span: UnusedSpan) {
-        self.trim(span.as_owned_span(), 0);
-        self.return_span(span);
-    }
-
-    /// Returns the memory of a span beyond its first `pages` pages to the system. That memory must
-    /// not contain an object.
-    fn trim(&self, span: &OwnedSpan, pages: u32) {
-        let resident = self.spans.resident(span);
-        if resident > pages {
-            self.release_pages(span, pages..resident);
-            self.spans.set_resident(span, pages);
-            self.uncharge(resident - pages);
-        }
-    }
-
-    /// Returns the memory of all cached empty spans to the system.
-    pub fn release_empties(&self) {
-        // Keep the lock until all are destroyed: a concurrent caller must find the memory freed,
-        // not just the list empty.
-        let mut empties = self.empties.lock();
-        for span in empties.drain(..) {
-            self.destroy_span(span);
-        }
-    }
-
-    /// Releases a CPU's current span, whose last object was freed, unless another thread holds the
-    /// lock of the CPU's current span.
-    #[cold]
-    fn drop_empty_current(&self, place: Place) {
-        let cpu = percpu::current();
-        // Start with this CPU, whose current span is the most likely one.
-        for cpu in self.current[cpu..].iter().chain(&self.current[..cpu]).filter_map(OnceLock::get) {
-            let Some(mut current) = cpu[place.class].try_lock() else { continue };
-            if current.as_ref().is_some_and(|span| span.number() == place.span) {
-                if let Some(span) = current.take_if(|span| self.spans.used(span) == 0) {
-                    self.release_span(span, place.class);
-                }
-                return;
-            }
-        }
-    }
-
-    fn currents(&self) -> impl Iterator<Item = &Currents> {
-        self.current.iter().filter_map(OnceLock::get).map(|currents| &**currents)
-    }
-
-    /// Releases the current spans of a class of all CPUs, so that they are listed.
-    fn list_currents(&self, class: usize) {
-        for cpu in self.currents() {
-            let span = cpu[class].lock().take();
-            if let Some(span) = span {
-                self.release_span(span, class);
-            }
-        }
-    }
-
-    // ---- memory ---------------------------------------------------------------------------------
-
     #[inline]
     fn place(&self, location: u64) -> Place {
         let span = (location / UNITS_PER_SPAN) as u32;
         let class = self.spans.class_of(span);
         Place { span, object: CLASS[class].index_at(location % UNITS_PER_SPAN), class }
-    }
-
-    // ---- limits and statistics ------------------------------------------------------------------
-
-    /// Sets the limit of the pool in pages; `u64::MAX` means no limit. A limit below the current
-    /// size does not evict pages.
-    pub fn set_limit_pages(&self, pages: u64) {
-        // Relaxed: a changed limit applies from the next allocation on.
-        self.limit_pages.store(pages, Ordering::Relaxed);
-    }
-
-    /// Returns true if pages outside the pool use up the whole limit.
-    pub fn is_limit_used_outside(&self) -> bool {
-        // Relaxed: a changed limit applies from the next call on. Each concurrent caller can exceed
-        // the limit by a page.
-        self.outside_pages.load(Ordering::Relaxed) >= self.limit_pages.load(Ordering::Relaxed)
-    }
-
-    /// Sets the callback for growth above [`set_alarm_pages`](Self::set_alarm_pages). Must be
-    /// called at most once.
-    pub fn on_alarm(&self, alarm: Alarm) {
-        let first = self.alarm.set(alarm).is_ok();
-        debug_assert!(first, "a pool has one alarm");
-    }
-
-    /// Sets the pool size in pages above which growth calls the alarm.
-    pub fn set_alarm_pages(&self, pages: u64) {
-        // Relaxed: a changed threshold applies from the next growth on.
-        self.alarm_pages.store(pages, Ordering::Relaxed);
-    }
-
-    pub fn pages(&self) -> u64 {
-        // Relaxed: a statistic, which orders no other memory access.
-        self.pages.load(Ordering::Relaxed)
-    }
-
-    /// Returns the high-water mark: the maximum number of pages resident or requested since
-    /// [`reset_pages_max`](Self::reset_pages_max).
-    pub fn pages_max(&self) -> u64 {
-        // Relaxed: a statistic, which orders no other memory access.
-        self.pages_max.load(Ordering::Relaxed)
-    }
-
-    pub fn reset_pages_max(&self) {
-        // Relaxed: a statistic, which orders no other memory access.
-        self.pages_max.store(self.pages(), Ordering::Relaxed);
-    }
-
-    pub fn backrefs_bytes(&self) -> u64 {
-        self.backrefs.bytes()
-    }
-
-    /// Returns the bytes of all span metadata except back-references.
-    pub fn metadata_bytes(&self) -> u64 {
-        let currents = size_of_val(&*self.current) + self.currents().count() * size_of::<Currents>();
-        self.spans.bytes() + self.backrefs.overhead_bytes() + currents as u64
     }
 }
 

@@ -9,19 +9,20 @@
 //! A write that times out is abandoned: its pages stay in memory. The blocks are not reused until
 //! the device completes the write after all. [`deadline`](super::deadline) defines the time-outs.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::blocks::{BLOCK_UNITS, Blocks};
+use super::budget::Budget;
 use super::deadline::Deadline;
 use super::layout;
 use super::reads::{QueuedRead, ReadError, Reads, SpareBuffers, TimedOutRead};
-use super::space::{BLOCK_BYTES, MAX_BLOCKS, Run, Space};
+use super::space::{BLOCK_BYTES, MAX_BLOCKS, Space};
 use crate::clock::now_ms;
-use freestone_core::device::{Completion, Device, Error, Flags, IoBuf, Request, Result};
+use freestone_core::device::{Completion, Device, Error, Flags, IoBuf, Request};
 use freestone_core::percpu::Counters;
 use freestone_core::slot::Word;
-use freestone_core::sync::{AtomicU32, Condvar, Mutex, Ordering};
+use freestone_core::sync::{AtomicU32, Ordering};
 
 /// Size of the largest write in blocks.
 pub const WRITE_BLOCKS_MAX: u32 = 256;
@@ -32,26 +33,26 @@ pub const BATCH_BLOCKS: u32 = WRITE_BLOCKS_MAX * WRITES_MAX as u32;
 
 /// A backing device in use by a family (a base and its forks, which share memory).
 ///
-/// Lock order: the locks of `space`, `budget`, `reads` and of a [`Write`] are leaf locks.
+/// Lock order: the locks of `space`, `budget`, `reads` and of a [`Write`](super::writes::Write) are leaf locks.
 pub struct Store {
-    device: Arc<dyn Device>,
+    pub(super) device: Arc<dyn Device>,
     packed: bool,
-    write_flags: Flags,
-    space: Space,
-    blocks: Blocks,
-    budget: Budget,
-    counters: Counters<{ counter::COUNT }>,
+    pub(super) write_flags: Flags,
+    pub(super) space: Space,
+    pub(super) blocks: Blocks,
+    pub(super) budget: Budget,
+    pub(super) counters: Counters<{ counter::COUNT }>,
     spare: SpareBuffers,
     batch_blocks: AtomicU32,
-    deadline: Deadline,
+    pub(super) deadline: Deadline,
     reads: Reads,
     /// Number of abandoned writes that the device has not completed.
-    abandoned: AtomicU32,
+    pub(super) abandoned: AtomicU32,
     /// 1 if the last read failed or returned damaged content, otherwise 0.
     last_read_failed: AtomicU32,
 }
 
-mod counter {
+pub(super) mod counter {
     pub const READS: usize = 0;
     pub const WRITES: usize = 1;
     /// Number of failed, damaged or timed-out reads.
@@ -63,13 +64,6 @@ mod counter {
     /// Total bytes of the stored pages, without headers.
     pub const LIVE_BYTES: usize = 5;
     pub const COUNT: usize = 6;
-}
-
-/// Reasons why no blocks can be allocated on the backing device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Refused {
-    Limit,
-    Full,
 }
 
 /// Statistics of a backing device.
@@ -141,117 +135,12 @@ impl Store {
         self.packed
     }
 
-    // ---- writing --------------------------------------------------------------------------------
+    // ---- pages on the device --------------------------------------------------------------------
 
     /// Returns the number of blocks that only reclaim may use. Reclaim needs free blocks to move
     /// live pages out of blocks with holes.
     pub fn reserve(&self) -> u64 {
         if self.packed { (self.space.blocks() / 16).min(u64::from(WRITE_BLOCKS_MAX)) } else { 0 }
-    }
-
-    /// Allocates up to `wanted` contiguous blocks if more than `reserve` blocks are free and the
-    /// write budget permits. Returns the run and what was charged to the budget.
-    pub fn open_run(&self, wanted: u32, reserve: u64) -> std::result::Result<(Run, Charge), Refused> {
-        let free = self.space.free();
-        if free <= reserve {
-            return Err(Refused::Full);
-        }
-        let wanted = u64::from(wanted).min(free - reserve) as u32;
-        let (granted, charge) = self.budget.take(wanted);
-        if granted == 0 {
-            return Err(Refused::Limit);
-        }
-        let Some(run) = self.space.take(granted) else {
-            self.budget.refund(granted, charge);
-            return Err(Refused::Full);
-        };
-        self.budget.refund(granted - run.blocks, charge);
-        self.blocks.open(run);
-        Ok((run, charge))
-    }
-
-    /// Frees the blocks after the first `used` blocks of a run. Returns the remaining run.
-    pub fn trim_run(&self, run: Run, charge: Charge, used: u32) -> Run {
-        if used < run.blocks {
-            let rest = run.blocks - used;
-            self.free_run(Run { start: run.start + u64::from(used), blocks: rest });
-            self.budget.refund(rest, charge);
-        }
-        Run { start: run.start, blocks: used }
-    }
-
-    /// Frees blocks to which no slot refers.
-    fn free_run(&self, run: Run) {
-        self.blocks.drop_unwritten(run);
-        self.space.free_run(run.start, run.blocks);
-    }
-
-    /// Records an object of `stored` bytes at unit `unit`, which is in an open run.
-    pub fn place(&self, unit: u64, stored: usize) {
-        self.blocks.place(unit, self.units(stored));
-    }
-
-    /// Submits a write of a whole run. `buffer` must have the size of the run.
-    pub fn write(self: &Arc<Self>, run: Run, charge: Charge, buffer: IoBuf) -> Write {
-        debug_assert_eq!(buffer.len(), run.blocks as usize * BLOCK_BYTES);
-        let answer =
-            Arc::new(WriteCompletion { state: Mutex::new(WriteState::InFlight), completed: Condvar::new() });
-        let done = {
-            let (store, answer) = (Arc::clone(self), Arc::clone(&answer));
-            Completion::new(move |outcome, buffer| {
-                store.deadline.record_completion();
-                let mut state = answer.state.lock();
-                if matches!(*state, WriteState::Abandoned) {
-                    drop(state);
-                    store.free_run(run);
-                    // Relaxed: a count that is polled.
-                    store.abandoned.fetch_sub(1, Ordering::Relaxed);
-                } else {
-                    *state = WriteState::Completed(outcome, buffer);
-                    answer.completed.notify_one();
-                }
-            })
-        };
-        let len = u64::from(run.blocks) * BLOCK_BYTES as u64;
-        let submitted_ms = now_ms();
-        let request = Request::write(run.start * BLOCK_BYTES as u64, len).with(self.write_flags);
-        self.device.submit(request, buffer, done);
-        Write { run, charge, submitted_ms, answer }
-    }
-
-    /// Waits for a write. If the write failed, frees the blocks and refunds the budget.
-    pub fn finish(&self, write: Write) -> WriteOutcome {
-        let Write { run, charge, submitted_ms, answer } = write;
-        let mut state = answer.state.lock();
-        loop {
-            match std::mem::replace(&mut *state, WriteState::Abandoned) {
-                WriteState::Completed(Ok(()), buffer) => {
-                    self.counters.add(counter::WRITES, i64::from(run.blocks));
-                    return WriteOutcome::Done(buffer);
-                }
-                WriteState::Completed(Err(error), _) => {
-                    drop(state);
-                    self.counters.add(counter::FAILED_WRITES, 1);
-                    self.free_run(run);
-                    self.budget.refund(run.blocks, charge);
-                    return WriteOutcome::Failed(error);
-                }
-                WriteState::InFlight | WriteState::Abandoned => {
-                    // Other completions of the device extend the deadline, so compute it again
-                    // after each wait.
-                    let left = self.deadline.due_ms(submitted_ms).saturating_sub(now_ms());
-                    if left == 0 {
-                        self.counters.add(counter::FAILED_WRITES, 1);
-                        // Relaxed: a count that is polled.
-                        self.abandoned.fetch_add(1, Ordering::Relaxed);
-                        return WriteOutcome::TimedOut;
-                    }
-                    *state = WriteState::InFlight;
-                    let waited = answer.completed.wait_timeout(state, Duration::from_millis(left));
-                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
-                }
-            }
-        }
     }
 
     /// Counts pages whose slots now refer to the device, and the bytes of their stored form.
@@ -272,7 +161,7 @@ impl Store {
         self.blocks.remove(unit, self.units(stored), |block| self.space.free_run(block, 1));
     }
 
-    fn units(&self, stored: usize) -> u32 {
+    pub(super) fn units(&self, stored: usize) -> u32 {
         if self.packed { layout::units(stored) } else { BLOCK_UNITS as u32 }
     }
 
@@ -446,88 +335,6 @@ impl Store {
     pub fn clear_counts(&self) {
         for counter in [counter::READS, counter::WRITES, counter::FAILED_READS, counter::FAILED_WRITES] {
             self.counters.clear(counter);
-        }
-    }
-}
-
-/// A write in flight to the backing device.
-pub struct Write {
-    run: Run,
-    charge: Charge,
-    submitted_ms: u64,
-    answer: Arc<WriteCompletion>,
-}
-
-struct WriteCompletion {
-    state: Mutex<WriteState>,
-    completed: Condvar,
-}
-
-enum WriteState {
-    InFlight,
-    Completed(Result<()>, IoBuf),
-    /// The waiting thread has stopped waiting: the completion must free the blocks.
-    Abandoned,
-}
-
-/// Result of a write to the backing device.
-pub enum WriteOutcome {
-    /// The blocks are written; the buffer can be reused.
-    Done(IoBuf),
-    /// The device completed the write with an error.
-    Failed(Error),
-    /// The write timed out. The device may still write the blocks, so they are not reused until the
-    /// device completes the write.
-    TimedOut,
-}
-
-/// The budget of blocks to write (`writeback_limit`), which limits the wear of the backing device.
-#[derive(Default)]
-pub struct Budget {
-    state: Mutex<Limit>,
-}
-
-/// State of the write budget.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Limit {
-    /// True if the budget is enforced.
-    pub enabled: bool,
-    /// Remaining number of blocks (4 KiB each) that may be written.
-    pub left: u64,
-    /// Number of changes of the budget. Blocks taken before a change are not refunded after it.
-    generation: u64,
-}
-
-/// Generation of the budget from which blocks were taken; `None` if the budget was not enforced.
-pub type Charge = Option<u64>;
-
-impl Budget {
-    pub fn get(&self) -> Limit {
-        *self.state.lock()
-    }
-
-    pub fn set(&self, change: impl FnOnce(&mut Limit)) {
-        let mut limit = self.state.lock();
-        change(&mut limit);
-        limit.generation += 1;
-    }
-
-    /// Takes up to `wanted` blocks from the budget. Returns their number, and the charge for a
-    /// refund.
-    fn take(&self, wanted: u32) -> (u32, Charge) {
-        let mut limit = self.state.lock();
-        if !limit.enabled {
-            return (wanted, None);
-        }
-        let granted = limit.left.min(u64::from(wanted)) as u32;
-        limit.left -= u64::from(granted);
-        (granted, Some(limit.generation))
-    }
-
-    fn refund(&self, blocks: u32, charge: Charge) {
-        let mut limit = self.state.lock();
-        if charge == Some(limit.generation) {
-            limit.left = limit.left.saturating_add(u64::from(blocks));
         }
     }
 }

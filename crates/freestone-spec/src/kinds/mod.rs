@@ -7,25 +7,18 @@
 mod build;
 mod check_size;
 mod counters;
+mod entry;
 mod exclusive;
-mod file;
-mod fork;
 mod identity;
-mod image;
+mod kept;
 mod limits;
+mod memory;
 mod names;
-mod nbd;
 mod null;
+mod outer;
 mod parallel_open;
-mod qcow2;
-mod ram;
-#[cfg(feature = "rbd")]
-mod rbd;
 pub mod registry;
-mod restored;
-mod shared_family;
 mod snapshot;
-mod template;
 #[cfg(test)]
 mod tests;
 mod wipe;
@@ -34,12 +27,10 @@ mod words;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
-use freestone::concurrency_limit::ConcurrencyLimit;
 use freestone::cow;
-use freestone::device::{self, Counting, Device, Failures, Sum, Tally};
+use freestone::device::{self, Device};
 use freestone::file::FileChange;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, Ram};
@@ -48,37 +39,43 @@ use serde_json::Value;
 
 pub use self::build::build;
 use self::build::{DataDevice, finish_entry, warn_of_record};
+pub use self::entry::Entry;
 pub use self::exclusive::ExclusiveUse;
-pub use self::file::FileSpec;
-pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_data_loss_policy;
 pub use self::identity::{DataLossPolicy, Identity, RESTART_KEYS, RestartPolicy};
-pub use self::image::{ImageSpec, OpenImage, of_store};
 pub use self::limits::WaitBypass;
-pub use self::names::RESTORED;
-use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
-pub use self::nbd::NbdSpec;
-pub use self::null::{NullBacking, NullData, NullSpec};
-use self::parallel_open::Opener;
-pub use self::parallel_open::{ParallelOpen, ParallelOpenGuard};
-pub use self::qcow2::Qcow2Spec;
-pub use self::ram::{
+pub use self::memory::fork::{ForkSpec, over_stat};
+pub use self::memory::ram::{
     Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, io_stat, mm_stat,
 };
+pub use self::memory::restored::{
+    RestoreDependencies, RestoreOptions, RestoredSpec, build_kept, build_restored,
+};
+pub use self::memory::template::TemplateSpec;
+use self::memory::{fork, ram, template};
+pub use self::names::RESTORED;
+use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
+pub use self::null::{NullBacking, NullData, NullSpec};
+pub use self::outer::file::FileSpec;
+pub use self::outer::image::{ImageSpec, OpenImage, of_store};
+pub use self::outer::nbd::NbdSpec;
+pub use self::outer::qcow2::Qcow2Spec;
 #[cfg(feature = "rbd")]
-pub use self::rbd::RbdSpec;
+use self::outer::rbd;
+#[cfg(feature = "rbd")]
+pub use self::outer::rbd::RbdSpec;
+use self::outer::{file, image, nbd, qcow2};
+use self::parallel_open::Opener;
+pub use self::parallel_open::{ParallelOpen, ParallelOpenGuard};
 use self::registry::Registry;
-pub use self::restored::{RestoreDependencies, RestoreOptions, RestoredSpec, build_kept, build_restored};
 pub use self::snapshot::{
     CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, SnapshotStack, cow_stat, merge, missed_writes,
     snapshots,
 };
-pub use self::template::TemplateSpec;
-use self::words::Words;
 use crate::entries::{Entries, SpecError, nearest, with_article};
 use crate::family::FamilySpec;
 use crate::keys::{Keys, parse_bool};
-use crate::layers::{DataInfo, LayerSpec, Layers};
+use crate::layers::{DataInfo, LayerSpec};
 use crate::limits::LimitSpec;
 use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
@@ -475,126 +472,5 @@ pub trait KindInstance: Send + Sync {
     /// Returns kind-specific statistics and their name, if there are any.
     fn stat(&self) -> Option<(&'static str, Value)> {
         None
-    }
-}
-
-// ---- entries ------------------------------------------------------------------------------------
-
-/// Device of the server, as stored in the registry.
-pub struct Entry {
-    /// Specification with which the device was created. Settings may have changed since.
-    pub spec: Spec,
-    /// Specification text that would create the device with its present settings.
-    pub words: Words,
-    /// Identity, which distinguishes the device from earlier devices of the same name.
-    pub identity: Identity,
-    /// Kind-specific part of the device.
-    pub kind: Box<dyn KindInstance>,
-    /// Template name of a connection's fork, which is removed when the connection ends.
-    pub template: Option<String>,
-    /// Open layers over the data, such as zones and faults.
-    pub layers: Layers,
-    /// Device with all layers, as exports use it, or `None` for a template.
-    device: Option<Arc<dyn Device>>,
-    /// Record of failed requests of clients.
-    pub failures: Arc<Failures>,
-    /// Layer that counts the requests of `device`, in total and per export.
-    counting: Option<Arc<Counting>>,
-    /// Present limits. The lock is held only to read or replace the value.
-    limits: Mutex<LimitSpec>,
-    restart: Mutex<RestartPolicy>,
-    /// Limit and number of connections to the device, over all exports.
-    pub clients: Arc<ConcurrencyLimit>,
-    /// Sum of the request counters of the device's forks, including removed ones.
-    forks: Sum<Sum<Tally>>,
-    /// Devices on which this device depends.
-    dependencies: Vec<Arc<Entry>>,
-    /// Backing device of the family, if it is a device of the server. Also in `dependencies`.
-    pub(crate) backing: Option<Arc<Entry>>,
-    /// Family of a base's forks, from the first fork on. Locked also while the family is created.
-    pub family: Mutex<Option<Family>>,
-    /// Number of resets to the initial content, which for a fork is that of its base.
-    pub rewinds: AtomicU64,
-    /// Number of client changes counted up to the last reset of the content.
-    changes_at_wipe: AtomicU64,
-    /// Origin of a snapshot in memory, and the origin's `rewinds` when the snapshot was taken.
-    pub origin: Option<(Weak<Entry>, u64)>,
-    /// Layer for snapshots of this device with COW devices, which all writes pass. `None` if the
-    /// device cannot be an origin, for example if it is zoned.
-    pub cow_origin: Option<cow::Origin>,
-}
-
-impl Entry {
-    /// Creates an entry without layers. `dependencies` are the devices on which it depends.
-    pub fn new(
-        spec: Spec,
-        kind: Box<dyn KindInstance>,
-        device: Option<Arc<dyn Device>>,
-        dependencies: Vec<Arc<Entry>>,
-    ) -> Self {
-        if let Some(ram) = kind.ram() {
-            ram.set_name(&spec.name);
-        }
-        let counting = device.map(|device| Arc::new(Counting::new(&spec.name, device)));
-        let device = counting.clone().map(|counting| counting as Arc<dyn Device>);
-        Self {
-            words: Words::default(),
-            identity: Identity::new(),
-            restart: Mutex::new(RestartPolicy { keep: spec.keep, on_data_loss: spec.on_data_loss }),
-            spec,
-            kind,
-            template: None,
-            layers: Layers::default(),
-            device,
-            failures: Arc::default(),
-            counting,
-            limits: Mutex::default(),
-            clients: Arc::default(),
-            forks: Sum::default(),
-            dependencies,
-            backing: None,
-            family: Mutex::default(),
-            rewinds: AtomicU64::new(0),
-            changes_at_wipe: AtomicU64::new(0),
-            origin: None,
-            cow_origin: None,
-        }
-    }
-
-    /// Returns the name of the device.
-    pub fn name(&self) -> &str {
-        &self.spec.name
-    }
-
-    /// Returns the device with all layers, as exports use it, or `None` for a template.
-    pub fn device(&self) -> Option<&Arc<dyn Device>> {
-        self.device.as_ref()
-    }
-
-    /// Returns a RAM disk, fork or snapshot in memory, or the RAM disk with a snapshot's copies.
-    pub fn ram_data(&self) -> Option<&Ram> {
-        self.kind.ram().map(|ram| &**ram).or_else(|| self.kind.cow_ram())
-    }
-
-    /// Returns the size of the device, or of a template's forks, in bytes.
-    pub fn size(&self) -> u64 {
-        match (&self.device, self.spec.kind.fork()) {
-            (Some(device), _) => {
-                let geometry = device.geometry();
-                geometry.size - u64::from(geometry.padding)
-            }
-            (None, Some(ForkSpec { size: Some(size), .. })) => *size,
-            (None, _) => self.dependencies.first().map_or(0, |base| base.size()),
-        }
-    }
-
-    /// Returns true if the device is read-only.
-    pub fn is_read_only(&self) -> bool {
-        self.device.as_ref().is_some_and(|device| device.geometry().read_only)
-    }
-
-    /// Returns the devices on which this device depends. They cannot be removed before it.
-    pub fn dependencies(&self) -> &[Arc<Entry>] {
-        &self.dependencies
     }
 }

@@ -399,7 +399,7 @@ impl KindInstance for NullData {
         match self {
             Self::Nothing => Ok(()),
             Self::Memory(memory) => memory.reset(),
-            Self::Compressed(ram) => super::ram::wipe(ram, counters),
+            Self::Compressed(ram) => super::memory::ram::wipe(ram, counters),
         }
     }
 
@@ -407,7 +407,7 @@ impl KindInstance for NullData {
         match self {
             Self::Nothing => true,
             Self::Memory(memory) => memory.is_untouched(),
-            Self::Compressed(ram) => super::ram::skip_wipe(ram, counters),
+            Self::Compressed(ram) => super::memory::ram::skip_wipe(ram, counters),
         }
     }
 
@@ -440,7 +440,7 @@ impl KindInstance for NullData {
         match self {
             Self::Nothing => None,
             Self::Memory(memory) => Some(("null_stat", json!({ "used_bytes": memory.used_bytes() }))),
-            Self::Compressed(ram) => Some(("mm_stat", super::ram::mm_stat(ram))),
+            Self::Compressed(ram) => Some(("mm_stat", super::memory::ram::mm_stat(ram))),
         }
     }
 }

@@ -15,8 +15,10 @@
 //! entry.
 
 mod bad_blocks;
+mod changes;
 mod faults;
 mod power;
+mod stats;
 mod zones;
 
 use std::path::{Path, PathBuf};
@@ -24,18 +26,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use freestone::device::{self, Counter, Device, IoStats, OpStats};
+use freestone::device::{self, Device};
 use freestone::faults::Faults;
 use freestone::null::{BadBlocks, BadBlocksConfig, PaceConfig, PacedDevice};
 use freestone::power::{CutReport, CutTrigger, Point, Power, RecordError, VisitReport};
 use freestone::quiesce::Quiesce;
 use freestone::replace::CreatedFile;
 use freestone::zone::Zones;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 pub(crate) use self::bad_blocks::{bad_ranges, parse_badblocks};
+pub(crate) use self::changes::Changes;
 pub use self::faults::fault_stat;
 pub use self::power::{parse_after, power_stat};
+pub use self::stats::{latency_stat, operation_stat, request_stat};
 pub(crate) use self::zones::{KEYS as ZONE_KEYS, check_unzoned};
 pub use self::zones::{ZoneSpec, format_offset, parse_offset, zone_stat};
 use crate::entries::SpecError;
@@ -450,148 +454,5 @@ impl Layers {
             return Some(power::value(layer, self.can_cut, spec.record.as_deref(), attr));
         }
         zones::value(spec.zones.as_ref()?, self.zones.as_ref()?, &top.geometry().zones?, attr)
-    }
-}
-
-/// Returns the request counters of a device as a JSON object. Zone appends count as writes, as in
-/// the `stat` file of the kernel's block layer.
-pub fn request_stat(counts: &OpStats) -> Value {
-    json!({
-        "reads": counts.reads,
-        "read_bytes": counts.read_bytes,
-        "writes": counts.writes + counts.appends,
-        "written_bytes": counts.written_bytes,
-        "discards": counts.discards,
-        "discarded_bytes": counts.discarded_bytes,
-        "zeroes": counts.zeroes,
-        "zeroed_bytes": counts.zeroed_bytes,
-        "flushes": counts.flushes,
-        "errors": counts.errors,
-        "in_flight": counts.in_flight,
-        "limited": counts.limited,
-    })
-}
-
-/// Returns the latencies of a device's requests by operation as a JSON object. Operations that did
-/// not occur are omitted.
-pub fn latency_stat(account: &IoStats) -> Value {
-    let nanoseconds = |took: Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-    let operation = |counter: Counter| {
-        let latency = &account.latency[counter];
-        let requests = latency.requests();
-        (requests > 0).then(|| {
-            let within = |thousandths| latency.quantile(thousandths).map(nanoseconds);
-            let fields = json!({
-                "requests": requests,
-                "mean_ns": nanoseconds(latency.total()) / requests,
-                "p50_ns": within(500),
-                "p99_ns": within(990),
-                "p999_ns": within(999),
-            });
-            (counter.name().to_owned(), fields)
-        })
-    };
-    Value::Object(Counter::ALL.into_iter().filter_map(operation).collect())
-}
-
-/// Returns the counters of requests that reached the data of a test drive, by operation, as a JSON
-/// object.
-pub fn operation_stat(counts: &OpStats) -> Value {
-    json!({
-        "reads": counts.reads,
-        "writes": counts.writes,
-        "discards": counts.discards,
-        "zeroes": counts.zeroes,
-        "flushes": counts.flushes,
-        "appends": counts.appends,
-        "read_bytes": counts.read_bytes,
-        "written_bytes": counts.written_bytes,
-        "errors": counts.errors,
-    })
-}
-
-// ---- changes ------------------------------------------------------------------------------------
-
-/// Checked changes of layer attributes by a `set` command.
-#[derive(Debug, Default)]
-pub(crate) struct Changes {
-    faults: Option<String>,
-    seed: Option<u64>,
-    badblocks: Vec<String>,
-    /// Attribute name and offset in bytes of each zone whose condition changes.
-    conditions: Vec<(String, u64)>,
-}
-
-impl Changes {
-    /// Parses the new value of an attribute of the device `name`. Returns false if the attribute is
-    /// not a settable attribute of a layer.
-    pub(crate) fn take(
-        &mut self,
-        layers: &Layers,
-        name: &str,
-        readonly: bool,
-        attr: &str,
-        text: &str,
-    ) -> Result<bool, Refusal> {
-        let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
-        match attr {
-            "faults" | "seed" if layers.faults.is_none() => {
-                // If the kind does not support layers, the attribute is reported as unknown
-                // instead.
-                if layers.quiesce.is_none() && readonly {
-                    return Ok(false);
-                }
-                let why =
-                    "the device was created without faults; create it with faults=none to set them later";
-                return Err(Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {why}")));
-            }
-            "faults" => self.faults = Some(faults::parse_faults(text).map_err(invalid)?),
-            "seed" => self.seed = Some(faults::parse_seed(text).map_err(invalid)?),
-            "badblocks" if layers.bad.is_some() => {
-                self.badblocks = bad_blocks::parse_badblocks(text).map_err(invalid)?;
-            }
-            "zone_readonly" | "zone_offline" => {
-                let Some(zones) = &layers.zones else { return Ok(false) };
-                let offsets = zones::parse_zone_offsets(zones, text).map_err(invalid)?;
-                self.conditions.extend(offsets.into_iter().map(|offset| (attr.to_owned(), offset)));
-            }
-            _ => return Ok(false),
-        }
-        Ok(true)
-    }
-
-    /// Fails if the layers would refuse these changes in [`apply`](Self::apply).
-    pub(crate) fn check(&self, layers: &Layers, name: &str, readonly: bool) -> Result<(), Refusal> {
-        if let Some(bad) = &layers.bad {
-            let checked = bad.check_all(&self.badblocks);
-            checked.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {e}")))?;
-        }
-        match self.conditions.first() {
-            Some((attr, offset)) if readonly => {
-                Err(zones::not_changed(name, attr, *offset, &device::Error::ReadOnly.to_string()))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Applies the changes to the layers.
-    pub(crate) fn apply(self, layers: &Layers, name: &str) -> Result<(), Refusal> {
-        if let Some(bad) = &layers.bad {
-            let changed = bad.change_all(&self.badblocks);
-            changed.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {e}")))?;
-        }
-        if let Some(zones) = &layers.zones {
-            for (attr, offset) in &self.conditions {
-                zones::set(zones, name, attr, *offset)?;
-            }
-        }
-        if let Some(layer) = &layers.faults {
-            match (self.faults, self.seed) {
-                (None, None) => {}
-                (Some(rules), seed) => layer.set(faults::rules_of(&rules), seed),
-                (None, seed) => layer.set(layer.rules(), seed),
-            }
-        }
-        Ok(())
     }
 }

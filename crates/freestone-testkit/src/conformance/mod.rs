@@ -37,7 +37,6 @@ pub struct Options {
     pub stores_data: bool,
     /// Value of the bytes that reads beyond the write pointer of a zone return.
     pub unwritten_byte: u8,
-    /// Seed of all random choices.
     pub seed: u64,
     /// Number of random operations per window and submit mode (try, submit, mixed). A device larger
     /// than a window has two windows.
@@ -75,7 +74,6 @@ impl Default for Options {
     }
 }
 
-/// A violation of the device contract.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
     /// Name of the check that found the violation.

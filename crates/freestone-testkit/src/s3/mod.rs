@@ -78,7 +78,6 @@ impl Server {
         server
     }
 
-    /// Returns the address to which clients connect.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -88,12 +87,10 @@ impl Server {
         format!("http://{}", self.address)
     }
 
-    /// Creates a bucket, or empties an existing one.
     pub fn create_bucket(&self, bucket: &str) {
         self.shared.storage.buckets.lock().unwrap().make(bucket);
     }
 
-    /// Removes a bucket and its objects.
     pub fn remove_bucket(&self, bucket: &str) {
         self.shared.storage.buckets.lock().unwrap().remove(bucket);
     }
@@ -110,7 +107,6 @@ impl Server {
         self.shared.storage.buckets.lock().unwrap().set(bucket, key, bytes.into(), now);
     }
 
-    /// Returns the keys of all objects in a bucket.
     pub fn keys(&self, bucket: &str) -> Vec<String> {
         self.shared.storage.buckets.lock().unwrap().keys(bucket)
     }
@@ -125,7 +121,6 @@ impl Server {
         *self.shared.storage.access_key.lock().unwrap() = key.map(str::to_owned);
     }
 
-    /// Sets how the server handles conditional PUTs.
     pub fn set_conditions(&self, conditions: Conditions) {
         *self.shared.storage.conditions.lock().unwrap() = conditions;
     }

@@ -47,7 +47,6 @@ impl Config {
         self.word(20)
     }
 
-    /// Returns the number of queues that the device offers.
     pub fn queues(&self) -> u16 {
         u16::from_le_bytes([self.bytes[34], self.bytes[35]])
     }

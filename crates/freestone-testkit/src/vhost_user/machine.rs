@@ -129,12 +129,10 @@ impl Machine {
         Ok(())
     }
 
-    /// Returns the configuration space, as read at the last connection.
     pub fn config(&self) -> Config {
         self.config
     }
 
-    /// Returns the feature bits that the server offered.
     pub fn features(&self) -> u64 {
         self.features
     }
@@ -144,7 +142,6 @@ impl Machine {
         &self.memory
     }
 
-    /// Returns the socket of the connection.
     pub fn socket(&mut self) -> &mut UnixStream {
         &mut self.front.socket
     }

@@ -90,14 +90,12 @@ impl Media {
         }
     }
 
-    /// Returns the whole content as reads return it.
     pub fn visible(&self) -> Vec<u8> {
         let mut out = vec![0; self.durable.len()];
         self.read(0, &mut out);
         out
     }
 
-    /// Returns the additional space in bytes that a write to these sectors needs.
     pub fn space_for(&self, sectors: Range<u64>) -> u64 {
         let new = sectors.filter(|&at| !self.used[at as usize]).count();
         (new * SECTOR_BYTES) as u64

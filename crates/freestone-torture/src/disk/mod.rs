@@ -35,7 +35,6 @@ use work::{Job, Shared, State, sectors};
 const MAX_VIOLATIONS: usize = 16;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
-/// Settings of a simulated disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskConfig {
     /// Size in bytes, a multiple of the logical block size.
@@ -49,7 +48,6 @@ pub struct DiskConfig {
     /// Does not report concurrent writes to one sector, because the user of the disk passes client requests
     /// through.
     pub overlap: bool,
-    /// Fault probabilities.
     pub plan: Plan,
 }
 
@@ -125,19 +123,16 @@ impl SimDisk {
         Self { shared, executor: Some(executor) }
     }
 
-    /// Returns a handle that controls the disk.
     pub fn control(&self) -> DiskControl {
         DiskControl(Arc::clone(&self.shared))
     }
 }
 
 impl DiskControl {
-    /// Replaces the fault probabilities.
     pub fn set_plan(&self, plan: Plan) {
         self.0.lock().plan = plan;
     }
 
-    /// Returns the fault probabilities.
     pub fn plan(&self) -> Plan {
         self.0.lock().plan
     }
@@ -224,17 +219,14 @@ impl DiskControl {
 
     // ---- statistics -----------------------------------------------------------------------------
 
-    /// Returns the counts of injected faults.
     pub fn fault_counts(&self) -> FaultCounts {
         self.0.lock().fault_counts
     }
 
-    /// Returns the number of operations that have arrived at the disk.
     pub fn operation_count(&self) -> u64 {
         self.0.lock().arrived
     }
 
-    /// Returns the number of operations that hang.
     pub fn hanging(&self) -> usize {
         self.0.lock().hung.len()
     }
@@ -244,7 +236,6 @@ impl DiskControl {
         self.0.lock().violations.clone()
     }
 
-    /// Returns the whole content as reads return it.
     pub fn bytes(&self) -> Vec<u8> {
         self.0.lock().media.visible()
     }

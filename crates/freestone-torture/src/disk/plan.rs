@@ -24,13 +24,10 @@ pub struct FaultRates {
 /// Fault probabilities of a disk, by kind of operation. The default has no faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Plan {
-    /// Fault probabilities of reads.
     pub read: FaultRates,
-    /// Fault probabilities of writes.
     pub write: FaultRates,
     /// Fault probabilities of discards and of writes of zeroes.
     pub clear: FaultRates,
-    /// Fault probabilities of flushes.
     pub flush: FaultRates,
     /// Longest delay of a delayed operation, in microseconds.
     pub delay_max_us: u32,
@@ -84,15 +81,10 @@ impl Plan {
 /// above without an increase of a count here has no cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FaultCounts {
-    /// Number of operations that failed and did nothing.
     pub failed: u64,
-    /// Number of operations that failed although all of them was done.
     pub failed_done: u64,
-    /// Number of operations that failed after some of their sectors were done.
     pub failed_partly: u64,
-    /// Number of operations that were delayed.
     pub delayed: u64,
-    /// Number of operations that hung.
     pub hung: u64,
     /// Number of writes that failed for lack of free space.
     pub no_space: u64,
@@ -110,7 +102,6 @@ impl FaultCounts {
         self.failed + self.failed_done + self.failed_partly + self.shrunk
     }
 
-    /// Returns the number of operations that failed with any error.
     pub fn errors(&self) -> u64 {
         self.media() + self.no_space + self.gone
     }

@@ -96,7 +96,6 @@ impl Shared {
         }
     }
 
-    /// Performs and completes submitted requests until the disk is dropped.
     pub fn execute(&self) {
         let mut state = self.lock();
         loop {

@@ -31,10 +31,8 @@ pub enum Fill {
 }
 
 impl Fill {
-    /// All fill patterns.
     pub const ALL: [Self; 5] = [Self::Text, Self::Noise, Self::Repeat, Self::Half, Self::Same];
 
-    /// Returns the fill pattern that is encoded in the id of a write.
     pub const fn of(id: u64) -> Self {
         match id % FILLS {
             0 | 1 => Self::Text,
@@ -133,7 +131,6 @@ fn check(id: u64, sector: u64) -> u32 {
 /// The content that a sector has in one version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Content {
-    /// All bytes are zero.
     Zero,
     /// The content of the write with this id.
     Data(u64),
@@ -161,18 +158,15 @@ impl fmt::Display for Content {
 /// The identification of the bytes of a sector.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentifiedBytes {
-    /// All bytes are zero.
     Zero,
     /// The content of a write, generated for this sector or another one.
     Tagged {
-        /// Id of the write.
         id: u64,
         /// Sector for which the content was generated.
         sector: u64,
     },
     /// The valid tag of a write and sector, followed by other bytes than the write has there.
     Torn {
-        /// Id of the write.
         id: u64,
         /// Sector for which the tag was generated.
         sector: u64,

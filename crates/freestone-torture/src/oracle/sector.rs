@@ -4,10 +4,8 @@
 use super::content::{Content, IdentifiedBytes};
 use super::{Outcome, Tick};
 
-/// Progress of the write that made a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
-    /// The write has not completed.
     InFlight,
     /// The write has completed: versions completed before its start are gone.
     Done,
@@ -38,7 +36,6 @@ pub(super) struct PastVersion {
     /// A flush that starts after this tick makes the replacement durable, so that a crash no longer
     /// restores the version. `None` if no later write completed successfully.
     pub durable_after: Option<Tick>,
-    /// A crash may restore the version.
     pub may_return: bool,
 }
 

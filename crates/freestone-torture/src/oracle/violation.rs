@@ -6,7 +6,6 @@ use std::ops::Range;
 use super::content::{Content, IdentifiedBytes};
 use super::{Kind, Oracle, Tick};
 
-/// A write recorded by an oracle, remembered for messages.
 #[derive(Debug, Clone)]
 pub(super) struct WriteRecord {
     pub content: Content,
@@ -36,13 +35,10 @@ impl fmt::Display for WriteRecord {
 /// A read that returned a version that was not allowed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// Name of the device that was read.
     pub device: String,
     /// Number of the first wrong sector.
     pub sector: u64,
-    /// Description of the content found in that sector.
     pub found: String,
-    /// Descriptions of the contents allowed in that sector.
     pub allowed: Vec<String>,
     /// Ticks of the start and the judgement of the read.
     pub read: (Tick, Tick),

@@ -8,29 +8,14 @@
 //! same seed does not give the same run. Only the devices and the random numbers of each thread are
 //! the same.
 
-mod bad;
-mod bad_machine;
-mod block;
 #[cfg(target_arch = "x86_64")]
 pub mod calls;
-mod cli_verbs;
 mod clients;
-mod connection;
-mod control;
-mod disk;
-mod far;
-mod images;
-mod interrupted_verb;
 pub mod lives;
-mod machine;
-mod nbd_client;
-mod plan;
-mod protocol;
-mod refusals;
-mod requests;
 mod round;
 mod server;
-mod stall;
+mod setup;
+mod transport;
 mod verbs;
 mod watch;
 mod world;
@@ -49,7 +34,6 @@ use world::World;
 /// Approximate duration of one round, with several lives of a server.
 const ROUND: Duration = Duration::from_secs(24);
 
-/// Statistics of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Number of rounds, each with new devices.
@@ -68,7 +52,6 @@ pub struct Report {
     pub bad_clients: BTreeMap<String, u64>,
     /// Largest memory of a server after all devices were removed, in KiB.
     pub left_kib: u64,
-    /// Number of servers that ended, by how they ended.
     pub ends: BTreeMap<String, u64>,
     /// Number of devices and cut-off verbs judged after restarts of servers with a state directory,
     /// by result.
@@ -78,11 +61,9 @@ pub struct Report {
 /// A finding about the program, or a failure of the torture itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// Seed of the run.
     pub seed: u64,
     /// Time from the start of the run to the failure.
     pub after: Duration,
-    /// Description of the finding or failure.
     pub what: String,
     /// Operations in progress at the failure.
     pub running: String,
@@ -90,7 +71,6 @@ pub struct Failure {
     pub log: String,
     /// Directory of the server, which is kept after the run.
     pub dir: PathBuf,
-    /// Statistics of the run until the failure.
     pub report: Report,
 }
 
@@ -151,7 +131,6 @@ impl Report {
         }
     }
 
-    /// Adds the statistics of another run to these.
     fn add(&mut self, other: &Self) {
         self.rounds += other.rounds;
         self.left_kib = self.left_kib.max(other.left_kib);
@@ -174,9 +153,6 @@ impl Report {
 }
 
 /// Runs the program at `binary` under load for this number of minutes.
-///
-/// # Errors
-/// Returns the first failure found.
 pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure>> {
     // Raise the limit of descriptors, since each client of a crowd needs one.
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);

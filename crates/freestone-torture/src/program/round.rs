@@ -12,13 +12,16 @@ use freestone_testkit::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::connection::Address;
-use super::control::{self, VerbError};
-use super::far::{FAR_DIR, FarServer};
+use super::clients::{bad, bad_machine};
+use super::server::control::{self, VerbError};
 use super::server::{self, Resources, Server};
+use super::setup::far::{FAR_DIR, FarServer};
+use super::setup::images;
+use super::transport::Address;
+use super::verbs::{cli_verbs, stall};
 use super::watch::VERB_MAX;
 use super::world::{Disk, Kind, KnownState, World};
-use super::{bad, bad_machine, cli_verbs, clients, images, plan, stall, verbs};
+use super::{clients, setup, verbs};
 
 /// Longest wait for the end of a server. Its own limits are 5 s for clients that hang, 2 s for verbs, and 60 s for
 /// unflushed data.
@@ -30,7 +33,6 @@ const QUIET_MAX: Duration = Duration::from_secs(60);
 const LEFT_BYTES_MAX: u64 = 64 << 20;
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How the life of a server ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     /// SIGKILL under load.
@@ -91,7 +93,7 @@ pub fn run(
 ) -> Result<(), String> {
     let dir = tempfile::Builder::new().prefix("torture-").tempdir().map_err(|e| e.to_string())?;
     world.set_dir(dir.path());
-    let far = plan::make(world, dir.path(), rng).map_err(|e| format!("the files of a round: {e}"))?;
+    let far = setup::make(world, dir.path(), rng).map_err(|e| format!("the files of a round: {e}"))?;
     let mut far = FarServer::start(&world.program, dir.path(), far)?;
     let lives = 1 + rng.below(4) as u32;
     let mut outcome = Ok(());

@@ -15,7 +15,6 @@ pub const VERB_MAX: Duration = Duration::from_secs(240);
 #[derive(Default)]
 pub struct Watch(Mutex<Vec<Arc<WatchedThread>>>);
 
-/// A thread, and its current operation.
 pub struct WatchedThread {
     name: String,
     operation: Mutex<Option<Operation>>,
@@ -54,7 +53,6 @@ impl Watch {
         })
     }
 
-    /// Describes the current operations of all threads, as text.
     pub fn describe_all(&self) -> String {
         let mut text = String::new();
         for slot in self.slots().iter() {
@@ -83,7 +81,6 @@ impl WatchedThread {
         }
     }
 
-    /// Records the end of the current operation.
     pub fn end(&self) {
         *self.operation() = None;
     }

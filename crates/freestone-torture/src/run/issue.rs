@@ -14,7 +14,6 @@ use crate::rt::sync::{Arc, mpsc};
 use crate::rt::thread::{self, JoinHandle};
 use crate::stack::Finding;
 
-/// A request to issue to a device.
 pub(super) struct DeviceRequest {
     /// Number of the request, given by the runner.
     pub id: u64,
@@ -40,7 +39,6 @@ impl WorkerUser {
     }
 }
 
-/// Outcome of a try on a device.
 pub(super) enum TryOutcome {
     /// The try completed the whole request: its result, and the bytes read.
     Completed(Answer<()>, Vec<u8>),
@@ -107,7 +105,6 @@ impl Remainder {
     }
 }
 
-/// A thread that issues requests and sends their completions to the runner.
 pub(super) struct RequestThread {
     pub requests: mpsc::Sender<DeviceRequest>,
     thread: JoinHandle<()>,

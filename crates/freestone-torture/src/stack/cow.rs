@@ -12,7 +12,6 @@ use crate::rt::sync::Arc;
 /// Bytes at the start of a device that are zeroed so that the device looks like a new COW device.
 const HEADER_BYTES: u64 = 4096;
 
-/// A snapshot being created, with the state needed to judge the result.
 pub(super) struct PreparedCow {
     id: NodeId,
     cow: NodeId,
@@ -90,7 +89,6 @@ impl World {
         Some(PreparedCow { id, cow, ample, config, durability, device, origin, oracle, token, before })
     }
 
-    /// Adds the node of a new snapshot.
     pub(super) fn add_cow(&mut self, prepared: PreparedCow, snapshot: Snapshot) {
         let PreparedCow { id, cow, ample, config, durability, oracle, token, .. } = prepared;
         let Some(below) = self.oracles.get_mut(&oracle) else { return };

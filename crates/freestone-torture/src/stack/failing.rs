@@ -254,7 +254,6 @@ impl World {
         (id, Arc::new(CountingLayer { inner: file, count, has_cause }))
     }
 
-    /// Puts a fault layer over a device, as a node.
     pub(super) fn make_faults(&mut self, below: NodeId, seed: u64) -> Option<VerbTask> {
         let (device, oracle) = (Arc::clone(&self.nodes[&below].device), self.nodes[&below].oracle);
         match self.with_faults(device, seed) {
@@ -284,7 +283,6 @@ impl World {
         None
     }
 
-    /// Replaces the rules of the fault layer with this number.
     pub(super) fn rules(&mut self, layer: u16, text: &str) -> Option<VerbTask> {
         let rules = match text.parse::<Rules>() {
             Ok(rules) => rules,
@@ -359,7 +357,6 @@ impl World {
         self.injectors.values().for_each(Injector::release);
     }
 
-    /// Ends the faults of one disk or injector.
     pub(super) fn heal_one(&mut self, number: u16) {
         let all: Vec<DiskId> = self.disks.keys().chain(self.injectors.keys()).copied().collect();
         let Some(id) = pick(&all, number) else { return };
@@ -367,7 +364,6 @@ impl World {
         self.injectors.get_mut(&id).into_iter().for_each(Injector::heal);
     }
 
-    /// Ends the faults of all disks and injectors.
     pub fn heal(&mut self) {
         self.disks.values().for_each(DiskControl::heal);
         self.injectors.values_mut().for_each(Injector::heal);

@@ -24,11 +24,8 @@ const CAP_SLACK_BYTES: u64 = 256 << 10;
 /// Time within which the memory of removed devices must be freed.
 const RELEASE_WAIT: Duration = Duration::from_secs(5);
 
-/// A request in progress, with the state needed to judge the completion.
 pub struct Task {
-    /// Node that receives the request.
     pub node: NodeId,
-    /// The request to issue to the device of the node.
     pub request: Request,
     /// Data to write; empty for other operations.
     pub data: Vec<u8>,

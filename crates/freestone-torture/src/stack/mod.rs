@@ -62,7 +62,6 @@ type OracleId = u32;
 pub enum Finding {
     /// A read returned content that was not allowed.
     Content(Violation),
-    /// Any other finding, as a message.
     Message(String),
 }
 
@@ -81,7 +80,6 @@ impl From<Violation> for Finding {
     }
 }
 
-/// Returns a finding with this message, as an error.
 pub(crate) fn finding<T>(what: impl Into<String>) -> Result<T, Finding> {
     Err(Finding::Message(what.into()))
 }
@@ -100,7 +98,6 @@ fn finish(finish: impl FnOnce(&mut World) -> Result<(), Finding> + Send + 'stati
     Box::new(finish)
 }
 
-/// The devices of one run, with their disks, families and oracles.
 #[derive(Default)]
 pub struct World {
     nodes: BTreeMap<NodeId, Node>,
@@ -186,8 +183,10 @@ struct Below {
 #[derive(Clone)]
 enum BaseSource {
     /// A file, which a delta can name as its base.
-    File { path: PathBuf, format: Format },
-    /// An image in the image store.
+    File {
+        path: PathBuf,
+        format: Format,
+    },
     Image(StoredImage),
 }
 
@@ -214,7 +213,6 @@ struct PowerNode {
 struct CowNode {
     snapshot: Snapshot,
     origin: NodeId,
-    /// Node of the COW device.
     cow: NodeId,
     /// The COW device has room for copies of all chunks.
     ample: bool,
@@ -232,7 +230,6 @@ struct FamilyNode {
     /// An empty RAM disk of the family, used to query statistics.
     probe: Ram,
     backing: Option<DiskId>,
-    /// A memory limit was set at some time.
     limited: bool,
 }
 
@@ -246,12 +243,10 @@ struct Causes {
 // ---- queries --------------------------------------------------------------------------------
 
 impl World {
-    /// Creates a world without devices.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Returns the number of occurrences of each kind of event.
     pub fn tally(&self) -> &BTreeMap<&'static str, u64> {
         &self.tally
     }
@@ -265,12 +260,10 @@ impl World {
         self.nodes_that(|node| !node.covered)
     }
 
-    /// Returns the name of a node, or a placeholder if it was removed.
     pub fn name(&self, id: NodeId) -> String {
         self.nodes.get(&id).map_or_else(|| format!("node {id} (gone)"), |node| node.name.clone())
     }
 
-    /// Returns true if no request to the node is in flight.
     pub fn is_idle(&self, id: NodeId) -> bool {
         self.nodes.get(&id).is_none_or(|node| node.users == 0)
     }
@@ -404,7 +397,6 @@ impl World {
         self.oracles.retain(|id, _| used.contains(id));
     }
 
-    /// Returns an unused path for a file in the directory of the run.
     fn new_path(&mut self, name: &str) -> Option<PathBuf> {
         let number = self.new_id();
         if self.dir.is_none() {

@@ -58,7 +58,6 @@ impl World {
         })
     }
 
-    /// Returns true if a snapshot of this origin is merging.
     pub(super) fn has_merge(&self, origin: NodeId) -> bool {
         self.nodes
             .values()

@@ -20,7 +20,6 @@ pub struct Scope {
 }
 
 impl World {
-    /// Returns the names of the nodes of an op, for messages.
     pub fn names(&self, scope: &Scope) -> String {
         let names: Vec<String> = scope.nodes.iter().map(|&id| self.name(id)).collect();
         names.join(", ")

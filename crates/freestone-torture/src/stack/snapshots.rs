@@ -32,7 +32,6 @@ struct TakenSnapshot<T> {
     content: Option<Answer<Vec<u8>>>,
 }
 
-/// The reason why no snapshots were taken.
 enum SnapshotFailure {
     Ram(SetupError),
     Cow(usize, cow::SetupError),

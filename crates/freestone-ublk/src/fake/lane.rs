@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{ABORT, Outcome};
-use crate::abi::{IoDesc, ZoneRow, op};
+use crate::kernel::abi::{IoDesc, ZoneRow, op};
 use crate::kernel::{RingEvent, RingEventKind};
 
 pub struct Lane {

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::abi::{CtrlCmd, DevInfo, IoDesc, Params, ZoneRow, control, feature, op, param, state};
+use crate::kernel::abi::{CtrlCmd, DevInfo, IoDesc, Params, ZoneRow, control, feature, op, param, state};
 use crate::kernel::{
     BlockDevice, COMMIT_CANCELLED, CharDevice, Kernel, NodeClaim, Ring, RingEvent, RingEventKind, Wait,
 };

@@ -3,9 +3,9 @@
 use freestone_core::device::{Error, IoBuf};
 
 use super::Queue;
-use crate::abi::SECTOR_BYTES;
-use crate::slots::TagState;
-use crate::task::{CompletedRequest, Kind, Task, result_of};
+use crate::format::task::{CompletedRequest, Kind, Task, result_of};
+use crate::kernel::abi::SECTOR_BYTES;
+use crate::queue::slots::TagState;
 
 impl Queue {
     /// Completes the requests that the device has finished.

@@ -11,9 +11,9 @@ use freestone_core::workers::MIN_BYTES;
 
 use super::user_copy::FetchedRequest;
 use super::{CUT, Queue};
-use crate::slots::TagState;
-use crate::task::{CompletedRequest, Kind, Task};
-use crate::zones;
+use crate::format::task::{CompletedRequest, Kind, Task};
+use crate::format::zones;
+use crate::queue::slots::TagState;
 
 impl Queue {
     /// Begins the first waiting request, that of `tag`. Returns the number of bytes that the

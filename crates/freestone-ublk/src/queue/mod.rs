@@ -1,10 +1,16 @@
 //! The loop of a queue's thread. Each turn completes the requests that the device has finished,
 //! begins requests that have arrived, and enters the ring once. This system call submits all
 //! completions and waits for events.
+//!
+//! A [`Queue`] owns its ring, its tags with their buffers ([`slots`]), and its [`zone_thread`]. Only the
+//! queue's thread uses these. The device thread starts the queues.
 
 mod complete;
 mod execute;
+pub mod resources;
+pub mod slots;
 mod user_copy;
+mod zone_thread;
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,12 +24,12 @@ use freestone_core::plug::Plug;
 use freestone_core::workers::Costs;
 use rustix::io::Errno;
 
+use self::resources::{DrainingQueue, QueueResources};
+use self::slots::{Slots, TagState};
+use self::user_copy::UserCopies;
+use self::zone_thread::ZoneThread;
+use crate::format::task::CompletedRequest;
 use crate::kernel::{COMMIT_CANCELLED, Ring, RingEvent, RingEventKind, Wait};
-use crate::queue_resources::{DrainingQueue, QueueResources};
-use crate::slots::{Slots, TagState};
-use crate::task::CompletedRequest;
-use crate::zone_thread::ZoneThread;
-use user_copy::UserCopies;
 
 /// Number of bytes in flight at which a queue begins no more requests. The last request may exceed
 /// the limit.

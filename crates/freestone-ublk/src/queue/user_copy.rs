@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 
 use freestone_core::device::IoBuf;
 
+use crate::format::task::Task;
 use crate::kernel::Ring;
-use crate::task::Task;
 
 /// A write whose data is being fetched or has arrived.
 pub struct FetchedRequest {

@@ -64,7 +64,7 @@ fn unprivileged_start_error_names_cause() {
 fn abandoned_unprivileged_device_is_removed() {
     let driver = of_user();
     assert!(start(&driver, ram(), options()).shutdown(PATIENCE));
-    let info = crate::abi::DevInfo {
+    let info = crate::kernel::abi::DevInfo {
         dev_id: ID,
         state: state::DEAD,
         flags: feature::UNPRIVILEGED_DEV,

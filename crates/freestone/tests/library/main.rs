@@ -7,13 +7,9 @@
 #[macro_use]
 extern crate freestone_testkit;
 
-mod cow;
 mod devices;
 mod family;
-mod faults;
 mod pinned;
-mod power;
 mod qcow2;
 mod save;
 mod writeback;
-mod zones;

@@ -103,7 +103,6 @@ pub struct Hit {
     what: String,
 }
 
-/// The compiled rules.
 pub struct Prose {
     patterns: Vec<Pattern>,
     /// Indexes of patterns, by each word that the first positive element of the pattern accepts.

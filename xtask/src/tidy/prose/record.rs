@@ -20,7 +20,6 @@ pub type Hits = BTreeMap<PathBuf, Vec<Hit>>;
 
 type Record = BTreeMap<PathBuf, usize>;
 
-/// Compares the hits with the record.
 pub fn problems(hits: &Hits) -> Result<Vec<Problem>> {
     Ok(compare(hits, &read()?.unwrap_or_default()))
 }

@@ -114,7 +114,6 @@ struct Paragraphs<'t> {
     list: Vec<Paragraph<'t>>,
     /// True if the next line continues the last paragraph.
     is_open: bool,
-    /// True between the fences of an example.
     in_example: bool,
 }
 

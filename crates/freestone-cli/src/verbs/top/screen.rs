@@ -6,9 +6,8 @@ use crossterm::cursor::MoveTo;
 use crossterm::queue;
 use crossterm::style::{Attribute, Print, SetAttribute};
 use crossterm::terminal::{BeginSynchronizedUpdate, Clear, ClearType, EndSynchronizedUpdate};
+use freestone_server::verbs::status::top::{Reply, Sorted, headline, write_devices};
 use unicode_width::UnicodeWidthChar as _;
-
-use super::{Reply, Sorted, headline, write_devices};
 
 /// Number of lines that do not show a device: two at the top, the titles, the sum of all devices, the keys.
 pub const OTHER_LINES: u16 = 5;
@@ -71,6 +70,7 @@ fn cut(line: &str, columns: u16) -> String {
 
 #[cfg(test)]
 mod tests {
+    use freestone_server::verbs::status::top::TITLES;
     use serde_json::json;
 
     use super::*;
@@ -104,7 +104,7 @@ mod tests {
         let head = "freestone 1.2.3: devices 20001, forks 20000, NBD connections 7, memory 3M; in 1.0 s:";
         assert_eq!((lines[0].as_str(), lines[1].as_str()), (head, ""));
         let words = |line: usize| lines[line].split_whitespace().collect::<Vec<_>>();
-        assert_eq!(words(2), super::super::TITLES);
+        assert_eq!(words(2), TITLES);
         let numbers = ["fork", "golden", "1234", "0.5", "0", "1M", "0B", "0", "3", "2.6us", "3.1ms"];
         assert_eq!(words(3)[1..], numbers, "{}", lines[3]);
         assert_eq!((words(3)[0], words(4)[0], words(5)[0]), ("(all)", "job-0", "job-1"));

@@ -3,22 +3,22 @@
 //! A separate thread polls, so that keys work while the server does not respond. The terminal is restored
 //! when `watch` returns or panics.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread;
 use std::time::Duration;
+use std::{io, thread};
 
 use anyhow::{Context as _, Result};
 use crossterm::cursor::{Hide, Show};
 use crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use crossterm::execute;
 use crossterm::terminal::{self, EnterAlternateScreen, LeaveAlternateScreen};
+use freestone_server::verbs::status::top::{COUNT_MAX, Params, Reply, Sorted};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
+use super::TopClient;
 use super::screen::{self, OTHER_LINES};
-use super::{COUNT_MAX, Params, Reply, Sorted, TopClient};
 
 /// Interval at which the display checks for keys, responses and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -19,7 +19,7 @@ use serde_json::Value;
 use self::cow::PendingCow;
 pub use self::cow::{CowDevice, cow_stat, merge, missed_writes};
 pub use self::stack::{CutOutcome, SnapshotStack};
-use super::fork;
+use super::memory::fork;
 use super::registry::Registry;
 use super::{
     DataDevice, Entry, ExclusiveUse, IS_SNAPSHOT, KindConfig, KindInstance, Spec, finish_entry, parse_name,

@@ -145,7 +145,6 @@ impl Draw {
         }
     }
 
-    /// Draws a request with this operation.
     fn io_of(&mut self, what: IoKind) -> Io {
         Io { what, ..self.io() }
     }
@@ -165,7 +164,6 @@ impl Draw {
         Op::Io(Io { at, len, pages: true, fill: NOISE, ..self.io_of(what) })
     }
 
-    /// Draws a request near the first hot address.
     fn near(&mut self) -> Op {
         let io = self.io();
         let at = self.hot[0].wrapping_add(self.below(64) as u32);

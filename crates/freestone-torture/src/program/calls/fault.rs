@@ -8,7 +8,6 @@ use libc::{EBUSY, ECONNABORTED, EINTR};
 
 use super::kinds::{CallKind, KINDS, errno_name, errno_of};
 
-/// The place of a system call in a scene.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Site {
     /// Name of the kind of call, see `CallKind::name`.
@@ -20,7 +19,6 @@ pub struct Site {
     pub nth: u32,
 }
 
-/// How a failing system call fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FailureMode {
     /// The call does nothing and returns this errno.
@@ -34,7 +32,6 @@ pub enum FailureMode {
 /// How long calls of the failing kind keep failing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// Only the call of the case fails.
     Once,
     /// The call of the case and the next one of the same kind fail.
     Twice,
@@ -44,7 +41,6 @@ pub enum Extent {
     Ever,
 }
 
-/// How the server of a case ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// SIGTERM after the script.
@@ -58,20 +54,14 @@ pub enum End {
 /// A run of a scene with a failing call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Case {
-    /// Name of the scene.
     pub scene: String,
-    /// The first call that fails.
     pub site: Site,
-    /// How the calls fail.
     pub how: FailureMode,
-    /// How long calls fail.
     pub extent: Extent,
-    /// How the server ends.
     pub end: End,
 }
 
 impl FailureMode {
-    /// Returns all ways in which calls of this kind can fail.
     pub fn all(kind: &CallKind) -> Vec<Self> {
         let fails = kind.errnos.iter().map(|&errno| Self::Fails(errno));
         let done = kind.errnos.first().filter(|_| kind.may_be_done).map(|&errno| Self::Done(errno));
@@ -92,7 +82,6 @@ impl FailureMode {
 }
 
 impl Site {
-    /// Returns the kind of the call, or `None` if the name is unknown.
     pub fn kind(&self) -> Option<&'static CallKind> {
         KINDS.iter().find(|kind| kind.name == self.call)
     }

@@ -4,17 +4,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::json;
 
-use super::super::server;
 use super::fault::End;
 use super::life::{Answer, Life, RunDir};
 use super::model::{Lifetime, Model, Presence};
-use super::tracer::Arm;
+use super::trace::Arm;
 use crate::oracle::{Durability, Fill, Oracle};
+use crate::program::server;
 
 /// Name of a null device that is created and removed to check that verbs work.
 const PROBE: &str = "probe";
 
-/// The devices that a server reports.
 #[derive(Debug, Default)]
 struct DeviceList {
     /// The withheld flag (content not restored, so not served) of each device, by name.
@@ -108,7 +107,6 @@ fn compare(life: &mut Life<'_>, is_exact: bool) {
     }
 }
 
-/// Judges the content of one device that the server reports.
 fn judge_device(life: &mut Life<'_>, name: &str, is_withheld: bool, is_exact: bool) {
     let disk = life.model.disk(name);
     match disk.lifetime {

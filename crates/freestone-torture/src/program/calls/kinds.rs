@@ -20,12 +20,10 @@ pub enum Subject {
     None,
 }
 
-/// A kind of system call that can fail.
 #[derive(Debug, Clone, Copy)]
 pub struct CallKind {
     /// Name in the tables of a report and in the lines that repeat a case.
     pub name: &'static str,
-    /// Number of the system call.
     pub number: c_long,
     /// Position and value of an argument: only calls with this value are of the kind.
     pub only: Option<(usize, u64)>,

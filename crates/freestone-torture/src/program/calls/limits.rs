@@ -27,7 +27,6 @@ const KIB: u64 = 1024;
 struct Limit {
     name: &'static str,
     kind: LimitKind,
-    /// Errno of calls that exceed the limit.
     errno: i32,
     /// Remaining amounts to try: descriptors, KiB or calls.
     left: &'static [u32],
@@ -46,7 +45,6 @@ const LIMITS: &[Limit] = &[
     Limit { name: "log", kind: LimitKind::Log, errno: libc::EAGAIN, left: &[0] },
 ];
 
-/// The resource that a limit restricts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LimitKind {
     /// Number of open descriptors (`RLIMIT_NOFILE`).

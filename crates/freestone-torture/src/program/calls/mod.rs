@@ -13,10 +13,8 @@ mod kinds;
 mod life;
 mod limits;
 mod model;
-mod ptrace;
-mod ring;
 mod scenes;
-mod tracer;
+mod trace;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -36,7 +34,7 @@ use self::fault::{End, Extent, FailureMode};
 use self::life::{Life, RunDir};
 use self::model::Model;
 use self::scenes::{SCENES, Scene};
-use self::tracer::Arm;
+use self::trace::Arm;
 use super::server::{self, Resources};
 
 /// Number of calls of each kind and object that are made to fail, in addition to the last one.
@@ -49,7 +47,6 @@ const KEPT_DIR: &str = "prepared";
 /// Name of the read-only file that is the base of forks.
 const BASE: &str = "g.img";
 
-/// Selection of the cases to run.
 #[derive(Debug, Clone, Default)]
 pub struct CaseFilter {
     /// Scenes to run; empty for all.
@@ -70,7 +67,6 @@ struct Row {
     /// Number of calls, and of calls that are made to fail.
     calls: usize,
     sites: usize,
-    /// Number of cases of the scene in one round.
     cases: usize,
     runs: usize,
     /// Number of runs in which the call of the case did not occur.
@@ -86,7 +82,6 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns true if the sweep has no finding.
     pub fn is_clean(&self) -> bool {
         self.findings.is_empty()
     }
@@ -228,7 +223,6 @@ fn failed_start(
     findings
 }
 
-/// The results of one run of a scene.
 #[derive(Default)]
 struct Run {
     /// All numbered calls, in order.
@@ -257,9 +251,6 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
 }
 
 /// Runs the cases drawn from the seed. If all of them have run before the time limit, draws more cases.
-///
-/// # Errors
-/// Fails if the sweep itself fails.
 pub fn run_cases(seed: u64, choice: &CaseFilter, program: &Path) -> Result<Report, String> {
     let end = choice.time.map(|time| Instant::now() + time);
     let mut report = Report::default();
@@ -310,9 +301,6 @@ fn draw(runs: &[(&str, Run)], choice: &CaseFilter, seed: u64) -> Vec<Case> {
 }
 
 /// Runs one case again, from its line in a report.
-///
-/// # Errors
-/// Fails if the line is not a case, or if the sweep itself fails.
 pub fn repeat(line: &str, program: &Path) -> Result<Report, String> {
     let case: Case = line.parse()?;
     let mut report = Report::default();

@@ -18,7 +18,6 @@ pub enum Lifetime {
     Temporary,
 }
 
-/// Whether a device exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Presence {
     Yes,
@@ -101,7 +100,6 @@ impl Model {
         self.disks.get_mut(name).expect("the scene has it")
     }
 
-    /// Returns the id of a new write with this fill pattern.
     pub fn write_id(&mut self, filled: Fill) -> u64 {
         self.serial += 1;
         filled.id(self.serial)

@@ -19,14 +19,12 @@ const AFTER_LOG_MAX: u64 = 11;
 pub enum Op {
     /// Runs a random verb on one of the verb threads.
     Verb {
-        /// Number of the verb thread.
         by: u8,
         /// Seed of all random choices of the verb.
         seed: u64,
     },
     /// Connects a client to a device. The client sends random requests or reads the whole device.
     Visit {
-        /// Number of the client thread.
         by: u8,
         /// Seed of all random choices of the client.
         seed: u64,
@@ -37,15 +35,12 @@ pub enum Op {
     End {
         /// Number of completed requests and verbs.
         after: u64,
-        /// How the server ends.
         how: End,
     },
 }
 
-/// How the life of a server ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum End {
-    /// SIGKILL.
     Killed,
     /// SIGTERM: an orderly end.
     #[serde(rename = "Told")]
@@ -58,17 +53,14 @@ pub enum End {
     },
 }
 
-/// The input of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
     /// Seed of the devices and their files.
     pub devices: u64,
-    /// The steps of all lives.
     pub ops: Vec<Op>,
 }
 
 impl Case {
-    /// Draws the case of a seed.
     pub fn draw(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let devices = rng.word();

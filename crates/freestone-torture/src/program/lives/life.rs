@@ -10,23 +10,21 @@ use freestone_testkit::Rng;
 use rustix::process::Signal;
 use serde_json::json;
 
-use super::super::control;
-use super::super::far::FarServer;
-use super::super::round::{self, END_MAX, wait_orderly_end};
-use super::super::server::{self, Server};
-use super::super::verbs::VerbThread;
-use super::super::watch::VERB_MAX;
-use super::super::world::World;
-use super::super::{Failure, Report, clients, images, plan};
 use super::case::{CLIENTS, Case, End, Op, VERB_THREADS};
 use super::restart;
+use crate::program::round::{self, END_MAX, wait_orderly_end};
+use crate::program::server::control;
+use crate::program::server::{self, Server};
+use crate::program::setup::far::FarServer;
+use crate::program::setup::{self, images};
+use crate::program::verbs::VerbThread;
+use crate::program::watch::VERB_MAX;
+use crate::program::world::World;
+use crate::program::{Failure, Report, clients};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Runs a case with the program at `binary`.
-///
-/// # Errors
-/// Returns the first failure found.
 pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>> {
     let began = Instant::now();
     let world = Arc::new(World::with_state(binary));
@@ -60,7 +58,7 @@ fn failed(world: &World, seed: u64, began: Instant, what: String) -> Box<Failure
 
 fn run_lives(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> {
     let mut rng = Rng::new(case.devices);
-    let far = plan::make(world, dir, &mut rng).map_err(|e| format!("the files of a run: {e}"))?;
+    let far = setup::make(world, dir, &mut rng).map_err(|e| format!("the files of a run: {e}"))?;
     let mut far = FarServer::start(&world.program, dir, far)?;
     let mut before = None;
     for (ops, end) in case.lives() {

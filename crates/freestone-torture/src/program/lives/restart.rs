@@ -6,13 +6,13 @@ use std::sync::Arc;
 use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
-use super::super::connection::{Address, Connection};
-use super::super::control;
-use super::super::interrupted_verb::InterruptedVerb;
-use super::super::plan;
-use super::super::server;
-use super::super::world::{Disk, Kind, KnownState, World};
 use crate::oracle::SECTOR_BYTES;
+use crate::program::server;
+use crate::program::server::control;
+use crate::program::setup;
+use crate::program::transport::{Address, Connection};
+use crate::program::world::interrupted_verb::InterruptedVerb;
+use crate::program::world::{Disk, Kind, KnownState, World};
 
 /// Text that replaces the addresses of the server itself in sets of addresses.
 const HOME: &str = "home";
@@ -152,13 +152,13 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         )));
     }
     for (name, found) in &listed {
-        if plan::is_unpublished_backing(name) && found.seen > 0 {
+        if setup::is_unpublished_backing(name) && found.seen > 0 {
             return Err(format!("{name}, a COW or backing device, is published"));
         }
     }
     let unchecked_names: BTreeSet<&str> = unchecked.iter().map(|disk| disk.name.as_str()).collect();
     let unknown = |name: &&String| {
-        !plan::is_unpublished_backing(name)
+        !setup::is_unpublished_backing(name)
             && !unchecked_names.contains(name.as_str())
             && missed.iter().all(|disk| disk.name != **name)
     };
@@ -375,7 +375,7 @@ fn list_devices(world: &World) -> Result<ListedDevices, String> {
             seen: row["exports"].as_array().map_or(0, Vec::len),
             bytes: row["disksize"].as_u64().unwrap_or_default(),
             below: text("base").or_else(|| text("origin")).map(str::to_owned),
-            limit: text("mem_limit").and_then(|limit| plan::limit_of(&format!("mem_limit={limit}"))),
+            limit: text("mem_limit").and_then(|limit| setup::limit_of(&format!("mem_limit={limit}"))),
             image: text("url").and_then(|url| Some(url.rsplit_once('@')?.1.to_owned())),
             addresses,
         };

@@ -4,15 +4,14 @@ use std::process::{Command, Stdio};
 
 use serde_json::json;
 
-use super::super::connection::Address;
-use super::super::images::{self, CACHE};
-use super::super::server;
-use super::super::watch::VERB_MAX;
-use super::super::world::{Disk, Kind, PossibleImage, TAGS};
 use super::{VerbThread, has_no_volatile_cache, root};
+use crate::program::server;
+use crate::program::setup::images::{self, CACHE};
+use crate::program::transport::Address;
+use crate::program::watch::VERB_MAX;
+use crate::program::world::{Disk, Kind, PossibleImage, TAGS};
 
 impl VerbThread<'_> {
-    /// Runs a random verb on images.
     pub(super) fn images(&mut self) {
         match self.rng.below(10) {
             0..4 => self.push(),
@@ -55,7 +54,6 @@ impl VerbThread<'_> {
         may.push(PossibleImage { image, oracle });
     }
 
-    /// Creates a device from an image, with the verb `create` or `pull`.
     fn pull(&mut self) {
         if self.is_full() {
             return;

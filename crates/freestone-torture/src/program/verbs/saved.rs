@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use serde_json::json;
 
-use super::super::interrupted_verb::InterruptedVerb;
-use super::super::world::{Disk, Kind};
 use super::{SECTOR, VerbThread, has_no_volatile_cache, root};
 use crate::oracle::Oracle;
+use crate::program::world::interrupted_verb::InterruptedVerb;
+use crate::program::world::{Disk, Kind};
 
 impl VerbThread<'_> {
     pub(super) fn save_and_restore(&mut self) {

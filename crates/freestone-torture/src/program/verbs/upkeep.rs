@@ -2,11 +2,10 @@
 
 use serde_json::json;
 
-use super::super::world::Kind;
 use super::VerbThread;
+use crate::program::world::Kind;
 
 impl VerbThread<'_> {
-    /// Runs a random verb of this kind.
     pub(super) fn upkeep(&mut self) {
         let Some(disk) = self.choose(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen))
         else {

@@ -46,7 +46,6 @@ pub fn copies(life: &mut Life<'_>) {
     life.remove("s2");
 }
 
-/// Merges a snapshot into its origin.
 pub fn merge(life: &mut Life<'_>) {
     life.server.arm();
     life.write("d", 100..200, Fill::Noise);
@@ -150,7 +149,6 @@ pub fn push(life: &mut Life<'_>) {
     life.read_all("i");
 }
 
-/// Pulls the image to which the tag refers into a cache.
 pub fn pull(life: &mut Life<'_>) {
     life.server.arm();
     let cache = life.run_dir.dir.join("cache");

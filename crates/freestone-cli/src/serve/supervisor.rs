@@ -1,0 +1,140 @@
+//! Relations to the process that started the server: notifications and sockets of a service manager, the
+//! pidfile, and the exit with the parent process.
+#![expect(unsafe_code)]
+// UNSAFETY: takes over sockets of the service manager, which are passed as descriptor numbers.
+
+use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+use std::time::Duration;
+use std::{env, fs, io};
+
+use anyhow::{Context as _, Result, bail};
+use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
+use sd_notify::NotifyState;
+use tracing::warn;
+
+/// Environment variables of the service manager, which child processes must not inherit.
+pub const VARIABLES: [&str; 4] = ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
+
+/// Longest wait to send a message to a service manager that does not read its socket.
+const NOTIFY_TIMEOUT: Duration = Duration::from_millis(250);
+
+/// The socket for messages to the service manager, and the manager's address. `None` without a service
+/// manager.
+static MANAGER: LazyLock<io::Result<Option<(UnixDatagram, SocketAddr)>>> = LazyLock::new(|| {
+    let Some(path) = env::var_os("NOTIFY_SOCKET") else { return Ok(None) };
+    let socket = UnixDatagram::unbound()?;
+    socket.set_write_timeout(Some(NOTIFY_TIMEOUT))?;
+    Ok(Some((socket, SocketAddr::from_pathname(path)?)))
+});
+
+/// Opens the socket for messages to the service manager at the start, because all descriptors may be in use
+/// later.
+pub fn open_manager() {
+    LazyLock::force(&MANAGER);
+}
+
+/// Sends states to the service manager, if there is one, as `sd_notify(3)` describes.
+fn notify(states: &[NotifyState<'_>]) {
+    let text = states.iter().fold(String::new(), |text, state| text + &state.to_string() + "\n");
+    let sent = match &*MANAGER {
+        Ok(None) => return,
+        Ok(Some((socket, address))) => socket.send_to_addr(text.as_bytes(), address).err(),
+        Err(error) => Some(io::Error::new(error.kind(), error.to_string())),
+    };
+    if let Some(error) = sent {
+        warn!("cannot notify the service manager: {error}");
+    }
+}
+
+/// Reports that the server is ready, and the number of devices as its status.
+pub fn notify_ready(devices: usize) {
+    let plural = if devices == 1 { "" } else { "s" };
+    notify(&[NotifyState::Ready, NotifyState::Status(&format!("{devices} device{plural}"))]);
+}
+
+/// Reports that the configuration is being reloaded. The caller must call [`notify_ready`] afterwards.
+pub fn notify_reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => notify(&[NotifyState::Reloading, now]),
+        Err(error) => warn!("cannot notify the service manager: {error}"),
+    }
+}
+
+/// Reports that the server is stopping, with the current step as its status.
+pub fn notify_stopping(step: &str) {
+    notify(&[NotifyState::Stopping, NotifyState::Status(step)]);
+}
+
+/// Reports that the server is stopping, and extends the timeout of the manager to `time` from now.
+pub fn notify_stopping_within(step: &str, time: Duration) {
+    let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+    notify(&[NotifyState::Stopping, NotifyState::Status(step), NotifyState::ExtendTimeoutUsec(micros)]);
+}
+
+/// Takes over the listening sockets of the service manager (`sd_listen_fds(3)`). Must be called only once,
+/// because the result owns the descriptors.
+pub fn take_listen_sockets() -> Result<Vec<OwnedFd>> {
+    let sockets = sd_notify::listen_fds().context("LISTEN_FDS, the sockets of the service manager")?;
+    // SAFETY: the manager has opened the descriptors for this process, and no other code in it uses them.
+    Ok(sockets.map(|socket| unsafe { OwnedFd::from_raw_fd(socket) }).collect())
+}
+
+/// Guard of the pidfile. Dropping it removes the file.
+pub struct Pidfile(PathBuf);
+
+impl Pidfile {
+    /// Writes the pidfile, and replaces an existing file.
+    pub fn write(path: &Path) -> Result<Self> {
+        let path = std::path::absolute(path).context("--pidfile: no path")?;
+        fs::write(&path, format!("{}\n", getpid().as_raw_nonzero()))
+            .with_context(|| format!("{}: cannot write the pidfile", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Pidfile {
+    fn drop(&mut self) {
+        let ours = getpid().as_raw_nonzero().to_string();
+        // Another server may have replaced the file, which must then remain.
+        if fs::read_to_string(&self.0).is_ok_and(|text| text.trim() == ours) {
+            let _ = fs::remove_file(&self.0);
+        }
+    }
+}
+
+/// Returns the process ID of the current parent process.
+pub fn parent() -> Option<Pid> {
+    getppid()
+}
+
+/// Makes the kernel send SIGTERM to this process when the parent process ends.
+pub fn end_with_parent(parent: Option<Pid>) -> Result<()> {
+    set_parent_process_death_signal(Some(Signal::TERM)).context("--exit-with-parent")?;
+    // The parent may have ended before the request, which then has no effect.
+    if getppid() != parent {
+        bail!("--exit-with-parent: the parent has ended already");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pidfile_drop_removes_only_own_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pid");
+        let written = Pidfile::write(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", std::process::id()));
+        fs::write(&path, "1\n").unwrap();
+        drop(written);
+        assert!(path.exists());
+        drop(Pidfile::write(&path).unwrap());
+        assert!(!path.exists());
+        assert!(Pidfile::write(&dir.path().join("no/pid")).is_err());
+    }
+}

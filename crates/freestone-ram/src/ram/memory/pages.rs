@@ -1,0 +1,186 @@
+//! The pages of a family (devices that share a memory pool), in memory and on the backing device,
+//! and the requests that wait for memory.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::config::{Backing, Config, Secondary, SetupError};
+use super::layer::{Layer, Layers};
+use super::limits::{HIGH_PERCENT, LOW_PERCENT};
+use super::retiring::Retiring;
+use crate::age::Ages;
+use crate::codec::{Codecs, PRIORITIES, Streams};
+use crate::pool::{self, BackRef, Pool};
+use crate::ram::geometry::PAGE;
+use crate::ram::waiting::full_policy::SpacePolicy;
+use crate::ram::waiting::keeper::Keeper;
+use crate::ram::waiting::removals::Removals;
+use crate::spill::store::Store;
+use freestone_core::slot::{Common, Kind, SlotGuard, Word};
+use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering, thread};
+
+/// Poll interval while waiting for [`Pages::background`].
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// The memory and backing device shared by a family's devices.
+///
+/// Lock order: `background`, then a slot, then either a compression stream or a pool lock, never
+/// both. Requests do not lock `background`.
+pub(in crate::ram) struct Pages {
+    name: OnceLock<Box<str>>,
+    pub common: Arc<Common>,
+    pub layers: Layers,
+    pub pool: Pool,
+    pub codecs: Codecs,
+    pub ages: Ages,
+    pub store: Option<Arc<Store>>,
+    pub keeper: Arc<Keeper>,
+    pub retiring: Retiring,
+    pub removals: Removals,
+    pub full: SpacePolicy,
+    /// Number of pool pages that compaction returned to the system.
+    pub compacted: AtomicU64,
+    /// The family's memory limit in bytes; 0 means no limit.
+    pub mem_limit: AtomicU64,
+    /// Held during an eviction, a reclaim of holes or a recompression, which exclude each other.
+    pub background: Mutex<()>,
+}
+
+impl Pages {
+    pub fn new(config: &Config) -> Result<Arc<Self>, SetupError> {
+        let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
+        for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
+            if let Some(Secondary { algorithm, params }) = secondary {
+                if priority == PRIORITIES && config.auto_recompress.is_some() {
+                    return Err(SetupError::PriorityTaken(*algorithm));
+                }
+                codecs
+                    .set(priority, Streams::shared(*algorithm, params)?)
+                    .map_err(|_| SetupError::NoMemory)?;
+            }
+        }
+        let store = match &config.backing {
+            None => None,
+            Some(Backing { device, compressed_writeback, write_through, path: _ }) => {
+                let store = Store::new(Arc::clone(device), *compressed_writeback, *write_through);
+                Some(Arc::new(store.map_err(SetupError::BackingKind)?))
+            }
+        };
+        let keeper = Arc::<Keeper>::default();
+        let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
+        let pool = Pool::with_outside_pages(Arc::clone(&common.same_filled_leaves))
+            .map_err(SetupError::MemoryFile)?;
+        Ok(Arc::new(Self {
+            name: OnceLock::new(),
+            common,
+            layers: Layers::new(Arc::clone(&keeper)),
+            pool,
+            codecs,
+            ages: Ages::default(),
+            store,
+            keeper,
+            retiring: Retiring::default(),
+            removals: Removals::default(),
+            full: SpacePolicy::new(config.full_policy),
+            compacted: AtomicU64::new(0),
+            mem_limit: AtomicU64::new(0),
+            background: Mutex::default(),
+        }))
+    }
+
+    pub fn set_name(&self, name: &str) {
+        let _ = self.name.set(name.into());
+    }
+
+    pub fn name(&self) -> &str {
+        self.name.get().map_or("a family of RAM disks", |name| name)
+    }
+
+    /// Runs `work` with the slot that `owner` refers to locked. Returns `None` if the slot's layer
+    /// or leaf no longer exists.
+    pub fn with_owner_slot<R>(
+        &self,
+        owner: BackRef,
+        work: impl FnOnce(&Arc<Layer>, SlotGuard<'_>) -> R,
+    ) -> Option<R> {
+        let layer = self.layers.get(owner.table())?;
+        let leaf = layer.table().leaf(owner.slot())?;
+        Some(work(&layer, leaf.lock(owner.slot())))
+    }
+
+    pub fn mem_limit(&self) -> u64 {
+        // Relaxed: the pool enforces its own copy of the limit.
+        self.mem_limit.load(Ordering::Relaxed)
+    }
+
+    /// Returns the pool sizes in pages at which eviction starts and stops; `None` without a limit
+    /// or a backing device.
+    pub fn eviction_marks(&self) -> Option<(u64, u64)> {
+        // Relaxed: the marks are approximate.
+        let beside = self.common.same_filled_leaves.load(Ordering::Relaxed);
+        let limit = (self.mem_limit() / PAGE).saturating_sub(beside);
+        self.store.as_ref().filter(|_| limit > 0).map(|_| {
+            let low = (limit * LOW_PERCENT / 100).min(limit.saturating_sub(2));
+            ((limit * HIGH_PERCENT / 100).max(low), low)
+        })
+    }
+
+    /// Frees the object of a word, in the pool or on the backing device. No slot may have this word
+    /// any more.
+    #[inline]
+    pub fn release(&self, word: Word) {
+        if let Some(location) = word.object() {
+            self.pool.free(location);
+        } else if word.kind() == Kind::Spilled {
+            self.release_spilled(word);
+        }
+    }
+
+    #[cold]
+    fn release_spilled(&self, word: Word) {
+        if let Some(store) = &self.store {
+            store.release(word.location(), word.spilled_bytes());
+        }
+    }
+
+    /// Locks [`background`](Self::background). Returns `None` if `cancelled` returns true before
+    /// the lock is free.
+    pub fn lock_background(&self, cancelled: &mut dyn FnMut() -> bool) -> Option<MutexGuard<'_, ()>> {
+        loop {
+            if cancelled() {
+                return None;
+            }
+            if let Some(turn) = self.background.try_lock() {
+                return Some(turn);
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    /// Compacts the pool. Returns the number of pool pages returned to the system.
+    pub fn compact(&self) -> u64 {
+        self.compact_with_progress(&mut |_, _| true)
+    }
+
+    /// As [`compact`](Self::compact). `watch` receives the bytes processed and the total;
+    /// compaction ends when `watch` returns false.
+    pub fn compact_with_progress(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
+        let pages = self.pool.compact(self, watch);
+        // Relaxed: a statistic.
+        self.compacted.fetch_add(pages, Ordering::Relaxed);
+        pages
+    }
+
+    /// Compacts one size class of the pool, and counts the pages returned to the system.
+    pub fn compact_class(&self, class: usize) {
+        let pages = self.pool.compact_one(class, self);
+        // Relaxed: a statistic.
+        self.compacted.fetch_add(pages, Ordering::Relaxed);
+    }
+}
+
+impl pool::Owners for Pages {
+    fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
+        let _ = self.with_owner_slot(owner, |_, guard| work(guard));
+    }
+}

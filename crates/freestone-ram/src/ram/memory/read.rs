@@ -1,0 +1,88 @@
+//! Reads of the content of one slot.
+
+use super::page_search::is_spillable;
+use super::pages::Pages;
+use crate::codec::Page;
+use freestone_core::PAGE_BYTES;
+use freestone_core::device::{Error, Result};
+use freestone_core::slot::{Kind, SlotGuard, Word};
+
+/// The operation on a page must wait. The content is on the backing device or being read from
+/// there, a base would block, or memory is available only after an eviction.
+pub(in crate::ram) struct MustWait;
+
+/// Result of an operation on one page: the request must wait, or the operation succeeded or failed.
+pub(in crate::ram) type PageResult<T = ()> = std::result::Result<Result<T>, MustWait>;
+
+impl Pages {
+    /// Reads the page of a locked slot, from byte `from` on, into `into`. Records the access in the
+    /// page's age.
+    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
+    #[inline(always)]
+    pub(in crate::ram) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
+        let word = guard.word();
+        if matches!(word.kind(), Kind::InFlight | Kind::Spilled) {
+            return Err(MustWait);
+        }
+        let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
+            self.load(&guard, page)
+        } else {
+            let mut page = [0; PAGE_BYTES];
+            self.load(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+        };
+        // Only compressed and huge pages are evicted; others need no age.
+        if is_spillable(word) {
+            guard.publish(word.touched(self.ages.now()));
+        }
+        Ok(result)
+    }
+
+    /// Reads the whole page of a locked slot, which must be in memory.
+    #[inline]
+    pub(in crate::ram) fn load(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
+        let word = guard.word();
+        match word.kind() {
+            Kind::Empty => page.fill(0),
+            Kind::Same => fill(page, u64::from(word.location() as u32) * 0x1_0000_0001),
+            Kind::Pattern => {
+                fill(page, u64::from_ne_bytes(self.pool.object(guard).try_into().map_err(|_| Error::Media)?));
+            }
+            Kind::Compressed => {
+                self.pool.prefetch_for_read(word);
+                return self.codecs.decompress(word.algorithm(), self.pool.object(guard), page);
+            }
+            Kind::Huge => page.copy_from_slice(self.pool.object(guard)),
+            Kind::InFlight | Kind::Spilled | Kind::Base => return Err(Error::Media),
+        }
+        Ok(())
+    }
+
+    /// Restores a page from a copy of its object. `word` is the slot's word: compressed or huge.
+    pub(in crate::ram) fn unpack(&self, word: Word, object: &[u8], page: &mut [u8]) -> Result<()> {
+        match word.kind() {
+            Kind::Huge if object.len() == page.len() => {
+                page.copy_from_slice(object);
+                Ok(())
+            }
+            Kind::Compressed => {
+                let page = page.try_into().map_err(|_| Error::Media)?;
+                self.codecs.decompress(word.algorithm(), object, page)
+            }
+            _ => Err(Error::Media),
+        }
+    }
+
+    /// Restores a page from its object, read from the backing device. `held` is the slot's word
+    /// before the flight.
+    pub(in crate::ram) fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
+        if held.spilled_bytes() == PAGE_BYTES {
+            page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
+            return Ok(());
+        }
+        self.codecs.decompress(held.algorithm(), object, page)
+    }
+}
+
+fn fill(page: &mut Page, pattern: u64) {
+    page.as_chunks_mut().0.fill(pattern.to_ne_bytes());
+}

@@ -1,0 +1,195 @@
+//! Recording of changes in the state directory, from which the next start restores devices and exports.
+//!
+//! A verb begins a [`Recording`] of the names that it has claimed, before its first change. When it is done,
+//! it commits: the recording reads the current devices and exports with these names and writes their records.
+//! No verb writes records itself.
+
+use std::env;
+use std::path::PathBuf;
+
+use freestone::mutants::{self, Mutant};
+use freestone_control::protocol::RpcError;
+use freestone_spec::kinds::{Entry, Spec};
+use freestone_state::{Change, Device, State};
+
+use crate::devices::claims::Claim;
+use crate::exports::export_spec::{ExportAddress, ExportSet, ExportSpec};
+use crate::persistence::records::{PendingChange, export_record, shutdown_error, state_error};
+use crate::service::Service;
+use crate::settings::paths::address_text;
+
+/// A pending change of the state directory. Dropping it without [`commit`](Self::commit) records nothing.
+pub struct Recording<'a> {
+    service: &'a Service,
+    names: Vec<String>,
+    /// True if [`commit`](Self::commit) also removes the records of missing devices (which could not be
+    /// created again).
+    removes_missing_records: bool,
+    change: Option<(&'a State, Change<'a>)>,
+    /// Guard that delays the shutdown of the server; dropped after `change`.
+    _pending: Option<PendingChange<'a>>,
+}
+
+impl<'a> Recording<'a> {
+    /// Begins a change of these devices, which the verb has claimed. Without a state directory nothing is
+    /// recorded.
+    pub fn begin(service: &'a Service, _: &Claim<'_>, verb: &str, names: &[&str]) -> Result<Self, RpcError> {
+        let Some(state) = service.records.state() else {
+            return Ok(Self {
+                service,
+                names: Vec::new(),
+                removes_missing_records: false,
+                change: None,
+                _pending: None,
+            });
+        };
+        let pending = service.records.begin_change(names)?;
+        let change = state.begin(verb, names).map_err(|error| state_error(&error))?;
+        let names = names.iter().map(|name| (*name).to_owned()).collect();
+        let change = Some((state, change));
+        Ok(Self { service, names, removes_missing_records: false, change, _pending: Some(pending) })
+    }
+
+    /// Writes the records of the changed devices, which are durable on return.
+    pub fn commit(mut self) -> Result<(), RpcError> {
+        let Some((state, mut change)) = self.change.take() else { return Ok(()) };
+        let (service, names) = (self.service, &self.names);
+        let mut found = Vec::new();
+        for name in names {
+            let old = state.find(name);
+            match (service.registry.find(name).filter(|entry| entry.template.is_none()), old) {
+                (Some(entry), old) => {
+                    found.push(name);
+                    let now = device(service, &entry, &current_exports(service, name));
+                    if old.as_ref() != Some(&now) {
+                        change.put(now);
+                    }
+                }
+                // The device was missing before the verb, and still is, so its record remains.
+                (None, Some(_))
+                    if !self.removes_missing_records && service.records.why_missing(name).is_some() => {}
+                (None, Some(_)) => {
+                    found.push(name);
+                    change.remove(name);
+                }
+                (None, None) => {}
+            }
+        }
+        // Checked after the exports were read: a shutdown that began earlier may have removed exports.
+        if service.records.is_closed() {
+            return Err(shutdown_error(&names.join(", ")));
+        }
+        change.commit().map_err(|error| state_error(&error))?;
+        // Only after the commit: until then a save must not overwrite the content of a device in the state.
+        for name in found {
+            service.records.remove_missing(name);
+            if self.removes_missing_records {
+                service.registry.parallel_open.forget(name);
+                service.exports.defaults.release(name);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes [`commit`](Self::commit) also remove the records of missing devices.
+    pub fn forget_missing(&mut self) {
+        self.removes_missing_records = true;
+    }
+}
+
+/// Returns the exports of a device. For a withheld device, returns the exports to publish when it is
+/// released.
+pub fn current_exports(service: &Service, name: &str) -> ExportSet {
+    if let Some(export_set) = service.withheld.of(name) {
+        return export_set;
+    }
+    let declared = service.declarations.of(name);
+    let is_declared = |place: &ExportAddress| declared.iter().any(|(_, at)| at.is_same(place) || at == place);
+    let with = |wanted: ExportSpec| {
+        let declared = is_declared(&wanted.address);
+        (wanted, declared)
+    };
+    // Exports that cannot be published yet remain in the state.
+    let absent = service.exports.unpublished.export_set(name);
+    let exports = service.exports.specs(name).into_iter().map(with).chain(absent.exports).collect();
+    ExportSet {
+        at_server_addresses: absent.at_server_addresses || service.exports.is_at_server_addresses(name),
+        exports,
+    }
+}
+
+/// Returns the state record of a device, with identity, specification and exports.
+fn device(service: &Service, entry: &Entry, export_set: &ExportSet) -> Device {
+    let name = entry.name();
+    let left_out = mutants::on(Mutant::ExportsForgotten);
+    let exports = export_set.exports.iter().filter(|_| !left_out);
+    let mut default_at = service.exports.defaults.of(name);
+    let live = service.exports.nbd.exports_named(name).into_iter().filter(|export| export.default);
+    default_at.extend(live.map(|export| export.address));
+    let mut default_at: Vec<String> = default_at.iter().map(address_text).collect();
+    default_at.sort_unstable();
+    // The record of a withheld device keeps the base with which it was last published, so that the next start
+    // can report the reason.
+    let shown_with =
+        service.records.state().filter(|_| service.withheld.has(name)).and_then(|state| state.find(name));
+    let base = match shown_with {
+        Some(device) => device.base,
+        None => base_identities(service, &entry.spec, entry.is_kept())
+            .into_iter()
+            .map(|(_, identity)| identity)
+            .collect(),
+    };
+    // Records that this version cannot parse are kept for a version that can.
+    let unparsed = service.exports.unpublished.unparsed(name).into_iter().map(|export| export.record);
+    Device {
+        name: name.to_owned(),
+        uuid: entry.identity.uuid.simple().to_string(),
+        generation: entry.identity.generation,
+        withheld: service.withheld.has_lost_content(name),
+        // No save has the content from now on, because clients can change it.
+        saved: None,
+        base,
+        words: words(entry),
+        declared: service.declarations.has(name),
+        home: export_set.at_server_addresses,
+        default_at,
+        exports: exports.map(|(wanted, declared)| export_record(wanted, *declared)).chain(unparsed).collect(),
+    }
+}
+
+/// Returns the files of a device's base, each with its identity, if the content of the device is kept over
+/// restarts (`keep`). Returns an empty list otherwise: the content ends with the server, so its base may
+/// change.
+pub fn base_identities(service: &Service, spec: &Spec, keep: bool) -> Vec<(PathBuf, String)> {
+    let base = spec.kind.parent_name().filter(|_| keep).and_then(|base| service.registry.find(base));
+    base.map(|base| base.kind.file_identities()).unwrap_or_default()
+}
+
+/// Returns the specification that creates the device again, independent of the working directory.
+fn words(entry: &Entry) -> String {
+    let mut words = entry.words.current(&entry.spec);
+    // The key `force` applied to the creation only. The key `publish` is recorded as exports.
+    words.pairs.retain(|(key, _)| key != "force" && key != "publish");
+    match env::current_dir() {
+        Ok(here) => words.with_base(&here).to_string(),
+        Err(_) => words.to_string(),
+    }
+}
+
+/// Records the devices of a starting server with their exports in the state, before any client can connect.
+pub fn record_devices<'a>(
+    service: &Service,
+    devices: impl Iterator<Item = (&'a Entry, ExportSet)>,
+) -> Result<(), RpcError> {
+    let Some(state) = service.records.state() else { return Ok(()) };
+    let now = devices.map(|(entry, export_set)| device(service, entry, &export_set));
+    let changed: Vec<Device> = now.filter(|now| state.find(&now.name).as_ref() != Some(now)).collect();
+    service.records.put_all(changed)
+}
+
+/// Returns true if a device differs from its state record. Returns false without a state directory.
+pub fn has_changed(service: &Service, entry: &Entry) -> bool {
+    let known = |state: &State| state.find(entry.name());
+    let now = || device(service, entry, &current_exports(service, entry.name()));
+    service.records.state().is_some_and(|state| known(state) != Some(now()))
+}

@@ -1,0 +1,329 @@
+//! A running server: the order of its start and of its end.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use freestone::mutants::{self, Mutant};
+use freestone_control::http::HttpServer;
+use freestone_control::server::ControlServer;
+use freestone_control::socket::{PrivateSocket, SocketPath};
+use freestone_nbd::{Access, Address};
+use tracing::warn;
+
+use super::plan::Plan;
+use crate::declared::DeclaredDevice;
+use crate::devices::shutdown::{self, Closing};
+use crate::observe::metrics::{MetricsConfig, MetricsSite};
+use crate::observe::page::PageSite;
+use crate::persistence::saves::Saves;
+use crate::persistence::standby::Standby;
+use crate::persistence::state_args::StateSettings;
+use crate::service::Service;
+use crate::startup::pending_devices;
+use crate::startup::start::{self, NewDevice};
+use crate::verbs::{ReadOnly, left_behind};
+
+/// Longest wait of the shutdown for requests in flight.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+/// Longest wait of the shutdown for running jobs.
+const JOBS_GRACE: Duration = Duration::from_secs(2);
+
+/// Result of flushing the devices at shutdown.
+pub struct FlushResult {
+    /// Number of devices that could not be saved, flushed or removed.
+    pub failed: usize,
+    /// Time by which the devices must be closed.
+    pub end: Instant,
+}
+
+/// A step of the shutdown that can take long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShutdownStep {
+    /// Content is saved and devices are flushed, within this time.
+    Save(Duration),
+    /// Devices are flushed.
+    Flush,
+}
+
+/// Function that is called before each [`ShutdownStep`].
+pub type ReportStep = Arc<dyn Fn(ShutdownStep) + Send + Sync>;
+
+/// A listening server. Dropping it, even during a panic, removes its sockets, and saves and flushes the
+/// devices.
+pub struct Running {
+    /// The devices, exports and jobs.
+    pub service: Arc<Service>,
+    /// True if clients may have connected and the devices have not been flushed since.
+    is_in_use: bool,
+    /// Servers of the control sockets.
+    controls: Vec<Arc<ControlServer>>,
+    /// HTTP servers of the metrics and the web page.
+    http: Vec<HttpServer>,
+    /// Paths of the Unix sockets at the server's NBD addresses, removed when dropped.
+    sockets: Vec<SocketPath>,
+    report_step: ReportStep,
+}
+
+impl Running {
+    /// Starts a server. `on_service` receives the service before devices are opened. `report_step` is called during the
+    /// shutdown.
+    ///
+    /// # Errors
+    /// Fails if a device cannot be created, or an address not be used. Then everything that was started has ended.
+    pub fn start(
+        plan: Plan,
+        on_service: impl FnOnce(&Arc<Service>),
+        report_step: ReportStep,
+    ) -> Result<Self> {
+        let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, .. } = plan;
+        let Plan { metrics, page, control_read_only, allow, .. } = plan;
+        let (control_access, read_only_access) = (access.control.resolved, access.control_read_only.resolved);
+        let service = Service::new(limits, access, tls);
+        on_service(&service);
+        service.exports.tls.begin(&service.exports.nbd)?;
+        if let Some(control) = &control {
+            // The control socket is cleared first, because that fails if another server is running.
+            PrivateSocket::clear(control)?;
+            let _ = service.control.set(control.clone());
+        }
+        if let Some(control) = &control_read_only {
+            PrivateSocket::clear(control)?;
+            let _ = service.control_read_only.set(control.clone());
+        }
+        service.as_block_devices.store(ublk, Ordering::SeqCst);
+        service.exports.plan_server_addresses(&addresses);
+        if let Some((list, is_fixed)) = allow {
+            service.exports.init_server_allow_list(Some(list), is_fixed);
+        }
+        let mut running = Self {
+            service: Arc::clone(&service),
+            is_in_use: false,
+            controls: Vec::new(),
+            http: Vec::new(),
+            sockets: Vec::new(),
+            report_step,
+        };
+        let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
+        if let Some(empty) = known.as_ref().filter(|topology| topology.devices().next().is_none()) {
+            // No device is recorded, so this only marks saved content as unused, or removes it if it was marked long
+            // ago.
+            service.saves.find(empty)?;
+        }
+        let known = known.filter(|topology| topology.devices().next().is_some());
+        let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
+        let of_state = known.is_some();
+        let (mut created, pending, changes) = match known {
+            Some(topology) => {
+                // Devices must exist before `--apply` can change them, so the start waits for all remote servers.
+                let until = (!is_applied).then(|| Instant::now() + pending_devices::GRACE);
+                let (created, pending) = pending_devices::set_up_state(&service, &topology, until)?;
+                (created, Some(pending), is_applied.then_some(devices))
+            }
+            None => (start::set_up_declared(&service, devices)?, None, None),
+        };
+        if of_state && mutants::on(Mutant::GoesOnEarly) {
+            start::record_devices(&service, &mut created);
+        }
+        // Steps that can fail come first. Then the state records that its devices are in use, and clients can
+        // connect.
+        for address in &addresses {
+            if let Address::Unix(path) = service.exports.listen_at_server_address(address)? {
+                let socket =
+                    SocketPath::adopt(&path).with_context(|| format!("{}: is gone", path.display()))?;
+                running.sockets.push(socket);
+            }
+        }
+        for socket in sockets {
+            service.exports.adopt_server_socket(socket)?;
+        }
+        if let Some(MetricsConfig { at, forks }) = metrics {
+            let server = HttpServer::start(at, MetricsSite::new(&service, forks))?;
+            let _ = service.metrics_url.set(server.url().to_owned());
+            running.http.push(server);
+        }
+        if let Some(at) = page {
+            let server = HttpServer::start(at, PageSite::new(&service))?;
+            let _ = service.http_url.set(server.url().to_owned());
+            running.http.push(server);
+        }
+        Saves::run(&service).context("cannot start the thread that saves")?;
+        if created.iter().any(NewDevice::is_block_device) {
+            remove_stale_block_devices();
+        }
+        running.is_in_use = true;
+        if of_state {
+            start::record_devices(&service, &mut created);
+            start::begin_merges(&service, &mut created);
+        } else {
+            start::publish_new(&service, &created)?;
+        }
+        running.publish(&created, of_state, changes.zip(asked), &control_access, &read_only_access)?;
+        if let Some(pending) = pending {
+            pending.begin(&service);
+        }
+        Ok(running)
+    }
+
+    /// Publishes the devices of the state, applies the changes of `--apply`, and then opens the control sockets.
+    fn publish(
+        &mut self,
+        created: &[NewDevice],
+        of_state: bool,
+        changes: Option<(Vec<DeclaredDevice>, StateSettings)>,
+        control_access: &Access,
+        read_only_access: &Access,
+    ) -> Result<()> {
+        let service = &self.service;
+        if of_state {
+            start::publish(service, created)?;
+        }
+        if let Some((devices, asked)) = changes {
+            start::apply_declared(service, &devices, asked.has_file)?;
+        }
+        log_leftover_files(service);
+        if let Some(control) = service.control_read_only.get() {
+            let socket = PrivateSocket::bind(control, read_only_access)?;
+            let answers = Arc::new(ReadOnly(Arc::clone(service)));
+            self.controls.push(Arc::new(ControlServer::start_read_only(socket, answers)?));
+        }
+        // The control socket is opened last, because its existence means that the server is ready.
+        if let Some(control) = service.control.get() {
+            let socket = PrivateSocket::bind(control, control_access)?;
+            self.controls.push(Arc::new(ControlServer::start(socket, Arc::clone(service) as _)?));
+        }
+        Ok(())
+    }
+
+    /// Begins the shutdown: refuses new work. Returns a function that ends exports and verbs, and saves and flushes the
+    /// devices; it may block.
+    fn begin_end(&mut self) -> impl FnOnce() -> FlushResult + Send + 'static + use<> {
+        self.is_in_use = false;
+        self.service.jobs.end_all();
+        self.service.registry.parallel_open.abandon();
+        for entry in self.service.registry.all() {
+            // Requests held by a fault rule keep devices alive, which are flushed when they are dropped.
+            if let Some(faults) = &entry.layers.faults {
+                faults.close();
+            }
+        }
+        let all = self.service.registry.all();
+        let no_waiting: Vec<_> =
+            all.iter().flat_map(|entry| self.service.exports.bypass_waiting(entry)).collect();
+        drop(all);
+        self.service.records.close();
+        let (service, controls) = (Arc::clone(&self.service), self.controls.clone());
+        let report_step = Arc::clone(&self.report_step);
+        move || {
+            // Exports end first, because the following steps may need the threads and descriptors of connections.
+            service.exports.shutdown(SHUTDOWN_GRACE);
+            // Control sockets stop before the flush, because verbs write to devices as well.
+            for control in controls {
+                control.stop();
+            }
+            service.jobs.wait_ended(JOBS_GRACE);
+            if let Some(time) = service.saves.timeout() {
+                report_step(ShutdownStep::Save(time + shutdown::FLUSH_MAX));
+            }
+            let unsaved = Saves::end(&service);
+            report_step(ShutdownStep::Flush);
+            let end = Instant::now() + shutdown::FLUSH_MAX;
+            let failed =
+                unsaved + shutdown::flush(&service.registry.all(), end) + service.pending_removals.wait(end);
+            drop((service, no_waiting));
+            FlushResult { failed, end }
+        }
+    }
+
+    /// Shuts the server down on the given thread, and calls `ended` when that is done. Returns a channel for
+    /// the result. Afterwards [`Drop`] can only wait for disks.
+    pub fn shutdown(
+        &mut self,
+        thread: Standby,
+        ended: impl FnOnce() + Send + 'static,
+    ) -> Receiver<FlushResult> {
+        let finish = self.begin_end();
+        let (sender, flushed) = mpsc::channel();
+        thread.run(move || {
+            let _ended = CallAtEnd(Some(ended));
+            let _ = sender.send(finish());
+        });
+        flushed
+    }
+
+    /// Closes the devices on the given thread, until `end` at most, and calls `ended` when that is done.
+    /// Returns a channel for the number of devices that could not be closed.
+    pub fn close(
+        self,
+        thread: Standby,
+        ended: impl FnOnce() + Send + 'static,
+        end: Instant,
+    ) -> Receiver<usize> {
+        let (sender, unclosed) = mpsc::channel();
+        thread.run(move || {
+            let _ended = CallAtEnd(Some(ended));
+            let closing = Closing::of(&self.service.registry.all());
+            drop(self);
+            let _ = sender.send(closing.wait(end));
+        });
+        unclosed
+    }
+
+    /// Removes the sockets, without waiting.
+    pub fn remove_paths(&mut self) {
+        for control in &self.controls {
+            control.remove_path();
+        }
+        self.sockets.clear();
+    }
+}
+
+/// Guard that calls a function when dropped, also by a panic.
+struct CallAtEnd<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> Drop for CallAtEnd<F> {
+    fn drop(&mut self) {
+        if let Some(call) = self.0.take() {
+            call();
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.is_in_use {
+            let finish = self.begin_end();
+            finish();
+        }
+        self.controls.clear();
+        self.http.clear();
+        self.service.exports.shutdown(Duration::ZERO);
+    }
+}
+
+/// Removes ublk devices that killed servers have left in the kernel.
+fn remove_stale_block_devices() {
+    match freestone_ublk::remove_stale_devices() {
+        Ok(ids) => ids.iter().for_each(|id| warn!("/dev/ublkb{id}: was left by a killed server: removed")),
+        Err(error) => warn!("cannot remove the block devices of killed servers: {error}"),
+    }
+}
+
+/// Logs unfinished files that an interrupted save has left in the directories of images.
+fn log_leftover_files(service: &Service) {
+    let mut looked = HashSet::new();
+    for entry in service.registry.all() {
+        if let Some((path, _)) = entry.spec.kind.image()
+            && looked.insert(path.parent().map(Path::to_owned))
+        {
+            left_behind(path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

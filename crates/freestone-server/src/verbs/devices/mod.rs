@@ -1,0 +1,15 @@
+//! Verbs that create, change, publish and remove devices.
+
+pub mod apply;
+pub mod create;
+pub mod dump;
+pub mod fork;
+pub mod get;
+pub mod merge;
+pub mod publish;
+pub mod remove;
+pub mod reset;
+pub mod rewind;
+pub mod set;
+pub mod snapshot;
+pub mod unpublish;
