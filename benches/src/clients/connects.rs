@@ -22,7 +22,7 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     for _ in 0..rounds {
         let before = served.server.cpu()?;
         for _ in 0..connects {
-            connect_and_disconnect(&served.socket())?;
+            connect_and_disconnect(&served.dir.socket("nbd"))?;
         }
         let spent = served.server.cpu()?.saturating_sub(before);
         micros.push(spent.as_secs_f64() * 1e6 / f64::from(connects));

@@ -9,7 +9,6 @@ mod stalled;
 mod storm;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -18,8 +17,8 @@ use freestone_report::Report;
 pub use self::background::Loop;
 use crate::options::Options;
 use crate::programs::program_path;
-use crate::programs::run_dir::{RunDir, ServerDir};
-use crate::programs::server_process::Server;
+use crate::programs::run_dir::RunDir;
+use crate::programs::server_process::{Served, Server};
 
 /// Options of the `clients` benchmark.
 #[derive(Debug, Clone, clap::Args)]
@@ -50,28 +49,12 @@ struct Bench<'a> {
     freestone: PathBuf,
 }
 
-struct ServedDevice {
-    server: Server,
-    server_dir: ServerDir,
-}
-
 impl Bench<'_> {
     /// Starts a server with one device. `device` is its description on the command line.
-    fn serve(&self, device: &str) -> Result<ServedDevice> {
-        let server_dir = self.run_dir.server()?;
-        let socket = server_dir.socket("nbd");
-        let mut command = Command::new(&self.freestone);
-        command.args(["serve", device]).arg(format!("--nbd=unix:{}", socket.display()));
-        // The default control socket may be in use by the user's own server.
-        command.arg("--control").arg(server_dir.socket("control"));
-        let server = Server::start(&command, &socket)?;
-        Ok(ServedDevice { server, server_dir })
-    }
-}
-
-impl ServedDevice {
-    fn socket(&self) -> PathBuf {
-        self.server_dir.socket("nbd")
+    fn serve(&self, device: &str) -> Result<Served> {
+        let dir = self.run_dir.server()?;
+        let server = Server::start(&dir.serve(&self.freestone, [device]), &dir.socket("nbd"))?;
+        Ok(Served { server, dir })
     }
 }
 

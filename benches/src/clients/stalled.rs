@@ -54,9 +54,9 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
             for turn in 0..SIDES.len() {
                 let side = (turn + round) % SIDES.len();
                 let (_, others, is_slow) = SIDES[side];
-                let speed = run_beside_clients(&served.socket(), others, is_slow, || {
+                let speed = run_beside_clients(&served.dir.socket("nbd"), others, is_slow, || {
                     thread::sleep(SETTLE);
-                    speed(&served.socket(), block_bytes, slice)
+                    speed(&served.dir.socket("nbd"), block_bytes, slice)
                 })?;
                 speeds[side].push(speed / 1e3);
             }

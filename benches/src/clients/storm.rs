@@ -31,7 +31,7 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     let usual = if bench.options.quick { SLICE_QUICK_MS } else { SLICE_MS };
     let slice = Duration::from_millis(bench.options.slice_ms.unwrap_or(usual).into());
     let served = bench.serve("n=null,size=1G")?;
-    let socket = served.socket();
+    let socket = served.dir.socket("nbd");
     let loads =
         [BackgroundLoad::start(LoadKind::Connect, &socket)?, BackgroundLoad::start(LoadKind::Burn, &socket)?];
     let groups =

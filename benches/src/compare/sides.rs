@@ -98,15 +98,15 @@ impl Starter<'_> {
         let bytes = self.bytes;
         let mut memory = None;
         let command = match side {
-            Side::Ram => self.ours(&socket, &[format!("d=ram,disksize={}", mib(bytes))]),
+            Side::Ram => self.ours(&server_dir, &[format!("d=ram,disksize={}", mib(bytes))]),
             Side::RamZstd | Side::RamStore => {
                 let algorithm = if side == Side::RamZstd { "zstd" } else { "store" };
-                self.ours(&socket, &[format!("d=ram,disksize={},comp_algorithm={algorithm}", mib(bytes))])
+                self.ours(&server_dir, &[format!("d=ram,disksize={},comp_algorithm={algorithm}", mib(bytes))])
             }
-            Side::Null => self.ours(&socket, &[format!("d=null,size={}", mib(bytes))]),
+            Side::Null => self.ours(&server_dir, &[format!("d=null,size={}", mib(bytes))]),
             Side::Fork => {
                 let base = format!("base=file,path={},readonly=yes,publish=no", self.image.display());
-                self.ours(&socket, &[base, "d=fork,base=base".into()])
+                self.ours(&server_dir, &[base, "d=fork,base=base".into()])
             }
             Side::Sparse | Side::Malloc | Side::Zstd => {
                 let allocator = match side {
@@ -161,12 +161,8 @@ impl Starter<'_> {
         Ok(Running { server, socket, command: shown, _memory: memory, _server_dir: server_dir })
     }
 
-    fn ours(&self, socket: &Path, devices: &[String]) -> Command {
-        let mut command = Command::new(self.freestone);
-        command.arg("serve").args(devices);
-        // The default control socket may be in use by the user's own server.
-        command.arg(format!("--nbd=unix:{}", socket.display()));
-        command.arg("--control").arg(socket.with_file_name("control"));
+    fn ours(&self, server_dir: &ServerDir, devices: &[String]) -> Command {
+        let mut command = server_dir.serve(self.freestone, devices);
         if let Some(tls) = self.tls {
             command.arg("--tls=require");
             command.arg(format!("--tls-cert={}", tls.join("server-cert.pem").display()));

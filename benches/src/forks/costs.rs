@@ -7,10 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use freestone::PAGE_BYTES;
-use freestone::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result as DeviceResult,
-    TryResult,
-};
+use freestone::device::{Blocking, Device, Flags};
 use freestone::null::{self, Null};
 use freestone::ram::{Family, ForkConfig, Ram};
 use freestone_report::{Report, Row, Summary, Target, Unit};
@@ -159,33 +156,12 @@ fn filled(family: &Family, pages: &[u8]) -> Result<Ram> {
 
 // ---- reads that fall through --------------------------------------------------------------------
 
-/// A null device that reports itself as read-only, which a base must be.
-struct ReadOnly(Null);
-
-impl Device for ReadOnly {
-    fn geometry(&self) -> Geometry {
-        Geometry { read_only: true, ..self.0.geometry() }
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> DeviceResult<TryResult> {
-        request.check(&self.geometry())?;
-        self.0.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        match request.check(&self.geometry()) {
-            Ok(()) => self.0.submit(request, buffer, done),
-            Err(error) => done.complete(Err(error), buffer),
-        }
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> DeviceResult<u64> {
-        self.0.extents(offset, len, row)
-    }
-}
-
 fn fall_through_reads(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> {
     let count = (pages.len() / PAGE_BYTES) as u64;
     let family = family()?;
     let snapshot = filled(&family, pages)?.snapshot()?;
-    let null = ReadOnly(Null::new(null::Config::plain(pages.len() as u64, 4096))?);
+    // A base must be read-only.
+    let null = Null::new(null::Config { read_only: true, ..null::Config::plain(pages.len() as u64, 4096) })?;
     let (null, file): (Arc<dyn Device>, Arc<dyn Device>) = (Arc::new(null), Arc::new(image.device()?));
     // Reading the whole file brings it into the page cache.
     let mut page = [0; PAGE_BYTES];

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -12,6 +11,7 @@ use freestone::codec::Algorithm;
 use freestone::device::{Blocking, Device, Flags, IoBuf};
 use freestone::file::File;
 use freestone::ram::{Config, Family, ForkConfig, Ram};
+use freestone::sync::{Condvar, Mutex};
 use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 use hdrhistogram::Histogram;
 
@@ -144,13 +144,13 @@ impl Drop for EndGuard<'_> {
 
 impl BusyForks {
     fn set_running(&self, running: bool) {
-        *self.running.lock().unwrap_or_else(PoisonError::into_inner) = running;
+        *self.running.lock() = running;
         self.running_changed.notify_all();
     }
 
     /// Waits while the busy threads are paused. Returns true if the measurement has ended.
     fn wait(&self) -> bool {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = self.running.lock();
         loop {
             // Relaxed: see `EndGuard`.
             if self.end.load(Ordering::Relaxed) {
@@ -159,7 +159,7 @@ impl BusyForks {
             if *running {
                 return false;
             }
-            running = self.running_changed.wait(running).unwrap_or_else(PoisonError::into_inner);
+            running = self.running_changed.wait(running);
         }
     }
 
@@ -184,7 +184,7 @@ impl BusyForks {
                 fork.write_at(page * PAGE_BYTES as u64, self.random_page(&mut random), Flags::empty())?;
                 latencies.saturating_record(start.elapsed().as_nanos() as u64);
             }
-            self.latencies.lock().unwrap_or_else(PoisonError::into_inner).add(&latencies)?;
+            self.latencies.lock().add(&latencies)?;
             latencies.reset();
         }
         Ok(())
@@ -199,7 +199,7 @@ impl BusyForks {
     /// Returns and clears the recorded latencies.
     fn take_latencies(&self) -> Result<Histogram<u64>> {
         let empty = histogram()?;
-        Ok(std::mem::replace(&mut *self.latencies.lock().unwrap_or_else(PoisonError::into_inner), empty))
+        Ok(std::mem::replace(&mut *self.latencies.lock(), empty))
     }
 
     /// Returns the number of writes that fill all busy forks: one per page.

@@ -2,10 +2,11 @@
 //! or a shared lock and two bucket locks, as since then. Only the benchmark uses these locks. The
 //! locks are held around the device's own slot locks.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::Arc;
 
 use freestone::PAGE_BYTES;
-use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult};
+use freestone::device::{Buffer, Completion, Device, IoBuf, Request, Result, TryResult, forward_device};
+use freestone::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 
 /// Number of buckets of the table of complete exceptions: the kernel's number for a COW device of 1
 /// GiB with chunks of 4 KiB.
@@ -45,16 +46,13 @@ impl Locks {
     }
 
     fn acquire(&self, request: &Request) -> Guards<'_> {
-        fn lock(mutex: &Mutex<()>) -> MutexGuard<'_, ()> {
-            mutex.lock().unwrap_or_else(PoisonError::into_inner)
-        }
         match self {
-            Self::One(one) => Guards::One { _one: lock(one) },
+            Self::One(one) => Guards::One { _one: one.lock() },
             Self::Buckets { shared, complete, pending } => {
                 let page = request.offset as usize / PAGE_BYTES;
-                let shared = shared.read().unwrap_or_else(PoisonError::into_inner);
-                let complete = lock(&complete[page % COMPLETE_BUCKETS]);
-                let pending = lock(&pending[page % PENDING_BUCKETS]);
+                let shared = shared.read();
+                let complete = complete[page % COMPLETE_BUCKETS].lock();
+                let pending = pending[page % PENDING_BUCKETS].lock();
                 Guards::Buckets { _pending: pending, _complete: complete, _shared: shared }
             }
         }
@@ -68,9 +66,7 @@ pub(super) struct LockedDevice {
 }
 
 impl Device for LockedDevice {
-    fn geometry(&self) -> Geometry {
-        self.device.geometry()
-    }
+    forward_device!(|locked| locked.device => geometry, extents; prefetch: none, zoned: none, changes: none);
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let _guards = self.locks.acquire(request);
@@ -81,60 +77,38 @@ impl Device for LockedDevice {
         let _guards = self.locks.acquire(&request);
         self.device.submit(request, buffer, done);
     }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.device.extents(offset, len, row)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use freestone::device::{Blocking, Flags};
     use freestone::null::{self, Null};
+    use freestone_testkit::TestDevice;
 
     use super::*;
-
-    /// Device that records during each request whether the locks of page 1 are free.
-    struct Probe {
-        null: Null,
-        locks: Arc<Locks>,
-        was_free: Mutex<Vec<bool>>,
-    }
-
-    impl Device for Probe {
-        fn geometry(&self) -> Geometry {
-            self.null.geometry()
-        }
-        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-            let free = match &*self.locks {
-                Locks::One(one) => one.try_lock().is_ok(),
-                Locks::Buckets { complete, pending, .. } => {
-                    complete[1].try_lock().is_ok() || pending[1].try_lock().is_ok()
-                }
-            };
-            self.was_free.lock().unwrap().push(free);
-            self.null.try_io(request, buffer)
-        }
-        fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-            self.null.submit(request, buffer, done);
-        }
-        fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-            self.null.extents(offset, len, row)
-        }
-    }
 
     #[test]
     fn request_holds_its_locks_and_releases_them() {
         for locks in [Locks::one(), Locks::buckets()] {
             let locks = Arc::new(locks);
             let null = Null::new(null::Config::plain(1 << 20, 4096)).unwrap();
-            let probe = Arc::new(Probe { null, locks: Arc::clone(&locks), was_free: Mutex::default() });
-            let locked = LockedDevice { device: probe.clone(), locks };
+            // Record during each request whether the locks of page 1 are free.
+            let was_free = Arc::new(Mutex::new(Vec::new()));
+            let (probed, record) = (Arc::clone(&locks), Arc::clone(&was_free));
+            let probe = TestDevice::over(Arc::new(null)).on_request(move |_| {
+                record.lock().push(match &*probed {
+                    Locks::One(one) => one.try_lock().is_some(),
+                    Locks::Buckets { complete, pending, .. } => {
+                        complete[1].try_lock().is_some() || pending[1].try_lock().is_some()
+                    }
+                });
+            });
+            let locked = LockedDevice { device: Arc::new(probe), locks };
             locked.write_at(4096, &[1; PAGE_BYTES], Flags::empty()).unwrap();
             locked.write_at(0, &[1; PAGE_BYTES], Flags::empty()).unwrap();
             // Page 0 is in other buckets than page 1, so with bucket locks page 1 stays free.
             let other = matches!(*locked.locks, Locks::Buckets { .. });
-            assert_eq!(*probe.was_free.lock().unwrap(), [false, other]);
+            assert_eq!(*was_free.lock(), [false, other]);
         }
     }
 }

@@ -12,10 +12,10 @@ mod server;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
+use freestone::sync::Mutex;
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use self::baseline::Baseline;
@@ -184,10 +184,10 @@ fn count_all(paths: &[HotPath], rounds: u8) -> Result<Vec<(HotPath, Summary)>> {
     std::thread::scope(|scope| {
         let worker = || -> Result<()> {
             loop {
-                let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let job = jobs.lock().next();
                 let Some(path) = job else { return Ok(()) };
                 let count = per_request(&program, path).with_context(|| path.name())?;
-                counts.lock().unwrap_or_else(PoisonError::into_inner).entry(path).or_default().push(count);
+                counts.lock().entry(path).or_default().push(count);
             }
         };
         let workers: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
@@ -196,8 +196,7 @@ fn count_all(paths: &[HotPath], rounds: u8) -> Result<Vec<(HotPath, Summary)>> {
             Err(panic) => std::panic::resume_unwind(panic),
         })
     })?;
-    let counts = counts.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok(counts.into_iter().map(|(path, counts)| (path, Summary::of(counts))).collect())
+    Ok(counts.into_inner().into_iter().map(|(path, counts)| (path, Summary::of(counts))).collect())
 }
 
 /// Returns the number of instructions per request of a path.

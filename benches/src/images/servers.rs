@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,8 +20,8 @@ use super::replay::{Read, reads, replay};
 use super::requested_objects::RequestedObjects;
 use super::test_image::{TAG, TestImage, deadline, image, pushed_image};
 use crate::options::Options;
-use crate::programs::run_dir::{RunDir, ServerDir};
-use crate::programs::server_process::{Server, WaitLimits};
+use crate::programs::run_dir::RunDir;
+use crate::programs::server_process::{Served, Server, WaitLimits};
 use crate::transport::nbd_client::Client;
 
 /// Time limit and poll interval for servers that start together on a busy machine.
@@ -31,11 +30,6 @@ const END_MAX: Duration = Duration::from_secs(60);
 /// Time without transferred bytes after which the link counts as quiet.
 const QUIET: Duration = Duration::from_millis(300);
 const QUIET_MAX: Duration = Duration::from_secs(60);
-
-pub struct RunningServer {
-    server_dir: ServerDir,
-    server: Server,
-}
 
 type Requests = BTreeMap<(String, String), u64>;
 
@@ -96,19 +90,16 @@ impl<'a> Bench<'a> {
         fleet: Fleet,
         device: &dyn Fn(u64) -> String,
         pauses: Option<u32>,
-    ) -> Result<(f64, Vec<RunningServer>)> {
+    ) -> Result<(f64, Vec<Served>)> {
         let started = Instant::now();
         let mut servers = Vec::new();
         for host in 0..fleet.hosts {
             for _ in 0..fleet.servers {
-                let server_dir = self.run_dir.server()?;
-                let mut command = Command::new(self.freestone);
-                command.arg("serve").arg(format!("golden={}", device(host)));
-                command.args((0..fleet.forks).map(|fork| format!("{}=fork,base=golden", name(fork))));
-                command.arg("--nbd").arg(format!("unix:{}", server_dir.socket("nbd").display()));
-                command.arg("--control").arg(server_dir.socket("control"));
-                let server = Server::spawn(&command)?;
-                servers.push(RunningServer { server_dir, server });
+                let dir = self.run_dir.server()?;
+                let mut devices = vec![format!("golden={}", device(host))];
+                devices.extend((0..fleet.forks).map(|fork| format!("{}=fork,base=golden", name(fork))));
+                let server = Server::spawn(&dir.serve(self.freestone, devices))?;
+                servers.push(Served { server, dir });
             }
         }
         self.boot(&mut servers, fleet.forks, pauses)?;
@@ -116,7 +107,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Boots all forks of all servers, each with its own connection.
-    pub fn boot(&self, servers: &mut [RunningServer], forks: u64, pauses: Option<u32>) -> Result<()> {
+    pub fn boot(&self, servers: &mut [Served], forks: u64, pauses: Option<u32>) -> Result<()> {
         let fork = |socket: &Path, fork: u64| -> Result<()> {
             let mut client = Client::connect_to(socket, &name(fork))?;
             let mut buffer = Vec::new();
@@ -126,8 +117,8 @@ impl<'a> Bench<'a> {
             })?;
             client.end()
         };
-        let server = |running: &mut RunningServer| -> Result<()> {
-            let (socket, control) = (running.server_dir.socket("nbd"), running.server_dir.socket("control"));
+        let server = |running: &mut Served| -> Result<()> {
+            let (socket, control) = (running.dir.socket("nbd"), running.dir.socket("control"));
             // The control socket is the last socket that a server opens, so all sockets listen once it does.
             running.server.wait_for(READY, &mut || UnixStream::connect(&control).ok())?;
             thread::scope(|scope| {
@@ -142,7 +133,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    pub fn end_servers(servers: Vec<RunningServer>) -> Result<()> {
+    pub fn end_servers(servers: Vec<Served>) -> Result<()> {
         servers.into_iter().try_for_each(|running| running.server.end(END_MAX))
     }
 

@@ -1,10 +1,12 @@
 //! Directories of a run and of its servers, for images, overlays and sockets. The directories are
 //! removed when the run ends, also by a signal.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -44,6 +46,16 @@ impl ServerDir {
     /// this value lives.
     pub fn socket(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("{}{name}", fd_path(&self.open)))
+    }
+
+    /// Returns the command of a server whose sockets `nbd` and `control` are in the directory. The default control
+    /// socket may be in use by the user's own server.
+    pub fn serve(&self, freestone: &Path, devices: impl IntoIterator<Item: AsRef<OsStr>>) -> Command {
+        let mut command = Command::new(freestone);
+        command.arg("serve").args(devices);
+        command.arg(format!("--nbd=unix:{}", self.socket("nbd").display()));
+        command.arg("--control").arg(self.socket("control"));
+        command
     }
 }
 

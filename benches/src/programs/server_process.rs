@@ -7,12 +7,16 @@ use std::io::{Read as _, Seek as _, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, anyhow};
+use freestone_testkit::nbd::handshake;
+use freestone_testkit::nbd::wire::{ABORT, CLIENT_FLAGS, option};
+use freestone_testkit::process::KillOnDrop;
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::run_dir::ServerDir;
 use super::tool;
 use crate::measure::process;
 
@@ -37,9 +41,15 @@ const START: WaitLimits = WaitLimits { timeout: START_MAX, pause: Duration::from
 /// A running server. The process is killed on drop, and by the kernel when this process ends in any
 /// way.
 pub struct Server {
-    child: Child,
+    child: KillOnDrop,
     /// File that receives the server's stderr.
     stderr: File,
+}
+
+/// A running server and its directory. Drop ends the server, then deletes the files.
+pub struct Served {
+    pub server: Server,
+    pub dir: ServerDir,
 }
 
 /// Memory and disk space of a server.
@@ -72,7 +82,7 @@ impl Server {
         let mut wrapped = tool::die_with_parent(command);
         let stderr = tempfile::tempfile()?;
         wrapped.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr.try_clone()?);
-        Ok(Self { child: wrapped.spawn().context(tool::NO_SETPRIV)?, stderr })
+        Ok(Self { child: KillOnDrop(wrapped.spawn().context(tool::NO_SETPRIV)?), stderr })
     }
 
     /// Calls `look` until it returns a value, or fails after the time limit. The error contains the
@@ -83,7 +93,7 @@ impl Server {
             if let Some(found) = look() {
                 return Ok(found);
             }
-            if let Some(status) = self.child.try_wait()? {
+            if let Some(status) = self.child.0.try_wait()? {
                 return Err(self.with_stderr(anyhow!("the server ended: {status}")));
             }
             if started.elapsed() > limits.timeout {
@@ -101,15 +111,15 @@ impl Server {
     }
 
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.0.id()
     }
 
     /// Sends SIGTERM and waits for the end of the process.
     pub fn end(mut self, timeout: Duration) -> Result<()> {
-        kill_process(Pid::from_child(&self.child), Signal::TERM)?;
+        kill_process(Pid::from_child(&self.child.0), Signal::TERM)?;
         let started = Instant::now();
         loop {
-            match self.child.try_wait()? {
+            match self.child.0.try_wait()? {
                 Some(status) if status.success() => return Ok(()),
                 Some(status) => return Err(self.with_stderr(anyhow!("the server ended: {status}"))),
                 None if started.elapsed() > timeout => {
@@ -123,19 +133,11 @@ impl Server {
     /// Returns the CPU time of the server so far. The resolution is one tick of the kernel, usually
     /// 10 ms.
     pub fn cpu(&self) -> Result<Duration> {
-        process::cpu_of(self.child.id())
+        process::cpu_of(self.child.0.id())
     }
 
     pub fn memory(&self) -> Result<Memory> {
-        memory_of(self.child.id())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // The process may have ended already; drop cannot report errors.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        memory_of(self.child.0.id())
     }
 }
 
@@ -154,14 +156,8 @@ fn tail(stderr: &mut File) -> Option<String> {
 fn probe(socket: &Path) -> std::io::Result<()> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(START_MAX))?;
-    // NBDMAGIC, IHAVEOPT, handshake flags.
-    let mut greeting = [0; 18];
-    stream.read_exact(&mut greeting)?;
-    // Client flags (fixed newstyle, no zeroes), then the option: IHAVEOPT, its number, no data.
-    let mut leave = 3_u32.to_be_bytes().to_vec();
-    leave.extend(b"IHAVEOPT");
-    leave.extend([2_u32.to_be_bytes(), 0_u32.to_be_bytes()].concat());
-    stream.write_all(&leave)?;
+    handshake::greet(&mut stream, CLIENT_FLAGS)?;
+    stream.write_all(&option(ABORT, &[]))?;
     // The server acknowledges the option or closes the connection.
     stream.read_to_end(&mut Vec::new()).map(drop)
 }

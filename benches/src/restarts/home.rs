@@ -39,12 +39,7 @@ impl Home {
 
     /// Returns the command of a server without a state directory.
     pub fn command_without_state(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(&self.freestone);
-        command.arg("serve").args(words);
-        command.arg("--nbd").arg(unix(&self.nbd_socket()));
-        // The default control socket may be in use by the user's own server.
-        command.arg("--control").arg(self.socket("control"));
-        command
+        self.server_dir.serve(&self.freestone, words)
     }
 
     /// Returns the command of a server with a state directory.

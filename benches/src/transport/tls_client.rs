@@ -1,14 +1,16 @@
 //! NBD client with TLS (rustls) that keeps requests in flight: fixed newstyle handshake, simple
 //! replies, the default export. The client is the same for all measured servers.
 
-use std::io::{BufRead as _, BufReader, Read, Write};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use freestone_testkit::Rng;
+use freestone_testkit::nbd::handshake;
+use freestone_testkit::nbd::wire::{CLIENT_FLAGS, READ, SIMPLE_REPLY_MAGIC, WRITE, request_header};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
@@ -16,15 +18,6 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use super::fio_nbd::Direction;
 
 const REPLY_WAIT_MAX: Duration = Duration::from_secs(30);
-const GREETING: [u8; 16] = *b"NBDMAGICIHAVEOPT";
-/// Client flags: fixed newstyle, no padding.
-const FLAGS: u32 = 3;
-const OPTION_EXPORT_NAME: u32 = 1;
-const OPTION_STARTTLS: u32 = 5;
-/// Acknowledgement of STARTTLS: magic number, option, reply type, no data.
-const STARTTLS_ACK: [u8; 20] = [0, 3, 0xe8, 0x89, 4, 0x55, 0x65, 0xa9, 0, 0, 0, 5, 0, 0, 0, 1, 0, 0, 0, 0];
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const REPLY_MAGIC: u32 = 0x6744_6698;
 const REPLY_BYTES: usize = 16;
 /// Size of the receive buffers, for TLS records and for decrypted data.
 const RECEIVE_BYTES: usize = 256 << 10;
@@ -52,14 +45,8 @@ impl Client {
         let mut socket = UnixStream::connect(socket)?;
         socket.set_read_timeout(Some(REPLY_WAIT_MAX))?;
         socket.set_write_timeout(Some(REPLY_WAIT_MAX))?;
-        let mut hello = [0; 18];
-        socket.read_exact(&mut hello)?;
-        ensure!(hello[..16] == GREETING, "not an NBD server: {hello:?}");
-        socket.write_all(&FLAGS.to_be_bytes())?;
-        socket.write_all(&option(OPTION_STARTTLS))?;
-        let mut reply = [0; STARTTLS_ACK.len()];
-        socket.read_exact(&mut reply)?;
-        ensure!(reply == STARTTLS_ACK, "the server does not accept TLS: {reply:?}");
+        handshake::greet(&mut socket, CLIENT_FLAGS)?;
+        handshake::starttls(&mut socket)?;
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_file(tls.join("ca-cert.pem"))?)?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -67,17 +54,11 @@ impl Client {
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
             .with_no_client_auth();
-        let tls = ClientConnection::new(Arc::new(config), ServerName::try_from("localhost")?)?;
+        let mut tls = ClientConnection::new(Arc::new(config), ServerName::try_from("localhost")?)?;
+        let mut stream = rustls::Stream::new(&mut tls, &mut socket);
+        let (size, _) = handshake::export_name(&mut stream, "", true)?;
         let sealed = BufReader::with_capacity(RECEIVE_BYTES, socket.try_clone()?);
-        let mut client = Self { tls, socket, sealed, size: 0 };
-        client.send(&option(OPTION_EXPORT_NAME))?;
-        let mut export = [0; 10];
-        let mut at = 0;
-        while at < export.len() {
-            at += client.receive(&mut export[at..])?;
-        }
-        client.size = u64::from_be_bytes(*export.first_chunk().context("ten bytes")?);
-        Ok(client)
+        Ok(Self { tls, socket, sealed, size })
     }
 
     /// Returns the name of the negotiated cipher suite, for the report.
@@ -131,8 +112,8 @@ impl Client {
         let mut rng = Rng::new(seed);
         let data: Vec<u8> = (0..block_bytes).map(|_| rng.word() as u8).collect();
         let (command, payload) = match direction {
-            Direction::Read => (0_u16, &[][..]),
-            Direction::Write => (1, &data[..]),
+            Direction::Read => (READ, &[][..]),
+            Direction::Write => (WRITE, &data[..]),
         };
         let reply_bytes = REPLY_BYTES + if direction == Direction::Read { block_bytes } else { 0 };
         let mut received = vec![0; RECEIVE_BYTES.max(reply_bytes)];
@@ -144,12 +125,7 @@ impl Client {
             for _ in 0..due {
                 submitted += 1;
                 let offset = rng.below(blocks) * block_bytes as u64;
-                bytes.extend(REQUEST_MAGIC.to_be_bytes());
-                bytes.extend(0_u16.to_be_bytes());
-                bytes.extend(command.to_be_bytes());
-                bytes.extend(submitted.to_be_bytes());
-                bytes.extend(offset.to_be_bytes());
-                bytes.extend((block_bytes as u32).to_be_bytes());
+                bytes.extend_from_slice(&request_header(0, command, submitted, offset, block_bytes as u32));
                 bytes.extend(payload);
             }
             self.send(&bytes)?;
@@ -159,7 +135,7 @@ impl Client {
             buffered += self.receive(&mut received[buffered..])?;
             let whole = buffered / reply_bytes;
             for reply in received[..whole * reply_bytes].chunks_exact(reply_bytes) {
-                let is_good = reply[..4] == REPLY_MAGIC.to_be_bytes() && reply[4..8] == [0; 4];
+                let is_good = reply[..4] == SIMPLE_REPLY_MAGIC.to_be_bytes() && reply[4..8] == [0; 4];
                 ensure!(is_good, "not a successful reply: {:?}", &reply[..REPLY_BYTES]);
             }
             received.copy_within(whole * reply_bytes..buffered, 0);
@@ -168,8 +144,4 @@ impl Client {
             due = if start.elapsed() < time { whole as u64 } else { 0 };
         }
     }
-}
-
-fn option(kind: u32) -> Vec<u8> {
-    [&b"IHAVEOPT"[..], &kind.to_be_bytes(), &[0; 4]].concat()
 }

@@ -1,13 +1,14 @@
 //! `reads` part: random reads of written-back pages, many at a time, compared with fio's reads of
 //! the same file.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
 use freestone::device::{self, Buffer, Completion, Device, IoBuf, Request, TryResult};
 use freestone::plug::Plug;
 use freestone::ram::Ram;
+use freestone::sync::{Condvar, Mutex};
 use freestone_report::{Row, Summary, Target, Unit};
 
 use super::backing::{self, BackingFile, Layout};
@@ -124,7 +125,7 @@ struct Completed {
 
 impl Completed {
     fn push(&self, outcome: device::Result<()>, buffer: IoBuf) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut list = self.list.lock();
         list.push((outcome, buffer));
         // A waiting thread found the list empty, so only the first entry needs a notification.
         if list.len() == 1 {
@@ -134,9 +135,7 @@ impl Completed {
 
     /// Waits for at least one entry and swaps the list with the empty `into`.
     fn take(&self, into: &mut Vec<(device::Result<()>, IoBuf)>) {
-        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut list =
-            self.non_empty.wait_while(list, |list| list.is_empty()).unwrap_or_else(PoisonError::into_inner);
+        let mut list = self.non_empty.wait_while(self.list.lock(), |list| list.is_empty());
         std::mem::swap(&mut *list, into);
     }
 }

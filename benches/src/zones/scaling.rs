@@ -7,7 +7,7 @@
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -16,6 +16,7 @@ use freestone::PAGE_BYTES;
 use freestone::device::zoned::{ZoneOp, Zoned};
 use freestone::device::{Buffer, Device, Flags, IoBuf, Request, TryResult};
 use freestone::null::{Config, Memory, Null};
+use freestone::sync::{Mutex, MutexGuard};
 use freestone::zone::{self, StateLocation, Zones};
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
@@ -277,7 +278,7 @@ impl<'a> Worker<'a> {
             (Locks::Reads(zones), Some(at)) => &zones[(at / self.zone_bytes) as usize],
             (Locks::None | Locks::Reads(_), _) => return None,
         };
-        Some(lock.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(lock.lock())
     }
 
     fn reads(&mut self, mut random: Random, stop: &AtomicBool) -> Result<u64> {

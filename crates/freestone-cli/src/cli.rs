@@ -42,7 +42,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve devices over NBD until SIGINT or SIGTERM
-    #[command(after_help = examples::SERVE)]
+    #[command(after_help = examples::serve())]
     Serve(Box<ServeArgs>),
     /// Wait until a server is ready, or until a background job has ended
     #[command(after_help = examples::WAIT)]
@@ -63,13 +63,13 @@ pub enum Command {
     #[command(after_help = examples::SET)]
     Set(Call<set::Line>),
     /// Create a device
-    #[command(after_help = examples::CREATE)]
+    #[command(after_help = examples::create())]
     Create(Call<create::Params>),
     /// Create writable disks over a read-only device, image or snapshot
-    #[command(after_help = examples::FORK)]
-    Fork(Call<fork::Line>),
+    #[command(after_help = examples::fork())]
+    Fork(Call<fork::Params>),
     /// Take a snapshot of devices while they are in use
-    #[command(after_help = examples::SNAPSHOT)]
+    #[command(after_help = examples::snapshot())]
     Snapshot(Call<snapshot::Line>),
     /// Merge a snapshot into its origin
     #[command(after_help = examples::MERGE)]
@@ -79,10 +79,10 @@ pub enum Command {
     Delta(DeltaCommand),
     /// Save ram devices, forks and snapshots to a file
     #[command(after_help = examples::SAVE)]
-    Save(LongCall<save::Line>),
+    Save(LongCall<save::Params>),
     /// Create devices from a saved file
     #[command(after_help = examples::RESTORE)]
-    Restore(LongCall<restore::Line>),
+    Restore(LongCall<restore::Params>),
     /// Discard the changes of a fork, or return a device to a snapshot
     #[command(after_help = examples::REWIND)]
     Rewind(Call<rewind::Line>),
@@ -142,7 +142,7 @@ pub enum Command {
     Push(LongCall<push::Line>),
     /// Fetch a whole image from object storage into the cache
     #[command(after_help = examples::PULL)]
-    Pull(LongCall<pull::Line>),
+    Pull(LongCall<pull::Params>),
     /// Record which chunks of an image were read first, for prefetching
     #[command(after_help = examples::TRACE)]
     Trace(Call<trace::Params>),

@@ -1,5 +1,8 @@
 //! The program `freestone`: serves devices over NBD and controls a running server.
 
+#[macro_use]
+extern crate freestone_control;
+
 mod cli;
 mod client;
 mod error;
@@ -141,13 +144,13 @@ fn run(command: Command) -> Result<ExitCode> {
             return ask_long::<content::push::Push>(&args.try_into()?, &long, &common);
         }
         Command::Pull(LongCall { args, long, common }) => {
-            return ask_long::<content::pull::Pull>(&args.try_into()?, &long, &common);
+            return ask_long::<content::pull::Pull>(&args.checked()?, &long, &common);
         }
         Command::Trace(call) => ask::<content::trace::Trace>(&call.args, &call.common),
         Command::Images(line) => verbs::images::images(&line),
         Command::Prune(line) => return verbs::prune::prune(&line),
         Command::Publish(call) => ask::<devices::publish::Publish>(&call.args.checked()?, &call.common),
-        Command::Fork(call) => ask::<devices::fork::Fork>(&call.args.try_into()?, &call.common),
+        Command::Fork(call) => ask::<devices::fork::Fork>(&call.args.checked()?, &call.common),
         Command::Snapshot(call) => ask::<devices::snapshot::Snapshot>(&call.args.try_into()?, &call.common),
         Command::Merge(LongCall { args, long, common }) => {
             return ask_long::<devices::merge::Merge>(&args.checked()?, &long, &common);
@@ -160,10 +163,10 @@ fn run(command: Command) -> Result<ExitCode> {
             return ask_long::<content::delta::Apply>(&args.checked()?, &long, &common);
         }
         Command::Save(LongCall { args, long, common }) => {
-            return ask_long::<content::save::Save>(&args.try_into()?, &long, &common);
+            return ask_long::<content::save::Save>(&args.checked()?, &long, &common);
         }
         Command::Restore(LongCall { args, long, common }) => {
-            return ask_long::<content::restore::Restore>(&args.try_into()?, &long, &common);
+            return ask_long::<content::restore::Restore>(&args.checked()?, &long, &common);
         }
         Command::Jobs(call) => ask::<jobs::jobs::AllJobs>(&call.args.into(), &call.common),
         Command::Dump(call) => ask::<devices::dump::Dump>(&call.args, &call.common),

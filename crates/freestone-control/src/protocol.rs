@@ -2,6 +2,7 @@
 //!
 //! Client and server share this module. Every error message is one line without control characters.
 
+use freestone_spec::entries::SpecError;
 use freestone_spec::refusal::{Errno, Refusal, one_line};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -99,11 +100,23 @@ impl RpcError {
     }
 }
 
+impl From<SpecError> for RpcError {
+    fn from(error: SpecError) -> Self {
+        Self::invalid(error.to_string())
+    }
+}
+
 impl From<Refusal> for RpcError {
     fn from(refusal: Refusal) -> Self {
         let Refusal { errno, sentence, usage } = refusal;
         if usage { Self::invalid(sentence) } else { Self::failed(errno, sentence) }
     }
+}
+
+/// Creates the [`RpcError`] of a [`refusal!`](freestone_spec::refusal!).
+#[macro_export]
+macro_rules! rpc_error {
+    ($($refusal:tt)+) => { $crate::protocol::RpcError::from(freestone_spec::refusal!($($refusal)+)) };
 }
 
 /// A parsed JSON request line.
@@ -161,6 +174,7 @@ impl Call {
 
 /// Parses a JSON request line. An invalid request is returned as a call with an error.
 pub fn parse(line: &[u8]) -> Message {
+    freestone_core::trail::step!();
     match serde_json::from_slice(line) {
         Err(e) => Message::Single(Call::broken(RpcError::plain(PARSE_ERROR, format!("not JSON: {e}")))),
         Ok(Value::Array(calls)) if calls.is_empty() => {

@@ -20,7 +20,7 @@ use serde_json::value::RawValue;
 use tracing::debug;
 
 use super::caller::Caller;
-use super::connections::{Connections, Slot};
+use super::connections::{ACCEPT_PAUSE, Connections, Slot};
 use super::protocol::{self, Call, MAX_LINE_BYTES, Message, Response, RpcError};
 use super::socket::PrivateSocket;
 
@@ -33,9 +33,6 @@ const MAX_READ_ONLY_CONNECTIONS: usize = 128;
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for running verbs when the server stops.
 const STOP_GRACE: Duration = Duration::from_secs(2);
-/// Pause after a failure to accept a connection or to start its thread (no descriptors or threads
-/// left), so that the loop does not spin.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Implementation of the methods that requests name.
 pub trait Handler: Send + Sync + 'static {
@@ -80,9 +77,7 @@ impl ControlServer {
     /// Stops accepting connections, and waits for running verbs for a bounded time.
     pub fn stop(&self) {
         self.stopped.call_once(|| {
-            self.connections.close();
-            // Wakes the thread that waits in accept(), which then fails.
-            let _ = rustix::net::shutdown(self.socket.listener(), rustix::net::Shutdown::Both);
+            self.connections.close(self.socket.listener());
             self.connections.wait_empty(STOP_GRACE);
         });
     }
@@ -108,21 +103,15 @@ fn accept_all(
     handler: &Arc<dyn Handler>,
     spare: &SyncSender<Client>,
 ) {
-    loop {
-        let accepted = match socket.listener().accept() {
-            Ok((stream, _)) if DescriptorReserve::CONTROL.includes(&stream) => Err(Errno::MFILE.into()),
-            accepted => accepted,
-        };
-        match accepted {
-            _ if connections.is_closing() => return,
-            Ok((stream, _)) => start_connection(stream, connections, handler, spare),
-            Err(e) => {
-                client_log!(warn, "control: cannot accept a connection: {e}");
-                connections.close_idle();
-                thread::sleep(ACCEPT_PAUSE);
-            }
-        }
-    }
+    let accept = || match socket.listener().accept()? {
+        (stream, _) if DescriptorReserve::CONTROL.includes(&stream) => Err(Errno::MFILE.into()),
+        (stream, _) => Ok(stream),
+    };
+    let start = |stream| start_connection(stream, connections, handler, spare);
+    connections.accept_all(accept, start, |error| {
+        client_log!(warn, "control: cannot accept a connection: {error}");
+        connections.close_idle();
+    });
 }
 
 /// A connection, with the slot and the handler for its thread.
@@ -167,7 +156,7 @@ fn start_connection(
     spare: &SyncSender<Client>,
 ) {
     let stream = Arc::new(stream);
-    let Some(slot) = connections.add(&stream) else { return };
+    let Some(slot) = connections.add(Arc::clone(&stream) as _, true) else { return };
     let client = Client { handler: Arc::clone(handler), stream, slot: Arc::new(slot) };
     loop {
         let own = client.clone();
@@ -231,6 +220,7 @@ type RunCall<'a> = &'a mut dyn FnMut(Call) -> io::Result<Option<Response>>;
 
 /// Runs the requests of one line and writes the responses.
 fn answer_line(writer: &mut impl Write, line: &[u8], run: RunCall<'_>) -> io::Result<()> {
+    freestone_core::trail::arrive!();
     match protocol::parse(line) {
         Message::Single(call) => answer(writer, call, run),
         Message::Batch(calls) => answer_batch(writer, calls, run),

@@ -14,11 +14,12 @@
 //!   [`zeroes`].
 //! * `reader`: the thread that reads requests of a queue: its memory [`budget`], [`completion_queue`] and
 //!   [`workers`].
+//! * [`exports`]: the life of an export of one device.
 //! * `system`: the operating system: [`replace`], [`file_locks`], [`file_size_limit`], [`fail_points`],
 //!   [`unix_socket`], [`allow`], [`descriptor_reserve`], [`eventfd`], [`log_limit`], [`unique`].
 //!
 //! The rooms use one another in one direction: `system` and `locks`; `requests`; [`limits`]; [`device`];
-//! `memory` and `reader`; [`slot`] and `access`. [`sync`] and [`mutants`] are below all.
+//! `memory` and `reader`; [`slot`], `access` and [`exports`]. [`sync`], [`mutants`] and [`trail`] are below all.
 //!
 //! Only [`device`] is a stable interface. The other modules are internal to this workspace.
 
@@ -35,6 +36,8 @@ pub const LOCATION_BITS: u32 = 36;
 
 mod access;
 pub mod device;
+#[cfg(not(loom))]
+pub mod exports;
 pub mod limits;
 mod locks;
 #[cfg(not(loom))]
@@ -46,6 +49,7 @@ pub mod slot;
 pub mod sync;
 #[cfg(not(loom))]
 mod system;
+pub mod trail;
 
 #[cfg(not(loom))]
 pub use access::handoff;

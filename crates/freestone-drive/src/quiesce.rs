@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
 
-use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
+use freestone_core::device::zoned::{AppendCompletion, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, OpCounts, OpStats, Request,
-    Result, TryResult,
+    Buffer, Completion, Device, Error, Extent, Flags, IoBuf, OpCounts, OpStats, Request, Result, TryResult,
+    forward_device, forward_zoned,
 };
 use freestone_core::freeze_gate::{FreezeGate, WorkGuard};
 use freestone_core::per_cpu_arc::PerCpuArc;
@@ -79,10 +79,6 @@ impl Quiesce {
         state.gate.enter(|open| open.map(|()| state.gate.begin())).ok_or(Error::Gone)?;
         Ok(SubmittedRequest(state))
     }
-
-    fn zones(&self) -> Result<&dyn Zoned> {
-        self.inner.zoned().ok_or(Error::Unsupported)
-    }
 }
 
 impl Drop for SubmittedRequest {
@@ -106,9 +102,7 @@ impl Drop for ClosedGuard<'_> {
 }
 
 impl Device for Quiesce {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
+    forward_device!(|quiesce| quiesce.inner => geometry; prefetch: below, zoned: self, changes: below);
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let tried = self.enter_tried()?;
@@ -134,38 +128,24 @@ impl Device for Quiesce {
         let _tried = self.enter_tried()?;
         self.inner.extents(offset, len, row)
     }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.inner.prefetch(offset, len);
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.inner.zoned().map(|_| self as &dyn Zoned)
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        self.inner.changes()
-    }
 }
 
 impl Zoned for Quiesce {
-    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
-        self.zones()?.report(offset, row)
-    }
+    forward_zoned!(|quiesce| quiesce.inner => report);
 
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
         let _tried = self.enter_tried()?;
-        self.zones()?.zone_op(op, offset)
+        self.inner.zones()?.zone_op(op, offset)
     }
 
     fn reset_all(&self) -> Result<()> {
         let _tried = self.enter_tried()?;
-        self.zones()?.reset_all()
+        self.inner.zones()?.reset_all()
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
         let tried = self.enter_tried()?;
-        let outcome = self.zones()?.try_append(offset, data, flags);
+        let outcome = self.inner.zones()?.try_append(offset, data, flags);
         if !matches!(outcome, Ok(None)) {
             tried.counts.count_append(data.len() as u64, &outcome);
         }
@@ -173,7 +153,7 @@ impl Zoned for Quiesce {
     }
 
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
-        let (submitted, zones) = match (self.enter_submitted(), self.zones()) {
+        let (submitted, zones) = match (self.enter_submitted(), self.inner.zones()) {
             (Ok(submitted), Ok(zones)) => (submitted, zones),
             (Err(error), _) | (_, Err(error)) => return done(Err(error)),
         };
@@ -189,44 +169,24 @@ impl Zoned for Quiesce {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex, PoisonError};
+    use std::sync::Arc;
     use std::time::Duration;
 
     use super::Quiesce;
     use crate::null::{Config, Null};
-    use freestone_core::device::{
-        Blocking as _, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result,
-        TryResult,
-    };
-
-    /// Device that keeps submitted requests until the test completes them.
-    struct StalledDevice(Null, Mutex<Vec<(IoBuf, Completion)>>);
-
-    impl Device for StalledDevice {
-        fn geometry(&self) -> Geometry {
-            self.0.geometry()
-        }
-        fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<TryResult> {
-            Ok(TryResult::WouldBlock)
-        }
-        fn submit(&self, _: Request, buffer: IoBuf, done: Completion) {
-            self.1.lock().unwrap_or_else(PoisonError::into_inner).push((buffer, done));
-        }
-        fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-            self.0.extents(offset, len, row)
-        }
-    }
+    use freestone_core::device::{Blocking as _, Device, Error, Flags};
+    use freestone_testkit::{Manner, TestDevice};
 
     #[test]
     fn shut_waits_for_requests_inside() {
-        let stalled =
-            Arc::new(StalledDevice(Null::new(Config::plain(1 << 20, 512)).unwrap(), Mutex::default()));
+        let null = Arc::new(Null::new(Config::plain(1 << 20, 512)).unwrap());
+        let stalled = Arc::new(TestDevice::over(null).with_manner(Manner::Held));
         let quiesce = Arc::new(Quiesce::new(Arc::clone(&stalled) as Arc<dyn Device>));
         let writer = {
             let quiesce = Arc::clone(&quiesce);
             std::thread::spawn(move || quiesce.write_at(0, &[1; 512], Flags::empty()))
         };
-        while stalled.1.lock().unwrap().is_empty() {
+        while stalled.held().is_empty() {
             std::thread::yield_now();
         }
         assert!(quiesce.close(Duration::from_millis(20)).is_none());
@@ -240,8 +200,7 @@ mod tests {
                 drop(guard);
             })
         };
-        let (buffer, done) = stalled.1.lock().unwrap().pop().unwrap();
-        done.complete(Ok(()), buffer);
+        stalled.release(0);
         assert_eq!(writer.join().unwrap(), Ok(()));
         waits.join().unwrap();
         assert_eq!((quiesce.counts().writes, quiesce.counts().written_bytes), (1, 512));
@@ -250,12 +209,7 @@ mod tests {
             let quiesce = Arc::clone(&quiesce);
             std::thread::spawn(move || quiesce.flush())
         };
-        loop {
-            let mut held = stalled.1.lock().unwrap();
-            if held.pop().is_some() {
-                break;
-            }
-            drop(held);
+        while !stalled.release_by(|_| (0, true)) {
             std::thread::yield_now();
         }
         assert_eq!(writer.join().unwrap(), Err(Error::Gone));

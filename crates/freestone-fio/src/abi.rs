@@ -246,7 +246,7 @@ pub unsafe extern "C" fn freestone_change_zones(
 }
 
 fn zones<T>(handle: &JobHandle, action: impl FnOnce(&dyn Zoned) -> Result<T>) -> Result<T> {
-    action(handle.job.shared().device().zoned().ok_or(Error::Unsupported)?)
+    action(handle.job.shared().device().zones()?)
 }
 
 /// Returns the number that the zoned block standards (ZBC, ZAC) assign to a zone type.

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Once};
 
 use freestone::device::Device;
+use freestone::sync::Mutex;
 use freestone_spec::{OpenError, OpenedDevice, open_device};
 
 /// Open devices by specification. The lock is held while a device is opened or dropped, so that a
@@ -38,7 +39,7 @@ impl SharedDevice {
 /// Returns the device of a specification. The first job that needs the device opens it. `jobs` is
 /// the number of jobs of the fio run that use the device. `say` prints a message for the user.
 pub fn attach(spec: &str, jobs: usize, say: &dyn Fn(&str)) -> Result<Arc<SharedDevice>, OpenError> {
-    let mut devices = lock();
+    let mut devices = DEVICES.lock();
     if let Some(entry) = devices.get(spec) {
         return Ok(Arc::clone(&entry.device));
     }
@@ -55,18 +56,12 @@ pub fn attach(spec: &str, jobs: usize, say: &dyn Fn(&str)) -> Result<Arc<SharedD
 
 /// Records the end of a job of the fio run. The last job drops the device.
 pub fn release_job(spec: &str) {
-    let mut devices = lock();
+    let mut devices = DEVICES.lock();
     let Some(entry) = devices.get_mut(spec) else { return };
     entry.jobs = entry.jobs.saturating_sub(1);
     if entry.jobs == 0 {
         devices.remove(spec);
     }
-}
-
-fn lock() -> MutexGuard<'static, BTreeMap<String, DeviceEntry>> {
-    // Each change of the map is a single call, so a panic cannot leave it inconsistent, and
-    // poisoning is ignored.
-    DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn label(name: &str, others: &BTreeMap<String, DeviceEntry>) -> CString {
@@ -86,7 +81,7 @@ fn label(name: &str, others: &BTreeMap<String, DeviceEntry>) -> CString {
 fn end_at_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn end() {
-        lock().clear();
+        DEVICES.lock().clear();
     }
     ONCE.call_once(|| {
         exit::at_exit(end);

@@ -6,10 +6,11 @@
 use std::collections::VecDeque;
 use std::mem;
 use std::slice;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, TryResult};
+use freestone::sync::{Condvar, Mutex};
 
 use crate::devices::SharedDevice;
 
@@ -277,28 +278,22 @@ fn buffer(cached_buffer: Option<IoBuf>, len: usize) -> Result<IoBuf> {
 
 impl CompletionQueue {
     fn put(&self, completion: CompletedRequest) {
-        self.lock().push_back(completion);
+        self.list.lock().push_back(completion);
         self.arrived.notify_one();
     }
 
     fn take(&self, most: usize, to: &mut Vec<CompletedRequest>) {
-        let mut list = self.lock();
+        let mut list = self.list.lock();
         let count = most.min(list.len());
         to.extend(list.drain(..count));
     }
 
     /// Waits for a completion, until `then` at the latest.
     fn wait_until(&self, then: Instant) {
-        let list = self.lock();
+        let list = self.list.lock();
         if list.is_empty() {
             let left = then.saturating_duration_since(Instant::now());
-            drop(self.arrived.wait_timeout(list, left).unwrap_or_else(PoisonError::into_inner));
+            drop(self.arrived.wait_timeout(list, left));
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<CompletedRequest>> {
-        // Each change of the list is a single call, so a panic cannot leave it inconsistent, and
-        // poisoning is ignored.
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

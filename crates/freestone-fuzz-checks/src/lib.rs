@@ -10,6 +10,7 @@
 #![allow(missing_docs, reason = "checks: only what a name does not say has a comment")]
 
 pub mod corpus;
+mod device;
 pub mod nbd;
 pub mod nbd_client;
 pub mod power_log;

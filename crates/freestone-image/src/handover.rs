@@ -147,7 +147,7 @@ mod models {
                 }
                 let mut event = self.event.lock();
                 while !*event {
-                    event = self.changed.wait(event).unwrap();
+                    event = self.changed.wait(event);
                 }
                 *event = false;
             }

@@ -25,10 +25,6 @@ pub const PAGES: [(&str, &[Table]); 4] = [
     ("reference/control.md", &[("codes", codes), ("errno", errnos)]),
 ];
 
-/// Column at which the explanations start in the help of device keys. A line has an explanation only if a
-/// space precedes or begins this column.
-const ABOUT_COLUMN: usize = 42;
-
 /// Returns the content of a page with all its tables rendered again.
 ///
 /// # Errors
@@ -119,35 +115,23 @@ fn options(command: &Command, is_global: bool) -> String {
 
 fn keys() -> String {
     let mut text = String::new();
-    for (name, help) in reference::topics() {
-        let _ = writeln!(text, "## {name}\n");
-        let mut rows: Vec<(String, String)> = Vec::new();
-        for line in help.lines() {
-            let (key, about) = if line.len() > ABOUT_COLUMN && line.is_char_boundary(ABOUT_COLUMN) {
-                line.split_at(ABOUT_COLUMN)
-            } else {
-                (line, "")
-            };
-            let is_two = about.is_empty() || key.ends_with(' ') || about.starts_with(' ');
-            let (key, about) = if is_two { (key.trim(), about.trim()) } else { (line.trim(), "") };
-            match rows.last_mut() {
-                Some((_, last)) if key.is_empty() => *last = format!("{last} {about}"),
-                _ => rows.push((key.to_owned(), about.to_owned())),
-            }
+    for topic in reference::topics() {
+        if !topic.name.is_empty() {
+            let _ = writeln!(text, "## {}\n", topic.name);
         }
-        let mut is_in_table = false;
-        for (n, (key, about)) in rows.iter().enumerate() {
-            let is_key = n > 0 && key.contains('=');
-            if is_key && !is_in_table {
-                text += "\n| key | meaning |\n|---|---|\n";
-            }
-            let _ = match (is_key, about.is_empty()) {
-                (true, _) => writeln!(text, "| {} | {} |", code(key), cell(about)),
-                // The first row of a topic is its summary; later rows without an explanation are paragraphs.
-                (false, true) => writeln!(text, "{}{key}", if n > 0 { "\n" } else { "" }),
-                (false, false) => writeln!(text, "`{key}`: {about}"),
-            };
-            is_in_table = is_key;
+        let (heading, about) = &topic.heading;
+        // The heading of a kind is the form of its specification.
+        let _ = if about.is_empty() {
+            writeln!(text, "{heading}")
+        } else {
+            writeln!(text, "`{heading}`: {about}")
+        };
+        text += "\n| key | meaning |\n|---|---|\n";
+        for (keys, about) in topic.rows {
+            let _ = writeln!(text, "| {} | {} |", code(&keys), cell(about));
+        }
+        if !topic.note.is_empty() {
+            let _ = writeln!(text, "\n{}", topic.note);
         }
         text.push('\n');
     }

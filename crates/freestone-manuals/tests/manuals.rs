@@ -169,3 +169,20 @@ fn reference_tables_are_up_to_date() {
         assert!(text == expected, "docs/{page} differs: cargo run -p freestone-manuals -- --docs docs");
     }
 }
+
+#[test]
+fn each_device_key_is_described_in_the_reference() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference");
+    let pages = fs::read_dir(docs).unwrap().map(|entry| entry.unwrap().path());
+    let text: String = pages
+        .filter(|path| !path.ends_with("keys.md"))
+        .map(|path| fs::read_to_string(path).unwrap())
+        .collect();
+    let rows = freestone_cli::reference::topics().flat_map(|topic| topic.rows);
+    let keys: Vec<String> = rows.map(|(keys, _)| keys).collect();
+    let names = keys.iter().flat_map(|keys| keys.split(", ")).filter_map(|key| Some(key.split_once('=')?.0));
+    let is_missing =
+        |name: &&str| !text.contains(&format!("`{name}`")) && !text.contains(&format!("`{name}="));
+    let missing: Vec<_> = names.filter(is_missing).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}

@@ -38,9 +38,6 @@ pub struct Nbd {
 
 impl Nbd {
     /// Connects to a server. Further connections are opened in the background.
-    ///
-    /// # Errors
-    /// See [`SetupError`].
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
         let timeout = config.timeout.clamp(MIN_TIMEOUT, MAX_TIMEOUT);
         let config = Config { timeout, ..config.clone() };

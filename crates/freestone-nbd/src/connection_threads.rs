@@ -31,7 +31,7 @@ pub fn start(shared: &Arc<ServerShared>) -> io::Result<JoinHandle<()>> {
             |listener, socket, peer| connect(&shared, listener, socket, peer),
             |listener, errno| {
                 client_log!(warn, listener, error = %errno, "a connection could not be accepted");
-                shared.lock().refused += 1;
+                shared.tables.lock().refused += 1;
             },
         );
     })
@@ -48,7 +48,7 @@ fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: Str
     if let Err(error) = spawned {
         client_log!(warn, address = %link.address, %error, "no thread for a connection");
         shared.remove_connection(&link, false);
-        shared.lock().refused += 1;
+        shared.tables.lock().refused += 1;
     }
 }
 
@@ -69,7 +69,7 @@ fn serve_many(shared: &ServerShared, first: Arc<Link>) {
 
 /// Serves one connection on the calling thread until the connection ends.
 pub fn serve_socket(shared: &ServerShared, address: &Address, socket: OwnedFd) {
-    let listener = shared.lock().listener_id(address);
+    let listener = shared.tables.lock().listener_id(address);
     let peer = describe_peer(&socket, getpeername(&socket).ok().flatten());
     let link = listener.and_then(|listener| shared.add_connection(listener, socket, peer));
     if let Some(link) = link {

@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use freestone_core::allow::{AllowList, Denials};
 use freestone_core::budget::Budget;
 use freestone_core::device::{Device, Failures};
+use freestone_core::sync::Mutex;
 use freestone_core::unix_socket::Access;
 use freestone_core::workers::Workers;
 
@@ -72,9 +73,6 @@ impl Server {
     /// Starts to listen at an address. Does nothing if the server already listens there. Returns the address
     /// with an absolute path, or with the port that the system chose for port 0. A Unix socket has mode 0600.
     /// A stale socket, at which no process accepts, is replaced.
-    ///
-    /// # Errors
-    /// See [`ListenError`].
     pub fn listen(&self, address: &Address) -> Result<Address, ListenError> {
         self.listen_with_access(address, &Access::default(), None)
     }
@@ -82,9 +80,6 @@ impl Server {
     /// Starts to listen at an address with access rules. `access` sets mode, user and group of a new Unix
     /// socket. With an allow list, connections of other peers are closed as soon as they are accepted. If the
     /// server already listens at the address, its allow list does not change.
-    ///
-    /// # Errors
-    /// See [`ListenError`].
     pub fn listen_with_access(
         &self,
         address: &Address,
@@ -98,13 +93,13 @@ impl Server {
     /// Replaces the allow list of an address; `None` allows all peers. Existing connections continue. Returns
     /// false if the server does not listen there.
     pub fn set_allow_list(&self, address: &Address, allow: Option<AllowList>) -> bool {
-        self.shared.lock().set_allow_list(&address.absolute(), allow)
+        self.shared.tables.lock().set_allow_list(&address.absolute(), allow)
     }
 
     /// Returns the allow list of an address, or None if all peers are allowed or the server does not listen
     /// there.
     pub fn allow_list(&self, address: &Address) -> Option<AllowList> {
-        self.shared.lock().listener(&address.absolute())?.allow.clone()
+        self.shared.tables.lock().listener(&address.absolute())?.allow.clone()
     }
 
     /// Returns the counter of connections denied by allow lists. Other components may count their denials
@@ -130,9 +125,9 @@ impl Server {
         allow: Option<AllowList>,
         bind: impl FnOnce() -> Result<BoundSockets, ListenError>,
     ) -> Result<Address, ListenError> {
-        let _binding = self.shared.binding.lock().unwrap_or_else(PoisonError::into_inner);
+        let _binding = self.shared.binding.lock();
         {
-            let tables = self.shared.lock();
+            let tables = self.shared.tables.lock();
             if tables.shutting_down {
                 return Err(ListenError::ShuttingDown);
             }
@@ -144,12 +139,12 @@ impl Server {
         let address = bound.address;
         let other = |source| ListenError::Other { address: address.clone(), source };
         {
-            let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut thread = self.thread.lock();
             if thread.is_none() {
                 *thread = Some(connection_threads::start(&self.shared).map_err(other)?);
             }
         }
-        let mut tables = self.shared.lock();
+        let mut tables = self.shared.tables.lock();
         if tables.shutting_down {
             return Err(ListenError::ShuttingDown);
         }
@@ -169,9 +164,6 @@ impl Server {
     }
 
     /// Publishes `device` as `name` at an address at which the server listens.
-    ///
-    /// # Errors
-    /// See [`PublishError`].
     pub fn publish(
         &self,
         address: &Address,
@@ -188,9 +180,6 @@ impl Server {
     /// its error message and may choose another export. A client that only queries the export (`INFO`,
     /// metadata contexts) gets the properties of the device created last. If no device was created yet, one
     /// is created for the query and ended at once.
-    ///
-    /// # Errors
-    /// See [`PublishError`].
     pub fn publish_template(
         &self,
         address: &Address,
@@ -209,6 +198,7 @@ impl Server {
         options: ExportOptions,
         source: Source,
     ) -> Result<(), PublishError> {
+        freestone_core::trail::step!();
         if name.is_empty() {
             return Err(PublishError::NameEmpty);
         }
@@ -235,7 +225,7 @@ impl Server {
             users: 0.into(),
         });
         // If publishing fails, the export and its device are dropped after the lock is released.
-        self.shared.lock().publish(&export)
+        self.shared.tables.lock().publish(&export)
     }
 
     /// Unpublishes `name` at all addresses and returns the number of these addresses. With `force`, the
@@ -250,15 +240,12 @@ impl Server {
     }
 
     /// Unpublishes `name` at one address, and ends only the connections accepted there.
-    ///
-    /// # Errors
-    /// See [`unpublish`](Self::unpublish).
     pub fn unpublish_at(&self, name: &str, address: &Address, force: bool) -> Result<(), PublishError> {
         self.unpublish_from(name, Some(&address.absolute()), force).map(drop)
     }
 
     fn unpublish_from(&self, name: &str, only: Option<&Address>, force: bool) -> Result<usize, PublishError> {
-        let (removed, links) = self.shared.lock().unpublish(name, only, force)?;
+        let (removed, links) = self.shared.tables.lock().unpublish(name, only, force)?;
         self.shared.end_connections(links, SHUTDOWN_GRACE);
         // Dropping the exports may drop their devices, which may wait for a disk. The lock was released
         // before.
@@ -278,7 +265,7 @@ impl Server {
                 self.0.release(self.1);
             }
         }
-        let links = self.shared.lock().hold(name);
+        let links = self.shared.tables.lock().hold(name);
         let _guard = HoldGuard(&self.shared, name);
         let ended = links.len();
         self.shared.cut_connections(links);
@@ -296,24 +283,24 @@ impl Server {
         failures: &Arc<Failures>,
     ) {
         // Dropping the old device may wait for a disk, so the lock is released before.
-        let replaced = self.shared.lock().replace(name, device, description, failures);
+        let replaced = self.shared.tables.lock().replace(name, device, description, failures);
         drop(replaced);
     }
 
     /// Returns all exports, in the order of publishing at each address.
     pub fn exports(&self) -> Vec<ExportInfo> {
-        self.mark_tls_only(self.shared.lock().exports())
+        self.mark_tls_only(self.shared.tables.lock().exports())
     }
 
     /// Returns the exports named `name` at all addresses. The cost does not depend on other exports.
     pub fn exports_named(&self, name: &str) -> Vec<ExportInfo> {
-        self.mark_tls_only(self.shared.lock().exports_named(name))
+        self.mark_tls_only(self.shared.tables.lock().exports_named(name))
     }
 
     /// Returns the exports at an address, in the order of publishing. The cost does not depend on other
     /// addresses.
     pub fn exports_at(&self, address: &Address) -> Vec<ExportInfo> {
-        self.mark_tls_only(self.shared.lock().exports_at(&address.absolute()))
+        self.mark_tls_only(self.shared.tables.lock().exports_at(&address.absolute()))
     }
 
     /// Marks every export as TLS only if the server requires TLS.
@@ -328,14 +315,14 @@ impl Server {
 
     /// Returns the number of connections that use the exports named `name`, at all addresses.
     pub fn connections(&self, name: &str) -> usize {
-        self.shared.lock().user_count(name)
+        self.shared.tables.lock().user_count(name)
     }
 
     /// Returns the clients of the exports named `name`, at all addresses. A client occurs once for each of
     /// its connections.
     pub fn clients(&self, name: &str) -> Vec<Client> {
         // The lock is not held for `Link::process`, which makes a system call.
-        let links = self.shared.lock().links_of(name);
+        let links = self.shared.tables.lock().links_of(name);
         let client = |link: Arc<Link>| match link.process() {
             Some(process) => Client::Process(process),
             None => Client::Peer(link.peer().to_owned()),
@@ -345,12 +332,21 @@ impl Server {
 
     /// Returns the addresses, in the order in which the server started to listen.
     pub fn addresses(&self) -> Vec<Address> {
-        self.shared.lock().listeners.values().map(|listener| listener.address.clone()).collect()
+        self.shared.tables.lock().listeners.values().map(|listener| listener.address.clone()).collect()
     }
 
     /// Returns true if the server listens at an address.
     pub fn is_listening_at(&self, address: &Address) -> bool {
-        self.shared.lock().listener(&address.absolute()).is_some()
+        self.shared.tables.lock().listener(&address.absolute()).is_some()
+    }
+
+    /// Returns true if the server listens at an address without exports.
+    pub fn is_unused(&self, address: &Address) -> bool {
+        self.shared
+            .tables
+            .lock()
+            .listener(&address.absolute())
+            .is_some_and(|listener| listener.exports.is_empty())
     }
 
     /// Stops listening at an address, removes its socket and its exports, and ends its connections. The
@@ -358,7 +354,7 @@ impl Server {
     /// nothing if the server does not listen there.
     pub fn close(&self, address: &Address) {
         let address = address.absolute();
-        let removed = self.shared.lock().remove_listener(&address);
+        let removed = self.shared.tables.lock().remove_listener(&address);
         let Some((id, listener, links)) = removed else { return };
         self.stop(id, listener);
         self.shared.end_connections(links, SHUTDOWN_GRACE);
@@ -388,7 +384,7 @@ impl Server {
     /// Returns the counters of the server.
     pub fn stats(&self) -> Stats {
         let denied = self.shared.denials.count();
-        Stats { denied, ..self.shared.lock().stats() }
+        Stats { denied, ..self.shared.tables.lock().stats() }
     }
 
     /// Shuts the server down for good: stops listening, removes the sockets, completes the requests that were
@@ -396,7 +392,7 @@ impl Server {
     /// call does nothing.
     pub fn shutdown(&self, grace: Duration) {
         let listeners = {
-            let mut tables = self.shared.lock();
+            let mut tables = self.shared.tables.lock();
             tables.shutting_down = true;
             tables.remove_all_listeners()
         };
@@ -406,13 +402,13 @@ impl Server {
         if let Some(acceptor) = self.shared.acceptor() {
             acceptor.wake();
         }
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread {
             // The panic hook has already reported a panic of the thread.
             let _ = thread.join();
         }
         let links = {
-            let tables = self.shared.lock();
+            let tables = self.shared.tables.lock();
             tables.links(tables.connections.keys())
         };
         self.shared.end_connections(links, grace);

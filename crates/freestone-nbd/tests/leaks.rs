@@ -16,10 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use common::Headers;
-use common::client::{BLOCK_STATUS, Client, READ, WRITE, info_data, long_request, option, request};
-use common::device::{Manner, MemDevice};
-use common::secure::{STARTTLS, Secure, connection};
+use common::prelude::*;
+use common::secure::{Secure, connection};
 use freestone_nbd::{Limits, TlsMode, Visibility};
 use freestone_testkit::effort;
 
@@ -139,7 +137,7 @@ fn stop_without_tls(secure: &Secure, step: Step, number: usize) -> UnixStream {
         return socket;
     }
     socket.write_all(&flags).unwrap();
-    continue_from_options(Client::over(Box::new(socket.try_clone().unwrap())), step, number);
+    continue_from_options(Client::over(socket.try_clone().unwrap()), step, number);
     socket
 }
 
@@ -176,7 +174,7 @@ fn stop_with_tls(secure: &Secure, step: Step, number: usize) -> UnixStream {
     }
     tls.complete_io(&mut socket).unwrap();
     let stream = rustls::StreamOwned::new(tls, socket.try_clone().unwrap());
-    continue_from_options(Client::over(Box::new(stream)), step, number);
+    continue_from_options(Client::over(stream), step, number);
     socket
 }
 
@@ -186,13 +184,13 @@ fn continue_from_options(mut client: Client, step: Step, number: usize) {
     match step {
         Step::Entered => return,
         Step::InOption => {
-            let go = option(7, &info_data("disk", &[]));
+            let go = option(GO, &info_data("disk", &[]));
             return client.send(&go[..number % go.len()]);
         }
         _ => {}
     }
     client.agree(headers);
-    if client.structured {
+    if client.has_chunks() {
         client.set_context("disk");
     }
     client.go("disk");
@@ -217,7 +215,7 @@ fn continue_from_options(mut client: Client, step: Step, number: usize) {
         // Requests more replies than a socket buffers.
         Step::Unread => (0..8).for_each(|cookie| client.send(&header(READ, cookie, 1 << 20))),
         Step::Unheard => {
-            let command = if client.structured { BLOCK_STATUS } else { READ };
+            let command = if client.has_chunks() { BLOCK_STATUS } else { READ };
             (0..40).for_each(|cookie| client.send(&header(command, cookie, 8192)));
         }
         _ => unreachable!("{step:?} was handled before"),
@@ -279,7 +277,7 @@ fn run_stopping_clients(secure: &Secure, rounds: usize) {
 fn run_beside_workload(secure: &Secure, rounds: usize) {
     let busy = AtomicBool::new(true);
     let work = |mut client: Client, from: u64| {
-        client.structured();
+        client.agree(Headers::Structured);
         client.go("disk");
         let mut done = 0_u8;
         while busy.load(SeqCst) {

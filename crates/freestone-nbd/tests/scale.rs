@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use common::{Client, MemDevice, eventually};
+use common::prelude::*;
 use freestone_core::device::Device;
 use freestone_nbd::{
     Address, ConnectionDevice, DeviceFactory, ExportOptions, Limits, Server, TemplateOptions,
@@ -75,7 +75,7 @@ fn many_sockets_do_not_slow_operations() {
     assert_eq!(more, (SOCKETS, 0));
     assert!(late < LONGEST, "{late:?}");
     for i in [0, SOCKETS / 2, SOCKETS - 1] {
-        let mut client = Client::connect(&address(i));
+        let mut client = connect(&address(i));
         client.greet(3);
         assert_eq!(client.go(&format!("disk{i}")).0, 4096);
         assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
@@ -136,7 +136,7 @@ fn many_connections_to_a_template(server: &Server, address: &Address) {
     let clients: Vec<_> = (0..SOCKETS)
         .map(|_| {
             let start = Instant::now();
-            let mut client = Client::connect(address);
+            let mut client = connect(address);
             client.greet(3);
             assert_eq!(client.go("disk").0, 4096);
             times.push(start.elapsed());

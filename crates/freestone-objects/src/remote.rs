@@ -216,6 +216,7 @@ struct Get {
 
 impl Get {
     async fn run(self) -> Result<Read> {
+        freestone_core::trail::step!();
         let mut extensions = Extensions::new();
         extensions.insert(ObjectRequest);
         let range = self.part.map(GetRange::Bounded);
@@ -268,6 +269,7 @@ impl Objects for Remote {
     }
 
     fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, limits: CallLimits<'_>) -> Result<Read> {
+        freestone_core::trail::step!();
         let (store, place) = (self.store.clone(), self.place.clone());
         let get = Get { store, place, path: self.path(key)?, part, most, dialect: self.dialect };
         match self.hedge {

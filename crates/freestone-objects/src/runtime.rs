@@ -43,16 +43,21 @@ pub fn call<T: Send + 'static>(
     limits: CallLimits<'_>,
     work: impl Future<Output = Result<T>> + Send + 'static,
 ) -> Result<T> {
+    freestone_core::trail::step!();
     limits.check()?;
     let (sender, receiver) = sync_channel(1);
     let task = handle()?.spawn(async move {
+        freestone_core::trail::arrive!();
         // The receiver is gone if the caller has given up.
         let _ = sender.send(work.await);
     });
     loop {
         let left = limits.deadline.saturating_duration_since(Instant::now());
         match receiver.recv_timeout(left.min(CHECK_INTERVAL)) {
-            Ok(result) => return result,
+            Ok(result) => {
+                freestone_core::trail::arrive!();
+                return result;
+            }
             Err(RecvTimeoutError::Timeout) => {
                 if let Err(fault) = limits.check() {
                     task.abort();

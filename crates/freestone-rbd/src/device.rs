@@ -35,9 +35,6 @@ pub struct Rbd {
 
 impl Rbd {
     /// Connects to the cluster and opens the image that `config` names.
-    ///
-    /// # Errors
-    /// See [`SetupError`].
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
         let timeout = config.timeout.clamp(MIN_TIMEOUT, MAX_TIMEOUT);
         let config = Config { timeout, ..config.clone() };

@@ -10,7 +10,6 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use freestone_core::client_log;
@@ -306,9 +305,6 @@ impl Shared {
 
     /// Waits, after [`stop`](Self::stop), until librbd has called back for every piece.
     pub fn wait_until_idle(&self) {
-        let mut state = self.state.lock();
-        while state.in_library > 0 {
-            state = self.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        drop(self.idle.wait_while(self.state.lock(), |state| state.in_library > 0));
     }
 }

@@ -7,12 +7,12 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use freestone_core::device::Geometry;
 use freestone_core::sync::mpsc::SyncSender;
-use freestone_core::sync::{Condvar, Instant, Mutex};
+use freestone_core::sync::{Condvar, Mutex};
 
 use crate::config::Config;
 use crate::error::{Errno, SetupError};
@@ -56,7 +56,6 @@ struct QueueState {
     resized: bool,
     /// The worker thread must close the image and end.
     stop: bool,
-    /// The worker thread has ended.
     ended: bool,
 }
 
@@ -96,16 +95,7 @@ impl TaskQueue {
 
     /// Waits until the worker thread has ended. Returns false if it has not ended within `most`.
     pub fn wait_for_exit(&self, most: Duration) -> bool {
-        let end = Instant::now() + most;
-        let mut queue = self.state.lock();
-        while !queue.ended {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            queue = self.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        !self.changed.wait_timeout_while(self.state.lock(), most, |queue| !queue.ended).1
     }
 
     fn next(&self) -> Task {
@@ -120,7 +110,7 @@ impl TaskQueue {
             if let Some(query) = queue.queries.pop_front() {
                 return Task::Query(query);
             }
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue = self.changed.wait(queue);
         }
     }
 }

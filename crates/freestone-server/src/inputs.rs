@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use freestone_control::protocol::RpcError;
 use freestone_control::server::{Handler, answer_to};
 use freestone_nbd::Limits;
 use freestone_spec::check_input::{CheckedDevice, checked};
@@ -40,7 +39,7 @@ impl Control {
             if runs(method, params.as_ref()) {
                 self.0.call(method, params)
             } else {
-                Err(RpcError::invalid(format!("{method}: not here")))
+                Err(rpc_error!(invalid, "{method}: not here"))
             }
         })
     }

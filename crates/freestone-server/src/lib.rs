@@ -8,6 +8,11 @@
 //! `persistence`, `service`, `changes`, `startup`, `verbs`, `observe`, `server`. Only the saves of `persistence` also
 //! use `service`. The hidden modules are for the program `freestone`, and change without notice.
 
+#[macro_use]
+extern crate freestone_control;
+#[macro_use]
+extern crate freestone_spec;
+
 #[doc(hidden)]
 pub mod changes;
 #[doc(hidden)]

@@ -18,24 +18,22 @@ use freestone_spec::kinds::{self, Entry, Identity, KindSpec, RESTART_KEYS, Spec,
 use freestone_spec::refusal::Errno;
 use serde_json::{Map, Value};
 
-use crate::declared::declarations::Declarations;
 use crate::devices::claims::{Claim, Claims};
 use crate::devices::rates::Rates;
 use crate::devices::shutdown::PendingRemovals;
 use crate::exports::export_spec::{ExportAddress, ExportSet, ExportSpec};
-use crate::exports::{Exports, UnpublishedExport, check_not_connection_fork};
+use crate::exports::{Exports, check_not_connection_fork};
 use crate::jobs::Jobs;
 use crate::persistence::records::{self, Records};
 use crate::persistence::saves::Saves;
-use crate::persistence::withheld::Withheld;
 use crate::settings::access::ServerAccess;
 use crate::settings::tls::Tls;
 
 /// The state of a running server, shared by all verbs.
 ///
 /// Lock order: the claims of devices, all at once; the claim of an address; the family of a base (the base and its
-/// forks, which share one pool); then the addresses, the registry and the jobs, which are locked only to read or change
-/// them, never during a wait. A verb holds its claims while it waits for disks or for clients to be disconnected. So it
+/// forks, which share one pool); then the table of exports, the registry and the jobs, which are locked only to read or
+/// change them, never during a wait. A verb holds its claims while it waits for disks or for clients to be disconnected. So it
 /// blocks other verbs on the same devices. The NBD server, connections to templates, readers of statistics and
 /// `release` claim nothing.
 pub struct Service {
@@ -47,12 +45,8 @@ pub struct Service {
     pub jobs: Jobs,
     /// Devices whose removal has not ended.
     pub pending_removals: PendingRemovals,
-    /// Devices and exports that configuration files have declared.
-    pub declarations: Declarations,
     /// State directory, which records devices and exports for the next start.
     pub records: Records,
-    /// Devices that are withheld from clients, mostly because they have lost content.
-    pub withheld: Withheld,
     /// Saves of devices with `keep=yes`, restored by the next start.
     pub saves: Saves,
     /// Limits of NBD connections.
@@ -85,9 +79,7 @@ impl Service {
         let registry = Arc::<Registry>::default();
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
-            declarations: Declarations::default(),
             records: Records::default(),
-            withheld: Withheld::default(),
             saves: Saves::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
@@ -134,6 +126,7 @@ impl Service {
         verb: &'static str,
         specs: impl IntoIterator<Item = &'a Spec>,
     ) -> Result<Claim<'_>, RpcError> {
+        freestone_core::trail::step!();
         let (mut own, mut shared) = (Vec::new(), Vec::new());
         for spec in specs {
             own.push(spec.name.as_str());
@@ -159,7 +152,7 @@ impl Service {
             let entries = self.registry.all();
             let names: Vec<&str> = entries.iter().map(|e| e.name()).collect();
             let hint = nearest(name, &names).map(|h| format!("; {h}?")).unwrap_or_default();
-            RpcError::failed(Errno::ENODEV, format!("{name}: no such device{hint}"))
+            rpc_error!(ENODEV, "{name}: no such device{hint}")
         })
     }
 
@@ -167,7 +160,7 @@ impl Service {
     /// "only a ram device CAN".
     pub fn find_ram(&self, name: &str, can: &str) -> Result<Arc<Ram>, RpcError> {
         let entry = self.find(name)?;
-        let only = || RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: only a ram device {can}"));
+        let only = || rpc_error!(EOPNOTSUPP, "{name}: only a ram device {can}");
         entry.kind.ram().cloned().ok_or_else(only)
     }
 
@@ -176,8 +169,11 @@ impl Service {
     /// Creates a device, and publishes it at the addresses of the server if `publish` is set.
     pub fn create(&self, claim: &Claim<'_>, spec: Spec, publish: bool) -> Result<Arc<Entry>, RpcError> {
         if self.records.is_pending(&spec.name) {
-            let why = "exists in the state, but its server has not answered yet; wait for it or remove it";
-            return Err(RpcError::failed(Errno::EBUSY, format!("{}: {why}", spec.name)));
+            refuse!(
+                EBUSY,
+                "{}: exists in the state, but its server has not answered yet; wait for it or remove it",
+                spec.name
+            );
         }
         let entry = self.build_entry(spec, None)?;
         if publish && let Err(fault) = self.exports.publish_at_server_addresses(claim, &entry) {
@@ -222,8 +218,7 @@ impl Service {
             return Ok((found, false));
         }
         let (name, kind) = (found.name(), with_article(found.kind.name()));
-        let other = format!("{name}: {kind} device of that name exists, and was made with other settings");
-        Err(RpcError::failed(Errno::EEXIST, other))
+        refuse!(EEXIST, "{name}: {kind} device of that name exists, and was made with other settings")
     }
 
     /// Publishes all exports in `export_set`, until the first error.
@@ -239,49 +234,21 @@ impl Service {
         export_set.exports.iter().try_for_each(|export| self.publish_one(claim, entry, export))
     }
 
-    /// Publishes as many exports in `export_set` as possible. Returns the exports that failed, each with the reason.
-    pub fn publish_each(
+    /// Publishes an export, unless the device is published at its address.
+    pub fn publish_one(
         &self,
         claim: &Claim<'_>,
         entry: &Arc<Entry>,
-        export_set: &ExportSet,
-    ) -> Vec<UnpublishedExport> {
-        let home = if export_set.at_server_addresses {
-            self.exports.publish_at_server_addresses(claim, entry)
-        } else {
-            Ok(())
-        };
-        let absent = |export, fault: RpcError| {
-            let prefix = format!("{}: ", entry.name());
-            let why = fault.message.strip_prefix(&prefix).unwrap_or(&fault.message).to_owned();
-            UnpublishedExport { export, why }
-        };
-        let home = home.err().map(|fault| absent(None, fault));
-        let each = export_set.exports.iter().filter_map(|export| {
-            let fault = self.publish_one(claim, entry, export).err()?;
-            Some(absent(Some(export.clone()), fault))
-        });
-        home.into_iter().chain(each).collect()
-    }
-
-    fn publish_one(
-        &self,
-        claim: &Claim<'_>,
-        entry: &Arc<Entry>,
-        (wanted, declared): &(ExportSpec, bool),
+        wanted: &ExportSpec,
     ) -> Result<(), RpcError> {
         if let ExportAddress::Nbd(at) = &wanted.address
             && self.exports.is_at(entry.name(), at)
         {
             // The address is now one of the server's own, or a verb has published the device there.
-            self.exports.unpublished.remove(entry.name(), Some(&wanted.address));
+            self.exports.change(entry.name(), |device| device.remove_absent(&wanted.address));
             return Ok(());
         }
-        let shown = self.exports.publish_at(claim, entry, wanted)?;
-        if *declared {
-            self.declarations.declare_export(entry.name(), wanted, &shown);
-        }
-        Ok(())
+        self.exports.publish_at(claim, entry, wanted).map(drop)
     }
 
     /// Returns true if a device belongs at the addresses of the server: as its key `publish` (`said`) specifies, or by
@@ -307,7 +274,7 @@ impl Service {
         let mut names = HashSet::new();
         for spec in &specs {
             if !names.insert(spec.name.clone()) {
-                return Err(RpcError::invalid(format!("{}: two snapshots of that name", spec.name)));
+                refuse!(invalid, "{}: two snapshots of that name", spec.name);
             }
             self.check_new(spec)?;
         }
@@ -352,7 +319,7 @@ impl Service {
     pub fn check_has_state(&self, name: &str, key: Option<&str>) -> Result<(), RpcError> {
         match key {
             Some(key) if self.records.state().is_none() => {
-                Err(RpcError::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)))
+                Err(rpc_error!(invalid, "{name}: {key}: {}", records::NEEDS_STATE))
             }
             _ => Ok(()),
         }
@@ -361,7 +328,9 @@ impl Service {
     /// Fails if a device that the new device uses exclusively is published.
     pub fn check_unpublished(&self, spec: &Spec) -> Result<(), RpcError> {
         let takes = spec.kind.exclusive_uses();
-        let Some(published) = takes.iter().find(|takes| !self.exports.of(takes.name).is_empty()) else {
+        let Some(published) =
+            takes.iter().find(|takes| self.exports.read(takes.name, |device| device.live().next().is_some()))
+        else {
             return Ok(());
         };
         let why = format!("is published; {} need it for themselves", published.what);
@@ -400,13 +369,8 @@ impl Service {
         let ended = self.exports.unpublish(claim, entry, force)?;
         // Checked again, because connections to a template may have made forks of this device meanwhile.
         let removed = self.registry.remove(entry);
-        removed.map_err(|users| {
-            RpcError::failed(Errno::EBUSY, format!("{name}: cannot be removed: {users} stand on it"))
-        })?;
-        // The file does not declare a later device with this name.
-        self.declarations.forget(name);
-        let _ = self.withheld.take(name);
-        self.exports.defaults.release(name);
+        removed.map_err(|users| rpc_error!(EBUSY, "{name}: cannot be removed: {users} stand on it"))?;
+        self.exports.forget(name);
         self.saves.clear_notes(name);
         if let Some(faults) = &entry.layers.faults {
             // Fails the held requests of verbs: `release` cannot find the device by name any more.

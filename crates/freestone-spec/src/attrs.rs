@@ -7,15 +7,16 @@ use freestone::codec::Algorithm;
 use serde_json::{Map, Value};
 
 use crate::entries::{nearest, with_article};
+use crate::family;
 use crate::kinds::registry::Registry;
 use crate::kinds::{Change, Entry};
-use crate::layers;
 use crate::limits::{self, LimitWords};
 use crate::refusal::Refusal;
+use crate::{layers, schema};
 
 /// Returns the names of all attributes of a device.
 pub fn names(entry: &Entry) -> Vec<&'static str> {
-    [entry.kind.attrs(), &entry.layers.names(), &limits::KEYS, entry.restart_keys()].concat()
+    [&entry.kind_attrs()[..], &entry.layers.names(), &limits::KEYS, entry.restart_keys()].concat()
 }
 
 /// Returns the value of an attribute of a device. Sizes are in bytes. Fails if the device has no
@@ -28,6 +29,7 @@ pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
     let value = match attr {
         _ if entry.layers.names().contains(&attr) => layer_values(entry),
         _ if entry.kind.attrs().contains(&attr) => entry.kind.value(entry, attr),
+        _ if entry.shows_family() && family::NAMES.contains(&attr) => entry.family_value(attr),
         _ if limits::KEYS.contains(&attr) => entry.limits().value(attr).map(Value::from),
         _ if entry.restart_keys().contains(&attr) => entry.restart_policy().value(attr).map(Value::from),
         _ => None,
@@ -81,13 +83,10 @@ pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>)
             Value::String(text) => text.clone(),
             Value::Number(_) | Value::Bool(_) => value.to_string(),
             _ => {
-                return Err(Refusal::invalid(format!(
-                    "{}: {attr}: must be a text, a number or a boolean",
-                    entry.name()
-                )));
+                refuse!(invalid, "{}: {attr}: must be a text, a number or a boolean", entry.name());
             }
         };
-        let refused = |why| Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name()));
+        let refused = |why| refusal!(invalid, "{}: {attr}={text}: {why}", entry.name());
         if limits.take(attr, &text).map_err(refused)? {
             continue;
         }
@@ -140,8 +139,8 @@ fn update_words(entry: &Entry, attr: &str, wanted: &Map<String, Value>) {
 
 fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Refusal> {
     if entry.layers.names().contains(&attr) {
-        let why = "read-only; faults, seed, badblocks, zone_readonly and zone_offline can be set";
-        return Err(Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name())));
+        let settable = schema::settable(&[schema::FAULTS, schema::NULL, schema::ZONES]);
+        refuse!(invalid, "{}: {attr}={text}: read-only; {settable} can be set", entry.name());
     }
     entry.kind.check(entry, attr, text).ok_or_else(|| unknown(entry, attr))?
 }
@@ -157,13 +156,11 @@ fn unknown(entry: &Entry, attr: &str) -> Refusal {
         _ => None,
     };
     if let Some(words) = words {
-        return Refusal::invalid(format!("{name}: {attr} is a verb here: freestone {attr} {name}{words}"));
+        return refusal!(invalid, "{name}: {attr} is a verb here: freestone {attr} {name}{words}");
     }
     let hint = nearest(attr, &names).map(|h| format!("; {h}?")).unwrap_or_default();
     let (kind, all) = (with_article(entry.kind.name()), names.join(", "));
-    Refusal::invalid(format!(
-        "{name}: unknown attribute {attr:?}{hint}; the attributes of {kind} device are {all}"
-    ))
+    refusal!(invalid, "{name}: unknown attribute {attr:?}{hint}; the attributes of {kind} device are {all}")
 }
 
 #[cfg(test)]
@@ -176,6 +173,7 @@ mod tests {
     use crate::kinds::registry::Registry;
     use crate::kinds::{Entry, build};
     use crate::refusal::Refusal;
+    use crate::schema;
 
     fn entry(text: &str) -> Arc<Entry> {
         add(&Registry::default(), text)
@@ -296,6 +294,28 @@ mod tests {
              discard, cache_size, fua, mbps, completion_nsec, badblocks, badblocks_once, badblocks_partial_io, \
              max_sectors, rotational, readonly, iops, bps, iops_burst, bps_burst, max_clients"
         );
+    }
+
+    #[test]
+    fn keys_that_can_be_set_are_those_of_the_schema() {
+        let registry = Registry::default();
+        add(&registry, "o=ram,disksize=1M");
+        add(&registry, "s=snapshot,origin=o");
+        for text in [
+            "r=ram,disksize=1M,faults=none,zoned=1,zone_size=64K",
+            "f=fork,base=s,faults=none",
+            "n=null,size=1M,memory_backed=1,badblocks=+1-2,faults=none,zoned=1,zone_size=64K",
+        ] {
+            let entry = add(&registry, text);
+            let kind = entry.kind.name();
+            for key in schema::of_kind(kind).chain(schema::LIMITS) {
+                let attr = if (kind, key.name) == ("fork", "size") { "disksize" } else { key.name };
+                let why = super::set(&registry, &entry, &wanted(&[(attr, "?")])).unwrap_err().sentence;
+                let refusals = ["fixed", "read-only;", "unknown attribute"];
+                let is_fixed = refusals.iter().any(|refusal| why.contains(refusal));
+                assert_eq!(is_fixed, key.change == schema::Change::Fixed, "{why}");
+            }
+        }
     }
 
     #[test]

@@ -19,9 +19,6 @@ pub fn checked(entries: Entries) -> CheckedDevice {
 }
 
 /// Parses a device specification of a command line, and checks the kind, keys and values.
-///
-/// # Errors
-/// Returns the error message if parsing fails.
 pub fn device_words(text: &str) -> Result<CheckedDevice, String> {
     Entries::parse(text).map(checked).map_err(|error| error.to_string())
 }

@@ -11,10 +11,10 @@ use toml::de::DeValue;
 
 use crate::entries::{Entries, SpecError};
 use crate::numbers::integer;
-use crate::size;
+use crate::{schema, size};
 
 /// Keys of the limits, which every device and export supports.
-pub const KEYS: [&str; 5] = ["iops", "bps", "iops_burst", "bps_burst", "max_clients"];
+pub const KEYS: [&str; 5] = schema::names(schema::LIMITS);
 /// Largest value of `max_clients`, the maximum number of connections.
 pub const MAX_CLIENTS: u32 = 65_536;
 

@@ -3,10 +3,11 @@
 //! those of a device in memory end with the device. `freestone::cow` reads and writes the notes.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use freestone::cow::{LastSession, Notes, Stamp};
 use freestone::file::File;
+use freestone::sync::Mutex;
 use tracing::warn;
 
 /// Name of the extended attribute `user.freestone.merge` for an unfinished merge. Its text is
@@ -51,15 +52,10 @@ impl FileNotes {
         Ok(Self { file, merge: Arc::new(Mutex::new(merge)) })
     }
 
-    fn lock_merge(&self) -> MutexGuard<'_, Option<Merge>> {
-        // A panic cannot leave the value half changed, so poisoning is ignored.
-        self.merge.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the error message if a merge into the file was not finished, so that the file cannot
     /// be served without the snapshot. `name` is the device of the file. Returns `None` otherwise.
     pub fn half_merged_message(&self, name: &str) -> Option<String> {
-        let Merge { store, .. } = self.lock_merge().clone()?;
+        let Merge { store, .. } = self.merge.lock().clone()?;
         Some(format!(
             "{}: an unfinished merge left it half old, half new; serve it together with the snapshot that is merged: \
              NAME=snapshot,origin={name},cow={store},merge=yes",
@@ -70,11 +66,11 @@ impl FileNotes {
 
 impl Notes for FileNotes {
     fn merge_id(&self) -> Option<u64> {
-        self.lock_merge().as_ref().map(|merge| merge.id)
+        self.merge.lock().as_ref().map(|merge| merge.id)
     }
 
     fn record_merge(&self, id: u64, store: &str) {
-        *self.lock_merge() = Some(Merge { id, store: store.to_owned() });
+        *self.merge.lock() = Some(Merge { id, store: store.to_owned() });
         if let Err(error) = self.file.set_xattr(NOTE, &format!("{id:016x} {store}")) {
             let path = self.file.path().display();
             warn!(
@@ -84,7 +80,7 @@ impl Notes for FileNotes {
     }
 
     fn remove_merge(&self) -> bool {
-        *self.lock_merge() = None;
+        *self.merge.lock() = None;
         let removed = self.file.remove_xattr(NOTE);
         if let Err(error) = &removed {
             let path = self.file.path().display();
@@ -133,24 +129,17 @@ fn parse_closed(text: &str, found: Option<(i128, u64)>) -> Option<LastSession> {
 #[derive(Default)]
 pub struct MemoryNotes(Mutex<Option<u64>>);
 
-impl MemoryNotes {
-    fn merge_id(&self) -> MutexGuard<'_, Option<u64>> {
-        // A panic cannot leave the value half changed, so poisoning is ignored.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Notes for MemoryNotes {
     fn merge_id(&self) -> Option<u64> {
-        *self.merge_id()
+        *self.0.lock()
     }
 
     fn record_merge(&self, id: u64, _: &str) {
-        *self.merge_id() = Some(id);
+        *self.0.lock() = Some(id);
     }
 
     fn remove_merge(&self) -> bool {
-        *self.merge_id() = None;
+        *self.0.lock() = None;
         true
     }
 

@@ -92,6 +92,22 @@ impl Refusal {
     }
 }
 
+/// Creates a [`Refusal`] from a message with format arguments: that of a valid request which failed with an errno,
+/// `refusal!(EBUSY, "{name}: in use")`, or that of an `invalid` request.
+#[macro_export]
+macro_rules! refusal {
+    (invalid, $($message:tt)+) => { $crate::refusal::Refusal::invalid(format_args!($($message)+)) };
+    ($errno:ident, $($message:tt)+) => {
+        $crate::refusal::Refusal::failed($crate::refusal::Errno::$errno, format_args!($($message)+))
+    };
+}
+
+/// Returns the error of [`refusal!`] from the function or closure.
+#[macro_export]
+macro_rules! refuse {
+    ($($refusal:tt)+) => { return Err($crate::refusal!($($refusal)+).into()) };
+}
+
 /// Escapes the control characters of a message, since quoted user input must not add lines or
 /// control a terminal.
 pub fn one_line(text: String) -> String {

@@ -13,18 +13,14 @@ use freestone::store::format::domain::{GRACE, GRACE_RANGE, Secret};
 use freestone::store::objects::{Directory, Objects};
 
 use crate::entries::{Entries, SpecError};
-use crate::keys::{Keys, joined, parse_bool, parse_path};
+use crate::keys::{Keys, parse_bool, parse_path};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 use crate::times;
 
-/// Keys that configure the access to an image store.
-const REACH_KEYS: [&str; 7] = ["key", "timeout", "endpoint", "region", "credentials", "anonymous", "hedge"];
 /// Keys that are allowed only for a store over the network.
 const NETWORK_KEYS: [&str; 5] = ["endpoint", "region", "credentials", "anonymous", "hedge"];
-/// Keys that configure the access to an image store and its page cache.
-pub const KEYS: [&str; 9] = joined(&REACH_KEYS, &["cache", "cache_size"], &[]);
 /// Prefix of the URL of a store in a local directory.
 const FILE: &str = "file://";
 /// Maximum number of bytes read from a key file. The rest of a larger file is ignored.
@@ -77,13 +73,9 @@ pub struct PushSpec {
 
 impl PushSpec {
     /// Parses the keys of a `push` command for the store at `url`.
-    ///
-    /// # Errors
-    /// Fails if a key is unknown or a value is invalid.
     pub fn from_entries(entries: Entries, url: &str) -> Result<Self, SpecError> {
-        const ALL: [&str; 9] = joined(&REACH_KEYS, &["encrypt", "grace"], &[]);
         let keys = Keys(entries);
-        keys.allow(&ALL)?;
+        keys.check_names()?;
         let encrypt = keys.take("encrypt", parse_bool)?.unwrap_or(false);
         let store = StoreSpec::take(&keys, url)?;
         if encrypt && store.key.is_none() {
@@ -122,12 +114,9 @@ impl StoreSpec {
     }
 
     /// Parses the keys of a command that accesses the store at `url`.
-    ///
-    /// # Errors
-    /// Fails if a key is unknown or a value is invalid.
     pub fn from_entries(entries: Entries, url: &str) -> Result<Self, SpecError> {
         let keys = Keys(entries);
-        keys.allow(&REACH_KEYS)?;
+        keys.check_names()?;
         Self::take(&keys, url)
     }
 
@@ -142,7 +131,7 @@ impl StoreSpec {
         let Some(path) = &self.key else { return Ok(None) };
         let refused = |why: String| {
             let path = path.display();
-            Refusal::failed(Errno::EINVAL, format!("key={path}: {why}"))
+            refusal!(EINVAL, "key={path}: {why}")
         };
         let mut text = String::new();
         let file = File::open(path).map_err(|e| refused(e.to_string()))?;
@@ -169,15 +158,14 @@ impl StoreSpec {
             anonymous: self.anonymous,
             hedge: self.hedge,
         };
-        freestone_objects::open(url, &options).map_err(|e| Refusal::failed(Errno::EINVAL, e))
+        freestone_objects::open(url, &options).map_err(|e| refusal!(EINVAL, "{e}"))
     }
 
     #[cfg(not(feature = "object-storage"))]
     #[expect(clippy::unused_self, reason = "as with the feature")]
     fn over_network(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
-        let why = "this program was built without stores over the network; build it with `--features full`, as the \
-                   packages are, or use a directory: file:///DIR";
-        Err(Refusal::failed(Errno::EOPNOTSUPP, format!("{url}: {why}")))
+        let build = "build it with `--features full`, as the packages are, or use a directory: file:///DIR";
+        refuse!(EOPNOTSUPP, "{url}: this program was built without stores over the network; {build}")
     }
 
     /// Opens the page cache. Returns `None` for `cache=none`.
@@ -204,7 +192,7 @@ fn errno_of(error: &io::Error) -> Errno {
 /// the systemd service or of the user.
 fn default_dir() -> Result<PathBuf, Refusal> {
     let of = |variable| env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let refused = |why: &str| Refusal::failed(Errno::EINVAL, format!("cache: {why}"));
+    let refused = |why: &str| refusal!(EINVAL, "cache: {why}");
     if let Some(dir) = of("FREESTONE_CACHE") {
         let why = "FREESTONE_CACHE must be an absolute path";
         return if dir.is_absolute() { Ok(dir) } else { Err(refused(why)) };

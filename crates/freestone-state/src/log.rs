@@ -246,6 +246,7 @@ impl Log {
     /// Appends all lines or none. If that fails, rewrites the file with the lines of all pending
     /// changes.
     fn append(&mut self, lines: &[Line]) -> io::Result<()> {
+        freestone_core::trail::step!();
         if self.is_unknown {
             return self.rewrite();
         }

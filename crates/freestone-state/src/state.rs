@@ -4,8 +4,8 @@ use std::fs::{DirBuilder, File, remove_dir};
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use freestone_core::sync::{Condvar, Mutex, MutexGuard};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -65,17 +65,12 @@ impl State {
 
     /// Returns the devices as of the last committed change.
     pub fn topology(&self) -> Topology {
-        self.log().topology().clone()
+        self.log.lock().topology().clone()
     }
 
     /// Returns the device with the name `name`; `None` if there is none.
     pub fn find(&self, name: &str) -> Option<Device> {
-        self.log().topology().find(name).cloned()
-    }
-
-    fn log(&self) -> MutexGuard<'_, Log> {
-        // A panic cannot leave the log inconsistent, so a poisoned lock is used anyway.
-        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+        self.log.lock().topology().find(name).cloned()
     }
 
     /// Begins a change of these devices by a verb. The begin is durable on return.
@@ -83,8 +78,9 @@ impl State {
     /// # Errors
     /// [`StateError::Write`]: the begin may not be durable, so the caller must not make the change.
     pub fn begin(&self, verb: &str, names: &[&str]) -> Result<Change<'_>, StateError> {
+        freestone_core::trail::step!();
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-        let mut log = self.log();
+        let mut log = self.log.lock();
         log.reserve(names.len()).map_err(|error| self.write_error(error))?;
         let number = log.begin(verb, names).map_err(|error| self.write_error(error))?;
         let (log, done) = self.wait_durable(log);
@@ -100,7 +96,7 @@ impl State {
     /// # Errors
     /// [`StateError::Write`]: the devices may or may not be recorded at the next start.
     pub fn put(&self, verb: &str, devices: Vec<Device>) -> Result<(), StateError> {
-        let mut log = self.log();
+        let mut log = self.log.lock();
         let names = devices.iter().map(|device| device.name.clone()).collect();
         let number = log.begin(verb, names).map_err(|error| self.write_error(error))?;
         drop(log);
@@ -110,7 +106,7 @@ impl State {
         }
         change.commit()?;
         // Reserve space for the next call. If that fails, the present change has still succeeded.
-        let _ = self.log().reserve(0);
+        let _ = self.log.lock().reserve(0);
         Ok(())
     }
 
@@ -131,14 +127,14 @@ impl State {
                 Err(error) => return (log, Err(self.write_error(error))),
             }
             if log.is_syncing {
-                log = self.synced.wait(log).unwrap_or_else(PoisonError::into_inner);
+                log = self.synced.wait(log);
                 continue;
             }
             log.is_syncing = true;
             let sync = log.sync();
             drop(log);
             let done = sync.run();
-            log = self.log();
+            log = self.log.lock();
             log.is_syncing = false;
             log.record_sync(&sync, done);
             self.synced.notify_all();
@@ -167,7 +163,7 @@ impl Change<'_> {
         let (state, number) = (self.state, self.number);
         let mut lines = std::mem::take(&mut self.lines);
         lines.push(Line::End { end: number });
-        let mut log = state.log();
+        let mut log = state.log.lock();
         let (mut log, done) = match log.commit(number, &lines) {
             Ok(()) => state.wait_durable(log),
             Err(error) => (log, Err(state.write_error(error))),
@@ -188,7 +184,7 @@ impl Change<'_> {
 impl Drop for Change<'_> {
     fn drop(&mut self) {
         // After a commit the change is no longer pending, so this has no effect.
-        self.state.log().drop_change(self.number);
+        self.state.log.lock().drop_change(self.number);
     }
 }
 

@@ -17,9 +17,6 @@ pub struct Clock<'a> {
 
 impl<'a> Clock<'a> {
     /// Reads the clock of the object store and the host clock as the start of the measurement.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn start(store: &'a Store, limits: CallLimits<'_>) -> Result<Self> {
         let before = store.uptime();
         let began = store.now(limits)?;
@@ -33,9 +30,6 @@ impl<'a> Clock<'a> {
 
     /// Returns the time since the start by the clock of the object store, which is read again. Returns zero
     /// if that clock went back.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn elapsed_at_store(&self, limits: CallLimits<'_>) -> Result<Duration> {
         Ok(self.store.now(limits)?.duration_since(self.began).unwrap_or_default())
     }

@@ -1,7 +1,7 @@
 //! Parallel loop over a range of numbers.
 
 use crate::rt::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::rt::sync::{Mutex, PoisonError};
+use freestone_core::sync::Mutex;
 use std::thread;
 
 /// Calls `work` for each number below `count`, on up to `threads` threads, roughly in ascending order. After
@@ -23,7 +23,7 @@ pub fn for_each<E: Send>(
             }
             if let Err(why) = work(number) {
                 failed.store(true, Ordering::SeqCst);
-                error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
+                error.lock().get_or_insert(why);
             }
         }
     };
@@ -38,7 +38,7 @@ pub fn for_each<E: Send>(
         }
         run();
     });
-    error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    error.into_inner().map_or(Ok(()), Err)
 }
 
 #[cfg(test)]

@@ -8,8 +8,6 @@
 //! object. Tags and manifests are read again after `ROOTS_AGE_MAX`. `timing` explains why a correct push
 //! (`push`) never refers to a deleted object.
 
-use crate::rt::sync::Mutex;
-use crate::rt::sync::PoisonError;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::thread;
 use crate::rt::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -17,6 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
 
 use freestone_core::mutants::{self, Mutant};
+use freestone_core::sync::Mutex;
 
 use crate::clock::Clock;
 use crate::format::name::Name;
@@ -115,9 +114,6 @@ pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), limits: CallLimits<'_
 }
 
 /// Counts the objects that a prune would delete if the tags `without` were removed. Deletes nothing.
-///
-/// # Errors
-/// The same as [`prune`].
 pub fn preview(
     store: &Store,
     without: &BTreeSet<String>,
@@ -226,7 +222,7 @@ impl Work<'_> {
                 }
                 Ok(false) => {}
                 Err(Error::DeletedLate(key)) => {
-                    late.lock().unwrap_or_else(PoisonError::into_inner).push(key.clone());
+                    late.lock().push(key.clone());
                     return Err(Error::DeletedLate(key));
                 }
                 Err(error) => return Err(error),
@@ -235,7 +231,7 @@ impl Work<'_> {
         });
         pruned.deleted += deleted.load(Ordering::SeqCst);
         pruned.deleted_bytes += bytes.load(Ordering::SeqCst);
-        let late = late.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let late = late.into_inner();
         if !late.is_empty() {
             return Err(Error::DeletedLate(late.join(", ")));
         }
@@ -312,11 +308,11 @@ impl Work<'_> {
         let tagged = Mutex::new(BTreeSet::new());
         parallel::for_each(AT_ONCE, tags.len(), |at| {
             if let Some(read) = store.tag(&tags[at], limits)? {
-                tagged.lock().unwrap_or_else(PoisonError::into_inner).insert(read.tag.manifest);
+                tagged.lock().insert(read.tag.manifest);
             }
             Ok::<(), Error>(())
         })?;
-        let tagged = tagged.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let tagged = tagged.into_inner();
         if tagged.is_empty() {
             return Err(Error::NoTags(store.url().to_owned()));
         }
@@ -333,7 +329,7 @@ impl Work<'_> {
                 Err(error) if !is_tagged && error.is_missing() => return Ok(()),
                 manifest => manifest?,
             };
-            let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut found = found.lock();
             let (names, maps) = &mut *found;
             *names.entry(image).or_default() |= is_tagged;
             for map in manifest.segments.iter().flat_map(|segment| &segment.maps) {
@@ -342,7 +338,7 @@ impl Work<'_> {
             }
             Ok::<(), Error>(())
         })?;
-        let (names, maps) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let (names, maps) = found.into_inner();
         let maps: Vec<(Name, bool)> = maps.into_iter().collect();
         let shared = Mutex::new(names);
         parallel::for_each(AT_ONCE, maps.len(), |at| {
@@ -352,13 +348,13 @@ impl Work<'_> {
                 Err(error) if !is_tagged && error.is_missing() => return Ok(()),
                 map => map?,
             };
-            let mut names = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut names = shared.lock();
             for name in iter::once(name).chain(map.chunks().iter().map(|chunk| chunk.name)) {
                 *names.entry(name).or_default() |= is_tagged;
             }
             Ok::<(), Error>(())
         })?;
-        let names = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let names = shared.into_inner();
         let untagged_images = images.difference(&tagged).count() as u64;
         Ok(Roots { names, images: images.len() as u64, untagged_images, read })
     }

@@ -3,8 +3,8 @@
 //! Tags are ordered by the time of their last push, which the tag itself records. Each removal depends on the
 //! tag being unchanged since the rules were applied.
 
-use crate::rt::sync::{Mutex, PoisonError};
 use crate::rt::time::{Duration, UNIX_EPOCH};
+use freestone_core::sync::Mutex;
 use std::cmp::Reverse;
 
 use crate::objects::CallLimits;
@@ -61,11 +61,11 @@ impl Retention {
             // Another program may have removed the tag since the listing.
             if let Some(read) = store.tag(&names[at], limits)? {
                 let name = names[at].clone();
-                candidates.lock().unwrap_or_else(PoisonError::into_inner).push(Candidate { name, read });
+                candidates.lock().push(Candidate { name, read });
             }
             Ok::<(), Error>(())
         })?;
-        let candidates = candidates.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let candidates = candidates.into_inner();
         let now = match self.keep_within {
             Some(_) => store.now(limits)?.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
             None => 0,

@@ -10,7 +10,7 @@ pub use std::{sync, thread, time};
 pub use freestone_sim::{sync, thread, time};
 
 #[cfg(loom)]
-pub use loom::thread;
+pub use loom::{sync, thread};
 #[cfg(loom)]
 pub use std::time;
 
@@ -44,39 +44,29 @@ pub fn time_of_day() -> time::SystemTime {
     time::SystemTime::now()
 }
 
+#[cfg(not(loom))]
+pub use freestone_core::sync::Condvar;
 #[cfg(loom)]
-pub mod sync {
-    //! Locks for loom models.
+pub use models::Condvar;
 
+#[cfg(loom)]
+mod models {
     use std::time::Duration;
 
-    pub use loom::sync::{Arc, Mutex, MutexGuard};
-    use std::sync::LockResult;
-    pub use std::sync::PoisonError;
-
+    use freestone_core::sync::{self, MutexGuard};
     use loom::sync::atomic::{AtomicBool, Ordering};
 
     /// Condition variable for loom models. Waits time out only after [`Condvar::expire_waits`].
     #[derive(Debug)]
     pub struct Condvar {
-        inner: loom::sync::Condvar,
+        inner: sync::Condvar,
         is_late: AtomicBool,
-    }
-
-    /// Result of [`Condvar::wait_timeout`], which is true after a timeout.
-    pub struct WaitTimeoutResult(bool);
-
-    impl WaitTimeoutResult {
-        /// Returns true if the wait timed out.
-        pub fn timed_out(&self) -> bool {
-            self.0
-        }
     }
 
     impl Condvar {
         /// Creates a condition variable without waiters.
         pub fn new() -> Self {
-            Self { inner: loom::sync::Condvar::new(), is_late: AtomicBool::new(false) }
+            Self { inner: sync::Condvar::new(), is_late: AtomicBool::new(false) }
         }
 
         /// Wakes one waiter.
@@ -94,9 +84,8 @@ pub mod sync {
             &self,
             guard: MutexGuard<'a, T>,
             _: Duration,
-        ) -> LockResult<(MutexGuard<'a, T>, WaitTimeoutResult)> {
-            let guard = self.inner.wait(guard).unwrap_or_else(PoisonError::into_inner);
-            Ok((guard, WaitTimeoutResult(self.is_late.load(Ordering::SeqCst))))
+        ) -> (MutexGuard<'a, T>, bool) {
+            (self.inner.wait(guard), self.is_late.load(Ordering::SeqCst))
         }
 
         /// Makes all current and later waits time out.

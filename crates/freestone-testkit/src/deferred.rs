@@ -1,14 +1,16 @@
 //! A wrapper device that makes callers submit requests instead of completing their tries.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
+use freestone_core::device::zoned::{AppendCompletion, Zoned};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult,
+    Buffer, Completion, Device, Error, Flags, IoBuf, Request, Result, TryResult, forward_device,
+    forward_zoned,
 };
+use freestone_core::sync::{Condvar, Mutex};
 
 use crate::Rng;
 
@@ -68,7 +70,7 @@ impl DeferringDevice {
 
     /// Returns true if the try at `offset` must return "would block".
     fn defers(&self, offset: u64) -> bool {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         // A try must not overtake requests submitted earlier to the same zone.
         self.shared.is_busy(&state, offset)
             || match self.policy {
@@ -84,7 +86,7 @@ impl DeferringDevice {
         match self.policy {
             // Writes to zones are passed on whole.
             DeferPolicy::Sometimes(percent) if blocks > 1 && geometry.zones.is_none() => {
-                let mut state = self.shared.lock();
+                let mut state = self.shared.state.lock();
                 if state.rng.chance(percent) {
                     return (1 + state.rng.below(blocks - 1)) * u64::from(geometry.logical_block);
                 }
@@ -95,16 +97,12 @@ impl DeferringDevice {
     }
 
     fn enqueue(&self, job: Job) {
-        self.shared.lock().jobs.push(job);
+        self.shared.state.lock().jobs.push(job);
         self.shared.changed.notify_all();
     }
 }
 
 impl DeferredShared {
-    fn lock(&self) -> MutexGuard<'_, DeferredState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the index of the zone that contains `offset`, or `None` if the device has no zones.
     fn zone(&self, offset: u64) -> Option<u64> {
         self.inner.geometry().zones.map(|zones| offset / zones.zone_size)
@@ -120,12 +118,12 @@ impl DeferredShared {
 
     fn execute(self: Arc<Self>) {
         loop {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             while state.jobs.is_empty() && !state.stop {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.changed.wait(state);
             }
             if state.jobs.len() < 2 && !state.stop {
-                state = self.changed.wait_timeout(state, GATHER).unwrap_or_else(PoisonError::into_inner).0;
+                state = self.changed.wait_timeout(state, GATHER).0;
             }
             if state.jobs.is_empty() {
                 if state.stop {
@@ -153,7 +151,7 @@ impl DeferredShared {
     fn run(self: &Arc<Self>, job: Job, zone: Option<u64>) {
         let shared = Arc::clone(self);
         let finish = move || {
-            let mut state = shared.lock();
+            let mut state = shared.state.lock();
             if let Some(at) = state.running.iter().position(|running| Some(*running) == zone) {
                 state.running.swap_remove(at);
             }
@@ -190,9 +188,8 @@ impl Job {
 }
 
 impl Device for DeferringDevice {
-    fn geometry(&self) -> Geometry {
-        self.shared.inner.geometry()
-    }
+    forward_device!(|deferring| deferring.shared.inner => geometry, extents;
+        prefetch: below, zoned: self, changes: none);
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         request.check(&self.geometry())?;
@@ -218,35 +215,13 @@ impl Device for DeferringDevice {
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         self.enqueue(Job::Io(request, buffer, done));
     }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.shared.inner.extents(offset, len, row)
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.shared.inner.prefetch(offset, len);
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.shared.inner.zoned().map(|_| self as &dyn Zoned)
-    }
 }
 
 impl Zoned for DeferringDevice {
-    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
-        self.shared.inner.zoned().ok_or(Error::Unsupported)?.report(offset, row)
-    }
-
-    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        self.shared.inner.zoned().ok_or(Error::Unsupported)?.zone_op(op, offset)
-    }
-
-    fn reset_all(&self) -> Result<()> {
-        self.shared.inner.zoned().ok_or(Error::Unsupported)?.reset_all()
-    }
+    forward_zoned!(|deferring| deferring.shared.inner => report, zone_op, reset_all);
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        let zoned = self.shared.inner.zoned().ok_or(Error::Unsupported)?;
+        let zoned = self.shared.inner.zones()?;
         if self.defers(offset) { Ok(None) } else { zoned.try_append(offset, data, flags) }
     }
 
@@ -258,7 +233,7 @@ impl Zoned for DeferringDevice {
 impl Drop for DeferringDevice {
     /// Completes all submitted requests, and ends the thread.
     fn drop(&mut self) {
-        self.shared.lock().stop = true;
+        self.shared.state.lock().stop = true;
         self.shared.changed.notify_all();
         if let Some(executor) = self.executor.take()
             && executor.thread().id() != thread::current().id()

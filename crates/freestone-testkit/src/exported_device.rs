@@ -1,13 +1,14 @@
 //! A device that is accessed through an export, such as NBD or vhost-user.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 
 use freestone_core::device::zoned::{AppendCompletion, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult, Zone,
+    Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult, Zone, forward_device,
 };
+use freestone_core::sync::Mutex;
 
 /// A client of an export that runs one request at a time, for [`ExportedDevice`].
 pub trait ExportClient: Send {
@@ -75,7 +76,7 @@ impl ExportedDevice {
     fn send_job(&self, job: Job) {
         let client = &self.clients[self.next.fetch_add(1, Ordering::SeqCst) % self.clients.len()];
         // If the thread of the client has panicked, the closed result channel shows that.
-        let _ = client.lock().unwrap_or_else(PoisonError::into_inner).send(job);
+        let _ = client.lock().send(job);
     }
 
     /// Runs a job on a client and waits for its result. Returns [`Error::Gone`] if the client's
@@ -124,9 +125,7 @@ impl Drop for ExportedDevice {
 }
 
 impl Device for ExportedDevice {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
+    forward_device!(|device| device.inner => geometry, extents; prefetch: none, zoned: self, changes: none);
 
     fn try_io(&self, request: &Request, _: Buffer<'_>) -> Result<TryResult> {
         self.check(request)?;
@@ -141,14 +140,6 @@ impl Device for ExportedDevice {
             let outcome = client.run_request(&request, &mut buffer);
             done.complete(outcome, buffer);
         }));
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.inner.zoned().map(|_| self as &dyn Zoned)
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! * [`conformance`]: checks a device against the contract of [`freestone_core::device`].
 //! * [`Model`]: the simplest device, a byte vector under a mutex. Serves as the reference for other devices.
+//! * [`TestDevice`]: a device over another one, with hooks, held or delayed requests, a bad byte and a log.
 //! * [`DeferringDevice`]: a wrapper that returns "would block" and completes requests in shuffled order.
 //! * [`FaultyDisk`]: a memory disk with fault injection: errors, hangs, torn writes, corruption, lack
 //!   of space.
@@ -12,7 +13,9 @@
 //! * [`certificates`]: TLS certificates, generated on demand.
 //! * [`effort`]: selects the number of cases of a randomised test.
 //! * [`librbd`]: a fake of Ceph's libraries, over files.
+//! * [`nbd`]: an NBD client in plain bytes.
 //! * [`objects`]: an in-memory object store with fault injection.
+//! * [`process`]: child processes, killed when dropped.
 //! * [`tools`]: external programs that tests need, and [`test`] for tests that need one.
 //! * [`vhost_user`]: a vhost-user-blk frontend with a virtio driver.
 //!
@@ -38,9 +41,12 @@ mod latency_proxy;
 pub mod librbd;
 mod model;
 mod model_zoned;
+pub mod nbd;
 pub mod objects;
+pub mod process;
 mod rng;
 pub mod s3;
+mod test_device;
 pub mod tools;
 pub mod vhost_user;
 
@@ -54,3 +60,4 @@ pub use latency_proxy::LatencyProxy;
 pub use model::Model;
 pub use model_zoned::{ModelZoned, ZonedConfig};
 pub use rng::Rng;
+pub use test_device::{Manner, SPOILT, TestDevice};

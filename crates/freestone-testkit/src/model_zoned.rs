@@ -1,8 +1,6 @@
 //! The simplest zoned device: bytes and zones under one mutex. All requests complete on the
 //! caller's thread.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use freestone_core::device::zoned::{
     AppendCompletion, Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned,
 };
@@ -10,6 +8,7 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
     TryResult,
 };
+use freestone_core::sync::Mutex;
 
 const LOGICAL_BLOCK: u32 = 4096;
 
@@ -80,10 +79,6 @@ impl ModelZoned {
         Self { config, state: Mutex::new(state) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, ZonesState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the index of the zone that starts at `offset`, or [`Error::Misaligned`] if no zone
     /// starts there.
     fn zone_at(&self, offset: u64) -> Result<usize> {
@@ -95,7 +90,7 @@ impl ModelZoned {
     }
 
     fn write(&self, offset: u64, len: u64, data: Option<&[u8]>) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let index = (offset / self.config.zone_size) as usize;
         let zone = state.zones[index];
         if offset + len > zone.start + zone.len {
@@ -194,7 +189,7 @@ impl Device for ModelZoned {
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(out)) => {
                 let range = request.offset as usize..(request.offset + request.len) as usize;
-                out.copy_from_slice(&self.lock().bytes[range]);
+                out.copy_from_slice(&self.state.lock().bytes[range]);
             }
             (Op::Write, Buffer::Write(data)) => self.write(request.offset, request.len, Some(data))?,
             (Op::WriteZeroes, _) => self.write(request.offset, request.len, None)?,
@@ -233,7 +228,7 @@ impl Zoned for ModelZoned {
         }
         let first = (offset / self.config.zone_size) as usize;
         for index in first..self.config.nr_zones as usize {
-            let zone = self.lock().zones[index];
+            let zone = self.state.lock().zones[index];
             if !row(zone) {
                 break;
             }
@@ -244,7 +239,7 @@ impl Zoned for ModelZoned {
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, Full, ImplicitOpen};
         let index = self.zone_at(offset)?;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let zone = state.zones[index];
         if zone.kind == ZoneType::Conventional {
             return Err(Error::ZoneCondition);
@@ -273,7 +268,7 @@ impl Zoned for ModelZoned {
     }
 
     fn reset_all(&self) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         for index in 0..state.zones.len() {
             state.reset(index);
         }
@@ -286,7 +281,7 @@ impl Zoned for ModelZoned {
             return Err(Error::Misaligned);
         }
         loop {
-            let zone = self.lock().zones[index];
+            let zone = self.state.lock().zones[index];
             if zone.kind == ZoneType::Conventional || zone.condition == ZoneCondition::Full {
                 return Err(Error::ZoneCondition);
             }

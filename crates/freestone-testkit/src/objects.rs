@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
-use freestone_sim::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use freestone_core::sync::Mutex;
+use freestone_sim::sync::Arc;
 use freestone_sim::thread;
 use freestone_sim::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use freestone_store::objects::{
@@ -112,55 +113,47 @@ impl MemoryStore {
         Self::of(Arc::clone(&self.state))
     }
 
-    fn client(&self) -> MutexGuard<'_, ClientState> {
-        self.client.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Sets the fault rule for all further requests.
     ///
     /// A rule that uses the object store must use another client ([`new_client`](Self::new_client)): a rule that holds
     /// this client would keep it alive forever.
     pub fn set_fault_rule(&self, rule: impl Fn(Call<'_>) -> Effect + Send + Sync + 'static) {
-        self.client().rule = Some(Arc::new(rule));
+        self.client.lock().rule = Some(Arc::new(rule));
     }
 
     /// Makes conditional deletes unsupported, as in S3.
     pub fn disable_conditional_delete(&self) {
-        self.client().no_conditional_delete = true;
+        self.client.lock().no_conditional_delete = true;
     }
 
     /// Removes the fault rule of this client.
     pub fn heal(&self) {
-        self.client().rule = None;
+        self.client.lock().rule = None;
     }
 
     /// Advances the clock of the object store, for all clients.
     pub fn advance_clock(&self, time: Duration) {
-        self.lock().clock_offset += time;
+        self.state.lock().clock_offset += time;
     }
 
     /// Returns the number of requests of this operation, by all clients.
     pub fn count(&self, method: Method) -> u64 {
-        self.lock().counts.get(&method).copied().unwrap_or(0)
+        self.state.lock().counts.get(&method).copied().unwrap_or(0)
     }
 
     /// Returns the number of read requests per key, by all clients.
     pub fn gets(&self) -> HashMap<String, u64> {
-        self.lock().gets.clone()
+        self.state.lock().gets.clone()
     }
 
     /// Returns the number of requests of this client, of any operation.
     pub fn calls(&self) -> u64 {
-        self.client().calls
+        self.client.lock().calls
     }
 
     /// Returns the keys that start with `prefix`, and the sizes of their objects in bytes.
     pub fn object_sizes(&self, prefix: &str) -> BTreeMap<String, u64> {
-        let state = self.lock();
+        let state = self.state.lock();
         let under = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
         under.map(|(key, object)| (key.clone(), object.bytes.len() as u64)).collect()
     }
@@ -170,7 +163,7 @@ impl MemoryStore {
     /// # Panics
     /// Panics if the object does not exist.
     pub fn tamper(&self, key: &str, change: impl FnOnce(&mut Vec<u8>) -> bool) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(object) = state.objects.get_mut(key) else { panic!("{key} is not there") };
         let mut bytes = object.bytes.to_vec();
         if change(&mut bytes) {
@@ -182,7 +175,7 @@ impl MemoryStore {
 
     /// Removes all objects directly, without a request.
     pub fn remove_all(&self) {
-        self.lock().objects.clear();
+        self.state.lock().objects.clear();
     }
 
     /// Counts a request and applies the effects of the fault rule that precede the operation. Returns the effect for
@@ -190,13 +183,13 @@ impl MemoryStore {
     fn begin(&self, method: Method, key: &str, until: CallLimits<'_>) -> Result<Effect> {
         until.check()?;
         let (rule, call) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             *state.counts.entry(method).or_default() += 1;
             if method == Method::Get {
                 *state.gets.entry(key.to_owned()).or_default() += 1;
             }
             drop(state);
-            let mut client = self.client();
+            let mut client = self.client.lock();
             let number = client.calls;
             client.calls += 1;
             (client.rule.clone(), Call { method, key, number })
@@ -253,7 +246,7 @@ impl Objects for MemoryStore {
     fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: CallLimits<'_>) -> Result<Read> {
         let effect = self.begin(Method::Get, key, until)?;
         let (bytes, version) = {
-            let state = self.lock();
+            let state = self.state.lock();
             let object = state.objects.get(key).ok_or(Fault::NotFound)?;
             (Arc::clone(&object.bytes), version(object))
         };
@@ -282,7 +275,7 @@ impl Objects for MemoryStore {
         until: CallLimits<'_>,
     ) -> Result<Option<Version>> {
         let effect = self.begin(Method::Put, key, until)?;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let before = state.objects.get(key).map(version);
         let holds = match when {
             WriteCondition::Always => true,
@@ -302,7 +295,7 @@ impl Objects for MemoryStore {
 
     fn head(&self, key: &str, until: CallLimits<'_>) -> Result<Head> {
         let effect = self.begin(Method::Head, key, until)?;
-        let state = self.lock();
+        let state = self.state.lock();
         let object = state.objects.get(key).ok_or(Fault::NotFound)?;
         let head = Head {
             bytes: object.bytes.len() as u64,
@@ -320,7 +313,7 @@ impl Objects for MemoryStore {
     ) -> Result<()> {
         let effect = self.begin(Method::List, prefix, until)?;
         let listed: Vec<ListEntry> = {
-            let state = self.lock();
+            let state = self.state.lock();
             let under = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
             let listed = |(key, object): (&String, &Object)| ListEntry {
                 key: key.clone(),
@@ -347,16 +340,16 @@ impl Objects for MemoryStore {
 
     fn delete(&self, key: &str, until: CallLimits<'_>) -> Result<()> {
         let effect = self.begin(Method::Delete, key, until)?;
-        self.lock().objects.remove(key);
+        self.state.lock().objects.remove(key);
         apply_outcome(&effect, ())
     }
 
     fn delete_unchanged(&self, key: &str, read: &Version, until: CallLimits<'_>) -> Result<()> {
-        if self.client().no_conditional_delete {
+        if self.client.lock().no_conditional_delete {
             return Err(Fault::Unsupported("no conditions".to_owned()));
         }
         let effect = self.begin(Method::Delete, key, until)?;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.objects.get(key).map(version).as_ref() != Some(read) {
             return Err(Fault::Condition);
         }
@@ -365,6 +358,6 @@ impl Objects for MemoryStore {
     }
 
     fn uptime(&self) -> Duration {
-        self.lock().elapsed()
+        self.state.lock().elapsed()
     }
 }

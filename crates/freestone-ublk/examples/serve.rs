@@ -14,9 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use freestone_core::budget::{Budget, DEFAULT_BYTES};
-use freestone_core::device::{
-    Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
-};
+use freestone_core::device::{Buffer, Completion, Device, IoBuf, Request, Result, TryResult, forward_device};
 use freestone_ram::ram::{Config, Ram};
 use freestone_ublk::{Export, Options, remove_stale_devices};
 use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
@@ -29,9 +27,7 @@ struct Disk {
 }
 
 impl Device for Disk {
-    fn geometry(&self) -> Geometry {
-        self.ram.geometry()
-    }
+    forward_device!(|disk| disk.ram => geometry, extents; prefetch: none, zoned: none, changes: none);
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         if self.is_silent.load(Ordering::SeqCst) {
             return Ok(TryResult::WouldBlock);
@@ -45,9 +41,6 @@ impl Device for Disk {
             return;
         }
         self.ram.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.ram.extents(offset, len, row)
     }
 }
 

@@ -22,7 +22,7 @@ use crate::kernel::abi::{DevInfo, feature};
 use crate::kernel::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
 use crate::kernel::{CharDevice, Kernel};
 use crate::queue::Queue;
-use crate::queue::resources::{QueueResources, grant_callback};
+use crate::queue::resources::QueueResources;
 use crate::shared::{QueueState, Shared};
 use crate::stale_devices::RegisteredDevice;
 
@@ -131,12 +131,12 @@ pub fn run(config: &DeviceThreadConfig, disk: Arc<Disk>, sender: &Sender<Result<
         let name = config.shared.name();
         tracing::warn!("{name}: ublk: may hang under memory pressure: its threads lack CAP_SYS_RESOURCE");
     }
-    // The receiver is gone after a timeout; `shutting_down` is then already set.
+    // The receiver is gone after a timeout; `ending` is then already set.
     let _ = sender.send(begun);
     let shared = &config.shared;
     let mut state = shared.lock();
     // A queue closes if another process stops the device, or if the queue fails.
-    while !state.shutting_down && !state.queues.iter().any(|queue| queue.closed) {
+    while !state.ending && !state.own.queues.iter().any(|queue| queue.closed) {
         state = shared.wait(state);
     }
     drop(state);
@@ -194,7 +194,7 @@ fn begin(
     let id = info.dev_id;
     let target = Target::new(id, info.flags);
     (created.target, created.registration) = (Some(target), Some(registration));
-    config.shared.update(|state| (state.id, state.features) = (Some(id), info.flags & features));
+    config.shared.update(|state| (state.own.id, state.own.features) = (Some(id), info.flags & features));
     if info.flags & needed != needed {
         return Err(StartError::NoZones);
     }
@@ -212,13 +212,13 @@ fn begin(
     control.set_params(target, &params::for_disk(disk, info.max_io_buf_bytes))?;
     start_queues(config, disk, &char, info, created, until)?;
     drop(char);
-    if config.shared.lock().shutting_down {
+    if config.shared.lock().ending {
         return Err(StartError::Deadline);
     }
     // The queues already serve requests: the command scans for partitions before it returns.
     control.start(target, pid)?;
     let block = config.kernel.block(id, given()).map_err(node(format!("ublkb{id}")))?;
-    config.shared.update(|state| state.block = Some(block));
+    config.shared.update(|state| state.own.block = Some(block));
     Ok(())
 }
 
@@ -240,21 +240,19 @@ fn start_queues(
             max_bytes: info.max_io_buf_bytes as usize,
             user_copy: info.flags & feature::USER_COPY != 0,
             shared: Arc::clone(&config.shared),
-            share: config.budget.share(&disk.failures, grant_callback(&answers)),
+            share: config.budget.share(&disk.failures, Arc::clone(&answers) as _),
             answers: Arc::clone(&answers),
             workers: config.workers.clone(),
         };
         let queue = QueueState { answers, applied_version: 0, in_flight: 0, closed: false };
-        config.shared.update(|state| state.queues.push(queue));
+        config.shared.update(|state| state.own.queues.push(queue));
         let (char, disk, sender) = (Arc::clone(char), Arc::clone(disk), sender.clone());
         let thread = std::thread::Builder::new().name(format!("ublk{}q{index}", info.dev_id));
         let started = thread.spawn(move || serve(resources, char, disk, sender));
         match started {
             Ok(thread) => created.threads.push(thread),
             Err(error) => {
-                config.shared.update(|state| {
-                    state.queues.pop();
-                });
+                config.shared.update(|state| state.own.queues.pop());
                 return Err(StartError::Queue(error));
             }
         }
@@ -284,7 +282,7 @@ fn serve(
         .ring(index, resources.depth, resources.user_copy, resources.answers.wake_fd())
         .and_then(|ring| Queue::new(resources, ring, disk));
     drop(char);
-    let close = || shared.update(|state| state.queues[usize::from(index)].closed = true);
+    let close = || shared.update(|state| state.own.queues[usize::from(index)].closed = true);
     match queue {
         Ok(queue) => {
             let _ = sender.send(Ok(()));
@@ -308,7 +306,7 @@ fn serve(
 fn undo(config: &DeviceThreadConfig, created: CreatedDevice) {
     let (shared, control) = (&config.shared, Control(&*config.kernel));
     let CreatedDevice { target, char, threads, registration } = created;
-    shared.update(|state| state.shutting_down = true);
+    shared.update(|state| state.ending = true);
     if let Some(target) = target {
         // STOP_DEV also ends the fetches of a device that was not started.
         let stopped = control.stop(target);
@@ -318,27 +316,24 @@ fn undo(config: &DeviceThreadConfig, created: CreatedDevice) {
             tracing::warn!("{}: ublk: {error}", shared.name());
         }
         if stopped.is_err() {
-            for queue in &shared.lock().queues {
+            for queue in &shared.lock().own.queues {
                 queue.answers.shut_down();
             }
         }
         let mut state = shared.lock();
-        while !state.queues.iter().all(|queue| queue.closed) {
+        while !state.own.queues.iter().all(|queue| queue.closed) {
             state = shared.wait(state);
         }
-        state.block = None;
+        state.own.block = None;
         drop(state);
         if let Err(error) = delete(&control, target, char) {
             tracing::warn!("{}: ublk: {error}", shared.name());
         }
     }
     drop(registration);
-    shared.update(|state| state.removed = true);
+    shared.update(|state| state.own.removed = true);
     for thread in threads {
         let _ = thread.join();
     }
-    // Dropping the disk may wait for I/O, so the lock is not held.
-    let disk = shared.update(|state| state.disk.take());
-    drop(disk);
-    shared.update(|state| state.ended = true);
+    shared.finish();
 }

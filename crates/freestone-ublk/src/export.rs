@@ -20,7 +20,7 @@ use crate::kernel::control::{Control, ControlError, Target};
 use crate::kernel::deadline::run_with_deadline;
 use crate::kernel::system::System;
 use crate::kernel::{Kernel, NodeClaim};
-use crate::shared::Shared;
+use crate::shared::{Shared, State};
 
 /// Longest time for which dropping an export waits for requests in flight.
 pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
@@ -126,7 +126,6 @@ pub enum ResizeError {
 pub struct Export {
     path: PathBuf,
     id: u32,
-    read_only: bool,
     queues: u16,
     kernel: Arc<dyn Kernel>,
     shared: Arc<Shared>,
@@ -152,8 +151,7 @@ impl Export {
         zones::check(&device.geometry())?;
         let Options { read_only, failures, budget, workers, queues, depth } = options;
         let disk = Disk::new(name, read_only, device, failures);
-        let read_only = disk.read_only;
-        let shared = Arc::new(Shared::new(disk));
+        let shared = Arc::new(Shared::new(disk, State::default()));
         let cpus = || std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(DEFAULT_QUEUES));
         let queues = if queues == 0 { cpus() as u16 } else { queues.min(MAX_QUEUES) };
         let config = DeviceThreadConfig {
@@ -175,7 +173,7 @@ impl Export {
             Err(RecvTimeoutError::Timeout) => {
                 // Most likely the driver waits for a request that the device does not complete. The device
                 // thread removes the device when it can.
-                shared.update_and_wake(|state| (state.shutting_down, state.dead) = (true, true));
+                shared.update_and_wake(|state| (state.ending, state.own.dead) = (true, true));
                 return Err(StartError::Deadline);
             }
             Err(RecvTimeoutError::Disconnected) => {
@@ -184,10 +182,10 @@ impl Export {
         }
         let (path, id) = {
             let state = shared.lock();
-            (state.path().unwrap_or_default(), state.id.unwrap_or_default())
+            (state.own.path().unwrap_or_default(), state.own.id.unwrap_or_default())
         };
         tracing::info!(path = %path.display(), "{name}: ublk");
-        Ok(Self { path, id, read_only, queues, kernel, shared })
+        Ok(Self { path, id, queues, kernel, shared })
     }
 
     /// Returns the path of the block device.
@@ -212,25 +210,22 @@ impl Export {
 
     /// Returns true if the block device is read-only.
     pub fn is_read_only(&self) -> bool {
-        self.read_only
+        self.shared.is_read_only()
     }
 
     /// Returns true if the block device or a partition is opened exclusively, for example by a mount, swap or
     /// a stacked device. Also returns true if that cannot be determined. The check claims the device for a
     /// moment; another exclusive open at that moment fails.
     pub fn is_connected(&self) -> bool {
-        let Some(block) = self.shared.lock().block.clone() else { return false };
+        let Some(block) = self.shared.lock().own.block.clone() else { return false };
         let claimed = run_with_deadline(QUERY_DEADLINE, "ublk-ask", move || block.claim().map(drop));
         !matches!(claimed, Ok(Some(Ok(()))))
     }
 
     /// Claims the block device exclusively, like a mount, and writes back its cache. The device must complete
     /// requests meanwhile. If the block device is gone, the claim is empty.
-    ///
-    /// # Errors
-    /// See [`ClaimError`].
     pub fn claim(&self) -> Result<DeviceClaim, ClaimError> {
-        let Some(block) = self.shared.lock().block.clone() else { return Ok(DeviceClaim(None)) };
+        let Some(block) = self.shared.lock().own.block.clone() else { return Ok(DeviceClaim(None)) };
         let (path, node) = (self.path.clone(), Arc::clone(&block));
         let claimed = run_with_deadline(QUERY_DEADLINE, "ublk-claim", move || {
             let claimed = node.claim()?;
@@ -258,24 +253,15 @@ impl Export {
     /// Replaces the device for all requests that have not begun. The new device must have the same size. The
     /// kernel still caches content of the old device.
     pub fn replace(&self, device: Arc<dyn Device>, failures: Arc<Failures>) {
-        let disk = Arc::new(Disk::new(self.name(), self.read_only, device, failures));
-        let old = self.shared.update_and_wake(|state| match &mut state.disk {
-            Some(now) => std::mem::replace(now, disk),
-            None => disk,
-        });
-        // Dropping the old disk may wait for I/O, so the lock is not held.
-        drop(old);
+        self.shared.replace(device, failures);
     }
 
     /// Resizes the block device to the current size of the exported device.
-    ///
-    /// # Errors
-    /// See [`ResizeError`].
     pub fn resize(&self) -> Result<(), ResizeError> {
         let (disk, features) = {
             let state = self.shared.lock();
-            let disk = state.disk.clone().filter(|_| !state.shutting_down);
-            (disk.ok_or(ResizeError::Gone)?, state.features)
+            let disk = state.disk.clone().filter(|_| !state.ending);
+            (disk.ok_or(ResizeError::Gone)?, state.own.features)
         };
         if features & feature::UPDATE_SIZE == 0 {
             return Err(ResizeError::Unsupported);
@@ -289,7 +275,7 @@ impl Export {
 
     /// Starts to end the export. The block device is removed when the requests in flight are done.
     pub fn begin_shutdown(&self) {
-        self.shared.update(|state| state.shutting_down = true);
+        self.shared.update(|state| state.ending = true);
     }
 
     /// Ends the export and waits until it has ended. After `grace`, requests still in flight fail with
@@ -303,8 +289,8 @@ impl Export {
         if self.shared.wait_until(end, |state| state.ended) {
             return true;
         }
-        self.shared.update_and_wake(|state| state.dead = true);
-        self.shared.wait_until(end + REMOVE_GRACE, |state| state.removed);
+        self.shared.update_and_wake(|state| state.own.dead = true);
+        self.shared.wait_until(end + REMOVE_GRACE, |state| state.own.removed);
         self.shared.lock().ended
     }
 
@@ -316,7 +302,7 @@ impl Export {
     pub fn try_shutdown(&self, grace: Duration) -> Result<bool, InUse> {
         let (is_ending, features) = {
             let state = self.shared.lock();
-            (state.shutting_down, state.features)
+            (state.ending, state.own.features)
         };
         if is_ending {
             return Ok(self.shutdown(grace));
@@ -372,8 +358,8 @@ impl RequestHold<'_> {
     /// Returns false if the export is ending.
     pub fn fail_requests(&self) -> bool {
         self.0.shared.update_and_wake(|state| {
-            state.cuts += 1;
-            !state.shutting_down
+            state.own.cuts += 1;
+            !state.ending
         })
     }
 
@@ -381,7 +367,7 @@ impl RequestHold<'_> {
     pub fn wait_idle(&self, end: Instant) -> bool {
         let shared = &self.0.shared;
         let version = shared.version();
-        shared.wait_until(end, |state| state.is_idle(version))
+        shared.wait_until(end, |state| state.own.is_idle(version))
     }
 }
 

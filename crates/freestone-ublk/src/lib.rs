@@ -73,18 +73,12 @@ pub use stale_devices::StaleDeviceError;
 
 /// Removes unused devices that killed Freestone processes left behind, and returns their ids. Devices of
 /// other programs and devices with a running server are not removed.
-///
-/// # Errors
-/// See [`StaleDeviceError`].
 pub fn remove_stale_devices() -> Result<Vec<u32>, StaleDeviceError> {
     stale_devices::remove(kernel::system::System::default())
 }
 
 /// Returns the user id and group id that own the device with the node `name`: `ublkcN`, `ublkbN`, or a
 /// partition of the latter. `None` means that root owns the device.
-///
-/// # Errors
-/// See [`OwnerError`].
 pub fn device_owner(name: &str) -> Result<Option<(u32, u32)>, OwnerError> {
     owner::device_owner(&kernel::system::System::default(), name)
 }

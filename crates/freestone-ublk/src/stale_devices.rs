@@ -3,10 +3,10 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone_core::sync::Mutex;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use thiserror::Error;
@@ -28,10 +28,6 @@ const CLOSE_POLL: Duration = Duration::from_millis(5);
 /// cannot mistake a new device for a stale one.
 static IDS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
-fn ids() -> MutexGuard<'static, BTreeSet<u32>> {
-    IDS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The entry of a device in the list of this process's devices, removed on drop.
 #[derive(Debug)]
 pub struct RegisteredDevice(u32);
@@ -40,7 +36,7 @@ impl RegisteredDevice {
     /// Creates a device with `make`, which returns its id, and adds the id to the list. The list
     /// stays locked during `make`.
     pub fn create<T, E>(make: impl FnOnce() -> Result<(u32, T), E>) -> Result<(T, Self), E> {
-        let mut ids = ids();
+        let mut ids = IDS.lock();
         let (id, device) = make()?;
         ids.insert(id);
         Ok((device, Self(id)))
@@ -49,7 +45,7 @@ impl RegisteredDevice {
 
 impl Drop for RegisteredDevice {
     fn drop(&mut self) {
-        ids().remove(&self.0);
+        IDS.lock().remove(&self.0);
     }
 }
 
@@ -111,7 +107,7 @@ fn remove_if_abandoned(kernel: &dyn Kernel, control: &Control<'_>, id: u32) -> R
     // then. A device with this pid and no entry belongs to an older process.
     let abandoned = || {
         let info = control.info(id)?;
-        let is_abandoned = is_abandoned(&info, &ids(), is_running);
+        let is_abandoned = is_abandoned(&info, &IDS.lock(), is_running);
         Ok(is_abandoned.then(|| Target::new(id, info.flags)))
     };
     if abandoned()?.is_none() {

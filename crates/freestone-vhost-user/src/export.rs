@@ -3,8 +3,8 @@
 use std::fmt;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use freestone_core::allow::{AllowList, Denials, socket_peer};
@@ -13,6 +13,7 @@ use freestone_core::client_log;
 use freestone_core::concurrency_limit::{ConcurrencyLimit, Permit};
 use freestone_core::descriptor_reserve::DescriptorReserve;
 use freestone_core::device::{Device, Disk, Failures};
+use freestone_core::exports::{ExportState, Life, LifeState};
 use freestone_core::unix_socket::{Access, BindError, SocketFile, bind_to};
 use freestone_core::workers::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -94,75 +95,28 @@ impl Options {
 /// calls [`shutdown`](Self::shutdown) with [`SHUTDOWN_GRACE`].
 pub struct Export {
     path: PathBuf,
-    name: String,
-    read_only: bool,
     shared: Arc<Shared>,
-}
-
-/// State shared by the export and its thread. `state` is locked only for short accesses and for
-/// condition waits.
-struct Shared {
-    state: Mutex<State>,
-    /// Signaled when a frontend leaves, a hold ends, or the thread ends.
-    changed: Condvar,
     /// Wakes the export's thread while it waits for a frontend.
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
 }
 
-#[derive(Default)]
+/// State shared by the export and its thread. While it is held, no new frontend is served.
+type Shared = Life<State>;
+
+/// The state of a vhost-user socket.
 struct State {
-    /// The device for the next frontend. The export's thread removes it at the end.
-    disk: Option<Arc<Disk>>,
-    /// True once the export's thread has ended and released the disk.
-    ended: bool,
     /// The socket file; `None` once the export is ending.
     file: Option<SocketFile>,
     frontend: Option<Arc<FrontendState>>,
-    /// Number of holds. While it is not zero, no new frontend is served.
-    holds: usize,
     /// Peers allowed to connect; `None` allows all.
     allow: Option<AllowList>,
 }
 
-impl State {
-    fn is_shutting_down(&self) -> bool {
-        self.file.is_none()
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits for a change of the state, at most until `end`. Returns `None` if `end` has passed.
-    fn wait_until<'a>(&'a self, state: MutexGuard<'a, State>, end: Instant) -> Option<MutexGuard<'a, State>> {
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return None;
-        }
-        Some(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0)
-    }
-
-    /// Closes the connection although requests are in flight. Returns false, the result of a timeout.
-    fn force_close(&self) -> bool {
-        if let Some(frontend) = &self.lock().frontend {
-            let _ = shutdown(&frontend.socket, Shutdown::Both);
-        }
-        false
-    }
-}
+impl ExportState for State {}
 
 impl Export {
     /// Exports `device` as `name` at the socket `path`. `options.access` sets the socket's permissions. A
     /// stale socket, at which no process accepts connections, is replaced.
-    ///
-    /// # Errors
-    /// See [`ListenError`].
     pub fn new(
         path: &Path,
         name: &str,
@@ -173,28 +127,20 @@ impl Export {
         let other = |error: std::io::Error| fail(error.into());
         let (socket, file) = bind_to(path, BACKLOG, &options.access).map_err(fail)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wake = Arc::new(wake.map_err(|errno| other(errno.into()))?);
         let disk = Disk::new(name, options.read_only, device, Arc::clone(&options.failures));
-        let read_only = disk.read_only;
-        let allow = options.allow.clone();
-        let state = State { disk: Some(Arc::new(disk)), file: Some(file), allow, ..State::default() };
-        let shared = Arc::new(Shared {
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            wake: wake.map_err(|errno| other(errno.into()))?,
-        });
-        let (thread_shared, label) = (Arc::clone(&shared), name.to_owned());
+        let state = State { file: Some(file), frontend: None, allow: options.allow.clone() };
+        let shared = Arc::new(Shared::new(disk, state));
+        let (thread_shared, thread_wake) = (Arc::clone(&shared), Arc::clone(&wake));
         let thread = std::thread::Builder::new().name("vhost-user".to_owned());
         let started = thread.spawn(move || {
-            serve(&thread_shared, &socket, &label, &options);
+            serve(&thread_shared, &socket, &thread_wake, &options);
             drop(socket);
-            let disk = thread_shared.lock().disk.take();
-            drop(disk);
-            thread_shared.lock().ended = true;
-            thread_shared.changed.notify_all();
+            thread_shared.finish();
         });
         started.map_err(other)?;
         tracing::info!(path = %path.display(), "{name}: vhost-user");
-        Ok(Self { path: path.to_path_buf(), name: name.to_owned(), read_only, shared })
+        Ok(Self { path: path.to_path_buf(), shared, wake })
     }
 
     /// Returns the path of the socket.
@@ -204,17 +150,17 @@ impl Export {
 
     /// Returns the name of the exported device.
     pub fn name(&self) -> &str {
-        &self.name
+        self.shared.name()
     }
 
     /// Returns true if the export refuses writes.
     pub fn is_read_only(&self) -> bool {
-        self.read_only
+        self.shared.is_read_only()
     }
 
     /// Returns true if a frontend is connected.
     pub fn is_connected(&self) -> bool {
-        self.shared.lock().frontend.is_some()
+        self.shared.lock().own.frontend.is_some()
     }
 
     /// Returns true if the connected driver may have cached content, because one of its queues has run since
@@ -222,6 +168,7 @@ impl Export {
     pub fn has_driver(&self) -> bool {
         self.shared
             .lock()
+            .own
             .frontend
             .as_ref()
             .is_some_and(|frontend| frontend.has_driver.load(Ordering::SeqCst))
@@ -230,24 +177,24 @@ impl Export {
     /// Sets the peers allowed to connect from now on; `None` allows all. A connected frontend stays
     /// connected.
     pub fn set_allow_list(&self, allow: Option<AllowList>) {
-        self.shared.lock().allow = allow;
+        self.shared.lock().own.allow = allow;
     }
 
     /// Returns the peers allowed to connect, or `None` if all peers are.
     pub fn allow_list(&self) -> Option<AllowList> {
-        self.shared.lock().allow.clone()
+        self.shared.lock().own.allow.clone()
     }
 
     /// Holds new frontends until the returned guard is dropped. A connected frontend stays connected.
     pub fn hold(&self) -> FrontendHold<'_> {
-        self.shared.lock().holds += 1;
+        self.shared.update(|state| state.holds += 1);
         FrontendHold(self)
     }
 
     /// Notifies the connected frontend that the size of the device has changed, if the frontend supports the
     /// message.
     pub fn notify_resize(&self) {
-        let frontend = self.shared.lock().frontend.clone();
+        let frontend = self.shared.lock().own.frontend.clone();
         if let Some(frontend) = frontend {
             frontend.notify_config_change();
         }
@@ -255,26 +202,21 @@ impl Export {
 
     /// Replaces the device for the next frontend. A connected frontend keeps the old device.
     pub fn replace(&self, device: Arc<dyn Device>, failures: Arc<Failures>) {
-        let disk = Arc::new(Disk::new(&self.name, self.read_only, device, failures));
-        let mut state = self.shared.lock();
-        let old = if state.disk.is_some() { state.disk.replace(disk) } else { Some(disk) };
-        drop(state);
-        // Dropping the old disk may wait for I/O, so the lock is not held.
-        drop(old);
+        self.shared.replace(device, failures);
     }
 
     /// Starts to end the export: removes the socket, and ends the connection when its requests in
     /// flight are done.
     pub fn begin_shutdown(&self) {
-        let mut state = self.shared.lock();
-        let file = state.file.take();
-        if let Some(frontend) = &state.frontend {
-            stop_reading(frontend);
-        }
-        drop(state);
+        let file = self.shared.update(|state| {
+            state.ending = true;
+            if let Some(frontend) = &state.own.frontend {
+                stop_reading(frontend);
+            }
+            state.own.file.take()
+        });
         drop(file);
-        self.shared.changed.notify_all();
-        freestone_core::eventfd::wake(&self.shared.wake);
+        freestone_core::eventfd::wake(&self.wake);
     }
 
     /// Ends the export and waits until its requests in flight are done. If that takes longer than `grace`,
@@ -283,12 +225,7 @@ impl Export {
     pub fn shutdown(&self, grace: Duration) -> bool {
         let end = Instant::now() + grace;
         self.begin_shutdown();
-        let mut state = self.shared.lock();
-        while !state.ended {
-            let Some(changed) = self.shared.wait_until(state, end) else { return self.shared.force_close() };
-            state = changed;
-        }
-        true
+        wait_or_close(&self.shared, end, |state| state.ended)
     }
 }
 
@@ -297,6 +234,16 @@ impl Export {
 fn stop_reading(frontend: &FrontendState) {
     // An error means that the frontend has already left.
     let _ = shutdown(&frontend.socket, Shutdown::Read);
+}
+
+/// Waits until the state meets a condition. If it does not by `end`, closes the connection although requests are in
+/// flight, and returns false.
+fn wait_or_close(shared: &Shared, end: Instant, condition: impl Fn(&LifeState<State>) -> bool) -> bool {
+    let is_met = shared.wait_until(end, condition);
+    if !is_met && let Some(frontend) = &shared.lock().own.frontend {
+        let _ = shutdown(&frontend.socket, Shutdown::Both);
+    }
+    is_met
 }
 
 /// A guard that keeps an export from serving new frontends until it is dropped.
@@ -311,7 +258,7 @@ impl FrontendHold<'_> {
     /// Ends the connection without completing its requests in flight, like a loss of power. Returns
     /// false if no frontend is connected.
     pub fn disconnect(&self) -> bool {
-        let frontend = self.0.shared.lock().frontend.clone();
+        let frontend = self.0.shared.lock().own.frontend.clone();
         let Some(frontend) = frontend else { return false };
         frontend.stopped_publishing.store(true, Ordering::SeqCst);
         stop_reading(&frontend);
@@ -321,28 +268,22 @@ impl FrontendHold<'_> {
     /// Waits until the connection has ended. If the device still has requests in flight at `end`, closes the
     /// connection and returns false.
     pub fn wait_disconnected(&self, end: Instant) -> bool {
-        let shared = &self.0.shared;
-        let mut state = shared.lock();
-        while state.frontend.is_some() {
-            let Some(changed) = shared.wait_until(state, end) else { return shared.force_close() };
-            state = changed;
-        }
-        true
+        wait_or_close(&self.0.shared, end, |state| state.own.frontend.is_none())
     }
 }
 
 impl Drop for FrontendHold<'_> {
     fn drop(&mut self) {
-        self.0.shared.lock().holds -= 1;
-        self.0.shared.changed.notify_all();
+        self.0.shared.update(|state| state.holds -= 1);
     }
 }
 
-fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
+fn serve(shared: &Shared, socket: &OwnedFd, wake: &OwnedFd, options: &Options) {
+    let name = shared.name();
     loop {
-        let mut fds = [PollFd::new(socket, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
+        let mut fds = [PollFd::new(socket, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
         let _ = poll(&mut fds, None);
-        if shared.lock().is_shutting_down() {
+        if shared.lock().ending {
             return;
         }
         let accepted = match accept_with(socket, SocketFlags::CLOEXEC) {
@@ -358,7 +299,7 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
                 continue;
             }
         };
-        let allow = shared.lock().allow.clone();
+        let allow = shared.lock().own.allow.clone();
         if allow.is_some_and(|allow| !allow.allows(connection.as_fd())) {
             let peer = socket_peer(connection.as_fd());
             let peer = peer.map_or_else(|| "unknown".to_owned(), |peer| peer.to_string());
@@ -375,19 +316,18 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
         };
         let disk = {
             let mut state = shared.lock();
-            while state.holds > 0 && !state.is_shutting_down() {
+            while state.holds > 0 && !state.ending {
                 state = shared.wait(state);
             }
-            if state.is_shutting_down() {
+            if state.ending {
                 return;
             }
-            state.frontend = Some(Arc::clone(&frontend));
+            state.own.frontend = Some(Arc::clone(&frontend));
             state.disk.clone().expect("this thread removes the disk at the end")
         };
         tracing::debug!("{name}: vhost-user: frontend connected");
         Session::new(connection_config(disk, frontend, options)).run();
-        shared.lock().frontend = None;
-        shared.changed.notify_all();
+        shared.update(|state| state.own.frontend = None);
         tracing::debug!("{name}: vhost-user: frontend disconnected");
     }
 }
@@ -399,12 +339,8 @@ fn take_places(shared: &Shared, all: &[Arc<ConcurrencyLimit>]) -> Option<Vec<Per
         if let Ok(taken) = ConcurrencyLimit::acquire_all(all) {
             return Some(taken);
         }
-        let state = shared.lock();
-        if state.is_shutting_down() {
-            return None;
-        }
-        let state = shared.wait_until(state, end.min(Instant::now() + PLACE_POLL));
-        if state.is_none() && Instant::now() >= end {
+        let until = end.min(Instant::now() + PLACE_POLL);
+        if shared.wait_until(until, |state| state.ending) || Instant::now() >= end {
             return None;
         }
     }
@@ -428,15 +364,15 @@ pub fn serve_socket(device: Arc<dyn Device>, options: &Options, socket: OwnedFd)
 impl Drop for Export {
     fn drop(&mut self) {
         // After `begin_shutdown` the caller has already waited as long as it wanted to.
-        let is_shutting_down = self.shared.lock().is_shutting_down();
-        if !is_shutting_down && !self.shutdown(SHUTDOWN_GRACE) {
-            tracing::warn!("{}: vhost-user: requests are still in flight", self.name);
+        let is_ending = self.shared.lock().ending;
+        if !is_ending && !self.shutdown(SHUTDOWN_GRACE) {
+            tracing::warn!("{}: vhost-user: requests are still in flight", self.name());
         }
     }
 }
 
 impl fmt::Debug for Export {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Export({:?} at {})", self.name, self.path.display())
+        write!(f, "Export({:?} at {})", self.name(), self.path.display())
     }
 }

@@ -1,8 +1,10 @@
 //! The state that all queues of a connected frontend share.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+
+use freestone_core::sync::Mutex;
 
 use crate::channel;
 use crate::memory::Memory;
@@ -41,23 +43,20 @@ impl FrontendState {
     }
 
     pub fn memory(&self) -> Arc<Memory> {
-        Arc::clone(&self.memory.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.memory.lock())
     }
 
     /// Sets the socket for messages that the backend sends on its own.
     pub fn set_backend_socket(&self, socket: OwnedFd) {
         let socket = Some(Arc::new(socket));
-        let old = {
-            let mut now = self.backend_socket.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *now, socket)
-        };
+        let old = std::mem::replace(&mut *self.backend_socket.lock(), socket);
         drop(old);
     }
 
     /// Notifies the frontend that the configuration space has changed, if the frontend has set a
     /// socket for such messages.
     pub fn notify_config_change(&self) {
-        let socket = self.backend_socket.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let socket = self.backend_socket.lock().clone();
         if let Some(socket) = socket {
             channel::notify_config_change(socket.as_fd());
         }
@@ -68,10 +67,7 @@ impl FrontendState {
     }
 
     pub fn set_memory(&self, memory: Memory) {
-        let old = {
-            let mut now = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *now, Arc::new(memory))
-        };
+        let old = std::mem::replace(&mut *self.memory.lock(), Arc::new(memory));
         self.generation.fetch_add(1, Ordering::SeqCst);
         drop(old);
     }

@@ -152,12 +152,7 @@ impl Task {
     /// Returns the kind under which failures of the request are counted.
     pub fn failed(&self) -> FailureKind {
         match self.kind {
-            Kind::Io(request) => match request.op {
-                Op::Read => FailureKind::Read,
-                Op::Write | Op::WriteZeroes => FailureKind::Write,
-                Op::Discard => FailureKind::Trim,
-                Op::Flush => FailureKind::Flush,
-            },
+            Kind::Io(request) => request.op.into(),
             Kind::Append(_) | Kind::Zone(ZoneRequest::Op(..) | ZoneRequest::ResetAll) => FailureKind::Write,
             Kind::Zone(ZoneRequest::Report(_)) | Kind::Id | Kind::Refused(_) => FailureKind::Read,
         }

@@ -2,13 +2,14 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use freestone_core::budget::Budget;
 use freestone_core::completion_queue::CompletionQueue;
 use freestone_core::device::Disk;
+use freestone_core::sync::Mutex;
 use freestone_core::workers::Workers;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
@@ -107,7 +108,7 @@ impl Vring {
             index,
             disk: Arc::clone(&config.disk),
             frontend: Arc::clone(&config.frontend),
-            share: config.budget.share(&config.disk.failures, queue::grant_callback(&answers)),
+            share: config.budget.share(&config.disk.failures, Arc::clone(&answers) as _),
             answers: Arc::clone(&answers),
             workers: config.workers.clone(),
             busy_poll: config.busy_poll,
@@ -153,7 +154,7 @@ impl Vring {
 
     /// Sets the eventfd that notifies the driver.
     pub fn set_call(&self, call: Option<OwnedFd>) {
-        *self.call.lock().unwrap_or_else(PoisonError::into_inner) = call;
+        *self.call.lock() = call;
     }
 }
 

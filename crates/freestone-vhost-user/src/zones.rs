@@ -9,7 +9,7 @@ use crate::wire::{SECTOR_BYTES, ZoneDescriptor, ZoneReport};
 /// Runs a zone request. Returns the reply, at most `room` bytes; empty for operations without a
 /// report.
 pub fn execute(device: &dyn Device, request: ZoneRequest, room: usize) -> Result<Vec<u8>> {
-    let zones = device.zoned().ok_or(Error::Unsupported)?;
+    let zones = device.zones()?;
     match request {
         ZoneRequest::Op(op, offset) => zones.zone_op(op, offset).map(|()| Vec::new()),
         ZoneRequest::ResetAll => zones.reset_all().map(|()| Vec::new()),

@@ -24,7 +24,7 @@ use std::thread::yield_now;
 
 use freestone::cow::{Config, MergeStatus, Origin, Snapshot, Status};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
+    Blocking, Buffer, Completion, Device, Flags, IoBuf, Op, Request, Result, TryResult, forward_device,
 };
 use freestone::file::{self, File};
 
@@ -40,9 +40,7 @@ struct CrashingDevice {
 }
 
 impl Device for CrashingDevice {
-    fn geometry(&self) -> Geometry {
-        self.file.geometry()
-    }
+    forward_device!(|layer| layer.file => geometry, extents; prefetch: none, zoned: none, changes: none);
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         match request.op {
@@ -72,10 +70,6 @@ impl Device for CrashingDevice {
             abort()
         });
         self.file.submit(Request { len: half, ..request }, data, end);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.file.extents(offset, len, row)
     }
 }
 

@@ -9,7 +9,8 @@
 struct Readme;
 
 pub use freestone_core::{
-    PAGE_BYTES, budget, concurrency_limit, consistency_group, device, limits, mutants, plug, replace,
+    PAGE_BYTES, budget, concurrency_limit, consistency_group, device, limits, mutants, plug, replace, sync,
+    trail,
 };
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quantity, quiesce, view, zone};

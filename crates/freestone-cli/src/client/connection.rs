@@ -8,10 +8,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
-use freestone_control::protocol::{MAX_LINE_BYTES, Response, RpcError};
+use freestone_control::protocol::{MAX_LINE_BYTES, Response};
 use freestone_control::socket;
 use freestone_server::settings::paths;
-use freestone_spec::refusal::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::Pid;
 use serde_json::value::RawValue;
@@ -55,8 +54,7 @@ impl Client {
             }
             Ok(stream) => Ok(Self { stream, path }),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
-                let why = format!("no server at {at}; start one with `{start}`");
-                Err(RpcError::failed(Errno::ECONNREFUSED, why).into())
+                bail!(rpc_error!(ECONNREFUSED, "no server at {at}; start one with `{start}`"))
             }
             Err(e) => Err(e).with_context(|| format!("{at}: cannot connect to the control socket")),
         }

@@ -5,15 +5,16 @@
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::{self, ExitCode};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 use freestone_control::protocol::RpcError;
+use freestone_core::sync::Mutex;
 use freestone_server::jobs::{JobInfo, ProgressSink, WAITING};
 use freestone_server::verbs::Verb;
 use freestone_server::verbs::jobs::cancel;
@@ -108,7 +109,7 @@ impl LocalProgress {
 
     /// Shows the progress of the next part of the work, under the name `next`.
     pub fn begin_next(&self, next: &'static str) {
-        match &mut *self.output.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &mut *self.output.lock() {
             ProgressOutput::Bar(bar) => *bar = Bar::of(&self.name, next),
             ProgressOutput::Json { verb, at } => (*verb, *at) = (next, (0, 0)),
             ProgressOutput::Nothing => {}
@@ -122,7 +123,7 @@ impl ProgressSink for LocalProgress {
     }
 
     fn report(&self, done: u64, total: u64) {
-        match &mut *self.output.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &mut *self.output.lock() {
             ProgressOutput::Bar(bar) => bar.update(done, total, self.should_stop()),
             ProgressOutput::Json { verb, at } if *at != (done, total) => {
                 *at = (done, total);

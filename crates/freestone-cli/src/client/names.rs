@@ -90,7 +90,7 @@ pub fn ask_each<V: Verb>(
     let (targets, unmatched) = resolve(words, &devices, order);
     let mut failed = !unmatched.is_empty();
     for word in unmatched {
-        error::print_error(&RpcError::failed(Errno::ENODEV, format!("{word}: no device matches")).into());
+        error::print_error(&rpc_error!(ENODEV, "{word}: no device matches").into());
     }
     let mut results = Results { devices: Vec::new() };
     let mut broken = Ok(());

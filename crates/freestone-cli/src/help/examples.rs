@@ -1,6 +1,6 @@
 //! Texts printed below the options in the help of subcommands: examples, columns, rules.
 
-use super::devices::{common_keys, fork_keys, snapshot_keys};
+use super::devices::{common_keys, keys_of};
 
 pub const PROGRAM: &str = "\
 Examples:
@@ -15,8 +15,7 @@ Examples:
 
 Sizes take K, M, G and T (1024-based).";
 
-pub const SERVE: &str = concat!(
-    "\
+const SERVE_DEVICES: &str = "\
 Devices: NAME=KIND[,key=value]...
   ram        compressed RAM disk                              ram0=ram,disksize=4G
   null       test drive                                       n0=null,size=1T
@@ -32,11 +31,9 @@ Devices: NAME=KIND[,key=value]...
 devices and of injected faults, `freestone serve --help-devices` all of them.
 Put a device after the devices that it uses. Write a comma inside a value twice. Without a device and without
 --config, the server has ram0=ram,disksize=1G.
+";
 
-",
-    common_keys!(),
-    "
-
+const SERVE_EXAMPLES: &str = "\
 Examples:
   freestone serve ram0=ram,disksize=4G ram1=ram,disksize=16G,mem_limit=2G
   freestone serve big=ram,disksize=16G,mem_limit=1G,backing_dev=spill.img,backing_size=8G
@@ -47,19 +44,21 @@ Examples:
   freestone serve vm=ram,disksize=4G --nbd unix:/run/vm.sock --socket-mode 0660 --socket-group kvm
   freestone serve vm1=ram,disksize=4G,tls_clients=vm1 --nbd tcp:192.0.2.1:10809 --tls require \\
       --tls-cert server-cert.pem --tls-key server-key.pem --tls-client-ca ca-cert.pem
-  socat TCP-LISTEN:10809,fork EXEC:'freestone serve --single own=ram\\,disksize=1G'    a server for each client"
-);
+  socat TCP-LISTEN:10809,fork EXEC:'freestone serve --single own=ram\\,disksize=1G'    a server for each client";
 
-pub const CREATE: &str = concat!(
-    "\
+pub fn serve() -> String {
+    format!("{SERVE_DEVICES}\n{}\n\n{SERVE_EXAMPLES}", common_keys())
+}
+
+const CREATE: &str = "\
 Example:
   freestone create ram1=ram,disksize=4G,mem_limit=1G
 
-`freestone help KIND` lists the keys of a kind of device.
+`freestone help KIND` lists the keys of a kind of device.";
 
-",
-    common_keys!()
-);
+pub fn create() -> String {
+    format!("{CREATE}\n\n{}", common_keys())
+}
 
 pub const WAIT: &str = "\
 Examples:
@@ -122,8 +121,7 @@ Examples:
   freestone set ram0 mem_limit=2G disksize=8G
   freestone set job-7 mem_limit=512M mem_min=64M";
 
-pub const FORK: &str = concat!(
-    "\
+const FORK: &str = "\
 Examples:
   freestone fork golden job --nbd unix:/run/job.sock
   freestone fork golden job mem_limit=512M size=20G
@@ -134,17 +132,13 @@ Examples:
 A live device cannot be a base; take a snapshot of it: `freestone snapshot ram0 ram0-1`. All forks of a file or image
 share memory, limit and backing device, which are keys of the base: base=file,path=golden.img,readonly=yes,mem_limit=8G
 
-Keys of a fork:
-",
-    fork_keys!(),
-    "
+Keys of a fork:";
 
-",
-    common_keys!()
-);
+pub fn fork() -> String {
+    format!("{FORK}\n{}\n\n{}", keys_of("fork"), common_keys())
+}
 
-pub const SNAPSHOT: &str = concat!(
-    "\
+const SNAPSHOT: &str = "\
 Examples:
   freestone snapshot ram0 ram0-monday
   freestone snapshot data,log data-1,log-1               both at one moment
@@ -154,10 +148,11 @@ Examples:
 
 To write to a snapshot in memory, fork it: `freestone fork ram0-monday trial`.
 
-Keys of a snapshot:
-",
-    snapshot_keys!()
-);
+Keys of a snapshot:";
+
+pub fn snapshot() -> String {
+    format!("{SNAPSHOT}\n{}", keys_of("snapshot"))
+}
 
 pub const MERGE: &str = "\
 Examples:

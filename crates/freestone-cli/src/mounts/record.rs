@@ -10,9 +10,7 @@ use std::time::Duration;
 use std::{env, io};
 
 use anyhow::{Context as _, Result, bail};
-use freestone_control::protocol::RpcError;
 use freestone_spec::path_text;
-use freestone_spec::refusal::Errno;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
@@ -176,10 +174,7 @@ impl Records {
             let same_device = *name == record.name && other.control == record.control;
             if same_device || other.dir == record.dir {
                 let why = format!("{name} has a mount at {dir} already (control socket {control})");
-                let hint = format!("`freestone umount {dir}` ends it");
-                return Err(
-                    RpcError::failed(Errno::EBUSY, format!("{}: mount: {why}; {hint}", record.name)).into()
-                );
+                bail!(rpc_error!(EBUSY, "{}: mount: {why}; `freestone umount {dir}` ends it", record.name));
             }
         }
         self.remove_unfinished();

@@ -7,8 +7,6 @@
 use std::path::Path;
 
 use anyhow::Result;
-use freestone_control::protocol::RpcError;
-use freestone_spec::refusal::Errno;
 use serde_json::value::RawValue;
 
 use super::mount::attach_and_mount;
@@ -45,12 +43,14 @@ pub fn around(
         (answer, Ok(())) => answer,
         (Ok(_), Err(error)) => {
             let hint = format!("`freestone umount {name}` removes the rest, then mount again");
-            Err(failed(format!(
+            Err(rpc_error!(
+                EIO,
                 "{name}: has its new content, but is not mounted at {dir}: {error:#}; {hint}"
-            )))
+            )
+            .into())
         }
         (Err(error), Err(again)) => {
-            Err(failed(format!("{error:#}; and {name} is not mounted at {dir} again: {again:#}")))
+            Err(rpc_error!(EIO, "{error:#}; and {name} is not mounted at {dir} again: {again:#}").into())
         }
     }
 }
@@ -65,10 +65,6 @@ fn while_unmounted(
     unmount(locked, liveness, false)?;
     via::detach(locked, false)?;
     change()
-}
-
-fn failed(why: String) -> anyhow::Error {
-    RpcError::failed(Errno::EIO, why).into()
 }
 
 fn is_of(record: &Record, name: &str, control: &Path) -> bool {

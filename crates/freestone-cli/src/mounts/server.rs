@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use freestone_control::protocol::RpcError;
 use freestone_spec::refusal::Errno;
 use serde::Deserialize;
@@ -104,9 +104,7 @@ impl ServerState {
         match self {
             Self::Responds(server) => Ok(*server),
             Self::Dead(error) => Err(error),
-            Self::Hangs(process) => {
-                Err(RpcError::failed(Errno::ETIMEDOUT, hang_message(control, process)).into())
-            }
+            Self::Hangs(process) => bail!(rpc_error!(ETIMEDOUT, "{}", hang_message(control, process))),
         }
     }
 }

@@ -4,9 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
-use freestone_control::protocol::RpcError;
 use freestone_server::verbs::text::pattern::Pattern;
 use freestone_spec::refusal::Errno;
 use serde::Serialize;
@@ -111,16 +110,18 @@ fn find<'a>(word: &str, all: &'a [Record]) -> Result<Vec<&'a Record>> {
         1 => by_name,
         _ => {
             let places: Vec<_> = by_name.iter().map(|record| record.dir.display().to_string()).collect();
-            let why = format!(
-                "{word}: umount: mounts of several servers: say --control, or one of {}",
-                places.join(", ")
-            );
-            return Err(RpcError::failed(Errno::EINVAL, why).into());
+            let places = places.join(", ");
+            bail!(rpc_error!(
+                EINVAL,
+                "{word}: umount: mounts of several servers: say --control, or one of {places}"
+            ));
         }
     };
     if found.is_empty() {
-        let why = format!("{word}: umount: no such mount; `freestone mount` lists those that there are");
-        return Err(RpcError::failed(Errno::ENODEV, why).into());
+        bail!(rpc_error!(
+            ENODEV,
+            "{word}: umount: no such mount; `freestone mount` lists those that there are"
+        ));
     }
     Ok(found)
 }

@@ -4,8 +4,6 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use freestone_control::protocol::RpcError;
-use freestone_spec::refusal::Errno;
 use tracing::warn;
 
 use super::helper::{Outcome, Running, STEP_MAX, command};
@@ -49,11 +47,7 @@ impl Liveness {
 
 fn in_use(locked: &LockedRecord, why: &str) -> anyhow::Error {
     let (name, dir) = (&locked.record.name, locked.record.dir.display());
-    RpcError::failed(Errno::EBUSY, format!("{name}: {dir} is in use by {why}")).into()
-}
-
-fn timed_out(why: String) -> anyhow::Error {
-    RpcError::failed(Errno::ETIMEDOUT, why).into()
+    rpc_error!(EBUSY, "{name}: {dir} is in use by {why}").into()
 }
 
 /// Unmounts the file system, and waits until its last block is written and its device is unused. Does nothing if the
@@ -85,9 +79,11 @@ pub fn unmount(locked: &LockedRecord, liveness: Liveness, force: bool) -> Result
         let hangs = hang_message(&record.control, record.server);
         let hint =
             "continue or end the server, or give up what is not written with `freestone umount --force`";
-        return Err(timed_out(format!(
+        return Err(rpc_error!(
+            ETIMEDOUT,
             "{name}: {dir} stays mounted, as unmounting writes and {hangs}; {hint}"
-        )));
+        )
+        .into());
     }
     let mut umount = command("umount")?;
     if lazy {
@@ -125,7 +121,7 @@ pub fn unmount(locked: &LockedRecord, liveness: Liveness, force: bool) -> Result
             let hint =
                 "umount goes on if the server does, `freestone umount --force` gives up what is not written";
             let hangs = hang_message(&record.control, record.server);
-            return Err(timed_out(format!("{name}: umount {dir} waits, as {hangs}; {hint}")));
+            return Err(rpc_error!(ETIMEDOUT, "{name}: umount {dir} waits, as {hangs}; {hint}").into());
         }
         warn!("{name}: umount {dir} has been writing for {} s", waited.as_secs());
     }

@@ -5,10 +5,11 @@
 //! behind the stream. Text that does not fit is dropped and counted.
 
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use std::{io, mem, thread};
 
+use freestone_core::sync::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
@@ -68,7 +69,7 @@ impl OutputBuffer {
     /// Appends text, or drops it if it does not fit. An empty buffer accepts text of any size. Waits for a
     /// stream that is not known to be stalled, for at most [`STALLED_AFTER`].
     pub fn push(&self, text: &[u8]) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let has_room = state.waiting.is_empty() || state.waiting.len() + text.len() <= self.shared.capacity;
         // After a dropped line all later lines are dropped too, until the writer thread has reported the gap.
         if state.dropped > 0 || !has_room {
@@ -80,23 +81,15 @@ impl OutputBuffer {
         let number = state.appended;
         self.shared.changed.notify_all();
         let is_pending = |state: &mut State| !state.is_stalled && state.written < number;
-        let waited = self.shared.changed.wait_timeout_while(state, STALLED_AFTER, is_pending);
-        let (mut state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-        state.is_stalled |= waited.timed_out();
+        let (mut state, timed_out) = self.shared.changed.wait_timeout_while(state, STALLED_AFTER, is_pending);
+        state.is_stalled |= timed_out;
     }
 
     /// Waits until all text is written, for at most `patience`.
     pub fn flush(&self, patience: Duration) {
         let is_pending = |state: &mut State| state.written < state.appended;
         // On a timeout the rest of the text stays unwritten.
-        drop(self.shared.changed.wait_timeout_while(self.shared.lock(), patience, is_pending));
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic cannot leave the state inconsistent, so poisoning is ignored.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        drop(self.shared.changed.wait_timeout_while(self.shared.state.lock(), patience, is_pending));
     }
 }
 
@@ -108,12 +101,10 @@ fn write_all_text(shared: &Shared, stream: &impl AsFd, report_dropped: &dyn Fn(u
     let mut taken = 0;
     loop {
         let dropped = {
-            let mut state = shared.lock();
+            let mut state = shared.state.lock();
             (state.written, state.is_stalled) = (taken, false);
             shared.changed.notify_all();
-            while state.waiting.is_empty() {
-                state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
+            state = shared.changed.wait_while(state, |state| state.waiting.is_empty());
             mem::swap(&mut state.waiting, &mut text);
             taken = state.appended;
             // This thread itself logs the report through `push`, which must not wait for this thread.
@@ -195,7 +186,7 @@ mod tests {
             let (outlet, reports) = start(writer);
             outlet.push(LINE);
             // Waits until the writer thread has taken the first line and is blocked on the pipe.
-            while !outlet.shared.lock().waiting.is_empty() {
+            while !outlet.shared.state.lock().waiting.is_empty() {
                 thread::yield_now();
             }
             for _ in 0..DROPPED + CAPACITY / LINE.len() {

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use freestone_nbd::Address;
+use freestone_server::exports::Withheld;
 use freestone_server::service::Service;
 use freestone_server::settings::paths;
 
@@ -56,7 +57,7 @@ pub fn announce(service: &Service, control: &Path) {
         }
     }
     for entry in service.registry.all() {
-        if service.withheld.has(entry.name()) {
+        if service.exports.withheld(entry.name()).is_some() {
             let _ = writeln!(text, "{}", withheld_message(service, entry.name()));
         }
     }
@@ -86,8 +87,8 @@ fn quote(word: &str) -> String {
 fn withheld_message(service: &Service, name: &str) -> String {
     let content_of = service.saves.stale_since(name);
     let changed_base = service.saves.changed_base_of(name);
-    let what = match (service.withheld.other_reason(name), content_of, changed_base) {
-        (Some(why), ..) => format!("is withheld: {why}"),
+    let what = match (service.exports.withheld(name), content_of, changed_base) {
+        (Some(Withheld::Other(why)), ..) => format!("is withheld: {why}"),
         (_, Some(when), _) => format!("has the content of {when}, and is withheld"),
         (_, _, Some(file)) => {
             format!("has a base that changed while no server ran ({}), and is withheld", file.display())

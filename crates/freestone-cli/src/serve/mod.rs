@@ -20,10 +20,10 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone::mutants::{self, Mutant};
 use freestone::replace;
+use freestone_core::work_queue::OwnedQueue;
 use freestone_server::config;
 use freestone_server::observe::metrics::MetricsArgs;
 use freestone_server::observe::page::PageArgs;
-use freestone_server::persistence::standby::Standby;
 use freestone_server::persistence::state_args::StateArgs;
 use freestone_server::server::running::{FlushResult, Running, ShutdownStep};
 use freestone_server::service::Service;
@@ -191,7 +191,7 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     supervisor::open_manager();
     // Signals are handled before a socket exists: their default action would leave the socket behind.
     let events = Events::listen()?;
-    let standby = |name| Standby::start(name).context("cannot start the threads of the shutdown");
+    let standby = |name| OwnedQueue::started(name).context("cannot start the threads of the shutdown");
     let (ender, closer) = (standby("shutdown")?, standby("close")?);
     if args.exit_with_parent {
         supervisor::end_with_parent(parent)?;
@@ -210,12 +210,12 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     let outcome = serve_until_end(&running, &mut files, args, client, &events, &control, open_files);
     info!("ending");
     supervisor::notify_stopping("waiting for requests");
-    if mutants::on(Mutant::EndStartsThread) && Standby::start("shutdown").is_err() {
+    if mutants::on(Mutant::EndStartsThread) && OwnedQueue::started("shutdown").is_err() {
         exit_at_once(1);
     }
     let (flushed_by, closed_by) = (events.sender(), events.sender());
     // A failed send is ignored: the main thread no longer waits for events.
-    let flushed = running.shutdown(ender, move || _ = flushed_by.send(Event::Ended));
+    let flushed = running.shutdown(&ender, move || _ = flushed_by.send(Event::Ended));
     if let WaitOutcome::Signal(signal) = events::wait_for_end(&events, None) {
         // A second signal ends the process at once.
         running.remove_paths();
@@ -228,7 +228,7 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     running.remove_paths();
     files.remove();
     supervisor::notify_stopping("closing devices");
-    let unclosed = running.close(closer, move || _ = closed_by.send(Event::Ended), end);
+    let unclosed = running.close(&closer, move || _ = closed_by.send(Event::Ended), end);
     let unclosed = match events::wait_for_end(&events, Some(end)) {
         // The thread sends the number before it ends, unless it panics.
         WaitOutcome::Ended => unclosed.recv().unwrap_or(1),

@@ -76,7 +76,7 @@ impl StoreArgs {
         let url: ImageUrl = self.url.parse().map_err(|why| Usage(format!("{verb}: the URL {why}")))?;
         let pairs = keys::parse_words(verb, verb, &self.words)?;
         let entries = keys::entries_of("store", verb, &pairs).map_err(|fault| Usage(fault.message))?;
-        let spec = StoreSpec::from_entries(entries, &url.store).map_err(|e| Usage(e.to_string()))?;
+        let spec = StoreSpec::from_entries(entries, &url.store).map_err(Usage::from)?;
         let open = || -> Result<Store, Refusal> {
             let (objects, secret) = (spec.objects(&url.store)?, spec.secret()?);
             Store::open(objects, secret.as_ref(), until.at_most(spec.timeout())).map_err(|e| of_store(&e))

@@ -18,7 +18,7 @@ use freestone_server::verbs::{Verb, check_bare};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::{self, Entry, KindSpec, RESTORED, RestoreDependencies, RestoreOptions};
 use freestone_spec::refusal::{Errno, Refusal};
-use freestone_spec::{Devices, OpenError, family};
+use freestone_spec::{Devices, OpenError, schema};
 use serde_json::{Map, Value};
 
 use crate::client::long::{LocalProgress, Long};
@@ -92,7 +92,8 @@ pub fn push_here(mut line: Line, long: &Long, common: &Common) -> Result<ExitCod
 
 /// Removes the words that are keys of a family from `words`, and returns them.
 fn take_family_words(words: &mut Vec<String>) -> Vec<String> {
-    let is_family_key = |word: &str| word.split_once('=').is_some_and(|(key, _)| family::KEYS.contains(&key));
+    let is_family_key =
+        |word: &str| word.split_once('=').is_some_and(|(key, _)| schema::has(schema::FAMILY, key));
     let (taken, left) = mem::take(words).into_iter().partition(|word| is_family_key(word));
     *words = left;
     taken
@@ -129,7 +130,7 @@ impl LocalSource {
     /// Reads the list of devices in the saved file, and opens the bases. The device itself is restored later.
     fn of_file(name: &str, file: &Path, family_words: &[String], bases: &[String]) -> Result<Self> {
         let family_keys = keys::parse_words(name, Push::METHOD, family_words)?;
-        let disk = restoring::disk(name, family_keys.iter()).map_err(|e| Usage(e.to_string()))?.kind;
+        let disk = restoring::disk(name, family_keys.iter()).map_err(Usage::from)?.kind;
         let failed = |refusal: Refusal| RpcError::from(refusal.of(&error_prefix(name)));
         let contents = inspect(file).map_err(|error| failed(refused(&error)))?;
         let index = index_of(&contents.devices, name)

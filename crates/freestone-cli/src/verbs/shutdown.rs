@@ -4,10 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use freestone_control::protocol::RpcError;
 use freestone_server::verbs::Verb as _;
 use freestone_server::verbs::jobs::shutdown::Shutdown;
-use freestone_spec::refusal::Errno;
 use freestone_spec::times;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;
@@ -46,8 +44,10 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
         let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&left)) {
             Ok(0) => {
-                let why = format!("the server, process {pid}, has not ended yet; waited {timeout:?} for it");
-                return Err(RpcError::failed(Errno::ETIMEDOUT, why).into());
+                bail!(rpc_error!(
+                    ETIMEDOUT,
+                    "the server, process {pid}, has not ended yet; waited {timeout:?} for it"
+                ));
             }
             Ok(_) => break,
             Err(Os::INTR) => {}

@@ -4,10 +4,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use freestone_control::protocol::RpcError;
 use freestone_server::verbs::status::stat::{Params, Stat};
 use freestone_server::verbs::text::pattern::Pattern;
-use freestone_spec::refusal::Errno;
 use serde::Deserialize;
 
 use crate::client::{Common, call, show};
@@ -42,7 +40,7 @@ pub fn ask(line: &Line, common: &Common) -> Result<ExitCode> {
         serde_json::from_str(answer.get()).context("stat: the server's answer is not understood")?;
     for word in &missing {
         let why = if Pattern::is_pattern(word) { "no device matches" } else { "no such device" };
-        error::print_error(&RpcError::failed(Errno::ENODEV, format!("{word}: {why}")).into());
+        error::print_error(&rpc_error!(ENODEV, "{word}: {why}").into());
     }
     Ok(if missing.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(error::STATUS_FAILURE) })
 }

@@ -73,8 +73,8 @@ fn wait_for_job(job: u64, timeout: Option<Duration>, common: &Common) -> Result<
         }
         let left = end.map_or(pause, |end| end.saturating_duration_since(Instant::now()));
         if left.is_zero() {
-            let why = format!("job {job}: has not ended; waited {:?} for it", timeout.unwrap_or_default());
-            return Err(RpcError::failed(Errno::ETIMEDOUT, why).into());
+            let timeout = timeout.unwrap_or_default();
+            bail!(rpc_error!(ETIMEDOUT, "job {job}: has not ended; waited {timeout:?} for it"));
         }
         thread::sleep(pause.min(left));
         pause = (pause * 2).min(JOB_POLL_MAX);
@@ -87,7 +87,7 @@ fn wait_until_ready(line: &Line, common: &Common) -> Result<()> {
     let end = Instant::now() + timeout;
     let (path, _) = Client::locate(common.control.as_deref())?;
     let ended = |why: &str| -> Result<()> {
-        Err(RpcError::failed(Errno::ECONNREFUSED, format!("no server at {}: {why}", path.display())).into())
+        bail!(rpc_error!(ECONNREFUSED, "no server at {}: {why}", path.display()))
     };
     let process = line.pid.map(ServerProcess::open).transpose()?;
     let mut evidence = Evidence { first: identity(&path).ok(), suspect: None, is_lost: false };
@@ -127,7 +127,7 @@ fn timeout_error(state: State, socket: Option<Identity>, path: &Path, timeout: D
             format!("{error:#}; waited {timeout:?} for it")
         }
     };
-    RpcError::failed(Errno::ETIMEDOUT, why).into()
+    rpc_error!(ETIMEDOUT, "{why}").into()
 }
 
 /// Result of one attempt to connect to the control socket and call a verb.

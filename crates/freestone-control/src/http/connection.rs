@@ -4,13 +4,13 @@
 use std::borrow::Cow;
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 use super::request::{HEAD_BYTES_MAX, Refusal, Request, head_end};
+use crate::connections::Slot;
 
 /// Time limit for receiving the head of a request, and for sending an error response.
 const REQUEST_MAX: Duration = Duration::from_secs(5);
@@ -45,7 +45,7 @@ impl Response {
 /// The client of a request, passed to the code that prepares the response.
 pub struct Client<'a> {
     stream: &'a TcpStream,
-    ending: &'a AtomicBool,
+    slot: &'a Slot,
 }
 
 impl Client<'_> {
@@ -54,7 +54,7 @@ impl Client<'_> {
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         match rustix::net::recv(self.stream, &mut [0; 1][..], flags) {
             Ok((_, 0)) => true,
-            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => self.ending.load(Ordering::SeqCst),
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => self.slot.connections.is_closing(),
             Err(_) => true,
         }
     }
@@ -67,7 +67,7 @@ impl Client<'_> {
 /// The client disconnected, or did not read the response in time.
 pub fn serve(
     stream: &TcpStream,
-    ending: &AtomicBool,
+    slot: &Slot,
     check_host: bool,
     headers: &str,
     respond: impl FnOnce(&Request, &Client<'_>) -> Result<Response, Refusal>,
@@ -81,7 +81,7 @@ pub fn serve(
     });
     match request {
         Err(refusal) => refuse(stream, headers, refusal),
-        Ok(request) => match respond(&request, &Client { stream, ending }) {
+        Ok(request) => match respond(&request, &Client { stream, slot }) {
             Err(refusal) => refuse(stream, headers, refusal),
             Ok(Response { status, content_type, body }) => {
                 let head = head(status, content_type, headers, body.len());

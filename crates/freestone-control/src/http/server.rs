@@ -1,12 +1,10 @@
 //! HTTP listener with one thread per connection and a limit on the number of connections.
 
-use std::io::{self, Read as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use freestone_core::client_log;
@@ -15,11 +13,10 @@ use tracing::{debug, warn};
 
 use super::connection::{self, Client, Response};
 use super::request::{Refusal, Request};
+use crate::connections::Connections;
 
 /// Maximum number of open connections of a listener. Further clients get status 503.
 const CONNECTIONS_MAX: usize = 16;
-/// Pause after a failed accept, so that the loop does not spin on a persistent error.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The content served at one address.
 pub trait Site: Send + Sync + 'static {
@@ -41,24 +38,14 @@ pub trait Site: Send + Sync + 'static {
 pub struct HttpServer {
     listener: Arc<TcpListener>,
     url: String,
-    ending: Arc<AtomicBool>,
+    connections: Arc<Connections>,
     acceptor: Option<JoinHandle<()>>,
 }
 
 struct Shared<S> {
     site: S,
     check_host: bool,
-    ending: Arc<AtomicBool>,
-    open: AtomicUsize,
-}
-
-/// An open connection, which counts towards [`CONNECTIONS_MAX`] until this value is dropped.
-struct ConnectionSlot<S>(Arc<Shared<S>>);
-
-impl<S> Drop for ConnectionSlot<S> {
-    fn drop(&mut self) {
-        self.0.open.fetch_sub(1, Ordering::SeqCst);
-    }
+    connections: Arc<Connections>,
 }
 
 impl HttpServer {
@@ -77,14 +64,14 @@ impl HttpServer {
         if !check_host {
             warn!("{url}: every client that reaches the port can read it");
         }
-        let ending = Arc::<AtomicBool>::default();
-        let shared = Shared { site, check_host, ending: Arc::clone(&ending), open: AtomicUsize::new(0) };
+        let connections = Connections::new(CONNECTIONS_MAX);
+        let shared = Shared { site, check_host, connections: Arc::clone(&connections) };
         let acceptor = thread::Builder::new().name(S::NAME.into()).spawn({
             let (listener, shared) = (Arc::clone(&listener), Arc::new(shared));
             move || accept_all(&listener, &shared)
         });
         let acceptor = acceptor.with_context(|| format!("cannot start the thread for --{}", S::NAME))?;
-        Ok(Self { listener, url, ending, acceptor: Some(acceptor) })
+        Ok(Self { listener, url, connections, acceptor: Some(acceptor) })
     }
 
     /// Returns the URL of the first page of the site.
@@ -95,9 +82,7 @@ impl HttpServer {
 
 impl Drop for HttpServer {
     fn drop(&mut self) {
-        self.ending.store(true, Ordering::SeqCst);
-        // Wakes the thread in accept(), which fails after the shutdown.
-        let _ = rustix::net::shutdown(&*self.listener, rustix::net::Shutdown::Both);
+        self.connections.close(&*self.listener);
         if let Some(acceptor) = self.acceptor.take() {
             let _ = acceptor.join();
         }
@@ -105,39 +90,25 @@ impl Drop for HttpServer {
 }
 
 fn accept_all<S: Site>(listener: &TcpListener, shared: &Arc<Shared<S>>) {
-    loop {
-        let accepted = listener.accept();
-        if shared.ending.load(Ordering::SeqCst) {
-            return;
-        }
-        match accepted {
-            Ok((stream, _)) if DescriptorReserve::CLIENTS.includes(&stream) => reject::<S>(&stream),
-            Ok((stream, _)) => start(stream, shared),
-            // The client disconnected before it was accepted.
-            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-            Err(error) => {
-                client_log!(warn, "{}: cannot accept a connection: {error}", S::NAME);
-                thread::sleep(ACCEPT_PAUSE);
-            }
-        }
-    }
+    let accept = || listener.accept().map(|(stream, _)| stream);
+    shared.connections.accept_all(
+        accept,
+        |stream| start(stream, shared),
+        |error| client_log!(warn, "{}: cannot accept a connection: {error}", S::NAME),
+    );
 }
 
 fn start<S: Site>(stream: TcpStream, shared: &Arc<Shared<S>>) {
-    let open = shared.open.fetch_add(1, Ordering::SeqCst);
-    let slot = ConnectionSlot(Arc::clone(shared));
-    if open >= CONNECTIONS_MAX {
-        reject::<S>(&stream);
-        return;
-    }
+    let (shared, stream) = (Arc::clone(shared), Arc::new(stream));
+    let slot = shared.connections.add(Arc::clone(&stream) as _, false);
+    let slot = slot.filter(|_| !DescriptorReserve::CLIENTS.includes(&stream));
+    let Some(slot) = slot else { return reject::<S>(&stream) };
     let started = thread::Builder::new().name(format!("{}-client", S::NAME)).spawn(move || {
-        let shared = &slot.0;
-        let served =
-            connection::serve(&stream, &shared.ending, shared.check_host, S::HEADERS, |request, client| {
-                // A panic here must not end the server and its disks.
-                let response = catch_unwind(AssertUnwindSafe(|| shared.site.respond(request, client)));
-                response.map_err(|_| Refusal::Broken)?
-            });
+        let served = connection::serve(&stream, &slot, shared.check_host, S::HEADERS, |request, client| {
+            // A panic here must not end the server and its disks.
+            let response = catch_unwind(AssertUnwindSafe(|| shared.site.respond(request, client)));
+            response.map_err(|_| Refusal::Broken)?
+        });
         if let Err(error) = served {
             debug!("{}: a connection ended: {error}", S::NAME);
         }

@@ -7,9 +7,6 @@ use crate::sync::mpsc;
 /// Blocking I/O on any [`Device`].
 pub trait Blocking: Device {
     /// Reads `buf.len()` bytes at `offset` into `buf`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let mut request = Request::read(offset, buf.len() as u64);
         let mut at = 0;
@@ -30,9 +27,6 @@ pub trait Blocking: Device {
     }
 
     /// Writes `data` at `offset`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn write_at(&self, offset: u64, data: &[u8], flags: Flags) -> Result<()> {
         let mut request = Request::write(offset, data.len() as u64).with(flags);
         let mut at = 0;
@@ -51,9 +45,6 @@ pub trait Blocking: Device {
     }
 
     /// Runs a request without data: discard, write zeroes or flush.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn run(&self, request: Request) -> Result<()> {
         let mut request = request;
         loop {
@@ -66,25 +57,16 @@ pub trait Blocking: Device {
     }
 
     /// Makes every completed write durable.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn flush(&self) -> Result<()> {
         self.run(Request::flush())
     }
 
     /// Discards `len` bytes at `offset`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.run(Request::new(Op::Discard, offset, len))
     }
 
     /// Writes zeroes to `len` bytes at `offset`.
-    ///
-    /// # Errors
-    /// Errors of the device.
     fn write_zeroes(&self, offset: u64, len: u64, flags: Flags) -> Result<()> {
         self.run(Request::new(Op::WriteZeroes, offset, len).with(flags))
     }

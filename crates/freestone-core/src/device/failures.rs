@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::Error;
+use super::{Error, Op};
 use crate::log_limit::{LogLimit, SuppressedLines};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -17,6 +17,17 @@ pub enum FailureKind {
     Trim,
     /// A flush.
     Flush,
+}
+
+impl From<Op> for FailureKind {
+    fn from(op: Op) -> Self {
+        match op {
+            Op::Read => Self::Read,
+            Op::Write | Op::WriteZeroes => Self::Write,
+            Op::Discard => Self::Trim,
+            Op::Flush => Self::Flush,
+        }
+    }
 }
 
 impl fmt::Display for FailureKind {

@@ -19,6 +19,7 @@ mod error;
 #[cfg(not(loom))]
 mod failures;
 mod geometry;
+mod layer;
 mod request;
 pub mod zoned;
 
@@ -37,6 +38,7 @@ pub use error::{Error, Result};
 #[cfg(not(loom))]
 pub use failures::{FailureKind, Failures};
 pub use geometry::{Extent, ExtentKind, Geometry};
+pub use layer::{forward_device, forward_zoned};
 #[cfg(not(loom))]
 pub use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};

@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::sync::{Arc, AtomicU32, Mutex, MutexGuard, Ordering};
+use crate::sync::{Arc, AtomicU32, Mutex, Ordering};
 
 /// The cost that a request pays to the rate limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +92,7 @@ struct DispatchGuard<'a, R: PacedRequest, P: Pace>(&'a PacedQueue<R, P>);
 
 impl<R: PacedRequest, P: Pace> Drop for DispatchGuard<'_, R, P> {
     fn drop(&mut self) {
-        self.0.lock().is_dispatching = false;
+        self.0.state.lock().is_dispatching = false;
     }
 }
 
@@ -117,16 +117,12 @@ impl<R: PacedRequest, P: Pace> PacedQueue<R, P> {
         self.active.load(Ordering::Acquire) != 0
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<R, P>> {
-        self.state.lock()
-    }
-
     /// Charges a new request. If the request cannot pay its whole cost now, queues it.
     pub fn enter(&self, mut request: R, mut owed: Cost) -> EnterResult<R> {
         if !self.is_active() {
             return EnterResult::Admitted(request);
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.shut_count > 0 {
             return EnterResult::Rejected(request);
         }
@@ -141,7 +137,7 @@ impl<R: PacedRequest, P: Pace> PacedQueue<R, P> {
     /// Charges the waiting requests in order, and continues up to `most` requests that have paid.
     pub fn dispatch(&self, most: usize) -> DispatchResult {
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.is_dispatching {
                 return DispatchResult::Idle;
             }
@@ -150,7 +146,7 @@ impl<R: PacedRequest, P: Pace> PacedQueue<R, P> {
         let guard = DispatchGuard(self);
         for _ in 0..most {
             let request = {
-                let mut state = self.lock();
+                let mut state = self.state.lock();
                 match state.pay_for_first() {
                     Ok(Some(request)) => request,
                     // Cleared under the lock that was held for the check, so a request that enters later is
@@ -177,25 +173,25 @@ impl<R: PacedRequest, P: Pace> PacedQueue<R, P> {
     /// Replaces the rates, also for waiting requests. `make` is called with true if requests are waiting. The
     /// caller must arrange a dispatch afterwards.
     pub fn set(&self, make: impl FnOnce(bool) -> Option<P>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.pace = make(!state.waiting.is_empty());
         self.update_active(&state);
     }
 
     /// Suspends payment: requests continue without paying. The caller must arrange a dispatch afterwards.
     pub fn suspend(&self) {
-        self.lock().suspend_count += 1;
+        self.state.lock().suspend_count += 1;
     }
 
     /// Reverts one [`suspend`](Self::suspend).
     pub fn resume(&self) {
-        self.lock().suspend_count -= 1;
+        self.state.lock().suspend_count -= 1;
     }
 
     /// Rejects waiting requests and new requests until [`reopen`](Self::reopen).
     pub fn shut(&self) {
         let waiting = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.shut_count += 1;
             std::mem::take(&mut state.waiting)
         };
@@ -204,13 +200,13 @@ impl<R: PacedRequest, P: Pace> PacedQueue<R, P> {
 
     /// Reverts one [`shut`](Self::shut).
     pub fn reopen(&self) {
-        self.lock().shut_count -= 1;
+        self.state.lock().shut_count -= 1;
     }
 
     /// Rejects the waiting requests that satisfy a predicate.
     pub fn reject_matching(&self, matches: impl Fn(&R) -> bool) {
         let gone = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let (gone, stay) =
                 std::mem::take(&mut state.waiting).into_iter().partition(|(request, _)| matches(request));
             state.waiting = stay;
@@ -223,7 +219,7 @@ impl<R: PacedRequest, P: Pace> PacedQueue<R, P> {
         for (request, _) in gone {
             request.reject();
         }
-        let state = self.lock();
+        let state = self.state.lock();
         self.update_active(&state);
     }
 

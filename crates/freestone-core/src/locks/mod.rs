@@ -6,21 +6,6 @@
 pub mod parking;
 #[cfg(not(loom))]
 pub mod per_cpu_arc;
-#[cfg(not(loom))]
 pub mod percpu;
 pub mod pin;
 pub mod word_lock;
-
-#[cfg(loom)]
-pub mod percpu {
-    //! In a loom model there is one CPU.
-
-    /// Returns the number of CPUs.
-    pub const fn cpus() -> usize {
-        1
-    }
-    /// Returns the number of the calling thread's CPU.
-    pub const fn current() -> usize {
-        0
-    }
-}

@@ -9,7 +9,6 @@
 //! waiter with that key. Callers therefore change the bit only inside `validate` and `release`.
 
 use std::collections::VecDeque;
-use std::sync::PoisonError;
 
 use crate::mutants::{self, Mutant};
 use crate::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -63,7 +62,7 @@ impl Parking {
         let mut woken = sleeper.woken.lock();
         while !*woken {
             // `pin::wait` is not used, because it panics for pinned threads, which may wait for a slot.
-            woken = sleeper.condvar.wait(woken).unwrap_or_else(PoisonError::into_inner);
+            woken = sleeper.condvar.wait(woken);
         }
     }
 

@@ -1,4 +1,6 @@
-//! Per-CPU data: the current CPU, locks and counters.
+//! Per-CPU data: the current CPU, values, locks and counters.
+
+use std::ops::Deref;
 
 use crossbeam_utils::CachePadded;
 
@@ -37,7 +39,7 @@ fn lock_another<'a, T: 'a>(cpu: usize, of: impl Fn(usize) -> &'a Mutex<T>) -> Mu
     (1..cpus).find_map(|n| of((cpu + n) % cpus).try_lock()).unwrap_or_else(|| of(cpu).lock())
 }
 
-#[cfg(not(freestone_sim))]
+#[cfg(not(any(freestone_sim, loom)))]
 mod cpu {
     #![expect(unsafe_code)]
     // UNSAFETY: two libc calls without a safe wrapper that is as fast (glibc reads the CPU from its rseq
@@ -57,7 +59,20 @@ mod cpu {
     }
 }
 
-#[cfg(freestone_sim)]
+#[cfg(loom)]
+mod cpu {
+    //! In a loom model there is one CPU.
+
+    pub fn configured() -> usize {
+        1
+    }
+
+    pub fn current() -> usize {
+        0
+    }
+}
+
+#[cfg(all(freestone_sim, not(loom)))]
 mod cpu {
     pub use freestone_sim::sim::cpu as current;
 
@@ -66,46 +81,76 @@ mod cpu {
     }
 }
 
+/// A `T` for each CPU, in a cache line of its own. Dereferences to the values of all CPUs.
+pub struct PerCpu<T>(Box<[CachePadded<T>]>);
+
+impl<T> PerCpu<T> {
+    /// Creates the values, calling `make` once for each CPU. Returns its first error.
+    pub fn try_new<E>(mut make: impl FnMut() -> Result<T, E>) -> Result<Self, E> {
+        (0..cpus()).map(|_| make().map(CachePadded::new)).collect::<Result<_, E>>().map(Self)
+    }
+
+    /// Returns the value of the current CPU.
+    #[inline]
+    pub fn current(&self) -> &T {
+        // Finds the same CPU as `current` with one comparison, because the number of values is the number of
+        // CPUs.
+        let cpu = cpu::current();
+        self.get(cpu).unwrap_or_else(|| self.wrapped(cpu))
+    }
+
+    #[cold]
+    fn wrapped(&self, cpu: usize) -> &CachePadded<T> {
+        &self[cpu % self.len()]
+    }
+}
+
+impl<T> PerCpu<Mutex<T>> {
+    /// Locks the value of the current CPU, or that of another one: see [`lock_nearest`].
+    #[inline]
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        lock_nearest(|cpu| &*self[cpu])
+    }
+}
+
+impl<T: Default> Default for PerCpu<T> {
+    fn default() -> Self {
+        Self((0..cpus()).map(|_| CachePadded::default()).collect())
+    }
+}
+
+impl<T> Deref for PerCpu<T> {
+    type Target = [CachePadded<T>];
+    #[inline]
+    fn deref(&self) -> &[CachePadded<T>] {
+        &self.0
+    }
+}
+
 /// `N` counters, each the sum of one cell for each CPU.
 pub struct Counters<const N: usize> {
-    cells: Box<[CachePadded<[AtomicU64; N]>]>,
+    cells: PerCpu<[AtomicU64; N]>,
 }
 
 impl<const N: usize> Default for Counters<N> {
     fn default() -> Self {
-        Self {
-            cells: (0..cpus())
-                .map(|_| CachePadded::new(std::array::from_fn(|_| AtomicU64::new(0))))
-                .collect(),
-        }
+        let zeroes = || std::array::from_fn(|_| AtomicU64::new(0));
+        Self { cells: PerCpu((0..cpus()).map(|_| CachePadded::new(zeroes())).collect()) }
     }
 }
 
 impl<const N: usize> Counters<N> {
-    #[inline]
-    fn current_cells(&self) -> &[AtomicU64; N] {
-        // Finds the same CPU as `current` with one comparison, because the number of cells is the number of
-        // CPUs.
-        let cpu = cpu::current();
-        self.cells.get(cpu).unwrap_or_else(|| self.wrapped_cells(cpu))
-    }
-
-    #[cold]
-    fn wrapped_cells(&self, cpu: usize) -> &CachePadded<[AtomicU64; N]> {
-        &self.cells[cpu % self.cells.len()]
-    }
-
     /// Adds `delta`, which may be negative. A single cell may wrap, the sum of all cells does not.
     #[inline]
     pub fn add(&self, counter: usize, delta: i64) {
         // Relaxed: a counter, which orders no other data.
-        self.current_cells()[counter].fetch_add(delta as u64, Ordering::Relaxed);
+        self.cells.current()[counter].fetch_add(delta as u64, Ordering::Relaxed);
     }
 
     /// Adds to two counters as [`add`](Self::add) does, with one look-up of the CPU.
     #[inline]
     pub fn add_both(&self, [(a, delta_a), (b, delta_b)]: [(usize, i64); 2]) {
-        let cells = self.current_cells();
+        let cells = self.cells.current();
         // Relaxed: counters, which order no other data.
         cells[a].fetch_add(delta_a as u64, Ordering::Relaxed);
         // Relaxed: a counter, which orders no other data.
@@ -116,7 +161,7 @@ impl<const N: usize> Counters<N> {
     /// absolute value reaches `most`, empties the cell and returns its value. Otherwise returns `None`.
     #[inline]
     pub fn add_and_take(&self, counter: usize, delta: i64, most: u64) -> Option<i64> {
-        let cell = &self.current_cells()[counter];
+        let cell = &self.cells.current()[counter];
         // Relaxed: a counter, which orders no other data.
         let now = (cell.fetch_add(delta as u64, Ordering::Relaxed) as i64).wrapping_add(delta);
         // Relaxed: additions of other threads since then are included.
@@ -139,7 +184,7 @@ impl<const N: usize> Counters<N> {
 
     /// Sets a counter to zero. Concurrent additions may be lost.
     pub fn clear(&self, counter: usize) {
-        for cell in &self.cells {
+        for cell in self.cells.iter() {
             // Relaxed: a counter, which orders no other data.
             cell[counter].store(0, Ordering::Relaxed);
         }

@@ -139,7 +139,7 @@ pub fn assert_unpinned() {
 /// Waits on `condvar` until notified, unpinned. Spurious wake-ups are possible.
 pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     assert_unpinned();
-    condvar.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
+    condvar.wait(guard)
 }
 
 /// Backs off while another thread makes progress, which must not depend on the calling thread.

@@ -43,6 +43,7 @@ pub struct Guard<'a, W: Word> {
 /// Locks a word, spinning and then sleeping while another thread holds it.
 #[inline]
 pub fn lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Guard<'a, W> {
+    crate::trail::step!();
     match try_lock(place, parking) {
         Some(guard) => guard,
         None => lock_contended(place, parking),

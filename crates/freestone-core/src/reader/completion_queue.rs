@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::budget::GrantReceiver;
 use crate::plug::{self, Unplug};
@@ -59,6 +59,12 @@ impl<T: Send + 'static> CompletionQueue<T> {
     pub fn rearm(&self) {
         // EAGAIN: the eventfd is already unreadable.
         let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
+    }
+
+    /// Waits for a wake-up. A signal may end the wait early, so the caller must check for work.
+    pub fn wait(&self) {
+        let _ = poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], None);
+        self.rearm();
     }
 
     /// Asks the thread to accept no more requests, and wakes it.

@@ -22,7 +22,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use crate::sync::{Instant, Mutex, MutexGuard, thread};
+use crate::sync::{Instant, Mutex, thread};
 use thiserror::Error;
 
 /// Maximum time to freeze all origins of a group, that is, to wait for their writes in flight.
@@ -137,7 +137,7 @@ struct FreezingGroups {
 
 impl GroupTicket {
     fn register() -> Self {
-        let mut groups = lock();
+        let mut groups = GROUPS.lock();
         let number = groups.next;
         groups.next += 1;
         groups.freezing.insert(number);
@@ -145,18 +145,14 @@ impl GroupTicket {
     }
 
     fn is_oldest(&self) -> bool {
-        lock().freezing.first() == Some(&self.0)
+        GROUPS.lock().freezing.first() == Some(&self.0)
     }
 }
 
 impl Drop for GroupTicket {
     fn drop(&mut self) {
-        lock().freezing.remove(&self.0);
+        GROUPS.lock().freezing.remove(&self.0);
     }
-}
-
-fn lock() -> MutexGuard<'static, FreezingGroups> {
-    GROUPS.lock()
 }
 
 #[cfg(all(test, not(freestone_sim)))]

@@ -17,12 +17,12 @@
 //! Lock order: `closers`, then `held`. `closers` is held while waiting for pins, so a pinned thread must not
 //! lock it.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::percpu::Counters;
 use crate::pin::{self, Pin, Swap};
-use crate::sync::{Condvar, Instant, Mutex};
+use crate::sync::{Condvar, Mutex};
 use crate::work_queue::Task;
 
 /// A gate between requests and changes of a whole device. `T` is the value that changes replace.
@@ -59,6 +59,7 @@ impl<T: Send + Sync> FreezeGate<T> {
     /// Runs `work`, pinned, with the gate's value, or with `None` if the gate is closed. In that case `work`
     /// may call [`hold`](Self::hold).
     pub fn enter<R>(&self, work: impl FnOnce(Option<&T>) -> R) -> R {
+        crate::trail::step!();
         pin::pinned(|pin| {
             let state = self.state.load(pin);
             work(state.open.then(|| &*state.value))
@@ -112,18 +113,9 @@ impl<T: Send + Sync> FreezeGate<T> {
     /// flight after that time. In both cases the gate stays closed until [`open`](Self::open).
     pub fn close_within(&self, most: Duration) -> bool {
         self.count_closer();
-        let deadline = Instant::now() + most;
         // No new work begins, so cells only decrease, and a sum of cells read one after the other is never
         // too small.
-        let mut held = self.held.lock();
-        while self.in_flight.get(0) > 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            held = self.idle.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        !self.idle.wait_timeout_while(self.held.lock(), most, |_| self.in_flight.get(0) > 0).1
     }
 
     fn count_closer(&self) {

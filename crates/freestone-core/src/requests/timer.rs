@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::PoisonError;
 
 use crate::sync::{Condvar, Instant, LazyLock, Mutex};
 
@@ -48,9 +47,6 @@ static TIMER: LazyLock<Timer> =
     LazyLock::new(|| Timer { pending: Mutex::default(), changed: Condvar::new() });
 
 /// Starts the timer thread unless it runs. After a success, [`schedule`] cannot fail.
-///
-/// # Errors
-/// The error from starting the thread.
 pub fn start() -> std::io::Result<()> {
     TIMER.start(&mut TIMER.pending.lock())
 }
@@ -123,10 +119,8 @@ impl Timer {
             }
             let wait = pending.actions.first_key_value().map(|(first, _)| first.0 - now);
             pending = match wait {
-                None => self.changed.wait(pending).unwrap_or_else(PoisonError::into_inner),
-                Some(wait) => {
-                    self.changed.wait_timeout(pending, wait).unwrap_or_else(PoisonError::into_inner).0
-                }
+                None => self.changed.wait(pending),
+                Some(wait) => self.changed.wait_timeout(pending, wait).0,
             };
         }
     }

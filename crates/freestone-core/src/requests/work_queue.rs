@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -64,9 +65,6 @@ impl WorkQueue {
     }
 
     /// Starts the threads of the queue that do not run yet.
-    ///
-    /// # Errors
-    /// The error from starting a thread.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let mut queue = self.queue.lock();
         while queue.started < self.threads {
@@ -152,6 +150,41 @@ impl WorkQueue {
                 None => queue = wait(&self.ready, queue),
             }
         }
+    }
+}
+
+/// A queue with one thread that stops when this owner is dropped. Queued tasks still run.
+pub struct OwnedQueue(Arc<WorkQueue>);
+
+impl OwnedQueue {
+    /// Creates a queue whose thread, named `name`, is started later.
+    pub fn new(name: &'static str) -> Self {
+        Self(WorkQueue::new(name))
+    }
+
+    /// Creates a queue and starts its thread, for tasks such as a shutdown: when they are needed, the system
+    /// may refuse new threads (pids.max, `RLIMIT_NPROC`).
+    ///
+    /// # Errors
+    /// The error from starting the thread.
+    pub fn started(name: &'static str) -> io::Result<Self> {
+        let queue = Self::new(name);
+        queue.start()?;
+        Ok(queue)
+    }
+}
+
+impl Deref for OwnedQueue {
+    type Target = Arc<WorkQueue>;
+
+    fn deref(&self) -> &Arc<WorkQueue> {
+        &self.0
+    }
+}
+
+impl Drop for OwnedQueue {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 

@@ -18,9 +18,8 @@ use std::collections::HashMap;
 
 use crossbeam_utils::CachePadded;
 
-use super::lock::SlotGuard;
-use super::word::{Kind, LOCATION_BITS, Word};
-use crate::percpu;
+use super::word::{Kind, LOCATION_BITS, SlotGuard, Word};
+use crate::percpu::{self, PerCpu};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
 #[cfg(not(loom))]
@@ -32,7 +31,7 @@ const SHARDS: u64 = 1;
 pub struct Flights<W> {
     /// Counter of each CPU for the next flight's number. A number modulo the number of CPUs is the CPU that
     /// allocated it.
-    next: Box<[CachePadded<AtomicU64>]>,
+    next: PerCpu<AtomicU64>,
     /// Hash tables of open flights, allocated by the first flight.
     shards: OnceLock<Shards<W>>,
 }
@@ -59,10 +58,7 @@ pub struct FlightResult<W> {
 
 impl<W> Default for Flights<W> {
     fn default() -> Self {
-        Self {
-            next: (0..percpu::cpus()).map(|_| CachePadded::new(AtomicU64::new(0))).collect(),
-            shards: OnceLock::new(),
-        }
+        Self { next: PerCpu::default(), shards: OnceLock::new() }
     }
 }
 

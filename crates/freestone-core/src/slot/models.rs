@@ -5,8 +5,7 @@
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use super::lock::lock;
-use super::{Common, Flights, Kind, Table, Word};
+use super::{Common, Flights, Kind, Table, Word, lock};
 use crate::parking::Parking;
 use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
 

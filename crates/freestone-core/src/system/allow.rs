@@ -53,9 +53,6 @@ pub enum NetworkError {
 
 impl AllowEntry {
     /// Parses a network or a single address. IPv4-mapped IPv6 networks become IPv4 networks.
-    ///
-    /// # Errors
-    /// See [`NetworkError`].
     pub fn parse_network(text: &str) -> Result<Self, NetworkError> {
         let net = match (text.parse::<IpNet>(), text.parse::<IpAddr>()) {
             (Ok(net), _) => net,

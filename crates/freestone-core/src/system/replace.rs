@@ -34,7 +34,6 @@ pub const DELTA_PREFIX: &str = ".freestone-delta-";
 pub const STATE_PREFIX: &str = ".freestone-zones-";
 /// Temporary name prefix of new images and write logs.
 pub const NEW_PREFIX: &str = ".freestone-new-";
-/// Suffix of all temporary names.
 const SUFFIX: &str = ".tmp";
 /// Number of bytes read from the start of an existing file to identify its kind.
 const HEAD_BYTES: u64 = 64;

@@ -151,9 +151,6 @@ pub struct SocketFile {
 /// Creates a non-blocking listening socket at a path, with the given access rights. Replaces a stale socket,
 /// at which no process accepts connections. `backlog` is the maximum number of connections that wait to be
 /// accepted; the kernel may lower it.
-///
-/// # Errors
-/// See [`BindError`].
 pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, SocketFile), BindError> {
     let len = path.as_os_str().len();
     if len > MAX_SOCKET_PATH_BYTES {

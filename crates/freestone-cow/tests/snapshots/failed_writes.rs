@@ -5,14 +5,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
-    TryResult,
-};
+use freestone_core::device::{Blocking, Device, Error, Flags, Op, Request, TryResult};
 use freestone_cow::cow::{MergeStatus, Origin, Snapshot, Status, StoreKind};
 use freestone_drive::null::{self, Memory};
 use freestone_drive::power::{self, Power};
-use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, TestDevice};
 
 use crate::support::{CHUNK, bytes, config, read, read_all};
 
@@ -28,9 +25,7 @@ fn faulty(size: u64) -> Arc<FaultyDisk> {
 }
 
 fn copy_of(device: &dyn Device) -> Arc<Model> {
-    let model = Model::new(device.geometry().size as usize, BLOCK as u32);
-    model.write_at(0, &read_all(device), NONE).unwrap();
-    Arc::new(model)
+    Arc::new(Model::filled(read_all(device), BLOCK as u32))
 }
 
 fn open(origin: &Origin, cow: Arc<dyn Device>) -> Snapshot {
@@ -179,47 +174,36 @@ fn failed_merges_lose_nothing() {
 
 // ---- unflushed state read after a restart -------------------------------------------------------
 
-/// A disk with a volatile cache. After `fails(true)` all FUA writes fail: the first one still
-/// reaches the cache, and later ones have no effect.
+/// A disk with a volatile cache, and a switch. After `fails(true)` all FUA writes fail: the first one
+/// still reaches the cache, and later ones have no effect.
 struct Cached {
-    power: Power,
-    next_arrives: AtomicBool,
-    fails: AtomicBool,
+    disk: Arc<TestDevice<Power>>,
+    next_arrives: Arc<AtomicBool>,
+    fails: Arc<AtomicBool>,
 }
 
 impl Cached {
-    fn new() -> Arc<Self> {
+    fn new() -> Self {
         let memory = Arc::new(Memory::new(null::Config::plain(COW_SIZE, BLOCK as u32)).unwrap());
-        let power = Power::new(memory, power::Config::default()).unwrap();
-        Arc::new(Self { power, next_arrives: AtomicBool::new(false), fails: AtomicBool::new(false) })
+        let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
+        let (next_arrives, fails) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        let (next, failing) = (Arc::clone(&next_arrives), Arc::clone(&fails));
+        let disk = Arc::new(TestDevice::over(power).on_try(move |power, request, buffer| {
+            if !request.flags.contains(Flags::FUA) || !failing.load(Ordering::SeqCst) {
+                return power.try_io(request, buffer);
+            }
+            if next.swap(false, Ordering::SeqCst) {
+                let cached = Request { flags: request.flags - Flags::FUA, ..*request };
+                assert_eq!(power.try_io(&cached, buffer), Ok(TryResult::Done));
+            }
+            Err(Error::Media)
+        }));
+        Self { disk, next_arrives, fails }
     }
 
     fn fails(&self, fails: bool) {
         self.next_arrives.store(fails, Ordering::SeqCst);
         self.fails.store(fails, Ordering::SeqCst);
-    }
-}
-
-impl Device for Cached {
-    fn geometry(&self) -> Geometry {
-        self.power.geometry()
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        if !request.flags.contains(Flags::FUA) || !self.fails.load(Ordering::SeqCst) {
-            return self.power.try_io(request, buffer);
-        }
-        if self.next_arrives.swap(false, Ordering::SeqCst) {
-            let cached = Request { flags: request.flags - Flags::FUA, ..*request };
-            assert_eq!(self.power.try_io(&cached, buffer), Ok(TryResult::Done));
-        }
-        Err(Error::Media)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        assert!(!request.flags.contains(Flags::FUA) || !self.fails.load(Ordering::SeqCst));
-        self.power.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.power.extents(offset, len, row)
     }
 }
 
@@ -231,7 +215,7 @@ fn merge_read_from_a_store_is_durable() {
         let (below, cow) = (faulty(SIZE), Cached::new());
         {
             let origin = Origin::new(below.clone());
-            let snapshot = open(&origin, cow.clone());
+            let snapshot = open(&origin, cow.disk.clone());
             snapshot.write_at(0, &bytes(1, 3 * CHUNK), NONE).unwrap();
             begin(&snapshot, &below);
             cow.fails(true);
@@ -241,15 +225,15 @@ fn merge_read_from_a_store_is_durable() {
         cow.fails(false);
         {
             let origin = Origin::new(below.clone());
-            let snapshot = open(&origin, cow.clone());
+            let snapshot = open(&origin, cow.disk.clone());
             snapshot.merge().unwrap();
             assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
             origin.write_at(0, &bytes(2, 3 * CHUNK), NONE).unwrap();
             origin.flush().unwrap();
         }
-        let _ = cow.power.cut(seed).unwrap();
+        let _ = cow.disk.cut(seed).unwrap();
         let origin = Origin::new(below.clone());
-        let snapshot = open(&origin, cow.clone());
+        let snapshot = open(&origin, cow.disk.clone());
         snapshot.merge().unwrap();
         assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
         assert!(read(&*below, 0, 3 * CHUNK) == bytes(2, 3 * CHUNK), "seed {seed}: what was flushed is lost");
@@ -272,7 +256,7 @@ fn check_found_invalid(seed: u64) {
     let (below, cow) = (faulty(SIZE), Cached::new());
     {
         let origin = Origin::new(below.clone());
-        let snapshot = open(&origin, cow.clone());
+        let snapshot = open(&origin, cow.disk.clone());
 
         // The copy of the chunk fails, so the first FUA write is the one of the invalid header.
 
@@ -285,11 +269,11 @@ fn check_found_invalid(seed: u64) {
     cow.fails(false);
     {
         let origin = Origin::new(below.clone());
-        let snapshot = open(&origin, cow.clone());
+        let snapshot = open(&origin, cow.disk.clone());
         assert_eq!(snapshot.status(), Status::Invalid);
         origin.write_at(CHUNK, &bytes(2, CHUNK), NONE).unwrap();
     }
-    let _ = cow.power.cut(seed).unwrap();
-    let snapshot = open(&Origin::new(below.clone()), cow.clone());
+    let _ = cow.disk.cut(seed).unwrap();
+    let snapshot = open(&Origin::new(below.clone()), cow.disk.clone());
     assert_eq!(snapshot.status(), Status::Invalid, "seed {seed}: a lost snapshot is back");
 }

@@ -5,12 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
-    TryResult,
-};
+use freestone_core::device::{Blocking, Device, Flags, Op};
 use freestone_cow::cow::{MergeStatus, Origin, Snapshot, Status, StoreKind};
-use freestone_testkit::Model;
+use freestone_testkit::{FaultyDisk, Model, TestDevice};
 
 use crate::support::{CHUNK, KINDS, Kind, bytes, config, read, read_all};
 
@@ -39,55 +36,19 @@ fn ask(device: &dyn Device, (op, flags): (Op, Flags), offset: u64, len: u64) {
     .unwrap();
 }
 
-/// A device that runs the hook `look` after it has determined its extents, but before it returns
-/// them.
-struct HookedExtents {
-    below: Model,
-    knows: bool,
-    look: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-}
+type Look = Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>;
 
-impl HookedExtents {
-    fn new(knows: bool) -> Arc<Self> {
-        Arc::new(Self { below: Model::new(SIZE as usize, 512), knows, look: Mutex::default() })
-    }
-}
-
-impl Device for HookedExtents {
-    fn geometry(&self) -> Geometry {
-        self.below.geometry()
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        self.below.try_io(request, buffer)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.below.submit(request, buffer, done);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        if !self.knows {
-            row(Extent { offset, len, kind: ExtentKind::Data });
-            return Ok(len);
-        }
-        let mut rows = Vec::new();
-        self.below.extents(offset, len, &mut |extent| {
-            rows.push(extent);
-            true
-        })?;
-        if let Some(look) = self.look.lock().unwrap().take() {
+/// Returns a device that runs the hook once after it has determined its extents, but before it
+/// returns them.
+fn hooked() -> (Arc<TestDevice>, Look) {
+    let look = Look::default();
+    let hook = Arc::clone(&look);
+    let device = TestDevice::over(Arc::new(Model::new(SIZE as usize, 512))).on_extents(move || {
+        if let Some(look) = hook.lock().unwrap().take() {
             look();
         }
-        let mut described = 0;
-        for extent in rows {
-            described += extent.len;
-            if !row(extent) {
-                break;
-            }
-        }
-        Ok(described)
-    }
+    });
+    (Arc::new(device), look)
 }
 
 #[test]
@@ -115,7 +76,7 @@ fn trim_of_holes_copies_only_data() {
 
 #[test]
 fn trim_copies_if_origin_has_no_extents() {
-    let origin = Origin::new(HookedExtents::new(false));
+    let origin = Origin::new(Arc::new(FaultyDisk::new(SIZE as usize, 512)));
     let snapshot = snapshot(&origin);
     ask(&origin, EMPTYING[0], 0, 4 * CHUNK);
     assert_eq!(snapshot.stats().copied_chunks, 4);
@@ -124,17 +85,17 @@ fn trim_copies_if_origin_has_no_extents() {
 #[test]
 fn write_beside_trim_of_hole_keeps_snapshot() {
     for emptying in EMPTYING {
-        let below = HookedExtents::new(true);
-        let origin = Origin::new(below.clone());
+        let (below, look) = hooked();
+        let origin = Origin::new(below);
         let snapshot = snapshot(&origin);
         let (writer, data) = (origin.clone(), bytes(3, CHUNK));
         // The hook completes a write before the caller gets the extents, which still report the
         // written chunk as a hole.
-        *below.look.lock().unwrap() = Some(Box::new(move || {
+        *look.lock().unwrap() = Some(Box::new(move || {
             thread::spawn(move || writer.write_at(5 * CHUNK, &data, NONE).unwrap()).join().unwrap();
         }));
         ask(&origin, emptying, 0, SIZE);
-        assert!(below.look.lock().unwrap().is_none(), "{emptying:?}: nobody has looked");
+        assert!(look.lock().unwrap().is_none(), "{emptying:?}: nobody has looked");
         assert_eq!(snapshot.stats().copied_chunks, 1, "{emptying:?}");
         assert!(read_all(&snapshot).iter().all(|byte| *byte == 0), "{emptying:?}");
         let shown = read(&origin, 5 * CHUNK, CHUNK);
@@ -144,14 +105,14 @@ fn write_beside_trim_of_hole_keeps_snapshot() {
 
 #[test]
 fn snapshot_beside_trim_of_hole_begins_after_it() {
-    let below = HookedExtents::new(true);
-    let origin = Origin::new(below.clone());
+    let (below, look) = hooked();
+    let origin = Origin::new(below);
     let _first = snapshot(&origin);
     let begun = Arc::new(AtomicBool::new(false));
     let (taker, seen) = (origin.clone(), Arc::clone(&begun));
     let second = Arc::new(Mutex::new(None));
     let handle = Arc::clone(&second);
-    *below.look.lock().unwrap() = Some(Box::new(move || {
+    *look.lock().unwrap() = Some(Box::new(move || {
         let ended = Arc::clone(&seen);
         *handle.lock().unwrap() = Some(thread::spawn(move || {
             let snapshot = snapshot(&taker);
@@ -187,15 +148,15 @@ fn zeroes_over_holes_of_snapshot_take_no_room() {
 
 #[test]
 fn origin_write_beside_zeroes_of_snapshot_keeps_them() {
-    let below = HookedExtents::new(true);
-    let origin = Origin::new(below.clone());
+    let (below, look) = hooked();
+    let origin = Origin::new(below);
     let snapshot = snapshot(&origin);
     let (writer, data) = (origin.clone(), bytes(3, CHUNK));
-    *below.look.lock().unwrap() = Some(Box::new(move || {
+    *look.lock().unwrap() = Some(Box::new(move || {
         thread::spawn(move || writer.write_at(5 * CHUNK, &data, NONE).unwrap()).join().unwrap();
     }));
     snapshot.write_zeroes(0, SIZE, NONE).unwrap();
-    assert!(below.look.lock().unwrap().is_none(), "nobody has looked");
+    assert!(look.lock().unwrap().is_none(), "nobody has looked");
     assert!(read_all(&snapshot).iter().all(|byte| *byte == 0));
     assert!(read(&origin, 5 * CHUNK, CHUNK) == bytes(3, CHUNK));
 }

@@ -3,7 +3,7 @@
 //! Lock order: `held` is the innermost lock. Completions run after it is released.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use freestone_core::device::{Error, Result};
@@ -130,9 +130,7 @@ impl Hold {
             held = match pause {
                 Pause::Until(when) => match when.checked_duration_since(Instant::now()) {
                     None | Some(Duration::ZERO) => break Ok(()),
-                    Some(left) => {
-                        self.changed.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0
-                    }
+                    Some(left) => self.changed.wait_timeout(held, left).0,
                 },
                 _ if held.releases > releases => break Ok(()),
                 _ => freestone_core::pin::wait(&self.changed, held),

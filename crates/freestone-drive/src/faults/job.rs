@@ -11,29 +11,21 @@ use super::zoned::{append_elsewhere, is_sequential};
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult,
 };
-use freestone_core::work_queue::WorkQueue;
+use freestone_core::work_queue::OwnedQueue;
 
 /// Device under the fault layer, and the state that all faulty requests share.
 #[derive(Clone)]
 pub struct Below {
     pub device: Arc<dyn Device>,
     pub hold: Arc<Hold>,
-    work_queue: Arc<SharedQueue>,
-}
-
-/// Work queue for requests to the device that follow a completion, since a completion must not
-/// submit to the device. The queue stops when its last user is dropped.
-struct SharedQueue(Arc<WorkQueue>);
-
-impl Drop for SharedQueue {
-    fn drop(&mut self) {
-        self.0.stop();
-    }
+    /// Queue for requests to the device that follow a completion, since a completion must not
+    /// submit to the device.
+    work_queue: Arc<OwnedQueue>,
 }
 
 impl Below {
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, hold: Arc::default(), work_queue: Arc::new(SharedQueue(WorkQueue::new("faults"))) }
+        Self { device, hold: Arc::default(), work_queue: Arc::new(OwnedQueue::new("faults")) }
     }
 }
 
@@ -142,7 +134,7 @@ impl FaultyRequest {
                 Err(error) => return self.write_fetched(Err(error), old),
             }
         }
-        let work_queue = Arc::clone(&self.below.work_queue.0);
+        let work_queue = Arc::clone(&**self.below.work_queue);
         if work_queue.start().is_err() {
             return self.complete(Err(Error::NoMemory));
         }

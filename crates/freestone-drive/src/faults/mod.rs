@@ -79,8 +79,7 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
-    Zoned,
+    Buffer, Completion, Device, Flags, IoBuf, Op, Request, Result, TryResult, forward_device,
 };
 use freestone_core::sync::{AtomicU32, Mutex, Ordering};
 use freestone_core::{pin, timer};
@@ -230,10 +229,8 @@ const fn operation(op: Op) -> Operation {
 }
 
 impl Device for Faults {
-    #[inline]
-    fn geometry(&self) -> Geometry {
-        self.below.device.geometry()
-    }
+    forward_device!(|faults| faults.below.device => geometry, extents;
+        prefetch: below, zoned: self, changes: below);
 
     #[inline]
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
@@ -260,22 +257,6 @@ impl Device for Faults {
             return self.below.device.submit(request, buffer, done);
         }
         FaultyRequest { below: self.below.clone(), request, buffer, done, decision, old }.run();
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.below.device.extents(offset, len, row)
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.below.device.prefetch(offset, len);
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.below.device.zoned().map(|_| self as &dyn Zoned)
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        self.below.device.changes()
     }
 }
 

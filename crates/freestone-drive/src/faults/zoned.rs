@@ -9,16 +9,12 @@ use super::{Faults, data};
 use freestone_core::device::zoned::{
     AppendCompletion, Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned,
 };
-use freestone_core::device::{Device, Error, Flags, IoBuf, Result};
+use freestone_core::device::{Device, Flags, IoBuf, Result, forward_zoned};
 
 /// Maximum number of zones that are searched for one with room for a misdirected write.
 const ZONES_LOOKED_AT_MAX: usize = 4096;
 
 impl Faults {
-    fn below_zoned(&self) -> Result<&dyn Zoned> {
-        self.below.device.zoned().ok_or(Error::Unsupported)
-    }
-
     /// Returns the zone geometry, or `None` if no zone starts at `offset`.
     fn zones_at(&self, offset: u64) -> Option<ZoneGeometry> {
         let geometry = self.below.device.geometry();
@@ -54,12 +50,10 @@ impl Faults {
 }
 
 impl Zoned for Faults {
-    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
-        self.below_zoned()?.report(offset, row)
-    }
+    forward_zoned!(|faults| faults.below.device => report);
 
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        let below = self.below_zoned()?;
+        let below = self.below.device.zones()?;
         let operation = match op {
             ZoneOp::Open => Operation::Open,
             ZoneOp::Close => Operation::Close,
@@ -76,7 +70,7 @@ impl Zoned for Faults {
     }
 
     fn reset_all(&self) -> Result<()> {
-        let below = self.below_zoned()?;
+        let below = self.below.device.zones()?;
         if !self.watches(Operation::Reset) {
             return below.reset_all();
         }
@@ -88,12 +82,12 @@ impl Zoned for Faults {
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
         match self.append_info(offset, data.len(), flags) {
             Some(info) if self.matches(&info) => Ok(None),
-            _ => self.below_zoned()?.try_append(offset, data, flags),
+            _ => self.below.device.zones()?.try_append(offset, data, flags),
         }
     }
 
     fn submit_append(&self, offset: u64, mut data: IoBuf, mut flags: Flags, done: AppendCompletion) {
-        let below = match self.below_zoned() {
+        let below = match self.below.device.zones() {
             Ok(below) => below,
             Err(error) => return done(Err(error)),
         };

@@ -4,13 +4,12 @@
 //! since their location is unknown until they complete. So this layer lies under the zones layer,
 //! which turns appends into writes.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use thiserror::Error;
 
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, TryResult,
-    Zoned,
+    Buffer, Completion, Device, Error, IoBuf, Op, Request, Result, TryResult, forward_device,
 };
 use freestone_core::sync::{AtomicU64, Ordering, RwLock};
 
@@ -111,7 +110,7 @@ impl BadBlocks {
     /// # Errors
     /// The same errors as [`change`](Self::change), for the first invalid text.
     pub fn change_all(&self, texts: &[impl AsRef<str>]) -> std::result::Result<(), BadBlocksError> {
-        let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
+        let mut ranges = self.ranges.write();
         *ranges = self.changed(&ranges, texts)?;
         self.publish(&ranges);
         Ok(())
@@ -119,11 +118,8 @@ impl BadBlocks {
 
     /// Checks whether [`change_all`](Self::change_all) would accept the changes, without applying
     /// any.
-    ///
-    /// # Errors
-    /// The same errors as [`change_all`](Self::change_all).
     pub fn check_all(&self, texts: &[impl AsRef<str>]) -> std::result::Result<(), BadBlocksError> {
-        let ranges = self.ranges.read().unwrap_or_else(PoisonError::into_inner);
+        let ranges = self.ranges.read();
         self.changed(&ranges, texts).map(drop)
     }
 
@@ -150,7 +146,7 @@ impl BadBlocks {
 
     /// Returns the first and last 512-byte sector of every bad range, in ascending order.
     pub fn ranges(&self) -> Vec<(u64, u64)> {
-        let ranges = self.ranges.read().unwrap_or_else(PoisonError::into_inner);
+        let ranges = self.ranges.read();
         ranges.iter().map(|range| (range.first, range.end - 1)).collect()
     }
 
@@ -170,7 +166,7 @@ impl BadBlocks {
 
     #[cold]
     fn find(&self, offset: u64, len: u64) -> Option<Hit> {
-        let ranges = self.ranges.read().unwrap_or_else(PoisonError::into_inner);
+        let ranges = self.ranges.read();
         let (first, end) = (offset / SECTOR_BYTES, offset.saturating_add(len).div_ceil(SECTOR_BYTES));
         let range = *ranges.get(ranges.partition_point(|range| range.end <= first))?;
         if range.first >= end {
@@ -185,7 +181,7 @@ impl BadBlocks {
     /// Returns the error of a request that touched the bad `range`. With `once`, removes the range.
     fn fail(&self, range: Range) -> Error {
         if self.config.once {
-            let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
+            let mut ranges = self.ranges.write();
             // If the range was changed meanwhile, it no longer matches and is not removed.
             ranges.retain(|other| *other != range);
             self.publish(&ranges);
@@ -251,10 +247,8 @@ fn removed(ranges: &[Range], cut: Range) -> Vec<Range> {
 }
 
 impl Device for BadBlocks {
-    #[inline]
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
+    forward_device!(|blocks| blocks.inner => geometry, extents;
+        prefetch: below, zoned: below, changes: below);
 
     #[inline]
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
@@ -293,21 +287,5 @@ impl Device for BadBlocks {
                 self.inner.submit(Request { len: before, ..request }, buffer, done);
             }
         }
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.inner.prefetch(offset, len);
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.inner.zoned()
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        self.inner.changes()
     }
 }

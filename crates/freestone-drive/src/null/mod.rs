@@ -132,9 +132,6 @@ pub struct Null {
 
 impl Null {
     /// Creates a null device.
-    ///
-    /// # Errors
-    /// The configuration is invalid: see [`Config`].
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
         Ok(Self { geometry: config.geometry(MAX_SIZE_BYTES)? })
     }

@@ -8,10 +8,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use freestone_core::device::zoned::{AppendCompletion, ZoneOp};
+use freestone_core::device::zoned::AppendCompletion;
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
-    TryResult, Zone, Zoned,
+    Buffer, Completion, Device, Flags, IoBuf, Op, Request, Result, TryResult, Zoned, forward_device,
+    forward_zoned,
 };
 use freestone_core::sync::{AtomicU64, Instant, Ordering};
 use freestone_core::timer;
@@ -101,10 +101,6 @@ impl PacedDevice {
             _ => earliest,
         }
     }
-
-    fn inner_zones(&self) -> Result<&dyn Zoned> {
-        self.inner.zoned().ok_or(Error::Unsupported)
-    }
 }
 
 #[inline]
@@ -180,10 +176,7 @@ impl Bucket {
 }
 
 impl Device for PacedDevice {
-    #[inline]
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
+    forward_device!(|paced| paced.inner => geometry, extents; prefetch: below, zoned: self, changes: below);
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
         let moved = |outcome: &Result<TryResult>| match outcome {
@@ -206,47 +199,21 @@ impl Device for PacedDevice {
             Completion::new(move |outcome, buffer| complete_at(due, move || done.complete(outcome, buffer)));
         self.inner.submit(request, buffer, done);
     }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.inner.prefetch(offset, len);
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.inner.zoned().map(|_| self as &dyn Zoned)
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        self.inner.changes()
-    }
 }
 
 /// Appends count as transferred data. Zone operations and reports are not limited.
 impl Zoned for PacedDevice {
-    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
-        self.inner_zones()?.report(offset, row)
-    }
-
-    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        self.inner_zones()?.zone_op(op, offset)
-    }
-
-    fn reset_all(&self) -> Result<()> {
-        self.inner_zones()?.reset_all()
-    }
+    forward_zoned!(|paced| paced.inner => report, zone_op, reset_all);
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        let zones = self.inner_zones()?;
+        let zones = self.inner.zones()?;
         let bytes = data.len() as u64;
         let moved = |outcome: &Result<Option<u64>>| if matches!(outcome, Ok(None)) { 0 } else { bytes };
         self.try_run(bytes, moved, || zones.try_append(offset, data, flags)).unwrap_or(Ok(None))
     }
 
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
-        let zones = match self.inner_zones() {
+        let zones = match self.inner.zones() {
             Ok(zones) => zones,
             Err(error) => return done(Err(error)),
         };

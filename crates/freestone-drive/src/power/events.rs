@@ -1,7 +1,5 @@
 //! Event counter that wakes the worker, and threads that wait until no request is in flight.
 
-use std::sync::PoisonError;
-
 use freestone_core::pin::wait;
 use freestone_core::sync::{AtomicU64, Condvar, Instant, Mutex, Ordering::SeqCst};
 
@@ -44,14 +42,8 @@ impl EventCounter {
 
     /// Waits until the number of events differs from `seen`, at most until `until`.
     pub fn wait_until(&self, seen: u64, until: Instant) {
-        let mut count = self.count.lock();
-        while *count == seen {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            count = self.changed.wait_timeout(count, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let most = until.saturating_duration_since(Instant::now());
+        drop(self.changed.wait_timeout_while(self.count.lock(), most, |count| *count == seen));
     }
 
     pub fn wait(&self, seen: u64) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Result, TryResult,
+    Buffer, Completion, Device, Geometry, IoBuf, Op, Request, Result, TryResult, forward_device,
 };
 
 /// View of a device with the same content but a different geometry. The logical block must not be
@@ -29,6 +29,8 @@ impl GeometryView {
 }
 
 impl Device for GeometryView {
+    forward_device!(|view| view.inner => extents; prefetch: below, zoned: none, changes: none);
+
     fn geometry(&self) -> Geometry {
         self.geometry
     }
@@ -44,14 +46,6 @@ impl Device for GeometryView {
             Ok(()) if self.is_ignored(&request) => done.complete(Ok(()), buffer),
             Ok(()) => self.inner.submit(request, buffer, done),
         }
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.inner.prefetch(offset, len);
     }
 }
 

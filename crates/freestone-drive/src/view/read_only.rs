@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use freestone_core::device::{
-    Buffer, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
+    Buffer, Completion, Device, Geometry, IoBuf, Request, Result, TryResult, forward_device,
 };
 
 /// View of a device that rejects writes and discards, and reports itself as read-only.
 pub struct ReadOnly(pub Arc<dyn Device>);
 
 impl Device for ReadOnly {
+    forward_device!(|view| view.0 => extents; prefetch: below, zoned: none, changes: below);
+
     fn geometry(&self) -> Geometry {
         Geometry { read_only: true, ..self.0.geometry() }
     }
@@ -24,18 +26,6 @@ impl Device for ReadOnly {
             Ok(()) => self.0.submit(request, buffer, done),
             Err(error) => done.complete(Err(error), buffer),
         }
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.0.extents(offset, len, row)
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.0.prefetch(offset, len);
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        self.0.changes()
     }
 }
 

@@ -192,9 +192,6 @@ impl Zones {
 
     /// Makes the sequential zone that contains byte `offset` offline. If the zone is already
     /// offline, resets it to empty instead. Same as `zone_offline` of `null_blk`.
-    ///
-    /// # Errors
-    /// The same errors as [`set_read_only`](Self::set_read_only).
     pub fn set_offline(&self, offset: u64) -> Result<()> {
         self.count_error(self.inner.set_condition(offset, ZoneCondition::Offline))
     }

@@ -11,37 +11,16 @@ use std::sync::Arc;
 
 use freestone::device::Device;
 use freestone_nbd::{ExportOptions, MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES, MAX_STRING_BYTES};
+use freestone_testkit::Manner;
+use freestone_testkit::nbd::prelude::*;
 
 use super::Nbd;
 use super::client::exchange_inline;
-use super::device::{DeviceConfig, IoMode, Memory};
+use super::device::{DeviceConfig, memory};
 use super::replies::ReplyReader;
-use super::requests::{DISC, Headers, header};
 
-const MAGIC: &[u8] = b"IHAVEOPT";
-const EXPORT_NAME: u32 = 1;
-const ABORT: u32 = 2;
-const LIST: u32 = 3;
-const STARTTLS: u32 = 5;
 /// Largest accepted data of STARTTLS, in bytes.
 const STARTTLS_BYTES_MAX: usize = 64 << 10;
-const INFO: u32 = 6;
-const GO: u32 = 7;
-const STRUCTURED_REPLY: u32 = 8;
-const LIST_META_CONTEXT: u32 = 9;
-const SET_META_CONTEXT: u32 = 10;
-const EXTENDED_HEADERS: u32 = 11;
-
-const ACK: u32 = 1;
-const SERVER: u32 = 2;
-const FACT: u32 = 3;
-const META_CONTEXT: u32 = 4;
-const ERR_UNSUP: u32 = (1 << 31) + 1;
-const ERR_POLICY: u32 = (1 << 31) + 2;
-const ERR_INVALID: u32 = (1 << 31) + 3;
-const ERR_UNKNOWN: u32 = (1 << 31) + 6;
-const ERR_TOO_BIG: u32 = (1 << 31) + 9;
-const ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 
 const ALLOCATION: &[u8] = b"base:allocation";
 const CHANGED: &[u8] = b"freestone:changed";
@@ -83,7 +62,7 @@ impl Nbd {
     pub fn handshake(&self, input: &[u8]) -> bool {
         let Some((&choices, client_bytes)) = input.split_first() else { return false };
         for (name, size, read_only, default) in EXPORTS {
-            let device = Arc::new(Memory::new(DeviceConfig { size, ..DEVICE })) as Arc<dyn Device>;
+            let device = memory(DeviceConfig { size, ..DEVICE }).device as Arc<dyn Device>;
             let description = if default { DESCRIPTION.to_owned() } else { String::new() };
             let options = ExportOptions { read_only, default, description, ..ExportOptions::default() };
             self.server.publish(&self.address, name, device, options).expect("the names are free");
@@ -99,7 +78,7 @@ impl Nbd {
         let mut bytes = client_bytes.clone();
         if let End::Chosen { at, .. } = end {
             bytes.truncate(at);
-            bytes.extend(header(headers, 0, DISC, 0, 0, 0));
+            bytes.extend(headers.request(0, DISC, 0, 0, 0));
         }
         let most = 300 + options.iter().map(|option| 300 + option.data.len()).sum::<usize>();
         let serve = |socket| self.server.serve_socket(&self.address, socket);
@@ -130,7 +109,8 @@ impl Nbd {
 
 const DEVICE: DeviceConfig = DeviceConfig {
     size: 512,
-    mode: IoMode::Inline,
+    manner: Manner::Inline,
+    late: false,
     zoned: false,
     bad: None,
     seed: 0,
@@ -155,7 +135,7 @@ fn flags(export: usize, headers: Headers, has_contexts: bool) -> u16 {
 fn check_replies(option: &ClientOption<'_>, received: &mut ReplyReader<'_>) {
     let mut replies = option.replies.iter();
     loop {
-        assert_eq!(received.u64(), 0x0003_e889_0455_65a9);
+        assert_eq!(received.u64(), OPTION_REPLY_MAGIC);
         assert_eq!(received.u32(), option.kind);
         let (kind, len) = (received.u32(), received.u32());
         let data = received.bytes(len as usize);
@@ -226,7 +206,7 @@ impl<'a> ReferenceHandshake<'a> {
         let flags = reader.u32().filter(|flags| *flags < 4)?;
         self.no_zeroes = flags & 2 != 0;
         loop {
-            if reader.bytes(8)? != MAGIC {
+            if reader.bytes(8)? != OPTION_MAGIC {
                 return None;
             }
             let (kind, len) = (reader.u32()?, reader.u32()? as usize);
@@ -297,7 +277,7 @@ impl<'a> ReferenceHandshake<'a> {
                 }
                 (ACK, None)
             }
-            INFO | GO => {
+            OPT_INFO | GO => {
                 let Some((name, requested)) = info(data) else { return (ERR_INVALID, None) };
                 let Some(export) = find(name) else { return (ERR_UNKNOWN, None) };
                 self.facts(export, name, &requested, replies);
@@ -334,14 +314,14 @@ impl<'a> ReferenceHandshake<'a> {
     fn facts(&self, export: usize, named: &[u8], requested: &[u16], replies: &mut Vec<(u32, Vec<u8>)>) {
         let (name, size, _, default) = EXPORTS[export];
         let flags = flags(export, self.headers, self.selected == Some(named));
-        replies.push((FACT, [&[0, 0], &size.to_be_bytes()[..], &flags.to_be_bytes()].concat()));
+        replies.push((INFO, [&[0, 0], &size.to_be_bytes()[..], &flags.to_be_bytes()].concat()));
         let sizes = [1_u32, 4096, 64 << 20].map(u32::to_be_bytes).concat();
-        replies.push((FACT, [&[0, 3], &sizes[..]].concat()));
+        replies.push((INFO, [&[0, 3], &sizes[..]].concat()));
         if requested.contains(&1) {
-            replies.push((FACT, [&[0, 1], name.as_bytes()].concat()));
+            replies.push((INFO, [&[0, 1], name.as_bytes()].concat()));
         }
         if requested.contains(&2) && default {
-            replies.push((FACT, [&[0, 2], DESCRIPTION.as_bytes()].concat()));
+            replies.push((INFO, [&[0, 2], DESCRIPTION.as_bytes()].concat()));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Parses the replies of an NBD server. A malformed reply causes a panic.
 
-use super::requests::Headers;
+use freestone_testkit::nbd::wire::{CHUNK_MAGIC, EXTENDED_CHUNK_MAGIC, Headers, SIMPLE_REPLY_MAGIC};
 
 /// Reader of big-endian numbers and bytes. Panics at the end of the input.
 pub struct ReplyReader<'a>(pub &'a [u8]);
@@ -62,7 +62,7 @@ pub fn answers<'a>(
     let mut reader = ReplyReader(reader);
     while !reader.0.is_empty() {
         match reader.u32() {
-            0x6744_6698 => {
+            SIMPLE_REPLY_MAGIC => {
                 assert!(
                     headers != Headers::Extended,
                     "a simple reply after extended headers were negotiated"
@@ -81,13 +81,13 @@ pub fn answers<'a>(
                     }
                 }
             }
-            0x668e_33ef => {
+            CHUNK_MAGIC => {
                 assert!(headers == Headers::Structured, "a structured reply that was not negotiated");
                 let (flags, kind, index, len) = (reader.u16(), reader.u16(), reader.u64(), reader.u32());
                 let answer = open_reply(&mut answers, index as usize);
                 chunk(answer, kind, ReplyReader(reader.bytes(len as usize)), flags, false);
             }
-            0x6e8a_278c => {
+            EXTENDED_CHUNK_MAGIC => {
                 assert!(headers == Headers::Extended, "an extended reply that was not negotiated");
                 let (flags, kind, index) = (reader.u16(), reader.u16(), reader.u64() as usize);
                 let (offset, len) = (reader.u64(), reader.u64());

@@ -11,40 +11,14 @@
 //! Offsets and lengths are mapped to numbers near limits. Some tags are not commands of the protocol: an
 //! unknown command, arbitrary bytes, a truncated request. The stream ends with a flush.
 
-use super::device::{DeviceConfig, IoMode};
+use freestone_testkit::Manner;
+use freestone_testkit::nbd::prelude::*;
 
-pub const READ: u16 = 0;
-pub const WRITE: u16 = 1;
-pub const DISC: u16 = 2;
-pub const FLUSH: u16 = 3;
-pub const TRIM: u16 = 4;
-pub const CACHE: u16 = 5;
-pub const WRITE_ZEROES: u16 = 6;
-pub const BLOCK_STATUS: u16 = 7;
-
-pub const PAYLOAD_LEN: u16 = 32;
+use super::device::DeviceConfig;
 
 /// Maximum number of bytes sent and requested in one session, so that the check of an input takes about a
 /// millisecond.
 const BUDGET_BYTES: u64 = 600 << 10;
-
-/// Negotiated form of the request headers and of the replies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Headers {
-    Simple,
-    Structured,
-    Extended,
-}
-
-impl Headers {
-    /// Returns the length of a request header in bytes.
-    const fn bytes(self) -> usize {
-        match self {
-            Self::Simple | Self::Structured => 28,
-            Self::Extended => 32,
-        }
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload {
@@ -93,7 +67,7 @@ impl SentRequest {
 
     /// Returns the length of the request on the wire, with header and payload, in bytes.
     pub fn wire_bytes(&self, headers: Headers) -> usize {
-        headers.bytes() + self.payload_bytes() as usize
+        headers.request_bytes() + self.payload_bytes() as usize
     }
 }
 
@@ -126,13 +100,13 @@ impl Script {
             _ if modes >> 6 == 2 => 40 << 20,
             _ => 580 << 10,
         };
-        let mode = match kind >> 2 & 7 {
-            0 | 1 => IoMode::Inline,
-            2 => IoMode::Partly(1536),
-            3 => IoMode::Partly(20 << 10),
-            4 | 5 => IoMode::Late,
-            6 => IoMode::Mixed(u64::MAX),
-            _ => IoMode::Mixed(1024),
+        let manner = match kind >> 2 & 7 {
+            0 | 1 => Manner::Inline,
+            2 => Manner::Partly(1536),
+            3 => Manner::Partly(20 << 10),
+            4 | 5 => Manner::Held,
+            6 => Manner::Mixed(u64::MAX),
+            _ => Manner::Mixed(1024),
         };
         let (headers, contexts): (_, &[_]) = match modes & 7 {
             0 => (Headers::Simple, &[]),
@@ -157,7 +131,8 @@ impl Script {
             own_thread,
             device: DeviceConfig {
                 size,
-                mode: if own_thread { IoMode::Held } else { mode },
+                manner: if own_thread { Manner::Held } else { manner },
+                late: !own_thread,
                 zoned: modes & 32 != 0,
                 bad,
                 seed: u64::from(seed),
@@ -192,8 +167,8 @@ impl Script {
 
     /// Returns the maximum number of messages in which the server sends the replies.
     pub fn max_reply_messages(&self) -> usize {
-        let tries = match self.device.mode {
-            IoMode::Partly(most) | IoMode::Mixed(most) => {
+        let tries = match self.device.manner {
+            Manner::Partly(most) | Manner::Mixed(most) => {
                 let tries = |request: &SentRequest| (request.len / most) as usize + 4;
                 self.requests.iter().filter(|request| request.end() <= self.device.size).map(tries).sum()
             }
@@ -229,8 +204,8 @@ impl Script {
                 }
                 10 => {
                     self.flush();
-                    let header = header(headers, flags.into(), READ, 0, offset, len);
-                    self.bytes.extend_from_slice(&header[..usize::from(flags) % headers.bytes()]);
+                    let header = headers.request(flags.into(), READ, 0, offset, len);
+                    self.bytes.extend_from_slice(&header[..usize::from(flags) % header.len()]);
                     return;
                 }
                 11.. => command = [READ, WRITE, WRITE, TRIM, BLOCK_STATUS][usize::from(command - 11)],
@@ -266,7 +241,7 @@ impl Script {
             }
             let index = self.requests.len();
             let wire_len = if payload == Payload::None { len } else { request.payload_bytes() };
-            self.bytes.extend(header(headers, flags, command, index as u64, offset, wire_len));
+            self.bytes.extend(headers.request(flags, command, index as u64, offset, wire_len));
             let from = self.bytes.len();
             if let Payload::Contexts { ids, count, .. } = payload {
                 self.bytes.extend(len.to_be_bytes());
@@ -298,7 +273,7 @@ impl Script {
 
     /// Adds a flush before the end of the session, at which the device completes all held requests.
     fn flush(&mut self) {
-        self.bytes.extend(header(self.headers, 0, FLUSH, self.requests.len() as u64, 0, 0));
+        self.bytes.extend(self.headers.request(0, FLUSH, self.requests.len() as u64, 0, 0));
         self.requests.push(SentRequest {
             command: FLUSH,
             flags: 0,
@@ -330,20 +305,4 @@ impl Script {
         };
         len.into()
     }
-}
-
-pub fn header(headers: Headers, flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
-    let extended = headers == Headers::Extended;
-    let magic = if extended { 0x21e4_1c71_u32 } else { 0x2560_9513 };
-    let mut bytes = magic.to_be_bytes().to_vec();
-    bytes.extend(flags.to_be_bytes());
-    bytes.extend(command.to_be_bytes());
-    bytes.extend(cookie.to_be_bytes());
-    bytes.extend(offset.to_be_bytes());
-    if extended {
-        bytes.extend(len.to_be_bytes());
-    } else {
-        bytes.extend((len as u32).to_be_bytes());
-    }
-    bytes
 }

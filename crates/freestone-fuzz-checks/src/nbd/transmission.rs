@@ -14,29 +14,14 @@ use std::sync::Arc;
 
 use freestone::device::{Device, ExtentKind};
 use freestone_nbd::{Address, ExportOptions};
+use freestone_testkit::Manner;
+use freestone_testkit::nbd::prelude::*;
 
 use super::Nbd;
 use super::client::{ClientBehaviour, exchange, exchange_inline};
-use super::device::{BLOCK, IoMode, Memory};
+use super::device::{BLOCK, Memory, memory};
 use super::replies::{Answer, ReplyReader, answers};
-use super::requests::{
-    BLOCK_STATUS, CACHE, DISC, FLUSH, Headers, PAYLOAD_LEN, Payload, READ, Script, SentRequest, TRIM, WRITE,
-    WRITE_ZEROES,
-};
-
-const EPERM: u32 = 1;
-const EIO: u32 = 5;
-const EINVAL: u32 = 22;
-const ENOSPC: u32 = 28;
-const EOVERFLOW: u32 = 75;
-const ENOTSUP: u32 = 95;
-const ESHUTDOWN: u32 = 108;
-
-const FUA: u16 = 1;
-const NO_HOLE: u16 = 2;
-const DF: u16 = 4;
-const REQ_ONE: u16 = 8;
-const FAST_ZERO: u16 = 16;
+use super::requests::{Payload, Script, SentRequest};
 
 const MAX_PAYLOAD_BYTES: u64 = 64 << 20;
 /// Maximum length in bytes of a read that must not be split (`DF`), and of a write to a zoned device.
@@ -49,13 +34,13 @@ impl Nbd {
     /// Panics if a property does not hold.
     pub fn transmission(&self, input: &[u8]) -> bool {
         let Some(script) = Script::new(input) else { return false };
-        let device = Arc::new(Memory::new(script.device));
+        let device = memory(script.device);
         let options = ExportOptions {
             read_only: script.read_only,
             without_fua: script.without_fua,
             ..ExportOptions::default()
         };
-        let published = Arc::clone(&device) as Arc<dyn Device>;
+        let published = Arc::clone(&device.device) as Arc<dyn Device>;
         self.server.publish(&self.address, "disk", published, options).expect("the name is free");
         let (mut bytes, greeting) = handshake(&script);
         bytes.extend_from_slice(&script.bytes);
@@ -84,35 +69,17 @@ impl Nbd {
 
 /// Returns the client's side of a valid handshake, and the number of bytes that the server sends in it.
 fn handshake(script: &Script) -> (Vec<u8>, usize) {
-    let mut bytes = 3_u32.to_be_bytes().to_vec();
+    let mut bytes = CLIENT_FLAGS.to_be_bytes().to_vec();
     let mut received = 18;
-    let mut option = |kind: u32, data: &[u8]| {
-        bytes.extend(*b"IHAVEOPT");
-        bytes.extend(kind.to_be_bytes());
-        bytes.extend((data.len() as u32).to_be_bytes());
-        bytes.extend(data);
-    };
-    let option_kind = match script.headers {
-        Headers::Simple => None,
-        Headers::Structured => Some(8),
-        Headers::Extended => Some(11),
-    };
-    if let Some(kind) = option_kind {
-        option(kind, &[]);
+    if let Some(kind) = script.headers.option() {
+        bytes.extend(option(kind, &[]));
         received += 20;
     }
     if !script.contexts.is_empty() {
-        let mut data = b"\0\0\0\x04disk\0\0\0".to_vec();
-        data.push(script.contexts.len() as u8);
-        for context in &script.contexts {
-            data.extend((context.len() as u32).to_be_bytes());
-            data.extend(context.as_bytes());
-            received += 20 + 4 + context.len();
-        }
-        option(10, &data);
-        received += 20;
+        received += script.contexts.iter().map(|context| 20 + 4 + context.len()).sum::<usize>() + 20;
+        bytes.extend(option(SET_META_CONTEXT, &context_data("disk", &script.contexts)));
     }
-    option(7, b"\0\0\0\x04disk\0\0");
+    bytes.extend(option(GO, &info_data("disk", &[])));
     (bytes, received + 20 + 12 + 20 + 14 + 20)
 }
 
@@ -159,8 +126,8 @@ fn check_replies(script: &Script, device: &Memory, received: &[u8]) -> bool {
             {
                 must_fail = true;
             }
-            let mode = script.device.mode;
-            let may_fail = script.device.forgets && !matches!(mode, IoMode::Inline | IoMode::Partly(_));
+            let manner = script.device.manner;
+            let may_fail = script.device.forgets && !matches!(manner, Manner::Inline | Manner::Partly(_));
             match outcome {
                 0 => assert!(!must_fail, "{request:?} succeeds on a bad block"),
                 EIO => assert!(must_fail, "{request:?} fails without a cause"),
@@ -276,7 +243,7 @@ impl Expected {
                 assert!(answer.is_plain());
                 let (blocks, whole) = (touched(request), whole(request));
                 // A server thread writes incomplete blocks, so later requests can overtake them.
-                let later = !matches!(script.device.mode, IoMode::Inline | IoMode::Partly(_));
+                let later = !matches!(script.device.manner, Manner::Inline | Manner::Partly(_));
                 let unknown = |block: u64| self.kinds[block as usize].is_none();
                 let known = done && !(later && (blocks != whole || blocks.clone().any(unknown)));
                 for block in blocks {
@@ -383,12 +350,12 @@ impl Expected {
         if complete < script.bytes.len() {
             return;
         }
-        let state = device.lock();
+        let (kinds, data) = (device.device.kinds(), device.device.content());
         for (block, kind) in self.kinds.iter().enumerate().filter(|(_, kind)| kind.is_some()) {
-            assert_eq!(Some(state.kinds[block]), *kind, "block {block}");
+            assert_eq!(Some(kinds[block]), *kind, "block {block}");
             if *kind == Some(ExtentKind::Data) {
                 let bytes = block * BLOCK as usize..(block + 1) * BLOCK as usize;
-                assert!(self.data[bytes.clone()] == state.data[bytes], "block {block}");
+                assert!(self.data[bytes.clone()] == data[bytes], "block {block}");
             }
         }
     }

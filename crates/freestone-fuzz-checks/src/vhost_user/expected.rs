@@ -2,10 +2,10 @@
 
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, ZoneType, Zoned};
 use freestone::device::{Buffer, Device, Error, Flags, Op, Request};
-use freestone_testkit::ModelZoned;
+use freestone_testkit::{Manner, ModelZoned};
 
 use super::chain::{ParsedRequest, Piece, bytes, places, total};
-use super::device::{DiskConfig, IoMode, SIZE, zones};
+use super::device::{DiskConfig, SIZE, zones};
 use super::wire::{
     DISCARD, FLUSHES, GET_ID, IN, IOERR, OK, OUT, UNSUPP, WRITE_ZEROES, ZONE_ACTIVES, ZONE_APPEND,
     ZONE_CLOSE, ZONE_FINISH, ZONE_INVALID, ZONE_OPEN, ZONE_OPENS, ZONE_REPORT, ZONE_RESET, ZONE_RESET_ALL,
@@ -145,7 +145,7 @@ impl Expected {
     /// Returns the expected completion, in which an error is also allowed if the device may have dropped the
     /// request.
     fn or_dropped(&self, mut reply: ExpectedReply) -> ExpectedReply {
-        if self.config.forgets && matches!(self.config.mode, IoMode::Held | IoMode::Mixed(_)) {
+        if self.config.forgets && matches!(self.config.manner, Manner::Held | Manner::Mixed(_)) {
             reply.statuses.push(IOERR);
         }
         reply

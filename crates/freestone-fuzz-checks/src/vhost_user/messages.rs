@@ -10,9 +10,10 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use freestone::device::Device;
+use freestone_testkit::Manner;
 
 use super::VhostUser;
-use super::device::{Disk, DiskConfig, IoMode, SIZE};
+use super::device::{Disk, DiskConfig, SIZE, disk};
 use super::driver::{self, Driver};
 use super::files::{Files, assert_last};
 use super::reference::{Message, Reference, Verdict, messages};
@@ -28,8 +29,8 @@ impl VhostUser {
     pub fn messages(&self, input: &[u8]) -> bool {
         let Some(script) = Script::new(input) else { return false };
         let config =
-            DiskConfig { mode: IoMode::Inline, zoned: script.zoned, bad: None, forgets: false, seed: 0 };
-        let disk = Arc::new(Disk::new(config));
+            DiskConfig { manner: Manner::Inline, zoned: script.zoned, bad: None, forgets: false, seed: 0 };
+        let disk = Arc::new(disk(config));
         let accepted = self.run_session(&script, &disk);
         if script.another {
             self.well_behaved(&disk, script.read_only);
@@ -54,7 +55,7 @@ impl VhostUser {
                 break;
             }
         }
-        let device = || Arc::clone(disk) as Arc<dyn Device>;
+        let device = || Arc::clone(&disk.device) as Arc<dyn Device>;
         if script.is_deaf {
             drop(ours);
             self.serve(device(), script.read_only, theirs.into());
@@ -80,7 +81,7 @@ impl VhostUser {
     fn well_behaved(&self, disk: &Arc<Disk>, read_only: bool) {
         let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
         std::thread::scope(|scope| {
-            let device = Arc::clone(disk) as Arc<dyn Device>;
+            let device = Arc::clone(&disk.device) as Arc<dyn Device>;
             scope.spawn(|| self.serve(device, read_only, theirs.into()));
             let config = driver::QueueConfig {
                 size: 4,

@@ -10,7 +10,9 @@
 //! Numbers are mapped to values near limits. Most requests have no defect. A batch is published at once, and each of
 //! its requests has its own part of the memory.
 
-use super::device::{DiskConfig, IoMode, SIZE, ZONE};
+use freestone_testkit::Manner;
+
+use super::device::{DiskConfig, SIZE, ZONE};
 use super::driver::{self, DESC, Driver, MEMORY_BYTES, SLOTS, USED, guest};
 use super::wire::{
     ALWAYS, CONFIG_WCE, DISCARD, DISCARD_AND_ZEROES, EVENT_IDX, FLUSH, FLUSHES, GET_ID, IN, INDIRECT, NEXT,
@@ -111,13 +113,13 @@ impl Script {
         if !zoned && more & 4 == 0 {
             features |= FLUSH | CONFIG_WCE;
         }
-        let io_mode = match kind & 7 {
-            0 | 1 => IoMode::Inline,
-            2 => IoMode::Partly(1536),
-            3 => IoMode::Later,
-            4 | 5 => IoMode::Held,
-            6 => IoMode::Mixed(512),
-            _ => IoMode::Mixed(2048),
+        let manner = match kind & 7 {
+            0 | 1 => Manner::Inline,
+            2 => Manner::Partly(1536),
+            3 => Manner::Submitted,
+            4 | 5 => Manner::Held,
+            6 => Manner::Mixed(512),
+            _ => Manner::Mixed(2048),
         };
         let has_inflight = kind & 16 != 0;
         let base = [0, 5, 0xfffc, 0xffff][usize::from(more & 3)];
@@ -136,8 +138,7 @@ impl Script {
             kicks_if_requested: kind & 64 != 0,
         };
         let bad = (kind & 8 != 0).then_some(SIZE / 2 + 100);
-        let disk =
-            DiskConfig { mode: io_mode, zoned, bad, forgets: more & 16 != 0, seed: u64::from(more >> 5) };
+        let disk = DiskConfig { manner, zoned, bad, forgets: more & 16 != 0, seed: u64::from(more >> 5) };
         let requests = rest.chunks_exact(6).take(MOST).map(|raw| Raw {
             tag: raw[0],
             layout: raw[1],

@@ -21,7 +21,7 @@ use freestone::device::Device;
 
 use super::VhostUser;
 use super::chain::{self, ParsedRequest, places, total};
-use super::device::Disk;
+use super::device::{Disk, disk};
 use super::driver::{AVAIL, DESC, Driver, USED};
 use super::expected::Expected;
 use super::requests::{BATCH, Offer, Raw, Script};
@@ -52,10 +52,10 @@ impl VhostUser {
     /// Panics if a property does not hold.
     pub fn rings(&self, input: &[u8]) -> bool {
         let Some(script) = Script::new(input) else { return false };
-        let disk = Arc::new(Disk::new(script.disk));
+        let disk = Arc::new(disk(script.disk));
         let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
         let done = std::thread::scope(|scope| {
-            let device = Arc::clone(&disk) as Arc<dyn Device>;
+            let device = Arc::clone(&disk.device) as Arc<dyn Device>;
             scope.spawn(|| self.serve(device, script.read_only, theirs.into()));
             let driver = Driver::new(ours, script.driver, Arc::clone(&disk));
             let expected = Expected::new(script.disk, script.read_only);

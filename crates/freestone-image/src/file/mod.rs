@@ -146,9 +146,6 @@ impl File {
     /// memory. If `size` is given and the file does not exist, creates a file of that size in the
     /// directory of `path`. The new file never has a name, so it disappears with the device, even
     /// after a crash.
-    ///
-    /// # Errors
-    /// Fails like [`open`](Self::open).
     pub fn open_for_writeback(
         path: impl Into<PathBuf>,
         size: Option<u64>,
@@ -186,9 +183,6 @@ impl File {
     }
 
     /// Picks up growth of the file, and returns the size of the device in bytes.
-    ///
-    /// # Errors
-    /// Fails if the system call for the size of the file fails.
     pub fn refresh(&self) -> Result<u64> {
         self.backing.refresh()?;
         Ok(self.backing.geometry().size)

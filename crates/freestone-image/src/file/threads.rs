@@ -4,7 +4,7 @@
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use rustix::io::{Errno, ReadWriteFlags};
 
@@ -13,7 +13,7 @@ use super::job::{Io, Job, Step};
 use super::schedule::Schedule;
 use freestone_core::device::Result;
 use freestone_core::sync::{
-    Condvar, Mutex, MutexGuard,
+    Condvar, Mutex,
     thread::{self, JoinHandle},
 };
 use freestone_core::zeroes::ZEROES;
@@ -59,18 +59,14 @@ impl Threads {
     }
 
     pub fn submit(&self, job: Job) {
-        self.shared.lock().schedule.add(job);
+        self.shared.state.lock().schedule.add(job);
         self.shared.changed.notify_one();
     }
 }
 
 impl ThreadsShared {
-    fn lock(&self) -> MutexGuard<'_, ThreadsState> {
-        self.state.lock()
-    }
-
     fn work(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if let Some(id) = state.schedule.next_ready() {
                 let job = state.schedule.take(id);
@@ -78,18 +74,18 @@ impl ThreadsShared {
                 if let Some(mut job) = job {
                     let first = job.begin(&self.backing);
                     let outcome = carry_out(&mut job, first, &self.backing);
-                    self.lock().schedule.finish(id);
+                    self.state.lock().schedule.finish(id);
                     // Notify all threads: several jobs may have waited for this one, and a stopping
                     // thread may wait for the schedule to become empty.
                     self.changed.notify_all();
                     // A panic in a completion must not end this thread.
                     let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));
                 }
-                state = self.lock();
+                state = self.state.lock();
             } else if state.stop && state.schedule.is_empty() {
                 return;
             } else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.changed.wait(state);
             }
         }
     }
@@ -139,7 +135,7 @@ fn write_through(fd: &OwnedFd, data: &[u8], at: u64) -> std::result::Result<usiz
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.shared.lock().stop = true;
+        self.shared.state.lock().stop = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
             // A completion on one of these threads may drop the last reference, and a thread cannot

@@ -9,14 +9,14 @@
 use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Weak;
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
-use std::sync::{PoisonError, Weak};
 use std::time::Duration;
 
 use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;
 
-use freestone_core::sync::{Arc, Condvar, Instant, LazyLock, Mutex, MutexGuard, thread};
+use freestone_core::sync::{Arc, Condvar, Instant, LazyLock, Mutex, thread};
 
 /// Interval between periodic checks of the watched files.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
@@ -92,9 +92,6 @@ const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
 
 impl FileWatch {
     /// Starts watching the file `fd`, which was opened at `path`.
-    ///
-    /// # Errors
-    /// Fails if `fstatfs` fails.
     pub fn new(path: &Path, fd: BorrowedFd<'_>, stat: &Stat) -> rustix::io::Result<Arc<Self>> {
         let is_fuse = match rustix::fs::fstatfs(fd) {
             Ok(fs) => fs.f_type as u64 == FUSE_SUPER_MAGIC,
@@ -187,7 +184,6 @@ pub fn request_check() {
 
 /// Requests a check of all watched files, and waits until it has finished, for `most` at most.
 pub fn check_now(most: Duration) {
-    let until = Instant::now() + most;
     let mut state = WATCHER.lock();
     if !state.running {
         return;
@@ -195,17 +191,7 @@ pub fn check_now(most: Duration) {
     state.requested += 1;
     let requested = state.requested;
     WATCHER_CHANGED.notify_all();
-    while state.finished < requested {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return;
-        }
-        state = wait(state, left);
-    }
-}
-
-fn wait(state: MutexGuard<'_, Watcher>, most: Duration) -> MutexGuard<'_, Watcher> {
-    WATCHER_CHANGED.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
+    drop(WATCHER_CHANGED.wait_timeout_while(state, most, |state| state.finished < requested));
 }
 
 /// Main function of the watcher thread.
@@ -223,7 +209,7 @@ fn run() {
                 state = if state.files.is_empty() {
                     freestone_core::pin::wait(&WATCHER_CHANGED, state)
                 } else {
-                    wait(state, left)
+                    WATCHER_CHANGED.wait_timeout(state, left).0
                 };
             }
             (state.files.clone(), state.requested)

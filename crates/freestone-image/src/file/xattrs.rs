@@ -54,9 +54,6 @@ impl File {
 
     /// Removes the extended attribute `user.freestone.NAME` durably, if it exists. Blocks until the
     /// file is synced.
-    ///
-    /// # Errors
-    /// Fails if the attribute cannot be removed, or if the sync fails.
     pub fn remove_xattr(&self, name: &str) -> io::Result<()> {
         match fremovexattr(&self.backing.fd, attribute(name)) {
             Ok(()) => Ok(fsync(&self.backing.fd)?),

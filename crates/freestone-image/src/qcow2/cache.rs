@@ -1,7 +1,7 @@
 //! A direct-mapped cache with a fixed number of entries, and one lock per entry.
 
 use freestone_core::sync::RwLock;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 /// A cache of values by number. Each number maps to one entry, which stores the last value put
 /// there. Values never become stale, since images are read-only. Each lock is held while an `Arc`
@@ -23,13 +23,13 @@ impl<T: ?Sized> Cache<T> {
     }
 
     pub fn get(&self, number: u64) -> Option<Arc<T>> {
-        let entry = self.entry(number).read().unwrap_or_else(PoisonError::into_inner);
+        let entry = self.entry(number).read();
         entry.as_ref().filter(|(held, _)| *held == number).map(|(_, value)| Arc::clone(value))
     }
 
     pub fn put(&self, number: u64, value: Arc<T>) {
         // Drop the old value after the lock is released, as freeing it may take long.
-        let old = self.entry(number).write().unwrap_or_else(PoisonError::into_inner).replace((number, value));
+        let old = self.entry(number).write().replace((number, value));
         drop(old);
     }
 

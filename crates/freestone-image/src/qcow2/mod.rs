@@ -97,9 +97,6 @@ pub struct Image {
 
 /// Returns true if a file begins with the qcow2 magic number. (A raw disk may begin with it, too,
 /// as a guest can write the first sector.)
-///
-/// # Errors
-/// Fails if the file cannot be read.
 pub fn is_qcow2(path: &Path) -> io::Result<bool> {
     let mut magic = Vec::new();
     fs::File::open(path)?.take(4).read_to_end(&mut magic)?;

@@ -276,7 +276,6 @@ impl Transmission {
         }
     }
 
-    /// Processes complete replies.
     fn process_replies(&mut self, connection: &Connection) {
         let mut all = std::mem::take(&mut self.receiver.replies);
         for reply in all.drain(..) {

@@ -29,9 +29,6 @@ pub struct TlsSettings {
 
 impl TlsSettings {
     /// Loads the certificate and key files.
-    ///
-    /// # Errors
-    /// See [`SetupError`].
     pub fn load(uri: &Uri, files: &TlsFiles) -> Result<Self, SetupError> {
         let roots = match &files.ca {
             Some(path) => roots_of(path)?,

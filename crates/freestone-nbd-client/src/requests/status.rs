@@ -13,9 +13,6 @@ pub const DESCRIPTOR_BYTES: usize = 8;
 pub const MAX_DESCRIPTORS: usize = (MAX_QUERY_BYTES / 512) as usize;
 
 /// Parses a block status chunk.
-///
-/// # Errors
-/// The protocol violation.
 pub fn parse(bytes: &[u8], context: Option<u32>, query_len: u32) -> Result<Vec<Status>, &'static str> {
     const LENGTH: &str = "block status has the wrong length";
     let (id, rest) = bytes.split_first_chunk::<4>().ok_or(LENGTH)?;

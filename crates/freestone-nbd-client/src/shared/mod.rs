@@ -13,14 +13,14 @@ mod durability;
 mod state;
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use freestone_core::client_log;
 use freestone_core::device::{Error, Geometry, Result};
 use freestone_core::plug::{Unplug, hold};
-use freestone_core::sync::{Condvar, Instant, Mutex, MutexGuard};
+use freestone_core::sync::{Condvar, Instant, Mutex};
 use freestone_core::timer;
 
 use self::state::{DeferredWork, State};
@@ -88,42 +88,38 @@ impl Shared {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     pub fn geometry(&self) -> Geometry {
         Geometry { size: self.size.load(Ordering::SeqCst), ..self.geometry }
     }
 
     pub fn export_info(&self) -> ExportInfo {
-        self.lock().export_info
+        self.state.lock().export_info
     }
 
     pub fn members(&self) -> usize {
-        self.lock().members
+        self.state.lock().members
     }
 
     /// Returns the number of reconnections after all connections were lost.
     pub fn reconnects(&self) -> u64 {
-        self.lock().reconnects
+        self.state.lock().reconnects
     }
 
     /// Returns the reason why a connection was last lost or could not be opened, if that has
     /// happened.
     pub fn last_error(&self) -> Option<String> {
-        self.lock().last_error.clone()
+        self.state.lock().last_error.clone()
     }
 
     /// Records the reason why a connection was lost or could not be opened.
     pub fn record_error(&self, error: String) {
-        self.lock().last_error = Some(error);
+        self.state.lock().last_error = Some(error);
     }
 
     pub fn submit(self: &Arc<Self>, mut job: Box<Job>) {
         let mut deferred = DeferredWork::default();
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.jobs += 1;
             job.number = state.jobs;
             job.covered_writes = state.durability.completed_writes();
@@ -172,7 +168,7 @@ impl Shared {
     /// Fails requests that have waited for a server longer than the timeout.
     pub fn expire(self: &Arc<Self>) {
         let mut deferred = DeferredWork::default();
-        self.lock().expire(Instant::now(), self.timeout, &mut deferred);
+        self.state.lock().expire(Instant::now(), self.timeout, &mut deferred);
         self.run_deferred(&mut deferred);
     }
 
@@ -188,7 +184,7 @@ impl Shared {
         connection: usize,
         export_info: ExportInfo,
     ) -> std::result::Result<JoinResult, LinkError> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.stop {
             return Err(LinkError::Stopped);
         }
@@ -223,7 +219,7 @@ impl Shared {
     ) -> std::result::Result<(), LeaveReason> {
         let Exchange { done, unflushed, new, ready, deferred } = exchange;
         let over = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             (0..std::mem::take(unflushed)).for_each(|_| state.durability.add_write());
             state.connections[connection].assigned -= done.len();
             for (job, outcome) in done.drain(..) {
@@ -265,7 +261,7 @@ impl Shared {
         let mut deferred = DeferredWork::default();
         let mut lost = None;
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let own = &mut state.connections[connection];
             (own.is_open, own.assigned, own.needs_wake) = (false, 0, false);
             let inbox = std::mem::take(&mut own.inbox);
@@ -289,11 +285,11 @@ impl Shared {
     // ---- thread lifecycle -----------------------------------------------------------------------
 
     pub fn enter_thread(&self) {
-        self.lock().threads += 1;
+        self.state.lock().threads += 1;
     }
 
     pub fn leave_thread(&self) {
-        self.lock().threads -= 1;
+        self.state.lock().threads -= 1;
         self.ended.notify_all();
     }
 
@@ -302,7 +298,7 @@ impl Shared {
     pub fn stop(self: &Arc<Self>, most: Duration, others: usize) -> bool {
         let mut deferred = DeferredWork::default();
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.stop = true;
             let State { queued, connections, overlap, .. } = &mut *state;
             let overlapping = overlap.drain();
@@ -313,17 +309,7 @@ impl Shared {
         }
         self.wakers.iter().for_each(Waker::stop);
         self.run_deferred(&mut deferred);
-        let end = Instant::now() + most;
-        let mut state = self.lock();
-        while state.threads > others {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            let waited = self.ended.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        !self.ended.wait_timeout_while(self.state.lock(), most, |state| state.threads > others).1
     }
 }
 

@@ -9,7 +9,7 @@ use freestone_ram::ram::{Config, Ram};
 use freestone_testkit::conformance::{self, Options};
 use freestone_testkit::{DeferPolicy, DeferringDevice, Model};
 
-use crate::harness::Served;
+use crate::harness::{served, served_with};
 
 const SIZE: u64 = 8 << 20;
 
@@ -24,9 +24,7 @@ fn ram() -> Arc<dyn Device> {
 #[test]
 fn ram_disk_over_four_and_one_connections() {
     for connections in [4, 1] {
-        let make = || -> Arc<dyn Device> {
-            Arc::new(Served::with(ram(), |config| config.connections = connections))
-        };
+        let make = || -> Arc<dyn Device> { served_with(ram(), |config| config.connections = connections) };
         conformance::check(&format!("{connections} connections"), &make, options(1));
     }
 }
@@ -34,7 +32,7 @@ fn ram_disk_over_four_and_one_connections() {
 #[test]
 fn deferring_wrapper_over_client() {
     let make = || -> Arc<dyn Device> {
-        Arc::new(DeferringDevice::new(Arc::new(Served::new(ram())), DeferPolicy::Sometimes(30), 5))
+        Arc::new(DeferringDevice::new(served(ram()), DeferPolicy::Sometimes(30), 5))
     };
     conformance::check("deferred", &make, options(2));
 }
@@ -43,7 +41,7 @@ fn deferring_wrapper_over_client() {
 fn client_over_deferring_device() {
     let make = || -> Arc<dyn Device> {
         let slow = DeferringDevice::new(ram(), DeferPolicy::Sometimes(50), 6);
-        Arc::new(Served::new(Arc::new(slow)))
+        served(Arc::new(slow))
     };
     conformance::check("over deferred", &make, options(3));
 }
@@ -51,15 +49,14 @@ fn client_over_deferring_device() {
 #[test]
 fn client_over_512_and_4096_byte_blocks() {
     for block in [512, 4096] {
-        let make =
-            || -> Arc<dyn Device> { Arc::new(Served::new(Arc::new(Model::new(SIZE as usize, block)))) };
+        let make = || -> Arc<dyn Device> { served(Arc::new(Model::new(SIZE as usize, block))) };
         conformance::check(&format!("blocks of {block}"), &make, options(4));
     }
 }
 
 #[test]
 fn read_only_client() {
-    let make = || -> Arc<dyn Device> { Arc::new(Served::with(ram(), |config| config.read_only = true)) };
+    let make = || -> Arc<dyn Device> { served_with(ram(), |config| config.read_only = true) };
     conformance::check("read-only", &make, options(5));
 }
 
@@ -67,7 +64,7 @@ fn read_only_client() {
 fn client_over_null_device() {
     let make = || -> Arc<dyn Device> {
         let config = null::Config::plain(SIZE, 512);
-        Arc::new(Served::new(Arc::new(Null::new(config).unwrap())))
+        served(Arc::new(Null::new(config).unwrap()))
     };
     conformance::check("null", &make, Options { stores_data: false, ..options(6) });
 }
@@ -77,7 +74,7 @@ fn client_over_null_device() {
 fn client_as_backing_device_of_ram_disk() {
     for packed in [true, false] {
         let make = || -> Arc<dyn Device> {
-            let backing = Arc::new(Served::new(Arc::new(Model::new(64 << 20, 4096))));
+            let backing = served(Arc::new(Model::new(64 << 20, 4096)));
             let config = Config { disksize: SIZE, mem_limit: 1 << 20, ..Config::default() };
             Arc::new(Ram::new(config.backed_by(backing, packed)).unwrap())
         };

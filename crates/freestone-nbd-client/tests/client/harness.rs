@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone_core::device::{Buffer, Completion, Device, IoBuf, Op, Request, Result, TryResult};
+use freestone_core::device::{Completion, Device, IoBuf, Op, Request, Result};
 use freestone_nbd::{Address, ExportOptions, Limits, Server};
 use freestone_nbd_client::{Config, Nbd, Uri};
+use freestone_testkit::TestDevice;
 use tempfile::TempDir;
 
 /// Longest time that a test waits for an event.
@@ -45,51 +46,17 @@ impl TestAddress {
     }
 }
 
-/// An NBD client device with its server.
-pub struct Served {
-    pub nbd: Nbd,
-    /// The server is dropped after the client device.
-    _server: Server,
-    _place: TestAddress,
+/// Returns an NBD client device that owns its server, which is dropped after the client device.
+pub fn served(device: Arc<dyn Device>) -> Arc<TestDevice<Nbd>> {
+    served_with(device, |_| {})
 }
 
-impl Served {
-    pub fn new(device: Arc<dyn Device>) -> Self {
-        Self::with(device, |_| {})
-    }
-
-    pub fn with(device: Arc<dyn Device>, change: impl FnOnce(&mut Config)) -> Self {
-        let place = TestAddress::new();
-        let server = place.serve(device);
-        let mut config = place.config();
-        change(&mut config);
-        Self { nbd: Nbd::open(&config).unwrap(), _server: server, _place: place }
-    }
-}
-
-/// Forwards requests to the client device, so that the conformance suite can own device and server
-/// together.
-impl Device for Served {
-    fn geometry(&self) -> freestone_core::device::Geometry {
-        self.nbd.geometry()
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        self.nbd.try_io(request, buffer)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.nbd.submit(request, buffer, done);
-    }
-
-    fn extents(
-        &self,
-        offset: u64,
-        len: u64,
-        row: &mut dyn FnMut(freestone_core::device::Extent) -> bool,
-    ) -> Result<u64> {
-        self.nbd.extents(offset, len, row)
-    }
+pub fn served_with(device: Arc<dyn Device>, change: impl FnOnce(&mut Config)) -> Arc<TestDevice<Nbd>> {
+    let place = TestAddress::new();
+    let server = place.serve(device);
+    let mut config = place.config();
+    change(&mut config);
+    Arc::new(TestDevice::over(Arc::new(Nbd::open(&config).unwrap())).owning((server, place)))
 }
 
 /// Submits a request. The returned channel receives the result.

@@ -2,43 +2,20 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use freestone_core::device::{Blocking as _, Device as _, Flags};
 use freestone_nbd_client::{Config, Nbd, TlsFiles};
 use freestone_nbd_proto::{option, reply};
 use freestone_testkit::certificates::{Authority, Usage};
+use freestone_testkit::process::KillOnDrop;
 use freestone_testkit::tools::is_listening;
 
 use crate::fake::{DEFAULT_EXPORT, Fake};
-use crate::harness::PATIENCE;
-
-/// A server process, which is killed on drop.
-struct Process(Child);
-
-impl Process {
-    fn start(command: &mut Command, is_ready: impl Fn() -> bool) -> Self {
-        let child = command.stdin(Stdio::null()).spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-        let process = Self(child);
-        let end = Instant::now() + PATIENCE;
-        while !is_ready() {
-            assert!(Instant::now() < end, "{command:?}: is not ready");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        process
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// Starts qemu-nbd with TLS at a Unix socket. Clients must present a certificate.
-fn qemu_nbd(dir: &Path, tls: &Path) -> Process {
+fn qemu_nbd(dir: &Path, tls: &Path) -> KillOnDrop {
     let image = dir.join("disk.img");
     fs::write(&image, vec![5; 1 << 20]).unwrap();
     let socket = dir.join("qemu");
@@ -46,7 +23,7 @@ fn qemu_nbd(dir: &Path, tls: &Path) -> Process {
     let object = format!("tls-creds-x509,id=tls,dir={},endpoint=server,verify-peer=yes", tls.display());
     command.args(["--persistent", "--shared=0", "-f", "raw", "--object", &object, "--tls-creds", "tls"]);
     command.arg("--export-name=disk").arg("--socket").arg(&socket).arg(&image);
-    Process::start(&mut command, || is_listening(&socket))
+    KillOnDrop::start(&mut command, || is_listening(&socket))
 }
 
 fn config(dir: &Path, scheme: &str, socket: &str, tls: TlsFiles) -> Config {
@@ -119,7 +96,7 @@ fn nbdkit_over_tcp_with_tls() {
     command.args(["-f", "-P"]).arg(dir.join("pid")).args(["-i", "127.0.0.1", "-p", &free.to_string()]);
     command.arg("--tls=require").arg(format!("--tls-certificates={}", ours.dir().display()));
     command.args(["memory", "8M"]);
-    let _server = Process::start(&mut command, || dir.join("pid").exists());
+    let _server = KillOnDrop::start(&mut command, || dir.join("pid").exists());
     let tls = TlsFiles { ca: Some(ours.file("ca-cert.pem")), ..TlsFiles::default() };
     let uri = format!("nbds://127.0.0.1:{free}/").parse().unwrap();
     let device = Nbd::open(&Config { tls, ..Config::new(uri) }).unwrap();

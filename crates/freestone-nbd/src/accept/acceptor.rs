@@ -6,11 +6,11 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use freestone_core::allow::socket_peer;
 use freestone_core::descriptor_reserve::DescriptorReserve;
+use freestone_core::sync::Mutex;
 use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::io::Errno;
@@ -66,7 +66,7 @@ impl Acceptor {
     pub fn add(&self, listener: u64, sockets: Vec<OwnedFd>) -> Result<(), Errno> {
         debug_assert!(listener != WAKE, "the identifier of the wakeup");
         // The lock is held until the table has the sockets, so that an early event finds them.
-        let mut table = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.sockets.lock();
         for socket in &sockets {
             // On failure `sockets` is dropped: closing a socket also removes its entry from the epoll set.
             epoll::add(&self.epoll, socket, epoll::EventData::new_u64(listener), epoll::EventFlags::IN)?;
@@ -77,7 +77,7 @@ impl Acceptor {
 
     /// Removes a listener and closes its sockets. No further connection is accepted there when this returns.
     pub fn remove(&self, listener: u64) {
-        let removed = self.sockets.lock().unwrap_or_else(PoisonError::into_inner).remove(&listener);
+        let removed = self.sockets.lock().remove(&listener);
         for socket in removed.iter().flatten() {
             // Closing alone would keep the epoll entry if another process has a copy of the socket.
             let _ = epoll::delete(&self.epoll, socket);
@@ -137,7 +137,7 @@ impl Acceptor {
     /// Accepts one connection at each socket of a listener that has a pending one.
     fn accept(&self, listener: u64, accepted: &mut Vec<AcceptResult>) {
         // The lock is held across the accepts, so that `remove` does not return while a socket is in use.
-        let table = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let table = self.sockets.lock();
         // The entry is missing if the listener was removed after the event.
         for socket in table.get(&listener).into_iter().flatten() {
             match acceptfrom_with(socket, SocketFlags::CLOEXEC) {

@@ -2,8 +2,10 @@
 //! thread is the largest cost of a new connection.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
+
+use freestone_core::sync::{Condvar, Mutex};
 
 use crate::link::Link;
 
@@ -33,7 +35,7 @@ impl IdleThreads {
     /// # Errors
     /// Returns the connection if no thread is idle.
     pub fn assign(&self, link: Arc<Link>) -> Result<(), Arc<Link>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.links.len() >= state.waiting {
             return Err(link);
         }
@@ -46,19 +48,13 @@ impl IdleThreads {
     /// Waits for the next connection. Returns None if the thread must end: no connection came within
     /// [`WAIT`], [`MAX_WAITING`] threads are idle, or the server has ended.
     pub fn next_connection(&self) -> Option<Arc<Link>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.waiting >= MAX_WAITING {
             return None;
         }
         state.waiting += 1;
-        let until = Instant::now() + WAIT;
-        while state.links.is_empty() && !state.ended {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            state = self.wakeup.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let is_idle = |state: &mut State| state.links.is_empty() && !state.ended;
+        state = self.wakeup.wait_timeout_while(state, WAIT, is_idle).0;
         // A queued connection is taken even after the timeout or after `end`.
         state.waiting -= 1;
         state.links.pop_front()
@@ -66,13 +62,8 @@ impl IdleThreads {
 
     /// Ends all idle threads, and keeps further threads from waiting.
     pub fn end(&self) {
-        self.lock().ended = true;
+        self.state.lock().ended = true;
         self.wakeup.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic cannot leave the state inconsistent, so poisoning is ignored.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -82,6 +73,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::mpsc;
     use std::thread;
+    use std::time::Instant;
 
     use super::*;
     use crate::address::Address;
@@ -102,7 +94,7 @@ mod tests {
                 let (idle_threads, taken) = (Arc::clone(&idle_threads), taken.clone());
                 thread::spawn(move || {
                     // A thread above the limit receives None, and tries again.
-                    while !idle_threads.lock().ended {
+                    while !idle_threads.state.lock().ended {
                         if let Some(link) = idle_threads.next_connection() {
                             taken.send(link.id).unwrap();
                         }

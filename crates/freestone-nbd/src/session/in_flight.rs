@@ -10,7 +10,6 @@ use crate::limits::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
 use crate::link::CompletedPart;
 use crate::wire::errno::{CommandGroup, Failure};
 
-/// Completions.
 impl Session<'_> {
     /// Converts the device's completions into replies.
     pub(super) fn handle_completions(&mut self) -> Result<(), ConnectionLost> {
@@ -46,6 +45,7 @@ impl Session<'_> {
     }
 
     fn answer_part(&mut self, part: CompletedPart) -> Result<(), ConnectionLost> {
+        freestone_core::trail::arrive!();
         let operation = self.operations.get(part.slot);
         let group = operation.group;
         if operation.window {
@@ -122,6 +122,7 @@ impl Session<'_> {
     /// Submits a part of the operation at `slot` to the device. Charges the buffer, unless `charged` is true,
     /// which means it was charged before.
     pub(super) fn submit(&mut self, slot: usize, request: Request, buffer: IoBuf, charged: bool) {
+        freestone_core::trail::step!();
         let done = self.begin_part(slot, request, &buffer, charged);
         self.replies.plug.get_or_insert_with(Plug::start);
         self.device.submit(request, buffer, done);

@@ -229,6 +229,7 @@ impl<'a> Session<'a> {
 
     /// Executes received requests until one needs more input or memory, or many replies are pending.
     fn work(&mut self) -> Result<Step, ConnectionLost> {
+        freestone_core::trail::step!();
         loop {
             if self.replies.is_due() {
                 return Ok(Step::Yield);

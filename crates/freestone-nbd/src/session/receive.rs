@@ -71,6 +71,7 @@ impl Session<'_> {
     ) -> Result<(), ConnectionLost> {
         match received {
             ReceiveResult::Data => {
+                freestone_core::trail::arrive!();
                 self.tally.receives += 1;
                 if self.client_state == ClientState::Idle {
                     self.set_idle_timeout(true);

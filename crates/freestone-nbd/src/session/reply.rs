@@ -25,6 +25,7 @@ impl Session<'_> {
     /// Replies with success to a request whose reply has no data. With compact headers the protocol allows a
     /// simple reply for it, even if structured replies were negotiated.
     pub(super) fn reply_done(&mut self, tag: Tag) -> Result<(), ConnectionLost> {
+        freestone_core::trail::step!();
         if self.headers == Headers::Extended {
             return self.reply_end(tag);
         }
@@ -83,6 +84,7 @@ impl Session<'_> {
         data: IoBuf,
         done: bool,
     ) -> Result<(), ConnectionLost> {
+        freestone_core::trail::step!();
         if self.headers.is_hole(&data) {
             self.replies.reserve(self.link.socket(), self.headers.hole_bytes())?;
             self.headers.put_hole(&mut self.replies, tag, offset, data.len() as u32, done);
@@ -103,6 +105,7 @@ impl Session<'_> {
         header: Option<Tag>,
         data: IoBuf,
     ) -> Result<(), ConnectionLost> {
+        freestone_core::trail::step!();
         let room = size_of::<SimpleReply>() + Replies::space_for_owned(data.len());
         self.replies.reserve(self.link.socket(), room)?;
         if let Some(tag) = header {

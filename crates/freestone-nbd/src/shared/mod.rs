@@ -9,12 +9,13 @@ pub mod tables;
 pub mod template;
 
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use freestone_core::allow::Denials;
 use freestone_core::budget::Budget;
 use freestone_core::client_log;
+use freestone_core::sync::{Condvar, Mutex};
 use freestone_core::workers::Workers;
 
 use self::tables::Tables;
@@ -49,7 +50,7 @@ pub struct ServerShared {
     pub tls: OnceLock<Policy>,
     /// Serializes the calls that start to listen.
     pub binding: Mutex<()>,
-    tables: Mutex<Tables>,
+    pub tables: Mutex<Tables>,
     /// Notified when a connection has ended, or an export is released.
     ended: Condvar,
     /// The acceptor, created with the first address.
@@ -73,11 +74,6 @@ impl ServerShared {
         }
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, Tables> {
-        // A panic cannot leave the tables inconsistent, so poisoning is ignored.
-        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the acceptor, or None if the server never listened.
     pub fn acceptor(&self) -> Option<&Acceptor> {
         self.acceptor.get()
@@ -99,7 +95,7 @@ impl ServerShared {
     /// connection is refused or its address was closed.
     pub fn add_connection(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
         let listed = {
-            let mut tables = self.lock();
+            let mut tables = self.tables.lock();
             tables.accepted += 1;
             tables.connect_rate.record_accept(self.limits.max_connect_rate, Instant::now());
             let listener = tables.listeners.get(&listener);
@@ -112,7 +108,7 @@ impl ServerShared {
             self.denials.add(&address, &peer);
             return None;
         }
-        let mut tables = self.lock();
+        let mut tables = self.tables.lock();
         if tables.connections.len() >= self.limits.max_connections {
             tables.refused += 1;
             drop(tables);
@@ -140,7 +136,7 @@ impl ServerShared {
 impl ServerShared {
     /// Finds an export that the client may see.
     pub fn find(&self, link: &Link, name: &str) -> Result<Arc<Export>, JoinError> {
-        let export = self.lock().find(&link.address, name)?;
+        let export = self.tables.lock().find(&link.address, name)?;
         export.check_visible(link).map(|()| export)
     }
 
@@ -148,7 +144,7 @@ impl ServerShared {
     /// export is held. If a client limit of the export is full, waits for a place until `until`.
     pub fn join_export(&self, link: &Link, name: &str, until: Instant) -> Result<Arc<Export>, JoinError> {
         let deadline = Instant::now() + self.limits.handshake_timeout;
-        let mut tables = self.lock();
+        let mut tables = self.tables.lock();
         tables.find(&link.address, name)?.check_visible(link)?;
         if tables.pending_handshakes.remove(link.id) {
             self.wake();
@@ -170,28 +166,27 @@ impl ServerShared {
                 if link.has_left() {
                     return Err(JoinError::Failed("the client has left".to_owned()));
                 }
-                tables = self.lock();
+                tables = self.tables.lock();
             }
             // The next poll notices unpublishing and shutdown.
             let interval = match until.saturating_duration_since(Instant::now()) {
                 Duration::ZERO => POLL_INTERVAL,
                 left => POLL_INTERVAL.min(left),
             };
-            let waited = self.ended.wait_timeout(tables, interval);
-            tables = waited.unwrap_or_else(PoisonError::into_inner).0;
+            tables = self.ended.wait_timeout(tables, interval).0;
         }
     }
 
     /// Ends one [`Tables::hold`], and wakes the clients that wait for the export.
     pub fn release(&self, name: &str) {
-        self.lock().release(name);
+        self.tables.lock().release(name);
         self.ended.notify_all();
     }
 
     /// Moves a connection back to the pending handshakes, because no device could be created for it.
     pub fn leave_export(&self, link: &Link) {
         let export = {
-            let mut tables = self.lock();
+            let mut tables = self.tables.lock();
             if let Some(link) = tables.links([&link.id]).first() {
                 tables.pending_handshakes.add(link);
             }
@@ -202,7 +197,7 @@ impl ServerShared {
     }
 
     pub fn visible_exports(&self, link: &Link) -> Vec<Arc<Export>> {
-        let tables = self.lock();
+        let tables = self.tables.lock();
         let all = tables.listener(&link.address).into_iter().flat_map(|listener| listener.exports.values());
         all.filter(|export| export.check_visible(link).is_ok()).cloned().collect()
     }
@@ -211,7 +206,7 @@ impl ServerShared {
     pub fn expire_after(&self, link: &Link, ttl: Duration) {
         // If the time is beyond the range of the clock, the connection has no deadline.
         let Some(moment) = Instant::now().checked_add(ttl) else { return };
-        let nearest = self.lock().expire_at(link, moment);
+        let nearest = self.tables.lock().expire_at(link, moment);
         if nearest {
             self.wake();
         }
@@ -227,7 +222,7 @@ impl ServerShared {
 
     /// Removes a connection that has ended. `panicked` is true if a device or its end callback panicked.
     pub fn remove_connection(&self, link: &Link, panicked: bool) {
-        let mut tables = self.lock();
+        let mut tables = self.tables.lock();
         let gone = tables.remove_connection(link);
         tables.panics += u64::from(panicked);
         if tables.pending_handshakes.remove(link.id) {
@@ -245,7 +240,7 @@ impl ServerShared {
     pub fn run_deadlines(&self) -> AcceptorAction {
         let now = Instant::now();
         let (expired, until, admission) = {
-            let mut tables = self.lock();
+            let mut tables = self.tables.lock();
             if tables.shutting_down {
                 return AcceptorAction::Stop;
             }
@@ -303,7 +298,7 @@ impl ServerShared {
     /// Waits at most `time` for these connections to end. Removes those that have ended from `links`.
     fn wait_for_end(&self, links: &mut Vec<Arc<Link>>, time: Duration) {
         let deadline = Instant::now().checked_add(time);
-        let mut tables = self.lock();
+        let mut tables = self.tables.lock();
         // Waits for one link at a time, so each wakeup checks one link, however many connections end.
         while let Some(link) = links.last() {
             if !tables.connections.contains_key(&link.id) {
@@ -315,7 +310,7 @@ impl ServerShared {
                 links.retain(|link| tables.connections.contains_key(&link.id));
                 return;
             }
-            tables = self.ended.wait_timeout(tables, left).unwrap_or_else(PoisonError::into_inner).0;
+            tables = self.ended.wait_timeout(tables, left).0;
         }
     }
 }

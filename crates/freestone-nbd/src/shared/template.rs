@@ -2,11 +2,12 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use freestone_core::client_log;
 use freestone_core::device::{Device, Geometry};
+use freestone_core::sync::Mutex;
 
 /// A device that was created for one connection.
 pub struct ConnectionDevice {
@@ -60,14 +61,14 @@ impl Template {
         let on_end = EndCallback(Some(fresh.on_end));
         let device = fresh.device;
         let device_info = DeviceInfo::of(&*device);
-        *self.device_info.lock().unwrap_or_else(PoisonError::into_inner) = Some(device_info);
+        *self.device_info.lock() = Some(device_info);
         Ok((device, on_end))
     }
 
     /// Returns the properties of the device created last. If none was created yet, creates a device and ends
     /// it at once.
     pub fn device_info(&self) -> Result<DeviceInfo, String> {
-        let known = *self.device_info.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = *self.device_info.lock();
         if let Some(device_info) = known {
             return Ok(device_info);
         }

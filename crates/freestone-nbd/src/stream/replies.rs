@@ -161,6 +161,7 @@ impl Replies {
     /// Sends all replies, and blocks while the socket accepts no more. No reply is pending afterwards, even
     /// on error.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
+        freestone_core::trail::step!();
         if self.plug.is_some() || self.at_work.is_some() {
             self.release_plug();
         }

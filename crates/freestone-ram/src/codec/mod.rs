@@ -136,17 +136,18 @@ impl Streams {
                 Algorithm::Store => Stream::Store,
             };
             warm_up(&mut stream);
-            Ok(stream)
+            Ok(Mutex::new(stream))
         };
-        let per_cpu = Lender::new(make).map_err(StreamsError::Device)?;
+        let per_cpu = Lender::try_new(make).map_err(StreamsError::Device)?;
         Ok(Self { algorithm, level, dictionary: params.dictionary.clone(), digest, per_cpu })
     }
 
     /// Compresses `page` into `scratch`; returns `None` if the result exceeds [`Scratch::BYTES`].
     #[inline]
     pub fn compress<'s>(&self, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
+        freestone_core::trail::step!();
         touch::scratch(scratch);
-        touch::packed(&mut self.per_cpu.take(), page, scratch)
+        touch::packed(&mut self.per_cpu.lock(), page, scratch)
     }
 
     /// Decompresses the compressed page `object` into `page`.
@@ -160,7 +161,7 @@ impl Streams {
             Algorithm::Lzo => lzo::decompress(object, page),
             Algorithm::Zstd => {
                 touch::page(page);
-                match &mut *self.per_cpu.take() {
+                match &mut *self.per_cpu.lock() {
                     Stream::Zstd(stream) => stream.decompress(object, page),
                     _ => false,
                 }
@@ -199,7 +200,7 @@ impl Streams {
 
     /// Returns the memory use in bytes of all streams, the dictionary and its digested form.
     pub fn bytes(&self) -> u64 {
-        let streams: usize = self.per_cpu.all().map(|stream| stream.lock().bytes()).sum();
+        let streams: usize = self.per_cpu.iter().map(|stream| stream.lock().bytes()).sum();
         let dictionary = self.dictionary.as_ref().map_or(0, |dictionary| dictionary.bytes().len());
         let digest = self.digest.as_ref().map_or(0, |digest| digest.bytes());
         (streams + dictionary + digest) as u64

@@ -103,7 +103,7 @@ fn dictionary_shrinks_objects() {
 fn streams_are_bounded_by_cpus() {
     let streams = Streams::new(Algorithm::Lz4, &Params::default()).unwrap();
     let before = streams.bytes();
-    assert_eq!(streams.per_cpu.all().len(), percpu::cpus());
+    assert_eq!(streams.per_cpu.len(), percpu::cpus());
     std::thread::scope(|scope| {
         for _ in 0..16 {
             scope.spawn(|| {
@@ -134,7 +134,7 @@ fn compress_takes_no_page_fault() {
         let mut scratch = Scratch::new();
         touch::scratch(&mut scratch);
         // Test the streams of all CPUs, not only that of this CPU.
-        for stream in streams.per_cpu.all() {
+        for stream in streams.per_cpu.iter() {
             let mut stream = stream.lock();
             let before = faults();
             for page in &pages {
@@ -155,9 +155,9 @@ fn streams_share_one_dictionary() {
     let digest = with.digest.as_ref().unwrap();
     // There is one reference per CPU, and `digest` in the streams.
     assert_eq!(Arc::strong_count(digest), percpu::cpus() + 1);
-    let streams: u64 = with.per_cpu.all().map(|stream| stream.lock().bytes() as u64).sum();
+    let streams: u64 = with.per_cpu.iter().map(|stream| stream.lock().bytes() as u64).sum();
     assert_eq!(with.bytes(), streams + (bytes.len() + digest.bytes()) as u64);
-    for stream in with.per_cpu.all() {
+    for stream in with.per_cpu.iter() {
         let stream = stream.lock().bytes();
         assert!(
             stream < bytes.len() + digest.bytes(),

@@ -109,6 +109,7 @@ impl BackRefs {
 
     #[inline]
     pub fn set(&self, span: &OwnedSpan, object: usize, owner: BackRef) {
+        freestone_core::trail::step!();
         // SAFETY: the caller owns the span.
         unsafe { self.set_for_object(span.number(), object, owner) };
     }

@@ -120,9 +120,6 @@ impl Pool {
 
     /// Creates an empty pool without a limit. `outside_pages` is a number of pages outside the pool
     /// that count against a limit.
-    ///
-    /// # Errors
-    /// Fails if `memfd_create(2)` fails.
     pub fn with_outside_pages(outside_pages: Arc<AtomicU64>) -> rustix::io::Result<Self> {
         Ok(Self {
             arena: Arena::new("freestone-pool", SPAN_BYTES)?,
@@ -154,6 +151,7 @@ impl Pool {
     #[expect(clippy::inline_always, reason = "a write in memory is one function")]
     #[inline(always)]
     pub fn store(&self, data: &[u8], owner: BackRef, reserved: u64) -> Result<u64> {
+        freestone_core::trail::step!();
         if self.exceeds_lowered_limit() {
             // The cached empty spans may be what exceeds the limit.
             self.release_empties();

@@ -38,6 +38,7 @@ fn bytes_of(span: &OwnedSpan, pages: &Range<u32>) -> (u64, u64) {
 impl Pool {
     #[inline]
     pub(super) fn fill(&self, taken: &mut NewObject, data: &[u8]) {
+        freestone_core::trail::step!();
         // SAFETY: the object is in no slot and belongs to the caller.
         unsafe { self.put(taken.0.location(), data) };
     }

@@ -196,6 +196,7 @@ impl Spans {
     /// Returns the index of the lowest free object of a span; `None` if all are used.
     #[inline]
     pub fn lowest_free(&self, span: &OwnedSpan) -> Option<usize> {
+        freestone_core::trail::step!();
         self.get(span.0).bitmap.iter().enumerate().find_map(|(index, word)| {
             // Relaxed: a free object stays free, as only the owner (the caller) sets bits.
             let free = !word.load(Ordering::Relaxed);

@@ -13,14 +13,12 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crossbeam_utils::CachePadded;
-
 use super::deadline::Deadline;
 use super::space::BLOCK_BYTES;
 use crate::clock::now_ms;
 use freestone_core::device::{Error, IoBuf, Result};
 use freestone_core::mutants::{self, Mutant};
-use freestone_core::percpu;
+use freestone_core::percpu::PerCpu;
 use freestone_core::sync::{Mutex, MutexGuard, OnceLock};
 
 /// Maximum number of reads in flight: twice the queue depth of the file engine.
@@ -165,8 +163,9 @@ impl Reads {
 }
 
 /// Reused buffers for small reads, which need not be zeroed again. Each CPU has its own list.
+#[derive(Default)]
 pub(super) struct SpareBuffers {
-    per_cpu: Box<[CachePadded<Mutex<Vec<IoBuf>>>]>,
+    per_cpu: PerCpu<Mutex<Vec<IoBuf>>>,
 }
 
 /// Size of reused buffers in bytes: two blocks, the most that one object spans.
@@ -174,18 +173,12 @@ const SPARE_BYTES: usize = 2 * BLOCK_BYTES;
 /// Maximum number of spare buffers per CPU.
 const SPARE_MAX: usize = 32;
 
-impl Default for SpareBuffers {
-    fn default() -> Self {
-        Self { per_cpu: (0..percpu::cpus()).map(|_| CachePadded::default()).collect() }
-    }
-}
-
 impl SpareBuffers {
     pub fn get(&self, len: usize) -> Result<IoBuf> {
         if len > SPARE_BYTES {
             return IoBuf::zeroed(len);
         }
-        let kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]).pop();
+        let kept = self.per_cpu.lock().pop();
         let mut buffer = kept.map_or_else(|| IoBuf::zeroed(SPARE_BYTES), Ok)?;
         buffer.set_len(len);
         Ok(buffer)
@@ -194,7 +187,7 @@ impl SpareBuffers {
     pub fn put(&self, mut buffer: IoBuf) {
         buffer.set_len(usize::MAX);
         if buffer.len() == SPARE_BYTES {
-            let mut kept = percpu::lock_nearest(|cpu| &*self.per_cpu[cpu]);
+            let mut kept = self.per_cpu.lock();
             if kept.len() < SPARE_MAX {
                 kept.push(buffer);
             }

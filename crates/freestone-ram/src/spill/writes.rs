@@ -1,6 +1,6 @@
 //! Writes of whole runs of blocks to the backing device. See [`store`](super::store).
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::budget::Charge;
@@ -147,8 +147,7 @@ impl Store {
                         return WriteOutcome::TimedOut;
                     }
                     *state = WriteState::InFlight;
-                    let waited = answer.completed.wait_timeout(state, Duration::from_millis(left));
-                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    state = answer.completed.wait_timeout(state, Duration::from_millis(left)).0;
                 }
             }
         }

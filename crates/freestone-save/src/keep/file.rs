@@ -9,23 +9,14 @@ use std::sync::Arc;
 use rustix::fs::Advice;
 
 use super::index::Entry;
-use crate::save::file_codec::{ContentError, FileCodec};
-use crate::save::format::{KeptRecord, block_sum, form};
+use crate::save::format::{FileAlgorithm, KeptRecord, block_sum, form};
 use crate::save::reader::Node;
-use crate::save::reader::{BlockMetadata, BlockPlace, Reader};
+use crate::save::reader::{Block, BlockPlace, Reader};
 use crate::save::{BaseIdentity, RestoreError};
 use freestone_core::device::Error;
 use freestone_core::fail_points::{self, Call};
 use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::{AtomicU32, Instant, Ordering};
-use freestone_ram::codec::{Algorithm, Dictionary};
-
-pub struct FileAlgorithm {
-    pub algorithm: Algorithm,
-    pub level: i32,
-    pub trained: bool,
-    pub dictionary: Option<Dictionary>,
-}
 
 /// Metadata of a file of kept devices: everything but page data.
 pub struct FileMetadata {
@@ -35,6 +26,27 @@ pub struct FileMetadata {
     pub algorithms: Vec<FileAlgorithm>,
     pub entries: Vec<Vec<Entry>>,
     pub blocks: Blocks,
+}
+
+/// The block that was loaded last: entries of one block load it once.
+#[derive(Default)]
+pub struct LoadedBlock {
+    place: Option<(usize, u32)>,
+    bytes: Vec<u8>,
+}
+
+impl LoadedBlock {
+    /// Returns the data of an entry, and loads its block if necessary. `what` describes a damaged block.
+    pub fn data(&mut self, of: &Blocks, entry: &Entry, what: &'static str) -> Result<&[u8], RestoreError> {
+        let damaged = |_| RestoreError::Damaged { path: of.path.clone(), at: 0, what };
+        let place = Some((entry.file(), entry.block));
+        if self.place != place {
+            self.place = None;
+            of.load(entry.block, &mut self.bytes).map_err(damaged)?;
+            self.place = place;
+        }
+        of.data(entry, &self.bytes).map_err(damaged)
+    }
 }
 
 /// The blocks of a file. The data of a block is verified before use.
@@ -82,18 +94,13 @@ pub fn scan(path: &Path, number: usize) -> Result<FileMetadata, RestoreError> {
     let mut entries: Vec<Vec<Entry>> = reader.nodes.iter().map(|_| Vec::new()).collect();
     let (mut algorithms, mut places, mut passed) = (Vec::new(), Vec::new(), 0_u32);
     loop {
-        let at = reader.at();
         match reader.skim()? {
             None => break,
-            Some(BlockMetadata::Algorithm { algorithm, level, trained, dictionary }) => {
-                let dictionary = FileCodec::dictionary(dictionary)
-                    .map_err(|refused| to_restore_error(path, at, refused))?;
-                algorithms.push(FileAlgorithm { algorithm, level, trained, dictionary });
-            }
-            Some(BlockMetadata::Pages { node, place, records }) => {
+            Some(Block::Algorithm(learned)) => algorithms.push(learned),
+            Some(Block::Pages { node, place, pages }) => {
                 let mut data = 0;
                 let of_node = &mut entries[node as usize];
-                for record in records {
+                for record in pages.records {
                     of_node.push(Entry::new(record, number, passed, data));
                     data += if form::is_run(record.form) { 0 } else { u32::from(record.len.get()) };
                 }
@@ -108,14 +115,6 @@ pub fn scan(path: &Path, number: usize) -> Result<FileMetadata, RestoreError> {
     let blocks =
         Blocks { file, path, salt, bytes, places, scanned: Instant::now(), lines: LogLimit::default() };
     Ok(FileMetadata { kept, bases, nodes, algorithms, entries, blocks })
-}
-
-/// Converts an error of the content at byte `at` of the file `path`.
-pub fn to_restore_error(path: &Path, at: u64, refused: ContentError) -> RestoreError {
-    match refused {
-        ContentError::Damaged(what) => RestoreError::Damaged { path: path.to_owned(), at, what },
-        ContentError::Other(error) => error,
-    }
 }
 
 impl Blocks {

@@ -9,38 +9,15 @@ use std::sync::Arc;
 use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 
 use super::KeepError;
-use super::file::{Blocks, FileMetadata, scan};
-use super::index::Entry;
+use super::file::{FileMetadata, LoadedBlock, scan};
 use super::restore::MergedChain;
 use crate::save::format::{KeptRecord, NodeParent, NodeRecord, algorithm_id};
 use crate::save::reader::Node;
-use crate::save::writer::{AlgorithmSpec, Contents, Writer};
-use crate::save::{RestoreError, SaveError, SaveReport};
+use crate::save::writer::{Contents, Writer};
+use crate::save::{SaveError, SaveReport};
 
 /// Number of entries copied between two polls of `cancelled`.
 const TURN_ENTRIES: usize = 256;
-
-#[derive(Default)]
-struct LoadedBlock {
-    block: Option<u32>,
-    bytes: Vec<u8>,
-}
-
-impl LoadedBlock {
-    fn data<'a>(&'a mut self, blocks: &Blocks, entry: &Entry) -> Result<&'a [u8], RestoreError> {
-        let damaged = || RestoreError::Damaged {
-            path: blocks.path().to_owned(),
-            at: 0,
-            what: "a block is damaged, so its pages cannot be merged",
-        };
-        if self.block != Some(entry.block) {
-            self.block = None;
-            blocks.load(entry.block, &mut self.bytes).map_err(|_| damaged())?;
-            self.block = Some(entry.block);
-        }
-        blocks.data(entry, &self.bytes).map_err(|_| damaged())
-    }
-}
 
 /// Writes the merged content of a chain as the whole file of a new generation.
 pub fn merge(
@@ -70,13 +47,7 @@ pub fn merge(
     let mut numbers: HashMap<(usize, u8), u8> = HashMap::new();
     for (number, file) in whole.files.iter().enumerate() {
         for (algorithm, learned) in (0_u8..).zip(&file.algorithms) {
-            let known = AlgorithmSpec {
-                id: algorithm_id(learned.algorithm),
-                level: learned.level,
-                trained: learned.trained,
-                dictionary: learned.dictionary.clone(),
-            };
-            numbers.insert((number, algorithm), writer.algorithm(known)?);
+            numbers.insert((number, algorithm), writer.algorithm(learned.clone())?);
         }
     }
     let mut loaded: Vec<LoadedBlock> = whole.files.iter().map(|_| LoadedBlock::default()).collect();
@@ -94,8 +65,9 @@ pub fn merge(
                 continue;
             }
             let file = entry.file();
-            let data =
-                if entry.is_run() { &[][..] } else { loaded[file].data(&whole.files[file].blocks, entry)? };
+            let what = "a block is damaged, so its pages cannot be merged";
+            let blocks = &whole.files[file].blocks;
+            let data = if entry.is_run() { &[][..] } else { loaded[file].data(blocks, entry, what)? };
             let algorithm = entry.algorithm().and_then(|own| numbers.get(&(file, own)).copied());
             writer.record(node as u32, entry.record(algorithm.unwrap_or_default()), data)?;
             done += data.len() as u64 + 16;

@@ -419,9 +419,6 @@ impl Keep {
     /// Removes all files permanently. Restored devices should be fully loaded: while the
     /// [`BackgroundLoad`] or the device exists, pages not loaded yet are read from the removed
     /// files.
-    ///
-    /// # Errors
-    /// Fails if one of the files cannot be removed.
     pub fn forget(&mut self) -> Result<(), KeepError> {
         if let Some(last) = self.last.take() {
             last.stop_tracking();

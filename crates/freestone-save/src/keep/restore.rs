@@ -10,17 +10,16 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::file::{FileMetadata, to_restore_error};
+use super::file::{FileMetadata, LoadedBlock};
 use super::index::{Entry, divide, join, overlay};
 use super::load::{BackgroundLoad, Stage};
 use super::source::{Index, Part};
-use crate::save::file_codec::FileCodec;
+use crate::save::file_codec::{ContentError, FileCodec};
 use crate::save::format::NodeParent;
 use crate::save::reader::Node;
-use crate::save::restore::{Base, find_bases};
+use crate::save::restore::{Base, create, find_bases};
 use crate::save::{BaseIdentity, RestoreError};
-use freestone_core::device::Error;
-use freestone_ram::ram::{Family, ForkConfig, ParentDevice, Ram};
+use freestone_ram::ram::{Family, ParentDevice, Ram};
 use freestone_ram::transfer::{Incoming, RestoreInto as _, StorePages as _};
 
 /// The merged content of the files of a chain.
@@ -64,21 +63,16 @@ pub fn make(
     bases: &[Base],
     cancelled: &dyn Fn() -> bool,
 ) -> Result<RestoredDevices, RestoreError> {
-    let bases = find_bases((&whole.bases, &whole.nodes), bases, &mut || cancelled())?;
-    // A base of another family is used as a plain device, even if it is a snapshot there.
-    let bases = bases.into_iter().map(|base| match base {
-        Base::Snapshot(ram) if !family.is_same(&ram.family()) || !ram.is_snapshot() => {
-            Base::Device(Arc::new(ram))
-        }
-        base => base,
-    });
-    let bases = bases.collect();
+    let bases = find_bases(family, (&whole.bases, &whole.nodes), bases, &mut || cancelled())?;
     let mut parts = Vec::new();
     for FileMetadata { algorithms, blocks, .. } in whole.files {
         let known = algorithms.into_iter().map(|learned| {
-            let super::file::FileAlgorithm { algorithm, level, trained, dictionary } = learned;
-            let known = FileCodec::new(family, algorithm, level, trained, dictionary);
-            known.map_err(|refused| to_restore_error(blocks.path(), 0, refused))
+            FileCodec::new(family, learned).map_err(|refused| match refused {
+                ContentError::Damaged(what) => {
+                    RestoreError::Damaged { path: blocks.path().to_owned(), at: 0, what }
+                }
+                ContentError::Other(error) => error,
+            })
         });
         parts.push(Part { algorithms: known.collect::<Result<_, _>>()?, blocks });
     }
@@ -136,7 +130,7 @@ fn nodes_below(nodes: &[Node], number: usize) -> usize {
 struct DeviceBuilder<'a> {
     family: &'a Family,
     nodes: &'a [Node],
-    bases: Vec<Base>,
+    bases: Vec<ParentDevice>,
     parts: Arc<[Part]>,
     made: Vec<Option<Ram>>,
     stages: Vec<Stage>,
@@ -187,7 +181,7 @@ impl DeviceBuilder<'_> {
         // Pages are stored and read with the final size of the device.
         for (&number, entries) in chain.iter().zip(&put) {
             let node = &self.nodes[number];
-            let failed = |error| RestoreError::Setup { device: node.label(), error };
+            let failed = |error| node.setup_error(error);
             if number != first {
                 live.grow(node.size).map_err(failed)?;
             }
@@ -195,7 +189,7 @@ impl DeviceBuilder<'_> {
             if number == last && first != last {
                 for entry in &stays {
                     for page in entry.page()..entry.end() {
-                        live.put(page, Incoming::Parent).map_err(|error| store_error(node, page, error))?;
+                        live.put(page, Incoming::Parent).map_err(|error| node.store_error(page, error))?;
                     }
                 }
             }
@@ -208,29 +202,20 @@ impl DeviceBuilder<'_> {
     /// Creates the live device of a chain, with the size of the chain's first node.
     fn live(&mut self, chain: &[usize], index: &Arc<Index>) -> Result<Ram, RestoreError> {
         let node = &self.nodes[chain[0]];
-        let failed = |error| RestoreError::Setup { device: node.label(), error };
         let below = match node.over {
             NodeParent::Nothing => ParentDevice::Nothing,
             NodeParent::Node(below) | NodeParent::After(below) => match &self.made[below as usize] {
                 Some(ram) => ParentDevice::Snapshot(ram.clone()),
                 None => unreachable!("chains come after what they lie over"),
             },
-            NodeParent::Base(base) => match &self.bases[base as usize] {
-                Base::Snapshot(ram) => ParentDevice::Snapshot(ram.clone()),
-                Base::Device(device) => ParentDevice::Device(Arc::clone(device)),
-            },
+            NodeParent::Base(base) => self.bases[base as usize].clone(),
         };
         if index.entries.is_empty() {
-            let config = ForkConfig { size: Some(node.size), ..ForkConfig::default() };
-            let made = match below {
-                ParentDevice::Nothing => self.family.ram(node.size),
-                ParentDevice::Device(device) => self.family.fork(device, &config),
-                ParentDevice::Snapshot(ram) => ram.fork(&config),
-            };
-            return made.map_err(failed);
+            return create(self.family, node.size, below).map_err(|error| node.setup_error(error));
         }
         let source = Arc::clone(index) as Arc<dyn freestone_ram::transfer::Source>;
-        let (ram, loader) = self.family.staged(node.size, below, source).map_err(failed)?;
+        let staged = self.family.staged(node.size, below, source);
+        let (ram, loader) = staged.map_err(|error| node.setup_error(error))?;
         for &number in chain {
             self.by_node[number] = Some(self.stages.len());
         }
@@ -247,37 +232,24 @@ impl DeviceBuilder<'_> {
         entries: &[Entry],
     ) -> Result<(), RestoreError> {
         let node = &self.nodes[number];
-        let (mut loaded, mut block) = (None, Vec::new());
+        let mut loaded = LoadedBlock::default();
         for entry in entries {
             if (self.cancelled)() {
                 return Err(RestoreError::Cancelled);
             }
             if entry.is_lost() {
                 for page in entry.page()..entry.end() {
-                    ram.put(page, Incoming::Parent).map_err(|error| store_error(node, page, error))?;
+                    ram.put(page, Incoming::Parent).map_err(|error| node.store_error(page, error))?;
                 }
                 continue;
             }
             let blocks = &self.parts[entry.file()].blocks;
-            if loaded.replace((entry.file(), entry.block)) != Some((entry.file(), entry.block)) {
-                blocks.load(entry.block, &mut block).map_err(|_| RestoreError::Damaged {
-                    path: blocks.path().to_owned(),
-                    at: 0,
-                    what: "a block of a snapshot's pages is damaged",
-                })?;
-            }
+            let data = loaded.data(blocks, entry, "a block of a snapshot's pages is damaged")?;
             for page in entry.page()..entry.end() {
-                let data = blocks.data(entry, &block);
-                let stored = data.and_then(|data| {
-                    index.unpack(page, entry, data, |incoming| ram.put_or_wait(page, incoming))
-                });
-                stored.map_err(|error| store_error(node, page, error))?;
+                let stored = index.unpack(page, entry, data, |incoming| ram.put_or_wait(page, incoming));
+                stored.map_err(|error| node.store_error(page, error))?;
             }
         }
         Ok(())
     }
-}
-
-fn store_error(node: &Node, page: u64, error: Error) -> RestoreError {
-    RestoreError::Store { device: node.label(), page, error }
 }

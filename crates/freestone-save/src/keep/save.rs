@@ -11,14 +11,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use zerocopy::byteorder::little_endian::{U32, U64};
 
 use crate::save::format::{KeptRecord, NodeParent};
-use crate::save::plan::{NamedDevice, Plan};
+use crate::save::plan::{self, Plan};
 use crate::save::writer::{Contents, PageWriter, Writer};
 use crate::save::{BaseIdentity, SaveError, SaveReport, write_pages};
-use freestone_core::consistency_group::{self, FreezeTimeout};
 use freestone_core::device::Device;
 use freestone_core::slot::LEAF_SLOTS;
 use freestone_core::slot::chain::Dirty;
-use freestone_ram::ram::{PendingSnapshot, Ram, SetupError};
+use freestone_ram::ram::Ram;
 use freestone_ram::transfer::{
     CollectedPages, ReadStored as _, TrackChanges as _, TrackSnapshot as _, WeakRam,
 };
@@ -69,34 +68,14 @@ impl SavePoint {
         // Sort the devices, so that every save has them in the same order.
         let mut devices = devices.to_vec();
         devices.sort_unstable_by_key(|(name, _)| *name);
-        let setup = |name: &str| {
-            let device = name.to_owned();
-            move |error| SaveError::Setup { device, error }
-        };
-        let (mut pending, mut live_devices): (Vec<PendingSnapshot>, Vec<LiveDevice>) =
-            (Vec::new(), Vec::new());
-        for (name, ram) in devices.iter().filter(|(_, ram)| !ram.is_snapshot()) {
-            let (after, mut snapshot) =
-                (Arc::new(Dirty::new()), ram.prepare_snapshot().map_err(setup(name))?);
+        let mut live_devices: Vec<LiveDevice> = Vec::new();
+        let (mut frozen, saved_at) = plan::freeze(&devices, &mut |name, ram, snapshot| {
+            let after = Arc::new(Dirty::new());
             snapshot.track_changes(Arc::clone(&after));
-            pending.push(snapshot);
-            live_devices.push(LiveDevice {
-                name: (*name).to_owned(),
-                ram: (*ram).clone(),
-                before: None,
-                after,
-            });
-        }
-        let mut together: Vec<&mut dyn consistency_group::GroupMember> =
-            pending.iter_mut().map(|pending| pending as &mut dyn consistency_group::GroupMember).collect();
-        consistency_group::take_snapshots(&mut together)
-            .map_err(|late| setup(&live_devices[late.index].name)(SetupError::NotInTime(FreezeTimeout)))?;
-        let saved_at = SystemTime::now();
-        let mut frozen: Vec<_> = devices.iter().map(NamedDevice::new).collect();
-        let places = frozen.iter_mut().filter(|device| !device.ram.is_snapshot());
-        for ((place, live), mut pending) in places.zip(&mut live_devices).zip(pending) {
-            live.before = pending.take_changes();
-            place.freeze(pending.into_snapshot());
+            live_devices.push(LiveDevice { name: name.to_owned(), ram: ram.clone(), before: None, after });
+        })?;
+        for (live, device) in live_devices.iter_mut().zip(frozen.iter_mut().filter(|device| device.live)) {
+            live.before = device.changes.take();
         }
         let mut moment = Self { plan: Plan::default(), live_devices, saved_at };
         match Plan::new(frozen) {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::RestoreError;
+use super::format::FileAlgorithm;
 use super::reader::Page;
 use freestone_core::sync::OnceLock;
 use freestone_ram::codec::{self, Algorithm, Dictionary, Params, Streams, StreamsError};
@@ -45,13 +46,8 @@ pub struct FileCodec {
 impl FileCodec {
     /// Creates the codec of an algorithm. If the file has a trained dictionary and the family has
     /// none, the family adopts it.
-    pub fn new(
-        family: &Family,
-        algorithm: Algorithm,
-        level: i32,
-        trained: bool,
-        dictionary: Option<Dictionary>,
-    ) -> Result<Self, ContentError> {
+    pub fn new(family: &Family, learned: FileAlgorithm) -> Result<Self, ContentError> {
+        let FileAlgorithm { algorithm, level, trained, dictionary } = learned;
         let level = (algorithm != Algorithm::Store).then_some(level);
         if trained {
             let params = Params { level, dictionary: dictionary.clone(), algo: None };
@@ -60,15 +56,6 @@ impl FileCodec {
         let is_primary = algorithm == family.comp_algorithm();
         let priority = family.priority_to_read(algorithm, dictionary.as_ref());
         Ok(Self { algorithm, is_primary, priority, dictionary, streams: OnceLock::new() })
-    }
-
-    pub fn dictionary(bytes: &[u8]) -> Result<Option<Dictionary>, ContentError> {
-        match bytes {
-            [] => Ok(None),
-            bytes => {
-                Dictionary::trained(bytes).map(Some).ok_or(ContentError::Damaged("a dictionary is too large"))
-            }
-        }
     }
 
     /// Decompresses the compressed page `object` into `page`.

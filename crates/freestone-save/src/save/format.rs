@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use freestone_ram::codec::{Algorithm, DICTIONARY_BYTES_MAX};
+use freestone_ram::codec::{Algorithm, DICTIONARY_BYTES_MAX, Dictionary};
 
 /// First bytes of every saved file.
 pub const MAGIC: [u8; 16] = *b"\x89Freestone save\n";
@@ -177,6 +177,15 @@ pub struct AlgorithmRecord {
     pub trained: u8,
     pub reserved: [u8; 2],
     pub level: I32,
+}
+
+/// An algorithm of a saved file, as in an [`AlgorithmRecord`].
+#[derive(Clone, PartialEq, Eq)]
+pub struct FileAlgorithm {
+    pub algorithm: Algorithm,
+    pub level: i32,
+    pub trained: bool,
+    pub dictionary: Option<Dictionary>,
 }
 
 /// A page, or a run of pages without data. All records of a block come before the data.

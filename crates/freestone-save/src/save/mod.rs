@@ -26,14 +26,13 @@ use std::path::Path;
 pub use self::base::{BaseCheck, BaseIdentity};
 pub use self::errors::{RestoreError, SaveError};
 use self::format::NodeParent;
-use self::plan::{NamedDevice, Plan};
+use self::plan::Plan;
 use self::reader::Reader;
 pub use self::restore::{Base, restore, restore_with_progress};
 use self::writer::{Contents as FileContents, PageWriter, Writer};
-use freestone_core::consistency_group::{self, FreezeTimeout};
 use freestone_core::replace::{Durability, ReplaceCheck, ReplacePolicy, ReplaceTarget, SAVE_PREFIX};
 use freestone_ram::codec::Algorithm;
-use freestone_ram::ram::{PendingSnapshot, Ram, SetupError};
+use freestone_ram::ram::Ram;
 use freestone_ram::transfer::{CollectedPages, ReadStored as _};
 
 /// Longest name of a saved device, in bytes.
@@ -153,7 +152,7 @@ pub fn save_with(
         options.replace.check_for("saved device", |head| head.starts_with(&format::MAGIC));
     place.check(may_go).map_err(failed)?;
     let go_on = || if (options.cancelled)() { Err(SaveError::Cancelled) } else { Ok(()) };
-    let plan = Plan::new(freeze_devices(devices)?)?;
+    let plan = Plan::new(plan::freeze(devices, &mut |_, _, _| {})?.0)?;
     let unfinished = place.begin(SAVE_PREFIX).map_err(failed)?;
     let mut writer = Writer::new(unfinished.as_file(), &place.path);
     let bases = plan.identify_bases(options.check, options.cancelled)?;
@@ -202,31 +201,6 @@ pub(crate) fn write_pages(
         writer.to.end_of_node()?;
     }
     Ok(all)
-}
-
-/// Takes a snapshot of each live device, all at one moment.
-fn freeze_devices(devices: &[(&str, &Ram)]) -> Result<Vec<NamedDevice>, SaveError> {
-    let setup = |name: &str| {
-        let device = name.to_owned();
-        move |error| SaveError::Setup { device, error }
-    };
-    let mut pending: Vec<(usize, PendingSnapshot)> = Vec::new();
-    for (number, (name, ram)) in devices.iter().enumerate() {
-        if !ram.is_snapshot() {
-            pending.push((number, ram.prepare_snapshot().map_err(setup(name))?));
-        }
-    }
-    let mut together: Vec<&mut dyn consistency_group::GroupMember> =
-        pending.iter_mut().map(|(_, pending)| pending as &mut dyn consistency_group::GroupMember).collect();
-    consistency_group::take_snapshots(&mut together).map_err(|late| {
-        let (number, _) = pending[late.index];
-        setup(devices[number].0)(SetupError::NotInTime(FreezeTimeout))
-    })?;
-    let mut frozen: Vec<_> = devices.iter().map(NamedDevice::new).collect();
-    for (number, pending) in pending {
-        frozen[number].freeze(pending.into_snapshot());
-    }
-    Ok(frozen)
 }
 
 /// Returns the total bytes of the ranges in which a device may have content.

@@ -2,12 +2,15 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use super::format::NodeParent;
 use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, SaveError};
+use freestone_core::consistency_group::{self, FreezeTimeout, GroupMember};
 use freestone_core::device::Device;
-use freestone_ram::ram::{ParentDevice, Ram};
-use freestone_ram::transfer::ReadStored as _;
+use freestone_core::slot::chain::Dirty;
+use freestone_ram::ram::{ParentDevice, PendingSnapshot, Ram, SetupError};
+use freestone_ram::transfer::{ReadStored as _, TrackSnapshot as _};
 
 /// The nodes and bases of a save; parents come before their children.
 #[derive(Default)]
@@ -34,23 +37,49 @@ pub struct Node {
 /// A device to save, with its name in the file.
 pub struct NamedDevice {
     pub name: String,
-    /// Snapshot of the device, or the device itself until [`freeze`](Self::freeze).
+    /// Snapshot of the device.
     pub ram: Ram,
     /// True if the snapshot was taken of a live device for this save.
     pub live: bool,
     /// Memory limit of the live device's own pages in bytes; 0: no limit.
     pub mem_limit: u64,
+    /// Record of the changes before the moment of the save, if it was replaced then.
+    pub changes: Option<Arc<Dirty>>,
 }
 
-impl NamedDevice {
-    pub fn new(&(name, ram): &(&str, &Ram)) -> Self {
-        Self { name: name.to_owned(), ram: ram.clone(), live: false, mem_limit: ram.own_limits().0 }
+/// Takes a snapshot of each live device, all at one moment, and returns the snapshots and that moment. `prepare`
+/// sees each live device and its snapshot before.
+pub fn freeze(
+    devices: &[(&str, &Ram)],
+    prepare: &mut dyn FnMut(&str, &Ram, &mut PendingSnapshot),
+) -> Result<(Vec<NamedDevice>, SystemTime), SaveError> {
+    let setup = |name: &str| {
+        let device = name.to_owned();
+        move |error| SaveError::Setup { device, error }
+    };
+    let live: Vec<_> = devices.iter().filter(|(_, ram)| !ram.is_snapshot()).collect();
+    let mut pending: Vec<PendingSnapshot> = Vec::new();
+    for (name, ram) in &live {
+        let mut snapshot = ram.prepare_snapshot().map_err(setup(name))?;
+        prepare(name, ram, &mut snapshot);
+        pending.push(snapshot);
     }
-
-    /// Replaces the live device by `snapshot`.
-    pub fn freeze(&mut self, snapshot: Ram) {
-        (self.ram, self.live) = (snapshot, true);
-    }
+    let mut together: Vec<&mut dyn GroupMember> =
+        pending.iter_mut().map(|pending| pending as &mut dyn GroupMember).collect();
+    consistency_group::take_snapshots(&mut together)
+        .map_err(|late| setup(live[late.index].0)(SetupError::NotInTime(FreezeTimeout)))?;
+    let (moment, mut pending) = (SystemTime::now(), pending.into_iter());
+    let frozen = devices.iter().map(|(name, ram)| {
+        let mut frozen = if ram.is_snapshot() { None } else { pending.next() };
+        NamedDevice {
+            name: (*name).to_owned(),
+            live: frozen.is_some(),
+            mem_limit: ram.own_limits().0,
+            changes: frozen.as_mut().and_then(PendingSnapshot::take_changes),
+            ram: frozen.map_or_else(|| (*ram).clone(), PendingSnapshot::into_snapshot),
+        }
+    });
+    Ok((frozen.collect(), moment))
 }
 
 pub struct Base {
@@ -87,7 +116,7 @@ pub fn check(devices: &[(&str, &Ram)]) -> Result<(), SaveError> {
 impl Plan {
     pub fn new(frozen: Vec<NamedDevice>) -> Result<Self, SaveError> {
         let mut plan = Self::default();
-        for NamedDevice { name, ram, live, mem_limit } in frozen {
+        for NamedDevice { name, ram, live, mem_limit, .. } in frozen {
             let number = plan.add(&name, ram)?;
             let node = &mut plan.nodes[number as usize];
             (node.name, node.snapshot, node.label) = (Some(name.clone()), !live, name);

@@ -7,14 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::file_codec::{self, BEHIND_THE_END, ContentError, FileCodec};
-use super::format::NodeParent;
+use super::format::{FileAlgorithm, NodeParent};
 use super::reader::Node;
 use super::reader::{Block, Page, Pages, Reader};
 use super::{BaseIdentity, RestoreError};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::Device;
-use freestone_ram::codec::Algorithm;
-use freestone_ram::ram::{Family, ForkConfig, Ram};
+use freestone_ram::ram::{Family, ForkConfig, ParentDevice, Ram, SetupError};
 use freestone_ram::transfer::{Incoming, StorePages as _};
 
 /// A base for the forks of a saved file.
@@ -31,6 +30,17 @@ impl Base {
         match self {
             Self::Device(device) => &**device,
             Self::Snapshot(ram) => ram,
+        }
+    }
+
+    fn parent(&self, family: &Family) -> ParentDevice {
+        match self {
+            Self::Snapshot(ram) if family.is_same(&ram.family()) && ram.is_snapshot() => {
+                ParentDevice::Snapshot(ram.clone())
+            }
+            // A base of another family is used as a plain device, even if it is a snapshot there.
+            Self::Snapshot(ram) => ParentDevice::Device(Arc::new(ram.clone())),
+            Self::Device(device) => ParentDevice::Device(Arc::clone(device)),
         }
     }
 }
@@ -75,15 +85,13 @@ pub fn restore_with_progress(
     let (nodes, all) = (Arc::clone(&reader.nodes), reader.end.file_bytes);
     let mut go_on = |done| if watch(done, all) { Ok(()) } else { Err(RestoreError::Cancelled) };
     go_on(0)?;
-    let bases = find_bases((&reader.bases, &reader.nodes), bases, &mut || go_on(0).is_err())?;
+    let bases = find_bases(family, (&reader.bases, &reader.nodes), bases, &mut || go_on(0).is_err())?;
     let mut loader = Loader::new(family, &nodes, bases);
     loop {
         let taken = match reader.next()? {
             None => break,
-            Some(Block::Algorithm { algorithm, level, trained, dictionary }) => {
-                loader.algorithm(algorithm, level, trained, dictionary)
-            }
-            Some(Block::Pages { node, pages }) => loader.pages(node as usize, pages),
+            Some(Block::Algorithm(learned)) => loader.algorithm(learned),
+            Some(Block::Pages { node, pages, .. }) => loader.pages(node as usize, pages),
         };
         taken.map_err(|refused| match refused {
             ContentError::Damaged(what) => reader.damaged(what),
@@ -96,12 +104,14 @@ pub fn restore_with_progress(
     Ok(restored)
 }
 
-/// Finds each wanted base of a file among the given ones by its identity.
+/// Finds each wanted base of a file among the given ones by its identity, and returns the bases as parents
+/// of devices of the family.
 pub fn find_bases(
+    family: &Family,
     (wanted, nodes): (&[BaseIdentity], &[Node]),
     given: &[Base],
     cancelled: &mut dyn FnMut() -> bool,
-) -> Result<Vec<Base>, RestoreError> {
+) -> Result<Vec<ParentDevice>, RestoreError> {
     let cancelled = RefCell::new(cancelled);
     let find = |(number, wanted): (usize, &BaseIdentity)| {
         let over = |node: &&Node| node.over == NodeParent::Base(number as u32);
@@ -118,7 +128,7 @@ pub fn find_bases(
                 continue;
             };
             if identity == *wanted {
-                return Ok(base.clone());
+                return Ok(base.parent(family));
             }
             last = Some(identity);
         }
@@ -130,10 +140,20 @@ pub fn find_bases(
     wanted.iter().enumerate().map(find).collect()
 }
 
+/// Creates an empty live device over a parent.
+pub fn create(family: &Family, size: u64, parent: ParentDevice) -> Result<Ram, SetupError> {
+    let config = ForkConfig { size: Some(size), ..ForkConfig::default() };
+    match parent {
+        ParentDevice::Nothing => family.ram(size),
+        ParentDevice::Device(device) => family.fork(device, &config),
+        ParentDevice::Snapshot(ram) => ram.fork(&config),
+    }
+}
+
 struct Loader<'a> {
     family: &'a Family,
     nodes: &'a [Node],
-    bases: Vec<Base>,
+    bases: Vec<ParentDevice>,
     /// Completed nodes; a snapshot is stored as a snapshot.
     done: Vec<Ram>,
     /// Live device of the node that is being filled.
@@ -146,7 +166,7 @@ struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    fn new(family: &'a Family, nodes: &'a [Node], bases: Vec<Base>) -> Self {
+    fn new(family: &'a Family, nodes: &'a [Node], bases: Vec<ParentDevice>) -> Self {
         let after = |node: &Node| if let NodeParent::After(before) = node.over { Some(before) } else { None };
         Self {
             family,
@@ -160,15 +180,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    fn algorithm(
-        &mut self,
-        algorithm: Algorithm,
-        level: i32,
-        trained: bool,
-        dictionary: &[u8],
-    ) -> Result<(), ContentError> {
-        let dictionary = FileCodec::dictionary(dictionary)?;
-        self.algorithms.push(FileCodec::new(self.family, algorithm, level, trained, dictionary)?);
+    fn algorithm(&mut self, learned: FileAlgorithm) -> Result<(), ContentError> {
+        self.algorithms.push(FileCodec::new(self.family, learned)?);
         Ok(())
     }
 
@@ -189,23 +202,17 @@ impl<'a> Loader<'a> {
     /// Creates the live device of the next node, without the node's own pages.
     fn make(&mut self) -> Result<Ram, RestoreError> {
         let node = &self.nodes[self.done.len()];
-        let config = ForkConfig { size: Some(node.size), ..ForkConfig::default() };
+        let over = |parent| create(self.family, node.size, parent);
         let made = match node.over {
-            NodeParent::Nothing => self.family.ram(node.size),
-            NodeParent::Node(below) => self.done[below as usize].fork(&config),
+            NodeParent::Nothing => over(ParentDevice::Nothing),
+            NodeParent::Node(below) => over(ParentDevice::Snapshot(self.done[below as usize].clone())),
             NodeParent::After(before) => match self.tails.remove(&before) {
                 Some(ram) => ram.grow(node.size).map(|()| ram),
                 None => unreachable!("one node comes after another, which is complete"),
             },
-            NodeParent::Base(base) => match &self.bases[base as usize] {
-                Base::Snapshot(ram) if self.family.is_same(&ram.family()) && ram.is_snapshot() => {
-                    ram.fork(&config)
-                }
-                Base::Snapshot(ram) => self.family.fork(Arc::new(ram.clone()), &config),
-                Base::Device(device) => self.family.fork(Arc::clone(device), &config),
-            },
+            NodeParent::Base(base) => over(self.bases[base as usize].clone()),
         };
-        made.map_err(|error| RestoreError::Setup { device: node.label(), error })
+        made.map_err(|error| node.setup_error(error))
     }
 
     /// Completes the next node: returns a snapshot of the live device, or the live device itself.
@@ -221,12 +228,11 @@ impl<'a> Loader<'a> {
             if self.followed.contains(&number) {
                 self.tails.insert(number, ram);
             }
-            return snapshot.map_err(|error| RestoreError::Setup { device: node.label(), error });
+            return snapshot.map_err(|error| node.setup_error(error));
         }
         if !node.is_disk {
             // A memory limit does not evict content that already exists.
-            let limited = ram.set_own_limits(node.mem_limit, 0);
-            limited.map_err(|error| RestoreError::Setup { device: node.label(), error })?;
+            ram.set_own_limits(node.mem_limit, 0).map_err(|error| node.setup_error(error))?;
         }
         Ok(ram)
     }
@@ -243,12 +249,10 @@ impl<'a> Loader<'a> {
 
     fn pages(&mut self, node: usize, pages: Pages<'_>) -> Result<(), ContentError> {
         let ram = self.device(node).map_err(ContentError::Other)?;
-        let failed = |page, error| {
-            ContentError::Other(RestoreError::Store { device: self.nodes[node].label(), page, error })
-        };
-        let size = self.nodes[node].size;
+        let node = &self.nodes[node];
+        let failed = |page, error| ContentError::Other(node.store_error(page, error));
         // The rest of a partial last page must be zeroes, as the device may grow.
-        let bytes_of = |page: u64| (size - page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
+        let bytes_of = |page: u64| (node.size - page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
         let mut content = [0; PAGE_BYTES];
         for (number, page) in pages {
             let run = match page {

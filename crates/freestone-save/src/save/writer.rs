@@ -13,14 +13,14 @@ use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 
 use super::format::{
     ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BLOCK_TARGET_BYTES, BaseRecord, BlockHeader, EndRecord,
-    Header, KeptRecord, MAGIC, NodeRecord, PageRecord, RUN_PAGES_MAX, VERSION_KEPT, VERSION_LOST,
-    VERSION_PARTS, VERSION_WHOLE_PAGES, algorithm_id, block_sum, form, head_sum, kind,
+    FileAlgorithm, Header, KeptRecord, MAGIC, NodeRecord, PageRecord, RUN_PAGES_MAX, VERSION_KEPT,
+    VERSION_LOST, VERSION_PARTS, VERSION_WHOLE_PAGES, algorithm_id, block_sum, form, head_sum, kind,
 };
 use super::plan::Plan;
 use super::{BaseCheck, BaseIdentity, SaveError, SaveReport};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Device as _, Error};
-use freestone_ram::codec::{Dictionary, PRIORITIES, Streams};
+use freestone_ram::codec::{Dictionary, PRIORITIES};
 use freestone_ram::transfer::{ReadStored as _, StoredForm};
 
 /// A saved file that is being written.
@@ -35,29 +35,13 @@ pub struct Writer<'a> {
     pages: u64,
     lost: u64,
     digest: Xxh3,
-    algorithms: Vec<AlgorithmSpec>,
+    algorithms: Vec<FileAlgorithm>,
     /// Node of the block that is being filled, with the records and data of that block.
     node: u32,
     records: Vec<PageRecord>,
     data: Vec<u8>,
     /// Reused buffer for the block that is being written.
     block: Vec<u8>,
-}
-
-/// An algorithm of the file, as in an [`AlgorithmRecord`].
-#[derive(PartialEq, Eq)]
-pub struct AlgorithmSpec {
-    pub id: u8,
-    pub level: i32,
-    pub trained: bool,
-    pub dictionary: Option<Dictionary>,
-}
-
-impl AlgorithmSpec {
-    fn new(streams: &Streams, trained: bool) -> Self {
-        let (id, level) = (algorithm_id(streams.algorithm()), streams.level());
-        Self { id, level, trained, dictionary: streams.dictionary().cloned() }
-    }
 }
 
 /// Contents of a file: everything between the header and the blocks.
@@ -154,7 +138,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Returns the number of an algorithm in the file, and writes the algorithm first if it is new.
-    pub fn algorithm(&mut self, known: AlgorithmSpec) -> Result<u8, SaveError> {
+    pub fn algorithm(&mut self, known: FileAlgorithm) -> Result<u8, SaveError> {
         if let Some(number) = self.algorithms.iter().position(|other| *other == known) {
             return Ok(number as u8);
         }
@@ -163,7 +147,7 @@ impl<'a> Writer<'a> {
             return Err(self.wrong("too many algorithms and dictionaries for one file"));
         }
         let record = AlgorithmRecord {
-            algorithm: known.id,
+            algorithm: algorithm_id(known.algorithm),
             trained: known.trained.into(),
             reserved: [0; 2],
             level: I32::new(known.level),
@@ -313,7 +297,13 @@ impl<'a> PageWriter<'a> {
             return Ok(Some(number));
         }
         let ram = &self.plan.nodes[node as usize].ram;
-        let Some(known) = ram.streams(priority, AlgorithmSpec::new) else { return Ok(None) };
+        let known = ram.streams(priority, |streams, trained| FileAlgorithm {
+            algorithm: streams.algorithm(),
+            level: streams.level(),
+            trained,
+            dictionary: streams.dictionary().cloned(),
+        });
+        let Some(known) = known else { return Ok(None) };
         let number = self.to.algorithm(known)?;
         self.numbers.insert((node, priority), number);
         Ok(Some(number))

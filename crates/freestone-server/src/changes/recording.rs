@@ -6,6 +6,7 @@
 
 use std::env;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use freestone::mutants::{self, Mutant};
 use freestone_control::protocol::RpcError;
@@ -13,7 +14,7 @@ use freestone_spec::kinds::{Entry, Spec};
 use freestone_state::{Change, Device, State};
 
 use crate::devices::claims::Claim;
-use crate::exports::export_spec::{ExportAddress, ExportSet, ExportSpec};
+use crate::exports::Withheld;
 use crate::persistence::records::{PendingChange, export_record, shutdown_error, state_error};
 use crate::service::Service;
 use crate::settings::paths::address_text;
@@ -34,6 +35,7 @@ impl<'a> Recording<'a> {
     /// Begins a change of these devices, which the verb has claimed. Without a state directory nothing is
     /// recorded.
     pub fn begin(service: &'a Service, _: &Claim<'_>, verb: &str, names: &[&str]) -> Result<Self, RpcError> {
+        freestone_core::trail::step!();
         let Some(state) = service.records.state() else {
             return Ok(Self {
                 service,
@@ -52,6 +54,7 @@ impl<'a> Recording<'a> {
 
     /// Writes the records of the changed devices, which are durable on return.
     pub fn commit(mut self) -> Result<(), RpcError> {
+        freestone_core::trail::step!();
         let Some((state, mut change)) = self.change.take() else { return Ok(()) };
         let (service, names) = (self.service, &self.names);
         let mut found = Vec::new();
@@ -60,7 +63,7 @@ impl<'a> Recording<'a> {
             match (service.registry.find(name).filter(|entry| entry.template.is_none()), old) {
                 (Some(entry), old) => {
                     found.push(name);
-                    let now = device(service, &entry, &current_exports(service, name));
+                    let now = device(service, &entry);
                     if old.as_ref() != Some(&now) {
                         change.put(now);
                     }
@@ -85,7 +88,7 @@ impl<'a> Recording<'a> {
             service.records.remove_missing(name);
             if self.removes_missing_records {
                 service.registry.parallel_open.forget(name);
-                service.exports.defaults.release(name);
+                service.exports.release_defaults(name);
             }
         }
         Ok(())
@@ -97,41 +100,21 @@ impl<'a> Recording<'a> {
     }
 }
 
-/// Returns the exports of a device. For a withheld device, returns the exports to publish when it is
-/// released.
-pub fn current_exports(service: &Service, name: &str) -> ExportSet {
-    if let Some(export_set) = service.withheld.of(name) {
-        return export_set;
-    }
-    let declared = service.declarations.of(name);
-    let is_declared = |place: &ExportAddress| declared.iter().any(|(_, at)| at.is_same(place) || at == place);
-    let with = |wanted: ExportSpec| {
-        let declared = is_declared(&wanted.address);
-        (wanted, declared)
-    };
-    // Exports that cannot be published yet remain in the state.
-    let absent = service.exports.unpublished.export_set(name);
-    let exports = service.exports.specs(name).into_iter().map(with).chain(absent.exports).collect();
-    ExportSet {
-        at_server_addresses: absent.at_server_addresses || service.exports.is_at_server_addresses(name),
-        exports,
-    }
-}
-
 /// Returns the state record of a device, with identity, specification and exports.
-fn device(service: &Service, entry: &Entry, export_set: &ExportSet) -> Device {
+fn device(service: &Service, entry: &Entry) -> Device {
     let name = entry.name();
+    let export_set = service.exports.export_set(name);
     let left_out = mutants::on(Mutant::ExportsForgotten);
     let exports = export_set.exports.iter().filter(|_| !left_out);
-    let mut default_at = service.exports.defaults.of(name);
-    let live = service.exports.nbd.exports_named(name).into_iter().filter(|export| export.default);
-    default_at.extend(live.map(|export| export.address));
-    let mut default_at: Vec<String> = default_at.iter().map(address_text).collect();
+    let mut default_at: Vec<String> =
+        service.exports.default_addresses(name).iter().map(address_text).collect();
     default_at.sort_unstable();
+    let (withheld, declared, unparsed) =
+        service.exports.read(name, |device| (device.withheld, device.is_declared, device.unparsed.clone()));
     // The record of a withheld device keeps the base with which it was last published, so that the next start
     // can report the reason.
     let shown_with =
-        service.records.state().filter(|_| service.withheld.has(name)).and_then(|state| state.find(name));
+        service.records.state().filter(|_| withheld.is_some()).and_then(|state| state.find(name));
     let base = match shown_with {
         Some(device) => device.base,
         None => base_identities(service, &entry.spec, entry.is_kept())
@@ -140,20 +123,20 @@ fn device(service: &Service, entry: &Entry, export_set: &ExportSet) -> Device {
             .collect(),
     };
     // Records that this version cannot parse are kept for a version that can.
-    let unparsed = service.exports.unpublished.unparsed(name).into_iter().map(|export| export.record);
+    let unparsed = unparsed.into_iter().map(|export| export.record);
     Device {
         name: name.to_owned(),
         uuid: entry.identity.uuid.simple().to_string(),
         generation: entry.identity.generation,
-        withheld: service.withheld.has_lost_content(name),
+        withheld: withheld == Some(Withheld::LostContent),
         // No save has the content from now on, because clients can change it.
         saved: None,
         base,
         words: words(entry),
-        declared: service.declarations.has(name),
+        declared,
         home: export_set.at_server_addresses,
         default_at,
-        exports: exports.map(|(wanted, declared)| export_record(wanted, *declared)).chain(unparsed).collect(),
+        exports: exports.map(export_record).chain(unparsed).collect(),
     }
 }
 
@@ -177,12 +160,9 @@ fn words(entry: &Entry) -> String {
 }
 
 /// Records the devices of a starting server with their exports in the state, before any client can connect.
-pub fn record_devices<'a>(
-    service: &Service,
-    devices: impl Iterator<Item = (&'a Entry, ExportSet)>,
-) -> Result<(), RpcError> {
+pub fn record_devices(service: &Service, devices: &[Arc<Entry>]) -> Result<(), RpcError> {
     let Some(state) = service.records.state() else { return Ok(()) };
-    let now = devices.map(|(entry, export_set)| device(service, entry, &export_set));
+    let now = devices.iter().map(|entry| device(service, entry));
     let changed: Vec<Device> = now.filter(|now| state.find(&now.name).as_ref() != Some(now)).collect();
     service.records.put_all(changed)
 }
@@ -190,6 +170,5 @@ pub fn record_devices<'a>(
 /// Returns true if a device differs from its state record. Returns false without a state directory.
 pub fn has_changed(service: &Service, entry: &Entry) -> bool {
     let known = |state: &State| state.find(entry.name());
-    let now = || device(service, entry, &current_exports(service, entry.name()));
-    service.records.state().is_some_and(|state| known(state) != Some(now()))
+    service.records.state().is_some_and(|state| known(state) != Some(device(service, entry)))
 }

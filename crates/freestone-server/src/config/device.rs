@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use freestone_spec::aliases;
 use freestone_spec::entries::{Entries, SpecError, nearest};
-use freestone_spec::keys::joined;
 use freestone_spec::kinds::registry::MAX_DEVICES;
 use freestone_spec::layers::NUMBER;
 use freestone_spec::limits::{self, LimitWords};
@@ -14,8 +13,8 @@ use toml::de::{DeString, DeTable, DeValue};
 
 use super::{KeyError, Lines, error_at_key, string_list};
 
-const EXPORT_KEYS: [&str; 11] =
-    joined(&["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"], &limits::KEYS, &[]);
+/// Keys of an export, in addition to those of its limits.
+const EXPORT_KEYS: [&str; 6] = ["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"];
 
 /// A `[[device]]` table of the file, which specifies `count` devices.
 #[derive(Debug, PartialEq)]
@@ -199,8 +198,9 @@ impl DeviceWords {
                     taken.map_err(|why| (at, format!("{name}: export: {why}")))?;
                 }
                 (other, _) => {
-                    let hint = nearest(other, &EXPORT_KEYS).map(|h| format!("; {h}?")).unwrap_or_default();
-                    let keys = EXPORT_KEYS.join(", ");
+                    let keys = [&EXPORT_KEYS[..], &limits::KEYS].concat();
+                    let hint = nearest(other, &keys).map(|h| format!("; {h}?")).unwrap_or_default();
+                    let keys = keys.join(", ");
                     return Err((
                         at,
                         format!("{name}: export: unknown key {other:?}{hint}; the keys are {keys}"),

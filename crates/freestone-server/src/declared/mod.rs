@@ -1,15 +1,12 @@
 //! Devices that a configuration file declares, with their exports. This module checks only their text, and
 //! opens no device.
 
-pub mod declarations;
-
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use anyhow::Result;
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::kinds::{KindSpec, Spec};
-use freestone_spec::limits::LimitSpec;
 
 use crate::config::{self, ConfigError, FileConfig};
 use crate::exports::export_spec::{ExportAddress, ExportSpec};
@@ -132,8 +129,8 @@ pub fn as_block_devices(devices: &mut [DeclaredDevice]) {
         // it cannot be a block device.
         let published = spec.publish.unwrap_or_else(|| !taken.contains(&spec.name));
         let is_template = matches!(spec.kind, KindSpec::Template(_));
-        let limits = LimitSpec::default();
-        let wanted = ExportSpec { address: ExportAddress::Ublk(0), read_only: false, allow: None, limits };
+        let declared = device.is_of_file();
+        let wanted = ExportSpec { declared, ..ExportSpec::at(ExportAddress::Ublk(0)) };
         if published
             && !is_template
             && !device.exports.iter().any(|other| other.address.is_same(&wanted.address))

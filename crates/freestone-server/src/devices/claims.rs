@@ -13,13 +13,13 @@
 //! address claims no device.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::mutants::{self, Mutant};
 use freestone_control::protocol::RpcError;
+use freestone_core::sync::{Condvar, Mutex};
 use freestone_nbd::Address;
-use freestone_spec::refusal::Errno;
 
 /// Longest wait for a running verb on the same device, counted from the grant of that verb's claim. So a long
 /// queue of short verbs does not fail, and a hung disk blocks other verbs for no longer than this.
@@ -86,8 +86,9 @@ impl Claims {
     }
 
     fn claim(&self, verb: &'static str, wanted: BTreeMap<String, bool>) -> Result<Claim<'_>, RpcError> {
+        freestone_core::trail::step!();
         let wakeup = Arc::new(Condvar::new());
-        let mut queues = self.lock();
+        let mut queues = self.queues.lock();
         let number = queues.next;
         queues.next += 1;
         for (name, &shared) in &wanted {
@@ -111,16 +112,10 @@ impl Claims {
                 );
                 // The queues are unlocked before `claim` is dropped, because its destructor locks them.
                 drop(queues);
-                return Err(RpcError::failed(Errno::EBUSY, why));
+                refuse!(EBUSY, "{why}");
             }
-            let woken = wakeup.wait_timeout(queues, left.unwrap_or(RECHECK_INTERVAL));
-            queues = woken.unwrap_or_else(PoisonError::into_inner).0;
+            queues = wakeup.wait_timeout(queues, left.unwrap_or(RECHECK_INTERVAL)).0;
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queues> {
-        // A panic cannot leave the queues inconsistent, so poisoning is ignored.
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -156,7 +151,7 @@ impl Queues {
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let mut queues = self.claims.lock();
+        let mut queues = self.claims.queues.lock();
         for name in &self.names {
             let Some(queue) = queues.names.get_mut(name) else { continue };
             queue.remove(&self.number);
@@ -197,13 +192,13 @@ mod tests {
         thread::scope(|scope| {
             let claim = |verb, own: &'static [&str], shared: &'static [&str]| {
                 let (order, claims) = (order.clone(), &claims);
-                let before = claims.lock().next;
+                let before = claims.queues.lock().next;
                 scope.spawn(move || {
                     let claim = claims.devices(verb, own, shared).unwrap();
                     order.send(verb).unwrap();
                     drop(claim);
                 });
-                while claims.lock().next == before {
+                while claims.queues.lock().next == before {
                     thread::yield_now();
                 }
             };
@@ -222,7 +217,7 @@ mod tests {
             (claims.devices("fork", &["x"], &["base"]), claims.devices("fork", &["y"], &["base"]));
         assert!(one.is_ok() && other.is_ok(), "they share the base");
         drop((one, other));
-        assert!(claims.lock().names.is_empty());
+        assert!(claims.queues.lock().names.is_empty());
     }
 
     #[test]
@@ -249,6 +244,6 @@ mod tests {
                 });
             }
         });
-        assert!(claims.lock().names.is_empty());
+        assert!(claims.queues.lock().names.is_empty());
     }
 }

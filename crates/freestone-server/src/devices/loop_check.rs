@@ -14,15 +14,13 @@ use freestone_nbd::Address;
 use freestone_nbd_client::ServerAddress;
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::Registry;
-use freestone_spec::refusal::Errno;
 
 /// Fails if the device connects to one of `addresses`, at which this server listens.
 pub fn check_device(spec: &Spec, addresses: &[Address]) -> Result<(), RpcError> {
     let Some(uri) = spec.kind.uri() else { return Ok(()) };
     let Some(at) = addresses.iter().find(|address| leads_to(&uri.address, address)) else { return Ok(()) };
     let name = &spec.name;
-    let why = format!("{name}: uri={uri}: {at} is an address of this server, which would wait for itself");
-    Err(RpcError::failed(Errno::EINVAL, why))
+    refuse!(EINVAL, "{name}: uri={uri}: {at} is an address of this server, which would wait for itself")
 }
 
 /// Fails if a device in `registry` connects to `address`, at which this server listens.
@@ -30,9 +28,10 @@ pub fn check_address(registry: &Registry, address: &Address) -> Result<(), RpcEr
     for entry in registry.nbd_devices() {
         if entry.spec.kind.uri().is_some_and(|uri| leads_to(&uri.address, address)) {
             let name = entry.name();
-            let why =
-                format!("{address}: the device {name} leads there, and the server would wait for itself");
-            return Err(RpcError::failed(Errno::EADDRNOTAVAIL, why));
+            refuse!(
+                EADDRNOTAVAIL,
+                "{address}: the device {name} leads there, and the server would wait for itself"
+            );
         }
     }
     Ok(())

@@ -5,10 +5,11 @@
 //! Within [`SAMPLE_INTERVAL`] of the last sample, callers get that sample.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Latency, OpStats};
+use freestone_core::sync::Mutex;
 use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::registry::Registry;
 use uuid::Uuid;
@@ -104,9 +105,8 @@ impl Rates {
     /// Returns a sample of all devices that is at most [`SAMPLE_INTERVAL`] old. Taking a sample blocks only
     /// other callers of this function.
     pub fn sample(&self, registry: &Registry) -> Arc<Sample> {
-        // Concurrent callers wait here, and get the sample taken meanwhile. A panic cannot leave the sample
-        // inconsistent, so poisoning is ignored.
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Concurrent callers wait here, and get the sample taken meanwhile.
+        let mut last = self.0.lock();
         if let Some(sample) = last.as_ref().filter(|sample| sample.at.elapsed() < SAMPLE_INTERVAL) {
             return Arc::clone(sample);
         }

@@ -3,11 +3,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone::device::{Completion, Device, Error, IoBuf, Request};
+use freestone_core::sync::{Condvar, Mutex};
 use freestone_spec::kinds::Entry;
 use freestone_spec::machine::trim_heap;
 use tracing::error;
@@ -126,21 +127,16 @@ pub struct PendingRemoval<'a>(&'a PendingRemovals, &'a str);
 impl PendingRemovals {
     /// Begins the removal of a device, which ends when the guard is dropped.
     pub fn begin<'a>(&'a self, name: &'a str) -> PendingRemoval<'a> {
-        self.lock().push(name.to_owned());
+        self.names.lock().push(name.to_owned());
         PendingRemoval(self, name)
     }
 
     /// Waits for all removals, until `end` at most. Logs each device whose removal has not ended, and returns
     /// the number of these devices.
     pub fn wait(&self, end: Instant) -> usize {
-        let mut names = self.lock();
-        loop {
-            let left = end.saturating_duration_since(Instant::now());
-            if names.is_empty() || left.is_zero() {
-                break;
-            }
-            names = self.one_has_ended.wait_timeout(names, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let left = end.saturating_duration_since(Instant::now());
+        let (names, _) =
+            self.one_has_ended.wait_timeout_while(self.names.lock(), left, |names| !names.is_empty());
         for name in names.iter() {
             error!("{name}: could not be removed in time, unflushed writes may be lost");
         }
@@ -164,16 +160,11 @@ impl PendingRemovals {
             self.is_trim_pending.store(false, SeqCst);
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<String>> {
-        // A panic cannot leave the list inconsistent, so poisoning is ignored.
-        self.names.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for PendingRemoval<'_> {
     fn drop(&mut self) {
-        let mut names = self.0.lock();
+        let mut names = self.0.names.lock();
         if let Some(at) = names.iter().position(|name| name == self.1) {
             names.swap_remove(at);
         }
@@ -187,7 +178,7 @@ impl Drop for PendingRemoval<'_> {
 mod tests {
     use std::sync::atomic::AtomicUsize;
 
-    use freestone::device::{Buffer, Extent, Geometry, Result, TryResult};
+    use freestone::device::{Buffer, Result, TryResult, forward_device};
 
     use super::*;
     use freestone_spec::kinds::NullData;
@@ -204,9 +195,7 @@ mod tests {
     }
 
     impl Device for Drive {
-        fn geometry(&self) -> Geometry {
-            self.below.geometry()
-        }
+        forward_device!(|drive| drive.below => geometry, extents; prefetch: none, zoned: none, changes: none);
 
         fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<TryResult> {
             Ok(TryResult::WouldBlock)
@@ -217,12 +206,8 @@ mod tests {
             self.flushes.fetch_add(1, SeqCst);
             match self.outcome {
                 Some(outcome) => done.complete(outcome, buffer),
-                None => self.held.lock().unwrap().push(done),
+                None => self.held.lock().push(done),
             }
-        }
-
-        fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-            self.below.extents(offset, len, row)
         }
     }
 
@@ -246,7 +231,7 @@ mod tests {
         assert_eq!(flush(&entries[4..], began), 0, "an immediate completion needs no time");
         // Completions after the deadline are ignored.
         for drive in drives {
-            drive.held.lock().unwrap().clear();
+            drive.held.lock().clear();
         }
     }
 

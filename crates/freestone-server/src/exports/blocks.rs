@@ -26,7 +26,7 @@ impl Exports {
     /// is set. The kernel may hold unwritten changes of a block device, so a device with one is always wiped.
     pub fn skip_wipe(&self, entry: &Entry, counters: bool) -> bool {
         let is_block = |export: &Arc<StandaloneExport>| matches!(&**export, StandaloneExport::Ublk(_));
-        !self.local_of(entry.name()).iter().any(is_block) && entry.skip_wipe(counters)
+        !self.standalone(entry.name()).iter().any(is_block) && entry.skip_wipe(counters)
     }
 
     /// Opens the ublk block devices of a device exclusively, so that no program mounts them. Fails if a block device is
@@ -34,7 +34,7 @@ impl Exports {
     pub fn claim_blocks(&self, entry: &Entry, force: bool, advice: &str) -> Result<Blocks, RpcError> {
         let name = entry.name();
         let mut claimed = Vec::new();
-        for export in self.local_of(name) {
+        for export in self.standalone(name) {
             let StandaloneExport::Ublk(ublk) = &*export else { continue };
             match ublk.claim() {
                 Ok(exclusive) => claimed.push((export.address(), exclusive)),

@@ -47,7 +47,7 @@ impl Exports {
         let name = entry.name();
         let changes = entry.changes_since_wipe();
         let connections = || {
-            let machines = self.local_of(name).iter().filter(|export| export.is_driven()).count();
+            let machines = self.standalone(name).iter().filter(|export| export.is_driven()).count();
             self.nbd.connections(name) + machines
         };
         let waited = wait_until_none(connections);
@@ -101,7 +101,7 @@ impl Exports {
         if clients > NAMED_MAX {
             all.push(format!("and of {} more clients", clients - NAMED_MAX));
         }
-        let local = self.local_of(name);
+        let local = self.standalone(name);
         let machines = local.iter().filter(|export| export.is_driven());
         all.extend(machines.map(|export| format!("a virtual machine uses {}", export.address())));
         all

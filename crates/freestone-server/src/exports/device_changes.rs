@@ -6,8 +6,8 @@ use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
 use tracing::warn;
 
-use super::Exports;
 use super::publish::{access_path, description};
+use super::{Exports, LiveExport};
 
 /// Longest wait for requests that still run in a device when its connections are cut, the same as in the NBD server.
 const CUT_GRACE: Duration = Duration::from_secs(1);
@@ -18,7 +18,7 @@ impl Exports {
     /// connections and the result of `action`. If the device blocks a thread for longer than [`CUT_GRACE`], that thread
     /// may still be in a call of the device while `action` runs.
     pub fn restart<T>(&self, name: &str, action: impl FnOnce() -> T) -> (usize, T) {
-        let local = self.local_of(name);
+        let local = self.standalone(name);
         let held: Vec<_> = local.iter().map(|export| export.hold()).collect();
         let cut = held.iter().filter(|held| held.cut()).count();
         let end = Instant::now() + CUT_GRACE;
@@ -35,20 +35,22 @@ impl Exports {
         if new.device().is_none() {
             return;
         }
-        let limited = |address: &str| self.limited.of(new.name(), address);
+        let live = self.live(new.name());
         let access_path = |at: &Address| {
-            let limited = limited(&at.absolute().to_string());
-            access_path(new, at, limited.as_ref()).expect("checked above")
+            let live = live.iter().find(|live| live.is_at(at));
+            access_path(new, at, live.map(|live| &live.limits)).expect("checked above")
         };
         self.nbd.replace(new.name(), &access_path, &description(new), &new.failures);
-        for export in self.local_of(new.name()) {
-            export.replace(new, limited(&export.address()).as_deref());
+        for LiveExport { standalone, limits, .. } in &live {
+            if let Some(export) = standalone {
+                export.replace(new, limits);
+            }
         }
     }
 
     /// Reports the new size of a device to local exports. NBD clients see the new size when they connect again.
     pub fn announce_size(&self, name: &str) {
-        for export in self.local_of(name) {
+        for export in self.standalone(name) {
             export.announce_size();
         }
     }

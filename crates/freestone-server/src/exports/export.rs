@@ -4,7 +4,7 @@ use freestone_nbd::{Address, AllowList, ExportInfo};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::exports::standalone_export::StandaloneExport;
+use crate::exports::LiveExport;
 use crate::settings::allow::words;
 
 /// An export of a device, as verbs return it in JSON.
@@ -38,11 +38,8 @@ impl Export {
     pub fn place(&self) -> &str {
         self.uri.as_ref().unwrap_or(&self.address)
     }
-}
-
-impl Export {
     /// Returns the description of an NBD export. `allow` is the allow list of its address.
-    pub fn of_nbd(info: &ExportInfo, allow: Option<&AllowList>) -> Self {
+    pub fn of_nbd(info: &ExportInfo, allow: Option<&AllowList>, limits: Option<Value>) -> Self {
         Self {
             address: info.address.to_string(),
             uri: (info.address != Address::Stdin).then(|| info.uri()),
@@ -51,22 +48,22 @@ impl Export {
             template: info.template,
             connections: info.connections,
             allow: allow.map(words).unwrap_or_default(),
-            limits: None,
+            limits,
         }
     }
-}
 
-impl From<&StandaloneExport> for Export {
-    fn from(export: &StandaloneExport) -> Self {
-        Self {
+    /// Returns the description of a vhost-user or ublk export, or `None` for an export of the NBD server.
+    pub fn of_standalone(live: &LiveExport) -> Option<Self> {
+        let export = live.standalone.as_ref()?;
+        Some(Self {
             address: export.address(),
             uri: None,
-            read_only: export.is_read_only(),
+            read_only: live.read_only,
             default: false,
             template: false,
             connections: export.connections(),
-            allow: export.spec().allow.as_ref().map(words).unwrap_or_default(),
-            limits: None,
-        }
+            allow: export.allow_list().as_ref().map(words).unwrap_or_default(),
+            limits: live.limits.limits().stat(),
+        })
     }
 }

@@ -34,7 +34,7 @@ impl fmt::Display for ExportAddress {
     }
 }
 
-/// Specification of an export.
+/// Specification of an export, which the state directory records as [`freestone_state::Export`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportSpec {
     /// Address at which the device is published.
@@ -46,6 +46,8 @@ pub struct ExportSpec {
     pub allow: Option<AllowList>,
     /// Limits of clients, requests and bytes per second.
     pub limits: LimitSpec,
+    /// True if a configuration file declares the export. A later file that no longer does unpublishes it.
+    pub declared: bool,
 }
 
 /// All exports of a device.
@@ -53,8 +55,8 @@ pub struct ExportSpec {
 pub struct ExportSet {
     /// True if the device is exported at the server's own addresses.
     pub at_server_addresses: bool,
-    /// Exports at other addresses. The boolean is true if a configuration file declares the export.
-    pub exports: Vec<(ExportSpec, bool)>,
+    /// Exports at other addresses.
+    pub exports: Vec<ExportSpec>,
 }
 
 impl ExportSet {
@@ -153,6 +155,11 @@ impl ExportAddress {
 }
 
 impl ExportSpec {
+    /// Returns a writable export at an address, without allow list and limits.
+    pub fn at(address: ExportAddress) -> Self {
+        Self { address, read_only: false, allow: None, limits: LimitSpec::default(), declared: false }
+    }
+
     /// Parses an export of a configuration file. Relative paths start at `base`.
     ///
     /// # Errors
@@ -171,7 +178,7 @@ impl ExportSpec {
         let allow = allow.map_err(|why| format!("export: allow: {why}"))?;
         let limits = limits.apply_to(LimitSpec::default());
         place.check_limits(&limits).map_err(|why| format!("export: {why}"))?;
-        Ok(Self { address: place, read_only: *read_only, allow, limits })
+        Ok(Self { address: place, read_only: *read_only, allow, limits, declared: true })
     }
 
     /// Returns true if address and `read_only` are equal. Allow list and limits are ignored.

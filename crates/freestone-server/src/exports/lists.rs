@@ -4,7 +4,7 @@ use freestone_control::protocol::RpcError;
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::refusal::Errno;
 
-use super::Exports;
+use super::{Exports, LiveExport};
 use crate::exports::export_spec::ExportAddress;
 use crate::exports::standalone_export::StandaloneExport;
 use crate::settings::allow;
@@ -13,31 +13,35 @@ impl Exports {
     /// Sets the allow list of the server's own addresses at the start. `is_fixed` is true if the list comes from the
     /// command line, so that a configuration file cannot change it.
     pub fn init_server_allow_list(&self, list: Option<AllowList>, is_fixed: bool) {
-        let mut addresses = self.addresses();
-        addresses.allow = list;
-        addresses.allow_is_fixed = is_fixed;
+        let mut table = self.table();
+        (table.allow, table.allow_is_fixed) = (list, is_fixed);
     }
 
     /// Returns the allow list of the command line, which a configuration file cannot change, or `None`.
     pub fn fixed_server_allow_list(&self) -> Option<AllowList> {
-        let addresses = self.addresses();
-        addresses.allow.clone().filter(|_| addresses.allow_is_fixed)
+        let table = self.table();
+        table.allow.clone().filter(|_| table.allow_is_fixed)
     }
 
     /// Returns the allow list of the server's own addresses. `None` admits every client.
     pub fn server_allow_list(&self) -> Option<AllowList> {
-        self.addresses().allow.clone()
+        self.table().allow.clone()
     }
 
     /// Replaces the allow list of the server's own addresses.
     pub fn set_server_allow_list(&self, list: &AllowList) {
-        let home = {
-            let mut addresses = self.addresses();
-            addresses.allow = Some(list.clone());
-            addresses.server.clone()
-        };
-        for address in home {
+        self.table().allow = Some(list.clone());
+        for address in self.server_addresses() {
             self.nbd.set_allow_list(&address, Some(list.clone()));
+        }
+    }
+
+    /// Returns the allow list of a published export. The list of an NBD export is that of its address.
+    pub(super) fn allow_list(&self, live: &LiveExport) -> Option<AllowList> {
+        match (&live.standalone, &live.at) {
+            (Some(export), _) => export.allow_list(),
+            (None, ExportAddress::Nbd(address)) => self.nbd.allow_list(address),
+            (None, _) => None,
         }
     }
 
@@ -47,11 +51,14 @@ impl Exports {
         if let ExportAddress::Nbd(address) = place {
             self.nbd.set_allow_list(address, list.cloned());
         }
-        for export in self.local_of(name) {
-            if let StandaloneExport::VhostUser(socket) = &*export
-                && export.spec().address.is_same(place)
-            {
-                socket.set_allow_list(list.cloned());
+        let standalone = self.find(name, place).and_then(|live| live.standalone);
+        if let Some(StandaloneExport::VhostUser(socket)) = standalone.as_deref() {
+            socket.set_allow_list(list.cloned());
+        }
+        // The list belongs to the address, so it applies to all exports there.
+        for record in self.table().devices.values_mut().flat_map(|device| &mut device.records) {
+            if record.published.as_ref().is_ok_and(|live| live.at.is_same(place)) {
+                record.spec.allow = list.cloned();
             }
         }
     }
@@ -65,10 +72,7 @@ impl Exports {
                 is_open && self.nbd.allow_list(address).as_ref() != list
             }
             ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => {
-                let local = self.local_of(name);
-                let found =
-                    local.iter().map(|export| export.spec()).find(|known| known.address.is_same(place));
-                found.is_some_and(|known| known.allow.as_ref() != list)
+                self.find(name, place).is_some_and(|live| self.allow_list(&live).as_ref() != list)
             }
         }
     }

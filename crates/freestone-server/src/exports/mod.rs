@@ -6,7 +6,6 @@
 
 mod blocks;
 mod checks;
-mod defaults;
 mod device_changes;
 mod export;
 pub mod export_limits;
@@ -15,67 +14,42 @@ mod limits;
 mod lists;
 mod publish;
 pub mod standalone_export;
+mod table;
 mod template;
 mod unpublish;
-mod unpublished;
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use freestone_control::protocol::RpcError;
-use freestone_nbd::{Access, Address, AllowList, ExportInfo, Limits, Server};
+use freestone_core::sync::{Mutex, MutexGuard};
+use freestone_nbd::{Access, Address, ExportInfo, Limits, Server};
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::Registry;
 
 pub use self::checks::{DISCONNECT_MAX, FORCE, check_not_connection_fork};
-use self::defaults::Defaults;
 pub use self::export::Export;
-use self::export_spec::{ExportAddress, ExportSpec};
-use self::limits::AllExportLimits;
+use self::export_spec::{ExportAddress, ExportSet, ExportSpec};
 use self::standalone_export::StandaloneExport;
-use self::unpublished::UnpublishedExports;
-pub use self::unpublished::{UnparsedExport, UnpublishedExport};
+pub use self::table::{DeviceExports, LiveExport, UnparsedExport, Withheld};
+use self::table::{ExportRecord, Table};
 use crate::devices::claims::Claims;
 use crate::devices::loop_check;
 use crate::settings::tls::Tls;
 
-/// The exports of all devices.
-///
-/// Lock order: claim of a device, claim of an address, then `addresses` or `local`. The two mutexes are held only while
-/// the data is read or changed, and never together.
+/// The exports of all devices. The lock order is stated at the table.
 pub struct Exports {
     registry: Arc<Registry>,
     /// The NBD server.
     pub nbd: Server,
-    /// Reservations of the default export (the empty name), by address.
-    pub defaults: Defaults,
     /// TLS settings of the NBD server.
     pub tls: Tls,
     /// Mode, owner and group of the Unix sockets of exports.
     access: Access,
     claims: Claims,
-    addresses: Mutex<Addresses>,
-    /// Local exports (vhost-user and ublk), by device name.
-    local: Mutex<HashMap<String, Vec<Arc<StandaloneExport>>>>,
-    /// Limits of all exports.
-    limited: AllExportLimits,
-    /// Exports recorded in the state directory that cannot be published yet, and are retried.
-    pub unpublished: UnpublishedExports,
-}
-
-/// Addresses of the NBD server.
-#[derive(Default)]
-struct Addresses {
-    /// The server's own addresses (`--nbd`), open until the server ends.
-    server: Vec<Address>,
-    /// Allow list of the own addresses. `None` admits every client.
-    allow: Option<AllowList>,
-    /// True if the allow list comes from the command line, so a configuration file must not change it.
-    allow_is_fixed: bool,
-    /// Own addresses as configured, for the loop check of devices that are created before these addresses are open.
-    planned: Vec<Address>,
-    /// Addresses opened by `publish`, with the number of exports at each. An address is closed with its last export.
-    opened: HashMap<Address, usize>,
+    table: Mutex<Table>,
+    /// True while a thread retries the absent exports.
+    is_retried: AtomicBool,
 }
 
 impl Exports {
@@ -84,79 +58,165 @@ impl Exports {
         Self {
             registry,
             nbd: Server::new(limits),
-            defaults: Defaults::default(),
             tls,
             access,
             claims: Claims::default(),
-            addresses: Mutex::default(),
-            local: Mutex::default(),
-            limited: AllExportLimits::default(),
-            unpublished: UnpublishedExports::default(),
+            table: Mutex::default(),
+            is_retried: AtomicBool::new(false),
         }
     }
 
-    fn addresses(&self) -> MutexGuard<'_, Addresses> {
-        // A panic cannot leave the addresses inconsistent, so poisoning is ignored.
-        self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock()
     }
 
-    fn lock_local(&self) -> MutexGuard<'_, HashMap<String, Vec<Arc<StandaloneExport>>>> {
-        // A panic cannot leave the map inconsistent, so poisoning is ignored.
-        self.local.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Reads the records of a device, which are empty if the table has none. `read` must not block.
+    pub fn read<T>(&self, name: &str, read: impl FnOnce(&DeviceExports) -> T) -> T {
+        read(self.table().devices.get(name).unwrap_or(&DeviceExports::default()))
     }
 
-    fn local_of(&self, name: &str) -> Vec<Arc<StandaloneExport>> {
-        self.lock_local().get(name).cloned().unwrap_or_default()
+    /// Changes the records of a device. `change` must not block.
+    pub fn change<T>(&self, name: &str, change: impl FnOnce(&mut DeviceExports) -> T) -> T {
+        let mut table = self.table();
+        let device = table.device(name);
+        let done = change(device);
+        if device.is_unpublished() && !device.is_declared {
+            table.devices.remove(name);
+        }
+        done
     }
 
-    /// Returns all exports of a device, with their allow lists and limits.
+    /// Removes all records of a device that was removed.
+    pub fn forget(&self, name: &str) {
+        self.table().devices.remove(name);
+        self.release_defaults(name);
+    }
+
+    /// Reserves the default export of an address for a device of the state.
+    pub fn reserve_default(&self, address: Address, name: &str) {
+        self.table().reserved_defaults.insert(address, name.to_owned());
+    }
+
+    /// Removes the reservations of default exports for a device.
+    pub fn release_defaults(&self, name: &str) {
+        self.table().reserved_defaults.retain(|_, owner| owner != name);
+    }
+
+    /// Returns the addresses whose default export is the device, or is reserved for the device.
+    pub fn default_addresses(&self, name: &str) -> Vec<Address> {
+        let table = self.table();
+        let reserved = table.reserved_defaults.iter().filter(|(_, owner)| *owner == name);
+        let mut addresses: Vec<_> = reserved.map(|(address, _)| address.clone()).collect();
+        drop(table);
+        let live = self.nbd.exports_named(name).into_iter().filter(|export| export.default);
+        addresses.extend(live.map(|export| export.address));
+        addresses
+    }
+
+    /// Returns the reason why a device is withheld, or `None` if it is not.
+    pub fn withheld(&self, name: &str) -> Option<Withheld> {
+        self.read(name, |device| device.withheld)
+    }
+
+    /// Returns the names of all devices that configuration files have declared.
+    pub fn declared_devices(&self) -> Vec<String> {
+        let table = self.table();
+        table.devices.iter().filter(|(_, device)| device.is_declared).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Returns the published exports of a device that configuration files have declared, each as specified and with its
+    /// actual address.
+    pub fn declared(&self, name: &str) -> Vec<(ExportSpec, ExportAddress)> {
+        self.read(name, |device| {
+            let declared = device.records.iter().filter(|record| record.spec.declared);
+            let live = declared.filter_map(|record| Some((&record.spec, record.published.as_ref().ok()?)));
+            live.map(|(spec, live)| (spec.clone(), live.at.clone())).collect()
+        })
+    }
+
+    /// Returns the names of the devices with absent exports, which are retried.
+    pub fn absent_devices(&self) -> Vec<String> {
+        let table = self.table();
+        let absent =
+            table.devices.iter().filter(|(_, device)| !device.is_new && device.absent().next().is_some());
+        absent.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Returns true if there are exports to retry and no thread retries them. The caller then starts a thread.
+    pub fn begin_retries(&self) -> bool {
+        !self.absent_devices().is_empty() && !self.is_retried.swap(true, Ordering::SeqCst)
+    }
+
+    /// Records that the thread that retries exports has ended.
+    pub fn end_retries(&self) {
+        self.is_retried.store(false, Ordering::SeqCst);
+    }
+
+    fn live(&self, name: &str) -> Vec<LiveExport> {
+        self.read(name, |device| device.live().cloned().collect())
+    }
+
+    /// Returns the vhost-user and ublk exports of a device.
+    fn standalone(&self, name: &str) -> Vec<Arc<StandaloneExport>> {
+        self.read(name, |device| device.live().filter_map(|live| live.standalone.clone()).collect())
+    }
+
+    /// Returns all published exports of a device, with their allow lists and limits.
     pub fn of(&self, name: &str) -> Vec<Export> {
+        let live = self.live(name);
         let nbd = self.nbd.exports_named(name).into_iter().map(|export| {
-            let allow = self.nbd.allow_list(&export.address);
-            Export::of_nbd(&export, allow.as_ref())
+            let live = live.iter().find(|live| live.is_at(&export.address));
+            let limits = live.and_then(|live| live.limits.limits().stat());
+            Export::of_nbd(&export, self.nbd.allow_list(&export.address).as_ref(), limits)
         });
-        let mut all: Vec<_> =
-            nbd.chain(self.local_of(name).iter().map(|export| Export::from(&**export))).collect();
-        for export in &mut all {
-            export.limits = self.limited.limits(name, &export.address).stat();
-        }
-        all
+        nbd.chain(live.iter().filter_map(Export::of_standalone)).collect()
     }
 
-    /// Returns the specifications of a device's exports, except those at the server's own addresses.
+    /// Returns the present specifications of a device's published exports, except those at the server's own addresses.
     pub fn specs(&self, name: &str) -> Vec<ExportSpec> {
+        let live = |record: &ExportRecord| Some((record.published.clone().ok()?, record.spec.declared));
+        let live: Vec<_> = self.read(name, |device| device.records.iter().filter_map(live).collect());
         let home = self.server_addresses();
-        let nbd = self.nbd.exports_named(name).into_iter().filter(|export| !home.contains(&export.address));
-        let nbd = nbd.map(|export| {
-            let allow = self.nbd.allow_list(&export.address);
-            let limits = self.limited.limits(name, &export.address.to_string());
-            ExportSpec {
-                address: ExportAddress::Nbd(export.address),
-                read_only: export.read_only,
-                allow,
-                limits,
-            }
-        });
-        let local = self.local_of(name);
-        let limits = |export: &StandaloneExport| self.limited.limits(name, &export.address());
-        let local = local.iter().map(|export| ExportSpec { limits: limits(export), ..export.spec() });
-        nbd.chain(local).collect()
+        let is_home = |live: &LiveExport| home.iter().any(|address| live.is_at(address));
+        let spec = |(live, declared): (LiveExport, bool)| {
+            let (allow, limits) = (self.allow_list(&live), live.limits.limits());
+            ExportSpec { address: live.at, read_only: live.read_only, allow, limits, declared }
+        };
+        let mut specs: Vec<_> = live.into_iter().filter(|(live, _)| !is_home(live)).map(spec).collect();
+        // The state lists exports of the NBD server first.
+        specs.sort_by_key(|spec| !matches!(spec.address, ExportAddress::Nbd(_)));
+        specs
+    }
+
+    /// Returns the exports of a device for the state, published or absent. For a withheld device, returns those to
+    /// publish when it is released.
+    pub fn export_set(&self, name: &str) -> ExportSet {
+        let (unpublished, withheld) = self.read(name, |device| (device.unpublished(), device.withheld));
+        let mut exports = self.specs(name);
+        exports.extend(unpublished.exports);
+        let is_at_server = || withheld.is_none() && self.is_at_server_addresses(name);
+        ExportSet { at_server_addresses: unpublished.at_server_addresses || is_at_server(), exports }
     }
 
     /// Returns the server's own addresses.
     pub fn server_addresses(&self) -> Vec<Address> {
-        self.addresses().server.clone()
+        self.table().server.clone()
     }
 
     /// Returns true if a device is published at all of the server's own addresses.
     pub fn is_at_server_addresses(&self, name: &str) -> bool {
-        let exports = self.nbd.exports_named(name);
-        self.server_addresses().iter().all(|address| exports.iter().any(|export| export.address == *address))
+        let home = self.server_addresses();
+        self.read(name, |device| home.iter().all(|address| device.is_at(address)))
     }
 
     /// Returns true if a device is published at an NBD address.
     pub fn is_at(&self, name: &str, address: &Address) -> bool {
-        self.nbd.exports_named(name).iter().any(|export| export.address == *address)
+        self.read(name, |device| device.is_at(address))
+    }
+
+    /// Returns the published export of a device at an address.
+    pub fn find(&self, name: &str, place: &ExportAddress) -> Option<LiveExport> {
+        self.read(name, |device| device.live().find(|live| live.at.is_same(place)).cloned())
     }
 
     /// Returns the NBD URI of a device at an address, or None if the device is not published there.
@@ -167,20 +227,20 @@ impl Exports {
     /// Returns the number of connections to a device. Users of a ublk block device are not counted, because the kernel
     /// would have to be asked.
     fn connections(&self, name: &str) -> usize {
-        let local: usize = self.local_of(name).iter().map(|export| export.connections()).sum();
+        let local: usize = self.standalone(name).iter().map(|export| export.connections()).sum();
         self.nbd.connections(name) + local
     }
 
     /// Returns the number of clients of a device. A local export in use counts as one.
     fn users(&self, name: &str) -> usize {
         // is_in_use() may block, so it is called without the lock.
-        let local = self.local_of(name).iter().filter(|export| export.is_in_use()).count();
+        let local = self.standalone(name).iter().filter(|export| export.is_in_use()).count();
         self.nbd.connections(name) + local
     }
 
     /// Sets the own addresses at which the server will listen, for the loop check.
     pub fn plan_server_addresses(&self, addresses: &[Address]) {
-        self.addresses().planned = addresses.to_vec();
+        self.table().planned = addresses.to_vec();
     }
 
     /// Refuses an `nbd` device that connects to an address of this server (loop check).
@@ -188,7 +248,7 @@ impl Exports {
         if spec.kind.uri().is_none() {
             return Ok(());
         }
-        let mut all = self.addresses().planned.clone();
+        let mut all = self.table().planned.clone();
         // A verb may have opened further addresses, and port 0 was replaced.
         all.extend(self.nbd.addresses());
         loop_check::check_device(spec, &all)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use freestone::device::{Counting, Device};
 use freestone_control::protocol::RpcError;
-use freestone_nbd::{Address, AllowList, ExportOptions, ListenError, PublishError, TemplateOptions};
+use freestone_nbd::{Address, ExportOptions, ListenError, PublishError, TemplateOptions};
 use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::limits::LimitSpec;
 use freestone_spec::refusal::Errno;
@@ -17,8 +17,8 @@ use tracing::warn;
 use super::checks::{check_not_connection_fork, errno_of};
 use super::export_limits::ExportLimits;
 use super::export_spec::{ExportAddress, ExportSpec};
-use super::standalone_export::{PublishedExport, StandaloneExport};
-use super::{Exports, lists, template};
+use super::standalone_export::StandaloneExport;
+use super::{Exports, LiveExport, lists, template};
 use crate::devices::claims::Claim;
 use crate::devices::loop_check;
 use crate::settings::tls;
@@ -43,7 +43,7 @@ impl Exports {
     fn add_server_address(&self, listens: Result<Address, ListenError>) -> Result<Address, RpcError> {
         let at = listens.map_err(|e| RpcError::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
         loop_check::check_address(&self.registry, &at)?;
-        self.addresses().server.push(at.clone());
+        self.table().server.push(at.clone());
         Ok(at)
     }
 
@@ -51,10 +51,10 @@ impl Exports {
     pub fn publish_at_server_addresses(&self, claim: &Claim<'_>, entry: &Arc<Entry>) -> Result<(), RpcError> {
         for address in self.server_addresses() {
             if !self.is_at(entry.name(), &address) {
-                self.publish(claim, entry, &address, false, None, LimitSpec::default())?;
+                self.publish_at(claim, entry, &ExportSpec::at(ExportAddress::Nbd(address)))?;
             }
         }
-        self.unpublished.remove(entry.name(), None);
+        self.change(entry.name(), |device| device.absent_at_server = None);
         Ok(())
     }
 
@@ -69,28 +69,26 @@ impl Exports {
     }
 
     /// Publishes a device at an NBD address. If the address is not open yet, the server listens there and admits the
-    /// clients of `allow`; if it is open, `allow` must be None or the list of the address. The first export of an
-    /// address is also its default export. Returns the address with the port that was chosen.
-    pub fn publish(
+    /// clients of `wanted.allow`; if it is open, that must be None or the list of the address. The first export of an
+    /// address is also its default export.
+    fn publish_at_nbd(
         &self,
-        _: &Claim<'_>,
         entry: &Arc<Entry>,
         address: &Address,
-        read_only: bool,
-        allow: Option<&AllowList>,
-        limits: LimitSpec,
-    ) -> Result<Address, RpcError> {
+        wanted: &ExportSpec,
+    ) -> Result<LiveExport, RpcError> {
+        freestone_core::trail::step!();
         let name = entry.name();
         self.check_publish(entry)?;
-        let limited = Arc::new(ExportLimits::new(limits));
+        let limits = Arc::new(ExportLimits::new(wanted.limits));
         // With this claim, no other verb closes the address before the device is published.
         let _address = self.claims.address("publish", address)?;
         let (at, opened) = if self.nbd.is_listening_at(address) {
-            self.check_same(name, address, allow)?;
+            self.check_same(name, address, wanted.allow.as_ref())?;
             (address.clone(), false)
         } else {
             self.tls.check_address(address).map_err(|why| RpcError::invalid(format!("{name}: {why}")))?;
-            let listen = self.nbd.listen_with_access(address, &self.access, allow.cloned());
+            let listen = self.nbd.listen_with_access(address, &self.access, wanted.allow.clone());
             (listen.map_err(|e| RpcError::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
         };
         // A verb that creates an nbd device registers it first and then checks the open addresses, so one of both verbs
@@ -99,25 +97,21 @@ impl Exports {
             self.nbd.close(&at);
             return Err(fault);
         }
-        let may_be_default = self.defaults.is_free_for(&at, name);
-        let published = match self.publish_nbd(entry, &at, read_only, may_be_default, &limited) {
+        let may_be_default = self.table().reserved_defaults.get(&at).is_none_or(|owner| owner == name);
+        let published = match self.publish_nbd(entry, &at, wanted.read_only, may_be_default, &limits) {
             Err(PublishError::DefaultTaken { .. }) => {
-                self.publish_nbd(entry, &at, read_only, false, &limited)
+                self.publish_nbd(entry, &at, wanted.read_only, false, &limits)
             }
             published => published,
         };
         match published {
             Ok(()) => {
-                self.defaults.settle(&at, name);
-                self.limited.put(name, at.absolute().to_string(), limited);
-                let mut addresses = self.addresses();
-                if opened {
-                    addresses.opened.insert(at.clone(), 0);
+                if may_be_default {
+                    self.table().reserved_defaults.remove(&at);
                 }
-                if let Some(exports) = addresses.opened.get_mut(&at) {
-                    *exports += 1;
-                }
-                Ok(at)
+                let read_only = wanted.read_only || entry.is_read_only();
+                let at = ExportAddress::Nbd(at.absolute());
+                Ok(LiveExport { at, read_only, limits, standalone: None })
             }
             Err(PublishError::Duplicate { .. }) => {
                 Err(RpcError::failed(Errno::EEXIST, format!("{name}: already published at {at}")))
@@ -170,22 +164,19 @@ impl Exports {
     }
 
     /// Publishes a device at a vhost-user socket for a virtual machine.
-    pub fn publish_vhost_user(
+    fn publish_vhost_user(
         &self,
-        _: &Claim<'_>,
         entry: &Arc<Entry>,
         path: &Path,
-        read_only: bool,
-        allow: Option<&AllowList>,
-        limits: LimitSpec,
-    ) -> Result<Arc<StandaloneExport>, RpcError> {
+        wanted: &ExportSpec,
+    ) -> Result<LiveExport, RpcError> {
         let name = entry.name();
         let device = self.local_access_path(entry)?;
         let options = vhost_user::Options {
-            read_only: read_only || entry.is_read_only(),
+            read_only: wanted.read_only || entry.is_read_only(),
             failures: Arc::clone(&entry.failures),
             access: self.access,
-            allow: allow.cloned(),
+            allow: wanted.allow.clone(),
             denials: Arc::clone(self.nbd.denials()),
             places: vec![Arc::clone(&entry.clients)],
             ..vhost_user::Options::new(Arc::clone(self.nbd.budget()))
@@ -195,23 +186,21 @@ impl Exports {
             let why = format!("{name}: cannot listen at vhost-user:{error}");
             RpcError::failed(Errno::EADDRNOTAVAIL, why)
         })?;
-        self.add_local(name, StandaloneExport::VhostUser(export), &device, limits)
+        live_standalone(name, StandaloneExport::VhostUser(export), &device, wanted.limits)
     }
 
     /// Publishes a device as a ublk block device of this machine with this number of queues; 0 means one queue for each
     /// CPU, at most 4.
-    pub fn publish_ublk(
+    fn publish_ublk(
         &self,
-        _: &Claim<'_>,
         entry: &Arc<Entry>,
         queues: u16,
-        read_only: bool,
-        limits: LimitSpec,
-    ) -> Result<Arc<StandaloneExport>, RpcError> {
+        wanted: &ExportSpec,
+    ) -> Result<LiveExport, RpcError> {
         let name = entry.name();
         let device = self.local_access_path(entry)?;
         let options = ublk::Options {
-            read_only: read_only || entry.is_read_only(),
+            read_only: wanted.read_only || entry.is_read_only(),
             failures: Arc::clone(&entry.failures),
             queues,
             ..ublk::Options::new(Arc::clone(self.nbd.budget()))
@@ -219,7 +208,7 @@ impl Exports {
         let export = ublk::Export::new(name, Arc::clone(&device) as _, options);
         let export =
             export.map_err(|error| RpcError::failed(errno_of(&error), format!("{name}: {error}")))?;
-        self.add_local(name, StandaloneExport::Ublk(export), &device, limits)
+        live_standalone(name, StandaloneExport::Ublk(export), &device, wanted.limits)
     }
 
     /// Returns a new access path for a local export. Fails if the device must not be published, or is a template.
@@ -231,48 +220,39 @@ impl Exports {
         })
     }
 
-    fn add_local(
-        &self,
-        name: &str,
-        export: StandaloneExport,
-        access_path: &Arc<Counting>,
-        limits: LimitSpec,
-    ) -> Result<Arc<StandaloneExport>, RpcError> {
-        let address = export.address();
-        access_path.tally().set_address(&address);
-        let limited = Arc::new(ExportLimits::new(limits));
-        limited.join(access_path).map_err(|e| RpcError::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
-        let export = Arc::new(export);
-        self.lock_local().entry(name.to_owned()).or_default().push(Arc::clone(&export));
-        self.limited.put(name, address, limited);
-        Ok(export)
-    }
-
-    /// Publishes a device as `wanted` specifies. The export is then no longer retried.
+    /// Publishes a device as `wanted` specifies. The export is then no longer retried. Returns its address, with the
+    /// port that was chosen.
     pub fn publish_at(
         &self,
-        claim: &Claim<'_>,
+        _: &Claim<'_>,
         entry: &Arc<Entry>,
         wanted: &ExportSpec,
-    ) -> Result<PublishedExport, RpcError> {
-        let ExportSpec { address: place, read_only, allow, limits } = wanted;
-        let (read_only, allow, limits) = (*read_only, allow.as_ref(), *limits);
-        let checked = place.check_limits(&limits);
+    ) -> Result<ExportAddress, RpcError> {
+        let checked = wanted.address.check_limits(&wanted.limits);
         checked.map_err(|why| RpcError::invalid(format!("{}: publish: {why}", entry.name())))?;
-        let shown = match place {
-            ExportAddress::Nbd(at) => {
-                PublishedExport::Nbd(self.publish(claim, entry, at, read_only, allow, limits)?)
-            }
-            ExportAddress::VhostUser(path) => PublishedExport::Standalone(
-                self.publish_vhost_user(claim, entry, path, read_only, allow, limits)?,
-            ),
-            ExportAddress::Ublk(queues) => {
-                PublishedExport::Standalone(self.publish_ublk(claim, entry, *queues, read_only, limits)?)
-            }
+        let live = match &wanted.address {
+            ExportAddress::Nbd(at) => self.publish_at_nbd(entry, at, wanted)?,
+            ExportAddress::VhostUser(path) => self.publish_vhost_user(entry, path, wanted)?,
+            ExportAddress::Ublk(queues) => self.publish_ublk(entry, *queues, wanted)?,
         };
-        self.unpublished.remove(entry.name(), Some(place));
-        Ok(shown)
+        let at = live.at.clone();
+        self.change(entry.name(), |device| device.set_live(wanted.clone(), live));
+        Ok(at)
     }
+}
+
+/// Returns the record of a vhost-user or ublk export, with its limits applied to its access path.
+fn live_standalone(
+    name: &str,
+    export: StandaloneExport,
+    access_path: &Arc<Counting>,
+    limits: LimitSpec,
+) -> Result<LiveExport, RpcError> {
+    access_path.tally().set_address(&export.address());
+    let limits = Arc::new(ExportLimits::new(limits));
+    limits.join(access_path).map_err(|e| RpcError::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
+    let (at, read_only) = (export.place(), export.is_read_only());
+    Ok(LiveExport { at, read_only, limits, standalone: Some(Arc::new(export)) })
 }
 
 /// Returns a new access path into a device for the export at an address, or None for a template.

@@ -3,16 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone_nbd::Address;
+use freestone_nbd::AllowList;
 use freestone_spec::kinds::Entry;
-use freestone_spec::limits::LimitSpec;
 use freestone_spec::path_text;
 use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
 
 use crate::exports::export_limits::ExportLimits;
-use crate::exports::export_spec::{ExportAddress, ExportSpec};
+use crate::exports::export_spec::ExportAddress;
 
 /// A vhost-user-blk or ublk export.
 pub enum StandaloneExport {
@@ -20,14 +19,6 @@ pub enum StandaloneExport {
     VhostUser(vhost_user::Export),
     /// A ublk block device of this machine.
     Ublk(ublk::Export),
-}
-
-/// An export that has just been published.
-pub enum PublishedExport {
-    /// An NBD export at this address, with the chosen port instead of port 0.
-    Nbd(Address),
-    /// A vhost-user-blk or ublk export.
-    Standalone(Arc<StandaloneExport>),
 }
 
 /// Guard that holds new clients (vhost-user) or new requests (ublk) of an export.
@@ -45,17 +36,20 @@ impl StandaloneExport {
         }
     }
 
-    /// Returns the specification of the export, without limits.
-    pub fn spec(&self) -> ExportSpec {
-        let place = match self {
+    /// Returns the address as in a specification.
+    pub fn place(&self) -> ExportAddress {
+        match self {
             Self::VhostUser(export) => ExportAddress::VhostUser(export.path().to_owned()),
             Self::Ublk(export) => ExportAddress::Ublk(export.queues()),
-        };
-        let allow = match self {
+        }
+    }
+
+    /// Returns the allow list of a vhost-user socket.
+    pub fn allow_list(&self) -> Option<AllowList> {
+        match self {
             Self::VhostUser(export) => export.allow_list(),
             Self::Ublk(_) => None,
-        };
-        ExportSpec { address: place, read_only: self.is_read_only(), allow, limits: LimitSpec::default() }
+        }
     }
 
     /// Returns true if clients cannot write.
@@ -100,9 +94,9 @@ impl StandaloneExport {
     }
 
     /// Replaces the exported device with `new`, and applies the limits `limited` to it.
-    pub fn replace(&self, new: &Entry, limited: Option<&ExportLimits>) {
+    pub fn replace(&self, new: &Entry, limited: &ExportLimits) {
         let Some(device) = new.new_access_path() else { return };
-        if let Some(Err(error)) = limited.map(|limited| limited.join(&device)) {
+        if let Err(error) = limited.join(&device) {
             warn!("{}: limits are not enforced: cannot start a thread: {error}", self.address());
         }
         device.tally().set_address(&self.address());

@@ -1,6 +1,5 @@
 //! Unpublishing of devices, and the end of all exports.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_control::protocol::RpcError;
@@ -9,30 +8,17 @@ use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use tracing::warn;
 
-use super::Exports;
 use super::checks::{FORCE, in_use};
 use super::export_spec::ExportAddress;
-use super::standalone_export::{StandaloneExport, end_all};
+use super::standalone_export::end_all;
+use super::table::ExportRecord;
+use super::{DeviceExports, Exports};
 use crate::devices::claims::Claim;
 
 /// Longest wait for requests in flight when a local export (vhost-user or ublk) ends.
 const END_GRACE: Duration = Duration::from_secs(5);
 
 impl Exports {
-    /// Removes a local export, and waits until it has ended, for at most [`END_GRACE`].
-    fn remove_local(&self, entry: &Entry, export: &Arc<StandaloneExport>) {
-        let mut all = self.lock_local();
-        if let Some(exports) = all.get_mut(entry.name()) {
-            exports.retain(|other| !Arc::ptr_eq(other, export));
-            if exports.is_empty() {
-                all.remove(entry.name());
-            }
-        }
-        drop(all);
-        end_all(std::slice::from_ref(export), END_GRACE);
-        self.limited.forget(entry.name(), &export.address());
-    }
-
     /// Unpublishes a device at one address. Fails if clients are connected, unless `force` is set.
     pub fn unpublish_from(
         &self,
@@ -42,29 +28,33 @@ impl Exports {
         force: bool,
     ) -> Result<(), RpcError> {
         let name = entry.name();
-        if self.unpublished.remove(name, Some(place)) {
+        if self.change(name, |device| device.remove_absent(place)) {
             return Ok(());
         }
         // Connections end when their requests complete, so requests must not wait for memory or limits.
         let _now = force.then(|| self.bypass_waiting(entry));
+        let live = self.find(name, place);
+        let remove = || {
+            let is_other =
+                |record: &ExportRecord| !record.published.as_ref().is_ok_and(|live| live.at.is_same(place));
+            self.change(name, |device| device.records.retain(is_other));
+        };
         if let ExportAddress::Nbd(address) = place {
             let done = self.nbd.unpublish_at(name, address, force);
             done.map_err(|e| RpcError::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
-            self.limited.forget(name, &address.absolute().to_string());
-            self.release_address(address);
+            remove();
+            self.close_unused(address);
             return Ok(());
         }
-        let local = self.local_of(name);
-        let Some(export) = local.iter().find(|export| export.spec().address.is_same(place)) else {
-            return Ok(());
-        };
+        let Some(export) = live.and_then(|live| live.standalone) else { return Ok(()) };
         let held = export.hold();
         if export.is_in_use() && !force {
             return Err(in_use(name, 1, FORCE));
         }
         export.begin_to_end();
         drop(held);
-        self.remove_local(entry, export);
+        remove();
+        end_all(&[export], END_GRACE);
         Ok(())
     }
 
@@ -74,7 +64,7 @@ impl Exports {
         if !force {
             self.check_idle(entry)?;
         }
-        let (at, local) = (self.nbd.exports_named(name), self.local_of(name));
+        let (live, local) = (self.live(name), self.standalone(name));
         // A client may have connected since the check. No client can connect while the exports are held.
         let held: Vec<_> = local.iter().map(|export| export.hold()).collect();
         let used = local.iter().filter(|export| export.is_in_use()).count();
@@ -84,54 +74,47 @@ impl Exports {
         let connections = self.nbd.connections(name) + used;
         // Connections end when their requests complete, so requests must not wait for memory or limits.
         let _now = force.then(|| self.bypass_waiting(entry));
-        if !at.is_empty() {
+        let nbd = live.iter().filter_map(|live| match &live.at {
+            ExportAddress::Nbd(at) => Some(at),
+            _ => None,
+        });
+        if nbd.clone().next().is_some() {
             let done = self.nbd.unpublish(name, force);
             done.map_err(|e| RpcError::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
         }
-        for export in at {
-            self.release_address(&export.address);
-        }
-        self.lock_local().remove(name);
+        self.change(name, DeviceExports::clear);
+        nbd.for_each(|address| self.close_unused(address));
         for export in &local {
             export.begin_to_end();
         }
         // The hold ends first, because the kernel writes back its cache of a block device before the export ends.
         drop(held);
         end_all(&local, END_GRACE);
-        self.limited.forget_all(name);
-        self.unpublished.forget(name);
         Ok(connections)
     }
 
-    /// Decrements the number of exports at an address that `publish` opened, and closes the address at 0.
-    fn release_address(&self, address: &Address) {
-        {
-            let mut addresses = self.addresses();
-            let Some(left) = addresses.opened.get_mut(address) else { return };
-            *left -= 1;
-            if *left > 0 {
-                return;
-            }
+    /// Closes an address that `publish` opened, unless it has exports.
+    fn close_unused(&self, address: &Address) {
+        if !self.nbd.is_unused(address) || self.server_addresses().contains(address) {
+            return;
         }
         let Ok(_address) = self.claims.address("unpublish", address) else {
             // Another verb hangs on the address, which is closed when its next export is unpublished.
             return warn!("{address}: stays open because another verb is working on it");
         };
-        {
-            let mut addresses = self.addresses();
-            // Another device may have been published there while this thread waited.
-            if addresses.opened.get(address).is_none_or(|left| *left > 0) {
-                return;
-            }
-            addresses.opened.remove(address);
+        // Another device may have been published there while this thread waited.
+        if self.nbd.is_unused(address) {
+            self.nbd.close(address);
         }
-        self.nbd.close(address);
     }
 
     /// Stops listening everywhere, completes the requests in flight, and closes all connections. Cuts connections with
     /// requests still in flight after `grace`.
     pub fn shutdown(&self, grace: Duration) {
-        let local: Vec<_> = self.lock_local().drain().flat_map(|(_, exports)| exports).collect();
+        let records = |device: &mut DeviceExports| std::mem::take(&mut device.records);
+        let records: Vec<_> = self.table().devices.values_mut().flat_map(records).collect();
+        let live = records.into_iter().filter_map(|record| record.published.ok());
+        let local: Vec<_> = live.filter_map(|live| live.standalone).collect();
         // Begins here, so that local exports and NBD connections end in parallel.
         for export in &local {
             export.begin_to_end();

@@ -17,12 +17,13 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use freestone_control::caller::Caller;
 use freestone_control::protocol::RpcError;
+use freestone_core::sync::{Condvar, Mutex, MutexGuard};
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -103,11 +104,6 @@ pub struct Progress {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Table> {
-        // A panic cannot leave the table inconsistent, so poisoning is ignored.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Runs a background job on this thread, and records its outcome.
     fn run(&self, background: Background, tag: Option<String>, run: Box<dyn FnOnce() -> Outcome + Send>) {
         Caller::set_tag(tag);
@@ -115,7 +111,7 @@ impl Shared {
         // A panic ends only this job, not the thread, which runs further jobs.
         let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(panic_fault()));
         let Some(Background { response, number }) = BACKGROUND.take() else { return };
-        let task = number.and_then(|number| self.lock().running.get(&number).cloned());
+        let task = number.and_then(|number| self.table.lock().running.get(&number).cloned());
         // The history contains only jobs whose client has received the response that the job
         // started or waits.
         let (refused, ended) = match (&response, &task) {
@@ -129,7 +125,7 @@ impl Shared {
             }
             _ => (Some(outcome), None),
         };
-        let mut table = self.lock();
+        let mut table = self.table.lock();
         if let Some(task) = task {
             table.running.remove(&task.number);
         }
@@ -146,7 +142,7 @@ impl Shared {
     /// Takes the next queued job and marks it as running. If the queue is empty, returns `None`,
     /// and the calling thread must end.
     fn next(&self) -> Option<QueuedJob> {
-        let mut table = self.lock();
+        let mut table = self.table.lock();
         let next = table.queue.next();
         match &next {
             Some(next) => drop(table.running.insert(next.task.number, Arc::clone(&next.task))),
@@ -194,15 +190,12 @@ impl Jobs {
         let caller = Caller::current();
         let background = BACKGROUND.with_borrow(|background| background.as_ref().map(|it| it.number));
         let queued_number = background.flatten();
-        let mut table = self.0.lock();
+        let mut table = self.0.table.lock();
         let conflict = |name: &&str| {
             let other = table.running.values().find(|task| task.kind.exclusive && task.is_on(name))?;
             let advice = if other.kind.cancellable { ", or cancel it" } else { "" };
-            let why = format!(
-                "{name}: is in use by {} (job {}); wait for its end{advice}",
-                other.verb, other.number
-            );
-            Some(RpcError::failed(Errno::EBUSY, why))
+            let (verb, number) = (&other.verb, other.number);
+            Some(rpc_error!(EBUSY, "{name}: is in use by {verb} (job {number}); wait for its end{advice}"))
         };
         if let Some(fault) = names.iter().filter(|_| kind.exclusive).find_map(conflict) {
             return Err(fault);
@@ -229,7 +222,7 @@ impl Jobs {
     /// Runs a background job, now or once a thread is free. Returns when the job has started, has
     /// failed to start, or waits in the queue.
     pub fn run(&self, request: JobRequest) -> Outcome {
-        let mut table = self.0.lock();
+        let mut table = self.0.table.lock();
         if !table.queue.reserve_thread() {
             return self.enqueue(table, request);
         }
@@ -246,9 +239,9 @@ impl Jobs {
         });
         if let Err(e) = spawned {
             // The other threads run the jobs that were queued meanwhile.
-            self.0.lock().queue.release_thread();
+            self.0.table.lock().queue.release_thread();
             self.0.thread_ended.notify_all();
-            return Err(RpcError::failed(Errno::ENOMEM, format!("{verb}: cannot start a thread: {e}")));
+            refuse!(ENOMEM, "{verb}: cannot start a thread: {e}");
         }
         started.recv().unwrap_or_else(|_| Err(panic_fault()))
     }
@@ -257,11 +250,11 @@ impl Jobs {
     fn enqueue(&self, mut table: MutexGuard<'_, Table>, request: JobRequest) -> Outcome {
         let JobRequest { name, verb, tag, bytes, run } = request;
         if !table.queue.has_room_for(bytes) {
-            let why = format!(
+            refuse!(
+                EBUSY,
                 "{name}: {verb}: {THREADS_MAX} background jobs are running and the queue is full (limits: \
                  {WAITING_MAX} jobs, 16M of requests)"
             );
-            return Err(RpcError::failed(Errno::EBUSY, why));
         }
         let task = Arc::new(Task::new(table.next_number(), vec![name], verb, tag));
         // Checked under the lock: end_all() sets the flag, and then cancels the queued jobs under
@@ -276,7 +269,7 @@ impl Jobs {
 
     /// Returns the progress of a job that runs on a device, or `None` if no job does.
     pub fn progress_of(&self, name: &str) -> Option<Progress> {
-        let table = self.0.lock();
+        let table = self.0.table.lock();
         let task = table.running.values().find(|task| task.is_on(name))?;
         let JobInfo { job, verb, done_bytes, total_bytes, .. } = task.info(RUNNING);
         Some(Progress { verb, done_bytes, total_bytes, job })
@@ -284,7 +277,7 @@ impl Jobs {
 
     /// Returns the matching jobs in the order of their numbers.
     pub fn list(&self, filter: &JobFilter) -> Vec<JobInfo> {
-        let table = self.0.lock();
+        let table = self.0.table.lock();
         let running =
             table.running.values().filter(|task| filter.matches(task)).map(|task| task.info(RUNNING));
         let waiting = table.queue.iter().filter(|task| filter.matches(task)).map(|task| task.info(WAITING));
@@ -296,7 +289,7 @@ impl Jobs {
     /// Cancels the matching jobs that can be cancelled, and returns information about them. Waiting
     /// jobs end at once, running jobs at their next check.
     pub fn cancel(&self, filter: &JobFilter) -> Result<Vec<JobInfo>, RpcError> {
-        let mut table = self.0.lock();
+        let mut table = self.0.table.lock();
         let mut uncancellable = None;
         let mut cancelled = Vec::new();
         for task in table.running.values().filter(|task| filter.matches(task)) {
@@ -311,8 +304,8 @@ impl Jobs {
         cancelled.sort_unstable_by_key(|info| info.job);
         match uncancellable {
             Some(task) if cancelled.is_empty() => {
-                let why = format!("{}: {} cannot be cancelled; it continues", task.names[0], task.verb);
-                Err(RpcError::failed(Errno::EOPNOTSUPP, why))
+                let (name, verb) = (&task.names[0], &task.verb);
+                refuse!(EOPNOTSUPP, "{name}: {verb} cannot be cancelled; it continues")
             }
             _ => Ok(cancelled),
         }
@@ -322,7 +315,7 @@ impl Jobs {
     /// wait.
     pub fn end_all(&self) {
         self.0.ending.store(true, SeqCst);
-        let waited = self.0.lock().cancel_waiting(&JobFilter::default(), SERVER_ENDING).len();
+        let waited = self.0.table.lock().cancel_waiting(&JobFilter::default(), SERVER_ENDING).len();
         if waited > 0 {
             tracing::info!("{waited} waiting jobs were cancelled: {SERVER_ENDING}");
         }
@@ -331,7 +324,7 @@ impl Jobs {
     /// Waits until no background job runs, for at most `grace`.
     pub fn wait_ended(&self, grace: Duration) {
         let is_busy = |table: &mut Table| !table.queue.is_idle();
-        drop(self.0.thread_ended.wait_timeout_while(self.0.lock(), grace, is_busy));
+        drop(self.0.thread_ended.wait_timeout_while(self.0.table.lock(), grace, is_busy));
     }
 }
 
@@ -402,7 +395,7 @@ impl ProgressSink for Job {
 impl Drop for Job {
     fn drop(&mut self) {
         if !self.task.background {
-            self.shared.lock().running.remove(&self.task.number);
+            self.shared.table.lock().running.remove(&self.task.number);
         }
     }
 }

@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use freestone_control::protocol::RpcError;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
@@ -80,7 +79,7 @@ impl Task {
     /// message.
     pub fn cancelled(&self, why: &str, after: &str) -> RpcError {
         let what = format!("{}: {}", self.names[0], self.verb);
-        RpcError::failed(Errno::ECANCELED, format!("{what}: cancelled: {why}; {after}"))
+        rpc_error!(ECANCELED, "{what}: cancelled: {why}; {after}")
     }
 
     pub fn info(&self, state: &str) -> JobInfo {

@@ -179,9 +179,9 @@ pub fn state_error(error: &StateError) -> RpcError {
     RpcError::failed(errno, format!("cannot update the state: {error}"))
 }
 
-/// Returns the state record of an export. `declared` is true if a configuration file declares it.
-pub fn export_record(wanted: &ExportSpec, declared: bool) -> Export {
-    let read_only = wanted.read_only;
+/// Returns the state record of an export.
+pub fn export_record(wanted: &ExportSpec) -> Export {
+    let ExportSpec { read_only, declared, .. } = *wanted;
     let allow = wanted.allow.as_ref().map(allow::words).unwrap_or_default();
     let limits = wanted.limits.words().map(|(key, text)| (key.to_owned(), text)).collect();
     let none = Export { nbd: None, vhost_user: None, ublk: None, read_only, allow, declared, limits };
@@ -215,5 +215,6 @@ pub fn parse_export(export: &Export) -> Result<ExportSpec, String> {
         }
     }
     let limits = words.apply_to(LimitSpec::default());
-    Ok(ExportSpec { address: place, read_only: export.read_only, allow, limits })
+    let Export { read_only, declared, .. } = *export;
+    Ok(ExportSpec { address: place, read_only, allow, limits, declared })
 }

@@ -6,19 +6,20 @@ pub mod plan;
 pub mod running;
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::Context as _;
 use freestone_control::protocol::RpcError;
+use freestone_core::sync::Mutex;
+use freestone_core::work_queue::OwnedQueue;
 use freestone_nbd::ExportInfo;
 use thiserror::Error;
 
 pub use self::builder::ServerBuilder;
 use self::plan::Plan;
 use self::running::{FlushResult, Running};
-use crate::persistence::standby::Standby;
 use crate::usage::Usage;
 
 /// A running server. [`Server::builder`] starts one.
@@ -39,7 +40,7 @@ use crate::usage::Usage;
 pub struct Server {
     running: Running,
     /// Threads for the shutdown, started in advance: flush, then close.
-    shutdown_threads: [Standby; 2],
+    shutdown_threads: [OwnedQueue; 2],
     /// Requests of clients to shut down.
     requests: Mutex<Receiver<()>>,
 }
@@ -74,7 +75,7 @@ impl Server {
     }
 
     fn start(plan: Plan) -> anyhow::Result<Self> {
-        let standby = |name| Standby::start(name).context("cannot start the threads of the shutdown");
+        let standby = |name| OwnedQueue::started(name).context("cannot start the threads of the shutdown");
         let shutdown_threads = [standby("shutdown")?, standby("close")?];
         let running = Running::start(plan, |_| {}, Arc::new(|_| {}))?;
         let (request, requests) = mpsc::channel();
@@ -108,7 +109,7 @@ impl Server {
     /// [`shutdown`](Self::shutdown). Never returns without a control socket.
     pub fn wait_for_shutdown_request(&self) {
         // The sender exists as long as the service, so the receiver does not fail.
-        let _ = self.requests.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let _ = self.requests.lock().recv();
     }
 
     /// Ends the server: cancels jobs, ends exports (requests in flight have 5 s), saves devices with `keep=yes` (at most
@@ -119,10 +120,10 @@ impl Server {
     /// [`ServerError::Incomplete`] if devices could not be saved, flushed or closed in time.
     pub fn shutdown(self) -> Result<(), ServerError> {
         let Self { mut running, shutdown_threads: [flush_thread, close_thread], requests: _ } = self;
-        let flush_result = running.shutdown(flush_thread, || ());
+        let flush_result = running.shutdown(&flush_thread, || ());
         let flushed = flush_result.recv().unwrap_or(FlushResult { failed: 1, end: Instant::now() });
         running.remove_paths();
-        let unclosed_count = running.close(close_thread, || (), flushed.end);
+        let unclosed_count = running.close(&close_thread, || (), flushed.end);
         let unclosed =
             unclosed_count.recv_timeout(flushed.end.saturating_duration_since(Instant::now())).unwrap_or(1);
         match flushed.failed + unclosed {

@@ -53,8 +53,8 @@ pub fn add_devices(devices: &mut Vec<DeclaredDevice>, words: &[String]) -> Resul
     let mut names: HashSet<_> = devices.iter().map(|device| device.spec.name.clone()).collect();
     let here = env::current_dir().context("the working directory cannot be found")?;
     for text in words {
-        let entries = Entries::parse_with_warnings(text).map_err(|e| Usage(e.to_string()))?;
-        let spec = Spec::from_entries(entries.with_base(&here)).map_err(|e| Usage(e.to_string()))?;
+        let entries = Entries::parse_with_warnings(text).map_err(Usage::from)?;
+        let spec = Spec::from_entries(entries.with_base(&here)).map_err(Usage::from)?;
         if !names.insert(spec.name.clone()) {
             return Err(Usage(format!("{}: two devices of that name", spec.name)).into());
         }

@@ -12,7 +12,9 @@ use freestone::mutants::{self, Mutant};
 use freestone_control::http::HttpServer;
 use freestone_control::server::ControlServer;
 use freestone_control::socket::{PrivateSocket, SocketPath};
+use freestone_core::work_queue::OwnedQueue;
 use freestone_nbd::{Access, Address};
+use freestone_spec::kinds::Entry;
 use tracing::warn;
 
 use super::plan::Plan;
@@ -21,11 +23,10 @@ use crate::devices::shutdown::{self, Closing};
 use crate::observe::metrics::{MetricsConfig, MetricsSite};
 use crate::observe::page::PageSite;
 use crate::persistence::saves::Saves;
-use crate::persistence::standby::Standby;
 use crate::persistence::state_args::StateSettings;
 use crate::service::Service;
 use crate::startup::pending_devices;
-use crate::startup::start::{self, NewDevice};
+use crate::startup::start;
 use crate::verbs::{ReadOnly, left_behind};
 
 /// Longest wait of the shutdown for requests in flight.
@@ -109,25 +110,25 @@ impl Running {
             report_step,
         };
         let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
-        if let Some(empty) = known.as_ref().filter(|topology| topology.devices().next().is_none()) {
+        if let Some(empty) = known.as_ref().filter(|recorded| recorded.all().is_empty()) {
             // No device is recorded, so this only marks saved content as unused, or removes it if it was marked long
             // ago.
             service.saves.find(empty)?;
         }
-        let known = known.filter(|topology| topology.devices().next().is_some());
+        let known = known.filter(|recorded| !recorded.all().is_empty());
         let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
         let of_state = known.is_some();
-        let (mut created, pending, changes) = match known {
-            Some(topology) => {
+        let (created, pending, changes) = match known {
+            Some(recorded) => {
                 // Devices must exist before `--apply` can change them, so the start waits for all remote servers.
                 let until = (!is_applied).then(|| Instant::now() + pending_devices::GRACE);
-                let (created, pending) = pending_devices::set_up_state(&service, &topology, until)?;
+                let (created, pending) = pending_devices::set_up_state(&service, recorded, until)?;
                 (created, Some(pending), is_applied.then_some(devices))
             }
             None => (start::set_up_declared(&service, devices)?, None, None),
         };
         if of_state && mutants::on(Mutant::GoesOnEarly) {
-            start::record_devices(&service, &mut created);
+            start::record_devices(&service, &created);
         }
         // Steps that can fail come first. Then the state records that its devices are in use, and clients can
         // connect.
@@ -152,13 +153,13 @@ impl Running {
             running.http.push(server);
         }
         Saves::run(&service).context("cannot start the thread that saves")?;
-        if created.iter().any(NewDevice::is_block_device) {
+        if created.iter().any(|entry| start::has_block_device(&service, entry)) {
             remove_stale_block_devices();
         }
         running.is_in_use = true;
         if of_state {
-            start::record_devices(&service, &mut created);
-            start::begin_merges(&service, &mut created);
+            start::record_devices(&service, &created);
+            start::begin_merges(&service, &created);
         } else {
             start::publish_new(&service, &created)?;
         }
@@ -172,7 +173,7 @@ impl Running {
     /// Publishes the devices of the state, applies the changes of `--apply`, and then opens the control sockets.
     fn publish(
         &mut self,
-        created: &[NewDevice],
+        created: &[Arc<Entry>],
         of_state: bool,
         changes: Option<(Vec<DeclaredDevice>, StateSettings)>,
         control_access: &Access,
@@ -243,12 +244,12 @@ impl Running {
     /// the result. Afterwards [`Drop`] can only wait for disks.
     pub fn shutdown(
         &mut self,
-        thread: Standby,
+        thread: &OwnedQueue,
         ended: impl FnOnce() + Send + 'static,
     ) -> Receiver<FlushResult> {
         let finish = self.begin_end();
         let (sender, flushed) = mpsc::channel();
-        thread.run(move || {
+        thread.push(move || {
             let _ended = CallAtEnd(Some(ended));
             let _ = sender.send(finish());
         });
@@ -259,12 +260,12 @@ impl Running {
     /// Returns a channel for the number of devices that could not be closed.
     pub fn close(
         self,
-        thread: Standby,
+        thread: &OwnedQueue,
         ended: impl FnOnce() + Send + 'static,
         end: Instant,
     ) -> Receiver<usize> {
         let (sender, unclosed) = mpsc::channel();
-        thread.run(move || {
+        thread.push(move || {
             let _ended = CallAtEnd(Some(ended));
             let closing = Closing::of(&self.service.registry.all());
             drop(self);

@@ -169,7 +169,7 @@ impl SocketAccess {
 /// Resolves the mode, user and group to numbers. `key` returns the option or key that an error names.
 fn resolve(words: &AccessWords, key: impl Fn(&str) -> String) -> Result<Access, Usage> {
     let number = |part: &'static str, text: &Option<String>, find: Find| {
-        let Some(text) = text else { return Ok(None) };
+        let Some(text) = text else { return Ok::<_, Usage>(None) };
         let number =
             find_number(text, part, find).map_err(|why| Usage(format!("{}={text}: {why}", key(part))))?;
         Ok(Some(number))

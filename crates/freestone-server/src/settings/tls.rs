@@ -116,7 +116,7 @@ impl Tls {
                 "this server does not request client certificates; start it with --tls-client-ca"
             }
         };
-        Err(RpcError::invalid(format!("{}: tls_clients: {why}", spec.name)))
+        refuse!(invalid, "{}: tls_clients: {why}", spec.name)
     }
 
     /// Fails for an address where other machines could connect without TLS. With `--allow-plaintext`, only logs a

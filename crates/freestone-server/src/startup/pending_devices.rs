@@ -11,21 +11,24 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone_control::protocol::RpcError;
-use freestone_spec::kinds::{ParallelOpenGuard, Spec};
-use freestone_state::{Device, Topology};
+use freestone_spec::kinds::{Entry, ParallelOpenGuard, Spec};
 use tracing::{error, warn};
 
+use crate::persistence::recorded::{RecordedDevice, RecordedDevices};
 use crate::persistence::records::PENDING;
 use crate::service::Service;
 use crate::startup::recreate::RestartContext;
-use crate::startup::start::{self, NewDevice};
+use crate::startup::start;
 
 /// Longest wait for remote servers at the start, before their devices are left to the background thread.
 pub const GRACE: Duration = Duration::from_secs(1);
 
+/// Devices that depend on one another, in the recorded order.
+type Group = Vec<Arc<RecordedDevice>>;
+
 /// Groups of devices that the start has left to the background thread.
 pub struct PendingDevices {
-    groups: Vec<Vec<Device>>,
+    groups: Vec<Group>,
     context: RestartContext,
     opening: ParallelOpenGuard,
 }
@@ -34,15 +37,16 @@ pub struct PendingDevices {
 /// has not answered by `until`. `None` waits for all servers. Returns the created devices and those groups.
 pub fn set_up_state(
     service: &Service,
-    topology: &Topology,
+    recorded: RecordedDevices,
     until: Option<Instant>,
-) -> Result<(Vec<NewDevice>, PendingDevices), RpcError> {
-    let mut context = RestartContext::new(service, topology.clone())?;
-    let specs: Vec<Spec> = topology.devices().filter_map(|device| device.words.parse().ok()).collect();
-    let opening = service.registry.parallel_open.begin(specs.iter());
-    let groups = pending_groups(topology, &opening, until);
-    let left: HashSet<&str> = groups.iter().flatten().map(|device| device.name.as_str()).collect();
-    let there = topology.devices().filter(|device| !left.contains(device.name.as_str()));
+) -> Result<(Vec<Arc<Entry>>, PendingDevices), RpcError> {
+    let all = recorded.all().to_vec();
+    let mut context = RestartContext::new(service, recorded)?;
+    let specs = all.iter().filter_map(|device| device.spec.as_ref().ok());
+    let opening = service.registry.parallel_open.begin(specs);
+    let groups = pending_groups(&all, &opening, until);
+    let left: HashSet<&str> = groups.iter().flatten().map(|device| device.record.name.as_str()).collect();
+    let there = all.iter().filter(|device| !left.contains(device.record.name.as_str()));
     let created = there.filter_map(|device| start::set_up(service, device, &mut context)).collect();
     for name in left {
         warn!("{name}: {PENDING}; the device is served as soon as it does");
@@ -54,14 +58,14 @@ pub fn set_up_state(
 /// Waits until all servers have answered, or until `until`. Returns the groups with a device whose server has
 /// not answered, each in the recorded order.
 fn pending_groups(
-    topology: &Topology,
+    recorded: &[Arc<RecordedDevice>],
     opening: &ParallelOpenGuard,
     until: Option<Instant>,
-) -> Vec<Vec<Device>> {
-    let mut groups: Vec<BTreeMap<usize, &Device>> = Vec::new();
+) -> Vec<Group> {
+    let mut groups: Vec<BTreeMap<usize, &Arc<RecordedDevice>>> = Vec::new();
     let mut group_of: HashMap<&str, usize> = HashMap::new();
-    for (number, device) in topology.devices().enumerate() {
-        let needs = device.words.parse::<Spec>().map(|spec| needs(&spec)).unwrap_or_default();
+    for (number, device) in recorded.iter().enumerate() {
+        let needs = device.spec.as_ref().map(needs).unwrap_or_default();
         let joined: BTreeSet<usize> =
             needs.iter().filter_map(|name| group_of.get(name.as_str()).copied()).collect();
         let mut joined = joined.into_iter();
@@ -71,14 +75,14 @@ fn pending_groups(
         });
         for other in joined {
             let members = std::mem::take(&mut groups[other]);
-            group_of.extend(members.values().map(|member| (member.name.as_str(), group)));
+            group_of.extend(members.values().map(|member| (member.record.name.as_str(), group)));
             groups[group].extend(members);
         }
-        group_of.insert(&device.name, group);
+        group_of.insert(&device.record.name, group);
         groups[group].insert(number, device);
     }
-    let waits = |group: &BTreeMap<usize, &Device>, is_pending: &dyn Fn(&str) -> bool| {
-        group.values().any(|device| is_pending(&device.name))
+    let waits = |group: &BTreeMap<usize, &Arc<RecordedDevice>>, is_pending: &dyn Fn(&str) -> bool| {
+        group.values().any(|device| is_pending(&device.record.name))
     };
     groups.retain(|group| waits(group, &|name| opening.is_pending(name)));
     opening.wait(until, |is_pending| (!groups.iter().any(|group| waits(group, is_pending))).then_some(()));
@@ -112,12 +116,12 @@ impl PendingDevices {
         while !self.groups.is_empty() {
             let groups = &self.groups;
             let next = self.opening.wait(None, |is_pending| {
-                groups.iter().position(|group| !group.iter().any(|device| is_pending(&device.name)))
+                groups.iter().position(|group| !group.iter().any(|device| is_pending(&device.record.name)))
             });
             // `None` means that the server is shutting down.
             let (Some(next), Some(service)) = (next, service.upgrade()) else { return };
             let group = self.groups.swap_remove(next);
-            let names: Vec<&str> = group.iter().map(|device| device.name.as_str()).collect();
+            let names: Vec<&str> = group.iter().map(|device| device.record.name.as_str()).collect();
             let Ok(_entered) = service.records.begin_change(&names) else { return };
             if let Err(fault) = start::publish_late(&service, &group, &mut self.context) {
                 error!("{}", fault.message);

@@ -5,23 +5,27 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use freestone::mutants::{self, Mutant};
 use freestone_control::protocol::RpcError;
-use freestone_spec::entries::Entries;
-use freestone_spec::kinds::{self, Entry, Identity, RESTORED, Spec};
-use freestone_spec::refusal::Errno;
+use freestone_spec::kinds::{self, DataLossPolicy, Entry, Identity, Spec};
 use freestone_spec::size;
-use freestone_state::{Device, Topology};
-use tracing::warn;
+use freestone_state::Device;
+use tracing::{error, warn};
 use uuid::Uuid;
 
 use crate::changes::recording;
+use crate::exports::Withheld;
+use crate::persistence::recorded::{RecordedDevice, RecordedDevices};
 use crate::persistence::saves::start::SavedContents;
 use crate::service::Service;
 use crate::settings::paths::parse_address;
 
+/// Reason of an absent export of a device that has just been created.
+pub(super) const NOT_YET: &str = "the device has just been created";
+
 /// Context for creating the devices of the state directory again.
 pub struct RestartContext {
-    pub(super) topology: Topology,
+    pub(super) recorded: RecordedDevices,
     pub(super) saved: SavedContents,
     /// Names of the devices that are missing or have lost content.
     pub(super) lost: HashSet<String>,
@@ -31,15 +35,15 @@ pub struct RestartContext {
 }
 
 impl RestartContext {
-    /// Finds the saved content of the devices in `topology`, and reserves their default exports.
-    pub fn new(service: &Service, topology: Topology) -> Result<Self, RpcError> {
-        let saved = service.saves.find(&topology)?;
-        for device in topology.devices() {
-            for address in device.default_at.iter().filter_map(|text| parse_address(text, None).ok()) {
-                service.exports.defaults.reserve(address, &device.name);
+    /// Finds the saved content of the devices in `recorded`, and reserves their default exports.
+    pub fn new(service: &Service, recorded: RecordedDevices) -> Result<Self, RpcError> {
+        let saved = service.saves.find(&recorded)?;
+        for Device { name, default_at, .. } in recorded.all().iter().map(|device| &device.record) {
+            for address in default_at.iter().filter_map(|text| parse_address(text, None).ok()) {
+                service.exports.reserve_default(address, name);
             }
         }
-        Ok(Self { topology, saved, lost: HashSet::new(), is_late: false })
+        Ok(Self { recorded, saved, lost: HashSet::new(), is_late: false })
     }
 }
 
@@ -48,20 +52,17 @@ pub(super) fn is_missing(service: &Service, device: &Device) -> bool {
     service.records.why_missing(&device.name).is_some()
 }
 
-/// Creates a device of the state again. The boolean is true if the content of the device differs from that at
-/// the end of the previous server.
+/// Creates a device of the state again, with its exports in the table, but not published. The boolean is true if the
+/// content of the device differs from that at the end of the previous server.
 pub(super) fn recreate(
     service: &Service,
-    device: &Device,
+    recorded_device: &RecordedDevice,
     restart: &mut RestartContext,
 ) -> Result<(Arc<Entry>, bool), RpcError> {
-    let RestartContext { topology, saved, lost, is_late } = restart;
-    let invalid = |why: String| RpcError::failed(Errno::EINVAL, why);
-    let words = Entries::parse(&device.words).map_err(|why| invalid(why.to_string()))?;
-    if words.kind == RESTORED {
-        return Err(invalid("it was restored from a file; restore that file again".to_owned()));
-    }
-    let mut spec = Spec::from_entries(words.clone()).map_err(|why| invalid(why.to_string()))?;
+    let RestartContext { recorded, saved, lost, is_late } = restart;
+    let device = &recorded_device.record;
+    let invalid = |why: String| rpc_error!(EINVAL, "{why}");
+    let mut spec = recorded_device.spec.clone().map_err(invalid)?;
     let with_key = |spec: Spec, key, value: &str| {
         let mut words = spec.words;
         words.put(key, value);
@@ -72,14 +73,14 @@ pub(super) fn recreate(
             .map_err(|why| invalid(format!("record={}: cannot be examined: {why}", log.display())))?
     {
         warn!("{}: {}: the recording ended with the previous server", device.name, log.display());
-        let mut words = words;
+        let mut words = spec.words;
         words.pairs.retain(|(key, _)| key != "record");
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
     }
     let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is invalid: {why}")))?;
     // Checked before anything is opened: if the check fails, no client could use the device.
     service.exports.tls.check_device(&spec)?;
-    let content = if spec.keep { saved.take(service, topology, device, &spec)? } else { None };
+    let content = if spec.keep { saved.take(service, recorded, device, &spec)? } else { None };
     let changed = content.as_ref().and_then(|_| changed_base(service, device, &spec));
     if let Some(file) = &changed {
         warn!(device = %device.name, file = %file.display(), "its base changed while no server ran");
@@ -108,15 +109,39 @@ pub(super) fn recreate(
     if *is_late && !is_missing(service, device) {
         return Err(invalid("was removed or replaced meanwhile".to_owned()));
     }
-    let Some(content) = content else { return Ok((service.build_entry(spec, Some(identity))?, is_lost)) };
-    if is_behind {
-        service.saves.set_stale(&device.name, content.when);
-    }
-    let mut entry = kinds::build_kept(spec, content.ram, &service.registry)?;
-    entry.identity = identity;
-    let entry = Arc::new(entry);
-    service.add(&entry)?;
+    let entry = match content {
+        None => service.build_entry(spec, Some(identity))?,
+        Some(content) => {
+            if is_behind {
+                service.saves.set_stale(&device.name, content.when);
+            }
+            let mut entry = kinds::build_kept(spec, content.ram, &service.registry)?;
+            entry.identity = identity;
+            let entry = Arc::new(entry);
+            service.add(&entry)?;
+            entry
+        }
+    };
+    // Set while the device is claimed, so that a verb that removes the device also removes its exports.
+    set_exports(service, recorded_device, &entry, is_lost, *is_late);
     Ok((entry, is_lost))
+}
+
+/// Puts the exports of a device into the table. The device is withheld if its content is lost.
+fn set_exports(service: &Service, recorded: &RecordedDevice, entry: &Entry, is_lost: bool, is_late: bool) {
+    let RecordedDevice { record, export_set, unparsed, .. } = recorded;
+    for export in unparsed {
+        error!("{}: not published at {}: {}", record.name, export.address(), export.why);
+    }
+    let withholds = entry.restart_policy().on_data_loss.unwrap_or_default() == DataLossPolicy::Withhold
+        && !mutants::on(Mutant::LostIsShown);
+    service.exports.change(&record.name, |device| {
+        device.set_unpublished(export_set.clone(), NOT_YET);
+        device.unparsed.clone_from(unparsed);
+        device.withheld = (record.withheld || (is_lost && withholds)).then_some(Withheld::LostContent);
+        device.is_declared |= record.declared;
+        device.is_new = is_late;
+    });
 }
 
 /// Returns the file of a device's base that has changed since the content of the device was saved, by size,

@@ -66,7 +66,7 @@ pub fn check_bare(entry: &Entry, done: &str) -> Result<(), RpcError> {
         None => Ok(()),
         Some(why) => {
             let name = entry.name();
-            Err(RpcError::failed(Errno::EINVAL, format!("{name}: cannot be {done}: {why}")))
+            Err(rpc_error!(EINVAL, "{name}: cannot be {done}: {why}"))
         }
     }
 }
@@ -187,9 +187,9 @@ const fn entry<V: Verb>() -> VerbEntry {
 fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue>, RpcError> {
     let params = params.unwrap_or_else(|| Value::Object(Map::new()));
     let Value::Object(mut params) = params else {
-        return Err(RpcError::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
+        refuse!(invalid, "{}: parameters go by name, in an object", V::METHOD);
     };
-    let invalid = |e| RpcError::invalid(format!("{}: {e}", V::METHOD));
+    let invalid = |e| rpc_error!(invalid, "{}: {e}", V::METHOD);
     let options = if V::LONG.is_some() {
         RunOptions::take(&mut params).map_err(invalid)?
     } else {
@@ -251,6 +251,7 @@ fn run_in_background<V: Verb>(
 
 impl Handler for Service {
     fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, RpcError> {
+        freestone_core::trail::step!();
         (find_verb(method)?.run)(self, params)
     }
 }
@@ -274,8 +275,7 @@ impl Handler for ReadOnly {
                 .map_or_else(|| "this socket".into(), |at| at.display().to_string());
             let allowed: Vec<_> =
                 VERBS.iter().filter(|verb| verb.is_read_only).map(|verb| verb.method).collect();
-            let why = format!("{method}: not at {at}, which is read-only: it answers {}", allowed.join(", "));
-            return Err(RpcError::failed(Errno::EPERM, why));
+            refuse!(EPERM, "{method}: not at {at}, which is read-only: it answers {}", allowed.join(", "));
         }
         (verb.run)(&self.0, params)
     }

@@ -24,26 +24,9 @@ use crate::full;
 use crate::keys::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
 use crate::machine;
 use crate::path_text;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 use crate::size;
 
-/// Keys of a device specification that configure a family.
-pub const KEYS: [&str; 14] = [
-    "comp_algorithm",
-    "algorithm_params",
-    "mem_limit",
-    "recomp_algorithm",
-    "auto_recompress",
-    "backing_dev",
-    "backing_size",
-    "compressed_writeback",
-    "writeback_limit",
-    "writeback_limit_enable",
-    "writeback_batch_size",
-    full::KEYS[0],
-    full::KEYS[1],
-    full::KEYS[2],
-];
 /// Attributes of a base that show the family of its forks.
 pub(crate) const NAMES: [&str; 6] =
     ["comp_algorithm", "mem_limit", full::KEYS[0], full::KEYS[1], full::KEYS[2], "family"];
@@ -193,8 +176,6 @@ fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
     }))
 }
 
-// ---- words --------------------------------------------------------------------------------------
-
 // ---- numbers ------------------------------------------------------------------------------------
 
 /// Parses the value of `auto_recompress`: the idle time in seconds, or `no` (returns `None`).
@@ -298,12 +279,11 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, location: Backi
 
 fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Result<ram::Config, Refusal> {
     let params = |words: &str| {
-        Params::parse_with(words, path_text::path)
-            .map_err(|e| Refusal::failed(Errno::EIO, format!("algorithm_params: {e}")))
+        Params::parse_with(words, path_text::path).map_err(|e| refusal!(EIO, "algorithm_params: {e}"))
     };
     let mem_limit = match spec.mem_limit {
         Some(bytes) => bytes,
-        None => machine::half_of_memory().map_err(|e| Refusal::failed(Errno::EIO, e))?,
+        None => machine::half_of_memory().map_err(|e| refusal!(EIO, "{e}"))?,
     };
     let mut config = ram::Config {
         comp_algorithm: spec.comp_algorithm,
@@ -348,8 +328,8 @@ fn spill_file(path: &Path, size: Option<u64>) -> Result<Arc<dyn Device>, Refusal
 /// Converts an error from creating a family or a RAM disk to a refusal with an errno.
 pub(crate) fn setup_refusal(error: ram::SetupError) -> Refusal {
     match error {
-        ram::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
-        e => Refusal::failed(Errno::EIO, e),
+        ram::SetupError::NoMemory => refusal!(ENOMEM, "{error}"),
+        e => refusal!(EIO, "{e}"),
     }
 }
 

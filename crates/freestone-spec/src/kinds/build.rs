@@ -44,6 +44,7 @@ impl DataDevice {
 /// Builds a device. Devices on which it depends must be in the registry. The new device is not
 /// added to the registry.
 pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, Refusal> {
+    freestone::trail::step!();
     let built = spec.kind.build(&spec, registry).map_err(|refusal| refusal.of(&spec.name))?;
     finish_entry(spec, built).inspect(warn_of_record)
 }

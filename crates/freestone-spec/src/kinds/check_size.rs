@@ -2,7 +2,7 @@
 
 use freestone::device::Geometry;
 
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 use crate::size::exact;
 
 /// Checks that a device has the `expected` size in bytes. `None` accepts any size. `noun` names the
@@ -11,6 +11,5 @@ pub(super) fn check_size(expected: Option<u64>, found: &Geometry, noun: &str) ->
     let size = found.size - u64::from(found.padding);
     let Some(expected) = expected.filter(|expected| *expected != size) else { return Ok(()) };
     let (expected, size) = (exact(expected), exact(size));
-    let why = format!("size={expected}: the {noun} has {size}; leave size out to take it as it is");
-    Err(Refusal::failed(Errno::EIO, why))
+    refuse!(EIO, "size={expected}: the {noun} has {size}; leave size out to take it as it is")
 }

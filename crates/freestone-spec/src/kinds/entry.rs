@@ -1,12 +1,13 @@
 //! A device of the server with its layers, counters, limits and dependencies.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use freestone::concurrency_limit::ConcurrencyLimit;
 use freestone::cow;
 use freestone::device::{Counting, Device, Failures, Sum, Tally};
 use freestone::ram::{Family, Ram};
+use freestone::sync::Mutex;
 
 use super::identity::{Identity, RestartPolicy};
 use super::words::Words;
@@ -66,6 +67,7 @@ impl Entry {
         device: Option<Arc<dyn Device>>,
         dependencies: Vec<Arc<Entry>>,
     ) -> Self {
+        freestone::trail::step!();
         if let Some(ram) = kind.ram() {
             ram.set_name(&spec.name);
         }

@@ -37,9 +37,6 @@ pub struct RestartPolicy {
 
 impl RestartPolicy {
     /// Sets the value of a key. Returns false if the policy has no such key.
-    ///
-    /// # Errors
-    /// Returns the reason, which lists the allowed values of the key.
     pub(crate) fn take(&mut self, key: &str, text: &str) -> Result<bool, String> {
         match key {
             "keep" => self.keep = parse_bool(text)?,

@@ -1,17 +1,14 @@
 //! Restart policy of a device in the registry: its value, and the checks before `keep` changes.
 
-use std::sync::PoisonError;
-
 use super::identity::{RESTART_KEYS, RestartPolicy};
 use super::registry::Registry;
 use super::{Entry, KindSpec, RESTORED};
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 impl Entry {
     /// Returns the handling of the content when the server restarts.
     pub fn restart_policy(&self) -> RestartPolicy {
-        // The policy is replaced as a whole, so a panic leaves it valid and poisoning is ignored.
-        *self.restart.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.restart.lock()
     }
 
     /// Returns true if the content of the device is saved in the state directory.
@@ -34,7 +31,7 @@ impl Entry {
     }
 
     pub(crate) fn set_restart_policy(&self, policy: RestartPolicy) {
-        *self.restart.lock().unwrap_or_else(PoisonError::into_inner) = policy;
+        *self.restart.lock() = policy;
     }
 
     /// Checks that `keep` can be enabled or disabled for the device.
@@ -43,9 +40,7 @@ impl Entry {
     /// `EINVAL` with the reason.
     pub fn check_keep(&self, registry: &Registry, keep: bool) -> Result<(), Refusal> {
         let name = self.name();
-        let refuse = |value: &str, why: &str| {
-            Err(Refusal::failed(Errno::EINVAL, format!("{name}: keep={value}: {why}")))
-        };
+        let refuse = |value: &str, why: &str| Err(refusal!(EINVAL, "{name}: keep={value}: {why}"));
         if !keep {
             let fork =
                 registry.all().into_iter().find(|fork| fork.fork_base() == Some(name) && fork.is_kept());

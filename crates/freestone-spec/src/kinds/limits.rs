@@ -1,14 +1,14 @@
 //! I/O and connection limits of a device. Sets the limits, and suspends them for requests that must
 //! not wait.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use freestone::device::{Counting, LimitSuspension};
 use freestone::ram::{self, Ram};
 
 use super::Entry;
 use crate::limits::{KEYS, LimitSpec, thread_error};
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 /// Guard during whose life requests of a device do not wait for memory or for the rate limits.
 pub struct WaitBypass {
@@ -19,9 +19,7 @@ pub struct WaitBypass {
 impl Entry {
     /// Returns the present I/O and connection limits of the device.
     pub fn limits(&self) -> LimitSpec {
-        // The limits are replaced as a whole, so a panic leaves them valid and poisoning is
-        // ignored.
-        *self.limits.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.limits.lock()
     }
 
     /// Sets the I/O and connection limits, which also apply to requests that already wait. Existing
@@ -33,20 +31,15 @@ impl Entry {
     pub fn set_limits(&self, limits: LimitSpec) -> Result<(), Refusal> {
         if let Some(counting) = &self.counting {
             let set = counting.set_device_limits(&limits.rates);
-            set.map_err(|e| {
-                Refusal::failed(Errno::ENOMEM, format!("{}: {}", self.name(), thread_error(&e)))
-            })?;
+            set.map_err(|e| refusal!(ENOMEM, "{}: {}", self.name(), thread_error(&e)))?;
         }
         self.clients.set(limits.max_clients.into());
-        *self.limits.lock().unwrap_or_else(PoisonError::into_inner) = limits;
+        *self.limits.lock() = limits;
         Ok(())
     }
 
     /// Takes over the limits and the connection count of `other`, the device that this one
     /// replaces.
-    ///
-    /// # Errors
-    /// The errors of [`set_limits`](Self::set_limits).
     pub fn take_limits_of(&mut self, other: &Self) -> Result<(), Refusal> {
         self.clients = Arc::clone(&other.clients);
         let limits = other.limits();

@@ -54,7 +54,7 @@ pub use self::memory::restored::{
 pub use self::memory::template::TemplateSpec;
 use self::memory::{fork, ram, template};
 pub use self::names::RESTORED;
-use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
+use self::names::{IS_READ_ONLY, IS_SNAPSHOT, is_live, parse_name};
 pub use self::null::{NullBacking, NullData, NullSpec};
 pub use self::outer::file::FileSpec;
 pub use self::outer::image::{ImageSpec, OpenImage, of_store};
@@ -78,13 +78,12 @@ use crate::keys::{Keys, parse_bool};
 use crate::layers::{DataInfo, LayerSpec};
 use crate::limits::LimitSpec;
 use crate::notes::MemoryNotes;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 use crate::tls::TlsClients;
 
 /// Function that parses the keys of a kind.
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
-/// Number of kinds in [`ALL`].
 const COUNT: usize = 9 + cfg!(feature = "rbd") as usize;
 /// Name and parser of every kind that can be specified.
 const ALL: [(&str, Take); COUNT] = [
@@ -266,6 +265,7 @@ impl FromStr for Spec {
 impl Spec {
     /// Checks the kind, keys and values of a parsed specification.
     pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
+        freestone::trail::step!();
         let (words, mut entries) = (entries.clone(), entries);
         let limits = LimitSpec::take(&mut entries)?;
         let keys = Keys(entries);
@@ -274,6 +274,8 @@ impl Spec {
             let hint = nearest(&kind, &KINDS);
             return Err(SpecError::Kind { name, kind, hint, kinds: &KINDS });
         };
+        null::check_supported(&keys)?;
+        keys.check_names()?;
         let kind = take(&keys)?;
         let publish = keys.take("publish", parse_bool)?;
         let tls_clients = keys.take("tls_clients", TlsClients::parse)?;
@@ -361,8 +363,18 @@ pub trait KindInstance: Send + Sync {
         None
     }
 
+    /// Returns the data of the device if it is outside of the server, such as a file.
+    fn outside(&self) -> Option<&dyn Device> {
+        None
+    }
+
     /// Checks that the device can be an origin or COW device. The error continues a sentence.
-    fn check_origin(&self) -> Result<(), &'static str>;
+    fn check_origin(&self) -> Result<(), &'static str> {
+        match self.outside() {
+            Some(data) if data.geometry().read_only => Err(IS_READ_ONLY),
+            _ => Ok(()),
+        }
+    }
 
     /// Returns the storage for an origin's notes about its snapshots.
     fn notes(&self) -> Box<dyn cow::Notes> {
@@ -370,11 +382,13 @@ pub trait KindInstance: Send + Sync {
     }
 
     /// Checks that the device can be the base of a fork. The error continues a sentence.
-    fn check_base(&self, base: &Entry) -> Result<(), String>;
+    fn check_base(&self, base: &Entry) -> Result<(), String> {
+        if self.outside().is_some() && base.is_read_only() { Ok(()) } else { Err(is_live(base)) }
+    }
 
     /// Returns true if the device can be a base that does not share the memory of its forks.
-    fn is_outer_base(&self, _read_only: bool) -> bool {
-        false
+    fn is_outer_base(&self, read_only: bool) -> bool {
+        read_only && self.outside().is_some()
     }
 
     /// Returns the file of a base and the kind of change, if the last check found that the file has
@@ -433,7 +447,7 @@ pub trait KindInstance: Send + Sync {
         unreachable!("the device is not a template")
     }
 
-    /// Returns the names of the attributes, except those of layers.
+    /// Returns the names of the attributes, except those of layers and of the family of a base's forks.
     fn attrs(&self) -> &'static [&'static str];
 
     /// Returns the value of an attribute, or `None` if it does not exist. Sizes are in bytes.
@@ -444,11 +458,10 @@ pub trait KindInstance: Send + Sync {
     fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
         let (name, kind) = (entry.name(), self.name());
         if let Some(change) = Change::of_family(attr, text).filter(|_| entry.has_family()) {
-            return Some(change.map_err(|why| Refusal::invalid(format!("{name}: {attr}={text}: {why}"))));
+            return Some(change.map_err(|why| refusal!(invalid, "{name}: {attr}={text}: {why}")));
         }
-        self.attrs().contains(&attr).then(|| {
-            let why = format!("{name}: {attr}={text}: fixed for the life of {} device", with_article(kind));
-            Err(Refusal::failed(Errno::EBUSY, why))
+        entry.kind_attrs().contains(&attr).then(|| {
+            Err(refusal!(EBUSY, "{name}: {attr}={text}: fixed for the life of {} device", with_article(kind)))
         })
     }
 

@@ -2,13 +2,9 @@
 
 use super::Entry;
 use crate::entries::check_name;
-use crate::keys::joined;
-use crate::layers::{FAULT_KEYS, ZONE_KEYS};
 
 /// Name of the kind of a restored device that no specification of another kind can describe.
 pub const RESTORED: &str = "restored";
-/// Keys of kinds that support all layers.
-pub(super) const LAYER_KEYS: [&str; 18] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish", "tls_clients"]);
 /// Reason why a read-only device cannot be an origin.
 pub(super) const IS_READ_ONLY: &str = "is read-only, so it does not change; fork it";
 /// Reason why a snapshot cannot be an origin.

@@ -13,38 +13,16 @@ use super::registry::Registry;
 use super::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_length, parse_sectors};
-use crate::layers::{DataInfo, Drive, FAULT_KEYS, ZONE_KEYS, bad_ranges, parse_badblocks, parse_cache};
-use crate::refusal::{Errno, Refusal};
+use crate::keys::{Keys, SECTOR_BYTES, parse_bool, parse_length, parse_sectors};
+use crate::layers::{DataInfo, Drive, bad_ranges, parse_badblocks, parse_cache};
+use crate::refusal::Refusal;
+use crate::schema;
 use crate::size::{self, exact};
 use freestone::view::GeometryView;
 
 pub(super) const NAME: &str = "null";
 /// Keys that are also attributes of every null device.
-const NAMES: [&str; 14] = [
-    "size",
-    "blocksize",
-    "memory_backed",
-    "discard",
-    "cache_size",
-    "fua",
-    "mbps",
-    "completion_nsec",
-    "badblocks",
-    "badblocks_once",
-    "badblocks_partial_io",
-    "max_sectors",
-    "rotational",
-    "readonly",
-];
-const OWN_KEYS: [&str; 16] = joined(&NAMES, &["comp_algorithm", "algorithm_params"], &[]);
-const OTHER_KEYS: [&str; 20] = joined(
-    &["mem_limit"],
-    &ZONE_KEYS,
-    &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish", "tls_clients", "on_data_loss"],
-);
-const KEYS: [&str; 36] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
-const _: () = assert!(FAULT_KEYS.len() == 5, "OTHER_KEYS contains all fault keys");
+const NAMES: [&str; 14] = schema::names(schema::NULL);
 /// Keys that are allowed only together with `comp_algorithm`.
 const COMPRESSED_KEYS: [&str; 2] = ["algorithm_params", "mem_limit"];
 
@@ -155,14 +133,19 @@ pub enum NullBacking {
     Compressed(Box<FamilySpec>),
 }
 
+/// Refuses parameters of the kernel's driver that are not supported.
+pub(super) fn check_supported(keys: &Keys) -> Result<(), SpecError> {
+    let is_null = keys.0.kind == NAME;
+    match FOREIGN_KEYS.iter().find(|(key, _)| is_null && keys.typed(key).is_some()) {
+        Some((key, why)) => Err(keys.refuse(key, format!("is not for user space: {why}"))),
+        None => Ok(()),
+    }
+}
+
 impl NullSpec {
     pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        if let Some((key, why)) = FOREIGN_KEYS.iter().find(|(key, _)| keys.typed(key).is_some()) {
-            return Err(keys.refuse(key, format!("is not for user space: {why}")));
-        }
-        keys.allow(&KEYS)?;
         let blocksize = keys.take("blocksize", parse_blocksize)?.unwrap_or(BLOCKSIZE_BYTES);
-        let size = keys.need(NAME, "size", "size=4G", parse_null_size)?;
+        let size = keys.need("size", "size=4G", parse_null_size)?;
         if !size.is_multiple_of(u64::from(blocksize)) {
             let why = format!("must be a multiple of the blocksize, {blocksize} bytes");
             return Err(keys.refuse("size", why));
@@ -329,13 +312,13 @@ fn data(
         max_request: spec.max_request,
     };
     let setup_refusal = |error| match error {
-        null::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
-        null::SetupError::MemoryFile(_) => Refusal::failed(Errno::EIO, error),
+        null::SetupError::NoMemory => refusal!(ENOMEM, "{error}"),
+        null::SetupError::MemoryFile(_) => refusal!(EIO, "{error}"),
         null::SetupError::Size { size, largest, .. } => {
             let (size, largest) = (exact(size), exact(largest));
-            Refusal::failed(Errno::EINVAL, format!("size={size}: with memory_backed=1 at most {largest}"))
+            refusal!(EINVAL, "size={size}: with memory_backed=1 at most {largest}")
         }
-        error => Refusal::failed(Errno::EINVAL, error),
+        error => refusal!(EINVAL, "{error}"),
     };
     Ok(match &spec.backing {
         NullBacking::Nothing => (NullData::Nothing, Arc::new(Null::new(config).map_err(setup_refusal)?)),
@@ -381,10 +364,6 @@ impl KindInstance for NullData {
             Self::Compressed(ram) => Some(ram.family()),
             Self::Nothing | Self::Memory(_) => None,
         }
-    }
-
-    fn check_origin(&self) -> Result<(), &'static str> {
-        Ok(())
     }
 
     fn check_base(&self, _: &Entry) -> Result<(), String> {

@@ -9,12 +9,14 @@
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone::sync::{Condvar, Mutex};
+
 use super::Spec;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 /// Maximum number of threads that open devices in parallel.
 const THREADS_MAX: usize = 64;
@@ -40,7 +42,6 @@ struct State {
     outcomes: HashMap<String, Option<Outcome>>,
     /// Number of running threads that open devices of the queue.
     threads: usize,
-    /// True if `abandon` was called.
     is_abandoned: bool,
 }
 
@@ -59,18 +60,18 @@ impl ParallelOpen {
         let openers = specs.filter_map(|spec| Some((spec.name.clone(), spec.kind.opener(spec)?)));
         let openers: VecDeque<_> = openers.collect();
         let threads = openers.len().min(THREADS_MAX);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !state.is_abandoned {
             state.outcomes = openers.iter().map(|(name, _)| (name.clone(), None)).collect();
             state.queue = openers;
         }
         drop(state);
         for _ in 0..threads {
-            self.lock().threads += 1;
+            self.state.lock().threads += 1;
             let parallel_open = Arc::clone(self);
             let run = move || while parallel_open.open_next() {};
             if thread::Builder::new().name("open".into()).spawn(run).is_err() {
-                self.lock().threads -= 1;
+                self.state.lock().threads -= 1;
                 break;
             }
         }
@@ -79,7 +80,7 @@ impl ParallelOpen {
 
     /// Forgets and closes a device that was removed, so that another device can use the name.
     pub fn forget(&self, name: &str) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let at = state.queue.iter().position(|(queued, _)| queued == name);
         let unused = (at.and_then(|at| state.queue.remove(at)), state.outcomes.remove(name));
         drop(state);
@@ -90,7 +91,7 @@ impl ParallelOpen {
 
     /// Makes every present and later call of [`open`](Self::open) fail.
     pub fn abandon(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.is_abandoned = true;
         let queue = std::mem::take(&mut state.queue);
         drop(state);
@@ -111,7 +112,7 @@ impl ParallelOpenGuard {
         until: Option<Instant>,
         mut look: impl FnMut(&dyn Fn(&str) -> bool) -> Option<T>,
     ) -> Option<T> {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         loop {
             if state.is_abandoned {
                 return None;
@@ -122,17 +123,15 @@ impl ParallelOpenGuard {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             state = match left {
                 Some(Duration::ZERO) => return None,
-                Some(left) => {
-                    self.0.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(left) => self.0.changed.wait_timeout(state, left).0,
+                None => self.0.changed.wait(state),
             };
         }
     }
 
     /// Returns true if the device is being opened in advance, but is not open yet.
     pub fn is_pending(&self, name: &str) -> bool {
-        self.0.lock().is_pending(name)
+        self.0.state.lock().is_pending(name)
     }
 }
 
@@ -144,7 +143,7 @@ impl State {
 
 impl Drop for ParallelOpenGuard {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         let unused = (std::mem::take(&mut state.queue), std::mem::take(&mut state.outcomes));
         drop(state);
         // Dropping the devices closes connections, which may block, so the lock is released before.
@@ -153,22 +152,17 @@ impl Drop for ParallelOpenGuard {
 }
 
 impl ParallelOpen {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic cannot leave the state inconsistent, so poisoning is ignored.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Opens the next device of the queue. Returns false if the queue is empty, which ends the
     /// thread.
     fn open_next(&self) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some((name, open)) = state.queue.pop_front() else {
             state.threads -= 1;
             return false;
         };
         drop(state);
         let outcome = panic::catch_unwind(AssertUnwindSafe(open)).ok();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let unused = match (state.outcomes.get_mut(&name), outcome) {
             (Some(outcome_slot), Some(outcome)) => outcome_slot.replace(outcome),
             // The opener panicked. `open` then opens the device again, so that the panic occurs in
@@ -191,7 +185,7 @@ impl ParallelOpen {
         name: &str,
         open: impl FnOnce() -> Result<T, Refusal>,
     ) -> Result<T, Refusal> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         // If no thread runs, a queued device must be opened on this thread. Otherwise this thread
         // waits for the others, so that `abandon` can end the wait.
         if state.threads == 0
@@ -203,12 +197,12 @@ impl ParallelOpen {
         loop {
             let State { outcomes, is_abandoned, .. } = &mut *state;
             if *is_abandoned {
-                return Err(Refusal::failed(Errno::ECANCELED, "the server is shutting down"));
+                refuse!(ECANCELED, "the server is shutting down");
             }
             match outcomes.get_mut(name) {
                 None => break,
                 Some(None) => {
-                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state = self.changed.wait(state);
                 }
                 Some(outcome) => {
                     let outcome = outcome.take().and_then(|outcome| outcome.downcast().ok());

@@ -1,14 +1,15 @@
 //! Registry of a server's devices by name, with the dependencies between devices.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use freestone::ram::Family;
+use freestone::sync::Mutex;
 
 use super::Entry;
 use super::parallel_open::ParallelOpen;
 use crate::family::{self, BackingDevice, FamilySpec};
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 /// Maximum number of devices of one server.
 pub const MAX_DEVICES: usize = 65_536;
@@ -31,14 +32,13 @@ impl AddError {
     pub fn of(&self, name: &str) -> Refusal {
         match self {
             Self::Duplicate => {
-                Refusal::failed(Errno::EEXIST, format!("{name}: a device of that name exists"))
+                refusal!(EEXIST, "{name}: a device of that name exists")
             }
-            Self::Full => Refusal::failed(
-                Errno::ENOSPC,
-                format!("{name}: the server has the maximum number of devices, {MAX_DEVICES}"),
-            ),
+            Self::Full => {
+                refusal!(ENOSPC, "{name}: the server has the maximum number of devices, {MAX_DEVICES}")
+            }
             Self::Gone(base) => {
-                Refusal::failed(Errno::ENODEV, format!("{name}: {base} was removed meanwhile"))
+                refusal!(ENODEV, "{name}: {base} was removed meanwhile")
             }
         }
     }
@@ -69,21 +69,16 @@ struct Tables {
 }
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, Tables> {
-        // No code that changes the tables can panic halfway, so poisoning is ignored.
-        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the device with this name, or `None` if there is none.
     pub fn find(&self, name: &str) -> Option<Arc<Entry>> {
-        let tables = self.lock();
+        let tables = self.tables.lock();
         tables.entries.get(tables.names.get(name)?).cloned()
     }
 
     /// Returns the device `name`, or an error if it does not exist. `key` is the key that contains
     /// the name, for the error message.
     pub(super) fn find_required(&self, key: &str, name: &str) -> Result<Arc<Entry>, Refusal> {
-        let none = || Refusal::failed(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)"));
+        let none = || refusal!(ENODEV, "{key}={name}: there is no such device (yet)");
         self.find(name).ok_or_else(none)
     }
 
@@ -113,7 +108,7 @@ impl Registry {
         let limit = |entry: &Arc<Entry>| match entry.kind.own_family() {
             Some(family) => Some(family.mem_limit()),
             // If the lock is held, the family is just being created, and does not count yet.
-            None if entry.is_outer_base() => Some(entry.family.try_lock().ok()?.as_ref()?.mem_limit()),
+            None if entry.is_outer_base() => Some(entry.family.try_lock()?.as_ref()?.mem_limit()),
             None => None,
         };
         self.all().iter().filter_map(limit).collect()
@@ -121,12 +116,12 @@ impl Registry {
 
     /// Returns all devices in the order in which they were added.
     pub fn all(&self) -> Vec<Arc<Entry>> {
-        self.lock().entries.values().cloned().collect()
+        self.tables.lock().entries.values().cloned().collect()
     }
 
     /// Returns the devices that are exports of other NBD servers.
     pub fn nbd_devices(&self) -> Vec<Arc<Entry>> {
-        let tables = self.lock();
+        let tables = self.tables.lock();
         tables.remote.iter().filter_map(|number| tables.entries.get(number).cloned()).collect()
     }
 
@@ -142,13 +137,14 @@ impl Registry {
 
     /// Checks that a device with this name can be added.
     pub fn check_free(&self, name: &str) -> Result<(), AddError> {
-        self.lock().check_free(name)
+        self.tables.lock().check_free(name)
     }
 
     /// Adds a device. Fails if the name is in use, the registry is full, or a dependency was
     /// removed.
     pub fn add(&self, entry: &Arc<Entry>) -> Result<(), AddError> {
-        let mut tables = self.lock();
+        freestone::trail::step!();
+        let mut tables = self.tables.lock();
         tables.check_free(entry.name())?;
         let dependencies = tables.dependencies(entry)?;
         tables.insert(entry, dependencies);
@@ -158,7 +154,7 @@ impl Registry {
     /// Replaces a device by another one of the same name, which becomes the last one in order.
     /// Fails if other devices depend on the old one.
     pub fn replace(&self, old: &Arc<Entry>, new: &Arc<Entry>) -> Result<(), AddError> {
-        let mut tables = self.lock();
+        let mut tables = self.tables.lock();
         let dependencies = tables.dependencies(new)?;
         let gone = || AddError::Gone(old.name().to_owned());
         let number =
@@ -171,7 +167,7 @@ impl Registry {
     /// Removes a device. If other devices depend on it, returns them as the error. A device that is
     /// not in the registry counts as removed.
     pub fn remove(&self, entry: &Arc<Entry>) -> Result<(), Users> {
-        let mut tables = self.lock();
+        let mut tables = self.tables.lock();
         let Some(number) = tables.number(entry) else { return Ok(()) };
         if let Some(users) = tables.users_of(number) {
             return Err(users);
@@ -182,7 +178,7 @@ impl Registry {
 
     /// Returns the devices that depend on `entry`, or `None` if there are none.
     pub fn users(&self, entry: &Arc<Entry>) -> Option<Users> {
-        let tables = self.lock();
+        let tables = self.tables.lock();
         tables.users_of(tables.number(entry)?)
     }
 
@@ -191,8 +187,7 @@ impl Registry {
     pub fn check_unused(&self, entry: &Arc<Entry>, done: &str) -> Result<(), Refusal> {
         let Some(users) = self.users(entry) else { return Ok(()) };
         let stand = if users.count == 1 { "stands" } else { "stand" };
-        let why = format!("{}: cannot be {done}: {users} {stand} on it", entry.name());
-        Err(Refusal::failed(Errno::EBUSY, why))
+        refuse!(EBUSY, "{}: cannot be {done}: {users} {stand} on it", entry.name())
     }
 }
 

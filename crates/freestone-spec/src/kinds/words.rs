@@ -1,7 +1,7 @@
 //! Words (keys and values) of a specification that would create a device with its present settings:
 //! the original words with later changes applied.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use freestone::sync::Mutex;
 
 use super::Spec;
 use crate::entries::Entries;
@@ -12,19 +12,14 @@ use crate::entries::Entries;
 pub struct Words(Mutex<Option<Entries>>);
 
 impl Words {
-    fn lock(&self) -> MutexGuard<'_, Option<Entries>> {
-        // A panic cannot leave the words half changed, so poisoning is ignored.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the present words of a device that was created with `spec`.
     pub fn current(&self, spec: &Spec) -> Entries {
-        self.lock().clone().unwrap_or_else(|| spec.words.clone())
+        self.0.lock().clone().unwrap_or_else(|| spec.words.clone())
     }
 
     /// Sets the value of a key. An attribute that is not a key of the kind is ignored.
     pub(crate) fn put(&self, spec: &Spec, key: &str, value: &str) {
-        let mut words = self.lock();
+        let mut words = self.0.lock();
         let mut changed = words.clone().unwrap_or_else(|| spec.words.clone());
         changed.put(key, value);
         if Spec::from_entries(changed.clone()).is_ok() {
@@ -34,6 +29,6 @@ impl Words {
 
     /// Removes a key from the words.
     pub(crate) fn forget(&self, spec: &Spec, key: &str) {
-        self.lock().get_or_insert_with(|| spec.words.clone()).pairs.retain(|(known, _)| known != key);
+        self.0.lock().get_or_insert_with(|| spec.words.clone()).pairs.retain(|(known, _)| known != key);
     }
 }

@@ -6,7 +6,7 @@ use freestone::device::Device;
 use freestone::null::{BadBlocks, BadBlocksConfig};
 
 use crate::keys::SECTOR_BYTES;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 /// Adds the bad-block layer to `device`. `changes`, such as `+8-15`, are applied to the empty list
 /// of bad blocks.
@@ -16,7 +16,7 @@ pub(super) fn add_layer(
     changes: &[String],
 ) -> Result<BadBlocks, Refusal> {
     let bad = BadBlocks::new(device, config);
-    bad.change_all(changes).map_err(|e| Refusal::failed(Errno::EINVAL, e))?;
+    bad.change_all(changes).map_err(|e| refusal!(EINVAL, "{e}"))?;
     Ok(bad)
 }
 

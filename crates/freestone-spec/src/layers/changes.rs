@@ -3,7 +3,7 @@
 use freestone::device;
 
 use super::{Layers, bad_blocks, faults, zones};
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 /// Checked changes of layer attributes by a `set` command.
 #[derive(Debug, Default)]
@@ -26,7 +26,7 @@ impl Changes {
         attr: &str,
         text: &str,
     ) -> Result<bool, Refusal> {
-        let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
+        let invalid = |why: String| refusal!(invalid, "{name}: {attr}={text}: {why}");
         match attr {
             "faults" | "seed" if layers.faults.is_none() => {
                 // If the kind does not support layers, the attribute is reported as unknown
@@ -34,9 +34,8 @@ impl Changes {
                 if layers.quiesce.is_none() && readonly {
                     return Ok(false);
                 }
-                let why =
-                    "the device was created without faults; create it with faults=none to set them later";
-                return Err(Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {why}")));
+                let why = "the device was created without faults";
+                refuse!(EINVAL, "{name}: {attr}={text}: {why}; create it with faults=none to set them later");
             }
             "faults" => self.faults = Some(faults::parse_faults(text).map_err(invalid)?),
             "seed" => self.seed = Some(faults::parse_seed(text).map_err(invalid)?),
@@ -57,7 +56,7 @@ impl Changes {
     pub(crate) fn check(&self, layers: &Layers, name: &str, readonly: bool) -> Result<(), Refusal> {
         if let Some(bad) = &layers.bad {
             let checked = bad.check_all(&self.badblocks);
-            checked.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {e}")))?;
+            checked.map_err(|e| refusal!(EINVAL, "{name}: {e}"))?;
         }
         match self.conditions.first() {
             Some((attr, offset)) if readonly => {
@@ -71,7 +70,7 @@ impl Changes {
     pub(crate) fn apply(self, layers: &Layers, name: &str) -> Result<(), Refusal> {
         if let Some(bad) = &layers.bad {
             let changed = bad.change_all(&self.badblocks);
-            changed.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {e}")))?;
+            changed.map_err(|e| refusal!(EINVAL, "{name}: {e}"))?;
         }
         if let Some(zones) = &layers.zones {
             for (attr, offset) in &self.conditions {

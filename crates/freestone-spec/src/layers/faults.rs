@@ -25,7 +25,6 @@ pub(super) fn rules_of(text: &str) -> Rules {
     if text == NO_RULES { Rules::default() } else { text.parse().unwrap_or_default() }
 }
 
-/// Parses the value of `seed`.
 pub(super) fn parse_seed(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("must be a whole number from 0 to {}", u64::MAX))
 }

@@ -22,8 +22,8 @@ mod stats;
 mod zones;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use freestone::device::{self, Device};
@@ -32,6 +32,7 @@ use freestone::null::{BadBlocks, BadBlocksConfig, PaceConfig, PacedDevice};
 use freestone::power::{CutReport, CutTrigger, Point, Power, RecordError, VisitReport};
 use freestone::quiesce::Quiesce;
 use freestone::replace::CreatedFile;
+use freestone::sync::Mutex;
 use freestone::zone::Zones;
 use serde_json::Value;
 
@@ -40,16 +41,13 @@ pub(crate) use self::changes::Changes;
 pub use self::faults::fault_stat;
 pub use self::power::{parse_after, power_stat};
 pub use self::stats::{latency_stat, operation_stat, request_stat};
-pub(crate) use self::zones::{KEYS as ZONE_KEYS, check_unzoned};
+pub(crate) use self::zones::check_unzoned;
 pub use self::zones::{ZoneSpec, format_offset, parse_offset, zone_stat};
 use crate::entries::SpecError;
 use crate::keys::{Keys, parse_bool, parse_path};
 use crate::path_text;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 use crate::size;
-
-/// Keys of the fault and power-cut layers.
-pub const FAULT_KEYS: [&str; 5] = ["faults", "seed", "power_cut", "power_cut_unit", "record"];
 
 /// Placeholder in a text for the number of each device, if several devices are created with the
 /// same keys.
@@ -254,7 +252,7 @@ impl Layers {
                 None => power.cut(seed)?,
             })
         })?;
-        self.cut_history().last = Some(cut);
+        self.cut_history.lock().last = Some(cut);
         Ok(cut)
     }
 
@@ -271,13 +269,8 @@ impl Layers {
         off: impl FnOnce() + Send + 'static,
     ) -> device::Result<()> {
         power.cut_after(after, off)?;
-        self.cut_history().seed = Some(seed);
+        self.cut_history.lock().seed = Some(seed);
         Ok(())
-    }
-
-    fn cut_history(&self) -> MutexGuard<'_, CutHistory> {
-        // A panic cannot leave a value half changed, so poisoning is ignored.
-        self.cut_history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Restores the device to a point of its recorded log. Clients should be disconnected before.
@@ -371,6 +364,7 @@ pub(crate) fn add_layers(
     data: &DataInfo<'_>,
     device: Arc<dyn Device>,
 ) -> Result<(Arc<dyn Device>, Layers), Refusal> {
+    freestone::trail::step!();
     let mut new_files = Vec::new();
     stack_layers(spec, data, device, &mut new_files)
         .inspect_err(|_| new_files.iter().for_each(CreatedFile::remove))
@@ -412,14 +406,14 @@ fn stack_layers(
     if let Some(Drive { pace, .. }) = drive
         && (pace.mbps != 0 || !pace.completion.is_zero())
     {
-        let paced = PacedDevice::new(top, *pace).map_err(|e| Refusal::failed(Errno::ENOMEM, e))?;
+        let paced = PacedDevice::new(top, *pace).map_err(|e| refusal!(ENOMEM, "{e}"))?;
         top = Arc::new(paced);
     }
     layers.seed = spec.seed.unwrap_or_else(faults::random_seed);
     if let Some(rules) = &spec.faults {
         layers.seed_is_random = spec.seed.is_none();
         let faults = Faults::new(top, faults::rules_of(rules), layers.seed);
-        let faults = Arc::new(faults.map_err(|e| Refusal::failed(Errno::ENOMEM, e))?);
+        let faults = Arc::new(faults.map_err(|e| refusal!(ENOMEM, "{e}"))?);
         layers.faults = Some(Arc::clone(&faults));
         top = faults;
     }

@@ -35,9 +35,6 @@ pub(super) fn parse_unit(text: &str) -> Result<u32, String> {
 
 /// Parses the trigger of an automatic power cut, such as `1000writes` or `3 flushes`, or `none`
 /// (returns `None`).
-///
-/// # Errors
-/// Returns a message that lists the allowed values.
 pub fn parse_after(text: &str) -> Result<Option<CutTrigger>, String> {
     if text == "none" {
         return Ok(None);
@@ -66,16 +63,14 @@ pub(super) fn add_layer(
     let unit = spec.power_cut_unit.unwrap_or(0);
     let block = device.geometry().logical_block;
     if (1..block).contains(&unit) {
-        let why = format!("power_cut_unit={unit}: smaller than a block of the device, {block} bytes");
-        return Err(Refusal::failed(Errno::EINVAL, why));
+        refuse!(EINVAL, "power_cut_unit={unit}: smaller than a block of the device, {block} bytes");
     }
     let record = spec.record.as_deref().map(record).transpose()?;
     if let Some(writer) = &record {
-        new_files
-            .extend(writer.created_file().map_err(|e| Refusal::failed(Errno::EIO, format!("record: {e}")))?);
+        new_files.extend(writer.created_file().map_err(|e| refusal!(EIO, "record: {e}"))?);
     }
     let config = power::Config { capacity, record, unit };
-    Power::new(device, config).map_err(|e| Refusal::failed(Errno::EIO, e))
+    Power::new(device, config).map_err(|e| refusal!(EIO, "{e}"))
 }
 
 fn record(path: &Path) -> Result<log::Writer, Refusal> {
@@ -105,7 +100,7 @@ pub fn power_stat(power: &Power, layers: &Layers) -> Value {
         "unit_bytes": power.unit(),
         "cuts": layers.cuts.load(Ordering::SeqCst),
     });
-    let history = *layers.cut_history();
+    let history = *layers.cut_history.lock();
     if let Some(CutReport { seed, kept_blocks, lost_blocks }) = history.last {
         stat["last_seed"] = json!(seed);
         stat["last_kept_blocks"] = json!(kept_blocks);

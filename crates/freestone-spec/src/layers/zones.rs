@@ -12,25 +12,13 @@ use freestone::zone::{self, StateLocation, Zones};
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
-use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_path, parse_sectors};
-use crate::refusal::{Errno, Refusal};
+use crate::keys::{Keys, SECTOR_BYTES, parse_bool, parse_path, parse_sectors};
+use crate::refusal::Refusal;
+use crate::schema;
 use crate::size::{self, SizeError, exact};
 
-/// Keys of the zone layer.
-pub(crate) const KEYS: [&str; 11] = joined(&ATTRS, &["zone_state"], &[]);
 /// Keys that are also attributes of every zoned device.
-pub(super) const ATTRS: [&str; 10] = [
-    "zoned",
-    "zone_size",
-    "zone_capacity",
-    "zone_nr_conv",
-    "zone_max_open",
-    "zone_max_active",
-    "zone_append_max_sectors",
-    "zone_full",
-    "zone_readonly",
-    "zone_offline",
-];
+pub(super) const ATTRS: [&str; 10] = schema::names(schema::ZONES);
 
 /// Default zone size in bytes, as in the kernel's `null_blk`.
 const ZONE_SIZE_BYTES: u64 = 256 << 20;
@@ -63,7 +51,7 @@ pub struct ZoneSpec {
 impl ZoneSpec {
     pub(super) fn take(keys: &Keys) -> Result<Option<Self>, SpecError> {
         if !keys.take("zoned", parse_bool)?.unwrap_or(false) {
-            return match KEYS.iter().find(|key| **key != "zoned" && keys.typed(key).is_some()) {
+            return match keys.first_of(&schema::ZONES[1..]) {
                 Some(key) => Err(keys.refuse(key, "only with zoned=1")),
                 None => Ok(None),
             };
@@ -175,9 +163,7 @@ pub(super) fn add_layer(
             continue;
         }
         let done = change_condition(&zones, key, offset);
-        done.map_err(|why| {
-            Refusal::failed(Errno::EINVAL, format!("{key}={}: {why}", format_offset(offset)))
-        })?;
+        done.map_err(|why| refusal!(EINVAL, "{key}={}: {why}", format_offset(offset)))?;
     }
     Ok(zones)
 }
@@ -225,21 +211,14 @@ fn default_state_path(path: &Path) -> PathBuf {
 pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
     let state = default_state_path(path);
     let found = zone::is_state_file(&state).map_err(|error| {
-        let why = format!(
-            "{}: cannot be read, and may contain the zone state of the file, which writes would not update: {error}; \
-             make it readable, or give readonly=yes",
-            state.display()
-        );
-        Refusal::failed(Errno::EIO, why)
+        let why = "cannot be read, and may contain the zone state of the file, which writes would not update";
+        refusal!(EIO, "{}: {why}: {error}; make it readable, or give readonly=yes", state.display())
     })?;
-    if !found {
-        return Ok(());
+    if found {
+        let why = "contains its zone state, which writes would not update";
+        refuse!(EBUSY, "{} {why}; give zoned=1, or readonly=yes, or remove that file", state.display());
     }
-    let why = format!(
-        "{} contains its zone state, which writes would not update; give zoned=1, or readonly=yes, or remove that file",
-        state.display()
-    );
-    Err(Refusal::failed(Errno::EBUSY, why))
+    Ok(())
 }
 
 /// Returns the path of the zone state file of the file `path`.
@@ -247,33 +226,29 @@ fn state_path(path: &Path, spec: &ZoneSpec) -> Result<PathBuf, Refusal> {
     if let Some(state) = &spec.state {
         return Ok(state.clone());
     }
-    let meta = path.metadata().map_err(|error| {
-        Refusal::failed(Errno::EIO, format!("zoned: cannot examine {}: {error}", path.display()))
-    })?;
+    let meta = path
+        .metadata()
+        .map_err(|error| refusal!(EIO, "zoned: cannot examine {}: {error}", path.display()))?;
     if !meta.is_file() {
-        let why = format!(
+        refuse!(
+            EINVAL,
             "zoned: {} is not a regular file, so it has no default state file; give zone_state=PATH",
             path.display()
         );
-        return Err(Refusal::failed(Errno::EINVAL, why));
     }
     Ok(default_state_path(path))
 }
 
 fn refused(error: &zone::SetupError) -> Refusal {
-    let (errno, why) = match error {
+    match error {
         zone::SetupError::ZoneSize { zone_size, size, .. } if zone_size > size => {
             let (zone, size) = (exact(*zone_size), exact(*size));
-            (
-                Errno::EINVAL,
-                format!("zone_size={zone}: the device has {size}; it must hold at least one zone"),
-            )
+            refusal!(EINVAL, "zone_size={zone}: the device has {size}; it must hold at least one zone")
         }
-        zone::SetupError::State(error) => (Errno::EIO, format!("zone_state: {error}")),
-        zone::SetupError::NoMemory(_) | zone::SetupError::Thread(_) => (Errno::ENOMEM, error.to_string()),
-        error => (Errno::EINVAL, error.to_string()),
-    };
-    Refusal::failed(errno, why)
+        zone::SetupError::State(error) => refusal!(EIO, "zone_state: {error}"),
+        zone::SetupError::NoMemory(_) | zone::SetupError::Thread(_) => refusal!(ENOMEM, "{error}"),
+        error => refusal!(EINVAL, "{error}"),
+    }
 }
 
 /// Makes the zone that contains `offset` read-only or offline. A zone that already is in this
@@ -349,7 +324,7 @@ pub(super) fn set(zones: &Zones, name: &str, attr: &str, offset: u64) -> Result<
 
 /// Returns the error for a zone whose condition could not be changed for the reason `why`.
 pub(super) fn not_changed(name: &str, attr: &str, offset: u64, why: &str) -> Refusal {
-    Refusal::failed(Errno::EIO, format!("{name}: {attr}={}: {why}", format_offset(offset)))
+    refusal!(EIO, "{name}: {attr}={}: {why}", format_offset(offset))
 }
 
 /// Checks that `offset` is in a sequential zone. The error is a message.

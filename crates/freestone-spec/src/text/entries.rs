@@ -8,7 +8,7 @@ use freestone_nbd_client::{ServerAddress, Uri};
 use thiserror::Error;
 
 use crate::aliases;
-use crate::path_text;
+use crate::{path_text, schema};
 
 /// Maximum length of a device name in bytes. All NBD clients accept export names of this length.
 const MAX_NAME_BYTES: usize = 255;
@@ -52,7 +52,7 @@ pub enum SpecError {
         /// Most similar known key, if one is similar enough.
         hint: Option<&'static str>,
         /// Keys of devices of this kind.
-        allowed: &'static [&'static str],
+        allowed: Box<[&'static str]>,
         /// Keys that devices of every kind have.
         of_all: &'static [&'static str],
     },
@@ -78,7 +78,7 @@ pub enum SpecError {
         /// Name of the device.
         name: String,
         /// Kind of the device.
-        kind: &'static str,
+        kind: String,
         /// Missing key.
         key: &'static str,
         /// Missing key with an example value.
@@ -206,10 +206,7 @@ impl Entries {
                 "backing_dev" if value.starts_with(DEVICE) => {}
                 // `none` is a keyword, not a directory.
                 "cache" if value == "none" => {}
-                "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache" | "conf"
-                | "credentials" | "tls_ca" | "tls_cert" | "tls_key"
-                    if !value.is_empty() =>
-                {
+                key if schema::is_path(key) && !value.is_empty() => {
                     *value = path_text::text(&base.join(path_text::path(value)));
                 }
                 // An invalid URI stays as it was typed, and is refused later.
@@ -292,15 +289,9 @@ pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     candidates.iter().copied().find(|c| typed.len() > 2 && c.contains(&typed))
 }
 
-/// Returns true if `kind` is the name of a command (verb) whose arguments have the syntax of device
-/// keys.
-pub(crate) fn is_verb(kind: &str) -> bool {
-    ["push", "images", "prune"].contains(&kind)
-}
-
 /// Returns the text that names the owner of keys in a message: a device of this kind, or a command.
 fn key_owner(kind: &str) -> String {
-    if is_verb(kind) { kind.to_owned() } else { format!("{} device", with_article(kind)) }
+    if schema::is_verb(kind) { kind.to_owned() } else { format!("{} device", with_article(kind)) }
 }
 
 /// Returns the text that lists the keys of every device in a message, or an empty text without such

@@ -7,7 +7,8 @@ use freestone::codec::{Algorithm, ParamsError};
 use freestone::null::MAX_SIZE_BYTES;
 use freestone::ram::DISKSIZE_BYTES_MAX;
 
-use crate::entries::{Entries, SpecError, is_verb, nearest};
+use crate::entries::{Entries, SpecError, nearest};
+use crate::schema::{self, Key};
 use crate::size::{self, SizeError};
 use crate::{limits, path_text};
 
@@ -15,44 +16,41 @@ use crate::{limits, path_text};
 pub const SECTOR_BYTES: u64 = 512;
 const _: () = assert!(MAX_SIZE_BYTES == i64::MAX as u64, "what a file has at most too, says parse_length");
 
-/// Concatenates three lists of names. `N` must be the sum of their lengths.
-pub const fn joined<const N: usize>(
-    first: &[&'static str],
-    then: &[&'static str],
-    last: &[&'static str],
-) -> [&'static str; N] {
-    let (mut all, lists) = ([""; N], [first, then, last]);
-    let (mut index, mut from, mut to) = (0, 0, 0);
-    while index < lists.len() {
-        if from == lists[index].len() {
-            (index, from) = (index + 1, 0);
-        } else {
-            all[to] = lists[index][from];
-            (from, to) = (from + 1, to + 1);
-        }
-    }
-    assert!(to == N, "the length is the sum");
-    all
-}
-
 /// Keys of a device specification, from which kinds and layers read the values that they need.
 pub(crate) struct Keys(pub Entries);
 
 impl Keys {
-    /// Checks that all keys of the specification are in `allowed`.
-    pub(crate) fn allow(&self, allowed: &'static [&'static str]) -> Result<(), SpecError> {
+    /// Checks that the kind has all keys of the specification.
+    pub(crate) fn check_names(&self) -> Result<(), SpecError> {
         let Entries { name, kind, pairs } = &self.0;
-        let of_all: &[&str] = if is_verb(kind) { &[] } else { &limits::KEYS };
-        match pairs.iter().find(|(key, _)| !allowed.contains(&key.as_str())) {
+        let is_unknown = |(key, _): &&(String, _)| schema::of_kind(kind).all(|known| known.name != key);
+        let Some((key, _)) = pairs.iter().find(is_unknown) else { return Ok(()) };
+        let of_all: &[&str] = if schema::is_verb(kind) { &[] } else { &limits::KEYS };
+        let allowed: Vec<_> = schema::of_kind(kind).map(|key| key.name).collect();
+        let hint = nearest(key, &allowed).or_else(|| nearest(key, of_all));
+        Err(SpecError::Key {
+            name: name.clone(),
+            kind: kind.clone(),
+            key: key.clone(),
+            hint,
+            allowed: allowed.into(),
+            of_all,
+        })
+    }
+
+    /// Returns the first of the keys that is set.
+    pub(crate) fn first_of(&self, keys: &[Key]) -> Option<&'static str> {
+        keys.iter().map(|key| key.name).find(|key| self.typed(key).is_some())
+    }
+
+    /// Checks that a writable device has no keys of the family of its forks. `readonly` are the keys that make it
+    /// read-only, and `noun` names the device.
+    pub(crate) fn check_base(&self, is_base: bool, readonly: &str, noun: &str) -> Result<(), SpecError> {
+        match self.first_of(schema::FAMILY).filter(|_| !is_base) {
+            Some(key) => {
+                Err(self.refuse(key, format!("only with {readonly}; it is for the forks of the {noun}")))
+            }
             None => Ok(()),
-            Some((key, _)) => Err(SpecError::Key {
-                name: name.clone(),
-                kind: kind.clone(),
-                key: key.clone(),
-                hint: nearest(key, allowed).or_else(|| nearest(key, of_all)),
-                allowed,
-                of_all,
-            }),
         }
     }
 
@@ -70,12 +68,12 @@ impl Keys {
     /// `example`.
     pub(crate) fn need<T>(
         &self,
-        kind: &'static str,
         key: &'static str,
         example: &'static str,
         parse: fn(&str) -> Result<T, String>,
     ) -> Result<T, SpecError> {
-        let missing = || SpecError::Missing { name: self.0.name.clone(), kind, key, example };
+        let missing =
+            || SpecError::Missing { name: self.0.name.clone(), kind: self.0.kind.clone(), key, example };
         self.take(key, parse)?.ok_or_else(missing)
     }
 

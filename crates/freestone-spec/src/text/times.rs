@@ -11,7 +11,6 @@ const MAX: Duration = Duration::from_secs(7 * 86_400);
 const AGE_UNITS: [(&str, u64); 5] = [("w", 7 * DAY), ("d", DAY), ("h", 3600), ("m", 60), ("s", 1)];
 /// Largest age in days: a hundred years.
 const AGE_DAYS_MAX: u64 = 36_500;
-/// Number of seconds per day.
 const DAY: u64 = 86_400;
 
 /// Parses a time: a whole number with a unit, such as `10s` or `1500ms`.

@@ -182,9 +182,9 @@ fn failed_sync_rewrites_log_before_reply() {
     put(&state, "a", "null");
     let mut other = state.begin("create", &["c"]).unwrap();
     let crashed = state.begin("fork", &["f"]).unwrap();
-    state.log().exchange_file(open_unsyncable_file());
+    state.log.lock().exchange_file(open_unsyncable_file());
     put(&state, "b", "null");
-    state.log().exchange_file(open_unsyncable_file());
+    state.log.lock().exchange_file(open_unsyncable_file());
     // Changes that began before the failure continue in the new file.
     other.put(device("c", "null"));
     other.commit().unwrap();
@@ -203,7 +203,7 @@ fn failed_write_rewrites_log_before_reply() {
     let (state, _) = open(dir.path());
     let mut change = state.begin("create", &["a"]).unwrap();
     // The file is read-only, so that neither writes nor truncation succeed.
-    state.log().exchange_file(File::open(dir.path().join(TOPOLOGY_FILE)).unwrap());
+    state.log.lock().exchange_file(File::open(dir.path().join(TOPOLOGY_FILE)).unwrap());
     change.put(device("a", "null"));
     change.commit().unwrap();
     put(&state, "b", "null");
@@ -216,7 +216,7 @@ fn failed_replacement_refuses_changes_until_one_succeeds() {
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
     let mut change = state.begin("create", &["b"]).unwrap();
-    state.log().exchange_file(open_unsyncable_file());
+    state.log.lock().exchange_file(open_unsyncable_file());
     let new = block_replacement(dir.path());
     change.put(device("b", "null"));
     assert!(matches!(change.commit(), Err(StateError::Write(..))));
@@ -235,13 +235,13 @@ fn failed_directory_sync_keeps_no_unlinked_log() {
     let dir = tempfile::tempdir().unwrap();
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
-    let good = state.log().exchange_dir(open_unsyncable_file());
-    state.log().exchange_file(open_unsyncable_file());
+    let good = state.log.lock().exchange_dir(open_unsyncable_file());
+    state.log.lock().exchange_file(open_unsyncable_file());
     assert!(matches!(state.put("serve", vec![device("b", "null")]), Err(StateError::Write(..))));
     for name in ["c", "d"] {
         assert!(matches!(state.begin("create", &[name]), Err(StateError::Write(..))), "{name}");
     }
-    state.log().exchange_dir(good);
+    state.log.lock().exchange_dir(good);
     put(&state, "e", "null");
     let mut change = state.begin("remove", &["a"]).unwrap();
     change.remove("a");
@@ -256,7 +256,7 @@ fn failed_directory_sync_while_shrinking_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (state, _) = open(dir.path());
     let words = format!("null,record={}", "x".repeat(1 << 20));
-    let good = state.log().exchange_dir(open_unsyncable_file());
+    let good = state.log.lock().exchange_dir(open_unsyncable_file());
     let (mut committed, mut refused) = (0, 0);
     while refused == 0 {
         match state
@@ -267,7 +267,7 @@ fn failed_directory_sync_while_shrinking_loses_nothing() {
         }
         assert!(committed < 64, "the log was never replaced");
     }
-    state.log().exchange_dir(good);
+    state.log.lock().exchange_dir(good);
     put(&state, "last", "null");
     let before = state.topology();
     drop(state);

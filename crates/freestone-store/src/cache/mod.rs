@@ -98,6 +98,7 @@ impl Cache {
     /// Opens the file of a cached chunk. Returns `None` if the chunk is not cached or the file cannot be
     /// opened. Deletes a damaged file. May wait for the disk.
     pub fn find(&self, name: &Name) -> Option<Entry> {
+        freestone_core::trail::step!();
         let path = self.path(CHUNKS, name);
         let entry = Entry::open(&path, name);
         match &entry {
@@ -133,6 +134,7 @@ impl Cache {
     /// Returns a cached image or store description, or `None` if it is not cached. The caller must verify the
     /// content.
     pub fn get_meta(&self, name: &Name) -> Option<Vec<u8>> {
+        freestone_core::trail::step!();
         let path = self.path(META, name);
         let bytes = fs::read(&path).ok()?;
         if let Ok(file) = File::open(&path) {
@@ -152,6 +154,7 @@ impl Cache {
     /// Writes the concatenated `parts` to the file `path`. Evicts other files if the size limit would be
     /// exceeded.
     fn add(&self, path: &Path, parts: &[&[u8]], limits: CallLimits<'_>) -> io::Result<()> {
+        freestone_core::trail::step!();
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
         // Relaxed: the numbers in file names only have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);

@@ -168,6 +168,7 @@ impl Head {
 
 /// Unpacks and verifies all pages of a chunk from its stored object.
 pub fn pages(domain: &Domain, name: &Name, object: &[u8]) -> Result<Vec<u8>, PartError> {
+    freestone_core::trail::step!();
     let head = Head::parse(domain, name, object)?;
     if head.object_bytes() != object.len() as u64 {
         return Err(PartError::Shape);

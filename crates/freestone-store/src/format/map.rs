@@ -172,6 +172,7 @@ impl Map {
     /// Decodes a map, or returns `None` if it is invalid. The caller has verified the hash, so only a writer
     /// with the key of the domain can have written the map. Even so, all indexes are checked.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
+        freestone_core::trail::step!();
         let (kind, rest) = bytes.split_first_chunk::<4>()?;
         let (count, rest) = rest.split_first_chunk::<4>()?;
         let count = u32::from_le_bytes(*count) as usize;

@@ -44,6 +44,7 @@ pub fn content(
     object: &[u8],
     most: usize,
 ) -> Result<Vec<u8>, PartError> {
+    freestone_core::trail::step!();
     let (header, body) = Header::read(object, MAGIC)?;
     if header.bytes() > most.min(BYTES_MAX) {
         return Err(PartError::Shape);

@@ -1,12 +1,13 @@
 //! Content of an image: locates its pages, and reads those that are in memory or in the cache.
 
+use crate::rt::sync::Arc;
 use crate::rt::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::rt::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use crate::rt::time::{Duration, Instant};
 use std::collections::{HashSet, VecDeque};
 
 use freestone_core::device;
 use freestone_core::log_limit::LogLimit;
+use freestone_core::sync::{Mutex, RwLock};
 
 use super::description::{Description, LOCK_WAIT};
 use super::segment::Segment;
@@ -65,7 +66,7 @@ pub struct Content {
     /// succeeded.
     cache_failed: AtomicU64,
     /// Error text of the last failed write to the cache.
-    cache_failure: Mutex<Option<String>>,
+    pub cache_failure: Mutex<Option<String>>,
     since: Instant,
     pub stats: ImageCounters,
     touched_chunks: Mutex<TouchedChunks>,
@@ -131,8 +132,9 @@ impl Content {
     /// `got` are pages that were fetched for this request. If `wait` is false, the lookup never waits for the
     /// disk.
     pub fn find(&self, offset: u64, out: &mut [u8], got: &[FetchedPages], wait: bool) -> Lookup {
+        freestone_core::trail::step!();
         let number = offset / SEGMENT_BYTES;
-        let slot = self.segments[number as usize].read().unwrap_or_else(PoisonError::into_inner);
+        let slot = self.segments[number as usize].read();
         let Some(segment) = &*slot else { return Lookup::Segment(number as u32) };
         segment.mark_used();
         let page = (offset % SEGMENT_BYTES) as usize / PAGE;
@@ -160,7 +162,7 @@ impl Content {
                 ReadOutcome::WouldBlock => Lookup::Retry,
                 ReadOutcome::Damaged if !wait => Lookup::Retry,
                 ReadOutcome::Damaged => {
-                    *loaded.entries[chunk].write().unwrap_or_else(PoisonError::into_inner) = None;
+                    *loaded.entries[chunk].write() = None;
                     if let Some(cache) = &self.cache {
                         cache.discard(&name);
                     }
@@ -182,9 +184,16 @@ impl Content {
         }
     }
 
+    /// Returns the number of the segment at byte `offset`, if its maps are not in memory.
+    pub fn missing_segment(&self, offset: u64) -> Option<u32> {
+        let number = offset / SEGMENT_BYTES;
+        let slot = self.segments[number as usize].read();
+        slot.is_none().then_some(number as u32)
+    }
+
     /// Records the use of a chunk for the trace of the image.
     pub fn touch(&self, name: Name) {
-        let mut touched_chunks = self.touched_chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut touched_chunks = self.touched_chunks.lock();
         if touched_chunks.order.len() < CHUNKS_MAX && touched_chunks.known.insert(name) {
             touched_chunks.order.push(name);
         }
@@ -192,20 +201,21 @@ impl Content {
 
     /// Returns the names of the used chunks in the order of their first use.
     pub fn touched_chunks(&self) -> Vec<Name> {
-        self.touched_chunks.lock().unwrap_or_else(PoisonError::into_inner).order.clone()
+        self.touched_chunks.lock().order.clone()
     }
 
     /// Returns the maps of a segment. Loads them from the cache or the object store if necessary, so may wait
     /// for the network.
     pub fn load(&self, number: u32, limits: CallLimits<'_>) -> Result<Arc<Segment>> {
+        freestone_core::trail::step!();
         let slot = &self.segments[number as usize];
-        if let Some(segment) = &*slot.read().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(segment) = &*slot.read() {
             return Ok(Arc::clone(segment));
         }
         let maps = self.manifest.maps(number).iter().map(|map| self.map(&map.map, limits));
         let segment = Arc::new(Segment::new(maps.collect::<Result<_>>()?));
         {
-            let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
+            let mut slot = slot.write();
             if let Some(segment) = &*slot {
                 return Ok(Arc::clone(segment));
             }
@@ -229,14 +239,14 @@ impl Content {
     /// Adds `newest` to the loaded segments. If these are more than [`SEGMENTS_MAX`], frees the maps of
     /// segments that were not used lately.
     fn free_unused_maps(&self, newest: u32) {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = self.loaded.lock();
         loaded.push_back(newest);
         for looks in 0.. {
             if loaded.len() <= SEGMENTS_MAX {
                 return;
             }
             let Some(number) = loaded.pop_front() else { return };
-            let Ok(mut slot) = self.segments[number as usize].try_write() else {
+            let Some(mut slot) = self.segments[number as usize].try_write() else {
                 loaded.push_back(number);
                 if looks > 2 * SEGMENTS_MAX {
                     return;
@@ -259,10 +269,10 @@ impl Content {
         let (mut page, end) = (offset / PAGE as u64, end.div_ceil(PAGE as u64));
         while page < end {
             let number = (page / SEGMENT_PAGES as u64) as usize;
-            let slot = self.segments[number].read().unwrap_or_else(PoisonError::into_inner);
+            let slot = self.segments[number].read();
             if let Some(segment) = &*slot
                 && let (map, PageLocation::In { chunk, .. }) = segment.place(page as usize % SEGMENT_PAGES)
-                && segment.maps[map].entries[chunk].try_read().is_ok_and(|entry| entry.is_none())
+                && segment.maps[map].entries[chunk].try_read().is_some_and(|entry| entry.is_none())
             {
                 let name = segment.maps[map].map.chunks()[chunk].name;
                 if names.last() != Some(&name) {
@@ -277,6 +287,7 @@ impl Content {
     /// Fetches a chunk from the object store and adds it to the cache. If another server has cached the chunk
     /// meanwhile, reads it from the cache instead.
     pub fn fetch(&self, name: &Name, limits: CallLimits<'_>) -> Result<FetchedPages> {
+        freestone_core::trail::step!();
         let got = |pages| FetchedPages { name: *name, first: 0, is_all: true, pages: Arc::new(pages) };
         let Some(cache) = self.cache() else { return self.chunk(name, limits).map(got) };
         // The lock is released when the chunk is in the cache.
@@ -320,12 +331,7 @@ impl Content {
     /// Ends the [`CACHE_PAUSE`] after a failed write, because a user asked to fill the cache.
     pub fn retry_cache(&self) {
         self.cache_failed.store(0, Ordering::SeqCst);
-        self.cache_failure().take();
-    }
-
-    /// Locks and returns the error text of the last failed write to the cache; `None` if no write failed.
-    pub fn cache_failure(&self) -> MutexGuard<'_, Option<String>> {
-        self.cache_failure.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cache_failure.lock().take();
     }
 
     /// Records the outcome of a write to the cache. Returns the value of a successful write, or `None` after
@@ -340,7 +346,7 @@ impl Content {
                 let dir = self.cache.as_ref().map(|cache| cache.dir().display().to_string());
                 let dir = dir.unwrap_or_default();
                 tracing::warn!("{dir}: nothing is cached for {CACHE_PAUSE:?}: {error}");
-                *self.cache_failure() = Some(error.to_string());
+                *self.cache_failure.lock() = Some(error.to_string());
                 let now = self.since.elapsed().as_millis() as u64;
                 self.cache_failed.store(now + 1, Ordering::SeqCst);
                 None
@@ -358,7 +364,7 @@ fn read(
     out: &mut [u8],
     wait: bool,
 ) -> Option<ReadOutcome> {
-    let entry = entry.read().unwrap_or_else(PoisonError::into_inner);
+    let entry = entry.read();
     let entry = entry.as_ref()?;
     if within == 0 && out.len().is_multiple_of(PAGE) {
         return Some(entry.read(first, out, wait));

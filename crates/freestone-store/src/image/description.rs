@@ -28,6 +28,7 @@ impl Description<'_> {
         fetch: impl FnOnce() -> Result<T>,
         keep: impl FnOnce(&Cache, &T),
     ) -> Result<T> {
+        freestone_core::trail::step!();
         let Some(cache) = self.cache else { return fetch() };
         let find = || {
             let is_it = |bytes: &Vec<u8>| self.store.domain().naming.name(self.kind, &[bytes]) == *self.name;

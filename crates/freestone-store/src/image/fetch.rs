@@ -32,6 +32,7 @@ impl Source for Content {
         is_wanted: bool,
         ahead: &mut Vec<Key>,
     ) -> Result<Option<FetchedPages>, FetchError> {
+        freestone_core::trail::step!();
         let is_cancelled = || self.is_closed();
         let limits = CallLimits { is_cancelled: &is_cancelled, ..CallLimits::within(self.config.timeout) };
         let outcome = match key {

@@ -9,8 +9,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use freestone_core::device;
+use freestone_core::sync::{Mutex, MutexGuard};
 
-use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use crate::rt::Condvar;
+use crate::rt::sync::Arc;
 use crate::rt::thread;
 use crate::rt::time::{Duration, Instant};
 
@@ -56,9 +58,12 @@ pub struct FetchError {
 }
 
 /// Waiter for a fetch, which receives either the result or an error, once.
-pub trait Waiter<G>: Send + 'static {
-    /// Receives the result of the fetch.
-    fn deliver(self, got: G);
+pub trait Waiter<S: Source>: Send + Sized + 'static {
+    /// Receives the result of the fetch, and continues on another thread.
+    fn deliver(self, got: S::Value);
+    /// Receives the result of the fetch, and continues on the fetch thread. Returns itself with the key of the next
+    /// object that it needs, if any.
+    fn resume(self, got: S::Value) -> Option<(S::Key, Self)>;
     /// Receives the error of the fetch, which is not retried.
     fn deliver_error(self, error: device::Error);
 }
@@ -95,7 +100,7 @@ impl<W> PendingFetch<W> {
     }
 }
 
-impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
+impl<S: Source, W: Waiter<S>> Fetches<S, W> {
     pub fn new(source: Arc<S>) -> Self {
         let state = State {
             wanted: BTreeMap::new(),
@@ -111,7 +116,7 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
 
     /// Closes the queue: fails all waiters with `Gone`, and starts no further fetch.
     pub fn close(&self) {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         state.is_closed = true;
         (state.demand, state.ahead) = Default::default();
         let wanted = std::mem::take(&mut state.wanted);
@@ -125,17 +130,9 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
     /// Queues a demand fetch, unless a fetch of the object is already queued or running. The waiter runs when
     /// the fetch ends.
     pub fn demand(&self, key: S::Key, waiter: W) {
-        let mut state = self.0.lock();
-        if state.is_closed {
-            drop(state);
-            return waiter.deliver_error(device::Error::Gone);
-        }
-        let wanted = state.wanted.entry(key).or_insert_with(PendingFetch::new);
-        let is_first = wanted.waiters.is_empty() && !wanted.is_started;
-        wanted.waiters.push(waiter);
+        freestone_core::trail::step!();
+        let Some((mut state, is_first)) = self.0.add_waiter(key, waiter) else { return };
         if is_first {
-            // The key may also be in the prefetch queue. The prefetch entry is skipped later, as its fetch
-            // has then started.
             state.demand.push_back(key);
             self.wake_or_spawn_thread(&mut state);
         }
@@ -148,7 +145,7 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
 
     /// Queues prefetches. Drops keys that are already queued or being fetched, and keys beyond [`AHEAD_MAX`].
     pub fn prefetch(&self, keys: impl IntoIterator<Item = S::Key>) {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         for key in keys {
             if state.is_closed || state.ahead.len() >= AHEAD_MAX || state.wanted.contains_key(&key) {
                 continue;
@@ -174,21 +171,32 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
         }
     }
 
-    /// Runs fetches until [`wait_for_key`](Inner::wait_for_key) ends this thread.
+    /// Runs fetches until [`wait_for_key`](Inner::wait_for_key) ends this thread. The last waiter of a fetch continues
+    /// on this thread, which then also fetches the next object that this waiter needs.
     fn run_thread(&self) {
-        while let Some((key, is_demand)) = self.0.wait_for_key() {
+        let mut next = None;
+        while let Some((key, is_demand)) = next.take().or_else(|| self.0.wait_for_key()) {
+            freestone_core::trail::arrive!();
             let mut ahead = Vec::new();
             // A panic in code that parses data from the object store must not lose waiters or end the thread.
             let fetch = AssertUnwindSafe(|| self.0.source.fetch(key, is_demand, &mut ahead));
             let outcome = catch_unwind(fetch)
                 .unwrap_or(Err(FetchError { error: device::Error::Media, is_hanging: false }));
             self.prefetch(ahead);
-            let mut state = self.0.lock();
+            let mut state = self.0.state.lock();
             state.ahead_running -= usize::from(!is_demand);
-            let waiters = state.wanted.remove(&key).map_or(Vec::new(), |wanted| wanted.waiters);
+            let mut waiters = state.wanted.remove(&key).map_or(Vec::new(), |wanted| wanted.waiters);
             drop(state);
             match outcome {
-                Ok(got) => waiters.into_iter().for_each(|waiter| waiter.deliver(got.clone())),
+                Ok(got) => {
+                    let last = waiters.pop();
+                    for waiter in waiters {
+                        waiter.deliver(got.clone());
+                    }
+                    let resume = AssertUnwindSafe(|| last.and_then(|last| last.resume(got)));
+                    let needs = catch_unwind(resume).ok().flatten();
+                    next = needs.and_then(|(key, waiter)| self.0.start_fetch(key, waiter));
+                }
                 Err(FetchError { error, is_hanging }) => {
                     for waiter in waiters {
                         waiter.deliver_error(error);
@@ -209,13 +217,36 @@ impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
     }
 }
 
-impl<S: Source, W: Waiter<S::Value>> Inner<S, W> {
-    fn lock(&self) -> MutexGuard<'_, State<S::Key, W>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+type StateGuard<'a, K, W> = MutexGuard<'a, State<K, W>>;
+
+impl<S: Source, W: Waiter<S>> Inner<S, W> {
+    /// Adds a waiter for an object. Returns the state, and true if a fetch of the object must be queued or started.
+    /// Fails the waiter and returns `None` if the queue is closed.
+    fn add_waiter(&self, key: S::Key, waiter: W) -> Option<(StateGuard<'_, S::Key, W>, bool)> {
+        let mut state = self.state.lock();
+        if state.is_closed {
+            drop(state);
+            waiter.deliver_error(device::Error::Gone);
+            return None;
+        }
+        // The key may also be in the prefetch queue. The prefetch entry is skipped later, as its fetch has then
+        // started.
+        let wanted = state.wanted.entry(key).or_insert_with(PendingFetch::new);
+        let is_first = wanted.waiters.is_empty() && !wanted.is_started;
+        wanted.waiters.push(waiter);
+        Some((state, is_first))
+    }
+
+    /// Adds a waiter for an object. Returns the key, as a demand fetch, if the calling thread must fetch the object.
+    fn start_fetch(&self, key: S::Key, waiter: W) -> Option<(S::Key, bool)> {
+        let (mut state, is_first) = self.add_waiter(key, waiter)?;
+        let wanted = state.wanted.get_mut(&key).filter(|_| is_first)?;
+        wanted.is_started = true;
+        Some((key, true))
     }
 
     fn fail_queued(&self, which: &dyn Fn(&PendingFetch<W>) -> bool, error: device::Error) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let keys: Vec<S::Key> = state
             .wanted
             .iter()
@@ -253,11 +284,11 @@ impl<K: Copy + Ord, W> State<K, W> {
     }
 }
 
-impl<S: Source, W: Waiter<S::Value>> Inner<S, W> {
+impl<S: Source, W: Waiter<S>> Inner<S, W> {
     /// Waits for the next key to fetch, and returns it with true for a demand fetch. Returns `None` if the
     /// thread must exit.
     fn wait_for_key(&self) -> Option<(S::Key, bool)> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if let Some(next) = state.next() {
                 return Some(next);
@@ -267,10 +298,10 @@ impl<S: Source, W: Waiter<S::Value>> Inner<S, W> {
                 return None;
             }
             state.idle += 1;
-            let (woken, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
-            state = woken;
+            let timed_out;
+            (state, timed_out) = self.more.wait_timeout(state, IDLE);
             state.idle -= 1;
-            if waited.timed_out() && state.demand.is_empty() && state.ahead.is_empty() {
+            if timed_out && state.demand.is_empty() && state.ahead.is_empty() {
                 state.threads -= 1;
                 return None;
             }
@@ -302,9 +333,14 @@ mod tests {
         }
     }
 
-    impl Waiter<u8> for mpsc::Sender<Result<u8, device::Error>> {
+    impl Waiter<PanickingSource> for mpsc::Sender<Result<u8, device::Error>> {
         fn deliver(self, got: u8) {
             self.send(Ok(got)).unwrap();
+        }
+
+        fn resume(self, got: u8) -> Option<(u8, Self)> {
+            self.deliver(got);
+            None
         }
 
         fn deliver_error(self, error: device::Error) {

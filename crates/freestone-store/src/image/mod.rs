@@ -3,8 +3,8 @@
 //!
 //! Cached data that is in the kernel's page cache is read inline. Other requests go to a reader thread, which
 //! may wait for the local disk. Fetch threads read missing data from the store, once for all waiting
-//! requests. No thread waits for another thread, and reader threads never wait for the network. So cached
-//! data is available even if the store hangs.
+//! requests, and continue one request. No thread waits for another thread, and reader threads never wait for
+//! the network. So cached data is available even if the store hangs.
 //!
 //! If data cannot be fetched in time or does not match its hash, the read fails with [`Error::Media`]. The
 //! reason is logged and kept in [`Image::stat`].
@@ -167,7 +167,8 @@ impl Image {
             if cache.find(name).is_none() {
                 content.fetch(name, limits)?;
                 if cache.find(name).is_none() {
-                    let why = content.cache_failure().clone().unwrap_or_else(|| "no room is left".to_owned());
+                    let why =
+                        content.cache_failure.lock().clone().unwrap_or_else(|| "no room is left".to_owned());
                     return Err(store::Error::Local(format!("{}: {why}", cache.dir().display())));
                 }
             }
@@ -198,6 +199,7 @@ impl Device for Image {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        freestone_core::trail::step!();
         request.check(&self.geometry())?;
         let Buffer::Read(out) = buffer else {
             return Ok(if request.op == Op::Flush { TryResult::Done } else { TryResult::WouldBlock });
@@ -219,6 +221,7 @@ impl Device for Image {
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        freestone_core::trail::step!();
         if let Err(error) = request.check(&self.geometry()) {
             return done.complete(Err(error), buffer);
         }

@@ -2,10 +2,11 @@
 //! waiters, each waiter runs once, and no thread sleeps while there is work.
 
 use freestone_core::device;
+use freestone_core::sync::{Condvar, Mutex};
 
 use super::fetches::{FetchError, Fetches, Source, Waiter};
 use super::queue::Queue;
-use crate::rt::sync::{Arc, Mutex};
+use crate::rt::sync::Arc;
 use crate::rt::thread;
 use crate::rt::time::Duration;
 
@@ -14,24 +15,24 @@ type Outcome = Result<u8, device::Error>;
 /// Shared state of a model, with a condition variable that signals changes.
 struct Counts<T> {
     state: Mutex<T>,
-    changed: loom::sync::Condvar,
+    changed: Condvar,
 }
 
 impl<T> Counts<T> {
     fn new(state: T) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::new(state), changed: loom::sync::Condvar::new() })
+        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
     }
 
     fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
-        let changed = change(&mut self.state.lock().unwrap());
+        let changed = change(&mut self.state.lock());
         self.changed.notify_all();
         changed
     }
 
     fn wait(&self, until: impl Fn(&T) -> bool) {
-        let mut state = self.state.lock().unwrap();
+        let mut state = self.state.lock();
         while !until(&state) {
-            state = self.changed.wait(state).unwrap();
+            state = self.changed.wait(state);
         }
     }
 }
@@ -82,16 +83,25 @@ impl Source for Store {
     }
 }
 
-/// Waiter that records its results under its number.
-struct NumberedWaiter(Arc<Counts<History>>, usize);
+/// Waiter that records its results under its number. Needs a second object if that has a key.
+struct NumberedWaiter {
+    history: Arc<Counts<History>>,
+    number: usize,
+    then: Option<u8>,
+}
 
-impl Waiter<u8> for NumberedWaiter {
+impl Waiter<Store> for NumberedWaiter {
     fn deliver(self, got: u8) {
-        self.0.change(|history| history.results[self.1].push(Ok(got)));
+        self.history.change(|history| history.results[self.number].push(Ok(got)));
+    }
+
+    fn resume(mut self, got: u8) -> Option<(u8, Self)> {
+        self.history.change(|history| history.results[self.number].push(Ok(got)));
+        self.then.take().map(|key| (key, self))
     }
 
     fn deliver_error(self, error: device::Error) {
-        self.0.change(|history| history.results[self.1].push(Err(error)));
+        self.history.change(|history| history.results[self.number].push(Err(error)));
     }
 }
 
@@ -108,7 +118,12 @@ impl Model {
     }
 
     fn demand(&self, key: u8, waiter: usize) {
-        self.fetches.demand(key, NumberedWaiter(Arc::clone(&self.history), waiter));
+        self.demand_both(key, None, waiter);
+    }
+
+    /// Demands an object, and another one when that is fetched.
+    fn demand_both(&self, key: u8, then: Option<u8>, number: usize) {
+        self.fetches.demand(key, NumberedWaiter { history: Arc::clone(&self.history), number, then });
         self.history.change(|history| history.demanded += 1);
     }
 
@@ -165,6 +180,17 @@ fn demand_during_fetch_gets_result() {
         let other = model.spawn_thread(|model| model.demand(1, 1));
         model.demand(1, 0);
         assert_eq!(model.results(2), [vec![Ok(11)], vec![Ok(11)], Vec::new()]);
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn second_object_of_waiter_is_fetched_once() {
+    bounded(2, || {
+        let model = Model::new(respond);
+        let other = model.spawn_thread(|model| model.demand(2, 1));
+        model.demand_both(1, Some(2), 0);
+        assert_eq!(model.results(3), [vec![Ok(11), Ok(12)], vec![Ok(12)], Vec::new()]);
         other.join().unwrap();
     });
 }

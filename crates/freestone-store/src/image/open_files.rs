@@ -1,7 +1,8 @@
 //! Open files of the cache, for all images of the process. The number of open files is limited to a part of
 //! `RLIMIT_NOFILE`.
 
-use crate::rt::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+use crate::rt::sync::{Arc, LazyLock, Weak};
+use freestone_core::sync::Mutex;
 use std::collections::VecDeque;
 
 use rustix::process::{Resource, getrlimit};
@@ -31,13 +32,13 @@ static MOST: LazyLock<usize> = LazyLock::new(|| {
 pub fn keep(segment: &Arc<Segment>, map: usize, chunk: usize, entry: Entry) {
     let slot = &segment.maps[map].entries[chunk];
     {
-        let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = slot.write();
         if slot.replace(entry).is_some() {
             // The slot had an open file before, so it is already in the list.
             return;
         }
     }
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut open = OPEN.lock();
     open.push_back(Open { segment: Arc::downgrade(segment), map, chunk });
     let mut looks = open.len();
     while open.len() > *MOST
@@ -47,7 +48,7 @@ pub fn keep(segment: &Arc<Segment>, map: usize, chunk: usize, entry: Entry) {
         let Some(segment) = oldest.segment.upgrade() else { continue };
         let slot = &segment.maps[oldest.map].entries[oldest.chunk];
         // A file whose slot is locked is in use, so it stays open.
-        let closed = slot.try_write().is_ok_and(|mut slot| {
+        let closed = slot.try_write().is_some_and(|mut slot| {
             let is_idle = looks == 0 || slot.as_ref().is_none_or(|entry| !entry.was_used());
             if is_idle {
                 *slot = None;

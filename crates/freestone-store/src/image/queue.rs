@@ -1,8 +1,10 @@
 //! Work queue with a few threads that exist only while there is work.
 
-use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use crate::rt::Condvar;
+use crate::rt::sync::Arc;
 use crate::rt::thread;
 use crate::rt::time::Duration;
+use freestone_core::sync::Mutex;
 use std::collections::VecDeque;
 
 /// Time after which an idle thread exits.
@@ -35,7 +37,7 @@ impl<T: Send + 'static> Queue<T> {
     /// Queues work. Returns the work as an error if the queue has no thread and cannot spawn one.
     pub fn push(&self, work: T) -> Result<(), T> {
         let inner = &self.0;
-        let mut state = inner.lock();
+        let mut state = inner.state.lock();
         state.work.push_back(work);
         // Each idle thread can run one item, so a new thread is needed only for more items than idle threads.
         if state.idle >= state.work.len() {
@@ -67,23 +69,20 @@ impl<T> Queue<T> {
 
 impl<T> Drop for Queue<T> {
     fn drop(&mut self) {
-        self.0.lock().is_closed = true;
+        self.0.state.lock().is_closed = true;
         self.0.more.notify_all();
     }
 }
 
 impl<T> Inner<T> {
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn run_thread(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if let Some(work) = state.work.pop_front() {
+                freestone_core::trail::arrive!();
                 drop(state);
                 (self.run)(work);
-                state = self.lock();
+                state = self.state.lock();
                 continue;
             }
             if state.is_closed {
@@ -91,10 +90,10 @@ impl<T> Inner<T> {
                 return;
             }
             state.idle += 1;
-            let (woken, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
-            state = woken;
+            let timed_out;
+            (state, timed_out) = self.more.wait_timeout(state, IDLE);
             state.idle -= 1;
-            if waited.timed_out() && state.work.is_empty() {
+            if timed_out && state.work.is_empty() {
                 state.threads -= 1;
                 return;
             }

@@ -1,12 +1,13 @@
 //! Reads that cannot complete inline, split into pieces of the length of a chunk.
 
+use crate::rt::sync::Arc;
 use crate::rt::sync::atomic::{AtomicUsize, Ordering};
-use crate::rt::sync::{Arc, Mutex, PoisonError};
 use crate::rt::time::Instant;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use freestone_core::device::{self, Completion, IoBuf, Request};
+use freestone_core::sync::Mutex;
 
 use super::content::{Content, FetchedPages, Lookup};
 use super::fetch::Key;
@@ -66,7 +67,7 @@ impl Reader {
             content,
             fetches,
             streams: Streams::default(),
-            readers: Queue::new("image-read", READERS, Piece::run),
+            readers: Queue::new("image-read", READERS, Piece::run_on_reader),
         })
     }
 
@@ -103,8 +104,10 @@ impl Reader {
         self.fetches.close();
     }
 
-    /// Starts a validated read request: splits it into pieces and queues them for the reader threads.
+    /// Starts a validated read request: splits it into pieces. A piece whose maps are not in memory waits for these, and
+    /// the others go to the reader threads.
     pub fn begin(self: &Arc<Self>, request: &Request, buffer: IoBuf, done: Completion) {
+        freestone_core::trail::step!();
         let chunk = CHUNK_BYTES as u64;
         let (start, end) = (request.offset, request.offset + request.len);
         let pieces = (start / chunk..end.div_ceil(chunk)).map(|number| {
@@ -122,7 +125,11 @@ impl Reader {
             done: Mutex::new(Some(done)),
         });
         for (offset, len) in pieces {
-            Piece { pending: Arc::clone(&pending), offset, len, got: Vec::new() }.enqueue();
+            let piece = Piece { pending: Arc::clone(&pending), offset, len, got: Vec::new() };
+            match self.content.missing_segment(offset) {
+                Some(number) => self.fetches.demand(Key::Segment(number), piece),
+                None => piece.enqueue(),
+            }
         }
     }
 }
@@ -132,11 +139,9 @@ impl PendingRead {
         if self.left.fetch_sub(1, Ordering::SeqCst) != 1 {
             return;
         }
-        let failed = *self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-        let nothing = IoBuf::empty();
-        let buffer =
-            std::mem::replace(&mut *self.buffer.lock().unwrap_or_else(PoisonError::into_inner), nothing);
-        let done = self.done.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let failed = *self.failed.lock();
+        let buffer = std::mem::replace(&mut *self.buffer.lock(), IoBuf::empty());
+        let done = self.done.lock().take();
         if let Some(done) = done {
             // A completion that panics must not end the reader thread.
             let _ = catch_unwind(AssertUnwindSafe(|| done.complete(failed.map_or(Ok(()), Err), buffer)));
@@ -144,10 +149,15 @@ impl PendingRead {
     }
 }
 
-impl Waiter<Option<FetchedPages>> for Piece {
+impl Waiter<Content> for Piece {
     fn deliver(mut self, got: Option<FetchedPages>) {
         self.got.extend(got);
         self.enqueue();
+    }
+
+    fn resume(mut self, got: Option<FetchedPages>) -> Option<(Key, Self)> {
+        self.got.extend(got);
+        self.run()
     }
 
     fn deliver_error(self, error: device::Error) {
@@ -166,27 +176,46 @@ impl Piece {
 
     /// Ends the piece with an error. The request then fails with the first error of its pieces.
     fn fail(self, error: device::Error) {
-        self.pending.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.pending.failed.lock().get_or_insert(error);
         self.pending.end_piece();
     }
 
-    /// Reads the available pages of the piece. At the first missing page, queues a fetch, after which the
-    /// piece runs again.
-    fn run(mut self) {
+    fn run_on_reader(self) {
         let pending = Arc::clone(&self.pending);
-        let Reader { content, fetches, .. } = &*pending.reader;
+        if let Some((key, piece)) = self.run() {
+            pending.reader.fetches.demand(key, piece);
+        }
+    }
+
+    /// Reads the available pages of the piece. Returns the piece, with the key of the first missing object, if it must
+    /// run again when this object is fetched.
+    fn run(mut self) -> Option<(Key, Self)> {
+        match self.read_available() {
+            Ok(Some(key)) => return Some((key, self)),
+            Ok(None) => self.pending.end_piece(),
+            Err(error) => self.fail(error),
+        }
+        None
+    }
+
+    fn read_available(&mut self) -> device::Result<Option<Key>> {
+        freestone_core::trail::step!();
+        let pending = Arc::clone(&self.pending);
+        let content = &pending.reader.content;
         let mut tries = 0;
         while self.len > 0 {
             if content.is_closed() {
-                return self.fail(device::Error::Gone);
+                return Err(device::Error::Gone);
             }
             let found = PAGES.with_borrow_mut(|pages| {
-                pages.resize(CHUNK_BYTES, 0);
+                if pages.len() < self.len {
+                    pages.resize(self.len, 0);
+                }
                 let pages = &mut pages[..self.len];
                 let found = content.find(self.offset, pages, &self.got, true);
                 if let Lookup::Read(bytes) = found {
                     let at = (self.offset - pending.offset) as usize;
-                    let mut buffer = pending.buffer.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut buffer = pending.buffer.lock();
                     buffer[at..at + bytes].copy_from_slice(&pages[..bytes]);
                 }
                 found
@@ -201,7 +230,7 @@ impl Piece {
                     tries += 1;
                     if tries > TRIES {
                         let error = Error::Local("a file of the cache does not stay open".into());
-                        return self.fail(content.record_failure(&error));
+                        return Err(content.record_failure(&error));
                     }
                     continue;
                 }
@@ -218,10 +247,10 @@ impl Piece {
                 }
             };
             if Instant::now() >= pending.deadline {
-                return self.fail(content.record_failure(&Error::of("an image", Fault::TimedOut)));
+                return Err(content.record_failure(&Error::of("an image", Fault::TimedOut)));
             }
-            return fetches.demand(key, self);
+            return Ok(Some(key));
         }
-        pending.end_piece();
+        Ok(None)
     }
 }

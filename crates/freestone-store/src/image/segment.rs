@@ -1,7 +1,7 @@
 //! Maps of a segment (1 GiB of an image) in memory.
 
-use crate::rt::sync::RwLock;
 use crate::rt::sync::atomic::{AtomicBool, Ordering};
+use freestone_core::sync::RwLock;
 
 use crate::cache::Entry;
 use crate::format::CHUNK_PAGES;

@@ -1,7 +1,7 @@
 //! Counters of the reads and fetches of an image.
 
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
-use crate::rt::sync::{Mutex, PoisonError};
+use freestone_core::sync::Mutex;
 
 /// Atomic counters of the reads and fetches of an image.
 #[derive(Default)]
@@ -39,7 +39,7 @@ impl ImageCounters {
 
     pub fn failed(&self, why: String) {
         Self::add(&self.failed, 1);
-        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+        *self.last_error.lock() = Some(why);
     }
 
     pub fn stat(&self) -> ImageStat {
@@ -51,7 +51,7 @@ impl ImageCounters {
             cache_hits: of(&self.cache_hits),
             prefetched: of(&self.prefetched),
             failed: of(&self.failed),
-            last_error: self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            last_error: self.last_error.lock().clone(),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::format::CHUNK_BYTES;
-use crate::rt::sync::{Mutex, PoisonError};
+use freestone_core::sync::Mutex;
 
 /// Maximum number of streams (sequential reads) that are tracked at the same time.
 const STREAMS: usize = 8;
@@ -42,7 +42,7 @@ impl Streams {
     pub fn record_miss(&self, offset: u64) -> u64 {
         let block = CHUNK_BYTES as u64;
         let number = offset / block;
-        let mut streams = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut streams = self.0.lock();
         let known = streams.iter().position(|stream| stream.next == number);
         let known = known.and_then(|at| streams.remove(at));
         streams.truncate(STREAMS - 1);

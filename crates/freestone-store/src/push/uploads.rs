@@ -1,9 +1,9 @@
 //! Uploads of a push: each chunk or map is sent once, or an existing object of the store is reused.
 
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
-use crate::rt::sync::{Mutex, PoisonError};
 use crate::rt::thread;
 use crate::rt::time::{Duration, SystemTime};
+use freestone_core::sync::Mutex;
 use std::collections::HashMap;
 
 use crate::clock::Clock;
@@ -72,7 +72,7 @@ impl<'a> Uploads<'a> {
     ) -> Result<ChunkRef> {
         let plain = Plain::new(store.domain(), pages);
         let name = plain.name();
-        let before = self.stored.lock().unwrap_or_else(PoisonError::into_inner).get(&name).copied();
+        let before = self.stored.lock().get(&name).copied();
         let mut found = None;
         let mut reusable = before.or_else(|| known.get(&name).copied());
         if reusable.is_none() {
@@ -92,7 +92,7 @@ impl<'a> Uploads<'a> {
             self.bytes.fetch_add(object.len() as u64, Ordering::SeqCst);
             object.len() as u32
         };
-        self.stored.lock().unwrap_or_else(PoisonError::into_inner).insert(name, stored);
+        self.stored.lock().insert(name, stored);
         Ok(ChunkRef { name, stored })
     }
 
@@ -122,7 +122,7 @@ impl<'a> Uploads<'a> {
         // The age is computed after the write, as the old object could be deleted until then.
         let age = found.map(|found| self.clock.max_age(found.modified));
         if age.is_some_and(|age| may_be_in_deletion(age, store.domain().grace)) {
-            let mut renewed = self.renewed.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut renewed = self.renewed.lock();
             renewed.push((key, store.uptime()));
         }
         Ok(())
@@ -148,7 +148,7 @@ impl<'a> Uploads<'a> {
 
     /// Waits until no prune can still delete the rewritten objects, then checks that all of them exist.
     pub fn check_renewed(&self, store: &Store, threads: usize, limits: CallLimits<'_>) -> Result<()> {
-        let renewed = std::mem::take(&mut *self.renewed.lock().unwrap_or_else(PoisonError::into_inner));
+        let renewed = std::mem::take(&mut *self.renewed.lock());
         let Some((_, youngest)) = renewed.iter().max_by_key(|(_, at)| *at) else { return Ok(()) };
         while store.uptime().saturating_sub(*youngest) < DELETION_TIME_MAX + DELETION_SETTLE_TIME {
             limits.check().map_err(|fault| Error::of(MAPS, fault))?;

@@ -189,9 +189,6 @@ impl Store {
     }
 
     /// Reads an object of at most `most` bytes, with retries.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn read(&self, key: &str, most: u64, limits: CallLimits<'_>) -> Result<Read> {
         let read = retry(limits, || self.objects.get(key, None, most, limits.at_most(TRY_MAX)));
         read.map_err(|fault| Error::of(key, fault))
@@ -199,18 +196,12 @@ impl Store {
 
     /// Writes an object whose key depends on its content, with retries. If the object exists, the write only
     /// renews its age.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn write(&self, key: &str, bytes: &[u8], limits: CallLimits<'_>) -> Result<()> {
         let put = || self.objects.put(key, bytes, WriteCondition::Always, limits.at_most(TRY_MAX));
         retry(limits, put).map(drop).map_err(|fault| Error::of(key, fault))
     }
 
     /// Returns the metadata of an object, or `None` if the object does not exist.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn head(&self, key: &str, limits: CallLimits<'_>) -> Result<Option<Head>> {
         match retry(limits, || self.objects.head(key, limits.at_most(TRY_MAX))) {
             Ok(head) => Ok(Some(head)),
@@ -220,9 +211,6 @@ impl Store {
     }
 
     /// Deletes an object, with retries.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn delete(&self, key: &str, limits: CallLimits<'_>) -> Result<()> {
         let delete = || self.objects.delete(key, limits.at_most(TRY_MAX));
         retry(limits, delete).map_err(|fault| Error::of(key, fault))
@@ -230,9 +218,6 @@ impl Store {
 
     /// Deletes an object with a single attempt. If the store responds in time, no deletion is pending after
     /// the return. Returns true if the store checked `version`, false if it cannot.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn delete_once(
         &self,
         key: &str,
@@ -251,9 +236,6 @@ impl Store {
     /// Lists objects. `each` receives `(false, Some(object))` for each object, and `(true, None)` at the
     /// start of every attempt: objects of earlier attempts must then be dropped. `each` returns false to end
     /// the listing.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn list(
         &self,
         prefix: &str,
@@ -270,9 +252,6 @@ impl Store {
     /// Lists objects for decisions about deletion. Returns the keys and modification times of the objects. A
     /// listing may omit an object that is replaced meanwhile, so listings are merged until one adds no key.
     /// Each listing ends after `most` objects.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn list_all(
         &self,
         prefix: &str,
@@ -305,9 +284,6 @@ impl Store {
     }
 
     /// Reads the clock of the object store, which sets modification times, by writing a temporary object.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn now(&self, limits: CallLimits<'_>) -> Result<SystemTime> {
         let key = format!("{CLOCKS}{}", crate::rt::unique_id());
         self.write(&key, b"", limits)?;
@@ -341,6 +317,7 @@ impl Store {
         limits: CallLimits<'_>,
         verify: impl Fn(&[u8]) -> std::result::Result<T, chunk::PartError>,
     ) -> Result<T> {
+        freestone_core::trail::step!();
         let mut damaged = None;
         let read = retry(limits, || {
             damaged = None;

@@ -21,6 +21,7 @@ pub(super) fn retry<T>(
     limits: CallLimits<'_>,
     mut call: impl FnMut() -> crate::objects::Result<T>,
 ) -> crate::objects::Result<T> {
+    freestone_core::trail::step!();
     let mut longest = PAUSE_FIRST;
     loop {
         let fault = match call() {

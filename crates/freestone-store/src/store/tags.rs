@@ -146,9 +146,6 @@ impl Store {
     }
 
     /// Returns the names of all tags, sorted.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn tag_names(&self, limits: CallLimits<'_>) -> Result<Vec<String>> {
         let listed = self.list_all(TAGS, TAGS_MAX, limits)?;
         // The listing ends after `TAGS_MAX` objects, so tags may be missing.

@@ -44,9 +44,6 @@ impl Store {
     }
 
     /// Writes the trace of an image, truncated to [`CHUNKS_MAX`] chunks.
-    ///
-    /// # Errors
-    /// Errors of requests to the object store.
     pub fn set_trace(&self, image: &Name, chunks: &[Name], limits: CallLimits<'_>) -> Result<()> {
         let chunks = chunks.iter().take(CHUNKS_MAX);
         let content: Vec<u8> = std::iter::once(image).chain(chunks).flat_map(|name| name.0).collect();

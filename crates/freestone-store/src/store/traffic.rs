@@ -83,6 +83,7 @@ impl Objects for CountedObjects {
     }
 
     fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, limits: CallLimits<'_>) -> Result<Read> {
+        freestone_core::trail::step!();
         Traffic::add(&self.traffic.gets, 1);
         let read = self.traffic.count_outcome(self.inner.get(key, part, most, limits))?;
         Traffic::add(&self.traffic.read_bytes, read.bytes.len() as u64);

@@ -4,13 +4,14 @@ mod operations;
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
+use freestone_core::sync::{Condvar, Mutex, MutexGuard};
 
 use crate::Rng;
 
@@ -208,14 +209,14 @@ impl FaultyDisk {
     /// Completes operations in a random order, which depends on the seed and on arrival times.
     #[must_use]
     pub fn shuffled(self, seed: u64) -> Self {
-        self.shared.lock().shuffle = Some(Rng::new(seed));
+        self.shared.state.lock().shuffle = Some(Rng::new(seed));
         self
     }
 
     /// Performs one operation at a time, in order of arrival. Each takes the time `each`.
     #[must_use]
     pub fn one_by_one(self, each: Duration) -> Self {
-        self.shared.lock().service_time = each;
+        self.shared.state.lock().service_time = each;
         self
     }
 
@@ -230,36 +231,36 @@ impl FaultyDisk {
     /// Reports reads of blocks that were never written as violations.
     #[must_use]
     pub fn strict_reads(self) -> Self {
-        self.shared.lock().strict_reads = true;
+        self.shared.state.lock().strict_reads = true;
         self
     }
 
     /// Adds a fault for the operations of kind `op` (`None`: of all kinds) that `schedule` selects. If
     /// several faults match, the one added first applies.
     pub fn fault(&self, op: Option<Op>, schedule: FaultSchedule, effect: FaultEffect) {
-        self.shared.lock().faults.push(Fault { op, schedule, effect });
+        self.shared.state.lock().faults.push(Fault { op, schedule, effect });
     }
 
     /// Makes writes that reach beyond this byte offset fail with [`Error::NoSpace`], without effect.
     pub fn no_space_from(&self, byte: u64) {
-        self.shared.lock().no_space_from = Some(byte);
+        self.shared.state.lock().no_space_from = Some(byte);
     }
 
     /// Makes a write fail with [`Error::NoSpace`], without effect, if more than `bytes` would then
     /// have been written in total.
     pub fn no_space_after(&self, bytes: u64) {
-        self.shared.lock().no_space_after = Some(bytes);
+        self.shared.state.lock().no_space_after = Some(bytes);
     }
 
     /// Truncates the disk: operations that reach beyond this byte offset fail with [`Error::Media`]. The
     /// geometry does not change.
     pub fn truncate_at(&self, byte: u64) {
-        self.shared.lock().truncated_at = Some(byte);
+        self.shared.state.lock().truncated_at = Some(byte);
     }
 
     /// Removes all faults. Held operations take effect and complete.
     pub fn heal(&self) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.faults.clear();
         (state.no_space_from, state.no_space_after, state.truncated_at) = (None, None, None);
         let mut held = std::mem::take(&mut state.held);
@@ -273,7 +274,7 @@ impl FaultyDisk {
 
     /// Completes the held operations of one kind, which take effect. The faults stay.
     pub fn release(&self, op: Op) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let held = std::mem::take(&mut state.held);
         let (mut released, rest): (Vec<_>, Vec<_>) = held.into_iter().partition(|job| job.request.op == op);
         state.held = rest;
@@ -288,14 +289,14 @@ impl FaultyDisk {
     // ---- observation ----------------------------------------------------------------------------
 
     pub fn counts(&self) -> OpCounts {
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         let held = state.held.len() as u64;
         OpCounts { held, ..state.counts }
     }
 
     /// Returns descriptions of contract violations by the user of the disk: at most the first 16.
     pub fn violations(&self) -> Vec<String> {
-        self.shared.lock().violations.clone()
+        self.shared.state.lock().violations.clone()
     }
 
     /// Waits until at least `count` operations are held.
@@ -304,7 +305,7 @@ impl FaultyDisk {
     /// Panics after 20 seconds.
     pub fn wait_held(&self, count: u64) {
         let start = Instant::now();
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         while (state.held.len() as u64) < count {
             assert!(start.elapsed() < HELD_MAX, "{} of {count} operations hang", state.held.len());
             state = self.shared.wait(state, Some(GATHER));
@@ -313,24 +314,20 @@ impl FaultyDisk {
 }
 
 impl FaultyShared {
-    fn lock(&self) -> MutexGuard<'_, FaultyState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn wait<'a>(
         &self,
         state: MutexGuard<'a, FaultyState>,
         most: Option<Duration>,
     ) -> MutexGuard<'a, FaultyState> {
         match most {
-            Some(most) => self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0,
-            None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            Some(most) => self.changed.wait_timeout(state, most).0,
+            None => self.changed.wait(state),
         }
     }
 
     /// Performs submitted operations until the disk is dropped.
     fn execute(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             let now = Instant::now();
             let stop = state.stop;
@@ -358,12 +355,12 @@ impl FaultyShared {
             if !stop && service_time > Duration::ZERO {
                 drop(state);
                 thread::sleep(service_time);
-                state = self.lock();
+                state = self.state.lock();
             }
             let outcome = state.perform(&request, &mut Some(&mut buffer), fault, &self.geometry);
             drop(state);
             done.complete(outcome, buffer);
-            state = self.lock();
+            state = self.state.lock();
         }
     }
 }
@@ -378,7 +375,7 @@ impl Device for FaultyDisk {
         if !self.inline {
             return request.check(geometry).map(|()| TryResult::WouldBlock);
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let fault = state.arrive(request, geometry)?;
         if matches!(fault, Some(FaultEffect::Hang | FaultEffect::Delay(_))) {
             // Undo the arrival: the operation arrives again when it is submitted.
@@ -398,7 +395,7 @@ impl Device for FaultyDisk {
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let fault = match state.arrive(&request, &self.shared.geometry) {
             Ok(fault) => fault,
             Err(error) => {
@@ -431,7 +428,7 @@ impl Device for FaultyDisk {
 impl Drop for FaultyDisk {
     /// Completes queued operations; held ones fail with [`Error::Gone`].
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.stop = true;
         let held = std::mem::take(&mut state.held);
         drop(state);

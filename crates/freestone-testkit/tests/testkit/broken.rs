@@ -1,8 +1,8 @@
 //! Checks that the conformance suite detects violations: each broken device violates one rule, and must fail
 //! the right part of the suite.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use freestone_core::device::{
     TryResult,
 };
 use freestone_core::plug::{self, Unplug};
+use freestone_core::sync::Mutex;
 use freestone_testkit::conformance::{self, Options};
 
 const BLOCK: u64 = 512;
@@ -111,7 +112,7 @@ impl Broken {
             return Ok(());
         }
         if self.is(Fault::RefusedButDone) && request.op == Op::WriteZeroes && checked.is_err() {
-            lock(&self.bytes)[0] = 0;
+            self.bytes.lock()[0] = 0;
         }
         checked
     }
@@ -121,7 +122,7 @@ impl Broken {
             Fault::TornWrite => {
                 let half = BLOCK as usize / 2;
                 for (i, part) in data.chunks(half).enumerate() {
-                    lock(&self.bytes)[at + i * half..][..part.len()].copy_from_slice(part);
+                    self.bytes.lock()[at + i * half..][..part.len()].copy_from_slice(part);
                     yield_to_others(at + i * half);
                 }
             }
@@ -129,21 +130,21 @@ impl Broken {
             Fault::LosesConcurrent => {
                 let page = at / 4096 * 4096;
                 let end = (at + data.len()).next_multiple_of(4096);
-                let mut copy = lock(&self.bytes)[page..end].to_vec();
+                let mut copy = self.bytes.lock()[page..end].to_vec();
                 copy[at - page..][..data.len()].copy_from_slice(data);
                 yield_to_others(at);
-                lock(&self.bytes)[page..end].copy_from_slice(&copy);
+                self.bytes.lock()[page..end].copy_from_slice(&copy);
             }
             Fault::AnswersEarly => {
                 let (bytes, data) = (Arc::clone(&self.bytes), data.to_vec());
                 thread::spawn(move || {
                     thread::sleep(Duration::from_micros(500));
-                    lock(&bytes)[at..][..data.len()].copy_from_slice(&data);
+                    bytes.lock()[at..][..data.len()].copy_from_slice(&data);
                 });
             }
             Fault::Forgets => {}
             _ => {
-                let mut bytes = lock(&self.bytes);
+                let mut bytes = self.bytes.lock();
                 let at = if self.is(Fault::WrongPlace) {
                     (at + 512) % (SIZE as usize - data.len() + 1)
                 } else {
@@ -168,13 +169,13 @@ impl Broken {
             (Op::Read, Buffer::Read(out)) if self.is(Fault::TornRead) => {
                 let half = BLOCK as usize / 2;
                 for (i, part) in out.chunks_mut(half).enumerate() {
-                    part.copy_from_slice(&lock(&self.bytes)[at + i * half..][..part.len()]);
+                    part.copy_from_slice(&self.bytes.lock()[at + i * half..][..part.len()]);
                     yield_to_others(at + i * half);
                 }
             }
             (Op::Read, Buffer::Read(_)) if self.is(Fault::ReadsNothing) => {}
             (Op::Read, Buffer::Read(out)) => {
-                out.copy_from_slice(&lock(&self.bytes)[at % SIZE as usize..][..len]);
+                out.copy_from_slice(&self.bytes.lock()[at % SIZE as usize..][..len]);
                 if self.is(Fault::DiscardFickle) {
                     // The byte 0xdd marks discarded bytes, whose content changes between reads.
                     let noise = self.calls.fetch_add(1, SeqCst).is_multiple_of(2);
@@ -182,24 +183,20 @@ impl Broken {
                 }
             }
             (Op::Write, Buffer::Write(data)) => self.write(at, data),
-            (Op::Discard, _) if self.is(Fault::DiscardNoise) => lock(&self.bytes)[at..at + len].fill(0xff),
-            (Op::Discard, _) if self.is(Fault::DiscardFickle) => lock(&self.bytes)[at..at + len].fill(0xdd),
+            (Op::Discard, _) if self.is(Fault::DiscardNoise) => self.bytes.lock()[at..at + len].fill(0xff),
+            (Op::Discard, _) if self.is(Fault::DiscardFickle) => self.bytes.lock()[at..at + len].fill(0xdd),
             (Op::Discard, _) if self.is(Fault::DiscardHalfBlock) => {
-                lock(&self.bytes)[at..at + len - 256].fill(0);
+                self.bytes.lock()[at..at + len - 256].fill(0);
             }
             (Op::WriteZeroes, _) if self.is(Fault::ShortZeroes) => {
-                lock(&self.bytes)[at..at + len - 1].fill(0);
+                self.bytes.lock()[at..at + len - 1].fill(0);
             }
-            (Op::WriteZeroes | Op::Discard, _) => lock(&self.bytes)[at..at + len].fill(0),
+            (Op::WriteZeroes | Op::Discard, _) => self.bytes.lock()[at..at + len].fill(0),
             (Op::Flush, _) if self.is(Fault::FlushFails) => return Err(Error::Media),
             _ => {}
         }
         Ok(TryResult::Done)
     }
-}
-
-fn lock(bytes: &Mutex<Vec<u8>>) -> std::sync::MutexGuard<'_, Vec<u8>> {
-    bytes.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Device for Broken {
@@ -273,7 +270,7 @@ impl Device for Broken {
         while at < end && !self.is(Fault::ExtentSilent) {
             let next = (at + BLOCK).min(end);
             let zero = self.is(Fault::ExtentUnchecked)
-                || lock(&self.bytes)[at as usize..next as usize].iter().all(|&b| b == 0);
+                || self.bytes.lock()[at as usize..next as usize].iter().all(|&b| b == 0);
             let hole = zero || self.is(Fault::AllHoles);
             let kind = if hole { ExtentKind::Hole } else { ExtentKind::Data };
             let beyond = if self.is(Fault::ExtentBeyond) && next == end { BLOCK } else { 0 };

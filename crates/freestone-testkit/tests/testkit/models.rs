@@ -5,7 +5,9 @@ use std::sync::Arc;
 use freestone_core::device::Device;
 use freestone_drive::null::{self, Null};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{DeferPolicy, DeferringDevice, Model, ModelZoned, Rng, ZonedConfig};
+use freestone_testkit::{
+    DeferPolicy, DeferringDevice, Manner, Model, ModelZoned, Rng, TestDevice, ZonedConfig,
+};
 
 const SIZE: usize = 2 << 20;
 
@@ -44,6 +46,18 @@ fn deferred_model() {
             Arc::new(DeferringDevice::new(model, policy, seed)) as Arc<dyn Device>
         };
         conformance::check(&format!("deferred model, {policy:?}"), &make, options(seed));
+    }
+}
+
+#[test]
+fn test_device_in_each_manner() {
+    for manner in [Manner::Inline, Manner::Partly(1024), Manner::Submitted, Manner::Thread] {
+        let make = || {
+            let device = TestDevice::new(SIZE as u64);
+            device.set(manner);
+            device as Arc<dyn Device>
+        };
+        conformance::check(&format!("test device, {manner:?}"), &make, options(5));
     }
 }
 

@@ -370,44 +370,26 @@ impl Runner {
 
 #[cfg(test)]
 mod tests {
-    use freestone::device::{
-        Blocking, Buffer, Completion, Extent, Geometry, IoBuf, Op as DeviceOp, Request, TryResult,
-    };
-    use freestone_testkit::Model;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use freestone::device::{Op as DeviceOp, TryResult};
+    use freestone_testkit::{Model, TestDevice};
 
     use super::*;
     use crate::ops;
-    use crate::rt::sync::Mutex;
-
-    /// A device that reports success for every 20th write but discards it.
-    struct Forgetful(Model, Mutex<u32>);
-
-    impl Device for Forgetful {
-        fn geometry(&self) -> Geometry {
-            self.0.geometry()
-        }
-        fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<TryResult> {
-            let mut left = self.1.lock().unwrap();
-            *left -= u32::from(request.op == DeviceOp::Write);
-            if *left == 0 {
-                *left = 20;
-                return Ok(TryResult::Done);
-            }
-            drop(left);
-            self.0.try_io(request, buffer)
-        }
-        fn submit(&self, request: freestone::device::Request, buffer: IoBuf, done: Completion) {
-            self.0.submit(request, buffer, done);
-        }
-        fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Answer<u64> {
-            self.0.extents(offset, len, row)
-        }
-    }
 
     #[test]
     fn forgetful_device_is_found() {
-        let broken = Forgetful(Model::new(1 << 20, 512), Mutex::new(20));
-        broken.0.write_zeroes(0, 512, freestone::device::Flags::empty()).unwrap();
+        // The device reports success for every 20th write but discards it.
+        let writes = AtomicU32::new(0);
+        let model = Arc::new(Model::new(1 << 20, 512));
+        let broken = TestDevice::over(model).on_try(move |model, request, buffer| {
+            let is_write = request.op == DeviceOp::Write;
+            if is_write && writes.fetch_add(1, Ordering::SeqCst) % 20 == 19 {
+                return Ok(TryResult::Done);
+            }
+            model.try_io(request, buffer)
+        });
         let mut runner = Runner::new(RunSettings::default());
         runner.world.add_device("forgetful", Arc::new(broken));
         // Run requests only: a verb might remove the broken device.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Weak;
 
 use freestone::device::{
-    Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Request, Result as Answer, TryResult,
+    Buffer, Completion, Device, Error, Extent, IoBuf, Request, Result as Answer, TryResult, forward_device,
 };
 use freestone::faults::{Faults, Rules};
 use freestone::null::{BadBlocks, BadBlocksConfig, BadBlocksError};
@@ -180,9 +180,7 @@ impl CountingLayer {
 }
 
 impl Device for CountingLayer {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
+    forward_device!(|layer| layer.inner => geometry; prefetch: below, zoned: none, changes: below);
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<TryResult> {
         let conditions = self.begin(request.offset, request.len);
@@ -200,14 +198,6 @@ impl Device for CountingLayer {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Answer<u64> {
         let conditions = self.begin(offset, len);
         self.inner.extents(offset, len, row).inspect_err(|&error| self.count.judge(conditions, error))
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.inner.prefetch(offset, len);
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        self.inner.changes()
     }
 }
 

@@ -117,19 +117,10 @@ impl Task {
     /// Returns the kind under which failures of the request are counted.
     pub fn failed(&self) -> FailureKind {
         match self.kind {
-            Kind::Io(request) => failed(request.op),
+            Kind::Io(request) => request.op.into(),
             Kind::Zone(ZoneRequest::Report(_)) => FailureKind::Read,
             Kind::Append(_) | Kind::Zone(_) => FailureKind::Write,
         }
-    }
-}
-
-fn failed(op: Op) -> FailureKind {
-    match op {
-        Op::Read => FailureKind::Read,
-        Op::Write | Op::WriteZeroes => FailureKind::Write,
-        Op::Discard => FailureKind::Trim,
-        Op::Flush => FailureKind::Flush,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Converts zones to ublk's format, and runs zone operations.
 
 use freestone_core::device::zoned::ZoneRequest;
-use freestone_core::device::{Device, Error, Geometry, Result, Zone, ZoneGeometry};
+use freestone_core::device::{Device, Geometry, Result, Zone, ZoneGeometry};
 use thiserror::Error;
 use zerocopy::IntoBytes;
 
@@ -53,7 +53,7 @@ pub fn params(zones: &ZoneGeometry, max_request: u32) -> ParamZoned {
 /// Runs a zone request. A report writes zones to `rows`, and sets the rows after the last zone to
 /// zeroes.
 pub fn execute(device: &dyn Device, request: ZoneRequest, rows: &mut [u8]) -> Result<()> {
-    let zones = device.zoned().ok_or(Error::Unsupported)?;
+    let zones = device.zones()?;
     match request {
         ZoneRequest::Op(op, offset) => zones.zone_op(op, offset),
         ZoneRequest::ResetAll => zones.reset_all(),

@@ -19,7 +19,6 @@ use crate::kernel::abi::{
 };
 use crate::kernel::{Ring, RingEvent, RingEventKind, Wait};
 
-/// `POLLIN` of poll(2).
 const POLLIN: u32 = 1;
 
 /// User data of the wakeup poll. The user data of tags is smaller.

@@ -186,12 +186,12 @@ impl Queue {
 
     /// Runs a zone operation or report on the zone thread, because it may block.
     fn begin_zone(&mut self, task: Task, request: ZoneRequest, mut buffer: IoBuf) {
-        let Ok(work_queue) = self.zone_thread.work_queue() else {
+        if self.zone_thread.start().is_err() {
             self.slots.put(task.tag, buffer);
             return self.fail(&task, Error::NoMemory);
-        };
+        }
         let (device, sender) = (Arc::clone(&self.disk.device), self.track_in_flight(task, 0));
-        work_queue.push(move || {
+        self.zone_thread.push(move || {
             let outcome = zones::execute(&*device, request, &mut buffer);
             sender.send(outcome.map(|()| 0), buffer);
         });

@@ -2,7 +2,7 @@
 //! begins requests that have arrived, and enters the ring once. This system call submits all
 //! completions and waits for events.
 //!
-//! A [`Queue`] owns its ring, its tags with their buffers ([`slots`]), and its [`zone_thread`]. Only the
+//! A [`Queue`] owns its ring, its tags with their buffers ([`slots`]), and its thread for zone operations. Only the
 //! queue's thread uses these. The device thread starts the queues.
 
 mod complete;
@@ -10,7 +10,6 @@ mod execute;
 pub mod resources;
 pub mod slots;
 mod user_copy;
-mod zone_thread;
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,13 +20,13 @@ use freestone_core::bytes::Bytes;
 use freestone_core::client_log;
 use freestone_core::device::{Disk, Error};
 use freestone_core::plug::Plug;
+use freestone_core::work_queue::OwnedQueue;
 use freestone_core::workers::Costs;
 use rustix::io::Errno;
 
 use self::resources::{DrainingQueue, QueueResources};
 use self::slots::{Slots, TagState};
 use self::user_copy::UserCopies;
-use self::zone_thread::ZoneThread;
 use crate::format::task::CompletedRequest;
 use crate::kernel::{COMMIT_CANCELLED, Ring, RingEvent, RingEventKind, Wait};
 
@@ -76,7 +75,8 @@ pub struct Queue {
     /// Bytes charged for requests in flight.
     charged: usize,
     costs: Arc<Costs>,
-    zone_thread: ZoneThread,
+    /// Thread for zone operations, which may block. Started on first use.
+    zone_thread: OwnedQueue,
     plug: Option<Plug>,
     applied_version: u64,
     /// Set if the applied version must be reported to threads that wait for it.
@@ -109,7 +109,7 @@ impl Queue {
             in_flight: 0,
             charged: 0,
             costs: Arc::default(),
-            zone_thread: ZoneThread::default(),
+            zone_thread: OwnedQueue::new("ublk-zones"),
             plug: None,
             // No state has this version, so the first turn reads the shared state.
             applied_version: u64::MAX,
@@ -178,20 +178,22 @@ impl Queue {
         if self.resources.shared.version() == self.applied_version {
             return;
         }
-        let snapshot = self.resources.shared.snapshot();
-        if let Some(disk) = snapshot.disk
+        let (disk, cuts) = {
+            let state = self.resources.shared.lock();
+            (self.held, self.dead) = (state.holds > 0, state.own.dead);
+            self.applied_version = self.resources.shared.version();
+            (state.disk.clone(), state.own.cuts)
+        };
+        if let Some(disk) = disk
             && !Arc::ptr_eq(&disk, &self.disk)
         {
             self.device = Bytes::new(Arc::clone(&disk.device));
             self.disk = disk;
         }
-        self.held = snapshot.held;
-        self.dead = snapshot.dead;
-        if snapshot.cuts != self.cuts || self.dead {
-            self.cuts = snapshot.cuts;
+        if cuts != self.cuts || self.dead {
+            self.cuts = cuts;
             self.cut();
         }
-        self.applied_version = snapshot.version;
         self.must_report = true;
     }
 
@@ -199,7 +201,10 @@ impl Queue {
     /// number in flight, because a thread may wait for the last one.
     fn report_state(&mut self) {
         if std::mem::take(&mut self.must_report) || self.held {
-            self.resources.shared.record_applied(self.resources.index, self.applied_version, self.in_flight);
+            self.resources.shared.update(|state| {
+                let queue = &mut state.own.queues[usize::from(self.resources.index)];
+                (queue.applied_version, queue.in_flight) = (self.applied_version, self.in_flight);
+            });
         }
     }
 

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use freestone_core::budget::{GrantReceiver, Share};
+use freestone_core::budget::Share;
 use freestone_core::bytes::Bytes;
 use freestone_core::completion_queue::CompletionQueue;
 use freestone_core::workers::Workers;
-use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::format::task::CompletedRequest;
 use crate::shared::Shared;
@@ -27,12 +26,6 @@ pub struct QueueResources {
     pub share: Share,
     /// Threads that run expensive requests.
     pub workers: Workers,
-}
-
-/// Returns the receiver that a budget share notifies when bytes are granted. It wakes the queue's
-/// thread.
-pub fn grant_callback(answers: &Arc<CompletionQueue<CompletedRequest>>) -> Arc<dyn GrantReceiver> {
-    Arc::clone(answers) as Arc<dyn GrantReceiver>
 }
 
 /// A queue whose ring is closed, and whose device may still have requests in flight.
@@ -61,9 +54,7 @@ impl DrainingQueue {
             if self.in_flight == 0 {
                 return;
             }
-            // A signal may end the wait early; the loop checks again.
-            let _ = poll(&mut [PollFd::new(answers.wake_fd(), PollFlags::IN)], None);
-            answers.rearm();
+            answers.wait();
         }
     }
 }

@@ -15,7 +15,6 @@ use crate::kernel::abi::{attr, op, op_flag};
 
 const SIZE: u64 = 16 << 20;
 const QUEUES: u16 = 2;
-/// Number of clients per queue.
 const CLIENTS: usize = 2;
 const SECTOR_BYTES: u64 = 512;
 const NOT_SUPPORTED: i32 = -95;

@@ -1,13 +1,11 @@
 //! The life of an export: start, claims, holds, resizes, and its end.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use freestone_core::device::{
-    Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
-};
-use freestone_ram::ram::Ram;
+use freestone_core::device::Device;
+use freestone_testkit::TestDevice;
 use rustix::io::Errno;
 
 use super::{EIO, READ, WRITE, export, options, ram, round_trip, silent, start, wait_until};
@@ -18,30 +16,12 @@ use crate::kernel::abi::{control, feature, state};
 use crate::kernel::control::mark;
 use crate::stale_devices;
 
-struct GrowingDevice(Arc<Ram>, AtomicUsize);
-
-impl Device for GrowingDevice {
-    fn geometry(&self) -> Geometry {
-        Geometry { size: self.1.load(Ordering::SeqCst) as u64, ..self.0.geometry() }
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        request.check(&self.geometry())?;
-        self.0.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.0.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.0.extents(offset, len, row)
-    }
-}
-
 #[test]
 fn end_fails_requests_of_hung_device() {
-    let (device, held_requests) = silent();
-    let (driver, export) = export(device);
+    let device = silent();
+    let (driver, export) = export(device.clone());
     let tickets: Vec<_> = (0..3).map(|at| driver.submit(0, READ, at * 8, 8, &[])).collect();
-    wait_until(|| held_requests.lock().unwrap().len() == 3);
+    wait_until(|| device.held().len() == 3);
     let began = Instant::now();
     assert!(!export.shutdown(Duration::from_millis(50)));
     assert!(began.elapsed() < PATIENCE / 2);
@@ -51,23 +31,21 @@ fn end_fails_requests_of_hung_device() {
     // The kernel has removed the device; the device thread ends when the device completes.
     driver.wait_for(|state| state.info.is_none().then_some(()));
     assert!(!export.shutdown(Duration::ZERO));
-    for (buffer, done) in std::mem::take(&mut *held_requests.lock().unwrap()) {
-        done.complete(Ok(()), buffer);
-    }
+    device.release_all_backwards();
     assert!(export.shutdown(PATIENCE));
 }
 
 #[test]
 fn start_with_hung_device_times_out() {
-    let (device, held_requests) = silent();
+    let device = silent();
     let driver = Driver::default();
     driver.state().scans = true;
     // The deadline is long enough for the queue to start.
     let (deadline, options) = (Duration::from_secs(2), Options { depth: 1, ..options() });
-    let started = Export::with(Arc::new(driver.clone()), deadline, "disk", device, options);
+    let started = Export::with(Arc::new(driver.clone()), deadline, "disk", device.clone(), options);
     assert!(matches!(started, Err(StartError::Deadline)));
     driver.wait_for(|state| state.info.is_none().then_some(()));
-    assert_eq!(held_requests.lock().unwrap().len(), 1);
+    assert_eq!(device.held().len(), 1);
 }
 
 #[test]
@@ -167,11 +145,14 @@ fn claim_of_a_mounted_disk_names_the_mount() {
 
 #[test]
 fn resize_updates_block_device_size() {
-    let device = Arc::new(GrowingDevice(ram(), AtomicUsize::new(1 << 20)));
-    let (driver, export) = export(Arc::clone(&device) as Arc<dyn Device>);
+    let size = Arc::new(AtomicU64::new(1 << 20));
+    let current = Arc::clone(&size);
+    let device =
+        TestDevice::over(ram()).shaped(move |geometry| geometry.size = current.load(Ordering::SeqCst));
+    let (driver, export) = export(Arc::new(device));
     assert_eq!(driver.state().sectors, 2048);
     assert_eq!(driver.io(READ, 2048, 8, &[]).0, -22);
-    device.1.store(2 << 20, Ordering::SeqCst);
+    size.store(2 << 20, Ordering::SeqCst);
     export.resize().unwrap();
     assert_eq!(driver.state().sectors, 4096);
     assert_eq!(driver.io(READ, 2048, 8, &[]).0, 4096);
@@ -181,18 +162,17 @@ fn resize_updates_block_device_size() {
 
 #[test]
 fn cut_fails_requests_and_hold_delays_new_ones() {
-    let (device, held_requests) = silent();
-    let (driver, export) = export(device);
+    let device = silent();
+    let (driver, export) = export(device.clone());
     let cut = driver.submit(0, WRITE, 0, 8, &[1; 4096]);
-    wait_until(|| held_requests.lock().unwrap().len() == 1);
+    wait_until(|| device.held().len() == 1);
     let held = export.hold();
     assert!(!held.wait_idle(Instant::now() + Duration::from_millis(30)), "the device has it");
     assert!(held.fail_requests());
     assert_eq!(driver.wait(0, cut).0, EIO);
     let later = driver.submit(0, READ, 0, 8, &[]);
     // The device's late completion must be ignored.
-    let (buffer, done) = held_requests.lock().unwrap().pop().unwrap();
-    done.complete(Ok(()), buffer);
+    device.release(0);
     assert!(held.wait_idle(Instant::now() + PATIENCE));
     export.replace(ram(), Arc::default());
     assert!(!driver.is_done(0, later));

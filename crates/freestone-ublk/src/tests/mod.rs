@@ -6,14 +6,13 @@ mod serving;
 mod unprivileged;
 mod zones;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::budget::Budget;
-use freestone_core::device::{
-    Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
-};
+use freestone_core::device::Device;
 use freestone_ram::ram::{Config, Ram};
+use freestone_testkit::{Manner, TestDevice};
 use rustix::io::Errno;
 
 use crate::device_thread::{START_DEADLINE, StartError};
@@ -46,74 +45,19 @@ fn export(device: Arc<dyn Device>) -> (Driver, Export) {
     (driver, export)
 }
 
-/// The function that a test device calls for each submitted request.
-type SubmitFn = Box<dyn Fn(&Arc<Ram>, Request, IoBuf, Completion) + Send + Sync>;
-
-/// A device that tries `inline_bytes` bytes inline and passes the rest to `submit`.
-struct PartialDevice {
-    ram: Arc<Ram>,
-    inline_bytes: u64,
-    submit: SubmitFn,
+/// Returns a device that tries no request inline, and completes submitted requests in this manner.
+fn deferred(manner: Manner) -> TestDevice<Ram> {
+    TestDevice::over(ram()).shaped(|geometry| geometry.volatile_cache = true).with_manner(manner)
 }
 
-impl PartialDevice {
-    fn new(
-        inline_bytes: u64,
-        submit: impl Fn(&Arc<Ram>, Request, IoBuf, Completion) + Send + Sync + 'static,
-    ) -> Arc<Self> {
-        Arc::new(Self { ram: ram(), inline_bytes, submit: Box::new(submit) })
-    }
-
-    /// Returns a device that completes submitted requests on another thread after a delay.
-    fn delayed(inline_bytes: u64) -> Arc<Self> {
-        Self::new(inline_bytes, |ram, request, buffer, done| {
-            let ram = Arc::clone(ram);
-            std::thread::spawn(move || {
-                std::thread::sleep(Duration::from_millis(5));
-                ram.submit(request, buffer, done);
-            });
-        })
-    }
+/// Returns a device that completes submitted requests on another thread after a delay.
+fn delayed() -> TestDevice<Ram> {
+    deferred(Manner::Delayed(Duration::from_millis(5)))
 }
 
-impl Device for PartialDevice {
-    fn geometry(&self) -> Geometry {
-        Geometry { volatile_cache: true, ..self.ram.geometry() }
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        request.check(&self.geometry())?;
-        let n = self.inline_bytes;
-        if n == 0 || request.len <= n || !request.offset.is_multiple_of(2 * n) {
-            return Ok(TryResult::WouldBlock);
-        }
-        let (part, bytes) = (Request { len: n, ..*request }, n as usize);
-        let tried = match buffer {
-            Buffer::Read(out) => self.ram.try_io(&part, Buffer::Read(&mut out[..bytes]))?,
-            Buffer::Write(data) => self.ram.try_io(&part, Buffer::Write(&data[..bytes]))?,
-            Buffer::None => self.ram.try_io(&part, Buffer::None)?,
-        };
-        assert_eq!(tried, TryResult::Done);
-        Ok(TryResult::Partly(n))
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        (self.submit)(&self.ram, request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.ram.extents(offset, len, row)
-    }
-}
-
-/// Requests that a device has received and not completed.
-type HeldRequests = Arc<Mutex<Vec<(IoBuf, Completion)>>>;
-
-/// Returns a device that never completes requests, and the requests it has received.
-fn silent() -> (Arc<PartialDevice>, HeldRequests) {
-    let held_requests = HeldRequests::default();
-    let keep = Arc::clone(&held_requests);
-    (
-        PartialDevice::new(0, move |_, _, buffer, done| keep.lock().unwrap().push((buffer, done))),
-        held_requests,
-    )
+/// Returns a device whose requests the test completes.
+fn silent() -> Arc<TestDevice<Ram>> {
+    Arc::new(deferred(Manner::Held))
 }
 
 fn pattern(seed: u8, len: usize) -> Vec<u8> {

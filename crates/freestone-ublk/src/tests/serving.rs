@@ -4,12 +4,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use freestone_core::budget::Budget;
-use freestone_core::device::{Completion, Device, Error, Failures, IoBuf, Op, Request};
+use freestone_core::device::{Buffer, Completion, Device, Error, Failures, IoBuf, Op, Request, TryResult};
 use freestone_core::plug::Plug;
 use freestone_core::workers::Workers;
+use freestone_testkit::Manner;
 
 use super::{
-    EIO, PartialDevice, READ, SIZE, WRITE, export, options, pattern, ram, round_trip, silent, start,
+    EIO, READ, SIZE, WRITE, deferred, delayed, export, options, pattern, ram, round_trip, silent, start,
     wait_until,
 };
 use crate::export::{MAX_REQUEST_BYTES, Options};
@@ -37,7 +38,7 @@ fn disk_serves_requests_until_end() {
 
 #[test]
 fn delayed_completions_reach_the_client() {
-    let (driver, export) = export(PartialDevice::delayed(0));
+    let (driver, export) = export(Arc::new(delayed()));
     let attrs = driver.state().params.unwrap().basic.attrs;
     assert_eq!(attrs, attr::VOLATILE_CACHE | attr::FUA);
     round_trip(&driver);
@@ -46,7 +47,21 @@ fn delayed_completions_reach_the_client() {
 
 #[test]
 fn partial_request_is_completed() {
-    let (driver, _export) = export(PartialDevice::delayed(4096));
+    // Tries complete the first page of requests at some offsets.
+    let device = delayed().on_try(|ram, request, buffer| {
+        if request.len <= 4096 || !request.offset.is_multiple_of(8192) {
+            return Ok(TryResult::WouldBlock);
+        }
+        let part = Request { len: 4096, ..*request };
+        let tried = match buffer {
+            Buffer::Read(out) => ram.try_io(&part, Buffer::Read(&mut out[..4096]))?,
+            Buffer::Write(data) => ram.try_io(&part, Buffer::Write(&data[..4096]))?,
+            Buffer::None => ram.try_io(&part, Buffer::None)?,
+        };
+        assert_eq!(tried, TryResult::Done);
+        Ok(TryResult::Partly(4096))
+    });
+    let (driver, _export) = export(Arc::new(device));
     let data = pattern(9, 64 << 10);
     assert_eq!(driver.io(WRITE, 0, 128, &data).0, 64 << 10);
     assert_eq!(driver.io(READ, 0, 128, &[]), (64 << 10, data));
@@ -55,7 +70,7 @@ fn partial_request_is_completed() {
 #[test]
 fn two_queues_serve_many_tags() {
     let driver = Driver::default();
-    let export = start(&driver, PartialDevice::delayed(0), Options { queues: 9, ..options() });
+    let export = start(&driver, Arc::new(delayed()), Options { queues: 9, ..options() });
     assert_eq!(driver.state().lanes.len(), 2, "as the driver grants");
     let mut wanted = Vec::new();
     for number in 0..600_u64 {
@@ -108,10 +123,10 @@ fn wrong_buffer_from_device_fails_read() {
     // Capacities of the returned buffer: half the length, the full length but too little for the
     // next request, and none.
     for capacity in [2048, 4096, 0] {
-        let device = PartialDevice::new(0, move |_, _, _, done| {
+        let device = deferred(Manner::Submitted).on_submit(move |_, _, _, done| {
             done.complete(Ok(()), IoBuf::zeroed(capacity).unwrap());
         });
-        let (driver, export) = export(device);
+        let (driver, export) = export(Arc::new(device));
         assert_eq!(driver.io(READ, 0, 8, &[]).0, EIO, "{capacity}");
         assert_eq!(driver.io(WRITE, 0, 8, &[1; 4096]).0, 4096);
         // The tag must have a buffer for the largest request again.
@@ -123,12 +138,12 @@ fn wrong_buffer_from_device_fails_read() {
 
 #[test]
 fn dropped_completion_and_errors_fail_request() {
-    let device = PartialDevice::new(0, |_, request, buffer, done| match request.op {
+    let device = deferred(Manner::Submitted).on_submit(|_, request, buffer, done| match request.op {
         Op::Read => drop(done),
         Op::Write => done.complete(Err(Error::NoSpace), buffer),
         _ => done.complete(Err(Error::Media), buffer),
     });
-    let (driver, _export) = export(device);
+    let (driver, _export) = export(Arc::new(device));
     assert_eq!(driver.io(READ, 0, 8, &[]).0, -108);
     assert_eq!(driver.io(WRITE, 0, 8, &[0; 4096]).0, -28);
     assert_eq!(driver.io(op::FLUSH.into(), 0, 0, &[]).0, EIO);
@@ -157,7 +172,7 @@ fn batched_completions_take_few_system_calls() {
     const REQUESTS: u64 = 4000;
     // The device completes its requests on another thread once it has 32.
     let held_requests: Arc<Mutex<Vec<(Request, IoBuf, Completion)>>> = Arc::default();
-    let device = PartialDevice::new(0, move |ram, request, buffer, done| {
+    let device = deferred(Manner::Submitted).on_submit(move |ram, request, buffer, done| {
         let mut have = held_requests.lock().unwrap();
         have.push((request, buffer, done));
         if have.len() < 32 {
@@ -172,7 +187,7 @@ fn batched_completions_take_few_system_calls() {
         });
     });
     let driver = Driver::default();
-    let _export = start(&driver, device, Options { depth: 32, ..options() });
+    let _export = start(&driver, Arc::new(device), Options { depth: 32, ..options() });
     let before = driver.state().lanes[0].enters;
     let tickets = driver.submit_all(0, (0..REQUESTS).map(|number| (READ, number % 1000 * 8, 8)));
     for ticket in tickets {
@@ -186,10 +201,10 @@ fn batched_completions_take_few_system_calls() {
 fn requests_above_budget_wait() {
     // The smallest budget has 56 MiB for large requests; each queue may have 32 MiB in flight.
     let budget = Budget::new(0);
-    let (device, held_requests) = silent();
+    let device = silent();
     let driver = Driver::default();
     let options = Options { depth: 128, queues: 2, ..Options::new(Arc::clone(&budget)) };
-    let export = start(&driver, device, options);
+    let export = start(&driver, device.clone(), options);
     let sectors = MAX_REQUEST_BYTES / 512;
     let tickets: Vec<_> = (0..2)
         .flat_map(|lane| {
@@ -200,11 +215,10 @@ fn requests_above_budget_wait() {
     let mut most = 0;
     let mut answered = 0;
     while answered < tickets.len() {
-        wait_until(|| !held_requests.lock().unwrap().is_empty());
+        wait_until(|| !device.held().is_empty());
         most = most.max(budget.bytes().1);
-        for (buffer, done) in std::mem::take(&mut *held_requests.lock().unwrap()) {
+        while device.release_by(|_| (0, false)) {
             answered += 1;
-            done.complete(Ok(()), buffer);
         }
     }
     for (lane, ticket) in tickets {

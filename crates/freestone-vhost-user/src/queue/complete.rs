@@ -1,6 +1,5 @@
 //! Completes requests and publishes completions to the driver.
 
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use freestone_core::device::{Error, IoBuf};
@@ -82,9 +81,7 @@ impl Queue {
         if let Some(queue_log) = &mut self.resources.queue_log {
             queue_log.after_publish(self.resources.ring.used_index());
         }
-        if must_notify
-            && let Some(call) = &*self.resources.call.lock().unwrap_or_else(PoisonError::into_inner)
-        {
+        if must_notify && let Some(call) = &*self.resources.call.lock() {
             freestone_core::eventfd::wake(call);
         }
     }

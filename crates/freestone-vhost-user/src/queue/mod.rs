@@ -6,17 +6,17 @@ mod execute;
 mod kick_waiter;
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone_core::budget::{GrantReceiver, Share};
+use freestone_core::budget::Share;
 use freestone_core::bytes::Bytes;
 use freestone_core::client_log;
 use freestone_core::completion_queue::CompletionQueue;
 use freestone_core::device::{Disk, IoBuf};
 use freestone_core::plug::Plug;
+use freestone_core::sync::Mutex;
 use freestone_core::workers::{Costs, Workers};
-use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::frontend::FrontendState;
 use crate::inflight::QueueLog;
@@ -72,11 +72,6 @@ pub struct QueueResources {
 /// driver, and the time drops to zero.
 fn next_poll_time(last: Duration, took: Duration) -> Duration {
     if took > POLL_TIME_MAX { Duration::ZERO } else { (last * 2).clamp(POLL_TIME_MIN, POLL_TIME_MAX) }
-}
-
-/// Returns the receiver that a budget share notifies when bytes are granted. It wakes the queue's thread.
-pub fn grant_callback(answers: &Arc<CompletionQueue<CompletedRequest>>) -> Arc<dyn GrantReceiver> {
-    Arc::clone(answers) as Arc<dyn GrantReceiver>
 }
 
 struct Queue {
@@ -245,10 +240,7 @@ impl Queue {
 
     fn wait_for_device(&mut self) {
         self.plug = None;
-        let answers = &self.resources.answers;
-        // A signal may end the wait early; every caller checks again.
-        let _ = poll(&mut [PollFd::new(answers.wake_fd(), PollFlags::IN)], None);
-        answers.rearm();
+        self.resources.answers.wait();
     }
 
     /// Waits until the device has completed all requests in flight.

@@ -1,29 +1,17 @@
 //! Tests of the features that a driver accepts, and of the durability of its writes.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use freestone_core::device::{Flags, Op};
 
 use super::*;
 
-/// A device with a volatile cache that records whether its last write had FUA.
-struct LastWrite {
-    device: Arc<Ram>,
-    was_durable: AtomicBool,
+/// Returns a device with a volatile cache.
+fn cached() -> Arc<TestDevice<Ram>> {
+    Arc::new(TestDevice::over(ram()).shaped(|geometry| geometry.volatile_cache = true))
 }
 
-impl Device for LastWrite {
-    fn geometry(&self) -> Geometry {
-        Geometry { volatile_cache: true, ..self.device.geometry() }
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        self.was_durable.store(request.flags.contains(Flags::FUA), Ordering::SeqCst);
-        self.device.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.device.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.device.extents(offset, len, row)
-    }
+/// Returns true if the last write had FUA.
+fn was_durable(device: &TestDevice<Ram>) -> bool {
+    device.requests(Op::Write).last().is_some_and(|write| write.flags.contains(Flags::FUA))
 }
 
 /// Sets the configuration byte that switches write-back. Returns true if the server accepted it.
@@ -34,7 +22,7 @@ fn set_writeback(client: &mut Client, on: u8) -> bool {
 
 #[test]
 fn driver_without_flush_writes_through() {
-    let device = Arc::new(LastWrite { device: ram(), was_durable: AtomicBool::new(false) });
+    let device = cached();
     let (_dir, export) = export(device.clone());
     let all = feature::FLUSH | feature::CONFIG_WCE;
     // The features that the driver does not accept, the value it writes to the configuration, and
@@ -55,15 +43,14 @@ fn driver_without_flush_writes_through() {
             assert!(set_writeback(&mut client, on));
         }
         assert_eq!(client.request(request::OUT, 0, 512, false), (status::OK, 1));
-        let was_durable = device.was_durable.load(Ordering::SeqCst);
-        assert_eq!(was_durable, durable, "without {without:#x}, writeback {writeback:?}");
+        assert_eq!(was_durable(&device), durable, "without {without:#x}, writeback {writeback:?}");
         assert_eq!(client.config().writeback, u8::from(!durable));
     }
 }
 
 #[test]
 fn reset_driver_that_accepts_nothing_writes_through() {
-    let device = Arc::new(LastWrite { device: ram(), was_durable: AtomicBool::new(false) });
+    let device = cached();
     let (_dir, export) = export(device.clone());
     let mut client = Client::connect(&export);
     assert!(!export.has_driver());
@@ -77,5 +64,5 @@ fn reset_driver_that_accepts_nothing_writes_through() {
     (client.next, client.seen) = (0, 0);
     client.start(0);
     assert_eq!(client.request(request::OUT, 0, 512, false), (status::OK, 1));
-    assert!(device.was_durable.load(Ordering::SeqCst));
+    assert!(was_durable(&device));
 }

@@ -10,7 +10,6 @@ use super::*;
 use crate::wire::InflightArea;
 
 impl Client {
-    /// Requests an in-flight log.
     fn inflight(&mut self) -> (InflightArea, OwnedFd) {
         let (body, file) = self.front.inflight(1, SIZE).unwrap();
         (InflightArea::read_from_bytes(&body).unwrap(), file)
@@ -66,7 +65,7 @@ fn wait_until_logged(file: &OwnedFd, count: usize) -> bool {
 #[test]
 fn next_server_repeats_requests_in_order() {
     let ram = ram();
-    let (_dir, first) = export(Arc::new(StalledDevice(ram.clone())));
+    let (_dir, first) = export(stalled());
     let mut client = Client::connect(&first);
     let protocols = client.number(message::GET_PROTOCOL_FEATURES);
     assert_ne!(protocols & protocol::INFLIGHT_SHMFD, 0);

@@ -40,7 +40,7 @@ fn client_with_flush(export: &Export) -> Client {
 
 #[test]
 fn cut_publishes_nothing_and_hold_delays_next_frontend() {
-    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
+    let (_dir, export) = export(delayed(ram()));
     let client = client_with_flush(&export);
     let held = export.hold();
     assert!(held.is_connected() && held.disconnect());
@@ -66,7 +66,7 @@ fn cut_publishes_nothing_and_hold_delays_next_frontend() {
 
 /// Returns a frontend with a flush that the device completes after a delay.
 fn stalled_flush() -> (TempDir, Export, Client) {
-    let (dir, export) = export(Arc::new(StalledDevice(ram())));
+    let (dir, export) = export(stalled());
     let client = client_with_flush(&export);
     std::thread::sleep(Duration::from_millis(200));
     (dir, export, client)
@@ -105,7 +105,7 @@ fn connection_ends_after_grace_with_stalled_request() {
 
 #[test]
 fn end_returns_false_after_grace() {
-    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
+    let (_dir, export) = export(delayed(ram()));
     let _client = client_with_flush(&export);
     assert!(!export.shutdown(Duration::ZERO), "a request is in flight");
     assert!(export.shutdown(PATIENCE));

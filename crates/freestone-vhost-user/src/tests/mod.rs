@@ -12,13 +12,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::budget::{self, Budget};
-use freestone_core::device::zoned::{AppendCompletion, ZoneOp};
-use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult, Zone,
-    Zoned,
-};
+use freestone_core::device::{Buffer, Device, Request};
 use freestone_ram::ram::{Config, Ram};
 use freestone_testkit::vhost_user::{self, Frontend, GuestMemory};
+use freestone_testkit::{Manner, Model, TestDevice};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 use zerocopy::{FromBytes, IntoBytes};
@@ -41,73 +38,16 @@ const TABLE: u64 = 0x4000;
 const DATA: u64 = 0x1_0000;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A device that completes each request later, on another thread.
-struct DelayedDevice(Arc<dyn Device>);
-
-impl Device for DelayedDevice {
-    fn geometry(&self) -> Geometry {
-        Geometry { volatile_cache: true, ..self.0.geometry() }
-    }
-    fn try_io(&self, request: &Request, _: Buffer<'_>) -> Result<TryResult> {
-        request.check(&self.geometry())?;
-        Ok(TryResult::WouldBlock)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let device = Arc::clone(&self.0);
-        std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(20));
-            device.submit(request, buffer, done);
-        });
-    }
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.0.zoned().map(|_| self as &dyn Zoned)
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.0.extents(offset, len, row)
-    }
+/// Returns a device over `inner` that completes each request later, on another thread.
+fn delayed(inner: Arc<dyn Device>) -> Arc<dyn Device> {
+    let device = TestDevice::over(inner).shaped(|geometry| geometry.volatile_cache = true);
+    Arc::new(device.with_manner(Manner::Delayed(Duration::from_millis(20))))
 }
 
-impl Zoned for DelayedDevice {
-    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
-        self.0.zoned().unwrap().report(offset, row)
-    }
-    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        self.0.zoned().unwrap().zone_op(op, offset)
-    }
-    fn reset_all(&self) -> Result<()> {
-        self.0.zoned().unwrap().reset_all()
-    }
-    fn try_append(&self, _: u64, _: &[u8], _: Flags) -> Result<Option<u64>> {
-        Ok(None)
-    }
-    fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
-        let device = Arc::clone(&self.0);
-        std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(20));
-            device.zoned().unwrap().submit_append(offset, data, flags, done);
-        });
-    }
-}
-
-/// A device that delays every completion.
-struct StalledDevice(Arc<Ram>);
-
-impl Device for StalledDevice {
-    fn geometry(&self) -> Geometry {
-        self.0.geometry()
-    }
-    fn try_io(&self, _: &Request, _: Buffer<'_>) -> Result<TryResult> {
-        Ok(TryResult::WouldBlock)
-    }
-    fn submit(&self, _: Request, buffer: IoBuf, done: Completion) {
-        std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_secs(1));
-            done.complete(Err(Error::Gone), buffer);
-        });
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.0.extents(offset, len, row)
-    }
+/// Returns a device of its own that delays every completion.
+fn stalled() -> Arc<dyn Device> {
+    let device = TestDevice::over(Arc::new(Model::new(64 << 20, 512)));
+    Arc::new(device.with_manner(Manner::Delayed(Duration::from_secs(1))))
 }
 
 fn ram() -> Arc<Ram> {
@@ -313,7 +253,7 @@ fn assert_served(export: &Export) {
 
 #[test]
 fn all_request_types_work() {
-    for device in [ram() as Arc<dyn Device>, Arc::new(DelayedDevice(ram()))] {
+    for device in [ram() as Arc<dyn Device>, delayed(ram())] {
         let (_dir, export) = export(device);
         assert_served(&export);
         let mut client = Client::connect(&export);
@@ -357,7 +297,7 @@ fn read_only_export_refuses_writes() {
 
 #[test]
 fn optional_messages_are_accepted() {
-    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
+    let (_dir, export) = export(delayed(ram()));
     let mut client = Client::connect(&export);
     client.set_up(0);
     let spare = event();
@@ -402,7 +342,7 @@ fn optional_messages_are_accepted() {
 
 #[test]
 fn stopped_queue_resumes_after_last_taken_chain() {
-    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
+    let (_dir, export) = export(delayed(ram()));
     let mut client = Client::connect(&export);
     client.set_up(0);
     client.offer_flush();
@@ -419,7 +359,7 @@ fn stopped_queue_resumes_after_last_taken_chain() {
 
 #[test]
 fn next_frontend_is_served_after_abrupt_disconnect() {
-    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
+    let (_dir, export) = export(delayed(ram()));
     for _ in 0..3 {
         let mut client = Client::connect(&export);
         client.set_up(0);

@@ -37,7 +37,7 @@ fn zoned() -> Arc<dyn Device> {
 
 /// Runs `check` on a zoned device, and again with delayed completions.
 fn check_devices(check: fn(&mut Client)) {
-    for device in [zoned(), Arc::new(DelayedDevice(zoned())) as Arc<dyn Device>] {
+    for device in [zoned(), delayed(zoned())] {
         let (_dir, export) = export(device);
         let mut client = Client::connect(&export);
         client.set_up(0);

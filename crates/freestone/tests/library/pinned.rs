@@ -9,12 +9,11 @@ use std::time::{Duration, Instant};
 use freestone::consistency_group::GroupMember;
 use freestone::cow::{Config as CowConfig, Origin, StoreKind};
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
-    TryResult,
+    Blocking, Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone::power::{Config as PowerConfig, Power};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
-use freestone_testkit::{Model, Rng};
+use freestone_testkit::{Model, Rng, TestDevice};
 
 const NONE: Flags = Flags::empty();
 const MIB: u64 = 1 << 20;
@@ -36,25 +35,25 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
 
 // ---- callers of devices are not pinned ----------------------------------------------------------
 
-/// A device under the tested one. Each call waits until another thread has taken a snapshot of
+/// Calls of a device under the tested one. Each call waits until another thread has taken a snapshot of
 /// another disk. The snapshot waits for all pins of the process, including the caller's.
 struct Below {
-    inner: Model,
     other: Ram,
-    read_only: bool,
     calls: AtomicU32,
     was_pinned: AtomicBool,
 }
 
 impl Below {
-    fn new(size: u64, read_only: bool) -> Arc<Self> {
-        Arc::new(Self {
-            inner: Model::new(size as usize, 512),
-            other: ram(MIB),
-            read_only,
-            calls: AtomicU32::new(0),
-            was_pinned: AtomicBool::new(false),
-        })
+    /// Returns the device, and its calls.
+    fn new(size: u64, read_only: bool) -> (Arc<TestDevice>, Arc<Self>) {
+        let (calls, was_pinned) = (AtomicU32::new(0), AtomicBool::new(false));
+        let below = Arc::new(Self { other: ram(MIB), calls, was_pinned });
+        let (request, extents) = (Arc::clone(&below), Arc::clone(&below));
+        let device = TestDevice::over(Arc::new(Model::new(size as usize, 512)))
+            .shaped(move |geometry| geometry.read_only = read_only)
+            .on_request(move |_| request.called())
+            .on_extents(move || extents.called());
+        (Arc::new(device), below)
     }
 
     fn called(&self) {
@@ -77,24 +76,6 @@ impl Below {
     fn calls(&self, what: &str) -> u32 {
         assert!(!self.was_pinned.load(Ordering::SeqCst), "{what}: the device below was called under a pin");
         self.calls.swap(0, Ordering::SeqCst)
-    }
-}
-
-impl Device for Below {
-    fn geometry(&self) -> Geometry {
-        Geometry { read_only: self.read_only, ..self.inner.geometry() }
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        self.called();
-        self.inner.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.called();
-        self.inner.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.called();
-        self.inner.extents(offset, len, row)
     }
 }
 
@@ -134,8 +115,8 @@ fn cow() -> CowConfig {
 
 #[test]
 fn origin_calls_its_device_unpinned() {
-    let below = Below::new(MIB, false);
-    let origin = Origin::new(Arc::clone(&below) as _);
+    let (device, below) = Below::new(MIB, false);
+    let origin = Origin::new(device);
     exercise(&origin, &below, "an origin without snapshots");
     let snapshot = || origin.snapshot(Arc::new(Model::new(4 * MIB as usize, 512)), &cow()).unwrap();
     let first = snapshot();
@@ -146,9 +127,9 @@ fn origin_calls_its_device_unpinned() {
 
 #[test]
 fn snapshot_calls_its_cow_device_unpinned() {
-    let store = Below::new(4 * MIB, false);
+    let (device, store) = Below::new(4 * MIB, false);
     let origin = Origin::new(Arc::new(Model::new(MIB as usize, 512)));
-    let snapshot = || origin.snapshot(Arc::clone(&store) as _, &cow()).unwrap();
+    let snapshot = || origin.snapshot(Arc::clone(&device) as _, &cow()).unwrap();
     exercise(&snapshot(), &store, "a snapshot");
     let second = snapshot();
     exercise(&origin, &store, "the origin of a snapshot");
@@ -157,10 +138,10 @@ fn snapshot_calls_its_cow_device_unpinned() {
 
 #[test]
 fn merging_snapshot_calls_its_devices_unpinned() {
-    let (below, store) = (Below::new(MIB, false), Below::new(4 * MIB, false));
-    let origin = Origin::new(Arc::clone(&below) as _);
+    let ((device, below), (cow_device, store)) = (Below::new(MIB, false), Below::new(4 * MIB, false));
+    let origin = Origin::new(device);
     let config = CowConfig { kind: StoreKind::Persistent, force: true, ..cow() };
-    let snapshot = origin.snapshot(Arc::clone(&store) as _, &config).unwrap();
+    let snapshot = origin.snapshot(cow_device, &config).unwrap();
     for page in 0..8 {
         snapshot.write_at(page * PAGE as u64, &noise(page, PAGE), NONE).unwrap();
     }
@@ -174,9 +155,9 @@ fn merging_snapshot_calls_its_devices_unpinned() {
 
 #[test]
 fn power_layer_calls_its_device_unpinned() {
-    let below = Below::new(MIB, false);
+    let (device, below) = Below::new(MIB, false);
     // The cache is so small that a write must evict other blocks to the device below.
-    let power = Power::new(Arc::clone(&below) as _, PowerConfig { capacity: 8192, ..PowerConfig::default() });
+    let power = Power::new(device, PowerConfig { capacity: 8192, ..PowerConfig::default() });
     let power = power.unwrap();
     exercise(&power, &below, "a power device");
     power.write_at(0, &noise(1, PAGE), NONE).unwrap();
@@ -188,9 +169,9 @@ fn power_layer_calls_its_device_unpinned() {
 
 #[test]
 fn fork_calls_its_base_unpinned() {
-    let base = Below::new(MIB, true);
+    let (device, base) = Below::new(MIB, true);
     let family = Family::new(Config::default()).unwrap();
-    let fork = family.fork(Arc::clone(&base) as _, &ForkConfig { size: Some(2 * MIB), ..Default::default() });
+    let fork = family.fork(device, &ForkConfig { size: Some(2 * MIB), ..Default::default() });
     let fork = fork.unwrap();
     exercise(&fork, &base, "a fork");
     fork.rewind().unwrap();

@@ -1,12 +1,10 @@
 //! Modes, owners and groups of the server's sockets.
 
-use std::fs::{self, Permissions};
+use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
-use std::process::Command;
 
-use crate::harness::{Serve, finish, freestone, refused, sentence, unprivileged};
+use crate::harness::prelude::*;
 
 /// Number of the user and group `nobody`, used as another user than the server's if the tests run
 /// as root.

@@ -1,15 +1,7 @@
 //! Configuration files that declare a whole server: check, serve, apply and dump.
 
-use std::fs;
-use std::thread;
-use std::time::Duration;
-
-use rustix::process::Signal;
-use serde_json::json;
-use tempfile::tempdir;
-
 use super::sockets_in;
-use crate::harness::{Raw, Serve, finish, freestone, hearing_hangups, refused, sentence};
+use crate::harness::prelude::*;
 
 const FILE: &str = "
 nbd = 'unix:nbd'

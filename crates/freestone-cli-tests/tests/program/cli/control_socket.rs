@@ -1,10 +1,6 @@
 //! The control socket: JSON-RPC requests, and bytes that are none.
 
-use std::io::Write as _;
-
-use serde_json::{Value, json};
-
-use crate::harness::{Serve, answer, ask};
+use crate::harness::prelude::*;
 
 #[test]
 fn control_socket_speaks_json_rpc() {

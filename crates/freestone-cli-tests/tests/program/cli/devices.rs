@@ -1,14 +1,8 @@
 //! Devices and exports: verbs that list, create, change, publish and remove them.
 
-use std::fs;
-use std::io::Read as _;
 use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
 
-use serde_json::json;
-use tempfile::tempdir;
-
-use crate::harness::{Raw, Serve, ask, connect_nbd};
+use crate::harness::prelude::*;
 
 #[test]
 fn devices_are_served_and_listed() {

@@ -1,17 +1,12 @@
 //! Error messages, warnings and exit statuses of the program.
 
-use std::fs::{self, Permissions};
+use std::fs::Permissions;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::Stdio;
-use std::time::{Duration, Instant};
-
-use rustix::process::Signal;
-use tempfile::tempdir;
+use std::os::unix::net::UnixListener;
 
 use crate::cli::sockets_in;
-use crate::harness::{Serve, finish, freestone, refused, sentence, signal, unprivileged};
+use crate::harness::prelude::*;
 
 #[test]
 fn socket_paths_in_use_are_refused_and_kept() {

@@ -16,9 +16,9 @@ mod supervision;
 mod units;
 mod wait_verb;
 
-use std::fs;
 use std::os::unix::fs::FileTypeExt as _;
-use std::path::Path;
+
+use crate::harness::prelude::*;
 
 fn sockets_in(dir: &Path) -> usize {
     fs::read_dir(dir).unwrap().filter(|e| e.as_ref().unwrap().file_type().unwrap().is_socket()).count()

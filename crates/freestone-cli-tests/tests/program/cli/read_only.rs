@@ -1,12 +1,9 @@
 //! The read-only control socket (`--control-read-only`).
 
-use std::fs::{self, Permissions};
+use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
-use std::os::unix::net::UnixStream;
 
-use serde_json::json;
-
-use crate::harness::{Serve, ask, finish, freestone, refused, unprivileged};
+use crate::harness::prelude::*;
 
 /// All verbs that change something, each with parameters that are valid at the read-write control
 /// socket.

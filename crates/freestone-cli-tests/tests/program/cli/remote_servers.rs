@@ -1,19 +1,11 @@
 //! Server starts with `nbd` devices whose remote server does not respond.
 
-use std::fs;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::fs::symlink;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::Stdio;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::os::unix::net::UnixListener;
 
-use rustix::process::Signal;
-use serde_json::Value;
-use tempfile::{TempDir, tempdir};
-
-use crate::harness::{Raw, Serve, freestone, signal, wait_for_end};
+use crate::harness::prelude::*;
 
 /// Deadline of the tests, shorter than the `timeout` of the `nbd` devices, so that a start that
 /// waits for them fails.

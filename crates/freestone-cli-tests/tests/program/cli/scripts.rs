@@ -1,19 +1,12 @@
 //! Behaviour that scripts rely on: errors as JSON, name patterns, `wait`, and paths that are not UTF-8.
 
 use std::ffi::{OsStr, OsString};
-use std::fs;
-use std::io::Read as _;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::net::UnixListener;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 use freestone_testkit::effort;
-use rustix::process::Signal;
-use serde_json::{Value, json};
-use tempfile::tempdir;
 
-use crate::harness::{Serve, ask, connect_nbd, finish, freestone, program, signal};
+use crate::harness::prelude::*;
 
 impl Serve {
     /// Runs a verb with `--json` that must exit with `status`. Returns stdout, and the JSON error objects of stderr.

@@ -1,21 +1,12 @@
 //! `serve --single`: serves one client over inherited file descriptors.
 
-use std::fs;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::Duration;
+use std::os::unix::net::UnixListener;
+use std::process::Child;
 
-use rustix::process::Signal;
-
-use crate::harness::{
-    KillOnDrop, connect_nbd, finish, freestone, nbd_request, program, sentence, signal, wait_for_end,
-    wait_until,
-};
+use crate::harness::prelude::*;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 

@@ -1,18 +1,9 @@
 //! Starts and ends of a server: its sockets, signals, limits, and `--run`.
 
-use std::fs;
-use std::io::{Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::Stdio;
-use std::time::{Duration, Instant};
-
-use rustix::process::Signal;
-use tempfile::tempdir;
 
 use super::sockets_in;
-use crate::harness::{Serve, connect_nbd, finish, freestone, program, signal};
+use crate::harness::prelude::*;
 
 #[test]
 fn open_files_limit_is_raised_for_the_server_only() {

@@ -1,8 +1,8 @@
 //! Statistics of every device, and zram's `block_state` and `debug_stat` of RAM disks.
 
-use serde_json::{Deserializer, Value, json};
+use serde_json::Deserializer;
 
-use crate::harness::{FUA, MIB, Raw, Serve, noise, stat};
+use crate::harness::prelude::*;
 
 #[test]
 fn every_device_counts_requests() {
@@ -10,7 +10,7 @@ fn every_device_counts_requests() {
     let image = dir.path().join("image");
     std::fs::write(&image, vec![1; 4 << 20]).unwrap();
     let qcow2 = dir.path().join("q");
-    let (status, ..) = crate::harness::finish(
+    let (status, ..) = finish(
         std::process::Command::new(freestone_testkit::tools::find("qemu-img"))
             .args(["create", "-qf", "qcow2"])
             .arg(&qcow2)
@@ -67,7 +67,7 @@ fn every_device_counts_requests() {
     }
     // Errors of fault rules are counted in `io`, above all layers of the device, and not in `ops`.
     let mut client = Raw::connect(&serve, "faulty");
-    assert_eq!(client.write(0, MIB, &[1; 4096]), crate::harness::EIO);
+    assert_eq!(client.write(0, MIB, &[1; 4096]), EIO);
     assert_eq!(stat(&serve, "faulty", "io", "errors"), 1);
     assert_eq!(stat(&serve, "faulty", "ops", "errors"), 0);
     let text = serve.text(&["stat", "r"]);

@@ -1,14 +1,10 @@
 //! Servers under a supervisor: `sd_notify`, the parent process, and passed sockets.
 
-use std::fs;
 use std::os::unix::net::UnixDatagram;
-use std::process::Stdio;
-use std::thread;
-use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, kill_process};
 
-use crate::harness::{finish, freestone, hearing_hangups, program, signal, wait_until};
+use crate::harness::prelude::*;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 

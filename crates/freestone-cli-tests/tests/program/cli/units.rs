@@ -1,11 +1,8 @@
 //! The systemd units in packaging: `systemd-analyze verify` accepts them, and each service has few rights.
 
-use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use crate::harness::{finish, program};
+use crate::harness::prelude::*;
 
 /// Largest exposure level allowed for each unit by `systemd-analyze security`, times ten: 0 has no rights, 96 is a unit
 /// without restrictions. The servers of block devices need `CAP_SYS_ADMIN`, as does the NBD client.

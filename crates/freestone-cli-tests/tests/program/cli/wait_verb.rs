@@ -1,17 +1,10 @@
 //! The verb `freestone wait`, and servers that die while the verb waits.
 
-use std::fs;
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader};
 use std::os::unix::net::UnixListener;
-use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Child, Output};
 
-use rustix::process::Signal;
-use tempfile::{TempDir, tempdir};
-
-use crate::harness::{finish, freestone, sentence, signal};
+use crate::harness::prelude::*;
 
 /// Timeout of a `wait` that must end long before it.
 const LONG: &str = "1h";

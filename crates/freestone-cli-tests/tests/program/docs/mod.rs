@@ -9,18 +9,14 @@ mod sections;
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::fs;
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 use freestone_testkit::tools;
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, kill_process, kill_process_group};
 
 use self::page::{Section, Shown};
 use self::sections::{NOT_RUN, preparation};
-use crate::harness::program;
+use crate::harness::prelude::*;
 
 /// Time limit of a session, after which its processes are ended and the test fails.
 const SESSION_MAX: Duration = Duration::from_secs(120);

@@ -1,11 +1,6 @@
 //! Fault rules: changes at run time, random failures repeated by their seed, and hanging requests.
 
-use std::thread;
-use std::time::Duration;
-
-use serde_json::json;
-
-use crate::harness::{EIO, Raw, Serve, fails, ok, tool, uri};
+use crate::harness::prelude::*;
 
 /// Writes 200 pages. Returns the page numbers of the writes that failed with EIO.
 fn failures(serve: &Serve, name: &str) -> Vec<u64> {

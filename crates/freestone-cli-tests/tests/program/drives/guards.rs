@@ -1,11 +1,10 @@
 //! Attributes and files that protect a device, such as a zone state: if they cannot be read, the
 //! device is refused. Also: files whose creation is interrupted.
 
-use std::fs::{self, Permissions};
+use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::process::Command;
 
-use crate::harness::{Serve, finish, freestone, refused, sentence, unprivileged};
+use crate::harness::prelude::*;
 
 const ENDS: [&str; 4] = ["--nbd", "unix:nbd", "--control", "control"];
 

@@ -1,10 +1,6 @@
 //! Null devices: the parameters of the kernel's `null_blk`, and their effect on clients.
 
-use std::time::{Duration, Instant};
-
-use serde_json::Value;
-
-use crate::harness::{EIO, FUA, KIB, MIB, Raw, Serve, fails, json, noise, ok, stat, tool, uri};
+use crate::harness::prelude::*;
 
 fn export(serve: &Serve, name: &str) -> Value {
     json(tool("nbdinfo").arg("--json").arg(uri(serve, name)))["exports"][0].clone()

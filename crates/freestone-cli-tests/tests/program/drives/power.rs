@@ -1,8 +1,6 @@
 //! Power cuts: their effect on clients, and the content of the device afterwards.
 
-use serde_json::json;
-
-use crate::harness::{FUA, MIB, Raw, Serve, stat};
+use crate::harness::prelude::*;
 
 const BLOCKS: u64 = 64;
 

@@ -1,8 +1,6 @@
 //! Write logs (`record=`): points that a power cut visits, marks, and logs of forks and restored devices.
 
-use serde_json::json;
-
-use crate::harness::{EIO, Raw, Serve, stat};
+use crate::harness::prelude::*;
 
 #[test]
 fn power_cut_at_visits_points_of_the_log() {

@@ -1,9 +1,7 @@
 //! Operations that would bypass the zones or the unflushed writes of a device are refused, with the
 //! reason.
 
-use std::fs;
-
-use crate::harness::Serve;
+use crate::harness::prelude::*;
 
 #[test]
 fn operation_that_bypasses_a_layer_is_refused() {

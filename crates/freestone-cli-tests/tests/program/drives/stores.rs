@@ -1,13 +1,8 @@
 //! Snapshots over all kinds of origins and COW devices, and the effect of power cuts on them.
 
-use std::fs;
-use std::thread;
-use std::time::{Duration, Instant};
-
 use freestone_testkit::effort;
-use serde_json::{Value, json};
 
-use crate::harness::{FUA, MIB, Raw, Serve, noise, publish, stat};
+use crate::harness::prelude::*;
 
 const SIZE: u64 = 4 * MIB;
 /// Size in bytes of each request that reads or writes a whole device.
@@ -167,10 +162,9 @@ fn cow_device_has_no_other_users() {
     // A COW device with `publish=yes` is refused.
     let dir = tempfile::tempdir().unwrap();
     let c = "c=ram,disksize=32M,power_cut=yes,publish=yes";
-    let (code, _, err) = crate::harness::finish(
-        crate::harness::freestone(dir.path()).args(["serve", DRIVES[0], c, DRIVES[2], "--nbd", "unix:nbd"]),
-    );
-    assert_eq!((code, crate::harness::sentence(&err).as_str()), (1, beside));
+    let (code, _, err) =
+        finish(freestone(dir.path()).args(["serve", DRIVES[0], c, DRIVES[2], "--nbd", "unix:nbd"]));
+    assert_eq!((code, sentence(&err).as_str()), (1, beside));
     // Power cuts need `power_cut=yes` on the origin or on the COW device.
     serve.text(&["create", "plain=ram,disksize=4M"]);
     serve.text(&["snapshot", "plain", "p"]);

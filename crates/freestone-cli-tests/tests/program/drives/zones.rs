@@ -1,13 +1,8 @@
 //! Zoned devices: the verb `zones`, writes at the write pointer and elsewhere, and restarts.
 
-use std::fs;
 use std::os::unix::fs::FileExt as _;
-use std::process::Command;
 
-use rustix::process::Signal;
-use serde_json::{Value, json};
-
-use crate::harness::{EIO, KIB, MIB, Raw, Serve, ask, fails, noise, ok, stat, tool, uri};
+use crate::harness::prelude::*;
 
 fn lines(serve: &Serve, args: &[&str]) -> Vec<String> {
     serve.text(&[&["zones"], args].concat()).lines().map(str::to_owned).collect()
@@ -57,9 +52,7 @@ fn zones_verb_equals_blkzone() {
     assert_eq!(behind, "n: zones: offset=10M: behind the end of the device");
     let few = serve.refused(2, &["zones", "n", "reset", "--offset", "8M", "--count", "2"]);
     assert_eq!(few, "n: zones: count=2: from 8M on there are 1 zones");
-    let (code, _, err) = crate::harness::finish(
-        crate::harness::freestone(serve.dir.path()).args(["zones", "n", "--offset", "8192"]),
-    );
+    let (code, _, err) = finish(freestone(serve.dir.path()).args(["zones", "n", "--offset", "8192"]));
     assert_eq!(code, 2);
     assert!(err.contains("give a unit; 4M, if these are sectors?"), "{err}");
     let counts = serve.json(&["stat", "n"])["zones"].clone();
@@ -240,20 +233,20 @@ fn zones_of_a_file_survive_a_restart() {
 
     // Serving the file without its zones is refused, because writes would not update the zone
     // state. Read-only access is allowed.
-    let bare = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk"]);
+    let bare = refused(dir.path(), 1, &["serve", "f=file,path=disk"]);
     let zones = dir.path().join("disk.zones").canonicalize().unwrap();
     let why = "contains its zone state, which writes would not update; give zoned=1, or readonly=yes, or remove that file";
     assert_eq!(bare, format!("f: {} {why}", zones.display()));
     let look = ["serve", "f=file,path=disk,readonly=yes", "--run", "true"];
-    assert_eq!(crate::harness::finish(crate::harness::freestone(dir.path()).args(look)).0, 0);
+    assert_eq!(finish(freestone(dir.path()).args(look)).0, 0);
 
     // The server refuses a zone size that differs from the zone state, and a file that is not a
     // zone state.
-    let other = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk,zoned=1,zone_size=4M"]);
+    let other = refused(dir.path(), 1, &["serve", "f=file,path=disk,zoned=1,zone_size=4M"]);
     assert!(other.starts_with("f: zone_state: "), "{other}");
     fs::write(dir.path().join("garbage"), noise(9, 8192)).unwrap();
     let serve = ["serve", "f=file,path=disk,zoned=1,zone_size=2M,zone_state=garbage"];
-    let garbage = crate::harness::refused(dir.path(), 1, &serve);
+    let garbage = refused(dir.path(), 1, &serve);
     assert!(garbage.starts_with("f: zone_state: "), "{garbage}");
 }
 

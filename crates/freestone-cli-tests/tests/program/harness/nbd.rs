@@ -1,19 +1,14 @@
 //! An NBD client that sends single requests and reads single replies.
 
-use std::io::{self, Read, Write};
+use std::io::{ErrorKind, Read, Result as IoResult, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
+use freestone_testkit::nbd::wire::{FLUSH, READ, WRITE, WRITE_ZEROES, request};
+use freestone_testkit::nbd::{Chunk, Reply, handshake};
+
 use super::server::Serve;
-
-const READ: u16 = 0;
-const WRITE: u16 = 1;
-const FLUSH: u16 = 3;
-const WRITE_ZEROES: u16 = 6;
-pub const FUA: u16 = 1;
-
-pub const EIO: u32 = 5;
 
 /// Connects to an export by `NBD_OPT_EXPORT_NAME`, as the oldest clients do. Returns the size of the export in bytes.
 pub fn connect_nbd<S: Read + Write>(stream: &mut S, name: &str) -> u64 {
@@ -21,35 +16,15 @@ pub fn connect_nbd<S: Read + Write>(stream: &mut S, name: &str) -> u64 {
 }
 
 /// Like [`connect_nbd`]. Fails if the server closes the connection, as it does if the export does not exist.
-pub fn try_connect_nbd<S: Read + Write>(stream: &mut S, name: &str) -> io::Result<u64> {
-    const OPT_EXPORT_NAME: u32 = 1;
-    // NBD_FLAG_C_FIXED_NEWSTYLE and NBD_FLAG_C_NO_ZEROES.
-    const CLIENT_FLAGS: u32 = 3;
-    let mut greeting = [0; 18];
-    stream.read_exact(&mut greeting)?;
-    assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
-    let mut hello = CLIENT_FLAGS.to_be_bytes().to_vec();
-    hello.extend(b"IHAVEOPT");
-    hello.extend(OPT_EXPORT_NAME.to_be_bytes());
-    hello.extend(u32::try_from(name.len()).unwrap().to_be_bytes());
-    hello.extend(name.as_bytes());
-    stream.write_all(&hello)?;
-    let mut reply = [0; 10];
-    stream.read_exact(&mut reply)?;
-    Ok(u64::from_be_bytes(reply[..8].try_into().unwrap()))
+pub fn try_connect_nbd<S: Read + Write>(stream: &mut S, name: &str) -> IoResult<u64> {
+    let entered = handshake::enter(stream, name);
+    assert!(!entered.as_ref().is_err_and(|error| error.kind() == ErrorKind::InvalidData), "{entered:?}");
+    Ok(entered?.0)
 }
 
 /// Returns the bytes of a request, followed by its payload.
 pub fn nbd_request(flags: u16, command: u16, cookie: u64, offset: u64, len: u32, payload: &[u8]) -> Vec<u8> {
-    const MAGIC: u32 = 0x2560_9513;
-    let mut bytes = MAGIC.to_be_bytes().to_vec();
-    bytes.extend(flags.to_be_bytes());
-    bytes.extend(command.to_be_bytes());
-    bytes.extend(cookie.to_be_bytes());
-    bytes.extend(offset.to_be_bytes());
-    bytes.extend(len.to_be_bytes());
-    bytes.extend(payload);
-    bytes
+    [&request(flags, command, cookie, offset, len), payload].concat()
 }
 
 /// An NBD connection that has selected an export and uses simple replies.
@@ -88,14 +63,15 @@ impl Raw {
 
     /// Returns the cookie and the NBD error number (0 for success) of the next reply.
     pub fn reply(&mut self) -> Result<(u64, u32), Ended> {
-        let mut reply = [0; 16];
-        self.stream.read_exact(&mut reply).map_err(|e| {
-            assert_ne!(e.kind(), std::io::ErrorKind::WouldBlock, "no answer in a minute");
-            Ended
-        })?;
-        assert_eq!(reply[..4], 0x6744_6698_u32.to_be_bytes());
-        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
-        Ok((u64::from_be_bytes(reply[8..].try_into().unwrap()), error))
+        match Reply::receive(&mut self.stream) {
+            Ok(Reply { chunk: Chunk::Simple { cookie, error }, .. }) => Ok((cookie, error)),
+            Ok(other) => panic!("not a simple reply: {other:?}"),
+            Err(error) => {
+                let ends = !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::InvalidData);
+                assert!(ends, "no answer in a minute, or no reply: {error}");
+                Err(Ended)
+            }
+        }
     }
 
     fn run(&mut self, flags: u16, command: u16, offset: u64, len: u32, data: &[u8]) -> Result<u32, Ended> {

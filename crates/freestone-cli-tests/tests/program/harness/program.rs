@@ -7,9 +7,9 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::LazyLock;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use freestone_testkit::process::wait_for_exit;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Number of the user `nobody`, who has no rights, for tests that run as root.
@@ -98,31 +98,13 @@ pub fn sentence(stderr: &str) -> String {
     stderr.trim_end().strip_prefix("freestone: ").unwrap_or_else(|| panic!("{stderr}")).to_owned()
 }
 
-/// A child process that is killed when dropped.
-pub struct KillOnDrop(pub Child);
-
-impl Drop for KillOnDrop {
-    fn drop(&mut self) {
-        // The child may have ended already, so errors are ignored.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// Waits until a child process ends. Kills the child and fails after a time limit.
 #[track_caller]
 pub fn wait_for_end(child: &mut Child, within: Duration) -> ExitStatus {
-    let began = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status;
-        }
-        if began.elapsed() > within {
-            child.kill().unwrap();
-            panic!("the process does not end within {within:?}");
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
+    wait_for_exit(child, within).unwrap_or_else(|| {
+        child.kill().unwrap();
+        panic!("the process does not end within {within:?}");
+    })
 }
 
 /// Sends a signal to a child process.

@@ -5,10 +5,11 @@ use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone_testkit::process::{KillOnDrop, read_until_ready};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -19,10 +20,11 @@ use super::program::{finish, freestone, sentence};
 const LOG_MAX: Duration = Duration::from_secs(60);
 const LOG_PAUSE: Duration = Duration::from_millis(5);
 
-/// A running server with a temporary directory of its own. Drop kills the server.
+/// A running server with a temporary directory of its own.
 pub struct Serve {
+    // Drop kills the server, then deletes its directory.
+    child: KillOnDrop,
     pub dir: TempDir,
-    child: Child,
     /// Output of the server until the server was ready.
     pub startup_output: String,
 }
@@ -68,14 +70,10 @@ impl Serve {
 
     /// Starts `command` and waits until the server is ready.
     pub fn ready(dir: TempDir, mut command: Command) -> Self {
-        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-        let mut output = String::new();
-        let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
-        // The server prints the path of the control socket last, when all sockets accept connections.
-        while !output.contains("control: ") {
-            assert_ne!(lines.read_line(&mut output).unwrap(), 0, "the server ended: {output}");
-        }
-        Self { dir, child, startup_output: output }
+        let mut child = KillOnDrop(command.stdout(Stdio::piped()).spawn().unwrap());
+        let output = read_until_ready(BufReader::new(child.0.stdout.as_mut().unwrap()));
+        let startup_output = output.unwrap_or_else(|output| panic!("the server ended: {output}"));
+        Self { child, dir, startup_output }
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -119,7 +117,7 @@ impl Serve {
     }
 
     pub fn pid(&self) -> Pid {
-        Pid::from_child(&self.child)
+        Pid::from_child(&self.child.0)
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -143,18 +141,7 @@ impl Serve {
 
     /// Waits until the server exits. Returns its exit status (None after a signal) and its directory.
     pub fn wait(mut self) -> (Option<i32>, TempDir) {
-        let code = self.child.wait().unwrap().code();
-        let dir = std::mem::replace(&mut self.dir, tempfile::tempdir().unwrap());
-        (code, dir)
-    }
-}
-
-impl Drop for Serve {
-    fn drop(&mut self) {
-        // A failed test must not leave a server running. After `wait` the server has already exited, so errors are
-        // ignored.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        (self.child.0.wait().unwrap().code(), self.dir)
     }
 }
 

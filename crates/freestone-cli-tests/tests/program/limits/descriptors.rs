@@ -1,12 +1,9 @@
 //! Clients that exhaust the file descriptors of the server (`RLIMIT_NOFILE`).
 
-use std::os::unix::net::UnixStream;
-
 use rustix::process::Resource;
-use serde_json::json;
 
 use super::{end, limit};
-use crate::harness::{Raw, Serve, ask};
+use crate::harness::prelude::*;
 
 const DESCRIPTORS: u64 = 128;
 

@@ -3,7 +3,7 @@
 use rustix::process::Resource;
 
 use super::{limit, start_logged};
-use crate::harness::{Raw, Serve, text};
+use crate::harness::prelude::*;
 
 const LIMIT: u64 = 1 << 20;
 const ENOSPC: u32 = 28;

@@ -1,12 +1,7 @@
 //! Limits on the number of log lines that clients can cause.
 
-use std::fs;
-use std::io::{Read as _, Write as _};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-
 use super::{end, start_logged};
-use crate::harness::text;
+use crate::harness::prelude::*;
 
 /// Number of clients of each kind. The rate limiter logs one line for all clients of a kind.
 const CLIENTS: usize = 40;

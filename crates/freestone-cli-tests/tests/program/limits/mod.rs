@@ -7,11 +7,9 @@ mod signals;
 mod threads;
 mod unread;
 
-use std::time::{Duration, Instant};
+use rustix::process::{Resource, Rlimit, prlimit};
 
-use rustix::process::{Resource, Rlimit, Signal, prlimit};
-
-use crate::harness::{Serve, freestone};
+use crate::harness::prelude::*;
 
 /// Deadline for a clean shutdown: far above its usual time, for a slow machine.
 const END_MAX: Duration = Duration::from_secs(60);

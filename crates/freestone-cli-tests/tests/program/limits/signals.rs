@@ -1,9 +1,7 @@
 //! Signals whose default action would end the server.
 
-use rustix::process::Signal;
-
 use super::end;
-use crate::harness::{Serve, finish, freestone};
+use crate::harness::prelude::*;
 
 const UNUSED: [Signal; 6] =
     [Signal::USR1, Signal::USR2, Signal::ALARM, Signal::VTALARM, Signal::PROF, Signal::IO];

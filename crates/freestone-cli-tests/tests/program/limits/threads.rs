@@ -1,15 +1,11 @@
 //! Servers that cannot start threads because of `RLIMIT_NPROC`.
 
-use std::fs::{self, Permissions};
+use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::process::Command;
-use std::time::Duration;
-
-use tempfile::TempDir;
 
 use super::end;
-use crate::harness::{NOBODY, Raw, Serve, ask, find, finish, freestone, text, unprivileged};
+use crate::harness::prelude::*;
 
 /// Starts a server with a kept RAM disk, as a user other than root. `RLIMIT_NPROC` has no effect on root.
 fn start(dir: TempDir) -> Serve {

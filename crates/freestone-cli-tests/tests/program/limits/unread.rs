@@ -1,15 +1,12 @@
 //! Output of the server that is not read: the log, the startup message, messages to the service
 //! manager.
 
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader};
 use std::os::unix::net::UnixDatagram;
-use std::process::{Child, Stdio};
-use std::time::Duration;
-
-use rustix::process::Signal;
+use std::process::Child;
 
 use super::{END_MAX, end};
-use crate::harness::{Raw, Serve, finish, freestone, signal, wait_for_end};
+use crate::harness::prelude::*;
 
 /// Number of verbs that are run. Their log lines exceed the buffer of a pipe several times.
 const VERBS: usize = 3000;

@@ -1,11 +1,6 @@
 //! Checks that options, keys and parameters of an earlier release are still accepted.
 
-use std::fs;
-
-use serde_json::{Value, json};
-use tempfile::tempdir;
-
-use crate::harness::{Serve, ask, finish, freestone};
+use crate::harness::prelude::*;
 
 const INPUTS: &str = include_str!("0.1.0/inputs.txt");
 /// A word that is not an option, key or parameter of any release.

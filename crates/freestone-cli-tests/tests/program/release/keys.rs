@@ -3,8 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use serde_json::Value;
-
+use crate::harness::prelude::*;
 use crate::watching::openmetrics::Exposition;
 
 /// Keys whose values programs compare. Key paths of these keys end in `=VALUE`.

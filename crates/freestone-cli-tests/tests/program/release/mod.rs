@@ -13,15 +13,9 @@ mod keys;
 mod scenario;
 
 use std::ffi::OsStr;
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
-use serde_json::{Value, json};
-use tempfile::tempdir;
 
 use self::keys::Keys;
-use crate::harness::{Raw, Serve, ok};
+use crate::harness::prelude::*;
 
 /// Environment variable with the path of a release's program, whose keys are then recorded.
 const RELEASE: &str = "FREESTONE_RELEASE";

@@ -1,20 +1,13 @@
 //! Runs the steps of `steps.txt` with a program and collects the JSON keys that the program prints.
 
 use std::ffi::OsString;
-use std::fs;
-use std::io::Write as _;
 use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 use freestone_spec::{aliases, size};
-use rustix::process::Signal;
-use serde_json::{Value, json};
-use tempfile::{TempDir, tempdir};
 
 use super::keys::Keys;
-use crate::harness::{Raw, Serve, ask, connect_nbd, freestone, noise};
+use crate::harness::prelude::*;
 use crate::watching::{self, openmetrics};
 
 const STEPS: &str = include_str!("steps.txt");

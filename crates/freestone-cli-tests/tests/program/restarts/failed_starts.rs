@@ -1,17 +1,12 @@
 //! Server starts that fail, and later starts with the state directory that they leave.
 
-use std::fs;
-use std::io::Write as _;
 use std::net::TcpListener;
-use std::path::Path;
 
 use freestone_state::{Export, State};
-use serde_json::Value;
-use tempfile::TempDir;
 
 use super::kept::row;
 use super::{Mounted, is_served, serve};
-use crate::harness::{Serve, finish, freestone, qemu_io, uri, wait_until};
+use crate::harness::prelude::*;
 
 const WORK: &str = "work=ram,disksize=16M,keep=yes";
 

@@ -1,13 +1,9 @@
 //! The device key `on_data_loss` under its former name `on_lost`.
 
-use std::fs;
-
 use freestone_state::State;
-use serde_json::{Value, json};
-use tempfile::{TempDir, tempdir};
 
 use super::{image, is_served, serve};
-use crate::harness::{Serve, ask, finish, freestone};
+use crate::harness::prelude::*;
 
 const WARNING: &str = "on_lost: is deprecated, use on_data_loss";
 const TWICE: &str = "on_data_loss: given twice";

@@ -1,16 +1,9 @@
 //! Content of RAM disks, forks and snapshots that is kept over restarts (`keep=yes`).
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
-
 use freestone_testkit::effort;
-use serde_json::Value;
-use tempfile::TempDir;
 
 use super::{GOLDEN, image, is_served, serve};
-use crate::harness::{Raw, Serve, noise, qemu_io, refused, uri, wait_until};
+use crate::harness::prelude::*;
 
 /// Returns the paths of the files with kept content in the state directory, sorted.
 pub(super) fn content(dir: &Path) -> Vec<PathBuf> {

@@ -1,12 +1,8 @@
 //! Kept content that is damaged, was not saved, or belongs to a base that has changed.
 
-use std::fs;
-
-use serde_json::Value;
-
 use super::kept::{content, row};
 use super::{GOLDEN, Mounted, image, serve};
-use crate::harness::{Raw, Serve, noise, qemu_io, uri, wait_until};
+use crate::harness::prelude::*;
 
 #[test]
 fn unreadable_kept_content_is_listed_as_missing() {

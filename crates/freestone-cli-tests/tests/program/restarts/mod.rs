@@ -7,14 +7,7 @@ mod lost_content;
 mod random;
 mod unkept_devices;
 
-use std::fs;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-
-use serde_json::Value;
-use tempfile::TempDir;
-
-use crate::harness::{Serve, ok, refused, root_tool, try_connect_nbd};
+use crate::harness::prelude::*;
 
 /// Starts a server with the state directory `state` in `dir`.
 fn serve(dir: TempDir, args: &[&str]) -> Serve {

@@ -2,20 +2,13 @@
 //! completely or not at all.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::io::{BufRead as _, BufReader};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-use std::time::Duration;
 
 use freestone_testkit::effort;
-use rustix::process::Signal;
-use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use super::{image_in, serve};
-use crate::harness::Serve;
+use crate::harness::prelude::*;
 
 const CLIENTS: usize = 3;
 

@@ -1,14 +1,8 @@
 //! Devices without `keep=yes`, after SIGTERM or SIGKILL and a restart with the same state
 //! directory.
 
-use std::fs;
-use std::os::unix::net::UnixStream;
-
-use serde_json::Value;
-use tempfile::TempDir;
-
 use super::{image, is_served, serve, stat};
-use crate::harness::{Raw, Serve, connect_nbd, publish, qemu_io, uri};
+use crate::harness::prelude::*;
 
 /// The two ways in which a server ends: SIGTERM and SIGKILL.
 const ENDS: [fn(Serve) -> TempDir; 2] = [Serve::end, Serve::kill];

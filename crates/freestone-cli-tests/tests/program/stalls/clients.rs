@@ -1,13 +1,8 @@
 //! Clients that do not read their replies or do not complete their requests, beside other clients.
 
-use std::io::Write as _;
-use std::os::unix::net::UnixStream;
-use std::thread;
-
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use serde_json::json;
 
-use crate::harness::{Raw, Serve, text};
+use crate::harness::prelude::*;
 use crate::stalls::Control;
 
 const MIB: u32 = 1 << 20;

@@ -1,15 +1,8 @@
 //! Disks that hang, under a file device or as a COW device.
 
-use std::fs;
-use std::io::Write as _;
-use std::path::PathBuf;
-use std::thread::{self, sleep};
-use std::time::{Duration, Instant};
+use std::thread::sleep;
 
-use rustix::process::Signal;
-use serde_json::json;
-
-use crate::harness::{Fuse, Raw, Serve, root_tool, text, wait_until};
+use crate::harness::prelude::*;
 use crate::stalls::Control;
 
 /// A file on a disk that can hang. nbdfuse provides the file from an export of another server,

@@ -1,14 +1,9 @@
 //! More background jobs than may run at the same time: the server queues the others.
 
-use std::fs;
-use std::time::Instant;
-
-use serde_json::{Value, json};
-
 use super::Control;
 use super::disks::Disk;
 use super::long_verbs::{SLOW_WRITES, serve_with_slow_backing};
-use crate::harness::{ANSWER_MAX, MIB, Serve, wait_until};
+use crate::harness::prelude::*;
 
 /// Starts as many background jobs as may run at the same time. The disk is so slow that they do not
 /// finish. Returns their job numbers.

@@ -1,19 +1,11 @@
 //! Long verbs on a slow disk: progress, cancellation by client, verb or server shutdown, and
 //! background jobs.
 
-use std::fs;
 use std::io::{BufRead as _, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::thread::sleep;
-use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
-use serde_json::{Value, json};
-
-use crate::harness::{
-    ANSWER_MAX, MIB, Raw, Serve, copy_in, finish, freestone, names_in, noise, ok, program, qemu_io, sentence,
-    signal, text, tool, uri, wait_until,
-};
+use crate::harness::prelude::*;
 use crate::stalls::Control;
 use crate::stalls::disks::Disk;
 

@@ -6,13 +6,9 @@ mod job_queue;
 mod long_verbs;
 mod progress_bars;
 
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::io::{BufRead as _, BufReader};
 
-use serde_json::{Value, json};
-
-use crate::harness::{ANSWER_MAX, Serve, wait_until};
+use crate::harness::prelude::*;
 
 /// Path of a server's control socket. Each request uses a connection of its own, so threads can
 /// share the path.

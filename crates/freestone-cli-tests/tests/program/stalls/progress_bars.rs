@@ -1,11 +1,9 @@
 //! Progress bars of client commands on a terminal.
 
-use std::time::Instant;
-
 use super::Control;
 use super::disks::Disk;
 use super::long_verbs::{SLOW_READS, SLOW_WRITES, serve_with_slow_backing};
-use crate::harness::{MIB, Terminal, finish, freestone};
+use crate::harness::prelude::*;
 
 #[test]
 fn progress_bar_shows_rate_and_time_left() {

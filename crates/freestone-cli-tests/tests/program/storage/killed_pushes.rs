@@ -1,21 +1,17 @@
 //! Pushes that are killed at each of their requests, before or after the object store executed the request.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::process::Stdio;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
-use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use freestone_testkit::effort;
 use freestone_testkit::s3::{Server, ServerFault};
-use rustix::process::{Pid, Signal, kill_process};
-use tempfile::TempDir;
+use rustix::process::{Pid, kill_process};
 
 use super::network::{serve, with_store};
 use super::{content, disk};
-use crate::harness::{Serve, finish, freestone};
+use crate::harness::prelude::*;
 
 const BUCKET: &str = "images";
 const URL: &str = "s3://images/x";

@@ -5,14 +5,9 @@ mod network;
 mod retention;
 mod saved_pushes;
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
 use freestone_testkit::Rng;
-use serde_json::{Value, json};
-use tempfile::TempDir;
 
-use crate::harness::{Serve, content, finish, freestone, ok, publish, qemu_io, refused, sentence, tool, uri};
+use crate::harness::prelude::*;
 
 /// A directory that serves as an image store and outlives the servers.
 struct Bucket(TempDir);

@@ -1,16 +1,12 @@
 //! Image stores over the network, on an S3 server whose failures are scripted.
 
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use freestone_testkit::effort;
 use freestone_testkit::s3::{Server, ServerFault};
-use rustix::process::Signal;
 
 use super::{content, disk, with_disk};
-use crate::harness::{Serve, finish, freestone, qemu_io, refused, signal, tool, uri, wait_until};
+use crate::harness::prelude::*;
 
 const SOURCE: &str = "d=file,path=disk.img,readonly=yes";
 
@@ -97,7 +93,7 @@ fn store_errors_are_reported() {
     let refusal = |url: &str| {
         let (code, out, err) = push(&server, dir.path(), url);
         assert_eq!((code, out.as_str()), (1, ""));
-        crate::harness::sentence(&err)
+        sentence(&err)
     };
     assert!(refusal("s3://images/x:v1").contains("refuses"), "{}", refusal("s3://images/x:v1"));
     server.require_key(None);
@@ -165,7 +161,7 @@ fn server_without_credentials_names_its_environment() {
     let mut client = with_store(&server, freestone(serving.dir.path()));
     client.args(["push", "d", "s3://images/x:v1", "--control", "control"]);
     let (code, _, err) = finish(&mut client);
-    let message = crate::harness::sentence(&err);
+    let message = sentence(&err);
     assert_eq!(code, 1);
     assert!(message.contains(&format!("no credentials: {} answers 404 ", instance.address())), "{message}");
     assert!(

@@ -1,16 +1,10 @@
 //! Removal of old tags from an image store by `prune --keep-last` and `--keep-within`.
 
-use std::fs;
-use std::path::Path;
-use std::thread;
-use std::time::Duration;
-
 use freestone_testkit::s3::Server;
-use serde_json::{Value, json};
 
 use super::network::with_store;
 use super::{Bucket, disk, push, with_disk};
-use crate::harness::{finish, freestone, refused};
+use crate::harness::prelude::*;
 
 const SOURCE: &str = "d=file,path=disk.img,readonly=yes";
 

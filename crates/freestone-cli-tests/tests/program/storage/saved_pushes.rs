@@ -1,18 +1,12 @@
 //! Pushes of saved devices (`push --restore`), which need no server.
 
-use std::fs;
 use std::io::{BufRead as _, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
 use freestone_testkit::s3::{Server, ServerFault};
-use rustix::process::Signal;
-use serde_json::Value;
-use tempfile::TempDir;
 
 use super::network::with_store;
 use super::{Bucket, content, disk, push, with_disk};
-use crate::harness::{Serve, finish, freestone, ok, qemu_io, refused, signal, tool, uri};
+use crate::harness::prelude::*;
 
 /// Returns a directory with a RAM disk of `mib` MiB as a save file, and with its content as an image file.
 fn with_save(mib: usize) -> TempDir {

@@ -1,14 +1,8 @@
 //! The web page of the server in a headless browser.
 
-use std::fs;
-use std::time::{Duration, Instant};
-
-use serde_json::json;
-use tempfile::TempDir;
-
 use super::Watched;
 use super::chromium::Chromium;
-use crate::harness::{MIB, Raw, Serve, noise};
+use crate::harness::prelude::*;
 
 /// Returns a JavaScript expression for the visible text of the element with this ID.
 fn text(id: &str) -> String {

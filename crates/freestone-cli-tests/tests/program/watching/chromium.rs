@@ -2,23 +2,18 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::io::{BufRead as _, BufReader};
+use std::process::ChildStdin;
 use std::sync::mpsc::{self, Receiver};
-use std::thread;
-use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
-use tempfile::TempDir;
-
-use crate::harness::find;
+use crate::harness::prelude::*;
 
 /// Time limit for replies of the browser and for expected changes of the page.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A browser process with one open page.
 pub struct Chromium {
-    child: Child,
+    _process: KillOnDrop,
     to: ChildStdin,
     from: Receiver<Value>,
     session: Option<String>,
@@ -66,7 +61,8 @@ impl Chromium {
                 message.clear();
             }
         });
-        let mut browser = Self { child, to, from, session: None, number: 0, events: VecDeque::new(), dir };
+        let (process, events) = (KillOnDrop(child), VecDeque::new());
+        let mut browser = Self { _process: process, to, from, session: None, number: 0, events, dir };
         let target = browser.call("Target.createTarget", json!({ "url": "about:blank" }));
         let attach = json!({ "targetId": target["targetId"], "flatten": true });
         let attached = browser.call("Target.attachToTarget", attach);
@@ -190,11 +186,4 @@ pub struct PageEvents {
     pub errors: Vec<String>,
     /// URLs of all requests that the page sent.
     pub requests: Vec<String>,
-}
-
-impl Drop for Chromium {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }

@@ -1,10 +1,7 @@
 //! Hostile and broken clients of the HTTP server.
 
-use std::io::{Read as _, Write as _};
-use std::thread;
-use std::time::{Duration, Instant};
-
 use super::{Watched, answer};
+use crate::harness::prelude::*;
 
 fn watched() -> Watched {
     Watched::start(&["r=ram,disksize=4M"])

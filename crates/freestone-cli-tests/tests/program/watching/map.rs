@@ -1,14 +1,7 @@
 //! Maps of devices on the web page, compared with what was written.
 
-use std::fs;
-use std::io::Write as _;
-use std::thread;
-use std::time::{Duration, Instant};
-
-use serde_json::{Value, json};
-
 use super::Watched;
-use crate::harness::{MIB, Raw, noise};
+use crate::harness::prelude::*;
 
 const PAGE: u64 = 4096;
 const TRIM: u16 = 4;

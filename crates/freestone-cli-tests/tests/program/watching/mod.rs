@@ -10,13 +10,9 @@ mod requests;
 mod scrape;
 mod top;
 
-use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::time::Duration;
 
-use serde_json::Value;
-
-use crate::harness::Serve;
+use crate::harness::prelude::*;
 
 /// A server with an HTTP port for monitoring, and the address of this port.
 struct Watched {

@@ -1,12 +1,9 @@
 //! The web page over HTTP: its files, headers and API requests.
 
-use std::fs;
-
 use freestone_testkit::effort;
-use serde_json::{Value, json};
 
 use super::Watched;
-use crate::harness::{MIB, Raw, refused};
+use crate::harness::prelude::*;
 
 const FILES: [&str; 7] = ["/", "/app.js", "/device.js", "/draw.js", "/map.js", "/style.css", "/icon.svg"];
 

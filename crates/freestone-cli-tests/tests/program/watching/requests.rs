@@ -1,9 +1,6 @@
 //! Single requests: the request log, and trace probes for a debugger.
 
-use std::fs;
-use std::process::{Command, Stdio};
-
-use crate::harness::{EIO, MIB, Raw, Serve, find, freestone, program};
+use crate::harness::prelude::*;
 
 const DEVICES: [&str; 2] = ["r=ram,disksize=16M", "s=ram,disksize=16M,faults=read delay=20ms,seed=1"];
 

@@ -1,12 +1,10 @@
 //! Metrics in the format of Prometheus and `OpenMetrics`.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::Path;
 
 use super::Watched;
 use super::openmetrics::Exposition;
-use crate::harness::{EIO, MIB, Raw, finish, freestone, refused};
+use crate::harness::prelude::*;
 
 /// Returns the type and labels of each metric that docs/reference/metrics.md lists, by name.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {

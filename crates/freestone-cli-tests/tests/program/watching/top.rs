@@ -1,13 +1,9 @@
 //! The subcommand `freestone top`.
 
-use std::process::Stdio;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
-use std::thread;
 
-use serde_json::{Value, json};
-
-use crate::harness::{MIB, Raw, Serve, Terminal, finish, freestone, program, stat};
+use crate::harness::prelude::*;
 
 /// Terminal escape sequence that leaves the alternate screen.
 const LEAVE_SCREEN: &str = "\x1b[?1049l";
@@ -86,10 +82,7 @@ fn invalid_top_options_are_refused() {
     assert_eq!(serve.refused(2, &["top", "--every", "2h"]), "--every: must be 1s to 1h");
     let (status, _, none) = serve.run_verb(&["top", "--count", "0"]);
     assert!(status == 2 && none.contains("0 is not in 1..=1000"), "{none}");
-    let reply = crate::harness::ask(
-        &serve.control(),
-        br#"{"jsonrpc":"2.0","id":1,"method":"top","params":{"count":1001}}"#,
-    );
+    let reply = ask(&serve.control(), br#"{"jsonrpc":"2.0","id":1,"method":"top","params":{"count":1001}}"#);
     assert_eq!(reply["error"]["message"], json!("top: count=1001: must be 1 to 1000"));
 }
 

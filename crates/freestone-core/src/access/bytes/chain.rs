@@ -1,13 +1,12 @@
 //! Submitted requests with partial blocks, which run as a chain of pieces.
 
 use std::collections::VecDeque;
-use std::sync::PoisonError;
 
 use super::pieces::{Piece, cover, pieces};
 use super::range_locks::Range;
 use super::shared::{RangeGuard, Shared, run_later, start_thread};
 use crate::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, TryResult};
-use crate::sync::{Arc, RwLock, RwLockReadGuard};
+use crate::sync::{Arc, RwLock};
 use crate::workers::Costs;
 
 /// Records whether the user, a `Bytes`, was dropped.
@@ -20,12 +19,12 @@ pub struct UserState(RwLock<bool>);
 impl UserState {
     /// Marks the user as dropped. After the return, no further request of the user starts.
     pub fn close(&self) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.0.write() = true;
     }
 
     /// Submits a request to the device, or completes it with [`Error::Gone`] if the user was dropped.
     pub fn submit(&self, shared: &Shared, request: Request, buffer: IoBuf, done: Completion) {
-        let ended = self.read();
+        let ended = self.0.read();
         if !*ended {
             return shared.device.submit(request, buffer, done);
         }
@@ -44,7 +43,7 @@ impl UserState {
         done: Completion,
     ) {
         let began = costs.begin();
-        let ended = self.read();
+        let ended = self.0.read();
         let outcome = if *ended { Err(Error::Gone) } else { try_all(&shared, request, &mut buffer) };
         let outcome = match outcome {
             Ok(None) => {
@@ -72,10 +71,6 @@ impl UserState {
         // The receiver of the completion may drop its reference to the device and expect it to be the last.
         drop(shared);
         done.complete(outcome, buffer);
-    }
-
-    fn read(&self) -> RwLockReadGuard<'_, bool> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -51,11 +51,9 @@ impl Bytes {
     }
 
     /// Tries a request like [`Device::try_io`].
-    ///
-    /// # Errors
-    /// Errors of the device.
     #[inline]
     pub fn try_io(&mut self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        crate::trail::step!();
         if (request.offset | request.len) & self.mask != 0 {
             return self.try_parts(request, buffer);
         }
@@ -78,6 +76,7 @@ impl Bytes {
 
     /// Submits a request like [`Device::submit`].
     pub fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        crate::trail::step!();
         let shared = &self.shared;
         let whole = (request.offset | request.len) & self.mask == 0;
         if whole && matches!(request.op, Op::Read | Op::Flush) {
@@ -151,9 +150,6 @@ impl Bytes {
     }
 
     /// Reports extents like [`Device::extents`], for any byte range. Returns the number of bytes described.
-    ///
-    /// # Errors
-    /// Errors of the device.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         self.clipped(offset, len, |start, len, clip| {
             self.shared.device.extents(start, len, &mut |extent| {

@@ -10,9 +10,9 @@ use tracing::Span;
 use super::limiting::{LimitSuspension, LimitedRequest, Limiting, SubmittedOp};
 use super::request_trace::{self, RequestTrace};
 use super::{Counter, IoStats, OpStats, StatSource, Sum, Tally, sampling};
-use crate::device::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
+use crate::device::zoned::{AppendCompletion, Zoned};
 use crate::device::{
-    Buffer, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult,
+    Buffer, Completion, Device, Flags, IoBuf, Request, Result, TryResult, forward_device, forward_zoned,
 };
 use crate::limits::Limits;
 use crate::per_cpu_arc::PerCpuArc;
@@ -151,10 +151,6 @@ impl Counting {
         Arc::clone(self.shells.get_or_init(make))
     }
 
-    fn zones(&self) -> Result<&dyn Zoned> {
-        self.inner.zoned().ok_or(Error::Unsupported)
-    }
-
     fn limited_request(&self, submitted: SubmittedOp) -> LimitedRequest {
         let AccessPath { tally, limiting, .. } = &self.path;
         LimitedRequest::new(submitted, Arc::clone(&self.inner), Arc::clone(limiting), Arc::clone(tally))
@@ -271,12 +267,14 @@ impl AccessPath {
     }
 }
 
+// A new method of the trait must become a choice of the macro.
+#[deny(clippy::missing_trait_methods)]
 impl Device for Counting {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
+    forward_device!(|counting| counting.inner => geometry, extents;
+        prefetch: below, zoned: self, changes: below);
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        crate::trail::step!();
         if self.path.limiting.has_any() {
             return self.try_limited(request, buffer);
         }
@@ -284,6 +282,7 @@ impl Device for Counting {
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        crate::trail::step!();
         let (path, begun) = (self.shell(), Instant::now());
         path.tally.counts().count_start();
         let trace = path.start_trace(request.op.into(), request.offset, request.len);
@@ -306,39 +305,13 @@ impl Device for Counting {
         }
         self.limited_request(SubmittedOp::Io(request, buffer, done)).pay_and_submit();
     }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.inner.prefetch(offset, len);
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.inner.zoned().map(|_| self as &dyn Zoned)
-    }
-
-    fn changes(&self) -> Option<&dyn Changes> {
-        self.inner.changes()
-    }
 }
 
 impl Zoned for Counting {
-    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
-        self.zones()?.report(offset, row)
-    }
-
-    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        self.zones()?.zone_op(op, offset)
-    }
-
-    fn reset_all(&self) -> Result<()> {
-        self.zones()?.reset_all()
-    }
+    forward_zoned!(|counting| counting.inner => report, zone_op, reset_all);
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        let zones = self.zones()?;
+        let zones = self.inner.zones()?;
         if self.path.limiting.has_any() && self.path.limiting.is_limited() {
             return Ok(None);
         }
@@ -362,7 +335,7 @@ impl Zoned for Counting {
     }
 
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
-        let zones = match self.zones() {
+        let zones = match self.inner.zones() {
             Ok(zones) => zones,
             Err(error) => return done(Err(error)),
         };

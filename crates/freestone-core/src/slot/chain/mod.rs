@@ -336,6 +336,7 @@ impl<K: ChainFamily> View<K> {
     /// `new`.
     #[inline]
     pub fn replace(&self, family: &K, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
+        crate::trail::step!();
         self.exchange(family, slot, guard.word(), new, || guard.publish(new))
     }
 

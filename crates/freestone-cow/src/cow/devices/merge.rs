@@ -95,9 +95,6 @@ impl Snapshot {
     /// Starts or resumes the merge of the snapshot into its origin, in the background. Waits for
     /// writes in flight and marks the exception store. Does nothing if the merge is running or
     /// finished.
-    ///
-    /// # Errors
-    /// See [`MergeSetupError`].
     pub fn merge(&self) -> std::result::Result<(), MergeSetupError> {
         self.0.snap.start_or_resume_merge()
     }

@@ -38,6 +38,7 @@ impl Origin {
     /// Creates an origin whose notes record an interrupted merge. A half-merged origin must not be
     /// used before its snapshot is open: see [`is_half_merged`](Self::is_half_merged).
     pub fn with_notes(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
+        freestone_core::trail::step!();
         Self(Arc::new(Anchor(OriginCore::new(device, notes, writes::submit_from_origin))))
     }
 
@@ -86,6 +87,7 @@ impl Device for Origin {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
+        freestone_core::trail::step!();
         let core: &OriginCore = self.0.0.any();
         if matches!(request.op, Op::Read | Op::Flush) {
             if !core.may_have_merge() {
@@ -111,6 +113,7 @@ impl Device for Origin {
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        freestone_core::trail::step!();
         let core = &self.0.0;
         if !matches!(request.op, Op::Read | Op::Flush) {
             return match request.check(&core.device.geometry()) {

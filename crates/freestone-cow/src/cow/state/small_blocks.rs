@@ -10,6 +10,7 @@ use std::sync::Arc;
 use freestone_core::device::{
     Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult, range_end,
 };
+use freestone_core::overlap::OverlapTracker;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 
@@ -23,23 +24,13 @@ struct SmallBlocksState {
     /// Logical block size of the COW device, in bytes.
     large: u32,
     work_queue: Arc<WorkQueue>,
-    /// Writes in flight and waiting writes, in order of arrival. Lock order: innermost; no device
-    /// is called under this lock.
-    writes: Mutex<Vec<QueuedWrite>>,
-}
-
-/// Write in flight, or waiting for earlier writes.
-struct QueuedWrite {
-    number: u64,
-    /// Range of bytes, in whole blocks of the device, that the write touches.
-    start: u64,
-    end: u64,
-    /// The write itself while it waits for earlier writes; `None` once it runs.
-    job: Option<BlockWrite>,
+    /// Unfinished writes by the blocks that they touch, with those that wait for earlier writes.
+    /// Lock order: innermost; no device is called under this lock.
+    writes: Mutex<OverlapTracker<BlockWrite>>,
 }
 
 struct BlockWrite {
-    number: u64,
+    ticket: usize,
     /// Remaining part of the write. The data of this part starts at `from` in the buffer.
     request: Request,
     from: usize,
@@ -78,21 +69,13 @@ impl SmallBlocks {
         let shared = &self.0;
         let (start, end) = shared.whole_blocks(&request);
         let mut writes = shared.writes.lock();
-        let number = writes.last().map_or(0, |last| last.number + 1);
-        let job = BlockWrite { number, request, from: 0, buffer, done };
-        let is_free = writes.iter().all(|other| !other.overlaps(start, end));
-        let (ready, queued) = if is_free { (Some(job), None) } else { (None, Some(job)) };
-        writes.push(QueuedWrite { number, start, end, job: queued });
-        drop(writes);
-        if let Some(job) = ready {
-            shared.run_step(job);
+        let (ticket, ready) = writes.enter(start..end, true);
+        let job = BlockWrite { ticket, request, from: 0, buffer, done };
+        if !ready {
+            return writes.store(ticket, job);
         }
-    }
-}
-
-impl QueuedWrite {
-    fn overlaps(&self, start: u64, end: u64) -> bool {
-        self.start < end && start < self.end
+        drop(writes);
+        shared.run_step(job);
     }
 }
 
@@ -165,16 +148,8 @@ impl SmallBlocksState {
 
     /// Completes a write, and starts the waiting writes that overlap no earlier write any more.
     fn finish_write(self: &Arc<Self>, job: BlockWrite, outcome: Result<()>) {
-        let mut writes = self.writes.lock();
-        writes.retain(|write| write.number != job.number);
         let mut free = Vec::new();
-        for at in 0..writes.len() {
-            let QueuedWrite { start, end, .. } = writes[at];
-            if writes[at].job.is_some() && writes[..at].iter().all(|before| !before.overlaps(start, end)) {
-                free.extend(writes[at].job.take());
-            }
-        }
-        drop(writes);
+        self.writes.lock().finish(job.ticket, |_, waiting| free.extend(waiting.take()));
         for job in free {
             let shared = Arc::clone(self);
             self.work_queue.push(move || shared.run_step(job));

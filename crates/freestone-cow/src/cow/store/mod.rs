@@ -241,9 +241,6 @@ impl Store {
     /// Returns the last run: the last committed exceptions whose chunks are contiguous on both
     /// devices, within one area and at most [`RUN_ENTRIES_MAX`]. Returns `None` if no exception is
     /// left. Blocks; used by merges.
-    ///
-    /// # Errors
-    /// [`MergeError`].
     pub fn last_run(&self) -> Result<Option<Run>, MergeError> {
         self.committer()?.last_run()
     }

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::area::{Area, Block};
 use super::format::{self, Entry, Layout, Mark};
@@ -348,7 +348,7 @@ impl Committer {
                 None => freestone_core::pin::wait(&self.wake, queue),
                 Some(at) => {
                     let left = at.saturating_duration_since(Instant::now());
-                    self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0
+                    self.wake.wait_timeout(queue, left).0
                 }
             };
         }

@@ -8,7 +8,7 @@ use super::format::Layout;
 use super::types::AllocateError;
 use crate::cow::Usage;
 use crate::cow::status::SECTOR_BYTES;
-use freestone_core::percpu;
+use freestone_core::percpu::PerCpu;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
 /// Number of chunks in a run. The chunks of a run are contiguous on the COW device, so copies made
@@ -25,7 +25,7 @@ pub struct Transient {
     /// First chunk of the COW device that belongs to no CPU's run.
     next_free: CachePadded<AtomicU64>,
     /// Run of unused chunks of each CPU.
-    runs: Box<[CachePadded<Mutex<Range<u64>>>]>,
+    runs: PerCpu<Mutex<Range<u64>>>,
     lost: AtomicU32,
 }
 
@@ -34,7 +34,7 @@ impl Transient {
         Self {
             layout,
             next_free: CachePadded::new(AtomicU64::new(0)),
-            runs: (0..percpu::cpus()).map(|_| CachePadded::default()).collect(),
+            runs: PerCpu::default(),
             lost: AtomicU32::new(0),
         }
     }
@@ -53,7 +53,7 @@ impl Transient {
             return Err(AllocateError::Invalid);
         }
         let own = {
-            let mut run = percpu::lock_nearest(|cpu| &self.runs[cpu]);
+            let mut run = self.runs.lock();
             if run.is_empty() {
                 *run = self.next_run(self.layout.chunks(size));
             }

@@ -7,11 +7,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
-};
+use freestone_core::device::{Blocking, Flags, Op};
 use freestone_cow::cow::{MergeStatus, Origin, StoreKind};
-use freestone_testkit::{Model, Rng};
+use freestone_testkit::{Model, Rng, TestDevice};
 
 use super::{NONE, is_empty};
 use crate::support::{bytes, config, read_all};
@@ -25,67 +23,39 @@ enum Done {
     Flush,
 }
 
-/// A device that adds each of its writes and flushes to a shared log on completion.
-struct Recorder {
-    number: usize,
-    inner: Model,
-    log: Log,
-    /// A hook that runs at each flush.
-    at_flush: Mutex<Option<Hook>>,
-}
-
 type Hook = Box<dyn FnMut() + Send>;
 
-impl Recorder {
-    fn new(number: usize, size: usize, log: &Log) -> Arc<Self> {
-        let (inner, log) = (Model::new(size, 512), Arc::clone(log));
-        Arc::new(Self { number, inner, log, at_flush: Mutex::default() })
-    }
-
-    fn note(&self, request: &Request, data: &[u8]) {
-        let done = match request.op {
-            Op::Read => return,
-            Op::Flush => {
-                if let Some(hook) = &mut *self.at_flush.lock().unwrap() {
-                    hook();
+/// A device with a volatile cache that adds each of its writes and flushes to a shared log on completion.
+/// `at_flush` runs at each flush.
+fn recorder_with(
+    number: usize,
+    size: usize,
+    log: &Log,
+    at_flush: Arc<Mutex<Option<Hook>>>,
+) -> Arc<TestDevice> {
+    let log = Arc::clone(log);
+    let device = TestDevice::over(Arc::new(Model::new(size, 512)))
+        .shaped(|geometry| geometry.volatile_cache = true)
+        .on_done(move |request, data| {
+            let data = match request.op {
+                Op::Read => return,
+                Op::Flush => {
+                    if let Some(hook) = &mut *at_flush.lock().unwrap() {
+                        hook();
+                    }
+                    return log.lock().unwrap().push((number, Done::Flush));
                 }
-                Done::Flush
-            }
-            Op::Write => Done::Write {
-                offset: request.offset,
-                data: data.to_vec(),
-                fua: request.flags.contains(Flags::FUA),
-            },
-            Op::Discard | Op::WriteZeroes => Done::Write {
-                offset: request.offset,
-                data: vec![0; request.len as usize],
-                fua: request.flags.contains(Flags::FUA),
-            },
-        };
-        self.log.lock().unwrap().push((self.number, done));
-    }
+                Op::Write => data.to_vec(),
+                Op::Discard | Op::WriteZeroes => vec![0; request.len as usize],
+            };
+            let fua = request.flags.contains(Flags::FUA);
+            log.lock().unwrap().push((number, Done::Write { offset: request.offset, data, fua }));
+        });
+    Arc::new(device)
 }
 
-impl Device for Recorder {
-    fn geometry(&self) -> Geometry {
-        Geometry { volatile_cache: true, ..self.inner.geometry() }
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        let data = if let Buffer::Write(data) = &buffer { data.to_vec() } else { Vec::new() };
-        let tried = self.inner.try_io(request, buffer)?;
-        self.note(request, &data);
-        Ok(tried)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.note(&request, &buffer);
-        self.inner.submit(request, buffer, done);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
-    }
+fn recorder(number: usize, size: usize, log: &Log) -> Arc<TestDevice> {
+    recorder_with(number, size, log, Arc::default())
 }
 
 /// Returns the contents of both devices after a crash. `rng` selects the unflushed writes that are
@@ -128,9 +98,7 @@ fn crashed(images: &[Vec<u8>; 2], log: &[(usize, Done)], rng: &mut Rng) -> [Vec<
 }
 
 fn model(content: &[u8]) -> Arc<Model> {
-    let model = Model::new(content.len(), 512);
-    model.write_at(0, content, NONE).unwrap();
-    Arc::new(model)
+    Arc::new(Model::filled(content.to_vec(), 512))
 }
 
 /// Crashes a merge after every request. The reopened snapshot must lose nothing, and the merge must
@@ -139,8 +107,7 @@ fn model(content: &[u8]) -> Arc<Model> {
 fn crash_at_any_merge_step_loses_nothing() {
     let size = 128 << 10;
     let log = Log::default();
-    let recorder = |number, size| Recorder::new(number, size, &log);
-    let (below, cow) = (recorder(0, size), recorder(1, 1 << 20));
+    let (below, cow) = (recorder(0, size, &log), recorder(1, 1 << 20, &log));
     let origin = Origin::new(below.clone());
     origin.write_at(0, &bytes(1, size as u64), NONE).unwrap();
     let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
@@ -181,7 +148,8 @@ fn crash_at_any_merge_step_loses_nothing() {
 fn crash_during_merge_keeps_flushed_origin_writes() {
     let size = 128 << 10;
     let log = Log::default();
-    let (below, cow) = (Recorder::new(0, size, &log), Recorder::new(1, 1 << 20, &log));
+    let at_flush = Arc::<Mutex<Option<Hook>>>::default();
+    let (below, cow) = (recorder_with(0, size, &log, Arc::clone(&at_flush)), recorder(1, 1 << 20, &log));
     let origin = Origin::new(below.clone());
     let base = bytes(1, size as u64);
     origin.write_at(0, &base, NONE).unwrap();
@@ -200,7 +168,7 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
     // chunks without an exception. The log records their completions under number 2.
     let mut writes = [3, 12, 6, 22, 4].into_iter();
     let (user, completions) = (origin.clone(), Arc::clone(&log));
-    *below.at_flush.lock().unwrap() = Some(Box::new(move || {
+    *at_flush.lock().unwrap() = Some(Box::new(move || {
         if let Some(chunk) = writes.next() {
             let (offset, data) = (chunk * 4096 + 512, bytes(chunk + 100, 1024));
             user.write_at(offset, &data, Flags::FUA).unwrap();
@@ -209,7 +177,7 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
     }));
     snapshot.merge().unwrap();
     assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
-    *below.at_flush.lock().unwrap() = None;
+    *at_flush.lock().unwrap() = None;
     let log = log.lock().unwrap().clone();
     assert_eq!(log.iter().filter(|(number, _)| *number == 2).count(), 5);
     let mut resumed_merges = 0;
@@ -284,8 +252,7 @@ fn crash_during_merge_keeps_flushed_origin_writes() {
 fn crash_during_origin_writes_keeps_snapshots() {
     let size = 128 << 10;
     let log = Log::default();
-    let recorder = |number, size| Recorder::new(number, size, &log);
-    let (below, cow) = (recorder(0, size), recorder(1, 1 << 20));
+    let (below, cow) = (recorder(0, size, &log), recorder(1, 1 << 20, &log));
     let origin = Origin::new(below.clone());
     origin.write_at(0, &bytes(1, size as u64), NONE).unwrap();
     origin.flush().unwrap();

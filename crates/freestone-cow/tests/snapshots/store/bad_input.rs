@@ -5,11 +5,10 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, TryResult,
-};
+use freestone_core::device::{Blocking, Device, Error, Flags, Geometry, Op};
 use freestone_cow::cow::store::Store;
 use freestone_cow::cow::{SetupError, StoreKind};
+use freestone_drive::view::ReadOnly;
 use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, scaled};
 
 use super::disk::Disk;
@@ -90,23 +89,6 @@ fn torn_write_is_cleaned_up() {
     assert_eq!(check(&input(300, 100, 8, &entries)), Some(Ok(10)));
 }
 
-/// A disk that reports another geometry than its own.
-struct Changed(Arc<Disk>, Geometry);
-impl Device for Changed {
-    fn geometry(&self) -> Geometry {
-        self.1
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult, Error> {
-        self.0.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.0.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64, Error> {
-        self.0.extents(offset, len, row)
-    }
-}
-
 /// A torn write leaves a gap larger than a block, with entries beyond it. New exceptions that fill
 /// the gap must not bring these entries back.
 #[test]
@@ -162,8 +144,7 @@ fn small_or_read_only_device_is_refused() {
         }
     }
     let disk = Disk::new(vec![0; 1 << 20]);
-    let read_only = Geometry { read_only: true, ..disk.geometry() };
-    let cow = Arc::new(Changed(Arc::clone(&disk), read_only));
+    let cow = Arc::new(ReadOnly(Arc::clone(&disk) as _));
     assert_eq!(setup(cow, StoreKind::Persistent, None).unwrap_err(), "the COW device is read-only");
     assert_eq!(disk.history(), [] as [&str; 0]);
 }

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result,
     TryResult,
 };
+use freestone_core::sync::{Mutex, MutexGuard};
 use freestone_testkit::Rng;
 
 pub const SECTOR: usize = 512;
@@ -92,21 +93,21 @@ impl Disk {
     }
 
     pub fn bytes(&self) -> Vec<u8> {
-        self.lock().bytes.clone()
+        self.state.lock().bytes.clone()
     }
 
     /// Returns true if the disk holds `bytes` at this offset.
     pub fn holds(&self, offset: u64, bytes: &[u8]) -> bool {
-        self.lock().bytes[offset as usize..].starts_with(bytes)
+        self.state.lock().bytes[offset as usize..].starts_with(bytes)
     }
 
     pub fn note(&self, note: Note) {
-        self.lock().log.push(Event::Note(note));
+        self.state.lock().log.push(Event::Note(note));
     }
 
     /// Clears the log and the recorded writes. Returns the content of the disk.
     pub fn start(&self) -> Vec<u8> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         assert!(state.in_flight.is_empty());
         state.log.clear();
         state.writes.clear();
@@ -116,14 +117,14 @@ impl Disk {
 
     /// Returns the events since `start`, which returned `base`.
     pub fn recording(&self, base: Vec<u8>) -> Recording {
-        let state = self.lock();
+        let state = self.state.lock();
         Recording { base, writes: state.writes.clone(), log: state.log.clone() }
     }
 
     /// Returns the completed requests and the notes as text, with offset, length and FUA of each
     /// write.
     pub fn history(&self) -> Vec<String> {
-        let state = self.lock();
+        let state = self.state.lock();
         let written = |at: &usize| {
             let RecordedWrite { offset, data, fua } = &state.writes[*at];
             let zero = if data.iter().all(|&byte| byte == 0) { " zero" } else { "" };
@@ -139,23 +140,19 @@ impl Disk {
         state.log.iter().filter_map(row).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns how long a request takes. None if the request completes at once.
     fn time(&self, request: &Request) -> Option<Duration> {
         let (micros, rng) = self.slow.as_ref()?;
         if request.op != Op::Flush && !request.flags.contains(Flags::FUA) {
             return None;
         }
-        let more = rng.lock().unwrap_or_else(PoisonError::into_inner).below(micros.end - micros.start);
+        let more = rng.lock().below(micros.end - micros.start);
         Some(Duration::from_micros(micros.start + more))
     }
 
     fn perform(&self, request: &Request, data: &mut Option<&mut [u8]>, time: Option<Duration>) {
         let range = request.offset as usize..(request.offset + request.len) as usize;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         match (request.op, data) {
             (Op::Read, Some(out)) => out.copy_from_slice(&state.bytes[range]),
             (Op::Write, Some(data)) => self.write(state, range, data, request, time),
@@ -171,7 +168,7 @@ impl Disk {
                 if let Some(time) = time {
                     thread::sleep(time);
                 }
-                self.lock().log.push(Event::FlushEnd(flush));
+                self.state.lock().log.push(Event::FlushEnd(flush));
             }
             _ => {}
         }
@@ -199,7 +196,7 @@ impl Disk {
         if let Some(time) = time {
             thread::sleep(time);
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.bytes[range.clone()].copy_from_slice(data);
         state.in_flight.retain(|other| *other != range);
         state.log.push(Event::End(write));
@@ -236,7 +233,7 @@ impl Device for Slow {
 impl Device for Disk {
     fn geometry(&self) -> Geometry {
         Geometry {
-            size: self.lock().bytes.len() as u64,
+            size: self.state.lock().bytes.len() as u64,
             logical_block: SECTOR as u32,
             physical_block: 4096,
             io_min: 4096,

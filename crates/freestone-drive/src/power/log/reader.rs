@@ -206,9 +206,6 @@ impl Reader {
     }
 
     /// Splits the entries of the log at its flushes, and returns the parts in order.
-    ///
-    /// # Errors
-    /// The errors of [`next_entry`](Self::next_entry).
     pub fn epochs(&mut self) -> Result<Vec<Epoch>, Error> {
         self.rewind();
         let mut epochs = Vec::new();

@@ -77,9 +77,6 @@ impl Writer {
 
     /// Returns the file that will be linked at the path when the recording starts, or `None` if it
     /// was linked already. The caller removes the file if creating the device fails.
-    ///
-    /// # Errors
-    /// The error from the operating system.
     pub fn created_file(&self) -> io::Result<Option<CreatedFile>> {
         self.unnamed.as_ref().map(|(place, unnamed)| unnamed.created_file(place)).transpose()
     }

@@ -1,13 +1,12 @@
 //! Every effect and every condition of fault rules.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use freestone_core::device::{Blocking, Buffer, Device, Error, Flags, Op, Request, TryResult};
 use freestone_drive::faults::Faults;
-use freestone_testkit::{DeferPolicy, DeferringDevice, Model};
+use freestone_testkit::{DeferPolicy, DeferringDevice, Model, TestDevice};
 
-use crate::faults::support::{BLOCK, Recorder, faults, fired, read, rules, submit, write};
+use crate::faults::support::{BLOCK, faults, fired, read, rules, submit, take_durable, write};
 
 const SIZE: usize = 1 << 20;
 
@@ -165,17 +164,17 @@ fn misdirected_writes_arrive_elsewhere() {
 
 #[test]
 fn lying_flush_has_no_effect() {
-    let recorder = Recorder::new(Arc::new(Model::new(SIZE, 512)));
+    let recorder = Arc::new(TestDevice::over(Arc::new(Model::new(SIZE, 512))));
     let faults = faults(recorder.clone(), "flush lie nth=2; writes lie at=0+4K");
     for flushes in [1, 1, 2] {
         faults.flush().unwrap();
-        assert_eq!(recorder.flushes.load(Ordering::SeqCst), flushes);
+        assert_eq!(recorder.requests(Op::Flush).len(), flushes);
     }
     for (offset, durable) in [(0, 0), (4096, 1)] {
         faults.write_at(offset, &[1; 512], Flags::FUA).unwrap();
-        assert_eq!(recorder.durable.swap(0, Ordering::SeqCst), durable, "write at {offset}");
+        assert_eq!(take_durable(&recorder), durable, "write at {offset}");
         faults.write_zeroes(offset + 512, 512, Flags::FUA | Flags::MAY_FREE).unwrap();
-        assert_eq!(recorder.durable.swap(0, Ordering::SeqCst), durable, "zeroes at {offset}");
+        assert_eq!(take_durable(&recorder), durable, "zeroes at {offset}");
     }
     assert_eq!(read(&faults, 0, 512), [1; 512], "what is written is written");
     // Without the FUA flag, the rule has no flag to remove.

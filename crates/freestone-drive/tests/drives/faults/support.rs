@@ -1,15 +1,11 @@
 //! Shared parts of the fault tests.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneOp};
-use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
-    TryResult, Zoned,
-};
+use freestone_core::device::{Blocking, Completion, Device, Flags, IoBuf, Request, Result};
 use freestone_drive::faults::{Faults, Rules};
+use freestone_testkit::TestDevice;
 
 /// Deadline for any completion.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -63,82 +59,8 @@ pub fn fired(faults: &Faults) -> Vec<u64> {
     faults.counts().iter().map(|count| count.fired).collect()
 }
 
-/// A device that counts the requests that reach it.
-pub struct Recorder {
-    inner: Arc<dyn Device>,
-    pub flushes: AtomicU64,
-    pub durable: AtomicU64,
-    pub all: AtomicU64,
-}
-
-impl Recorder {
-    pub fn new(inner: Arc<dyn Device>) -> Arc<Self> {
-        let zero = AtomicU64::default;
-        Arc::new(Self { inner, flushes: zero(), durable: zero(), all: zero() })
-    }
-
-    fn note(&self, request: &Request) {
-        self.all.fetch_add(1, Ordering::SeqCst);
-        if request.op == Op::Flush {
-            self.flushes.fetch_add(1, Ordering::SeqCst);
-        }
-        self.note_flags(request.flags);
-    }
-
-    fn note_flags(&self, flags: Flags) {
-        if flags.contains(Flags::FUA) {
-            self.durable.fetch_add(1, Ordering::SeqCst);
-        }
-    }
-}
-
-impl Device for Recorder {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        self.note(request);
-        self.inner.try_io(request, buffer)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.note(&request);
-        self.inner.submit(request, buffer, done);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.inner.extents(offset, len, row)
-    }
-
-    fn zoned(&self) -> Option<&dyn Zoned> {
-        self.inner.zoned().map(|_| self as &dyn Zoned)
-    }
-}
-
-impl Zoned for Recorder {
-    fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
-        self.inner.zoned().ok_or(Error::Unsupported)?.report(offset, row)
-    }
-
-    fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        self.inner.zoned().ok_or(Error::Unsupported)?.zone_op(op, offset)
-    }
-
-    fn reset_all(&self) -> Result<()> {
-        self.inner.zoned().ok_or(Error::Unsupported)?.reset_all()
-    }
-
-    fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        self.note_flags(flags);
-        self.inner.zoned().ok_or(Error::Unsupported)?.try_append(offset, data, flags)
-    }
-
-    fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
-        self.note_flags(flags);
-        match self.inner.zoned() {
-            Some(zoned) => zoned.submit_append(offset, data, flags, done),
-            None => done(Err(Error::Unsupported)),
-        }
-    }
+/// Returns how many of the logged requests have FUA, and clears the log.
+pub fn take_durable<D: Device + ?Sized>(device: &TestDevice<D>) -> usize {
+    let log = std::mem::take(&mut *device.log.lock().unwrap());
+    log.iter().filter(|request| request.flags.contains(Flags::FUA)).count()
 }

@@ -1,6 +1,5 @@
 //! Fault rules on zones: zone operations, appends, and writes at the write pointer.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,9 +7,9 @@ use std::time::{Duration, Instant};
 use freestone_core::device::zoned::{Zone, ZoneCondition, ZoneOp};
 use freestone_core::device::{Blocking, Device, Error, Flags, IoBuf, Request, Result, Zoned};
 use freestone_drive::faults::Faults;
-use freestone_testkit::{DeferPolicy, DeferringDevice, ModelZoned, ZonedConfig};
+use freestone_testkit::{DeferPolicy, DeferringDevice, ModelZoned, TestDevice, ZonedConfig};
 
-use crate::faults::support::{BLOCK, PATIENCE, Recorder, faults, fired, read, rules, submit, write};
+use crate::faults::support::{BLOCK, PATIENCE, faults, fired, read, rules, submit, take_durable, write};
 
 const ZONE: u64 = 256 << 10;
 /// Byte offset of the first sequential zone. The zone before it is conventional.
@@ -229,11 +228,11 @@ fn conventional_zones_are_like_plain_devices() {
 
 #[test]
 fn appends_lose_their_fua() {
-    let recorder = Recorder::new(model());
+    let recorder = Arc::new(TestDevice::over(model()));
     let faults = faults(recorder.clone(), "append lie nth=2");
     for durable in [1, 0, 1] {
         append(&faults, FIRST, &[1; BLOCK], Flags::FUA).unwrap();
-        assert_eq!(recorder.durable.swap(0, Ordering::SeqCst), durable);
+        assert_eq!(take_durable(&recorder), durable);
     }
 }
 

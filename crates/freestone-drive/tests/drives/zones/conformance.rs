@@ -1,19 +1,16 @@
 //! Zoned devices pass the conformance suite of zones, over every kind of device.
 
 use std::cell::Cell;
-use std::fmt;
 use std::sync::Arc;
 
-use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Request, Result, TryResult,
-};
+use freestone_core::device::Device;
 use freestone_drive::null::{self, BadBlocks, BadBlocksConfig, Memory};
 use freestone_drive::power::{self, Power};
 use freestone_drive::zone::{Config, StateLocation, Zones};
 use freestone_image::file::{self, File};
 use freestone_ram::ram::{self, Ram};
 use freestone_testkit::conformance::{self, Options};
-use freestone_testkit::{DeferPolicy, DeferringDevice, FaultyDisk, Model};
+use freestone_testkit::{DeferPolicy, DeferringDevice, FaultyDisk, Model, TestDevice};
 
 const SIZE: u64 = 4 << 20;
 
@@ -126,44 +123,15 @@ fn over_a_file_with_a_state_file() {
     conformance::check_zoned("zones over a file", &make, options(11));
 }
 
-/// The conventional zones of a device, as a device of their own.
-struct Conventional {
-    zones: Zones,
-    size: u64,
-}
-
-impl fmt::Debug for Conventional {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Conventional({:?})", self.zones)
-    }
-}
-
-impl Device for Conventional {
-    fn geometry(&self) -> Geometry {
-        Geometry { size: self.size, zones: None, ..self.zones.geometry() }
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        request.check(&self.geometry())?;
-        self.zones.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        match request.check(&self.geometry()) {
-            Ok(()) => self.zones.submit(request, buffer, done),
-            Err(error) => done.complete(Err(error), buffer),
-        }
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        let end = offset.checked_add(len).filter(|&end| end <= self.size).ok_or(Error::OutOfRange)?;
-        self.zones.extents(offset, end - offset, row)
-    }
-}
-
 #[test]
 fn conventional_zones_conform_as_a_plain_device() {
     let config = Config { zone_size: 256 << 10, zone_nr_conv: 8, ..Config::default() };
     let make = |backing: Arc<dyn Device>| {
         let zones = Zones::new(backing, config, StateLocation::Volatile, None).unwrap();
-        Arc::new(Conventional { zones, size: 8 * config.zone_size }) as Arc<dyn Device>
+        let conventional = TestDevice::over(Arc::new(zones)).shaped(move |geometry| {
+            (geometry.size, geometry.zones) = (8 * config.zone_size, None);
+        });
+        Arc::new(conventional) as Arc<dyn Device>
     };
     conformance::check("conventional zones", &|| make(Arc::new(memory())), options(12));
     let deferred = || {

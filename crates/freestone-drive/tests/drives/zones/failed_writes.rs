@@ -5,14 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use freestone_core::device::zoned::{ZoneCondition, ZoneOp, Zoned};
-use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
-    TryResult,
-};
+use freestone_core::device::{Blocking, Device, Error, Flags, Op};
 use freestone_drive::null::{self, Memory};
 use freestone_drive::power::{self, Power};
 use freestone_drive::zone::{Config, StateLocation, Zones};
-use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, TestDevice};
 
 const BLOCK: u64 = 512;
 const ZONE: u64 = 32 << 10;
@@ -253,30 +250,6 @@ fn crash_keeps_durable_data_and_valid_pointers() {
 
 // ---- unflushed state read after a restart -------------------------------------------------------
 
-/// A disk with a volatile cache, whose flushes can fail without effect.
-struct Cached {
-    power: Power,
-    fails: AtomicBool,
-}
-
-impl Device for Cached {
-    fn geometry(&self) -> Geometry {
-        self.power.geometry()
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        if request.op == Op::Flush && self.fails.load(Ordering::SeqCst) {
-            return Err(Error::Media);
-        }
-        self.power.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.power.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.power.extents(offset, len, row)
-    }
-}
-
 /// The program ends after writing the state, before flushing it. The next program reads that state
 /// from the cache, and then the power is cut.
 #[test]
@@ -285,17 +258,22 @@ fn state_read_at_open_is_durable() {
         let data = Arc::new(Model::new(SIZE as usize, BLOCK as u32));
         let memory = Arc::new(Memory::new(null::Config::plain(STATE_BYTES, BLOCK as u32)).unwrap());
         let power = Power::new(memory, power::Config::default()).unwrap();
-        let state = Arc::new(Cached { power, fails: AtomicBool::new(false) });
+        let fails = Arc::new(AtomicBool::new(false));
+        let failing = Arc::clone(&fails);
+        let state = Arc::new(TestDevice::over(Arc::new(power)).on_try(move |power, request, buffer| {
+            let is_failed = request.op == Op::Flush && failing.load(Ordering::SeqCst);
+            if is_failed { Err(Error::Media) } else { power.try_io(request, buffer) }
+        }));
         let zones = open(data.clone(), state.clone());
         zones.write_at(0, &[7; 8192], NONE).unwrap();
-        state.fails.store(true, Ordering::SeqCst);
+        fails.store(true, Ordering::SeqCst);
         assert_eq!(zones.flush(), Err(Error::Media));
         drop(zones);
-        state.fails.store(false, Ordering::SeqCst);
+        fails.store(false, Ordering::SeqCst);
         let zones = open(data.clone(), state.clone());
         assert_eq!(pointer(&zones, 0), 8192);
         zones.flush().unwrap();
-        let _ = state.power.cut(seed).unwrap();
+        let _ = state.cut(seed).unwrap();
         drop(zones);
         let zones = open(data, state);
         assert_eq!(pointer(&zones, 0), 8192, "seed {seed}: what was flushed is gone");

@@ -3,69 +3,48 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use freestone_core::device::{
-    Blocking as _, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
-};
+use freestone_core::device::{Flags, Op};
 use freestone_nbd::Server;
 use freestone_nbd_client::{Config, Nbd};
-use freestone_testkit::Model;
+use freestone_testkit::{Model, TestDevice};
 
 use super::{BLOCK, SIZE};
 use crate::harness::TestAddress;
 
-/// A disk with a volatile cache. `stable` contains the content that was flushed.
+/// A disk with a volatile cache, and the content that was flushed.
 struct CachedDisk {
-    cache: Model,
-    stable: Mutex<Vec<u8>>,
+    disk: Arc<TestDevice>,
+    stable: Arc<Mutex<Vec<u8>>>,
 }
 
 impl CachedDisk {
-    fn new(stable: Vec<u8>) -> Arc<Self> {
-        let cache = Model::new(stable.len(), BLOCK as u32);
-        cache.write_at(0, &stable, Flags::empty()).unwrap();
-        Arc::new(Self { cache, stable: Mutex::new(stable) })
+    fn new(stable: Vec<u8>) -> Self {
+        let cache = Arc::new(Model::filled(stable.clone(), BLOCK as u32));
+        let stable = Arc::new(Mutex::new(stable));
+        let (cached, settled) = (Arc::clone(&cache), Arc::clone(&stable));
+        let disk = TestDevice::over(cache).shaped(|geometry| geometry.volatile_cache = true).on_done(
+            move |request, _| {
+                let mut stable = settled.lock().unwrap();
+                if request.op == Op::Flush {
+                    *stable = cached.content();
+                } else if request.flags.contains(Flags::FUA) {
+                    let range = request.offset as usize..(request.offset + request.len) as usize;
+                    stable[range].copy_from_slice(&cached.bytes(request.offset, request.len as usize));
+                }
+            },
+        );
+        Self { disk: Arc::new(disk), stable }
     }
 
     fn stable(&self) -> Vec<u8> {
         self.stable.lock().unwrap().clone()
-    }
-
-    fn settle(&self, offset: u64, len: u64) {
-        let range = offset as usize..(offset + len) as usize;
-        let mut stable = self.stable.lock().unwrap();
-        self.cache.read_at(offset, &mut stable[range]).unwrap();
-    }
-}
-
-impl Device for CachedDisk {
-    fn geometry(&self) -> Geometry {
-        Geometry { volatile_cache: true, ..self.cache.geometry() }
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        let done = self.cache.try_io(request, buffer)?;
-        assert_eq!(done, TryResult::Done);
-        if request.op == Op::Flush {
-            self.settle(0, self.geometry().size);
-        } else if request.flags.contains(Flags::FUA) {
-            self.settle(request.offset, request.len);
-        }
-        Ok(done)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.cache.submit(request, buffer, done);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.cache.extents(offset, len, row)
     }
 }
 
 /// A server over a [`CachedDisk`] that can crash.
 pub struct CrashServer {
     place: TestAddress,
-    running: Option<(Server, Arc<CachedDisk>)>,
+    running: Option<(Server, CachedDisk)>,
     stable: Vec<u8>,
 }
 
@@ -78,7 +57,7 @@ impl CrashServer {
 
     pub fn start(&mut self) {
         let disk = CachedDisk::new(std::mem::take(&mut self.stable));
-        self.running = Some((self.place.serve(disk.clone()), disk));
+        self.running = Some((self.place.serve(disk.disk.clone()), disk));
     }
 
     /// Crashes the server: cuts all connections without replies, and discards the disk's cache.

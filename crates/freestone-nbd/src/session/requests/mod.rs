@@ -28,6 +28,7 @@ use crate::wire::headers::{Headers, Tag};
 impl Session<'_> {
     /// Handles the next request in the input.
     pub(in crate::session) fn next_request(&mut self) -> Result<Step, ConnectionLost> {
+        freestone_core::trail::step!();
         let (command, incoming) = if self.headers == Headers::Extended {
             match self.next_extended()? {
                 Ok(request) => request,

@@ -14,6 +14,7 @@ use crate::wire::headers::{Tag, simple};
 
 impl Session<'_> {
     pub(super) fn handle_read(&mut self, incoming: ParsedHeader) -> Result<Step, ConnectionLost> {
+        freestone_core::trail::step!();
         let allowed = if self.headers.have_chunks() { CommandFlags::DF } else { CommandFlags::empty() };
         let vetted = self.validate(incoming, Op::Read, allowed, CommandGroup::Plain);
         let len = incoming.len as usize;

@@ -17,6 +17,7 @@ use crate::wire::headers::Tag;
 
 impl Session<'_> {
     pub(super) fn handle_write(&mut self, incoming: ParsedHeader) -> Result<Step, ConnectionLost> {
+        freestone_core::trail::step!();
         let vetted = self.validate(incoming, Op::Write, CommandFlags::empty(), CommandGroup::Store);
         let request = match vetted {
             Ok((request, _)) if incoming.len <= max_payload(&self.geometry).into() => request,

@@ -193,6 +193,7 @@ impl Tables {
     }
 
     pub fn publish(&mut self, export: &Arc<Export>) -> Result<(), PublishError> {
+        freestone_core::trail::step!();
         let id = self.new_id();
         let at = self.by_address.get(&export.address);
         let Some((at, listener)) = at.and_then(|at| Some((*at, self.listeners.get_mut(at)?))) else {

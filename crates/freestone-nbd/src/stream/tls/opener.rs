@@ -76,9 +76,6 @@ impl Opener {
 
     /// Receives once, at most `limit` bytes. Called only if the opener is not [ready](Self::is_ready).
     /// Returns the number of bytes; 0 is the end of the stream.
-    ///
-    /// # Errors
-    /// Errors of the system call.
     pub fn receive(
         &mut self,
         socket: BorrowedFd<'_>,

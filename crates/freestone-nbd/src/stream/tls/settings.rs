@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use freestone_core::sync::Mutex;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
@@ -54,9 +55,6 @@ pub struct Credentials {
 
 impl Credentials {
     /// Loads the certificates and keys from `files`.
-    ///
-    /// # Errors
-    /// See [`TlsError`].
     pub fn load(files: &TlsFiles) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let chain = certificates("tls_cert", &files.cert)?;
@@ -124,11 +122,11 @@ impl Policy {
 
     /// Replaces the credentials for new connections.
     pub fn renew_credentials(&self, credentials: Credentials) {
-        *self.credentials.lock().unwrap_or_else(PoisonError::into_inner) = credentials;
+        *self.credentials.lock() = credentials;
     }
 
     pub fn config(&self) -> Arc<ServerConfig> {
-        self.credentials.lock().unwrap_or_else(PoisonError::into_inner).config()
+        self.credentials.lock().config()
     }
 }
 

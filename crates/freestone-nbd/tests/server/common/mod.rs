@@ -1,36 +1,45 @@
-//! A small memory device, and a raw NBD client that encodes each byte as the protocol specification says.
+//! Memory devices, and servers that serve them to the NBD client of the test kit.
 #![allow(dead_code, unused_imports, reason = "each test program uses a part of it")]
 #![allow(clippy::missing_panics_doc, missing_docs, reason = "test code")]
 
-pub mod client;
 pub mod device;
 pub mod secure;
-pub mod vast;
 
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::device::Device;
 use freestone_nbd::{Address, ExportOptions, Limits, Server, Workers};
+use freestone_testkit::nbd::prelude::{Client, Headers};
 
-pub use client::Client;
-pub use device::MemDevice;
+use device::MemDevice;
 
-/// The type of request and reply headers that a client negotiates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Headers {
-    Simple,
-    Structured,
-    Extended,
+/// Names that most tests use.
+pub mod prelude {
+    pub use super::device::{Manner, MemDevice};
+    pub use super::{Fixture, connect, eventually, pattern};
+    pub use freestone_testkit::nbd::prelude::*;
 }
 
-impl Headers {
-    pub const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
-}
+/// Time limit for one reply.
+pub const PATIENCE: Option<Duration> = Some(Duration::from_secs(30));
 
-impl From<bool> for Headers {
-    fn from(structured: bool) -> Self {
-        if structured { Self::Structured } else { Self::Simple }
+/// Connects a client to a server.
+pub fn connect(address: &Address) -> Client {
+    match address {
+        Address::Unix(path) => {
+            let stream = UnixStream::connect(path).unwrap();
+            stream.set_read_timeout(PATIENCE).unwrap();
+            Client::over(stream)
+        }
+        Address::Tcp { host, port } => {
+            let stream = TcpStream::connect((host.as_str(), *port)).unwrap();
+            stream.set_read_timeout(PATIENCE).unwrap();
+            Client::over(stream)
+        }
+        Address::Stdin => unreachable!("no connects at stdin"),
     }
 }
 
@@ -79,7 +88,7 @@ impl Fixture {
     }
 
     pub fn connect(&self) -> Client {
-        Client::connect(&self.address)
+        connect(&self.address)
     }
 
     /// Returns a client in the transmission phase of "disk". The client selects `base:allocation` if replies
@@ -88,7 +97,7 @@ impl Fixture {
         let mut client = self.connect();
         client.greet(3);
         client.agree(headers.into());
-        if client.structured {
+        if client.has_chunks() {
             client.set_context("disk");
         }
         client.go("disk");

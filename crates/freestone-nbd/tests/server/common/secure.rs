@@ -3,21 +3,19 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
 
 use freestone_core::device::Device;
 use freestone_nbd::{
     Address, Credentials, ExportOptions, Limits, Server, TlsFiles, TlsMode, Visibility, Workers,
 };
 use freestone_testkit::certificates::{Authority, Usage};
+use freestone_testkit::nbd::handshake;
+use freestone_testkit::nbd::prelude::{Client, Headers};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
 
-use super::client::{ACK, Client, option};
-
-pub const STARTTLS: u32 = 5;
-pub const ERR_TLS_REQD: u32 = 0x8000_0005;
+use super::{PATIENCE, connect};
 
 /// A server with TLS at a Unix socket, and the authority that signed the server's certificate.
 pub struct Secure {
@@ -56,7 +54,7 @@ impl Secure {
 
     /// Returns a client without TLS, after the NBD greeting.
     pub fn clear(&self) -> Client {
-        let mut client = Client::connect(&self.address);
+        let mut client = connect(&self.address);
         client.greet(3);
         client
     }
@@ -64,7 +62,7 @@ impl Secure {
     pub fn socket(&self) -> UnixStream {
         let Address::Unix(path) = &self.address else { unreachable!("a Unix address") };
         let socket = UnixStream::connect(path).unwrap();
-        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        socket.set_read_timeout(PATIENCE).unwrap();
         socket
     }
 
@@ -75,18 +73,14 @@ impl Secure {
 
     /// Returns a client with TLS that presents the certificate of `who`, or no certificate.
     pub fn client_as(&self, who: Option<&str>, versions: &[&'static SupportedProtocolVersion]) -> Client {
-        let stream = self.stream(&self.ours, who, versions);
-        Client::over(Box::new(stream))
+        Client::over(self.stream(&self.ours, who, versions))
     }
 
     /// Returns a connection on which the server has acknowledged `OPT_STARTTLS`, before the TLS handshake.
     pub fn upgraded(&self) -> UnixStream {
-        let socket = self.socket();
-        let mut client = Client::over(Box::new(socket.try_clone().unwrap()));
-        client.greet(3);
-        client.send(&option(STARTTLS, &[]));
-        let reply = client.option_reply(STARTTLS);
-        assert_eq!((reply.kind, reply.data.len()), (ACK, 0));
+        let mut socket = self.socket();
+        handshake::greet(&mut socket, 3).unwrap();
+        handshake::starttls(&mut socket).unwrap();
         socket
     }
 
@@ -111,7 +105,7 @@ impl Secure {
     /// Checks that the server serves a new client with TLS.
     pub fn assert_serves(&self) {
         let mut client = self.client();
-        client.structured();
+        client.agree(Headers::Structured);
         client.go("disk");
         assert_eq!(client.read(0, 512).unwrap().len(), 512);
         client.disconnect();

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use freestone_nbd::{Access, Address, AllowEntry, AllowList, ExportOptions, Limits, Server};
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 
-use crate::common::{Client, Fixture, MemDevice, eventually};
+use crate::common::prelude::*;
 
 fn networks(all: &[&str]) -> AllowList {
     AllowList::new(all.iter().map(|text| AllowEntry::parse_network(text).unwrap()))
@@ -20,7 +20,7 @@ fn from(source: Ipv4Addr, port: u16) -> Client {
     connect(&stream, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, port)).unwrap();
     let stream = TcpStream::from(stream);
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    Client::over(Box::new(stream))
+    Client::over(stream)
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn allow_list_treats_mapped_address_as_ipv4() {
     client.greet(3);
     client.go("disk");
     let six = TcpStream::connect(("::1", port)).unwrap();
-    Client::over(Box::new(six)).assert_closed();
+    Client::over(six).assert_closed();
 }
 
 #[test]

@@ -3,21 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::common::client::{
-    ACK, ERR_INVALID, ERR_TOO_BIG, ERR_UNKNOWN, ERR_UNSUP, INFO, META_CONTEXT, SERVER, context_data,
-    export_info, info_data, option, request,
-};
-use crate::common::{Fixture, MemDevice, eventually};
+use crate::common::prelude::*;
 use freestone_nbd::{Address, ExportOptions, Limits, MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES};
-
-const EXPORT_NAME: u32 = 1;
-const ABORT: u32 = 2;
-const LIST: u32 = 3;
-const OPT_INFO: u32 = 6;
-const GO: u32 = 7;
-const STRUCTURED: u32 = 8;
-const LIST_META: u32 = 9;
-const SET_META: u32 = 10;
 
 const MIB: u64 = 1 << 20;
 /// Transmission flags of a default device: `HAS_FLAGS`, flush, FUA, trim, write zeroes, multi-conn, cache and
@@ -34,7 +21,7 @@ fn go_returns_size_flags_and_block_sizes() {
     let mut client = fixture.connect();
     client.greet(3);
     let replies = client.option(GO, &info_data("disk", &[1, 2, 3, 99]));
-    assert_eq!(export_info(&replies), (MIB, USUAL_FLAGS));
+    assert_eq!(export_info(&replies).unwrap(), (MIB, USUAL_FLAGS));
     let has = |data: &[u8]| replies.iter().any(|reply| reply.kind == INFO && reply.data == data);
     assert!(has(b"\x00\x01disk"));
     assert!(has(b"\x00\x02this is disk"));
@@ -77,7 +64,7 @@ fn transmission_flags_follow_device_and_options() {
         let mut client = fixture.connect();
         client.greet(3);
         if structured {
-            client.structured();
+            client.agree(Headers::Structured);
         }
         client.go(name).1
     };
@@ -162,7 +149,7 @@ fn empty_name_selects_default_export() {
     assert_eq!(client.outcome(GO, &info_data("", &[])), ERR_UNKNOWN);
     fixture.publish("disk", &MemDevice::new(MIB));
     let replies = client.option(GO, &info_data("", &[1]));
-    assert_eq!(export_info(&replies).0, MIB);
+    assert_eq!(export_info(&replies).unwrap().0, MIB);
     assert!(replies.iter().any(|reply| reply.data == b"\x00\x01disk"));
 }
 
@@ -197,7 +184,7 @@ fn client_sees_only_exports_of_its_address() {
     fixture.server.publish(&second, "theirs", other.clone(), ExportOptions::default()).unwrap();
     fixture.server.publish(&second, "disk", other, ExportOptions::default()).unwrap();
     let list = |address: &Address| -> Vec<Vec<u8>> {
-        let mut client = crate::common::Client::connect(address);
+        let mut client = connect(address);
         client.greet(3);
         let replies = client.option(LIST, &[]);
         let (ack, servers) = replies.split_last().unwrap();
@@ -245,7 +232,7 @@ fn malformed_options_are_refused() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
-    assert_eq!(client.outcome(STRUCTURED, b"x"), ERR_INVALID);
+    assert_eq!(client.outcome(STRUCTURED_REPLY, b"x"), ERR_INVALID);
     let good = info_data("disk", &[1, 3]);
     for kind in [OPT_INFO, GO] {
         for cut in 0..good.len() {
@@ -258,9 +245,9 @@ fn malformed_options_are_refused() {
         assert_eq!(client.outcome(kind, b"\x00\x00\x00\x01\xff\x00\x00"), ERR_INVALID);
         assert_eq!(client.outcome(kind, &info_data(&"x".repeat(4097), &[])), ERR_INVALID);
     }
-    client.structured();
+    client.agree(Headers::Structured);
     let good = context_data("disk", &["base:allocation", "x-y:z"]);
-    for kind in [LIST_META, SET_META] {
+    for kind in [LIST_META_CONTEXT, SET_META_CONTEXT] {
         for cut in 0..good.len() {
             assert_eq!(client.outcome(kind, &good[..cut]), ERR_INVALID, "{cut}");
         }
@@ -285,7 +272,7 @@ fn oversized_option_is_skipped_or_ends_connection() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
-    for kind in [LIST, OPT_INFO, GO, STRUCTURED, LIST_META, SET_META, 77] {
+    for kind in [LIST, OPT_INFO, GO, STRUCTURED_REPLY, LIST_META_CONTEXT, SET_META_CONTEXT, 77] {
         assert_eq!(client.outcome(kind, &vec![1; MAX_OPTION_BYTES + 1]), ERR_TOO_BIG);
         assert_ne!(client.outcome(kind, &vec![1; MAX_OPTION_BYTES]), ERR_TOO_BIG);
     }
@@ -307,10 +294,10 @@ fn metadata_context_queries_are_matched() {
     client.greet(3);
     // The server refuses metadata contexts before structured replies are negotiated.
     let ask = context_data("disk", &["base:allocation"]);
-    assert_eq!(client.outcome(SET_META, &ask), ERR_INVALID);
-    assert_eq!(client.outcome(LIST_META, &ask), ERR_INVALID);
-    client.structured();
-    assert_eq!(client.outcome(SET_META, &context_data("nothing", &[])), ERR_UNKNOWN);
+    assert_eq!(client.outcome(SET_META_CONTEXT, &ask), ERR_INVALID);
+    assert_eq!(client.outcome(LIST_META_CONTEXT, &ask), ERR_INVALID);
+    client.agree(Headers::Structured);
+    assert_eq!(client.outcome(SET_META_CONTEXT, &context_data("nothing", &[])), ERR_UNKNOWN);
     let mut contexts = |kind: u32, queries: &[&str]| {
         let replies = client.option(kind, &context_data("disk", queries));
         let (ack, contexts) = replies.split_last().unwrap();
@@ -319,14 +306,14 @@ fn metadata_context_queries_are_matched() {
         contexts.iter().map(|reply| reply.data.clone()).collect::<Vec<_>>()
     };
     let listed = [b"\x00\x00\x00\x00base:allocation"];
-    assert_eq!(contexts(LIST_META, &[]), listed);
-    assert_eq!(contexts(LIST_META, &["base:"]), listed);
-    assert_eq!(contexts(LIST_META, &["qemu:", "base:allocation", "base:"]), listed);
-    assert!(contexts(LIST_META, &["qemu:", "base:x", "nonsense", ""]).is_empty());
-    assert!(contexts(SET_META, &[]).is_empty());
-    assert!(contexts(SET_META, &["base:"]).is_empty());
+    assert_eq!(contexts(LIST_META_CONTEXT, &[]), listed);
+    assert_eq!(contexts(LIST_META_CONTEXT, &["base:"]), listed);
+    assert_eq!(contexts(LIST_META_CONTEXT, &["qemu:", "base:allocation", "base:"]), listed);
+    assert!(contexts(LIST_META_CONTEXT, &["qemu:", "base:x", "nonsense", ""]).is_empty());
+    assert!(contexts(SET_META_CONTEXT, &[]).is_empty());
+    assert!(contexts(SET_META_CONTEXT, &["base:"]).is_empty());
     let set = [b"\x00\x00\x00\x01base:allocation"];
-    assert_eq!(contexts(SET_META, &["x-a:b", "base:allocation", "base:allocation"]), set);
+    assert_eq!(contexts(SET_META_CONTEXT, &["x-a:b", "base:allocation", "base:allocation"]), set);
 }
 
 #[test]
@@ -349,9 +336,9 @@ fn selected_contexts_apply_to_their_export_only() {
     for (sets, works) in cases {
         let mut client = fixture.connect();
         client.greet(3);
-        client.structured();
+        client.agree(Headers::Structured);
         for set in sets {
-            client.option(SET_META, set);
+            client.option(SET_META_CONTEXT, set);
         }
         client.go("disk");
         assert_eq!(client.status(0, 0, 4096).is_ok(), works, "{sets:?}");
@@ -453,10 +440,10 @@ fn export_name_reply_fits_full_reply_buffer() {
     let options = ExportOptions { description: "d".repeat(4000), ..ExportOptions::default() };
     fixture.server.publish(&fixture.address, "a", MemDevice::new(MIB), options).unwrap();
     let Address::Unix(path) = &fixture.address else { panic!("the fixture listens on a Unix socket") };
-    // After 129 STRUCTURED options, 5 bytes of the reply buffer are left.
+    // After 129 STRUCTURED_REPLY options, 5 bytes of the reply buffer are left.
     for structured in 120..135 {
         let mut bytes = 3_u32.to_be_bytes().to_vec();
-        for (kind, count) in [(LIST, 131), (STRUCTURED, structured)] {
+        for (kind, count) in [(LIST, 131), (STRUCTURED_REPLY, structured)] {
             for _ in 0..count {
                 bytes.extend(option(kind, b""));
             }

@@ -5,8 +5,7 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use crate::common::client::info_data;
-use crate::common::{Client, Fixture, MemDevice, eventually};
+use crate::common::prelude::*;
 use freestone_nbd::{
     Address, ExportOptions, Limits, ListenError, MAX_SOCKET_PATH_BYTES, MAX_STRING_BYTES, PublishError,
     Server,
@@ -54,7 +53,7 @@ fn listen_replaces_stale_socket() {
     let server = Server::new(Limits::default());
     server.listen(&address).unwrap();
     server.publish(&address, "disk", MemDevice::new(4096), ExportOptions::default()).unwrap();
-    let mut client = Client::connect(&address);
+    let mut client = connect(&address);
     client.greet(3);
     assert_eq!(client.go("disk").0, 4096);
 }
@@ -70,7 +69,7 @@ fn listen_at_live_socket_fails() {
     let listener = format!("nbd.sock: another server listens there (pid {})", std::process::id());
     assert!(error.to_string().contains(&listener), "{error}");
     first.publish(&address, "disk", MemDevice::new(4096), ExportOptions::default()).unwrap();
-    Client::connect(&address).greet(3);
+    connect(&address).greet(3);
     // A socket whose listener never accepts is also in use.
     let address = unix(directory.path().join("busy.sock"));
     let _listener = UnixListener::bind(path_of(&address)).unwrap();
@@ -127,7 +126,7 @@ fn listen_at_tcp_port_returns_chosen_port() {
     let error = listen(&address).unwrap_err();
     assert!(matches!(error, ListenError::PortInUse(_)), "{error}");
     server.publish(&address, "disk", MemDevice::new(4096), ExportOptions::default()).unwrap();
-    let mut client = Client::connect(&address);
+    let mut client = connect(&address);
     client.greet(3);
     client.go("disk");
     assert!(client.read(0, 512).is_ok());
@@ -146,7 +145,7 @@ fn listen_at_tcp_host_uses_all_its_addresses() {
     let server = Server::new(Limits::default());
     let address = server.listen(&tcp("localhost", 0)).unwrap();
     let Address::Tcp { port, .. } = address else { panic!("a TCP address") };
-    Client::connect(&tcp("127.0.0.1", port)).greet(3);
+    connect(&tcp("127.0.0.1", port)).greet(3);
 }
 
 #[test]
@@ -157,7 +156,7 @@ fn closed_address_can_be_listened_at_again() {
     let mut ends = fixture.enter(true);
     let mut handshake = fixture.connect();
     handshake.greet(3);
-    let mut stays = Client::connect(&second);
+    let mut stays = connect(&second);
     stays.greet(3);
     stays.go("disk");
     fixture.server.close(&fixture.address);
@@ -171,7 +170,7 @@ fn closed_address_can_be_listened_at_again() {
     let mut client = fixture.connect();
     client.greet(3);
     // Closing the address removed its exports.
-    assert_ne!(client.outcome(7, &info_data("disk", &[])), 1);
+    assert_ne!(client.outcome(GO, &info_data("disk", &[])), 1);
 }
 
 #[test]
@@ -200,7 +199,7 @@ fn publish_invalid_export_fails() {
     publish(here, &longest, false, &longest).unwrap();
     let mut client = fixture.connect();
     client.greet(3);
-    let replies = client.option(3, &[]);
+    let replies = client.option(LIST, &[]);
     assert_eq!(replies[1].data.len(), 4 + 2 * MAX_STRING_BYTES);
     assert_eq!(client.go(&longest).0, 4096);
     client.disconnect();
@@ -219,7 +218,7 @@ fn stale_socket_is_replaced_by_one_server() {
             threads.into_iter().map(|thread| thread.join().unwrap()).filter(|won| *won).count()
         });
         assert_eq!(wins, 1);
-        Client::connect(&address).greet(3);
+        connect(&address).greet(3);
     }
 }
 
@@ -249,10 +248,10 @@ fn addresses_closed_concurrently_with_connects() {
                     assert_eq!(infos[0].address, address);
                     assert_eq!(fixture.server.exports_at(&address), infos);
                     assert!(fixture.server.is_listening_at(&address));
-                    let mut client = Client::connect(&address);
+                    let mut client = connect(&address);
                     // Clients that are not accepted yet, just accepted, or in the handshake when the address
                     // is closed.
-                    let _hasty: Vec<_> = (0..3).map(|_| Client::connect(&address)).collect();
+                    let _hasty: Vec<_> = (0..3).map(|_| connect(&address)).collect();
                     client.greet(3);
                     client.go(&name);
                     assert!(client.read(0, 512).is_ok());

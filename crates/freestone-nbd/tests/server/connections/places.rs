@@ -3,14 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::common::client::{ACK, ERR_POLICY, info_data, option};
-use crate::common::{Client, Fixture, MemDevice, eventually};
+use crate::common::prelude::*;
 use freestone_core::concurrency_limit::ConcurrencyLimit;
 use freestone_core::device::Device;
 use freestone_nbd::{Address, ExportOptions, Limits};
 
-const GO: u32 = 7;
-const EXPORT_NAME: u32 = 1;
 const SHORT: Duration = Duration::from_millis(300);
 
 /// Publishes "disk" at two addresses. `here` limits the clients of the first address, and `both` those of
@@ -39,7 +36,7 @@ fn enter(address: &Address) -> Client {
 
 /// Returns a client that has sent `GO` for the export and waits for the reply.
 fn begin(address: &Address) -> Client {
-    let mut client = Client::connect(address);
+    let mut client = connect(address);
     client.greet(3);
     client.send(&option(GO, &info_data("disk", &[])));
     client
@@ -86,7 +83,7 @@ fn client_limit_timeout_returns_error_and_can_retry() {
     assert_eq!(text, "client limit reached: 1 (max_clients)");
     assert!(begun.elapsed() >= SHORT / 2);
     // OPT_EXPORT_NAME has no error reply, so the server closes the connection.
-    let mut old = Client::connect(&fixture.address);
+    let mut old = connect(&fixture.address);
     old.greet(3);
     old.send(&option(EXPORT_NAME, b"disk"));
     old.assert_closed();

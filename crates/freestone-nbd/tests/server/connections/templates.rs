@@ -6,22 +6,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use crate::common::client::{
-    ACK, ERR_POLICY, ERR_UNKNOWN, READ, SERVER, WRITE, context_data, export_info, info_data, option, request,
-};
-use crate::common::device::Manner;
-use crate::common::{Client, Fixture, MemDevice, eventually};
+use crate::common::prelude::*;
 use freestone_core::device::Device;
 use freestone_nbd::{
     ConnectionDevice, DeviceFactory, ExportOptions, Limits, MAX_STRING_BYTES, PublishError, TemplateOptions,
 };
 
 const MIB: u64 = 1 << 20;
-const EXPORT_NAME: u32 = 1;
-const LIST: u32 = 3;
-const OPT_INFO: u32 = 6;
-const GO: u32 = 7;
-const MULTI_CONN: u16 = 256;
 const SHORT: Duration = Duration::from_millis(100);
 
 /// Device factory that counts the devices it creates and the devices that end.
@@ -99,7 +90,7 @@ fn serving(ttl: Option<Duration>) -> (Fixture, Arc<Maker>) {
 fn enter(fixture: &Fixture) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
-    client.structured();
+    client.agree(Headers::Structured);
     let (_, flags) = client.go("disk");
     assert_eq!(flags & MULTI_CONN, 0);
     client
@@ -144,12 +135,12 @@ fn template_query_keeps_no_device() {
     client.greet(3);
     assert_eq!(client.option(LIST, &[])[0].kind, SERVER);
     assert_eq!(maker.counts(), (0, 0));
-    client.structured();
+    client.agree(Headers::Structured);
     for _ in 0..3 {
         let replies = client.option(OPT_INFO, &info_data("disk", &[3]));
-        let (size, flags) = export_info(&replies);
+        let (size, flags) = export_info(&replies).unwrap();
         assert_eq!((size, flags & MULTI_CONN), (MIB, 0));
-        assert_eq!(client.option(9, &context_data("disk", &[])).len(), 3);
+        assert_eq!(client.option(LIST_META_CONTEXT, &context_data("disk", &[])).len(), 3);
     }
     assert_eq!(maker.counts(), (1, 1));
     assert_eq!(fixture.server.connections("disk"), 0);
@@ -178,9 +169,9 @@ fn template_failure_is_reported_and_can_be_retried() {
         assert_eq!(replies[0].kind, ERR_POLICY);
         assert_eq!(replies[0].data, b"the family's limit is reached");
     }
-    client.structured();
+    client.agree(Headers::Structured);
     *maker.fails.lock().unwrap() = Some("no".to_owned());
-    assert_eq!(client.outcome(9, &context_data("disk", &[])), ERR_POLICY);
+    assert_eq!(client.outcome(LIST_META_CONTEXT, &context_data("disk", &[])), ERR_POLICY);
     // An error message longer than the protocol allows is truncated at a character boundary.
     *maker.fails.lock().unwrap() = Some("x".to_owned() + &"ü".repeat(MAX_STRING_BYTES));
     let replies = client.option(GO, &info_data("disk", &[]));

@@ -7,9 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::waiting::{LONG, MIB, connect, split};
-use crate::common::client::{DF, DISC, READ, WRITE};
-use crate::common::device::Manner;
-use crate::common::{Client, Fixture, MemDevice, eventually};
+use crate::common::prelude::*;
 use freestone_nbd::Limits;
 use freestone_testkit::effort;
 
@@ -58,7 +56,7 @@ fn hung_device_leaves_budget_to_others() {
     fixture.publish("other", &other);
     let mut neighbour = fixture.connect();
     neighbour.greet(3);
-    neighbour.structured();
+    neighbour.agree(Headers::Structured);
     neighbour.go("other");
     let mut wanted = HashMap::new();
     for len in [1 << 20, 4 << 20, 8 << 20, 1 << 20] {

@@ -2,15 +2,11 @@
 
 use std::collections::HashMap;
 
-use crate::common::client::{FUA, READ, TRIM, WRITE_ZEROES, export_info, info_data, option};
-use crate::common::device::Manner;
-use crate::common::{Fixture, MemDevice, pattern};
+use crate::common::prelude::*;
 use freestone_core::device::{Flags, Op};
 use freestone_nbd::CONNECTION_MEMORY_BYTES;
 use freestone_testkit::effort;
 
-const EXPORT_NAME: u32 = 1;
-const GO: u32 = 7;
 const MIB: u64 = 1 << 20;
 
 /// Compares the export with a model after each random write, write zeroes or trim.
@@ -41,11 +37,11 @@ fn random_requests_match_model() {
                         model[range.clone()].copy_from_slice(&data);
                     }
                     2 => {
-                        assert_eq!(client.run(0, WRITE_ZEROES, offset, len as u32), 0);
+                        assert_eq!(client.run(0, WRITE_ZEROES, offset, len), 0);
                         model[range.clone()].fill(0);
                     }
                     _ => {
-                        assert_eq!(client.run(0, TRIM, offset, len as u32), 0);
+                        assert_eq!(client.run(0, TRIM, offset, len), 0);
                         let whole = offset.next_multiple_of(512)..(offset + len) / 512 * 512;
                         if whole.start < whole.end {
                             model[whole.start as usize..whole.end as usize].fill(0);
@@ -122,7 +118,7 @@ fn export_name_without_negotiation_serves_bytes() {
     let mut other = fixture.connect();
     other.greet(3);
     let replies = other.option(GO, &info_data("disk", &[]));
-    assert_eq!(export_info(&replies).0, MIB - 24);
+    assert_eq!(export_info(&replies).unwrap().0, MIB - 24);
 }
 
 #[test]

@@ -3,20 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::common::client::{
-    ACK, BLOCK_STATUS, Chunk, META_CONTEXT, REQ_ONE, TRIM, WRITE_ZEROES, context_data,
-};
-use crate::common::{Client, Fixture, MemDevice};
+use crate::common::prelude::*;
 use freestone_nbd::MAX_DESCRIPTORS;
 
-const LIST_META: u32 = 9;
-const SET_META: u32 = 10;
 const MIB: u64 = 1 << 20;
 const ALLOCATION: &str = "base:allocation";
 const CHANGED: &str = "freestone:changed";
-const EINVAL: u32 = 22;
-const ESHUTDOWN: u32 = 108;
-const PAGE: u32 = 4096;
+const PAGE: u64 = 4096;
 
 fn fork(size: u64) -> Arc<MemDevice> {
     let device = MemDevice::new(size);
@@ -28,7 +21,7 @@ fn fork(size: u64) -> Arc<MemDevice> {
 fn enter(fixture: &Fixture, contexts: &[&str]) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
-    client.structured();
+    client.agree(Headers::Structured);
     let set = client.set_contexts("disk", contexts);
     assert_eq!(set.len(), contexts.len(), "{set:?}");
     client.go("disk");
@@ -41,7 +34,7 @@ fn contexts_listed_and_selected_by_query() {
     fixture.publish("plain", &MemDevice::new(MIB));
     let mut client = fixture.connect();
     client.greet(3);
-    client.structured();
+    client.agree(Headers::Structured);
     let mut ask = |kind: u32, name: &str, queries: &[&str]| {
         let mut replies = client.option(kind, &context_data(name, queries));
         assert_eq!(replies.pop().unwrap().kind, ACK);
@@ -50,19 +43,25 @@ fn contexts_listed_and_selected_by_query() {
     };
     let told = |id: u8, name: &str| [&[0, 0, 0, id], name.as_bytes()].concat();
     let both = [told(0, ALLOCATION), told(0, CHANGED)];
-    assert_eq!(ask(LIST_META, "disk", &[]), both);
-    assert_eq!(ask(LIST_META, "disk", &["freestone:", "base:"]), both);
-    assert_eq!(ask(LIST_META, "disk", &["freestone:"]), both[1..]);
-    assert_eq!(ask(LIST_META, "disk", &[CHANGED, "freestone:", "x:"]), both[1..]);
-    assert!(ask(LIST_META, "disk", &["freestone", "freestone:change", "freestone:changed ", ":"]).is_empty());
+    assert_eq!(ask(LIST_META_CONTEXT, "disk", &[]), both);
+    assert_eq!(ask(LIST_META_CONTEXT, "disk", &["freestone:", "base:"]), both);
+    assert_eq!(ask(LIST_META_CONTEXT, "disk", &["freestone:"]), both[1..]);
+    assert_eq!(ask(LIST_META_CONTEXT, "disk", &[CHANGED, "freestone:", "x:"]), both[1..]);
+    assert!(
+        ask(LIST_META_CONTEXT, "disk", &["freestone", "freestone:change", "freestone:changed ", ":"])
+            .is_empty()
+    );
     // Only a fork offers the context `freestone:changed`.
-    assert_eq!(ask(LIST_META, "plain", &[]), both[..1]);
-    assert!(ask(LIST_META, "plain", &["freestone:", CHANGED]).is_empty());
-    assert!(ask(SET_META, "plain", &[CHANGED]).is_empty());
+    assert_eq!(ask(LIST_META_CONTEXT, "plain", &[]), both[..1]);
+    assert!(ask(LIST_META_CONTEXT, "plain", &["freestone:", CHANGED]).is_empty());
+    assert!(ask(SET_META_CONTEXT, "plain", &[CHANGED]).is_empty());
     // Selection ignores wildcards and duplicates, and gives each context its own identifier.
-    assert!(ask(SET_META, "disk", &["freestone:", "base:"]).is_empty());
-    assert_eq!(ask(SET_META, "disk", &[CHANGED, CHANGED]), [told(2, CHANGED)]);
-    assert_eq!(ask(SET_META, "disk", &[CHANGED, ALLOCATION]), [told(1, ALLOCATION), told(2, CHANGED)]);
+    assert!(ask(SET_META_CONTEXT, "disk", &["freestone:", "base:"]).is_empty());
+    assert_eq!(ask(SET_META_CONTEXT, "disk", &[CHANGED, CHANGED]), [told(2, CHANGED)]);
+    assert_eq!(
+        ask(SET_META_CONTEXT, "disk", &[CHANGED, ALLOCATION]),
+        [told(1, ALLOCATION), told(2, CHANGED)]
+    );
 }
 
 #[test]
@@ -72,7 +71,7 @@ fn block_status_has_one_chunk_per_context() {
     let mut both = enter(&fixture, &[ALLOCATION, CHANGED]);
     let mut changed = enter(&fixture, &[CHANGED]);
     let mut allocation = enter(&fixture, &[ALLOCATION]);
-    let all = MIB as u32;
+    let all = MIB;
     assert_eq!(both.statuses(0, 0, all), Ok(vec![(1, vec![(all, 3)]), (2, vec![(all, 0)])]));
     assert_eq!(both.write(0, 4096, &[1; 4096]), 0);
     assert_eq!(both.run(0, WRITE_ZEROES, 8192, PAGE), 0);
@@ -129,7 +128,7 @@ fn descriptors_are_limited_in_each_context() {
     let fixture = Fixture::serving(&device);
     let mut both = enter(&fixture, &[ALLOCATION, CHANGED]);
     // The client requests many replies at once, so that they reach the end of the reply buffer.
-    let cookies: Vec<_> = (0..20).map(|_| both.ask(0, BLOCK_STATUS, 0, (pages * 4096) as u32)).collect();
+    let cookies: Vec<_> = (0..20).map(|_| both.ask(0, BLOCK_STATUS, 0, pages * 4096)).collect();
     for wanted in cookies {
         for (id, flags) in [(1, [0, 3]), (2, [1, 0])] {
             let chunk = both.chunk();

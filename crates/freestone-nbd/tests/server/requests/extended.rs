@@ -3,22 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::common::client::{
-    ACK, BLOCK_STATUS, CACHE, Chunk, DF, ERR_EXT_HEADER_REQD, ERR_INVALID, FLUSH, INFO, PAYLOAD_LEN, READ,
-    REQ_ONE, TRIM, WRITE, WRITE_ZEROES, export_info, info_data, long_request, option, request,
-};
 use crate::common::device::PAGE;
-use crate::common::{Client, Fixture, Headers, MemDevice, pattern};
+use crate::common::prelude::*;
 use freestone_nbd::{MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES};
-
-const STRUCTURED: u32 = 8;
-const EXTENDED: u32 = 11;
-const SEND_DF: u16 = 1 << 7;
-const STATUS_PAYLOAD: u16 = 1 << 12;
-
-const EINVAL: u32 = 22;
-const ENOSPC: u32 = 28;
-const EOVERFLOW: u32 = 75;
 
 const MIB: u64 = 1 << 20;
 
@@ -26,7 +13,7 @@ const MIB: u64 = 1 << 20;
 fn enter(fixture: &Fixture, contexts: &[&str]) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
-    client.extended();
+    client.agree(Headers::Extended);
     if !contexts.is_empty() {
         assert_eq!(client.set_contexts("disk", contexts).len(), contexts.len());
     }
@@ -45,40 +32,40 @@ fn extended_headers_negotiated_with_or_without_structured() {
     let fixture = Fixture::serving(&MemDevice::new(MIB));
     let mut client = fixture.connect();
     client.greet(3);
-    assert_eq!(client.outcome(EXTENDED, b"x"), ERR_INVALID);
-    assert_eq!(client.outcome(STRUCTURED, &[]), ACK);
-    assert_eq!(client.outcome(EXTENDED, &[]), ACK);
-    assert_eq!(client.outcome(STRUCTURED, &[]), ERR_EXT_HEADER_REQD);
-    assert_eq!(client.outcome(EXTENDED, &[]), ACK);
+    assert_eq!(client.outcome(EXTENDED_HEADERS, b"x"), ERR_INVALID);
+    assert_eq!(client.outcome(STRUCTURED_REPLY, &[]), ACK);
+    assert_eq!(client.outcome(EXTENDED_HEADERS, &[]), ACK);
+    assert_eq!(client.outcome(STRUCTURED_REPLY, &[]), ERR_EXT_HEADER_REQD);
+    assert_eq!(client.outcome(EXTENDED_HEADERS, &[]), ACK);
     // The transmission flags depend on the selected contexts, also in the reply to INFO.
     let flags = |client: &mut Client, name: &str| {
-        let replies = client.option(6, &info_data(name, &[]));
+        let replies = client.option(OPT_INFO, &info_data(name, &[]));
         assert!(replies.iter().any(|reply| reply.kind == INFO));
-        export_info(&replies).1 & (SEND_DF | STATUS_PAYLOAD)
+        export_info(&replies).unwrap().1 & (SEND_DF | BLOCK_STATUS_PAYLOAD)
     };
     assert_eq!(flags(&mut client, "disk"), SEND_DF);
     client.set_context("disk");
-    assert_eq!(flags(&mut client, "disk"), SEND_DF | STATUS_PAYLOAD);
+    assert_eq!(flags(&mut client, "disk"), SEND_DF | BLOCK_STATUS_PAYLOAD);
     assert_eq!(flags(&mut client, ""), SEND_DF);
     client.set_contexts("disk", &[]);
     assert_eq!(flags(&mut client, "disk"), SEND_DF);
     client.set_context("disk");
-    assert_eq!(client.go("disk").1 & STATUS_PAYLOAD, STATUS_PAYLOAD);
-    (client.structured, client.extended) = (true, true);
+    assert_eq!(client.go("disk").1 & BLOCK_STATUS_PAYLOAD, BLOCK_STATUS_PAYLOAD);
+    client.headers = Headers::Extended;
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     client.disconnect();
     // Without extended headers, the server does not offer the flag for block status payloads.
     let mut compact = fixture.connect();
     compact.greet(3);
-    compact.structured();
+    compact.agree(Headers::Structured);
     compact.set_context("disk");
-    assert_eq!(compact.go("disk").1 & STATUS_PAYLOAD, 0);
+    assert_eq!(compact.go("disk").1 & BLOCK_STATUS_PAYLOAD, 0);
     compact.disconnect();
     // OPT_EXPORT_NAME is refused after extended headers, and has no error reply, so the connection ends.
     let mut client = fixture.connect();
     client.greet(3);
-    client.extended();
-    client.send(&option(1, b"disk"));
+    client.agree(Headers::Extended);
+    client.send(&option(EXPORT_NAME, b"disk"));
     client.assert_closed();
     fixture.assert_sound();
 }
@@ -127,19 +114,19 @@ fn length_beyond_device_64_bit_is_refused() {
     let mut client = fixture.enter(Headers::Extended);
     for len in [MIB + 512, 1 << 32, (1 << 32) + 512, 1 << 63, u64::MAX - 511, u64::MAX] {
         for offset in [0, 512, u64::MAX - 511] {
-            assert_eq!(client.run_long(0, READ, offset, len), EINVAL);
-            assert_eq!(client.run_long(0, TRIM, offset, len), EINVAL);
-            assert_eq!(client.run_long(0, CACHE, offset, len), EINVAL);
-            assert_eq!(client.run_long(0, WRITE_ZEROES, offset, len), ENOSPC);
-            assert_eq!(client.run_long(0, FLUSH, offset, len), EINVAL);
-            assert_eq!(client.long_statuses(0, offset, len), Err(EINVAL));
+            assert_eq!(client.run(0, READ, offset, len), EINVAL);
+            assert_eq!(client.run(0, TRIM, offset, len), EINVAL);
+            assert_eq!(client.run(0, CACHE, offset, len), EINVAL);
+            assert_eq!(client.run(0, WRITE_ZEROES, offset, len), ENOSPC);
+            assert_eq!(client.run(0, FLUSH, offset, len), EINVAL);
+            assert_eq!(client.statuses(0, offset, len), Err(EINVAL));
             assert_eq!(client.status_of(offset, len, &[1]), Err(EINVAL));
         }
     }
     for command in [READ, TRIM, CACHE, WRITE_ZEROES] {
-        assert_eq!(client.run_long(0, command, 0, 0), EINVAL);
+        assert_eq!(client.run(0, command, 0, 0), EINVAL);
     }
-    assert_eq!(client.long_statuses(0, 0, 0), Err(EINVAL));
+    assert_eq!(client.statuses(0, 0, 0), Err(EINVAL));
     assert_eq!(client.status_of(0, 0, &[1]), Err(EINVAL));
     assert!(device.log.lock().unwrap().is_empty(), "a refused request reached the device");
     client.disconnect();
@@ -151,8 +138,8 @@ fn extended_read_is_limited_to_max_payload() {
     let device = MemDevice::new(128 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Extended);
-    assert_eq!(client.run_long(0, READ, 0, u64::from(MAX_PAYLOAD_BYTES) + 512), EOVERFLOW);
-    assert_eq!(client.run_long(DF, READ, 0, (32 << 20) + 512), EOVERFLOW);
+    assert_eq!(client.run(0, READ, 0, u64::from(MAX_PAYLOAD_BYTES) + 512), EOVERFLOW);
+    assert_eq!(client.run(DF, READ, 0, (32 << 20) + 512), EOVERFLOW);
     device.fill(0, &pattern(3, 64 << 20));
     assert!(client.read(0, MAX_PAYLOAD_BYTES).unwrap() == pattern(3, 64 << 20));
 }
@@ -199,7 +186,7 @@ fn payload_follows_announced_length() {
         (PAYLOAD_LEN, READ, more),
     ] {
         let mut client = fixture.enter(Headers::Extended);
-        client.ask_long(flags, command, 0, len);
+        client.ask(flags, command, 0, len);
         client.assert_closed();
     }
     fixture.assert_sound();
@@ -214,7 +201,7 @@ fn block_status_payload_selects_contexts() {
     let mut client = enter(&fixture, &both);
     let holes = (1, vec![(PAGE, 3), (PAGE, 0), (MIB - 2 * PAGE, 3)]);
     let own = (2, vec![(PAGE, 0), (PAGE, 1), (MIB - 2 * PAGE, 0)]);
-    assert_eq!(client.long_statuses(0, 0, MIB), Ok(vec![holes.clone(), own.clone()]));
+    assert_eq!(client.statuses(0, 0, MIB), Ok(vec![holes.clone(), own.clone()]));
     assert_eq!(client.status_of(0, MIB, &[1]), Ok(vec![holes.clone()]));
     assert_eq!(client.status_of(0, MIB, &[2]), Ok(vec![own.clone()]));
     for ids in [[1, 2], [2, 1]] {
@@ -244,7 +231,7 @@ fn block_status_payload_selects_contexts() {
         client.send(&[byte]);
     }
     let (context, extents) = own;
-    assert_eq!(client.chunk(), Chunk::LongStatus { cookie, done: true, context, extents });
+    assert_eq!(client.chunk(), Chunk::Status { cookie, done: true, context, extents });
     client.disconnect();
     // A payload can name only contexts that the client selected.
     let mut one = enter(&fixture, &both[1..]);
@@ -253,7 +240,7 @@ fn block_status_payload_selects_contexts() {
     one.disconnect();
     let mut none = enter(&fixture, &[]);
     assert_eq!(none.status_of(0, MIB, &[1]), Err(EINVAL));
-    assert_eq!(none.long_statuses(0, 0, MIB), Err(EINVAL));
+    assert_eq!(none.statuses(0, 0, MIB), Err(EINVAL));
     none.disconnect();
     fixture.assert_sound();
 }
@@ -268,11 +255,11 @@ fn extended_descriptors_are_limited() {
     let fixture = Fixture::serving(&device);
     let mut client = enter(&fixture, &["base:allocation", "freestone:changed"]);
     // The client requests many replies at once, so that they reach the end of the reply buffer.
-    let cookies: Vec<_> = (0..20).map(|_| client.ask_long(0, BLOCK_STATUS, 0, pages * PAGE)).collect();
+    let cookies: Vec<_> = (0..20).map(|_| client.ask(0, BLOCK_STATUS, 0, pages * PAGE)).collect();
     for wanted in cookies {
         for (id, flags) in [(1, [0, 3]), (2, [1, 0])] {
             let chunk = client.chunk();
-            let Chunk::LongStatus { cookie, context, extents, done } = chunk else { panic!("{chunk:?}") };
+            let Chunk::Status { cookie, context, extents, done } = chunk else { panic!("{chunk:?}") };
             assert_eq!((cookie, context, done), (wanted, id, id == 2));
             assert_eq!(extents.len(), MAX_DESCRIPTORS);
             assert!(extents.chunks(2).all(|pair| pair == [(PAGE, flags[0]), (PAGE, flags[1])]));

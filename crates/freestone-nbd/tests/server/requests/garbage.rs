@@ -6,12 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::client::{
-    BLOCK_STATUS, CACHE, DF, DISC, FLUSH, FUA, READ, TRIM, WRITE, WRITE_ZEROES, context_data, info_data,
-    option, request,
-};
-use crate::common::device::Manner;
-use crate::common::{Fixture, MemDevice};
+use crate::common::prelude::*;
 use freestone_nbd::Address;
 use proptest::prelude::*;
 
@@ -21,12 +16,12 @@ const SIZE: u64 = 1 << 20;
 fn session() -> Vec<u8> {
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     bytes.extend(option(99, b"what"));
-    bytes.extend(option(8, &[]));
-    bytes.extend(option(3, &[]));
-    bytes.extend(option(9, &context_data("disk", &["base:"])));
-    bytes.extend(option(10, &context_data("disk", &["base:allocation"])));
-    bytes.extend(option(6, &info_data("disk", &[1, 2, 3])));
-    bytes.extend(option(7, &info_data("disk", &[3])));
+    bytes.extend(option(STRUCTURED_REPLY, &[]));
+    bytes.extend(option(LIST, &[]));
+    bytes.extend(option(LIST_META_CONTEXT, &context_data("disk", &["base:"])));
+    bytes.extend(option(SET_META_CONTEXT, &context_data("disk", &["base:allocation"])));
+    bytes.extend(option(OPT_INFO, &info_data("disk", &[1, 2, 3])));
+    bytes.extend(option(GO, &info_data("disk", &[3])));
     bytes.extend(request(0, READ, 1, 0, 4096));
     bytes.extend(request(DF, READ, 2, 0, 1024));
     bytes.extend(request(FUA, WRITE, 3, 0, 512));
@@ -121,10 +116,10 @@ fn check(fixture: &Fixture) -> Result<(), TestCaseError> {
 fn handshake(structured: bool) -> Vec<u8> {
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     if structured {
-        bytes.extend(option(8, &[]));
-        bytes.extend(option(10, &context_data("disk", &["base:allocation"])));
+        bytes.extend(option(STRUCTURED_REPLY, &[]));
+        bytes.extend(option(SET_META_CONTEXT, &context_data("disk", &["base:allocation"])));
     }
-    bytes.extend(option(7, &info_data("disk", &[])));
+    bytes.extend(option(GO, &info_data("disk", &[])));
     bytes
 }
 
@@ -195,8 +190,11 @@ proptest! {
         manner in 0_usize..3,
     ) {
         let (fixture, device) = fixture();
-        device.set(if thread { Manner::Thread } else { Manner::Inline });
-        device.per_try.store(if parts { 1536 } else { 0 }, std::sync::atomic::Ordering::SeqCst);
+        device.set(match parts {
+            _ if thread => Manner::Thread,
+            true => Manner::Partly(1536),
+            false => Manner::Inline,
+        });
         let mut all = handshake(structured);
         for request in requests {
             all.extend(request);

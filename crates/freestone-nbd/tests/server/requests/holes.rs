@@ -2,18 +2,16 @@
 
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::common::client::{BLOCK_STATUS, Chunk, DF, READ, REQ_ONE};
-use crate::common::device::{Manner, SPOILT};
-use crate::common::{Client, Fixture, Headers, MemDevice, eventually, pattern};
+use crate::common::device::SPOILT;
+use crate::common::prelude::*;
 
-const EIO: u32 = 5;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
 /// Reads a range. Returns the offset of each chunk with the data, or with the length of the hole as `Err`, in
 /// order of offset.
 fn read(client: &mut Client, flags: u16, offset: u64, len: u32) -> Vec<(u64, Result<Vec<u8>, u32>)> {
-    let wanted = client.ask(flags, READ, offset, len);
+    let wanted = client.ask(flags, READ, offset, len.into());
     let mut parts = Vec::new();
     loop {
         let chunk = client.chunk();
@@ -100,18 +98,16 @@ fn read_of_holes_sends_few_bytes() {
 fn failed_read_buffer_is_not_sent() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
-    device.spoils.store(true, SeqCst);
     let data = pattern(9, 2 << 20);
     device.fill(0, &data);
     for headers in Headers::ALL {
-        for (manner, per_try) in [(Manner::Inline, 0), (Manner::Inline, 8 * KIB), (Manner::Thread, 0)] {
+        for manner in [Manner::Inline, Manner::Partly(8 * KIB), Manner::Thread] {
             device.set(manner);
-            device.per_try.store(per_try, SeqCst);
             let mut client = fixture.enter(headers);
             for len in [512, 4096, 100 << 10, 256 << 10, 700 << 10, 2 << 20] {
                 device.bad_byte.store(u64::from(len) - 1, SeqCst);
-                for flags in if client.structured { &[0, DF][..] } else { &[0] } {
-                    let wanted = client.ask(*flags, READ, 0, len);
+                for flags in if client.has_chunks() { &[0, DF][..] } else { &[0] } {
+                    let wanted = client.ask(*flags, READ, 0, len.into());
                     loop {
                         match client.chunk() {
                             Chunk::Data { cookie, offset, data: part, .. } => {
@@ -152,7 +148,7 @@ fn failed_block_status_sends_no_descriptors() {
     let fixture = Fixture::serving(&device);
     let mut client = fixture.connect();
     client.greet(3);
-    client.extended();
+    client.agree(Headers::Extended);
     assert_eq!(client.set_contexts("disk", &["base:allocation", "freestone:changed"]).len(), 2);
     client.go("disk");
     // The query of the second context, `freestone:changed`, fails.

@@ -3,21 +3,9 @@
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::common::client::{
-    BLOCK_STATUS, CACHE, Chunk, DF, FAST_ZERO, FLUSH, FUA, NO_HOLE, READ, REQ_ONE, TRIM, WRITE, WRITE_ZEROES,
-    request,
-};
-use crate::common::device::Manner;
-use crate::common::{Fixture, Headers, MemDevice, pattern};
+use crate::common::prelude::*;
 use freestone_core::device::Op;
 use freestone_nbd::{ExportOptions, MAX_PAYLOAD_BYTES};
-
-const EPERM: u32 = 1;
-const EIO: u32 = 5;
-const EINVAL: u32 = 22;
-const ENOSPC: u32 = 28;
-const EOVERFLOW: u32 = 75;
-const ENOTSUP: u32 = 95;
 
 const MIB: u64 = 1 << 20;
 
@@ -57,13 +45,13 @@ fn zero_and_maximum_length_are_refused() {
         assert_eq!(client.run(0, FLUSH, 0, 512), EINVAL);
         assert_eq!(client.run(0, FLUSH, 512, 0), EINVAL);
         for command in [TRIM, CACHE, WRITE_ZEROES, BLOCK_STATUS] {
-            assert_ne!(client.run(0, command, 0, u32::MAX), 0, "command {command}");
+            assert_ne!(client.run(0, command, 0, u32::MAX.into()), 0, "command {command}");
         }
         assert_eq!(client.read(0, u32::MAX), Err(EINVAL));
         assert_eq!(client.read(MIB - 1, 2), Err(EINVAL));
         assert_eq!(client.write(0, MIB - 511, &[1; 512]), 28);
         // The server discards the longest possible payload in bounded memory.
-        let cookie = client.ask(0, WRITE, 0, u32::MAX);
+        let cookie = client.ask(0, WRITE, 0, u32::MAX.into());
         let waste = vec![9; 1 << 20];
         let mut left = u32::MAX as usize;
         while structured && left > 0 {
@@ -115,7 +103,7 @@ fn payload_above_maximum_is_refused() {
         let bytes: Vec<u8> =
             bytes.iter().flat_map(|(cookie, command, len)| request(0, *command, *cookie, 0, *len)).collect();
         simple.send(&bytes);
-        let mut wanted: HashMap<u64, (u64, u32)> =
+        let mut wanted: HashMap<u64, (u64, u64)> =
             [(1, (0, 4096)), (2, (0, 48 << 20)), (3, (0, 0)), (4, (0, 7))].into();
         let got = simple.read_replies(&mut wanted);
         assert!(got[&2].as_ref().unwrap()[511..] == data[..(48 << 20) - 511]);
@@ -189,7 +177,7 @@ fn read_only_export_refuses_writes() {
     fixture.server.publish(&fixture.address, "ro", device.clone(), options).unwrap();
     let mut client = fixture.connect();
     client.greet(3);
-    client.structured();
+    client.agree(Headers::Structured);
     client.go("ro");
     for len in [4096, 1 << 20] {
         assert_eq!(client.write(0, 0, &vec![1; len]), EPERM);

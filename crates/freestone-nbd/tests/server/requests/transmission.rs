@@ -3,16 +3,10 @@
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::common::client::{
-    CACHE, Chunk, DF, DISC, FAST_ZERO, FLUSH, FUA, NO_HOLE, READ, REQ_ONE, TRIM, WRITE, WRITE_ZEROES, request,
-};
-use crate::common::{Fixture, Headers, MemDevice, eventually, pattern};
+use crate::common::device::Manner;
+use crate::common::prelude::*;
 use freestone_core::device::{Flags, Op, Request};
 use freestone_nbd::MAX_DESCRIPTORS;
-
-const EIO: u32 = 5;
-const EINVAL: u32 = 22;
-const ENOSPC: u32 = 28;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -177,7 +171,7 @@ fn block_status_reports_data_zeroes_and_holes() {
     // Block status fails if the client selected no context.
     let mut other = fixture.connect();
     other.greet(3);
-    other.structured();
+    other.agree(Headers::Structured);
     other.go("disk");
     assert_eq!(other.status(0, 0, 4096), Err(EINVAL));
 }
@@ -194,11 +188,11 @@ fn block_status_descriptors_are_limited() {
     let mut at = 0;
     let mut rounds = 0;
     while at < pages * 4096 {
-        let extents = client.status(0, at, (pages * 4096 - at) as u32).unwrap();
+        let extents = client.status(0, at, pages * 4096 - at).unwrap();
         assert!(extents.len() <= MAX_DESCRIPTORS);
         for (len, flags) in extents {
             assert_eq!((len, flags), (4096, if at / 4096 % 2 == 0 { 0 } else { 3 }));
-            at += u64::from(len);
+            at += len;
         }
         rounds += 1;
     }
@@ -224,7 +218,7 @@ fn device_error_fails_only_its_request() {
         let begun = device.requests(Op::Write).len();
         assert!((3..96).contains(&begun), "{begun}");
         assert_eq!(client.read(24 << 20, 1 << 20), Ok(vec![0; 1 << 20]));
-        let cookie = client.ask(DF * u16::from(client.structured), READ, 0, 2 << 20);
+        let cookie = client.ask(DF * u16::from(client.has_chunks()), READ, 0, 2 << 20);
         let mut wanted = HashMap::from([(cookie, (0, 2 << 20))]);
         assert_eq!(client.read_replies(&mut wanted)[&cookie], Err(EIO));
         device.bad_byte.store(u64::MAX, SeqCst);
@@ -242,7 +236,7 @@ fn partly_done_requests_are_continued() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
     for per_try in [512, 8192, 100 * KIB] {
-        device.per_try.store(per_try, SeqCst);
+        device.set(Manner::Partly(per_try));
         for headers in Headers::ALL {
             let mut client = fixture.enter(headers);
             for len in [4096, 128 << 10, 256 << 10, 1 << 20] {
@@ -323,7 +317,7 @@ fn grown_device_is_usable_by_connected_client() {
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
     assert_eq!(client.write(0, MIB, &[1; 4096]), ENOSPC);
-    device.grow(2 * MIB);
+    device.grow(2 << 20);
     assert_eq!(client.write(0, MIB, &[1; 4096]), 0);
     assert_eq!(client.read(MIB, 4096), Ok(vec![1; 4096]));
     let mut newer = fixture.connect();

@@ -8,15 +8,11 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::common::client::{Chunk, DF, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES, request};
-use crate::common::device::Manner;
-use crate::common::{Client, Fixture, Headers, MemDevice, eventually, pattern};
+use crate::common::prelude::*;
 use freestone_core::device::Op;
 use freestone_nbd::{Address, ExportOptions, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, PublishError};
 
 pub const MIB: u64 = 1 << 20;
-const EIO: u32 = 5;
-const ESHUTDOWN: u32 = 108;
 pub const LONG: Duration = Duration::from_secs(30);
 
 #[test]
@@ -30,9 +26,9 @@ fn all_commands_work_with_submitted_requests() {
             let data = pattern(len as u64, len);
             assert_eq!(client.write(0, 512, &data), 0);
             assert!(client.read(512, len as u32).unwrap() == data);
-            if client.structured {
-                let cookie = client.ask(DF, READ, 512, len as u32);
-                let mut wanted = HashMap::from([(cookie, (512, len as u32))]);
+            if client.has_chunks() {
+                let cookie = client.ask(DF, READ, 512, len as u64);
+                let mut wanted = HashMap::from([(cookie, (512, len as u64))]);
                 assert!(client.read_replies(&mut wanted).remove(&cookie).unwrap().unwrap() == data);
             }
         }
@@ -117,7 +113,7 @@ fn restart_cuts_connections_and_holds_new_ones() {
         busy.assert_closed();
         assert_eq!(device.held().len(), 1);
         let late = std::thread::spawn(move || {
-            let mut late = Client::connect(&address);
+            let mut late = crate::common::connect(&address);
             late.greet(3);
             // The empty name also selects "disk", the default export.
             late.go("");
@@ -272,9 +268,9 @@ pub fn connect(address: &Address) -> (Client, UnixStream) {
     let Address::Unix(path) = address else { panic!("a Unix address") };
     let stream = UnixStream::connect(path).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
-    let mut client = Client::over(Box::new(stream.try_clone().unwrap()));
+    let mut client = Client::over(stream.try_clone().unwrap());
     client.greet(3);
-    client.structured();
+    client.agree(Headers::Structured);
     client.go("disk");
     (client, stream)
 }
@@ -402,7 +398,7 @@ fn shutdown_replies_to_received_requests() {
             }
             let device: Arc<MemDevice> = device.clone();
             fixture.server.publish(&address, "disk", device, ExportOptions::default()).unwrap();
-            let mut client = Client::connect(&address);
+            let mut client = crate::common::connect(&address);
             client.greet(3);
             client.go("disk");
             let mut bytes = Vec::new();

@@ -2,11 +2,12 @@
 //! writes to zones keep their order.
 
 use std::collections::HashMap;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::thread;
+use std::time::Duration;
 
-use crate::common::client::{READ, WRITE, request};
-use crate::common::device::Manner;
-use crate::common::{Client, Fixture, MemDevice, eventually, pattern};
+use crate::common::prelude::*;
 use freestone_core::device::Op;
 
 const MIB: u64 = 1 << 20;
@@ -49,27 +50,47 @@ fn overtakers(client: &mut Client, requests: u64) -> u64 {
     most
 }
 
-fn slow_device(size: u64) -> std::sync::Arc<MemDevice> {
-    let device = MemDevice::new(size);
-    device.cost_us.store(COST_US, SeqCst);
-    device
+/// Returns the CPU time of the calling thread.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Makes each request of a device cost [`COST_US`] of CPU time. Also returns the number of requests from
+/// worker threads.
+fn slow(device: Arc<MemDevice>) -> (Arc<MemDevice>, Arc<AtomicU64>) {
+    let by_workers = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&by_workers);
+    let device = Arc::into_inner(device).unwrap().on_request(move |_| {
+        count.fetch_add(u64::from(thread::current().name() == Some("worker")), SeqCst);
+        let begun = cpu_time();
+        while cpu_time().saturating_sub(begun) < Duration::from_micros(COST_US) {
+            std::hint::spin_loop();
+        }
+    });
+    (Arc::new(device), by_workers)
+}
+
+fn slow_device(size: u64) -> (Arc<MemDevice>, Arc<AtomicU64>) {
+    slow(MemDevice::new(size))
 }
 
 #[test]
 fn requests_are_not_starved_by_workers() {
     const REQUESTS: u64 = 4000;
-    let device = slow_device(4 * MIB);
+    let (device, by_workers) = slow_device(4 * MIB);
     let fixture = Fixture::with_workers(4);
     fixture.publish("disk", &device);
     let most = overtakers(&mut fixture.enter(false), REQUESTS);
-    assert!(device.by_workers.load(SeqCst) > REQUESTS / 20, "{:?} by workers", device.by_workers);
+    assert!(by_workers.load(SeqCst) > REQUESTS / 20, "{by_workers:?} by workers");
     // A worker thread may get no CPU for some milliseconds, which delays the read that it executes.
     assert!(most < REQUESTS / 8, "{most} later requests completed before one");
 }
 
 #[test]
 fn stalled_device_or_client_does_not_hold_worker() {
-    let (stalled, disk) = (slow_device(4 * MIB), slow_device(4 * MIB));
+    let (stalled, stalled_by_workers) = slow_device(4 * MIB);
+    let (disk, disk_by_workers) = slow_device(4 * MIB);
     // With 2 CPUs, the server has one worker thread.
     let fixture = Fixture::with_workers(2);
     fixture.publish("stalled", &stalled);
@@ -79,7 +100,7 @@ fn stalled_device_or_client_does_not_hold_worker() {
     client.go("stalled");
     // Lets the server measure the cost of requests.
     overtakers(&mut client, 100);
-    assert!(stalled.by_workers.load(SeqCst) > 0);
+    assert!(stalled_by_workers.load(SeqCst) > 0);
     stalled.set(Manner::Held);
     (0..DEPTH).for_each(|cookie| ask(&mut client, cookie));
     eventually(|| stalled.held().len() == DEPTH as usize);
@@ -90,9 +111,9 @@ fn stalled_device_or_client_does_not_hold_worker() {
     deaf.send(&requests);
     eventually(|| disk.requests(Op::Read).len() > 1);
 
-    let before = disk.by_workers.load(SeqCst);
+    let before = disk_by_workers.load(SeqCst);
     overtakers(&mut fixture.enter(false), 1000);
-    assert!(disk.by_workers.load(SeqCst) > before + 50, "the worker was blocked");
+    assert!(disk_by_workers.load(SeqCst) > before + 50, "the worker was blocked");
 
     stalled.release_all_backwards();
     let mut cookies: Vec<_> = (0..DEPTH).map(|_| answered(&mut client)).collect();
@@ -107,8 +128,8 @@ fn stalled_device_or_client_does_not_hold_worker() {
 
 #[test]
 fn writes_to_zones_keep_order_beside_workers() {
-    let (zones, disk) = (MemDevice::zoned(16 * MIB), slow_device(4 * MIB));
-    zones.cost_us.store(COST_US, SeqCst);
+    let (zones, _) = slow(MemDevice::zoned(16 * MIB));
+    let (disk, by_workers) = slow_device(4 * MIB);
     let fixture = Fixture::with_workers(4);
     fixture.publish("zones", &zones);
     fixture.publish("disk", &disk);
@@ -144,7 +165,7 @@ fn writes_to_zones_keep_order_beside_workers() {
     let began: Vec<_> =
         zones.requests(Op::Write).iter().map(|write| write.offset / u64::from(PIECE)).collect();
     assert_eq!(began, (0..16 * MIB / u64::from(PIECE)).collect::<Vec<_>>());
-    assert!(disk.by_workers.load(SeqCst) > 0);
+    assert!(by_workers.load(SeqCst) > 0);
     for number in 0..16 * MIB / u64::from(PIECE) {
         let at = number * u64::from(PIECE);
         assert!(zones.bytes(at, PIECE as usize) == pattern(number, PIECE as usize), "{number}");

@@ -6,10 +6,9 @@ use freestone_nbd::{Credentials, Limits, TlsFiles, TlsMode, Visibility};
 use freestone_testkit::certificates::{Authority, Usage};
 use rustls::version::{TLS12, TLS13};
 
-use super::{GO, INFO, LIST, serving};
-use crate::common::client::{ACK, Client, ERR_UNKNOWN, SERVER, context_data, info_data, option};
-use crate::common::device::MemDevice;
-use crate::common::secure::{ERR_TLS_REQD, Secure, files};
+use super::serving;
+use crate::common::prelude::*;
+use crate::common::secure::{Secure, files};
 
 fn listed(client: &mut Client) -> Vec<String> {
     let mut replies = client.option(LIST, &[]);
@@ -33,28 +32,28 @@ fn export_access_follows_certificate_names() {
     let seen = |client: &mut Client, names: &[&str]| {
         assert_eq!(listed(client), names);
         for name in ["disk", "for-tls", "for-alice", "for-bob", "for-nobody"] {
-            let is_there = client.outcome(INFO, &info_data(name, &[])) == ACK;
+            let is_there = client.outcome(OPT_INFO, &info_data(name, &[])) == ACK;
             assert_eq!(is_there, names.contains(&name), "{name}");
-            let contexts = client.outcome(9, &context_data(name, &[]));
+            let contexts = client.outcome(LIST_META_CONTEXT, &context_data(name, &[]));
             assert_eq!(contexts == ACK, names.contains(&name), "{name}");
         }
         let others = ["for-alice", "for-bob"].into_iter().filter(|name| !names.contains(name));
         others.map(|name| client.outcome(GO, &info_data(name, &[]))).collect::<Vec<_>>()
     };
     let mut clear = secure.clear();
-    clear.structured();
+    clear.agree(Headers::Structured);
     assert_eq!(seen(&mut clear, &["disk"]), [ERR_TLS_REQD, ERR_TLS_REQD]);
     assert_eq!(clear.outcome(GO, &info_data("for-tls", &[])), ERR_TLS_REQD);
-    clear.send(&option(1, b"for-tls"));
+    clear.send(&option(EXPORT_NAME, b"for-tls"));
     clear.assert_closed();
     let mut alice = secure.client();
-    alice.structured();
+    alice.agree(Headers::Structured);
     assert_eq!(seen(&mut alice, &["disk", "for-tls", "for-alice"]), [ERR_UNKNOWN]);
     alice.go("for-alice");
     let mut bob = secure.client_as(Some("bob"), rustls::ALL_VERSIONS);
-    bob.structured();
+    bob.agree(Headers::Structured);
     assert_eq!(seen(&mut bob, &["disk", "for-tls", "for-bob"]), [ERR_UNKNOWN]);
-    bob.send(&option(1, b"for-alice"));
+    bob.send(&option(EXPORT_NAME, b"for-alice"));
     bob.assert_closed();
     alice.read(0, 512).unwrap();
     alice.disconnect();
@@ -134,7 +133,7 @@ fn revoked_certificate_is_refused() {
 fn renewed_credentials_apply_to_new_connections() {
     let (secure, _device) = serving(TlsMode::Required);
     let mut before = secure.client();
-    before.structured();
+    before.agree(Headers::Structured);
     before.go("disk");
     let next = Authority::new(secure.directory.path().join("next"));
     next.sign("server", "localhost", Usage::Server);

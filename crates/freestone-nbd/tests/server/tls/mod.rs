@@ -11,10 +11,6 @@ use freestone_nbd::{TlsMode, Visibility};
 use crate::common::device::MemDevice;
 use crate::common::secure::Secure;
 
-const LIST: u32 = 3;
-const INFO: u32 = 6;
-const GO: u32 = 7;
-
 fn serving(mode: TlsMode) -> (Secure, Arc<MemDevice>) {
     let secure = Secure::new(mode);
     let device = MemDevice::new(64 << 20);

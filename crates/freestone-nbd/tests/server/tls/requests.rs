@@ -10,12 +10,10 @@ use freestone_nbd::{TlsMode, Visibility};
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConnection, StreamOwned};
 
-use super::{GO, serving};
-use crate::common::client::{ACK, Client, READ, TRIM, WRITE, info_data, option, request};
-use crate::common::device::{Manner, MemDevice};
+use super::serving;
+use crate::common::device::{Manner, sweep_steps, vast};
+use crate::common::prelude::*;
 use crate::common::secure::Secure;
-use crate::common::vast::Vast;
-use crate::common::{Headers, eventually, pattern};
 
 /// A client's TLS stream that the test can access too.
 struct Shared {
@@ -68,7 +66,7 @@ fn requests_of_all_sizes_work_in_both_tls_versions() {
     // Transfers 33 MiB in one piece and in windows. Writes to a zoned device, which receives each write as a
     // whole.
     let mut client = secure.client();
-    client.structured();
+    client.agree(Headers::Structured);
     client.go("disk");
     let data = pattern(7, 33 << 20);
     assert_eq!(client.write(0, 4096, &data), 0);
@@ -97,7 +95,7 @@ fn pipelined_requests_over_tls_get_replies() {
     for manner in [Manner::Inline, Manner::Thread] {
         device.set(manner);
         let mut client = secure.client();
-        client.structured();
+        client.agree(Headers::Structured);
         client.go("disk");
         let mut bytes = Vec::new();
         let mut wanted = HashMap::new();
@@ -105,15 +103,17 @@ fn pipelined_requests_over_tls_get_replies() {
             let len = if n % 5 == 0 { 200_000 } else { 4096 };
             bytes.extend(request(0, WRITE, n, n * 200_000, len));
             bytes.extend(pattern(n, len as usize));
-            wanted.insert(1000 + n, (n * 200_000, len));
+            wanted.insert(1000 + n, (n * 200_000, len.into()));
         }
         client.send(&bytes);
         for _ in 0..200 {
             let cookie = client.chunk().cookie();
             assert!(cookie < 200);
         }
-        let reads: Vec<u8> =
-            wanted.iter().flat_map(|(cookie, (at, len))| request(0, READ, *cookie, *at, *len)).collect();
+        let reads: Vec<u8> = wanted
+            .iter()
+            .flat_map(|(cookie, (at, len))| Headers::Simple.request(0, READ, *cookie, *at, *len))
+            .collect();
         client.send(&reads);
         let all = wanted.clone();
         let got = client.read_replies(&mut wanted);
@@ -130,19 +130,18 @@ fn pipelined_requests_over_tls_get_replies() {
 #[test]
 fn sweep_over_tls_ends_with_client() {
     const HUGE: u64 = 1 << 60;
-    const ESHUTDOWN: u32 = 108;
     let secure = Secure::new(TlsMode::Required);
-    let device = Arc::new(Vast::new(HUGE, 1 << 20));
+    let device = vast(HUGE, 1 << 20);
     secure.publish("disk", &device, Visibility::All);
     for goes in [true, false] {
         let stream = secure.stream(&secure.ours, Some("alice"), rustls::ALL_VERSIONS);
         let stream = Arc::new(Mutex::new(stream));
-        let mut client = Client::over(Box::new(Shared { stream: Arc::clone(&stream), changes_keys: false }));
+        let mut client = Client::over(Shared { stream: Arc::clone(&stream), changes_keys: false });
         client.agree(Headers::Extended);
         client.set_context("disk");
         client.go("disk");
-        assert_eq!(client.long_statuses(0, 0, HUGE), Ok(vec![(1, vec![(HUGE, 3)])]));
-        let sweep = client.ask_long(0, TRIM, 0, HUGE);
+        assert_eq!(client.statuses(0, 0, HUGE), Ok(vec![(1, vec![(HUGE, 3)])]));
+        let sweep = client.ask(0, TRIM, 0, HUGE);
         for round in 0..20 {
             assert_eq!(client.read(round << 30, 4096), Ok(vec![0; 4096]));
         }
@@ -157,9 +156,9 @@ fn sweep_over_tls_ends_with_client() {
             client.assert_closed();
         }
         eventually(|| secure.server.stats().connections == 0);
-        let steps = device.steps.lock().unwrap().len();
+        let steps = sweep_steps(&device).len();
         std::thread::sleep(Duration::from_millis(20));
-        assert_eq!(device.steps.lock().unwrap().len(), steps);
+        assert_eq!(sweep_steps(&device).len(), steps);
     }
     secure.assert_sound();
 }
@@ -171,7 +170,7 @@ fn client_key_updates_are_followed() {
     stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
     let socket = stream.sock.try_clone().unwrap();
     let stream = Arc::new(Mutex::new(stream));
-    let mut client = Client::over(Box::new(Shared { stream, changes_keys: true }));
+    let mut client = Client::over(Shared { stream, changes_keys: true });
     assert_eq!(client.option_replies(GO).last().unwrap().kind, ACK);
     for n in 0..300_u64 {
         let data = pattern(n, 1 + 517 * n as usize);
@@ -189,7 +188,7 @@ fn close_over_tls_replies_to_received_requests() {
         let (secure, device) = serving(TlsMode::Required);
         device.set(if round % 2 == 0 { Manner::Inline } else { Manner::Thread });
         let mut client = secure.client();
-        client.structured();
+        client.agree(Headers::Structured);
         client.go("disk");
         let mut bytes = Vec::new();
         for n in 0..40_u64 {

@@ -7,21 +7,15 @@ use freestone_nbd::{Limits, MAX_HANDSHAKE_BYTES, TlsMode, Visibility};
 use rustls::StreamOwned;
 use rustls::version::{TLS12, TLS13};
 
-use super::{GO, INFO, LIST, serving};
-use crate::common::client::{
-    ACK, Client, ERR_INVALID, ERR_POLICY, WRITE, context_data, info_data, option, request,
-};
-use crate::common::device::MemDevice;
-use crate::common::secure::{ERR_TLS_REQD, STARTTLS, Secure, assert_ends, connection};
-use crate::common::{Fixture, Headers, eventually};
-
-const ABORT: u32 = 2;
+use super::serving;
+use crate::common::prelude::*;
+use crate::common::secure::{Secure, assert_ends, connection};
 
 #[test]
 fn tls_required_refuses_options_without_tls() {
     let (secure, _device) = serving(TlsMode::Required);
     let mut client = secure.clear();
-    for kind in [0, LIST, 4, INFO, GO, 8, 9, 10, 11, u32::MAX] {
+    for kind in [0, LIST, 4, OPT_INFO, GO, 8, 9, 10, 11, u32::MAX] {
         for data in
             [vec![], info_data("disk", &[]), context_data("disk", &["base:allocation"]), vec![7; 2000]]
         {
@@ -35,10 +29,10 @@ fn tls_required_refuses_options_without_tls() {
     client.assert_closed();
     // OPT_EXPORT_NAME has no error reply, so the server closes the connection.
     let mut client = secure.clear();
-    client.send(&option(1, b"disk"));
+    client.send(&option(EXPORT_NAME, b"disk"));
     client.assert_closed();
     let mut client = secure.clear();
-    client.send(&option(1, b""));
+    client.send(&option(EXPORT_NAME, b""));
     client.assert_closed();
     secure.assert_sound();
 }
@@ -48,20 +42,23 @@ fn starttls_resets_negotiated_state() {
     let (secure, _device) = serving(TlsMode::Optional);
     for headers in [Headers::Structured, Headers::Extended] {
         let socket = secure.socket();
-        let mut clear = Client::over(Box::new(socket.try_clone().unwrap()));
+        let mut clear = Client::over(socket.try_clone().unwrap());
         clear.greet(3);
         clear.agree(headers);
         clear.set_context("disk");
         assert_eq!(clear.outcome(STARTTLS, b"x"), ERR_INVALID);
         assert_eq!(clear.outcome(STARTTLS, &[]), ACK);
         let connection = connection(&secure.ours, &secure.ours, Some("alice"), rustls::ALL_VERSIONS);
-        let mut client = Client::over(Box::new(StreamOwned::new(connection, socket)));
+        let mut client = Client::over(StreamOwned::new(connection, socket));
         // TLS can be started only once per connection.
         for data in [&[][..], b"x"] {
             assert_eq!(client.outcome(STARTTLS, data), ERR_INVALID);
         }
         // Metadata contexts require structured replies, which were not negotiated.
-        assert_eq!(client.outcome(10, &context_data("disk", &["base:allocation"])), ERR_INVALID);
+        assert_eq!(
+            client.outcome(SET_META_CONTEXT, &context_data("disk", &["base:allocation"])),
+            ERR_INVALID
+        );
         let (_, flags) = client.go("disk");
         assert_eq!(flags & (1 << 7), 0, "DF is for replies with chunks");
         assert_eq!(client.read(0, 512).unwrap().len(), 512);
@@ -70,7 +67,7 @@ fn starttls_resets_negotiated_state() {
     }
     // Clients without TLS still work.
     let mut client = secure.clear();
-    client.structured();
+    client.agree(Headers::Structured);
     client.go("disk");
     client.read(0, 512).unwrap();
     client.disconnect();
@@ -92,11 +89,11 @@ fn starttls_without_tls_is_refused() {
 fn injected_bytes_around_starttls_end_connection() {
     let (secure, device) = serving(TlsMode::Optional);
     let extras: [Vec<u8>; 4] =
-        [option(GO, &info_data("disk", &[])), option(8, &[]), vec![0], vec![22, 3, 1, 0, 5]];
+        [option(GO, &info_data("disk", &[])), option(STRUCTURED_REPLY, &[]), vec![0], vec![22, 3, 1, 0, 5]];
     for extra in &extras {
         // The injected data follows the STARTTLS option directly.
         let mut socket = secure.socket();
-        let mut client = Client::over(Box::new(socket.try_clone().unwrap()));
+        let mut client = Client::over(socket.try_clone().unwrap());
         client.greet(3);
         let mut bytes = option(STARTTLS, &[]);
         bytes.extend(extra);
@@ -125,7 +122,7 @@ fn tampered_record_ends_connection_without_effect() {
         for (at, change) in [(0, 1), (3, 0x40), (4, 1), (5, 1), (20, 1), (40, 0x80)] {
             let mut stream = secure.stream(&secure.ours, Some("alice"), versions);
             stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
-            let mut client = Client::over(Box::new(stream.sock.try_clone().unwrap()));
+            let mut client = Client::over(stream.sock.try_clone().unwrap());
             stream.flush().unwrap();
             // Waits until the server's replies have arrived; the test ignores them.
             std::thread::sleep(Duration::from_millis(20));

@@ -26,6 +26,7 @@ use freestone_core::sync::mpsc;
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// The parent of a device.
+#[derive(Clone)]
 pub enum ParentDevice {
     /// No parent: empty slots read as zeroes.
     Nothing,
@@ -56,7 +57,6 @@ pub enum StoredForm {
     },
 }
 
-/// A copied page.
 struct Item {
     page: u64,
     stored: StoredForm,
@@ -136,9 +136,6 @@ pub trait ReadStored {
 
     /// Copies these pages in stored form. Pages that neither the snapshot nor its chain holds
     /// become [`StoredForm::Parent`].
-    ///
-    /// # Errors
-    /// As [`copy_pages`](Self::copy_pages).
     fn copy_changed(
         &self,
         pages: Vec<u64>,

@@ -29,9 +29,6 @@ pub trait StorePages {
 
     /// Stores a page as [`put`](Self::put) does. If the memory limit leaves no space and the family
     /// has a backing device, writes the page as a request, which waits for evictions.
-    ///
-    /// # Errors
-    /// Fails as `put` and as a write.
     fn put_or_wait(&self, page: u64, incoming: Incoming<'_>) -> Result<()>;
 }
 

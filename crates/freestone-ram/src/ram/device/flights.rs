@@ -98,6 +98,7 @@ impl Fetch {
         if fetching.pending > 0 {
             return;
         }
+        freestone_core::trail::step!();
         let (Some(mut job), bytes, error) = (fetching.job.take(), fetching.bytes, fetching.error) else {
             return;
         };

@@ -76,6 +76,7 @@ impl Ram {
         parent: Parent,
         limits: Arc<Limits>,
     ) -> Result<Self, SetupError> {
+        freestone_core::trail::step!();
         retire::throttle_creation();
         let layer = family.pages.layers.make(&family.pages.common, Arc::clone(&limits))?;
         let of_device = parent.of_device();

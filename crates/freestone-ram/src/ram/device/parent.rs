@@ -49,6 +49,7 @@ impl Base {
     /// Reads as much from `offset` on as is available without waiting. Returns the number of bytes
     /// read; 0 if the read must wait. Must not be called under a pin, as it calls another device.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
+        freestone_core::trail::step!();
         let there = self.size.saturating_sub(offset).min(into.len() as u64) as usize;
         if there == 0 {
             into.fill(0);
@@ -235,6 +236,7 @@ impl Inner {
         offset: u64,
         into: &mut [u8],
     ) -> device::Result<(usize, ReadEnd<'a>)> {
+        freestone_core::trail::step!();
         let view = self.view.load(pin);
         let mut done = 0;
         while done < into.len() {

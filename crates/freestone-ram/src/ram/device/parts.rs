@@ -36,9 +36,6 @@ impl FamilyParts {
 
     /// Sets a device's own memory limit `cap` (0: no limit) and its guaranteed memory `least`, both
     /// in bytes.
-    ///
-    /// # Errors
-    /// As [`Guarantees::set`].
     pub fn set_device_limits(&self, limits: &Arc<Limits>, cap: u64, least: u64) -> Result<(), SetupError> {
         if cap > 0 {
             self.pages.full.set_has_caps();
@@ -55,6 +52,7 @@ impl FamilyParts {
         base_size: u64,
         config: &ForkConfig,
     ) -> Result<Ram, SetupError> {
+        freestone_core::trail::step!();
         let size = config.size.unwrap_or(base_size);
         if size < base_size {
             return Err(SetupError::SmallerThanBase { wanted: size, base: base_size });

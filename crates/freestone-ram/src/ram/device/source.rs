@@ -48,9 +48,6 @@ pub trait Source: Send + Sync {
     fn run(&self, page: u64, end: u64) -> (u64, bool);
 
     /// Calls `take` with a page of the source. May wait for a disk.
-    ///
-    /// # Errors
-    /// Fails if the page cannot be read, or if `take` does.
     fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()>;
 
     /// Returns true if a page that could not be read is lost for good, so that retries are useless.

@@ -101,6 +101,7 @@ impl Family {
     /// Fails if the base is writable or zoned, the size is invalid, or the family's memory limit
     /// does not leave the guaranteed memory.
     pub fn fork(&self, base: Arc<dyn Device>, config: &ForkConfig) -> Result<Ram, SetupError> {
+        freestone_core::trail::step!();
         let geometry = base.geometry();
         if !geometry.read_only {
             return Err(SetupError::WritableBase);

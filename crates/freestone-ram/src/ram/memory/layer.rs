@@ -5,7 +5,7 @@
 //! [`chain`](crate::ram::device::chain).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::limits::{Limits, high_mark};
 use super::outcome::EvictionHistory;
@@ -174,6 +174,7 @@ impl Layer {
     /// Updates the layer's counters for a slot whose word changed from `old` to `new`.
     #[inline]
     pub fn account(&self, layers: &Layers, old: Word, new: Word) {
+        freestone_core::trail::step!();
         let delta = |f: fn(Word) -> bool| i64::from(f(new)) - i64::from(f(old));
         let add = |counter, delta| {
             if delta != 0 {
@@ -326,7 +327,8 @@ impl Layers {
 
     /// Creates an empty layer with an unused table id.
     pub fn make(&self, common: &Arc<Common>, limits: Arc<Limits>) -> device::Result<Arc<Layer>> {
-        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
+        freestone_core::trail::step!();
+        let mut map = self.map.write();
         // Ids wrap at `MAX_TABLE_ID`; ids in use are skipped.
         while map.by_id.contains_key(&map.next) {
             map.next = (map.next + 1) % MAX_TABLE_ID;
@@ -353,35 +355,35 @@ impl Layers {
     pub fn join(&self, layer: &Arc<Layer>, chain: u32) {
         // Relaxed: the later swap of the chain's list of snapshots orders this store.
         layer.chain.store(chain, Ordering::Relaxed);
-        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
+        let mut map = self.map.write();
         map.snapshots.entry(chain).or_default().push(Arc::clone(layer));
     }
 
     pub fn get(&self, id: u32) -> Option<Arc<Layer>> {
-        self.map.read().unwrap_or_else(PoisonError::into_inner).by_id.get(&id).cloned()
+        self.map.read().by_id.get(&id).cloned()
     }
 
     pub fn all(&self) -> Vec<Arc<Layer>> {
-        self.map.read().unwrap_or_else(PoisonError::into_inner).by_id.values().cloned().collect()
+        self.map.read().by_id.values().cloned().collect()
     }
 
     /// Returns the layers of the chain whose origin has the table id `chain`: the origin and its
     /// snapshots.
     pub fn layers_of_chain(&self, chain: u32) -> Vec<Arc<Layer>> {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.map.read();
         let snapshots = map.snapshots.get(&chain).into_iter().flatten();
         map.by_id.get(&chain).into_iter().chain(snapshots).cloned().collect()
     }
 
     /// Returns the layer with the lowest table id that is at least `id`.
     pub fn at_or_after(&self, id: u32) -> Option<Arc<Layer>> {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.map.read();
         map.by_id.range(id..).next().map(|(_, layer)| Arc::clone(layer))
     }
 
     /// Returns true if all layers of the family except this one are retired.
     pub fn is_only_active(&self, id: u32) -> bool {
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let map = self.map.read();
         map.by_id.values().all(|other| other.id() == id || other.is_retired())
     }
 
@@ -410,7 +412,7 @@ impl Layers {
     }
 
     pub fn remove(&self, id: u32) {
-        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
+        let mut map = self.map.write();
         let Some(layer) = map.by_id.remove(&id) else { return };
         if let Some(of_chain) = map.snapshots.get_mut(&layer.chain()) {
             of_chain.retain(|other| other.id() != id);

@@ -64,7 +64,6 @@ pub(in crate::ram) struct EvictionHistory {
     failed_ms: u64,
 }
 
-/// Result of an eviction round.
 pub(in crate::ram) struct EvictionRound {
     /// Bytes of pool memory of the objects that the round picked.
     pub taken: u64,

@@ -8,8 +8,7 @@ use crate::ram::geometry::{LOGICAL_BLOCK_BYTES, PAGE, next_multiple};
 use crate::ram::memory::config::SetupError;
 use crate::ram::waiting::parent_zeroes::ParentZeroes;
 use freestone_core::device::{
-    self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
-    Request, TryResult, range_end,
+    self, Change, Changes, Device, Extent, ExtentKind, Flags, Op, Request, forward_device, range_end,
 };
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::pin::{self, Pin};
@@ -253,25 +252,8 @@ impl Ram {
 }
 
 impl Device for OverBaseView {
-    fn geometry(&self) -> Geometry {
-        self.0.geometry()
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
-        Device::try_io(&self.0, request, buffer)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.0.submit(request, buffer, done);
-    }
-
-    fn prefetch(&self, offset: u64, len: u64) {
-        self.0.prefetch(offset, len);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> device::Result<u64> {
-        Device::extents(&self.0, offset, len, row)
-    }
+    forward_device!(|view| (&view.0 as &dyn Device) => geometry, try_io, submit, extents;
+        prefetch: below, zoned: below, changes: own);
 
     fn changes(&self) -> Option<&dyn Changes> {
         Some(self)

@@ -111,6 +111,7 @@ impl Ram {
     /// Fetches the next pages of a read from memory and devices. `read_end` is the reason why the
     /// first page must wait. The request continues when all of them have arrived.
     pub(in crate::ram) fn fetch<'a>(&'a self, job: Job, read_end: ReadEnd<'a>) {
+        freestone_core::trail::step!();
         let first = job.request.offset;
         let end = (first / PAGE + FETCH_PAGES) * PAGE;
         let end = end.min(first + job.request.len);

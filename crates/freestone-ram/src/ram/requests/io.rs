@@ -66,13 +66,6 @@ impl Inner {
         }
     }
 
-    pub(in crate::ram) fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
-        self.attempt(request, buffer, &ParentZeroes::default()).map(|attempt| match attempt {
-            Attempt::Tried(tried) => tried,
-            Attempt::Frozen | Attempt::Removing | Attempt::Full => TryResult::WouldBlock,
-        })
-    }
-
     /// Returns an error if a request is misaligned or not within the device.
     #[inline]
     pub(in crate::ram) fn check(&self, request: &Request) -> device::Result<()> {
@@ -90,6 +83,7 @@ impl Inner {
         buffer: Buffer<'_>,
         below: &ParentZeroes,
     ) -> device::Result<Attempt> {
+        freestone_core::trail::step!();
         self.check(request)?;
         let offset = request.offset;
         match (request.op, buffer) {
@@ -257,6 +251,7 @@ impl Inner {
     /// Reads as much of a range as is possible without waiting. Returns the number of bytes read
     /// and the reason why the read ended.
     pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, ReadEnd<'_>)> {
+        freestone_core::trail::step!();
         let len = into.len();
         let read = if self.is_plain() {
             pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into)).map(|tried| {

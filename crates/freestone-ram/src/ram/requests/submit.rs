@@ -12,6 +12,7 @@ use crate::ram::device::{Inner, Ram};
 use crate::ram::geometry::PAGE;
 use crate::ram::waiting::device_space::DeviceSpace;
 use crate::ram::waiting::job::{Job, RequestOwner};
+use crate::ram::waiting::parent_zeroes::ParentZeroes;
 use freestone_core::device::{
     self, Buffer, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, TryResult,
 };
@@ -24,10 +25,15 @@ impl Device for Ram {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> device::Result<TryResult> {
-        self.0.try_io(request, buffer)
+        freestone_core::trail::step!();
+        self.0.attempt(request, buffer, &ParentZeroes::default()).map(|attempt| match attempt {
+            Attempt::Tried(tried) => tried,
+            Attempt::Frozen | Attempt::Removing | Attempt::Full => TryResult::WouldBlock,
+        })
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        freestone_core::trail::step!();
         self.start_request(Job::new(request, buffer, done));
     }
 
@@ -102,6 +108,7 @@ impl Ram {
     /// reference to the device is dropped. The client may remove the device on completion, and that
     /// must drop the last reference, so that the removal counts as pending at once.
     fn resume_slice(self, job: Job) {
+        freestone_core::trail::arrive!();
         match self.run_slice(job) {
             SliceEnd::Continue(job) => self.0.pages.keeper.resume(self.to_waiting(job)),
             SliceEnd::Parked => {}

@@ -36,6 +36,7 @@ impl Pages {
     /// failure leaves the old content.
     #[inline]
     pub(super) fn write_page(&self, view: &View, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
+        freestone_core::trail::step!();
         let seen = leaf.peek(slot);
         if Pool::same_class(LAST_OBJECT_BYTES.get(), seen.stored_bytes()) {
             // The new object will probably overwrite the old one: prefetch the old object during
@@ -137,9 +138,6 @@ impl Pages {
 
     /// Allocates the leaf of a slot for a write of `data`. If the data repeat a 32-bit pattern, the
     /// leaf counts as same-filled.
-    ///
-    /// # Errors
-    /// As [`same_filled_leaf`](Self::same_filled_leaf).
     #[cold]
     pub(super) fn new_leaf<'v>(&self, view: &'v View, slot: u64, data: &[u8]) -> Result<Leaf<'v>> {
         let pattern = <&Page>::try_from(data).ok().and_then(same_filled);

@@ -113,9 +113,6 @@ impl<'a> Eviction<'a> {
     /// Adds a written-back page to a batch, which moves it to another place on the device. `object`
     /// is the page's object as read. Skips the page if its slot in `layer` does not refer to the
     /// place that was read.
-    ///
-    /// # Errors
-    /// As [`offer`](Self::offer).
     pub fn relocate(
         &mut self,
         layer: &Arc<Layer>,

@@ -42,7 +42,6 @@ pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
 /// Poll interval while waiting for blocks of removed devices.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Eviction of a family's pages.
 pub(in crate::ram) struct Evict {
     pub(super) pages: Arc<Pages>,
     pub reclaim: Reclaim,

@@ -1,11 +1,11 @@
 //! Signals to the [threads](crate::ram::family::threads) of a family (devices that share a memory pool), and
 //! requests that wait for memory.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::job::{Job, RequestOwner, WaitingRequest};
 use crate::clock::{TICK, now_ms};
-use freestone_core::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use freestone_core::sync::{Condvar, Mutex, OnceLock};
 use freestone_core::work_queue::WorkQueue;
 
 /// Signals to the keeper thread, and the work queues of the family. Shared by the family and its
@@ -46,10 +46,6 @@ impl Default for Keeper {
 }
 
 impl Keeper {
-    fn lock(&self) -> MutexGuard<'_, KeeperState> {
-        self.state.lock()
-    }
-
     /// Sets the function that starts the keeper thread. Called once per family.
     pub fn set_starter(&self, starter: Starter) {
         let set = self.starter.set(starter);
@@ -59,7 +55,7 @@ impl Keeper {
     /// Starts the work queue and the keeper thread, unless they run or there is no
     /// [starter](Self::set_starter).
     pub fn start(&self) -> std::io::Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(starter) = self.starter.get().filter(|_| !state.running) else { return Ok(()) };
         self.work_queue.start()?;
         let keeper = starter();
@@ -71,7 +67,7 @@ impl Keeper {
 
     /// Returns true if the work queue was started.
     pub fn is_running(&self) -> bool {
-        self.lock().running
+        self.state.lock().running
     }
 
     /// Runs the tasks of the work queue on this thread.
@@ -82,7 +78,7 @@ impl Keeper {
 
     /// Stops the keeper thread and the work queues after their current tasks.
     pub fn stop(&self) {
-        self.lock().stop = true;
+        self.state.lock().stop = true;
         self.kicked.notify_all();
         self.work_queue.stop();
         self.base_queue.stop();
@@ -101,7 +97,7 @@ impl Keeper {
 
     /// Wakes the keeper thread: memory may be short, or an obstacle to eviction may be gone.
     pub fn kick(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if !state.kick {
             state.kick = true;
             self.kicked.notify_one();
@@ -110,7 +106,7 @@ impl Keeper {
 
     /// Queues a request until memory is freed, and wakes the keeper thread.
     pub fn wait_for_eviction(&self, request: WaitingRequest) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.waiting.push(request);
         state.kick = true;
         self.kicked.notify_one();
@@ -119,7 +115,7 @@ impl Keeper {
     /// Queues a request until memory is freed or the next once-a-second tick, without waking the
     /// keeper thread.
     pub fn wait_for_tick(&self, request: WaitingRequest) {
-        self.lock().waiting.push(request);
+        self.state.lock().waiting.push(request);
     }
 
     /// Retries all requests that wait for memory.
@@ -144,7 +140,7 @@ impl Keeper {
     }
 
     fn retry_waiting(&self, is: impl Fn(&dyn RequestOwner) -> bool, how: fn(Job) -> Job) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let waiting = std::mem::take(&mut state.waiting);
         let (now, still): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|request| is(&*request.owner));
         state.waiting = still;
@@ -156,7 +152,7 @@ impl Keeper {
 
     /// Returns true if requests wait for memory, of devices for which `is` returns true.
     pub fn has_waiting(&self, is: impl Fn(&dyn RequestOwner) -> bool) -> bool {
-        self.lock().waiting.iter().any(|request| is(&*request.owner))
+        self.state.lock().waiting.iter().any(|request| is(&*request.owner))
     }
 
     pub fn resume(&self, WaitingRequest { owner, job }: WaitingRequest) {
@@ -170,16 +166,16 @@ impl Keeper {
     /// Returns true if the keeper thread must run an eviction round: it was kicked or requests wait
     /// for memory.
     pub fn is_wanted(&self) -> bool {
-        let state = self.lock();
+        let state = self.state.lock();
         state.kick || !state.waiting.is_empty()
     }
 
     /// Waits until the keeper is kicked, at most until one tick after `last_tick`. Returns true if
     /// requests wait for memory; `None` if the keeper thread must end.
     pub fn next_round(&self, last_tick: u64) -> Option<bool> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while !state.kick && !state.stop && now_ms() - last_tick < TICK.as_millis() as u64 {
-            state = self.kicked.wait_timeout(state, TICK).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.kicked.wait_timeout(state, TICK).0;
         }
         if state.stop {
             return None;

@@ -12,8 +12,9 @@ use crate::save::format::{
 };
 use crate::save::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, RestoreError};
 use freestone_core::PAGE_BYTES;
+use freestone_core::device::Error;
 use freestone_ram::codec::Algorithm;
-use freestone_ram::ram::DISKSIZE_BYTES_MAX;
+use freestone_ram::ram::{DISKSIZE_BYTES_MAX, SetupError};
 
 /// Maximum size in bytes of the contents: bases, nodes and names.
 const CONTENTS_BYTES_MAX: u64 = size_of::<KeptRecord>() as u64
@@ -38,6 +39,14 @@ impl Node {
     /// Returns the name of the device for error messages.
     pub fn label(&self) -> String {
         self.name.clone().unwrap_or_else(|| "a snapshot below others".to_owned())
+    }
+
+    pub fn setup_error(&self, error: SetupError) -> RestoreError {
+        RestoreError::Setup { device: self.label(), error }
+    }
+
+    pub fn store_error(&self, page: u64, error: Error) -> RestoreError {
+        RestoreError::Store { device: self.label(), page, error }
     }
 }
 

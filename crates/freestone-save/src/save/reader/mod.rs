@@ -13,13 +13,13 @@ use zerocopy::FromBytes as _;
 
 pub use self::front::Node;
 use crate::save::format::{
-    ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BlockHeader, EndRecord, KeptRecord, NodeParent,
-    PAYLOAD_BYTES_MAX, PageRecord, VERSION_LOST, algorithm_of, block_sum, form, head_sum, kind,
+    ALGORITHMS_MAX, AlgorithmRecord, BLOCK_MAGIC, BlockHeader, EndRecord, FileAlgorithm, KeptRecord,
+    NodeParent, PAYLOAD_BYTES_MAX, PageRecord, VERSION_LOST, algorithm_of, block_sum, form, head_sum, kind,
 };
 use crate::save::{BaseIdentity, RestoreError};
 use freestone_core::PAGE_BYTES;
 use freestone_core::fail_points::{self, Call};
-use freestone_ram::codec::{self, Algorithm, Scratch};
+use freestone_ram::codec::{self, Dictionary, Scratch};
 
 const HEADER_BYTES: usize = size_of::<BlockHeader>();
 const END_BYTES: usize = HEADER_BYTES + size_of::<EndRecord>();
@@ -47,12 +47,6 @@ pub struct Reader {
     block: Vec<u8>,
 }
 
-struct FileAlgorithm {
-    algorithm: Algorithm,
-    level: i32,
-    trained: bool,
-}
-
 /// The commit record at the end of the file.
 #[derive(Clone, Copy)]
 pub struct End {
@@ -64,14 +58,8 @@ pub struct End {
 
 /// Content of a block, verified.
 pub enum Block<'a> {
-    Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
-    Pages { node: u32, pages: Pages<'a> },
-}
-
-/// Content of a block without page data.
-pub enum BlockMetadata<'a> {
-    Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
-    Pages { node: u32, place: BlockPlace, records: &'a [PageRecord] },
+    Algorithm(FileAlgorithm),
+    Pages { node: u32, place: BlockPlace, pages: Pages<'a> },
 }
 
 /// Position and length of a block of pages in the file.
@@ -85,7 +73,7 @@ pub struct BlockPlace {
 
 /// The pages of a block, all of one node, in ascending order and already verified.
 pub struct Pages<'a> {
-    records: &'a [PageRecord],
+    pub records: &'a [PageRecord],
     data: &'a [u8],
 }
 
@@ -195,35 +183,28 @@ impl Reader {
 
     /// Returns the next block; `None` after the last one, when the whole file is verified.
     pub fn next(&mut self) -> Result<Option<Block<'_>>, RestoreError> {
-        let Some(header) = self.load_next(false)? else { return Ok(None) };
-        if header.kind.get() == kind::ALGORITHM {
-            let FileAlgorithm { algorithm, level, trained } = self.parse_algorithm()?;
-            let dictionary = &self.block[HEADER_BYTES + size_of::<AlgorithmRecord>()..];
-            return Ok(Some(Block::Algorithm { algorithm, level, trained, dictionary }));
-        }
-        let (node, records) = (header.node.get(), header.records.get() as usize);
-        match <[PageRecord]>::ref_from_prefix_with_elems(&self.block[HEADER_BYTES..], records) {
-            Ok((records, data)) => Ok(Some(Block::Pages { node, pages: Pages { records, data } })),
-            Err(_) => Err(self.damaged("a block is too short")),
-        }
+        self.next_block(false)
     }
 
     /// Returns the next block without page data; `None` after the last one. Page data is verified
     /// only when the whole block is read. Requires version 3, since which records have their own
     /// checksum.
-    pub fn skim(&mut self) -> Result<Option<BlockMetadata<'_>>, RestoreError> {
+    pub fn skim(&mut self) -> Result<Option<Block<'_>>, RestoreError> {
+        self.next_block(true)
+    }
+
+    fn next_block(&mut self, skim: bool) -> Result<Option<Block<'_>>, RestoreError> {
         let at = self.at;
-        let Some(header) = self.load_next(true)? else { return Ok(None) };
+        let Some(header) = self.load_next(skim)? else { return Ok(None) };
         if header.kind.get() == kind::ALGORITHM {
-            let FileAlgorithm { algorithm, level, trained } = self.parse_algorithm()?;
-            let dictionary = &self.block[HEADER_BYTES + size_of::<AlgorithmRecord>()..];
-            return Ok(Some(BlockMetadata::Algorithm { algorithm, level, trained, dictionary }));
+            return self.parse_algorithm().map(Block::Algorithm).map(Some);
         }
+        let (node, records) = (header.node.get(), header.records.get() as usize);
         let bytes = HEADER_BYTES as u32 + header.payload_bytes.get();
-        let data = HEADER_BYTES as u32 + header.records.get() * size_of::<PageRecord>() as u32;
+        let data = (HEADER_BYTES + records * size_of::<PageRecord>()) as u32;
         let place = BlockPlace { at, bytes, data };
-        match <[PageRecord]>::ref_from_bytes(&self.block[HEADER_BYTES..data as usize]) {
-            Ok(records) => Ok(Some(BlockMetadata::Pages { node: header.node.get(), place, records })),
+        match <[PageRecord]>::ref_from_prefix_with_elems(&self.block[HEADER_BYTES..], records) {
+            Ok((records, data)) => Ok(Some(Block::Pages { node, place, pages: Pages { records, data } })),
             Err(_) => Err(self.damaged("a block is too short")),
         }
     }
@@ -263,13 +244,18 @@ impl Reader {
 
     /// Parses the algorithm record in `self.block`.
     fn parse_algorithm(&self) -> Result<FileAlgorithm, RestoreError> {
-        let Ok((record, _)) = AlgorithmRecord::read_from_prefix(&self.block[HEADER_BYTES..]) else {
+        let Ok((record, bytes)) = AlgorithmRecord::read_from_prefix(&self.block[HEADER_BYTES..]) else {
             return Err(self.damaged("a block is too short"));
         };
         let Some(algorithm) = algorithm_of(record.algorithm) else {
             return Err(self.damaged("an algorithm is unknown"));
         };
-        Ok(FileAlgorithm { algorithm, level: record.level.get(), trained: record.trained == 1 })
+        let dictionary = Dictionary::trained(bytes);
+        if dictionary.is_none() && !bytes.is_empty() {
+            return Err(self.damaged("a dictionary is too large"));
+        }
+        let (level, trained) = (record.level.get(), record.trained == 1);
+        Ok(FileAlgorithm { algorithm, level, trained, dictionary })
     }
 
     /// Reads a block into `self.block`, without page data if `skim` is set. Returns the block's

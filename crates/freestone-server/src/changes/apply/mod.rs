@@ -13,7 +13,6 @@ use std::sync::atomic::Ordering;
 
 use freestone_control::protocol::RpcError;
 use freestone_nbd::AllowList;
-use freestone_spec::refusal::Errno;
 use serde_json::{Map, Value};
 
 use self::plan::{Plan, new_lists};
@@ -84,7 +83,7 @@ impl fmt::Display for Change {
             }
             Self::Withhold(name, export_set) => {
                 write!(f, "publish {name}, once it is no longer withheld")?;
-                export_set.exports.iter().try_for_each(|(wanted, _)| write!(f, ", at {}", wanted.address))
+                export_set.exports.iter().try_for_each(|wanted| write!(f, ", at {}", wanted.address))
             }
         }
     }
@@ -92,7 +91,7 @@ impl fmt::Display for Change {
 
 /// Applies the configuration file at `path`. Returns one line per change, made unless `options.check` is set.
 pub fn apply(service: &Service, path: &Path, options: ApplyOptions) -> Result<Vec<String>, RpcError> {
-    let invalid = |error: anyhow::Error| RpcError::failed(Errno::EINVAL, format!("{error:#}"));
+    let invalid = |error: anyhow::Error| rpc_error!(EINVAL, "{error:#}");
     let file = declared::read(path).map_err(invalid)?;
     let mut devices = declared::devices(&file, path).map_err(|why| RpcError::invalid(why.0))?;
     if file.ublk || service.as_block_devices.load(Ordering::SeqCst) {
@@ -100,13 +99,12 @@ pub fn apply(service: &Service, path: &Path, options: ApplyOptions) -> Result<Ve
     }
     check_server(service, &file, path)?;
     let home = file.allow.as_deref().map(|words| home_list(service, words)).transpose();
-    let home = home.map_err(|why| RpcError::invalid(format!("{}: allow: {why}", path.display())))?;
+    let home = home.map_err(|why| refusal!(invalid, "{}: allow: {why}", path.display()))?;
     if let Some(list) = &home
         && let Some(is) = service.exports.fixed_server_allow_list()
         && is != *list
     {
-        let why = format!("{}: allow: --allow of the server ({is}) takes precedence", path.display());
-        return Err(RpcError::failed(Errno::EBUSY, why));
+        refuse!(EBUSY, "{}: allow: --allow of the server ({is}) takes precedence", path.display());
     }
     apply_all(service, &devices, home, options)
 }
@@ -134,7 +132,7 @@ fn apply_all(
     home: Option<AllowList>,
     options: ApplyOptions,
 ) -> Result<Vec<String>, RpcError> {
-    let known = service.declarations.names();
+    let known = service.exports.declared_devices();
     let all = if options.prune { service.registry.all() } else { Vec::new() };
     let mut own: HashSet<&str> = devices.iter().map(|device| device.spec.name.as_str()).collect();
     own.extend(known.iter().map(String::as_str));
@@ -166,7 +164,7 @@ fn apply_all(
         done.push(text);
     }
     for device in devices.iter().filter(|device| device.is_of_file()) {
-        service.declarations.declare(&device.spec.name);
+        service.exports.change(&device.spec.name, |device| device.is_declared = true);
     }
     recording.commit()?;
     Ok(done)
@@ -188,14 +186,13 @@ fn apply_change(
     change: Change,
     options: ApplyOptions,
 ) -> Result<(), RpcError> {
-    let (exports, declarations) = (&service.exports, &service.declarations);
+    let exports = &service.exports;
     match change {
         Change::Remove(name) => {
             service.remove(claim, &service.find(&name)?, options.force)?;
         }
         Change::Unpublish(name, place) => {
             exports.unpublish_from(claim, &*service.find(&name)?, &place, options.force)?;
-            declarations.forget_export(&name, &place);
         }
         Change::Set(name, attrs) => service.set(&service.find(&name)?, &attrs)?,
         Change::Create(device) => {
@@ -204,37 +201,30 @@ fn apply_change(
             let (name, publish) = (spec.name.clone(), spec.publish);
             let entry = service.create(claim, spec, false)?;
             if is_of_file {
-                declarations.declare(&name);
+                exports.change(&name, |device| device.is_declared = true);
             }
             entry.kind.begin_merge(&entry, &service.registry)?;
             if service.is_for_server_addresses(publish, &entry) {
                 exports.publish_at_server_addresses(claim, &entry)?;
             }
             for wanted in &wanted {
-                let shown = exports.publish_at(claim, &entry, wanted)?;
-                if is_of_file {
-                    declarations.declare_export(&name, wanted, &shown);
-                }
+                exports.publish_at(claim, &entry, wanted)?;
             }
         }
-        Change::Withhold(name, export_set) => service.withheld.set_exports(&name, export_set),
+        Change::Withhold(name, export_set) => {
+            exports.change(&name, |device| device.set_unpublished(export_set, ""));
+        }
         Change::AllowAtServer(list) => exports.set_server_allow_list(&list),
-        Change::Allow(name, place, list) => {
-            exports.set_allow(&name, &place, list.as_ref());
-            for name in declarations.names() {
-                declarations.allow(&name, &place, list.as_ref());
-            }
-        }
+        Change::Allow(name, place, list) => exports.set_allow(&name, &place, list.as_ref()),
         Change::Limit(name, place, wanted) => {
             let limits = wanted.limits;
-            let at = ExportSpec { address: place, ..wanted };
-            exports.limit_at(claim, &*service.find(&name)?, &at, limits)?;
-            declarations.limit_export(&name, &at.address, limits);
+            exports.limit_at(claim, &*service.find(&name)?, &place, limits)?;
+            exports.change(&name, |device| device.set_declared_limits(&place, limits));
         }
         Change::PublishAtServer(name) => exports.publish_at_server_addresses(claim, &service.find(&name)?)?,
         Change::Publish(name, wanted) => {
-            let shown = exports.publish_at(claim, &service.find(&name)?, &wanted)?;
-            declarations.declare_export(&name, &wanted, &shown);
+            let wanted = ExportSpec { declared: true, ..wanted };
+            exports.publish_at(claim, &service.find(&name)?, &wanted)?;
         }
     }
     Ok(())

@@ -7,38 +7,15 @@ use freestone_control::protocol::RpcError;
 use freestone_nbd::AllowList;
 use freestone_spec::entries::with_article;
 use freestone_spec::kinds::{Entry, Spec};
-use freestone_spec::refusal::Errno;
+use freestone_spec::schema;
 use serde_json::{Map, Value};
 use tracing::warn;
 
 use super::{ApplyOptions, Change};
 use crate::declared::DeclaredDevice;
+use crate::exports::DeviceExports;
 use crate::exports::export_spec::{ExportAddress, ExportSet, ExportSpec};
 use crate::service::Service;
-
-/// Device keys that can be changed at run time, each with the value that is set when the file no longer contains the
-/// key. `None` means that the key must not disappear from the file.
-const SETTABLE: [(&str, Option<&str>); 19] = [
-    ("disksize", None),
-    ("size", None),
-    ("mem_limit", Some("none")),
-    ("mem_min", Some("0")),
-    ("full", None),
-    ("full_timeout", None),
-    ("mem_warn_threshold", None),
-    ("writeback_limit", None),
-    ("writeback_limit_enable", Some("0")),
-    ("writeback_batch_size", None),
-    ("faults", Some("none")),
-    ("seed", None),
-    ("iops", Some("0")),
-    ("bps", Some("0")),
-    ("iops_burst", Some("0")),
-    ("bps_burst", Some("0")),
-    ("max_clients", Some("0")),
-    ("keep", Some("no")),
-    ("on_data_loss", Some("withhold")),
-];
 
 /// Returns the addresses of a device's existing exports whose allow list changes, each with the new list.
 pub(super) fn new_lists(
@@ -46,7 +23,7 @@ pub(super) fn new_lists(
     device: &DeclaredDevice,
 ) -> Vec<(ExportAddress, Option<AllowList>)> {
     let name = &device.spec.name;
-    let known = service.declarations.of(name);
+    let known = service.exports.declared(name);
     let of = |asked: &ExportSpec| {
         // Several exports with port 0 have equal addresses, so another declared export must not match.
         let is_other = |before: &ExportSpec| device.exports.contains(before) && before != asked;
@@ -88,8 +65,7 @@ impl Plan<'_> {
             let name = &device.spec.name;
             match self.service.registry.find(name) {
                 Some(entry) if entry.template.is_some() => {
-                    let why = "is the fork of a connection to a template";
-                    return Err(RpcError::failed(Errno::EEXIST, format!("{}{name}: {why}", device.at)));
+                    refuse!(EEXIST, "{}{name}: is the fork of a connection to a template", device.at);
                 }
                 Some(entry) => self.change(device, &entry, &mut changes)?,
                 None if self.service.records.is_pending(name) => {
@@ -102,8 +78,7 @@ impl Plan<'_> {
                         let is_there = there.contains(below)
                             || (self.service.registry.find(below).is_some() && !removed.contains(below));
                         if !is_there {
-                            let why = format!("{}{name}: {below}: there is no such device", device.at);
-                            return Err(RpcError::failed(Errno::ENODEV, why));
+                            refuse!(ENODEV, "{}{name}: {below}: there is no such device", device.at);
                         }
                     }
                     changes.push(Change::Create(Box::new(device.clone())));
@@ -118,7 +93,7 @@ impl Plan<'_> {
     fn removals(&self, changes: &mut Vec<Change>) -> Result<HashSet<String>, RpcError> {
         let service = self.service;
         let declared: HashSet<&str> = self.devices.iter().map(|device| device.spec.name.as_str()).collect();
-        let known: HashSet<String> = service.declarations.names().into_iter().collect();
+        let known: HashSet<String> = service.exports.declared_devices().into_iter().collect();
         let all = service.registry.all();
         let goes = |entry: &&Arc<Entry>| {
             let name = entry.name();
@@ -133,8 +108,7 @@ impl Plan<'_> {
                 needs && other.template.is_none() && !removed.contains(other.name())
             };
             if let Some(other) = all.iter().find(stays) {
-                let why = format!("{}: cannot be removed: {} stands on it", entry.name(), other.name());
-                return Err(RpcError::failed(Errno::EBUSY, why));
+                refuse!(EBUSY, "{}: cannot be removed: {} stands on it", entry.name(), other.name());
             }
             if !self.options.force {
                 service.exports.check_idle(entry)?;
@@ -155,13 +129,13 @@ impl Plan<'_> {
         let stays =
             |wanted: &ExportSpec| !device.exports.iter().any(|other| other.address.is_same(&wanted.address));
         let by_hand =
-            is.exports.iter().filter(|(wanted, declared)| !declared && !self.options.prune && stays(wanted));
+            is.exports.iter().filter(|wanted| !wanted.declared && !self.options.prune && stays(wanted));
         let of_file = device.exports.iter().map(|asked| {
-            let chosen = |(is, _): &&(ExportSpec, bool)| {
+            let chosen = |is: &&ExportSpec| {
                 is.read_only == asked.read_only && is.address.has_chosen_port_of(&asked.address)
             };
-            let place = is.exports.iter().find(chosen).map_or(&asked.address, |(is, _)| &is.address);
-            (ExportSpec { address: place.clone(), ..asked.clone() }, device.is_of_file())
+            let place = is.exports.iter().find(chosen).map_or(&asked.address, |is| &is.address);
+            ExportSpec { address: place.clone(), ..asked.clone() }
         });
         ExportSet { at_server_addresses: home, exports: by_hand.cloned().chain(of_file).collect() }
     }
@@ -174,12 +148,13 @@ impl Plan<'_> {
         changes: &mut Vec<Change>,
     ) -> Result<(), RpcError> {
         let (service, name) = (self.service, entry.name());
-        let attrs = differences(entry, &device.spec)
-            .map_err(|why| RpcError::failed(Errno::EBUSY, format!("{}{name}: {why}", device.at)))?;
+        let attrs =
+            differences(entry, &device.spec).map_err(|why| refusal!(EBUSY, "{}{name}: {why}", device.at))?;
         if !attrs.is_empty() {
             changes.push(Change::Set(name.to_owned(), attrs));
         }
-        if let Some(is) = service.withheld.of(name) {
+        if service.exports.withheld(name).is_some() {
+            let is = service.exports.read(name, DeviceExports::unpublished);
             // A file cannot release a withheld device, only change the exports to publish after the release.
             let export_set = self.exports_when_released(device, entry, &is);
             if !export_set.is_same(&is) {
@@ -188,18 +163,18 @@ impl Plan<'_> {
             return Ok(());
         }
         let live = service.exports.specs(name);
-        let known = service.declarations.of(name);
+        let known = service.exports.declared(name);
         // Exports that cannot be published yet are retried anyhow, unless their specification changes.
-        let absent = service.exports.unpublished.export_set(name);
+        let absent = service.exports.read(name, DeviceExports::unpublished);
         let is_asked = |is: &ExportSpec, asked: &ExportSpec| {
             let place =
                 if is.address.has_chosen_port_of(&asked.address) { &is.address } else { &asked.address };
             let read_only = asked.read_only || entry.is_read_only();
-            ExportSpec { address: place.clone(), read_only, ..asked.clone() } == *is
+            ExportSpec { address: place.clone(), read_only, declared: is.declared, ..asked.clone() } == *is
         };
-        for (export, declared) in &absent.exports {
+        for export in &absent.exports {
             let is_other = |asked: &ExportSpec| asked.address.is_same(&export.address);
-            let goes = *declared || self.options.prune || device.exports.iter().any(is_other);
+            let goes = export.declared || self.options.prune || device.exports.iter().any(is_other);
             if goes && !device.exports.iter().any(|asked| is_asked(export, asked)) {
                 changes.push(Change::Unpublish(name.to_owned(), export.address.clone()));
             }
@@ -251,8 +226,7 @@ impl Plan<'_> {
                 changes.push(Change::Limit(name.to_owned(), is.address.clone(), wanted.clone()));
             }
         }
-        let is_absent =
-            |wanted: &&ExportSpec| absent.exports.iter().any(|(export, _)| is_asked(export, wanted));
+        let is_absent = |wanted: &&ExportSpec| absent.exports.iter().any(|export| is_asked(export, wanted));
         let missing = device.exports.iter().filter(|wanted| !is_shown(wanted) && !is_absent(wanted));
         changes.extend(missing.map(|wanted| Change::Publish(name.to_owned(), wanted.clone())));
         Ok(())
@@ -289,12 +263,15 @@ fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String
         if Spec::from_entries(probe).is_ok_and(|probe| probe.is_same(&is)) {
             continue;
         }
-        let settable = SETTABLE.iter().find(|(settable, _)| *settable == key);
         let is = of(&now.pairs, key).unwrap_or_else(|| "not set".into());
-        let Some((_, without)) = settable else {
-            return Err(format!("{key}: is {is} and cannot be changed; remove the device first"));
+        let without = match schema::change(&now.kind, key) {
+            schema::Change::Set => None,
+            schema::Change::Or(value) => Some(value.to_owned()),
+            schema::Change::Fixed | schema::Change::Steps => {
+                return Err(format!("{key}: is {is} and cannot be changed; remove the device first"));
+            }
         };
-        let value = wanted.or_else(|| without.map(str::to_owned));
+        let value = wanted.or(without);
         let value = value.ok_or_else(|| format!("{key}: is {is}, and the file does not set it"))?;
         attrs.insert(if key == "size" { "disksize" } else { key }.to_owned(), value.into());
     }

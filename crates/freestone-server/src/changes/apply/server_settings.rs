@@ -4,7 +4,6 @@ use std::path::Path;
 
 use freestone_control::protocol::RpcError;
 use freestone_nbd::Address;
-use freestone_spec::refusal::Errno;
 use freestone_spec::size;
 use freestone_state::State;
 
@@ -17,9 +16,8 @@ use crate::settings::paths::parse_address;
 /// Fails if the file differs from a setting of the whole server that can only be changed by a restart.
 pub(super) fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(), RpcError> {
     let differs = |key: &str, is: String| {
-        let why =
-            format!("{}: {key}: the server uses {is}; restart the server to change this", path.display());
-        Err(RpcError::failed(Errno::EBUSY, why))
+        let path = path.display();
+        Err(rpc_error!(EBUSY, "{path}: {key}: the server uses {is}; restart the server to change this"))
     };
     let same = |key: &str, said: &str, is: Option<&String>| {
         let is = is.map_or("none", String::as_str);

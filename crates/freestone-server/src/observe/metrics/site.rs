@@ -1,8 +1,9 @@
 //! The HTTP site that serves the metrics.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use freestone_control::http::{Client, Refusal, Request, Response, Site};
+use freestone_core::sync::Mutex;
 
 use super::{scrape, text};
 use crate::service::Service;
@@ -40,8 +41,7 @@ impl Site for MetricsSite {
             _ => return Err(Refusal::NotFound),
         }
         let service = self.service.upgrade().ok_or(Refusal::Busy)?;
-        // The mutex protects no data, so poisoning is ignored.
-        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _writing = self.writing.lock();
         let body = text::text(scrape::scrape(&service, self.forks));
         Ok(Response::ok(CONTENT_TYPE, body.into_bytes()))
     }

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use freestone::keep::{Keep, KeepError};
 use freestone::ram::{Family, Ram};
+use freestone_core::work_queue::OwnedQueue;
 use freestone_spec::kinds::Entry;
 use freestone_spec::{size, times};
 use serde_json::{Value, json};
@@ -28,7 +29,6 @@ use uuid::Uuid;
 
 use crate::config::FileConfig;
 use crate::persistence::records::Records;
-use crate::persistence::standby::Standby;
 
 /// Name of the directory in the state directory that contains all saved content.
 const DIR: &str = "content";
@@ -71,7 +71,7 @@ pub struct Saves {
     /// Threads that run until server shutdown, which joins them.
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Thread for the last save, started in advance.
-    last_save: Mutex<Option<Standby>>,
+    last_save: Mutex<Option<OwnedQueue>>,
     /// True once the server shuts down: all threads of the saves must end.
     stops: AtomicBool,
     /// Condition variable that wakes the saving thread when `stops` is set.

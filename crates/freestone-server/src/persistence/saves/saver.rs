@@ -10,12 +10,12 @@ use freestone::keep::{KeepError, SaveEstimate, SaveKind};
 use freestone::ram::Ram;
 use freestone::save::SaveError;
 use freestone_control::protocol::RpcError;
+use freestone_core::work_queue::OwnedQueue;
 use freestone_spec::kinds::Entry;
 use freestone_spec::size::human;
 use tracing::{debug, error, info, warn};
 
 use super::{Group, Member, SaveSchedule, Saves, forget, kept, stamp, unsaved_bytes};
-use crate::persistence::standby::Standby;
 use crate::service::Service;
 
 /// Interval of checks whether a save is due.
@@ -36,14 +36,14 @@ impl Saves {
     /// Starts the saving thread, if the server has a state directory.
     pub fn run(service: &Arc<Service>) -> std::io::Result<()> {
         let Some((_, plan)) = service.saves.at.get().cloned() else { return Ok(()) };
-        *service.saves.last_save() = Some(Standby::start("save")?);
+        *service.saves.last_save() = Some(OwnedQueue::started("save")?);
         let weak = Arc::downgrade(service);
         let thread = thread::Builder::new().name("keep".into()).spawn(move || watch(&weak, plan))?;
         service.saves.adopt(thread);
         Ok(())
     }
 
-    fn last_save(&self) -> MutexGuard<'_, Option<Standby>> {
+    fn last_save(&self) -> MutexGuard<'_, Option<OwnedQueue>> {
         self.last_save.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -70,7 +70,7 @@ impl Saves {
         };
         let thread = service.saves.last_save().take();
         match thread {
-            Some(thread) => thread.run(work),
+            Some(thread) => thread.push(work),
             // The server's start failed before the thread was started.
             None => work(),
         }

@@ -12,10 +12,11 @@ use freestone_control::protocol::RpcError;
 use freestone_spec::kinds::{KindSpec, Spec};
 use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::times;
-use freestone_state::{Device, Topology};
+use freestone_state::Device;
 use tracing::{error, info, warn};
 
 use super::{Group, Saves, forget, stamp, unused};
+use crate::persistence::recorded::{RecordedDevice, RecordedDevices};
 use crate::persistence::restoring::{CREATE_BASE, as_base, find_base};
 use crate::service::Service;
 
@@ -49,13 +50,13 @@ enum Content {
 }
 
 impl Saves {
-    /// Finds the saved content of the devices in `topology`. Removes directories without a save, and expired
+    /// Finds the saved content of the devices in `recorded`. Removes directories without a save, and expired
     /// directories of other devices.
-    pub fn find(&self, topology: &Topology) -> Result<SavedContents, RpcError> {
+    pub fn find(&self, recorded: &RecordedDevices) -> Result<SavedContents, RpcError> {
         let mut restores = SavedContents { dirs: Vec::new(), by_uuid: HashMap::new(), damaged: None };
         let Some((content, _)) = self.at.get() else { return Ok(restores) };
         let failed = |why: io::Error| RpcError::failed(Errno::EIO, format!("{}: {why}", content.display()));
-        let uuids: HashSet<&str> = topology.devices().map(|device| device.uuid.as_str()).collect();
+        let uuids: HashSet<&str> = recorded.all().iter().map(|device| device.record.uuid.as_str()).collect();
         for path in unused::directories(content).map_err(failed)? {
             let mut keep = match Keep::open(&path) {
                 Ok(keep) => keep,
@@ -128,7 +129,7 @@ impl SavedContents {
     pub fn take(
         &mut self,
         service: &Service,
-        topology: &Topology,
+        recorded: &RecordedDevices,
         device: &Device,
         spec: &Spec,
     ) -> Result<Option<SavedContent>, RpcError> {
@@ -145,7 +146,7 @@ impl SavedContents {
         if let Content::Closed(_) = dir.state {
             let closed = std::mem::replace(&mut dir.state, Content::Open(HashMap::new()));
             let Content::Closed(keep) = closed else { unreachable!("matched above") };
-            dir.state = match restore(service, topology, dir, *keep, spec) {
+            dir.state = match restore(service, recorded, dir, *keep, spec) {
                 Ok(devices) => Content::Open(devices),
                 Err(fault) => Content::Failed(fault),
             };
@@ -165,7 +166,7 @@ impl SavedContents {
 /// Creates the devices of a directory, and begins to load their content.
 fn restore(
     service: &Service,
-    topology: &Topology,
+    recorded: &RecordedDevices,
     dir: &Dir,
     mut keep: Keep,
     first: &Spec,
@@ -177,14 +178,14 @@ fn restore(
         return Err(RpcError::internal(format!("{name}: its content is gone")));
     };
     let find = || find_base(&service.registry, &contents, CREATE_BASE, &|| false);
-    let base = match (contents.bases.is_empty(), base_name(topology, &dir.members)) {
+    let base = match (contents.bases.is_empty(), base_name(recorded, &dir.members)) {
         // Several bases may have the same content; this base has the recorded name. restore() verifies its content.
         (false, Some(base)) => Some(service.find(&base)?),
         _ => find().map_err(|refusal| RpcError::from(refusal.of(name)))?,
     };
     let (family, bases) = match base {
         Some(base) => (base.ensure_family(&service.registry)?, vec![as_base(&base)]),
-        None => (own_family(service, topology, &dir.members, first)?, Vec::new()),
+        None => (own_family(service, recorded, &dir.members, first)?, Vec::new()),
     };
     let restored = keep.restore(&family, &bases, &|| false).map_err(|why| failed(&why));
     let (devices, loading) = restored?;
@@ -194,27 +195,30 @@ fn restore(
 }
 
 /// Returns the name of the base of the member forks, or `None` if the base is a member itself.
-fn base_name(topology: &Topology, members: &HashSet<String>) -> Option<String> {
-    let own = topology.devices().filter(|device| members.contains(&device.uuid));
-    let bases = own.filter_map(|device| match device.words.parse::<Spec>().ok()?.kind {
-        KindSpec::Fork(fork) => Some(fork.base),
+fn base_name(recorded: &RecordedDevices, members: &HashSet<String>) -> Option<String> {
+    let mut bases = specs_of(recorded, members).filter_map(|spec| match &spec.kind {
+        KindSpec::Fork(fork) => Some(&fork.base),
         _ => None,
     });
-    let is_other = |base: &String| topology.find(base).is_none_or(|device| !members.contains(&device.uuid));
-    bases.into_iter().find(is_other)
+    let is_member = |device: &RecordedDevice| members.contains(&device.record.uuid);
+    bases.find(|base| !recorded.find(base).is_some_and(is_member)).cloned()
+}
+
+/// Returns the specifications of the member devices.
+fn specs_of<'a>(recorded: &'a RecordedDevices, members: &HashSet<String>) -> impl Iterator<Item = &'a Spec> {
+    let own = recorded.all().iter().filter(|device| members.contains(&device.record.uuid));
+    own.filter_map(|device| device.spec.as_ref().ok())
 }
 
 /// Returns a new family for the RAM disk in `members`, with its snapshots and forks.
 fn own_family(
     service: &Service,
-    topology: &Topology,
+    recorded: &RecordedDevices,
     members: &HashSet<String>,
     first: &Spec,
 ) -> Result<Family, RpcError> {
-    let own = topology.devices().filter(|device| members.contains(&device.uuid));
-    let specs = own.filter_map(|device| device.words.parse::<Spec>().ok());
-    let disk = specs.into_iter().find(|spec| matches!(spec.kind, KindSpec::Ram(_)));
-    let spec = disk.as_ref().unwrap_or(first);
+    let disk = specs_of(recorded, members).find(|spec| matches!(spec.kind, KindSpec::Ram(_)));
+    let spec = disk.unwrap_or(first);
     let Some(family) = spec.kind.family() else {
         return Err(RpcError::failed(Errno::EINVAL, format!("{}: its base does not exist", first.name)));
     };

@@ -78,11 +78,11 @@ impl Verb for BlockState {
         let size = ram.config().disksize;
         if offset >= size {
             let why = format!("offset={}: behind the end of the device", format_offset(offset));
-            return Err(RpcError::invalid(format!("{name}: block-state: {why}")));
+            refuse!(invalid, "{name}: block-state: {why}");
         }
         let end = length.map_or(size, |length| offset.saturating_add(length).min(size));
         if end == offset {
-            return Err(RpcError::invalid(format!("{name}: block-state: length=0: must be more than 0")));
+            refuse!(invalid, "{name}: block-state: length=0: must be more than 0");
         }
         let page = PAGE_BYTES as u64;
         let mut pages = Vec::new();

@@ -266,9 +266,11 @@ impl Verb for Apply {
         let ApplyParams { name, file, force } = params;
         let entry = service.find(&name)?;
         let Some(fork) = entry.kind.fork() else {
-            let why =
-                format!("{name}: delta apply: {} device is not a fork", with_article(entry.kind.name()));
-            return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
+            refuse!(
+                EOPNOTSUPP,
+                "{name}: delta apply: {} device is not a fork",
+                with_article(entry.kind.name())
+            );
         };
         let (base, _) = base_file(&entry, "apply")?;
         check_bare(&entry, "written behind its layers")?;
@@ -279,7 +281,7 @@ impl Verb for Apply {
                 let why = format!(
                     "{name}: delta apply: it has changes of its own; `freestone rewind {name}` first"
                 );
-                return Err(RpcError::failed(Errno::EBUSY, format!("{why}, or --force writes over them")));
+                refuse!(EBUSY, "{why}, or --force writes over them");
             }
         }
         let blocks = service.exports.claim_blocks(&entry, force, FORCE)?;
@@ -333,7 +335,7 @@ fn open_changes(service: &Service, entry: &Entry, verb: &'static str) -> Result<
         (Some(fork), _, _) => {
             let job = begin(&[name])?;
             let device = fork.snapshot().and_then(|snapshot| snapshot.over_base());
-            let device = device.map_err(|e| RpcError::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
+            let device = device.map_err(|e| refusal!(ENOMEM, "{name}: {e}"))?;
             Ok(ChangesView { device: Arc::new(device), job })
         }
         (None, Some(snapshot), _) if !entry.dependencies().is_empty() => {
@@ -347,7 +349,7 @@ fn open_changes(service: &Service, entry: &Entry, verb: &'static str) -> Result<
                 return refuse(Errno::ENODEV, lost);
             }
             let device = snapshot.over_base();
-            let device = device.map_err(|e| RpcError::failed(Errno::EIO, format!("{name}: {e}")))?;
+            let device = device.map_err(|e| refusal!(EIO, "{name}: {e}"))?;
             Ok(ChangesView { device: Arc::new(device), job })
         }
         (None, in_memory, Some(device)) if in_memory.is_some() || entry.kind.cow().is_some() => {
@@ -373,7 +375,7 @@ fn base_file(entry: &Entry, verb: &str) -> Result<(PathBuf, Format), RpcError> {
     let image = base.and_then(|base| base.spec.kind.image());
     image.map(|(path, format)| (path.to_owned(), format)).ok_or_else(|| {
         let why = "only a fork of a file or qcow2 image, or a snapshot of one, has a file for a base";
-        RpcError::failed(Errno::EOPNOTSUPP, format!("{}: delta {verb}: {why}", entry.name()))
+        rpc_error!(EOPNOTSUPP, "{}: delta {verb}: {why}", entry.name())
     })
 }
 

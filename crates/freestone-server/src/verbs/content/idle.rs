@@ -50,7 +50,7 @@ impl Verb for Idle {
             seconds => {
                 let wrong = "must be all, or an age in whole seconds";
                 let age = seconds.parse::<u64>();
-                let age = age.map_err(|_| RpcError::invalid(format!("{name}: idle {seconds}: {wrong}")))?;
+                let age = age.map_err(|_| refusal!(invalid, "{name}: idle {seconds}: {wrong}"))?;
                 ram::IdleSelection::OlderThan(Duration::from_secs(age.min(AGE_SECONDS_MAX)))
             }
         };

@@ -9,7 +9,6 @@ use freestone::store::objects::CallLimits;
 use freestone_control::protocol::RpcError;
 use freestone_spec::entries::with_article;
 use freestone_spec::kinds::{Spec, of_store};
-use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -26,9 +25,9 @@ const CHUNK: u64 = CHUNK_BYTES as u64;
 
 pub struct Pull;
 
-/// Command line of the verb `pull`.
-#[derive(Debug, Args)]
-pub struct Line {
+/// Parameters of the verb `pull`, from a JSON request or the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+pub struct Params {
     /// The store and the tag of the image [default tag: latest]
     #[arg(value_name = "URL[:TAG]", value_parser = keys::words_parser())]
     url: String,
@@ -39,15 +38,10 @@ pub struct Line {
         help = "Keys of a new device: cache=DIR, cache_size=SIZE, key=FILE, endpoint=URL and others, as for \
                 serve"
     )]
+    #[serde(skip)]
     words: Vec<String>,
-}
-
-/// Parameters of the verb `pull` in a JSON request.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Params {
-    url: String,
-    name: String,
     /// All other members of the request are keys of the device. The device's specification refuses unknown keys.
+    #[arg(skip)]
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
@@ -66,24 +60,18 @@ pub struct Reply {
     fetched_bytes: u64,
 }
 
-impl TryFrom<Line> for Params {
-    type Error = Usage;
-
-    fn try_from(line: Line) -> Result<Self, Usage> {
-        let Line { url, name, words } = line;
-        let keys = keys::parse_words(&name, "image", &words)?;
-        let params = Self { url, name, keys };
-        params.spec().map_err(|fault| Usage(fault.message))?;
-        Ok(params)
-    }
-}
-
 impl Params {
+    /// Converts the words of the command line to keys, and checks the keys before the server is called.
+    pub fn checked(mut self) -> Result<Self, Usage> {
+        self.keys = keys::parse_words(&self.name, "image", &self.words)?;
+        self.spec().map_err(|fault| Usage(fault.message))?;
+        Ok(self)
+    }
+
     fn spec(&self) -> Result<Spec, RpcError> {
-        let invalid = |e: freestone_spec::entries::SpecError| RpcError::invalid(e.to_string());
         let mut entries = keys::entries_of(&self.name, "image", &self.keys)?;
-        entries.add("url", &self.url).map_err(invalid)?;
-        Spec::from_entries(entries).map_err(invalid)
+        entries.add("url", &self.url)?;
+        Ok(Spec::from_entries(entries)?)
     }
 }
 
@@ -108,8 +96,7 @@ impl Verb for Pull {
             (entry, created)
         };
         let Some(pulled) = entry.kind.stored_image() else {
-            let why = format!("{name}: pull: is {} device", with_article(entry.kind.name()));
-            return Err(RpcError::failed(Errno::EEXIST, why));
+            refuse!(EEXIST, "{name}: pull: is {} device", with_article(entry.kind.name()));
         };
         let job = service.jobs.begin(name, Self::METHOD, JobKind::EXCLUSIVE)?;
         let before = pulled.image.stat();

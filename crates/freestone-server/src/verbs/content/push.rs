@@ -116,14 +116,11 @@ impl Params {
     pub fn parse(&self) -> Result<(ImageUrl, PushSpec), RpcError> {
         let name = self.label();
         let url: ImageUrl =
-            self.url.parse().map_err(|why| RpcError::invalid(format!("{name}: push: the URL {why}")))?;
+            self.url.parse().map_err(|why| refusal!(invalid, "{name}: push: the URL {why}"))?;
         let entries = keys::entries_of(name, Push::METHOD, &self.keys)?;
-        let spec =
-            PushSpec::from_entries(entries, &url.store).map_err(|e| RpcError::invalid(e.to_string()))?;
+        let spec = PushSpec::from_entries(entries, &url.store)?;
         let ImageUrl { image: None, .. } = &url else {
-            return Err(RpcError::invalid(format!(
-                "{name}: push: a tag is set, so the URL has no image behind @"
-            )));
+            refuse!(invalid, "{name}: push: a tag is set, so the URL has no image behind @");
         };
         Ok((url, spec))
     }
@@ -209,8 +206,7 @@ impl Content {
     /// must be read-only.
     pub fn of(entry: &Entry) -> Result<Self, RpcError> {
         let name = entry.name();
-        let failed =
-            |why: &dyn std::fmt::Display| RpcError::failed(Errno::EIO, format!("{name}: push: {why}"));
+        let failed = |why: &dyn std::fmt::Display| rpc_error!(EIO, "{name}: push: {why}");
         let (live, snapshot) = (entry.kind.ram(), entry.kind.memory_snapshot());
         let ram = match (live, snapshot) {
             (_, Some(snapshot)) => Some((**snapshot).clone()),
@@ -224,17 +220,13 @@ impl Content {
                 }
                 Some(_) if entry.kind.check_origin().is_ok() => {
                     let why = "changes while it is read; push a snapshot of it";
-                    Err(RpcError::failed(
-                        Errno::EBUSY,
-                        format!("{name}: push: {why}: freestone snapshot {name} NAME"),
-                    ))
+                    refuse!(EBUSY, "{name}: push: {why}: freestone snapshot {name} NAME")
                 }
                 _ => {
                     let kind = with_article(entry.kind.name());
-                    let why = format!(
-                        "{name}: push: {kind} device of that sort is not pushed; what is read-only, snapshots, ram devices and forks are"
-                    );
-                    Err(RpcError::failed(Errno::EOPNOTSUPP, why))
+                    let why =
+                        "of that sort is not pushed; what is read-only, snapshots, ram devices and forks are";
+                    refuse!(EOPNOTSUPP, "{name}: push: {kind} device {why}")
                 }
             };
         };

@@ -131,7 +131,7 @@ impl Verb for Recompress {
         let ram = service.find_ram(&name, "is recompressed")?;
         let algo = algo.map(|text| {
             parse_algorithm(&text)
-                .map_err(|why| RpcError::invalid(format!("{name}: recompress: algo={text}: {why}")))
+                .map_err(|why| rpc_error!(invalid, "{name}: recompress: algo={text}: {why}"))
         });
         let request = ram::RecompressOptions {
             kind: kind.map(|kind| match kind {
@@ -171,7 +171,7 @@ fn failed(name: &str, (done, error): (ram::RecompressReport, ram::RecompressErro
         ram::RecompressError::Media => Errno::EIO,
         ram::RecompressError::Cancelled => Errno::ECANCELED,
         // The other errors mean that the request does not match the configuration of the RAM disk.
-        _ => return RpcError::invalid(format!("{name}: recompress: {error}")),
+        _ => return rpc_error!(invalid, "{name}: recompress: {error}"),
     };
     counted(RpcError::failed(errno, format!("{name}: recompress: {error}; {}", shrunk(done))), done)
 }

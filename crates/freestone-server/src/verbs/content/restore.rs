@@ -11,10 +11,11 @@ use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::kinds::{
     self, Entry, KindSpec, RESTART_KEYS, RESTORED, RestartPolicy, RestoreDependencies, Spec,
 };
-use freestone_spec::layers::{FAULT_KEYS, LayerSpec, NUMBER};
-use freestone_spec::refusal::{Errno, Refusal};
+use freestone_spec::layers::{LayerSpec, NUMBER};
+use freestone_spec::path_text;
+use freestone_spec::refusal::Refusal;
+use freestone_spec::schema::{self, FAMILY, FAULTS};
 use freestone_spec::size::{exact, human};
-use freestone_spec::{family, path_text};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -33,12 +34,15 @@ const NOTHING_CREATED: &str = "no device was created";
 
 pub struct Restore;
 
-/// Command line of the verb `restore`.
-#[derive(Debug, Args)]
-pub struct Line {
+/// Parameters of the verb `restore`, from a JSON request or the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
     /// The file
-    file: PathBuf,
+    #[serde(with = "path_text")]
+    pub file: PathBuf,
     /// Name of the device, if the file has only one [default: its name when it was saved]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     name: Option<String>,
     #[arg(value_name = "KEY=VALUE", value_parser = crate::verbs::text::keys::words_parser())]
     #[arg(
@@ -47,59 +51,48 @@ pub struct Line {
                 seed, power_cut, power_cut_unit and record, in which %n stands for the number of the device \
                 from 0; readonly=yes; keep, on_data_loss and tls_clients as for serve"
     )]
+    #[serde(skip)]
     words: Vec<String>,
-}
-
-/// Parameters of the verb `restore` in a JSON request.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Params {
-    #[serde(with = "path_text")]
-    pub file: PathBuf,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    name: Option<String>,
     /// Keys of the family (RAM disks and forks that share one memory pool), for example `{"mem_limit": "2G"}`.
+    #[arg(skip)]
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     family: Map<String, Value>,
     /// Keys of the layers over each RAM disk and fork, for example `{"faults": "none"}`.
+    #[arg(skip)]
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     layers: Map<String, Value>,
 }
 
-impl TryFrom<Line> for Params {
-    type Error = Usage;
-
-    fn try_from(line: Line) -> Result<Self, Usage> {
-        let Line { file, mut name, mut words } = line;
-        let label = file.display().to_string();
+impl Params {
+    /// Converts the words of the command line to keys, and makes paths absolute, because the server opens the files.
+    pub fn checked(mut self) -> Result<Self, Usage> {
+        let label = self.file.display().to_string();
         // The name of the device is optional, so a word with `=` in its place is a key.
-        if name.as_ref().is_some_and(|name| name.contains('=')) {
-            words.insert(0, name.take().unwrap_or_default());
+        if let Some(word) = self.name.take_if(|name| name.contains('=')) {
+            self.words.insert(0, word);
         }
-        let allowed: Vec<&str> = family::KEYS.into_iter().chain(FAULT_KEYS).chain(OWN_KEYS).collect();
-        let values = words::parse(&label, "restore", &words, &allowed)?;
-        let mut entries = Entries::new("restored", "ram").map_err(|e| Usage(e.to_string()))?;
+        let keys = FAMILY.iter().chain(FAULTS).map(|key| key.name);
+        let allowed: Vec<&str> = keys.chain(OWN_KEYS).collect();
+        let values = words::parse(&label, "restore", &self.words, &allowed)?;
+        let mut entries = Entries::new("restored", "ram")?;
         for (key, value) in values {
-            entries.add(&key, &value).map_err(|e| Usage(e.to_string()))?;
+            entries.add(&key, &value)?;
         }
         let here = std::env::current_dir();
         let here = here.map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
         let entries = entries.with_base(&here);
         let pairs = entries.pairs.into_iter().map(|(key, value)| (key, Value::from(value)));
-        let (layers, family) = pairs.partition(|(key, _)| FAULT_KEYS.contains(&key.as_str()));
-        let params = Self { file: absolute(&label, &file)?, name, family, layers };
-        params.disk_spec().map_err(|fault| Usage(fault.message))?;
-        Ok(params)
+        (self.layers, self.family) = pairs.partition(|(key, _)| schema::has(FAULTS, key));
+        self.file = absolute(&label, &self.file)?;
+        self.disk_spec().map_err(|fault| Usage(fault.message))?;
+        Ok(self)
     }
-}
 
-impl Params {
     /// Returns the keys as the specification of a RAM disk, or an error if they are invalid.
     fn disk_spec(&self) -> Result<Spec, RpcError> {
         let label = self.name.as_deref().unwrap_or("restored");
-        check_name(label).map_err(|e| RpcError::invalid(e.to_string()))?;
-        let disk = restoring::disk(label, self.family.iter().chain(&self.layers));
-        disk.map_err(|e| RpcError::invalid(e.to_string()))
+        check_name(label)?;
+        Ok(restoring::disk(label, self.family.iter().chain(&self.layers))?)
     }
 }
 
@@ -148,14 +141,14 @@ impl Verb for Restore {
         service.exports.tls.check_device(&spec)?;
         for name in &names {
             if service.registry.find(name).is_some() {
-                return Err(RpcError::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
+                refuse!(EEXIST, "{name}: a device of that name exists");
             }
         }
         let job = service.jobs.begin(&at.to_string(), Self::METHOD, JobKind::EXCLUSIVE)?;
         let live = contents.devices.iter().filter(|device| device.kind != DeviceKind::Snapshot).count();
         if live > 1 && !spec.layers.has_logs() {
             let why = format!("{live} disks and forks, and one log; %n in its name is the number of each");
-            return Err(RpcError::failed(Errno::EINVAL, format!("{at}: restore: record: {why}")));
+            refuse!(EINVAL, "{at}: restore: record: {why}");
         }
         let layers = spec.layers.clone();
         let spec_words = spec.words.clone();
@@ -228,8 +221,11 @@ fn check_can_start_again(contents: &Contents, spec: &Spec, at: &str) -> Result<(
         device.kind == DeviceKind::Snapshot || device.kind == DeviceKind::Fork && device.base.is_none()
     };
     let Some(device) = contents.devices.iter().find(is_lost) else { return Ok(()) };
-    let why = "stands on a snapshot or is one, which the next start cannot create again";
-    Err(RpcError::failed(Errno::EINVAL, format!("{at}: restore: {key}: {} {why}", device.name)))
+    refuse!(
+        EINVAL,
+        "{at}: restore: {key}: {} stands on a snapshot or is one, which the next start cannot create again",
+        device.name
+    )
 }
 
 fn undo_create(service: &Service, claim: &Claim<'_>, made: &[Arc<Entry>]) {
@@ -270,7 +266,7 @@ fn words_of(
                 words.put("mem_limit", &exact(device.mem_limit));
             }
             let is_own =
-                |key: &str| FAULT_KEYS.contains(&key) || RESTART_KEYS.contains(&key) || key == TLS_CLIENTS;
+                |key: &str| schema::has(FAULTS, key) || RESTART_KEYS.contains(&key) || key == TLS_CLIENTS;
             words.pairs.extend(pairs.iter().filter(|(key, _)| is_own(key)).cloned());
         }
         // The device is a fork of a snapshot in the same file, which cannot be specified.
@@ -285,16 +281,15 @@ fn words_of(
 /// Returns the names of the devices to create, or an error if they are invalid or `name` is ambiguous.
 fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String>, RpcError> {
     let names: Vec<String> = match (contents.devices.as_slice(), name) {
-        ([], _) => return Err(RpcError::failed(Errno::EINVAL, format!("{at}: restore: no device is in it"))),
+        ([], _) => refuse!(EINVAL, "{at}: restore: no device is in it"),
         ([_], Some(name)) => vec![name.to_owned()],
         (devices, Some(name)) => {
-            let why = format!("{name}: restore: {at} has {} devices, which keep their names", devices.len());
-            return Err(RpcError::failed(Errno::EINVAL, why));
+            refuse!(EINVAL, "{name}: restore: {at} has {} devices, which keep their names", devices.len());
         }
         (devices, None) => devices.iter().map(|device| device.name.clone()).collect(),
     };
     for name in &names {
-        check_name(name).map_err(|e| RpcError::failed(Errno::EINVAL, format!("{at}: restore: {e}")))?;
+        check_name(name).map_err(|e| refusal!(EINVAL, "{at}: restore: {e}"))?;
     }
     Ok(names)
 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
+use clap::builder::{StringValueParser, TypedValueParser};
 use freestone::ram::Ram;
 use freestone::replace::ReplacePolicy;
 use freestone::save::{BaseCheck, Options, SaveError, save_with};
@@ -25,47 +26,42 @@ use crate::verbs::{Verb, check_bare, errno_of_write, hint_of_write, left_behind,
 
 pub struct Save;
 
-/// Command line of the verb `save`.
-#[derive(Debug, Args)]
-pub struct Line {
+/// Names in one argument. With `Vec` as the type of the field, the argument could be repeated.
+type Names = Vec<String>;
+
+/// Parameters of the verb `save`, from a JSON request or the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Params {
     /// Ram devices, forks and snapshots; all are saved as of one moment
-    #[arg(value_name = "NAME[,NAME...]")]
-    names: String,
+    #[arg(value_name = "NAME[,NAME...]", value_parser = names_parser())]
+    pub names: Names,
     /// The file; an existing saved file is replaced once the new one is complete
+    #[serde(with = "path_text")]
     file: PathBuf,
     /// Save the whole family of NAME; NAME may also be the base of forks
     #[arg(long)]
+    #[serde(default)]
     family: bool,
     /// Hash whole bases, so that restore can verify them; otherwise samples of them
     #[arg(long)]
+    #[serde(default)]
     whole_base: bool,
     /// Replace the file even if it is not a saved file; a file in use is never replaced
     #[arg(long)]
-    force: bool,
-}
-
-/// Parameters of the verb `save` in a JSON request.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Params {
-    pub names: Vec<String>,
-    #[serde(with = "path_text")]
-    file: PathBuf,
-    #[serde(default)]
-    family: bool,
-    #[serde(default)]
-    whole_base: bool,
     #[serde(default)]
     force: bool,
 }
 
-impl TryFrom<Line> for Params {
-    type Error = Usage;
+fn names_parser() -> impl TypedValueParser<Value = Names> {
+    StringValueParser::new().map(|names| -> Names { names.split(',').map(str::to_owned).collect() })
+}
 
-    fn try_from(line: Line) -> Result<Self, Usage> {
-        let Line { names, file, family, whole_base, force } = line;
-        let file = absolute(&names, &file)?;
-        Ok(Self { names: names.split(',').map(str::to_owned).collect(), file, family, whole_base, force })
+impl Params {
+    /// Makes the path of the file absolute, because the server writes the file.
+    pub fn checked(mut self) -> Result<Self, Usage> {
+        self.file = absolute(&self.names.join(","), &self.file)?;
+        Ok(self)
     }
 }
 
@@ -96,7 +92,7 @@ impl Verb for Save {
     fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { names, file, family, whole_base, force } = params;
         let Some(first) = names.first().cloned() else {
-            return Err(RpcError::invalid("save: names: must have one at least"));
+            refuse!(invalid, "save: names: must have one at least");
         };
         let mut entries = names.iter().map(|name| service.find(name)).collect::<Result<Vec<_>, _>>()?;
         if family {
@@ -106,9 +102,10 @@ impl Verb for Save {
         for entry in &entries {
             let Some(ram) = entry.kind.ram() else {
                 let (name, kind) = (entry.name(), with_article(entry.kind.name()));
-                let why =
-                    format!("{name}: save: {kind} device is not saved; ram devices, forks and snapshots are");
-                return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
+                refuse!(
+                    EOPNOTSUPP,
+                    "{name}: save: {kind} device is not saved; ram devices, forks and snapshots are"
+                );
             };
             check_bare(entry, "saved")?;
             devices.push((entry.name(), ram));

@@ -8,7 +8,6 @@ use freestone::store::objects::CallLimits;
 use freestone_control::protocol::RpcError;
 use freestone_spec::entries::with_article;
 use freestone_spec::kinds::of_store;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::service::Service;
@@ -46,9 +45,11 @@ impl Verb for Trace {
         let name = params.name;
         let entry = service.find(&name)?;
         let Some(pulled) = entry.kind.stored_image() else {
-            let why =
-                format!("{name}: trace: {} device has none; images do", with_article(entry.kind.name()));
-            return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
+            refuse!(
+                EOPNOTSUPP,
+                "{name}: trace: {} device has none; images do",
+                with_article(entry.kind.name())
+            );
         };
         let pushed = pulled.image.push_trace(CallLimits::within(TIME_MAX));
         let chunks =

@@ -137,7 +137,7 @@ impl Verb for Writeback {
 fn failed(name: &str, (done, error): (ram::WritebackReport, ram::WritebackError)) -> RpcError {
     let errno = match error {
         ram::WritebackError::NoBacking => {
-            return RpcError::failed(Errno::ENODEV, format!("{name}: {error}"));
+            return rpc_error!(ENODEV, "{name}: {error}");
         }
         ram::WritebackError::Range { .. } => Errno::ERANGE,
         ram::WritebackError::NoSpace => Errno::ENOSPC,
@@ -159,7 +159,7 @@ impl Params {
     /// Returns the pages that the parameters select. `pages` is the number of pages of the RAM disk.
     fn selection(self, pages: u64) -> Result<ram::Writeback, RpcError> {
         let Self { name, kind, page_index, page_indexes } = self;
-        let invalid = |why: &str| RpcError::invalid(format!("{name}: writeback: {why}"));
+        let invalid = |why: &str| rpc_error!(invalid, "{name}: writeback: {why}");
         let listed = !(page_index.is_empty() && page_indexes.is_empty());
         match kind {
             Some(_) if listed => return Err(invalid("a type, or page_index and page_indexes, but not both")),
@@ -172,10 +172,7 @@ impl Params {
         }
         let outside = |word: String, why: &str| {
             let last = pages.saturating_sub(1);
-            RpcError::failed(
-                Errno::ERANGE,
-                format!("{name}: writeback: {word}: {why}; the pages are 0 to {last}"),
-            )
+            rpc_error!(ERANGE, "{name}: writeback: {word}: {why}; the pages are 0 to {last}")
         };
         let mut ranges = Vec::with_capacity(page_index.len() + page_indexes.len());
         for index in page_index {

@@ -35,12 +35,12 @@ impl Params {
     /// Checks the parameters before the server is called, and makes paths absolute, because the server opens the files.
     pub fn checked(self) -> Result<Self, Usage> {
         let if_absent = self.if_absent;
-        let entries = Entries::parse_with_warnings(&self.device).map_err(|e| Usage(e.to_string()))?;
+        let entries = Entries::parse_with_warnings(&self.device)?;
         let here =
             env::current_dir().map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
         let entries = entries.with_base(&here);
         let device = entries.to_string();
-        Spec::from_entries(entries).map_err(|e| Usage(e.to_string()))?;
+        Spec::from_entries(entries)?;
         Ok(Self { device, if_absent })
     }
 }
@@ -70,7 +70,7 @@ impl Verb for Create {
     type Reply = Reply;
 
     fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
-        let spec: Spec = params.device.parse().map_err(|e| RpcError::invalid(format!("{e}")))?;
+        let spec: Spec = params.device.parse()?;
         let publish = spec.publish.unwrap_or(false);
         let claim = service.claim_new(Self::METHOD, [&spec])?;
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&spec.name])?;

@@ -9,11 +9,12 @@ use freestone_nbd::{Address, Limits};
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::{path_text, size};
+use freestone_state::Export;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::changes::recording;
-use crate::exports::export_spec::{ExportAddress, ExportSpec};
+use crate::exports::export_spec::ExportSpec;
+use crate::persistence::records::export_record;
 use crate::service::Service;
 use crate::settings::paths::address_text;
 use crate::settings::{allow, handshake};
@@ -119,11 +120,11 @@ fn device_table(service: &Service, entry: &Entry, words: Entries) -> Table {
     for (key, value) in words.pairs.into_iter().filter(|(key, _)| key != "publish") {
         device.insert(key, value.into());
     }
-    let export_set = recording::current_exports(service, entry.name());
+    let export_set = service.exports.export_set(entry.name());
     if !export_set.at_server_addresses {
         device.insert("publish".into(), false.into());
     }
-    let exports: Vec<_> = export_set.exports.iter().map(|(wanted, _)| export_table(wanted)).collect();
+    let exports: Vec<_> = export_set.exports.iter().map(export_table).collect();
     if !exports.is_empty() {
         device.insert("export".into(), Value::Array(exports));
     }
@@ -131,28 +132,17 @@ fn device_table(service: &Service, entry: &Entry, words: Entries) -> Table {
 }
 
 fn export_table(wanted: &ExportSpec) -> Value {
+    let Export { nbd, vhost_user, ublk, read_only, allow, .. } = export_record(wanted);
     let mut export = Table::new();
-    match &wanted.address {
-        ExportAddress::Nbd(address) => {
-            export.insert("nbd".into(), address_text(address).into());
-        }
-        ExportAddress::VhostUser(path) => {
-            export.insert("vhost_user".into(), format!("unix:{}", path_text::text(path)).into());
-        }
-        ExportAddress::Ublk(queues) => {
-            export.insert("ublk".into(), true.into());
-            export.insert("queues".into(), i64::from(*queues).into());
-        }
-    }
-    if wanted.read_only {
-        export.insert("read_only".into(), true.into());
-    }
-    if let Some(list) = &wanted.allow {
-        export.insert("allow".into(), allow::words(list).into());
-    }
+    let mut insert = |key: &str, value: Option<Value>| export.extend(value.map(|value| (key.into(), value)));
+    insert("nbd", nbd.map(Value::String));
+    insert("vhost_user", vhost_user.map(Value::String));
+    insert("ublk", ublk.map(|_| true.into()));
+    insert("queues", ublk.map(|queues| i64::from(queues).into()));
+    insert("read_only", read_only.then(|| true.into()));
+    insert("allow", (!allow.is_empty()).then(|| allow.into()));
     for (key, text) in wanted.limits.words() {
-        let value = text.parse::<i64>().map_or_else(|_| text.into(), Value::from);
-        export.insert(key.into(), value);
+        insert(key, Some(text.parse::<i64>().map_or_else(|_| text.into(), Value::from)));
     }
     Value::Table(export)
 }

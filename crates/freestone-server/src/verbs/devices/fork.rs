@@ -8,7 +8,6 @@ use freestone_nbd::{Address, AllowList};
 use freestone_spec::kinds::registry::MAX_DEVICES;
 use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::layers::NUMBER;
-use freestone_spec::limits::LimitSpec;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -16,6 +15,7 @@ use serde_json::{Map, Value};
 use crate::changes::recording::Recording;
 use crate::devices::claims::Claim;
 use crate::exports::Export;
+use crate::exports::export_spec::{ExportAddress, ExportSpec};
 use crate::service::Service;
 use crate::settings::allow;
 use crate::settings::paths::{address_text, parse_address};
@@ -25,9 +25,9 @@ use crate::verbs::text::keys;
 
 pub struct Fork;
 
-/// Command line of the verb `fork`.
-#[derive(Debug, Args)]
-pub struct Line {
+/// Parameters of the verb `fork`, from a JSON request or the command line.
+#[derive(Debug, Args, Serialize, Deserialize)]
+pub struct Params {
     /// A file with readonly=yes, a qcow2 image, or a snapshot
     base: String,
     /// Name of the fork; with --count, %n stands for the number (without %n, -N is appended)
@@ -39,68 +39,35 @@ pub struct Line {
                 power_cut_unit, record as for serve; with --count, %n in a value stands for the number, with \
                 --template for that of the connection"
     )]
+    #[serde(skip)]
     words: Vec<String>,
     /// Export it at this address, and listen there if necessary; with --count, %n stands for the number
     #[arg(long, value_name = "ADDR", value_parser = keys::words_parser())]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     nbd: Option<String>,
     #[arg(long, value_name = "WHO", help = allow::HELP, value_delimiter = ',', requires = "nbd")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     allow: Vec<String>,
     /// Give each connection a fork of its own, removed when the connection ends
     #[arg(long, conflicts_with = "count")]
+    #[serde(default)]
     template: bool,
     /// Longest time of a connection to the template
     #[arg(long, value_name = "SECONDS", requires = "template")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     ttl: Option<u64>,
     /// Create N forks, numbered 0 to N-1; all or none
     #[arg(long, value_name = "N")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     count: Option<usize>,
     /// Succeed if the forks exist and were created with the same settings
     #[arg(long)]
-    if_absent: bool,
-}
-
-/// Parameters of the verb `fork` in a JSON request.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Params {
-    base: String,
-    name: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    nbd: Option<String>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    allow: Vec<String>,
-    #[serde(default)]
-    template: bool,
-    /// Maximum duration of a connection to the template, in seconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    ttl: Option<u64>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    count: Option<usize>,
     #[serde(default)]
     if_absent: bool,
     /// All other members of the request are keys of the fork. The fork's specification refuses unknown keys.
+    #[arg(skip)]
     #[serde(flatten)]
     keys: Map<String, Value>,
-}
-
-impl TryFrom<Line> for Params {
-    type Error = Usage;
-
-    fn try_from(line: Line) -> Result<Self, Usage> {
-        let Line { base, name, words, nbd, allow, template, ttl, count, if_absent } = line;
-        let keys = keys::parse_words(&name, if template { "template" } else { "fork" }, &words)?;
-        if let Some(key) = ["base", "ttl", "publish"].into_iter().find(|key| keys.contains_key(*key)) {
-            return Err(Usage(format!("{name}: fork: {key}: cannot be given as a key; see --help")));
-        }
-        let mut params = Self { base, name, nbd, allow, template, ttl, count, if_absent, keys };
-        if let Some(nbd) = &params.nbd {
-            let absolute = parse_address(nbd, None);
-            let absolute = absolute.map_err(|e| Usage(format!("{}: --nbd: {e}", params.name)))?;
-            params.nbd = Some(address_text(&absolute));
-        }
-        // Detects errors that do not depend on the state of the server before the server is called.
-        params.plan().map_err(|fault| Usage(fault.message))?;
-        Ok(params)
-    }
 }
 
 /// A fork to create, and the address and allow list of its export.
@@ -111,10 +78,27 @@ struct PlannedFork {
 }
 
 impl Params {
+    /// Converts the words of the command line to keys, and detects errors that do not depend on the state of the
+    /// server before the server is called.
+    pub fn checked(mut self) -> Result<Self, Usage> {
+        let name = &self.name;
+        self.keys = keys::parse_words(name, if self.template { "template" } else { "fork" }, &self.words)?;
+        if let Some(key) = ["base", "ttl", "publish"].into_iter().find(|key| self.keys.contains_key(*key)) {
+            return Err(Usage(format!("{name}: fork: {key}: cannot be given as a key; see --help")));
+        }
+        if let Some(nbd) = &self.nbd {
+            let absolute = parse_address(nbd, None);
+            let absolute = absolute.map_err(|e| Usage(format!("{name}: --nbd: {e}")))?;
+            self.nbd = Some(address_text(&absolute));
+        }
+        self.plan().map_err(|fault| Usage(fault.message))?;
+        Ok(self)
+    }
+
     /// Returns the forks to create, or an error if the parameters are invalid.
     fn plan(&self) -> Result<Vec<PlannedFork>, RpcError> {
         let name = &self.name;
-        let invalid = |why: String| RpcError::invalid(format!("{name}: fork: {why}"));
+        let invalid = |why: String| rpc_error!(invalid, "{name}: fork: {why}");
         if self.template && self.count.is_some() {
             return Err(invalid(
                 "a template creates one fork per connection, so count is not allowed".into(),
@@ -144,7 +128,7 @@ impl Params {
         let name = match number {
             Some(number) if !self.name.contains(NUMBER) => format!("{}-{number}", self.name),
             None if self.name.contains(NUMBER) => {
-                return Err(RpcError::invalid(format!("{}: fork: {NUMBER} is only for --count", self.name)));
+                refuse!(invalid, "{}: fork: {NUMBER} is only for --count", self.name);
             }
             _ => numbered(&self.name),
         };
@@ -155,14 +139,13 @@ impl Params {
                 *value = numbered(value);
             }
         }
-        let spec = Spec::from_entries(entries).map_err(|e| RpcError::invalid(e.to_string()))?;
+        let spec = Spec::from_entries(entries)?;
         let address = self.nbd.as_deref().map(|nbd| {
-            parse_address(&numbered(nbd), None).map_err(|e| RpcError::invalid(format!("{name}: nbd: {e}")))
+            parse_address(&numbered(nbd), None).map_err(|e| rpc_error!(invalid, "{name}: nbd: {e}"))
         });
         let address = address.transpose()?;
         if let (Some(address), Some(list)) = (&address, &allow) {
-            allow::check(list, address)
-                .map_err(|why| RpcError::invalid(format!("{name}: fork: allow: {why}")))?;
+            allow::check(list, address).map_err(|why| refusal!(invalid, "{name}: fork: allow: {why}"))?;
         }
         Ok(PlannedFork { spec, address, allow })
     }
@@ -200,6 +183,7 @@ impl Verb for Fork {
     type Reply = Reply;
 
     fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
+        freestone_core::trail::step!();
         let plan = params.plan()?;
         let claim = service.claim_new(Self::METHOD, plan.iter().map(|fork| &fork.spec))?;
         let names: Vec<_> = plan.iter().map(|fork| fork.spec.name.as_str()).collect();
@@ -268,8 +252,9 @@ fn create_and_publish(
         let published = if is_published {
             service.exports.check_same(entry.name(), address, allow)
         } else {
-            let limits = LimitSpec::default();
-            service.exports.publish(claim, &entry, address, false, allow, limits).map(drop)
+            let export = ExportSpec::at(ExportAddress::Nbd(address.clone()));
+            let export = ExportSpec { allow: allow.cloned(), ..export };
+            service.exports.publish_at(claim, &entry, &export).map(drop)
         };
         if let Err(fault) = published {
             if created {

@@ -58,8 +58,10 @@ impl Params {
             return Ok(());
         }
         let name = &self.name;
-        let why = "overwrites the origin with the content of the snapshot; confirm with --into-origin";
-        Err(RpcError::invalid(format!("{name}: merge: {why}")))
+        refuse!(
+            invalid,
+            "{name}: merge: overwrites the origin with the content of the snapshot; confirm with --into-origin"
+        )
     }
 }
 
@@ -84,8 +86,7 @@ fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>)
     let claim = service.claim_all(Merge::METHOD, &names)?;
     let entry = service.find(name)?;
     if !Arc::ptr_eq(&entry, &found) {
-        let why = "merge: was replaced by another device meanwhile";
-        return Err(RpcError::failed(Errno::EBUSY, format!("{name}: {why}")));
+        refuse!(EBUSY, "{name}: merge: was replaced by another device meanwhile");
     }
     Ok((claim, entry))
 }

@@ -13,3 +13,14 @@ pub mod rewind;
 pub mod set;
 pub mod snapshot;
 pub mod unpublish;
+
+use serde::{Deserialize, Serialize};
+
+/// Parameters of a verb on one device in a JSON request.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Target {
+    name: String,
+    #[serde(default)]
+    force: bool,
+}

@@ -9,14 +9,12 @@ use freestone_control::protocol::RpcError;
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::limits::{self, LimitSpec, LimitWords};
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
 use crate::changes::recording::Recording;
-use crate::devices::claims::Claim;
+use crate::exports::DeviceExports;
 use crate::exports::export_spec::{ExportAddress, ExportSpec};
-use crate::exports::standalone_export::PublishedExport;
 use crate::service::Service;
 use crate::settings::allow;
 use crate::settings::paths::{address_text, parse_address};
@@ -105,13 +103,13 @@ impl Params {
     /// Returns the allow list of an export at `place`, or None if the request contains none.
     fn allow_at(&self, place: &ExportAddress) -> Result<Option<AllowList>, RpcError> {
         let list = (!self.allow.is_empty()).then(|| place.parse_allow_list(&self.allow)).transpose();
-        list.map_err(|why| RpcError::invalid(format!("{}: publish: allow: {why}", self.name)))
+        list.map_err(|why| rpc_error!(invalid, "{}: publish: allow: {why}", self.name))
     }
 
     /// Returns the addresses to publish at. Error messages contain the given names of the options.
     fn places(&self, [nbd_key, vhost_user_key]: [&str; 2]) -> Result<Vec<ExportAddress>, RpcError> {
         let name = &self.name;
-        let invalid = |key: &str, why: String| RpcError::invalid(format!("{name}: {key}: {why}"));
+        let invalid = |key: &str, why: String| rpc_error!(invalid, "{name}: {key}: {why}");
         let nbd = self.nbd.as_deref().map(|text| parse_address(text, None)).transpose();
         let nbd = nbd.map_err(|why| invalid(nbd_key, why))?;
         let vhost_user =
@@ -119,14 +117,13 @@ impl Params {
         let vhost_user = vhost_user.map_err(|why| invalid(vhost_user_key, why))?;
         if self.template && (vhost_user.is_some() || self.ublk) {
             let key = if self.ublk { "ublk" } else { vhost_user_key };
-            let why = "a template is published over NBD; publish a fork of it";
-            return Err(RpcError::invalid(format!("{name}: {key}: {why}")));
+            refuse!(invalid, "{name}: {key}: a template is published over NBD; publish a fork of it");
         }
         if self.template && nbd.is_none() {
-            return Err(RpcError::invalid(format!("{name}: publish: {nbd_key} is missing")));
+            refuse!(invalid, "{name}: publish: {nbd_key} is missing");
         }
         if self.queues.is_some() && !self.ublk {
-            return Err(RpcError::invalid(format!("{name}: publish: queues: only with ublk")));
+            refuse!(invalid, "{name}: publish: queues: only with ublk");
         }
         let ublk = self.ublk.then(|| ExportAddress::ublk(self.queues)).transpose();
         let ublk = ublk.map_err(|why| invalid("publish", why))?;
@@ -143,19 +140,20 @@ impl Params {
                 (None, None) if first_key.is_none() => Ok(None),
                 (None, None) => {
                     let key = first_key.map_or("", String::as_str);
-                    Err(RpcError::invalid(format!("{name}: publish: {key}: only with --template")))
+                    Err(rpc_error!(invalid, "{name}: publish: {key}: only with --template"))
                 }
-                (Some(export), _) => Err(RpcError::invalid(format!(
+                (Some(export), _) => Err(rpc_error!(
+                    invalid,
                     "{name}: publish: {export}: an export name is only for --template"
-                ))),
+                )),
                 (None, Some(ttl)) => {
-                    Err(RpcError::invalid(format!("{name}: publish: ttl={ttl}: only with --template")))
+                    Err(rpc_error!(invalid, "{name}: publish: ttl={ttl}: only with --template"))
                 }
             };
         }
         let export = self.export.clone().unwrap_or_else(|| format!("{name}-fork"));
         let entries = keys::entries_over(name, &export, "template", self.ttl, &self.keys)?;
-        Spec::from_entries(entries).map(Some).map_err(|e| RpcError::invalid(e.to_string()))
+        Ok(Some(Spec::from_entries(entries)?))
     }
 }
 
@@ -190,11 +188,11 @@ impl Verb for Publish {
         let wanted = |place: ExportAddress| {
             let allow = params.allow_at(&place)?;
             let limits = limits.apply_to(LimitSpec::default());
-            Ok(ExportSpec { address: place, read_only: params.read_only, allow, limits })
+            Ok(ExportSpec { read_only: params.read_only, allow, limits, ..ExportSpec::at(place) })
         };
         let places: Vec<_> = places.into_iter().map(wanted).collect::<Result<_, RpcError>>()?;
         if places.is_empty() && !params.allow.is_empty() {
-            return Err(RpcError::invalid(format!("{}: publish: allow: an address is missing", params.name)));
+            refuse!(invalid, "{}: publish: allow: an address is missing", params.name);
         }
         let Params { name, .. } = params;
         let claim = match &template {
@@ -208,15 +206,16 @@ impl Verb for Publish {
             Some(template) => Arc::clone(template),
             None => service.find(&name)?,
         };
-        if places.is_empty() && !service.withheld.has(entry.name()) {
-            let why = "say where: --nbd, --vhost-user or --ublk; it is not withheld from where it was";
-            return Err(RpcError::invalid(format!("{name}: publish: {why}")));
+        if places.is_empty() && service.exports.withheld(entry.name()).is_none() {
+            refuse!(
+                invalid,
+                "{name}: publish: say where: --nbd, --vhost-user or --ublk; it is not withheld from where it was"
+            );
         }
-        let withheld = service.withheld.take(entry.name());
+        let withheld = service.exports.change(entry.name(), DeviceExports::release);
         let (mut shown, mut limited) = (Vec::new(), Vec::new());
-        let republished = withheld
-            .as_ref()
-            .map(|withheld_device| service.publish_exports(&claim, &entry, &withheld_device.export_set));
+        let republished =
+            withheld.as_ref().map(|(_, export_set)| service.publish_exports(&claim, &entry, export_set));
         let published = republished.unwrap_or(Ok(())).and_then(|()| {
             let mut reply = Reply::of(entry.name());
             for wanted in places {
@@ -224,25 +223,29 @@ impl Verb for Publish {
                 if let Some(existing) = existing {
                     check_allow_list(entry.name(), &wanted, &existing)?;
                     let new_limits = limits.apply_to(existing.limits);
-                    let before = service.exports.limit_at(&claim, &entry, &existing, new_limits)?;
+                    let before = service.exports.limit_at(&claim, &entry, &existing.address, new_limits)?;
                     reply.add(service, &entry, &existing.address);
-                    limited.push((existing, before));
+                    limited.push((existing.address, before));
                     continue;
                 }
-                publish(service, &claim, &entry, wanted, &mut shown, &mut reply)?;
+                let place = service.exports.publish_at(&claim, &entry, &wanted)?;
+                reply.add(service, &entry, &place);
+                shown.push(place);
             }
             recording.commit().map(|()| reply)
         });
         published.inspect_err(|_| {
             // Roll back, so that all addresses are published or none. Errors are ignored: the device may not
             // be published.
-            if let Some(withheld_device) = withheld {
+            if let Some((reason, export_set)) = withheld {
                 let _ = service.exports.unpublish(&claim, &entry, true);
-                service.declarations.forget_exports(entry.name());
-                service.withheld.put_back(entry.name(), withheld_device);
+                service.exports.change(entry.name(), |device| {
+                    device.withheld = Some(reason);
+                    device.set_unpublished(export_set, "");
+                });
             }
-            for (wanted, before) in limited {
-                let _ = service.exports.limit_at(&claim, &entry, &wanted, before);
+            for (place, before) in limited {
+                let _ = service.exports.limit_at(&claim, &entry, &place, before);
             }
             for place in &shown {
                 let _ = service.exports.unpublish_from(&claim, &entry, place, true);
@@ -278,25 +281,7 @@ fn check_allow_list(name: &str, wanted: &ExportSpec, existing: &ExportSpec) -> R
     }
     let why =
         format!("it is published at {} with {}", existing.address, allow::shown(existing.allow.as_ref()));
-    Err(RpcError::failed(Errno::EBUSY, format!("{name}: publish: allow: {why}; apply changes lists")))
-}
-
-/// Publishes a device at one address, and adds the address to `shown` and to `reply`.
-fn publish(
-    service: &Service,
-    claim: &Claim<'_>,
-    entry: &Arc<Entry>,
-    wanted: ExportSpec,
-    shown: &mut Vec<ExportAddress>,
-    reply: &mut Reply,
-) -> Result<(), RpcError> {
-    let place = match service.exports.publish_at(claim, entry, &wanted)? {
-        PublishedExport::Nbd(at) => ExportAddress::Nbd(at),
-        PublishedExport::Standalone(_) => wanted.address,
-    };
-    reply.add(service, entry, &place);
-    shown.push(place);
-    Ok(())
+    refuse!(EBUSY, "{name}: publish: allow: {why}; apply changes lists")
 }
 
 impl Reply {
@@ -311,7 +296,7 @@ impl Reply {
             self.address = Some(at.to_string());
             return;
         }
-        let at = service.exports.address_of(entry.name(), place);
+        let at = service.exports.find(entry.name(), place).map(|live| live.address());
         match place {
             ExportAddress::Ublk(_) => self.ublk = at,
             _ => self.vhost_user = at,
@@ -352,7 +337,7 @@ impl LimitArgs {
         for (key, text) in limits::KEYS.into_iter().zip([iops, bps, iops_burst, bps_burst, max_clients]) {
             if let Some(text) = text {
                 let taken = words.take(key, text);
-                taken.map_err(|why| RpcError::invalid(format!("{name}: publish: {key}={text}: {why}")))?;
+                taken.map_err(|why| refusal!(invalid, "{name}: publish: {key}={text}: {why}"))?;
             }
         }
         Ok(words)

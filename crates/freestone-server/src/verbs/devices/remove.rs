@@ -6,7 +6,6 @@ use clap::Args;
 use freestone::cow::MergeStatus;
 use freestone_control::protocol::RpcError;
 use freestone_spec::kinds::Entry;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -14,6 +13,7 @@ use crate::changes::recording::Recording;
 use crate::jobs::JobKind;
 use crate::service::Service;
 use crate::verbs::Verb;
+use crate::verbs::devices::Target;
 
 pub struct Remove;
 
@@ -30,18 +30,9 @@ pub struct Line {
 
 impl Line {
     /// Returns the parameters of the request for the device `name`.
-    pub fn of(&self, name: &str) -> Params {
-        Params { name: name.to_owned(), force: self.force }
+    pub fn of(&self, name: &str) -> Target {
+        Target { name: name.to_owned(), force: self.force }
     }
-}
-
-/// Parameters of the verb `remove` in a JSON request.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Params {
-    name: String,
-    #[serde(default)]
-    force: bool,
 }
 
 /// Fails if the device is a snapshot that is partly merged into its origin, because only this snapshot can
@@ -53,7 +44,7 @@ fn check_merged(entry: &Entry) -> Result<(), RpcError> {
         _ => {
             let origin = entry.spec.kind.parent_name().unwrap_or_default();
             let why = format!("{name}: its merge into {origin} is not finished: freestone merge {name}");
-            Err(RpcError::failed(Errno::EBUSY, format!("{why} --into-origin")))
+            Err(rpc_error!(EBUSY, "{why} --into-origin"))
         }
     }
 }
@@ -70,10 +61,10 @@ impl Verb for Remove {
     const METHOD: &'static str = "remove";
     const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
-    type Params = Params;
+    type Params = Target;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
+    fn run(service: &Service, params: Target) -> Result<Reply, RpcError> {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         if service.registry.find(&name).is_none() && service.records.why_missing(&name).is_some() {
@@ -106,7 +97,7 @@ impl Verb for Remove {
         Ok(Reply { name, connections_ended })
     }
 
-    fn show(_: &Params, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
+    fn show(_: &Target, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
         Ok(())
     }
 }

@@ -5,11 +5,11 @@ use std::io::{self, Write};
 use clap::Args;
 use freestone_control::protocol::RpcError;
 use freestone_spec::entries::with_article;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::jobs::JobKind;
 use crate::service::Service;
+use crate::verbs::devices::Target;
 use crate::verbs::{Verb, errno_of};
 
 pub struct Reset;
@@ -29,18 +29,9 @@ pub struct Line {
 
 impl Line {
     /// Returns the parameters of the request for the device `name`.
-    pub fn of(&self, name: &str) -> Params {
-        Params { name: name.to_owned(), force: self.force }
+    pub fn of(&self, name: &str) -> Target {
+        Target { name: name.to_owned(), force: self.force }
     }
-}
-
-/// Parameters of the verb `reset` in a JSON request.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Params {
-    name: String,
-    #[serde(default)]
-    force: bool,
 }
 
 /// Result of the verb `reset`.
@@ -52,21 +43,20 @@ pub struct Reply {
 impl Verb for Reset {
     const METHOD: &'static str = "reset";
     const READ_ONLY: bool = false;
-    type Params = Params;
+    type Params = Target;
     type Reply = Reply;
 
-    fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
+    fn run(service: &Service, params: Target) -> Result<Reply, RpcError> {
         let name = params.name;
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         if entry.kind.memory_snapshot().is_some() || entry.kind.cow().is_some() {
-            let why = "is a snapshot, which does not change; fork it";
-            return Err(RpcError::failed(Errno::EROFS, format!("{name}: {why}")));
+            refuse!(EROFS, "{name}: is a snapshot, which does not change; fork it");
         }
         if !entry.kind.can_wipe() {
             let why = "cannot be reset; only ram and null devices and forks can";
             let kind = with_article(entry.kind.name());
-            return Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: {kind} device {why}")));
+            refuse!(EOPNOTSUPP, "{name}: {kind} device {why}");
         }
         service.registry.check_unused(&entry, "reset")?;
         if service.exports.skip_wipe(&entry, true) {
@@ -82,7 +72,7 @@ impl Verb for Reset {
         Ok(Reply { name })
     }
 
-    fn show(_: &Params, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
+    fn show(_: &Target, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
         Ok(())
     }
 }

@@ -87,7 +87,7 @@ impl Verb for Rewind {
                     format!("{} device cannot be rewound; only forks can", with_article(entry.kind.name()))
                 }
             };
-            return Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
+            refuse!(EOPNOTSUPP, "{name}: {why}");
         }
         service.registry.check_unused(&entry, "rewound")?;
         if service.exports.skip_wipe(&entry, false) {
@@ -135,7 +135,7 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     let (mem_limit, mem_min) = ram.own_limits();
     let set_guarantee = |guarantee| {
         let set = if mem_min > 0 { ram.set_own_limits(mem_limit, guarantee) } else { Ok(()) };
-        set.map_err(|error| RpcError::failed(Errno::EINVAL, format!("{name}: {error}")))
+        set.map_err(|error| rpc_error!(EINVAL, "{name}: {error}"))
     };
     set_guarantee(0)?;
     let fork = ForkSpec { base: to.to_owned(), size: None, mem_limit, mem_min, full: ram.wait_override() };

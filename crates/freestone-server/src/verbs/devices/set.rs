@@ -62,7 +62,7 @@ impl Verb for Set {
 
     fn run(service: &Service, params: Params) -> Result<Self::Reply, RpcError> {
         if params.attrs.is_empty() {
-            return Err(RpcError::invalid(format!("{}: set: no attribute given", params.name)));
+            refuse!(invalid, "{}: set: no attribute given", params.name);
         }
         let Params { name, attrs: wanted } = params;
         let wanted = with_present_names(&name, wanted)?;
@@ -89,7 +89,7 @@ fn with_present_names(name: &str, attrs: Map<String, Value>) -> Result<Map<Strin
     for (attr, value) in attrs {
         let attr = aliases::canonical_device_key(&attr);
         if present.insert(attr.to_owned(), value).is_some() {
-            return Err(RpcError::invalid(format!("{name}: {attr}: given twice")));
+            refuse!(invalid, "{name}: {attr}: given twice");
         }
     }
     Ok(present)

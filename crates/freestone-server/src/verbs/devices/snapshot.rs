@@ -7,6 +7,7 @@ use clap::Args;
 use freestone_control::protocol::RpcError;
 use freestone_spec::entries::Entries;
 use freestone_spec::kinds::Spec;
+use freestone_spec::schema::SNAPSHOT;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -17,20 +18,7 @@ use crate::usage::Usage;
 use crate::verbs::Verb;
 use crate::verbs::text::words;
 
-/// Keys that the command line accepts. All but [`PER_SNAPSHOT_KEYS`] apply to every snapshot.
-const KEYS: [&str; 10] = [
-    "cow",
-    "cow_size",
-    "store",
-    "chunk_size",
-    "readonly",
-    "discard_zeroes_cow",
-    "discard_passdown_origin",
-    "force",
-    "merge",
-    "tls_clients",
-];
-/// Keys whose value is a list with one value for each snapshot.
+/// Keys whose value is a list with one value for each snapshot. All others apply to every snapshot.
 const PER_SNAPSHOT_KEYS: [&str; 2] = ["cow", "cow_size"];
 
 pub struct Snapshot;
@@ -69,7 +57,9 @@ impl TryFrom<Line> for Params {
                 "{list}: snapshot: {of} origins and {to} names; one for each is needed"
             )));
         }
-        let mut values = words::parse(&list, "snapshot", &words, &KEYS)?;
+        let own = SNAPSHOT[1..].iter().map(|key| key.name);
+        let allowed: Vec<_> = own.chain(["tls_clients"]).collect();
+        let mut values = words::parse(&list, "snapshot", &words, &allowed)?;
         let mut lists = Vec::new();
         for key in PER_SNAPSHOT_KEYS {
             let Some(text) = values.remove(key) else { continue };
@@ -87,11 +77,11 @@ impl TryFrom<Line> for Params {
             env::current_dir().map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
         let mut snapshots = Vec::new();
         for (index, (origin, name)) in origins.iter().zip(&names).enumerate() {
-            let mut entries = Entries::new(name, "snapshot").map_err(|e| Usage(e.to_string()))?;
+            let mut entries = Entries::new(name, "snapshot")?;
             let own = lists.iter().map(|(key, parts)| (*key, parts[index].as_str()));
             let common = values.iter().map(|(key, value)| (key.as_str(), value.as_str()));
             for (key, value) in own.filter(|(_, value)| !value.is_empty()).chain(common) {
-                entries.add(key, value).map_err(|e| Usage(e.to_string()))?;
+                entries.add(key, value)?;
             }
             let entries = entries.with_base(&here);
             let mut snapshot = Map::from_iter([
@@ -112,7 +102,7 @@ impl TryFrom<Line> for Params {
 impl Params {
     fn specs(&self) -> Result<Vec<Spec>, RpcError> {
         if self.snapshots.is_empty() {
-            return Err(RpcError::invalid("snapshots: must have one at least"));
+            refuse!(invalid, "snapshots: must have one at least");
         }
         self.snapshots.iter().map(parse_spec).collect()
     }
@@ -121,19 +111,18 @@ impl Params {
 /// Parses a snapshot in the request. Its keys are those of the device kind `snapshot`.
 fn parse_spec(snapshot: &Map<String, Value>) -> Result<Spec, RpcError> {
     let Some(Value::String(name)) = snapshot.get("name") else {
-        return Err(RpcError::invalid("snapshots: each needs a name, a text"));
+        refuse!(invalid, "snapshots: each needs a name, a text");
     };
-    let invalid = |e: &dyn std::fmt::Display| RpcError::invalid(e.to_string());
-    let mut entries = Entries::new(name, "snapshot").map_err(|e| invalid(&e))?;
+    let mut entries = Entries::new(name, "snapshot")?;
     for (key, value) in snapshot.iter().filter(|(key, _)| *key != "name") {
         let text = match value {
             Value::String(text) => text.clone(),
             Value::Bool(yes) => if *yes { "yes" } else { "no" }.to_owned(),
-            _ => return Err(RpcError::invalid(format!("{name}: {key}: must be a text or a boolean"))),
+            _ => refuse!(invalid, "{name}: {key}: must be a text or a boolean"),
         };
-        entries.add(key, &text).map_err(|e| invalid(&e))?;
+        entries.add(key, &text)?;
     }
-    Spec::from_entries(entries).map_err(|e| invalid(&e))
+    Ok(Spec::from_entries(entries)?)
 }
 
 /// Result of the verb `snapshot`: the new snapshots, in the order of the request.

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use clap::Args;
 use freestone_control::protocol::RpcError;
 use freestone_spec::kinds::Entry;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::changes::recording::Recording;
 use crate::devices::claims::Claim;
-use crate::exports::Export;
 use crate::exports::export_spec::ExportSpec;
+use crate::exports::{DeviceExports, Export};
 use crate::service::Service;
 use crate::verbs::Verb;
 
@@ -56,18 +55,12 @@ impl Verb for Unpublish {
             return unpublish_at(service, &claim, &entry, at, params.force);
         }
         let exports = &service.exports;
-        let is_published = !exports.of(&name).is_empty()
-            || !exports.unpublished.of(&name).is_empty()
-            || !exports.unpublished.unparsed(&name).is_empty();
-        if !is_published && !service.withheld.has(&name) {
-            return Err(RpcError::failed(Errno::EINVAL, format!("{name}: not published")));
+        if exports.read(&name, DeviceExports::is_unpublished) {
+            refuse!(EINVAL, "{name}: not published");
         }
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
-        let connections_ended = service.exports.unpublish(&claim, &entry, params.force)?;
-        // The device has no exports any more that could be withheld.
-        let _ = service.withheld.take(&name);
-        service.exports.defaults.release(&name);
-        service.declarations.forget_exports(&name);
+        let connections_ended = exports.unpublish(&claim, &entry, params.force)?;
+        exports.release_defaults(&name);
         recording.commit()?;
         Ok(Reply { name, connections_ended })
     }
@@ -87,17 +80,16 @@ fn unpublish_at(
 ) -> Result<Reply, RpcError> {
     let name = entry.name().to_owned();
     let exports = &service.exports;
-    let is_at = |wanted: &ExportSpec| exports.address_of(&name, &wanted.address).as_deref() == Some(at);
+    let is_at =
+        |wanted: &ExportSpec| exports.find(&name, &wanted.address).is_some_and(|live| live.address() == at);
     let Some(ExportSpec { address: place, .. }) = exports.specs(&name).into_iter().find(is_at) else {
-        let why =
-            "not published there, or at an address of the command line; `freestone list` shows where it is";
-        return Err(RpcError::failed(Errno::EINVAL, format!("{name}: unpublish: {at}: {why}")));
+        let why = "not published there, or at an address of the command line";
+        refuse!(EINVAL, "{name}: unpublish: {at}: {why}; `freestone list` shows where it is");
     };
     let recording = Recording::begin(service, claim, Unpublish::METHOD, &[&name])?;
     let connections = |export: Export| if export.address == at { export.connections } else { 0 };
     let connections_ended = exports.of(&name).into_iter().map(connections).sum();
     exports.unpublish_from(claim, entry, &place, force)?;
-    service.declarations.forget_export(&name, &place);
     recording.commit()?;
     Ok(Reply { name, connections_ended })
 }

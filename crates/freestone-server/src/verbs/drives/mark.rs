@@ -50,8 +50,10 @@ impl Verb for Mark {
             RpcError::failed(errno, format!("{name}: mark: {error}"))
         };
         if text.parse::<u64>().is_ok() {
-            let why = "a number is the number of an entry; begin the text with a letter";
-            return Err(RpcError::invalid(format!("{name}: mark: {text}: {why}")));
+            refuse!(
+                invalid,
+                "{name}: mark: {text}: a number is the number of an entry; begin the text with a letter"
+            );
         }
         let power = entry.layers.power.as_ref().ok_or_else(|| failed(&RecordError::NotRecording))?;
         let number = power.mark(&text).map_err(|error| failed(&error))?;

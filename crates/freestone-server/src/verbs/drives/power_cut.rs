@@ -93,7 +93,7 @@ fn power_of(entry: &Entry) -> Result<&Arc<Power>, RpcError> {
         } else {
             "only a ram, null or file device that can be written and a fork have that, with power_cut=yes"
         };
-        RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}"))
+        rpc_error!(EOPNOTSUPP, "{name}: its power cannot be cut: {why}")
     })
 }
 
@@ -112,8 +112,10 @@ impl Verb for PowerCut {
         let Params { name, seed, at, after } = params;
         if service.find(&name)?.kind.cow().is_some() {
             if at.or(after).is_some() {
-                let why = "at and after are for a drive: its log, or what it is asked for";
-                return Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: {why}")));
+                refuse!(
+                    EOPNOTSUPP,
+                    "{name}: power-cut: at and after are for a drive: its log, or what it is asked for"
+                );
             }
             return cut_stack(service, name, seed);
         }
@@ -121,7 +123,7 @@ impl Verb for PowerCut {
         let entry = service.find(&name)?;
         if let Some(after) = after {
             if at.is_some() {
-                return Err(RpcError::invalid(format!("{name}: power-cut: either at or after")));
+                refuse!(invalid, "{name}: power-cut: either at or after");
             }
             return arm_cut(service, &entry, &after, seed);
         }
@@ -212,8 +214,8 @@ fn cut_now(
     if at.is_some() {
         check_visit(entry)?;
     } else if power.is_partly_restored() {
-        let why = "it is off, as a return to a point of its log failed half way; go to a point again (--at), or reset it";
-        return Err(RpcError::failed(Errno::EIO, format!("{name}: power-cut: {why}")));
+        let why = "it is off, as a return to a point of its log failed half way";
+        refuse!(EIO, "{name}: power-cut: {why}; go to a point again (--at), or reset it");
     }
     let _job = service.jobs.begin(&name, "power-cut", JobKind::EXCLUSIVE_UNCANCELLABLE)?;
     let layers = &entry.layers;
@@ -269,7 +271,7 @@ fn arm_cut(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>
     if stack_cut::find_snapshot_on(service, entry).is_none() {
         service.registry.check_unused(entry, "cut off")?;
     }
-    let invalid = |why| RpcError::invalid(format!("{name}: power-cut: after={after}: {why}"));
+    let invalid = |why| rpc_error!(invalid, "{name}: power-cut: after={after}: {why}");
     let trigger = parse_after(after).map_err(invalid)?;
     let mut reply = Reply {
         name: name.to_owned(),
@@ -298,14 +300,12 @@ fn arm_cut(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>
         }
     };
     let thread = thread::Builder::new().name("power-cut".into()).spawn(wait);
-    thread.map_err(|e| RpcError::failed(Errno::ENOMEM, format!("{name}: power-cut: no thread: {e}")))?;
+    thread.map_err(|e| refusal!(ENOMEM, "{name}: power-cut: no thread: {e}"))?;
     let armed = entry.layers.cut_after(power, after, seed, move || {
         // The receiver may be gone when the server shuts down.
         let _ = off.send(());
     });
-    armed.map_err(|_| {
-        RpcError::failed(Errno::EBUSY, format!("{name}: power-cut: the power is going off now"))
-    })?;
+    armed.map_err(|_| rpc_error!(EBUSY, "{name}: power-cut: the power is going off now"))?;
     (reply.seed, reply.after) = (Some(seed), Some(after.to_string()));
     Ok(reply)
 }
@@ -348,8 +348,7 @@ enum Outcome {
 /// reproducible initial state.
 fn check_visit(entry: &Entry) -> Result<(), RpcError> {
     let name = entry.name();
-    let refuse =
-        |why: &str| Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: at: {why}")));
+    let refuse = |why: &str| Err(rpc_error!(EOPNOTSUPP, "{name}: power-cut: at: {why}"));
     if entry.spec.layers.record.is_none() {
         return refuse("there is no log; create the device with record=FILE");
     }

@@ -4,7 +4,6 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_control::protocol::RpcError;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::service::Service;
@@ -40,8 +39,7 @@ impl Verb for Release {
         let name = params.name;
         let entry = service.find(&name)?;
         let Some(faults) = &entry.layers.faults else {
-            let why = format!("{name}: no held requests: it was created without faults");
-            return Err(RpcError::failed(Errno::EOPNOTSUPP, why));
+            refuse!(EOPNOTSUPP, "{name}: no held requests: it was created without faults");
         };
         Ok(Reply { name, released: faults.release() })
     }

@@ -9,7 +9,6 @@ use freestone::power::CutReport;
 use freestone_control::protocol::RpcError;
 use freestone_spec::kinds::{CutOutcome, Entry, SnapshotStack};
 use freestone_spec::layers::CutError;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::jobs::JobKind;
@@ -67,11 +66,8 @@ pub fn find_snapshot_on(service: &Service, entry: &Arc<Entry>) -> Option<Arc<Ent
 /// Returns the error for a power cut of a device that is the origin or COW device of `snapshot`.
 pub fn single_cut_fault(entry: &Entry, snapshot: &Entry) -> RpcError {
     let (name, snapshot) = (entry.name(), snapshot.name());
-    let why = format!(
-        "{name}: cannot be cut off alone: {snapshot} stands on it; `freestone power-cut {snapshot}` cuts its origin and \
-         COW device at one moment"
-    );
-    RpcError::failed(Errno::EBUSY, why)
+    let cut = format!("`freestone power-cut {snapshot}` cuts its origin and COW device at one moment");
+    rpc_error!(EBUSY, "{name}: cannot be cut off alone: {snapshot} stands on it; {cut}")
 }
 
 /// Cuts the power of the origin of the snapshot `name`, of its snapshots and of their COW devices. Then opens
@@ -82,7 +78,7 @@ pub fn cut(
     seed: Option<u64>,
     failed: &dyn Fn(&str, CutError) -> RpcError,
 ) -> Result<StackCut, RpcError> {
-    let gone = || RpcError::failed(Errno::EBUSY, format!("{name}: power-cut: was removed meanwhile"));
+    let gone = || rpc_error!(EBUSY, "{name}: power-cut: was removed meanwhile");
     let stack = |entry: &Entry| SnapshotStack::of(entry, &service.registry).ok_or_else(gone);
     let found = stack(&*service.find(name)?)?;
     let names = found.names();
@@ -99,7 +95,7 @@ pub fn cut(
     let Some(first) = drives.iter().find(|drive| drive.layers.can_cut) else {
         let [origin, ..] = drives[..] else { return Err(gone()) };
         let why = format!("create {} or its COW device with power_cut=yes", origin.name());
-        return Err(RpcError::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}")));
+        refuse!(EOPNOTSUPP, "{name}: its power cannot be cut: {why}");
     };
     let seed = seed.unwrap_or_else(|| first.layers.next_seed());
     // Only the origin has a job, so that a running merge of a snapshot does not prevent the cut.

@@ -9,7 +9,6 @@ use freestone::device::zoned::{Zone, ZoneCondition, ZoneOp, ZoneType, Zoned};
 use freestone_control::protocol::RpcError;
 use freestone_spec::keys::SECTOR_BYTES;
 use freestone_spec::layers::{format_offset, parse_offset};
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::service::Service;
@@ -164,11 +163,10 @@ impl Verb for Zones {
         let entry = service.find(&name)?;
         let zoned = entry.device().and_then(|device| device.zoned());
         let zoned = zoned.ok_or_else(|| {
-            let why = format!("{name}: has no zones; a ram, null or file device gets them with zoned=1");
-            RpcError::failed(Errno::EOPNOTSUPP, why)
+            rpc_error!(EOPNOTSUPP, "{name}: has no zones; a ram, null or file device gets them with zoned=1")
         })?;
         if count == Some(0) {
-            return Err(RpcError::invalid(format!("{name}: zones: count=0: must be 1 at least")));
+            refuse!(invalid, "{name}: zones: count=0: must be 1 at least");
         }
         match action.op() {
             None => report(&name, zoned, offset, count),
@@ -232,7 +230,7 @@ fn operate(
     let count = match count {
         Some(count) if count > left => {
             let why = format!("count={count}: from {} on there are {left} zones", format_offset(offset));
-            return Err(RpcError::invalid(format!("{name}: zones: {why}")));
+            refuse!(invalid, "{name}: zones: {why}");
         }
         other => other.unwrap_or(left),
     };
@@ -257,10 +255,13 @@ fn operate(
 
 fn range_fault(name: &str, offset: u64, error: Error) -> RpcError {
     match error {
-        Error::OutOfRange => RpcError::invalid(format!(
-            "{name}: zones: offset={}: behind the end of the device",
-            format_offset(offset)
-        )),
+        Error::OutOfRange => {
+            rpc_error!(
+                invalid,
+                "{name}: zones: offset={}: behind the end of the device",
+                format_offset(offset)
+            )
+        }
         error => RpcError::failed(errno_of(error), format!("{name}: zones: {error}")),
     }
 }

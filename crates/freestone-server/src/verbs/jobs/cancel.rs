@@ -4,7 +4,6 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_control::protocol::RpcError;
-use freestone_spec::refusal::Errno;
 
 use crate::jobs::JobFilter;
 use crate::service::Service;
@@ -42,14 +41,14 @@ impl Verb for Cancel {
     // No device is claimed (locked against other verbs), and the verb does not wait until the jobs have ended.
     fn run(service: &Service, filter: JobFilter) -> Result<Reply, RpcError> {
         if filter == JobFilter::default() {
-            return Err(RpcError::invalid("cancel: name, job or tag: one must be given"));
+            refuse!(invalid, "cancel: name, job or tag: one must be given");
         }
         let jobs = service.jobs.cancel(&filter)?;
         match (jobs.as_slice(), filter.job, &filter.name) {
             ([], Some(job), _) => Err(unknown_job(job)),
             ([], None, Some(name)) => {
                 let verb = filter.verb.as_ref().map_or_else(String::new, |verb| format!("{verb}: "));
-                Err(RpcError::failed(Errno::ENODEV, format!("{name}: {verb}no job is running")))
+                Err(rpc_error!(ENODEV, "{name}: {verb}no job is running"))
             }
             _ => Ok(Reply { jobs }),
         }

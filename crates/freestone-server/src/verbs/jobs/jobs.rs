@@ -4,7 +4,6 @@ use std::io::{self, Write};
 
 use clap::Args;
 use freestone_control::protocol::RpcError;
-use freestone_spec::refusal::Errno;
 use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
@@ -55,7 +54,7 @@ impl Verb for AllJobs {
 
 /// Returns the error for the number of a job that does not exist, or that has ended and whose record was removed later.
 pub fn unknown_job(job: u64) -> RpcError {
-    RpcError::failed(Errno::ENODEV, format!("job {job}: no such job, or one that ended long ago"))
+    rpc_error!(ENODEV, "job {job}: no such job, or one that ended long ago")
 }
 
 /// Returns the line about a job, such as `job 3: ram0: save: running, 1.2G of 4.0G, 30 %, 12.5 s`.

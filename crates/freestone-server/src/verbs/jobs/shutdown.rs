@@ -3,7 +3,6 @@
 use std::io::{self, Write};
 
 use freestone_control::protocol::RpcError;
-use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::persistence::saves::Saves;
@@ -36,11 +35,10 @@ impl Verb for Shutdown {
     fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let unfit = if params.force { Vec::new() } else { Saves::space_warnings(service) };
         if !unfit.is_empty() {
-            let why = format!("{}; --force ends the server all the same", unfit.join("; "));
-            return Err(RpcError::failed(Errno::ENOSPC, why));
+            refuse!(ENOSPC, "{}; --force ends the server all the same", unfit.join("; "));
         }
         let Some(end) = service.end.get() else {
-            return Err(RpcError::failed(Errno::EBUSY, "the server is still starting"));
+            refuse!(EBUSY, "the server is still starting");
         };
         end();
         Ok(Reply { pid: std::process::id() })

@@ -15,7 +15,7 @@ use freestone_spec::{kinds, path_text};
 use serde::{Deserialize, Serialize};
 
 use crate::changes::export_retry;
-use crate::exports::Export;
+use crate::exports::{DeviceExports, Export, Withheld};
 use crate::jobs::Progress;
 use crate::service::Service;
 use crate::verbs::Verb;
@@ -235,6 +235,7 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
     let ram = entry.ram_data();
     let stat = ram.map(Ram::mm_stat);
     let status = entry.kind.cow().map(|snapshot| snapshot.status().to_string());
+    let withheld = service.exports.withheld(entry.name());
     let merge = entry.kind.cow().and_then(|snapshot| kinds::merge(&snapshot.merge_status()));
     Row {
         name: entry.name().to_owned(),
@@ -247,8 +248,11 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         merge: merge.as_ref().and_then(serde_json::Value::as_str).map(str::to_owned),
         merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
         progress: service.jobs.progress_of(entry.name()),
-        withheld: service.withheld.has(entry.name()),
-        withheld_because: service.withheld.other_reason(entry.name()).map(str::to_owned),
+        withheld: withheld.is_some(),
+        withheld_because: match withheld {
+            Some(Withheld::Other(why)) => Some(why.to_owned()),
+            _ => None,
+        },
         saved: service.saves.saved(entry),
         content_of: service.saves.stale_since(entry.name()),
         zoned: entry.layers.zones.is_some(),
@@ -264,18 +268,15 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
             .map(|backing| Backing { used_bytes: backing.used_bytes, size: backing.size }),
         same_pages: stat.map(|stat| stat.same_pages),
         exports: service.exports.of(entry.name()),
-        absent_exports: absent_exports(entry, service),
+        absent_exports: service.exports.read(entry.name(), absent_exports),
     }
 }
 
-fn absent_exports(entry: &Entry, service: &Service) -> Vec<AbsentExport> {
-    let absent = service.exports.unpublished.of(entry.name()).into_iter();
-    let absent =
-        absent.map(|export| AbsentExport { address: export.address(), why: export.why, unread: false });
-    let unread = service.exports.unpublished.unparsed(entry.name()).into_iter();
-    let unread =
-        unread.map(|export| AbsentExport { address: export.address(), why: export.why, unread: true });
-    absent.chain(unread).collect()
+fn absent_exports(device: &DeviceExports) -> Vec<AbsentExport> {
+    let absent = device.absent().map(|(address, why)| (address, why, false));
+    let unread = device.unparsed.iter().map(|export| (export.address(), &*export.why, true));
+    let row = |(address, why, unread): (_, &str, _)| AbsentExport { address, why: why.to_owned(), unread };
+    absent.chain(unread).map(row).collect()
 }
 
 fn cells(row: &Row) -> [String; HEADER.len()] {

@@ -133,7 +133,7 @@ impl Verb for Stat {
 /// Returns the statistics of the devices that the names and patterns select, each once.
 fn stat_named(service: &Service, words: &[String]) -> Result<Reply, RpcError> {
     if words.iter().filter(|word| Pattern::is_pattern(word)).count() > PATTERNS_MAX {
-        return Err(RpcError::invalid(format!("stat: names: at most {PATTERNS_MAX} patterns")));
+        refuse!(invalid, "stat: names: at most {PATTERNS_MAX} patterns");
     }
     let all = service.registry.all();
     let (mut devices, mut missing, mut added) = (Vec::new(), Vec::new(), HashSet::new());
@@ -179,7 +179,7 @@ fn device_section(
     insert("template", entry.template.clone().map(Into::into));
     insert("changed", Changed::of(service, entry).map(|changed| json!(changed)));
     insert("limits", entry.limits().stat());
-    insert("withheld", service.withheld.has(entry.name()).then_some(true.into()));
+    insert("withheld", service.exports.withheld(entry.name()).map(|_| true.into()));
     insert("keep", service.saves.stat(entry));
     insert("content_of", service.saves.stale_since(entry.name()).map(Into::into));
     insert("progress", service.jobs.progress_of(entry.name()).map(|progress| json!(progress)));

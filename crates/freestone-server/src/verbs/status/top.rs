@@ -157,7 +157,7 @@ impl Verb for Top {
     fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
         let Params { by, count } = params;
         if !(1..=COUNT_MAX).contains(&count) {
-            return Err(RpcError::invalid(format!("top: count={count}: must be 1 to {COUNT_MAX}")));
+            refuse!(invalid, "top: count={count}: must be 1 to {COUNT_MAX}");
         }
         let sample: Arc<Sample> = service.rates.sample(&service.registry);
         let seconds = sample.since.as_secs_f64();

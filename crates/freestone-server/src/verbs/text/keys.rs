@@ -5,7 +5,7 @@
 use std::{env, io};
 
 use freestone_control::protocol::RpcError;
-use freestone_spec::entries::{Entries, SpecError};
+use freestone_spec::entries::Entries;
 use freestone_spec::path_text;
 use serde_json::{Map, Value};
 
@@ -13,9 +13,8 @@ use crate::usage::Usage;
 
 /// Parses `KEY=VALUE` words. Relative paths are resolved against the client's working directory.
 pub fn parse_words(name: &str, kind: &str, words: &[String]) -> Result<Map<String, Value>, Usage> {
-    let usage = |e: SpecError| Usage(e.to_string());
     // The name may still contain `%n`, so it is checked later, when `%n` has been replaced by the number.
-    let mut entries = Entries::new("device", kind).map_err(usage)?;
+    let mut entries = Entries::new("device", kind)?;
     for word in words {
         let Some((key, value)) = word.split_once('=') else {
             return Err(Usage(format!("{name}: {kind}: {word}: a value is missing; write {word}=VALUE")));
@@ -31,7 +30,7 @@ pub fn parse_words(name: &str, kind: &str, words: &[String]) -> Result<Map<Strin
 
 /// Returns the specification entries for the keys of a verb. `name` is the device or the subject of the verb.
 pub fn entries_of(name: &str, verb: &str, keys: &Map<String, Value>) -> Result<Entries, RpcError> {
-    let mut entries = Entries::new(name, verb).map_err(|e| RpcError::invalid(e.to_string()))?;
+    let mut entries = Entries::new(name, verb)?;
     add(&mut entries, keys)?;
     Ok(entries)
 }
@@ -44,11 +43,11 @@ pub fn entries_over(
     ttl: Option<u64>,
     keys: &Map<String, Value>,
 ) -> Result<Entries, RpcError> {
-    let invalid = |e: SpecError| RpcError::invalid(e.to_string());
-    let mut entries = Entries::new(name, kind).map_err(invalid)?;
-    entries.add("base", base).map_err(invalid)?;
+    freestone_core::trail::step!();
+    let mut entries = Entries::new(name, kind)?;
+    entries.add("base", base)?;
     if let Some(ttl) = ttl {
-        entries.add("ttl", &ttl.to_string()).map_err(invalid)?;
+        entries.add("ttl", &ttl.to_string())?;
     }
     add(&mut entries, keys)?;
     Ok(entries)
@@ -63,12 +62,10 @@ fn add(entries: &mut Entries, keys: &Map<String, Value>) -> Result<(), RpcError>
             Value::Number(number) => number.to_string(),
             _ => {
                 let name = &entries.name;
-                return Err(RpcError::invalid(format!(
-                    "{name}: {key}: must be a text, a number or a boolean"
-                )));
+                refuse!(invalid, "{name}: {key}: must be a text, a number or a boolean");
             }
         };
-        entries.add(key, &text).map_err(|e| RpcError::invalid(e.to_string()))?;
+        entries.add(key, &text)?;
     }
     Ok(())
 }

@@ -11,19 +11,14 @@ use super::ram::{Change, bd_stat, check_grow, debug_stat, io_stat, mm_stat, skip
 use crate::entries::SpecError;
 use crate::family::{self, family_stat};
 use crate::full;
-use crate::keys::{Keys, joined, parse_disksize, parse_limit};
+use crate::keys::{Keys, parse_disksize, parse_limit};
 use crate::kinds::registry::Registry;
-use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec, is_live, parse_name};
-use crate::layers::FAULT_KEYS;
+use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec, parse_name};
 use crate::refusal::{Errno, Refusal};
+use crate::schema;
 use crate::size::{self, exact};
 
 pub(in crate::kinds) const NAME: &str = "fork";
-const KEYS: [&str; 14] = joined(
-    &["base", "size", "mem_limit", "mem_min", "full"],
-    &FAULT_KEYS,
-    &["publish", "tls_clients", "on_data_loss", "keep"],
-);
 
 /// Specification of a device of kind `fork`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,13 +39,9 @@ pub struct ForkSpec {
 
 impl ForkSpec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
-        Self::take_allowed(NAME, keys)
-    }
-
-    pub(in crate::kinds) fn take_allowed(kind: &'static str, keys: &Keys) -> Result<Self, SpecError> {
+        freestone::trail::step!();
         let fork = Self {
-            base: keys.need(kind, "base", "base=golden", parse_name)?,
+            base: keys.need("base", "base=golden", parse_name)?,
             size: keys.take("size", parse_disksize)?,
             mem_limit: keys.take("mem_limit", parse_limit)?.unwrap_or(0),
             mem_min: keys.take("mem_min", parse_limit)?.unwrap_or(0),
@@ -89,7 +80,7 @@ pub(in crate::kinds) fn fork_of(
     spec: &ForkSpec,
     registry: &Registry,
 ) -> Result<Ram, Refusal> {
-    let no_base = |why| Refusal::failed(Errno::EINVAL, format!("base={}: {why}", base.name()));
+    let no_base = |why| refusal!(EINVAL, "base={}: {why}", base.name());
     base.kind.check_base(base).map_err(no_base)?;
     // Starts a background check whether the files of bases have changed. Changes are logged.
     file::request_check();
@@ -124,10 +115,9 @@ fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
         }
         error => error.to_string(),
     };
-    Refusal::failed(Errno::EINVAL, sentence)
+    refusal!(EINVAL, "{sentence}")
 }
 
-/// Open fork.
 pub(in crate::kinds) struct Fork(pub Arc<Ram>);
 
 impl KindInstance for Fork {
@@ -141,14 +131,6 @@ impl KindInstance for Fork {
 
     fn fork(&self) -> Option<&Arc<Ram>> {
         Some(&self.0)
-    }
-
-    fn check_origin(&self) -> Result<(), &'static str> {
-        Ok(())
-    }
-
-    fn check_base(&self, base: &Entry) -> Result<(), String> {
-        Err(is_live(base))
     }
 
     fn can_wipe(&self) -> bool {
@@ -243,7 +225,7 @@ pub fn over_stat(ram: &Ram) -> Value {
 /// Parses the new value of an attribute of a fork. Returns `None` if a fork has no such attribute.
 fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
     let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
-    let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
+    let invalid = |why: String| refusal!(invalid, "{name}: {attr}={text}: {why}");
     Some(match attr {
         "disksize" => return Change::check(ram, name, attr, text),
         "mem_limit" => parse_limit(text).map(Change::MemLimit).map_err(invalid),
@@ -253,7 +235,7 @@ fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change,
             Err(failed(Errno::EBUSY, "fixed for the life of a fork, which was created with it"))
         }
         attr if NAMES.contains(&attr) => {
-            Err(invalid("read-only; disksize (grow), mem_limit, mem_min and full can be set".into()))
+            Err(invalid(format!("read-only; {} can be set", schema::settable(&[schema::FORK_LIMITS]))))
         }
         _ => return None,
     })
@@ -286,7 +268,7 @@ fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Resul
                 }
                 error => error.to_string(),
             };
-            Refusal::failed(Errno::EINVAL, format!("{name}: {limits}: {why}"))
+            refusal!(EINVAL, "{name}: {limits}: {why}")
         })?;
     }
     for (change, attr, text) in changes {
@@ -298,7 +280,7 @@ fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Resul
                     if !limits.is_empty() {
                         let _ = ram.set_own_limits(before.0, before.1);
                     }
-                    Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {error}"))
+                    refusal!(EINVAL, "{name}: {attr}={text}: {error}")
                 })?;
             }
             Change::OwnWait(waits) => ram.set_wait_override(*waits),

@@ -13,17 +13,14 @@ use crate::aliases;
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec, parse_batch, parse_units};
 use crate::full::{self, WhenFullChange};
-use crate::keys::{Keys, joined, parse_bool, parse_disksize, parse_limit};
+use crate::keys::{Keys, parse_bool, parse_disksize, parse_limit};
 use crate::kinds::registry::Registry;
-use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
-use crate::path_text;
+use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec};
 use crate::refusal::{Errno, Refusal};
-use crate::size;
+use crate::{path_text, schema, size};
 use freestone::view::ReadOnly;
 
 pub(in crate::kinds) const NAME: &str = "ram";
-const KEYS: [&str; 36] =
-    joined(&["disksize", "readonly", "on_data_loss", "keep"], &family::KEYS, &LAYER_KEYS);
 
 /// Specification of a device of kind `ram`.
 #[derive(Debug, Clone, PartialEq)]
@@ -39,8 +36,7 @@ pub struct RamSpec {
 
 impl RamSpec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
-        let disksize = keys.need(NAME, "disksize", "disksize=4G", parse_disksize)?;
+        let disksize = keys.need("disksize", "disksize=4G", parse_disksize)?;
         let readonly = keys.take("readonly", parse_bool)?.unwrap_or(false);
         Ok(Self { disksize, readonly, family: FamilySpec::take(keys)? })
     }
@@ -79,7 +75,6 @@ pub(in crate::kinds) fn user_device(ram: Arc<Ram>, readonly: bool) -> Arc<dyn De
     if readonly { Arc::new(ReadOnly(ram)) } else { ram }
 }
 
-/// Open RAM disk.
 pub(in crate::kinds) struct RamDisk(pub Arc<Ram>);
 
 impl KindInstance for RamDisk {
@@ -93,14 +88,6 @@ impl KindInstance for RamDisk {
 
     fn own_family(&self) -> Option<Family> {
         Some(self.0.family())
-    }
-
-    fn check_origin(&self) -> Result<(), &'static str> {
-        Ok(())
-    }
-
-    fn check_base(&self, base: &Entry) -> Result<(), String> {
-        Err(is_live(base))
     }
 
     fn can_wipe(&self) -> bool {
@@ -134,9 +121,7 @@ impl KindInstance for RamDisk {
         changes: &[(Change, &String, String)],
     ) -> Result<(), Refusal> {
         for (change, attr, text) in changes {
-            change.apply(&self.0).map_err(|e| {
-                Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name()))
-            })?;
+            change.apply(&self.0).map_err(|e| refusal!(EINVAL, "{}: {attr}={text}: {e}", entry.name()))?;
         }
         Ok(())
     }
@@ -189,10 +174,6 @@ const NAMES: [&str; 22] = [
     "bd_stat",
     "debug_stat",
 ];
-
-/// End of an error message that lists the settable attributes.
-const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable, \
-                        writeback_batch_size, full, full_timeout and mem_warn_threshold can be set";
 
 /// Returns the value of an attribute of a RAM disk, or `None` if there is no such attribute.
 fn value(ram: &Ram, attr: &str) -> Option<Value> {
@@ -347,8 +328,11 @@ pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
 pub(in crate::kinds) fn check_grow(entry: &Entry, attr: &str, text: &str) -> Option<Refusal> {
     let zoned = attr == "disksize" && entry.layers.zones.is_some();
     zoned.then(|| {
-        let why = "a zoned device does not grow: the table of its zones is made once";
-        Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {why}", entry.name()))
+        refusal!(
+            EINVAL,
+            "{}: {attr}={text}: a zoned device does not grow: the table of its zones is made once",
+            entry.name()
+        )
     })
 }
 
@@ -382,7 +366,7 @@ impl Change {
     /// attribute.
     pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Self, Refusal>> {
         let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
-        let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
+        let invalid = |why: String| refusal!(invalid, "{name}: {attr}={text}: {why}");
         if let Some(change) = Self::of_family(attr, text) {
             return Some(change.map_err(invalid));
         }
@@ -405,17 +389,15 @@ impl Change {
             "writeback_limit" => parse_units(text).map(Self::WritebackLimit).map_err(invalid),
             "writeback_limit_enable" => parse_bool(text).map(Self::WritebackLimitEnable).map_err(invalid),
             "writeback_batch_size" => parse_batch(text).map(Self::WritebackBatchSize).map_err(invalid),
-            "comp_algorithm"
-            | "algorithm_params"
-            | "recomp_algorithm"
-            | "auto_recompress"
-            | "backing_dev"
-            | "backing_size"
-            | "compressed_writeback" => {
+            attr if schema::has(schema::FAMILY, attr) => {
                 let why = "fixed once the device is initialised; create a new device with another value";
                 Err(failed(Errno::EBUSY, why))
             }
-            attr if NAMES.contains(&attr) => Err(invalid(format!("read-only; {SETTABLE}"))),
+            attr if NAMES.contains(&attr) => {
+                let settable = schema::settable(&[schema::RAM, schema::FAMILY]);
+                let settable = settable.replacen("mem_limit", "mem_limit, mem_used_max (0)", 1);
+                Err(invalid(format!("read-only; {settable} can be set")))
+            }
             _ => return None,
         })
     }

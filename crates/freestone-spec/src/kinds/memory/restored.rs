@@ -27,7 +27,6 @@ use crate::tls::TlsClients;
 /// Specification of a device restored from a file written by `save`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RestoredSpec {
-    /// Path of the saved file.
     file: PathBuf,
     /// Name of the base if the device is a fork.
     base: Option<String>,

@@ -1,8 +1,6 @@
 //! The family of a base's forks, which are RAM disks that share one memory pool. The family is
 //! created with the first fork. Its settings are attributes of the base.
 
-use std::sync::{PoisonError, TryLockError};
-
 use freestone::ram::Family;
 use serde_json::Value;
 
@@ -10,7 +8,7 @@ use crate::entries::with_article;
 use crate::family;
 use crate::kinds::Entry;
 use crate::kinds::registry::Registry;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 impl Entry {
     /// Returns true if the device can be a base that does not share the memory of its forks.
@@ -24,6 +22,17 @@ impl Entry {
         self.is_outer_base() || self.kind.cow_ram().is_some()
     }
 
+    /// Returns true if the settings of the family of the device's forks are attributes of the device.
+    pub(crate) fn shows_family(&self) -> bool {
+        self.is_outer_base() || self.kind.cow().is_some()
+    }
+
+    /// Returns the names of the attributes of the kind, and of those of the family of the device's forks.
+    pub(crate) fn kind_attrs(&self) -> Vec<&'static str> {
+        let family = if self.shows_family() { &family::NAMES[..] } else { &[] };
+        [self.kind.attrs(), family].concat()
+    }
+
     /// Returns the family of the device or of its forks, or `None` if the family does not exist
     /// yet.
     pub fn existing_family(&self) -> Option<Family> {
@@ -31,11 +40,7 @@ impl Entry {
             Some(ram) => Some(ram.family()),
             // The lock is held while the family is created, which may wait for a slow backing
             // device. So this function must not wait for the lock.
-            None => match self.family.try_lock() {
-                Ok(family) => family.clone(),
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clone(),
-                Err(TryLockError::WouldBlock) => None,
-            },
+            None => self.family.try_lock()?.clone(),
         }
     }
 
@@ -45,13 +50,12 @@ impl Entry {
         if let Some(ram) = self.ram_data() {
             return Ok(ram.family());
         }
-        let mut slot = self.family.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = self.family.lock();
         if let Some(family) = &*slot {
             return Ok(family.clone());
         }
         let Some(spec) = self.spec.kind.family() else {
-            let why = format!("{}: {} device cannot be a base", self.name(), with_article(self.kind.name()));
-            return Err(Refusal::failed(Errno::EINVAL, why));
+            refuse!(EINVAL, "{}: {} device cannot be a base", self.name(), with_article(self.kind.name()));
         };
         // `new_family` reads the limits of the other families with `try_lock`, so it skips this
         // one, which is locked.
@@ -63,7 +67,7 @@ impl Entry {
 
     /// Returns the value of an attribute of the forks' family. Before the first fork, that is the
     /// specified value.
-    pub(in crate::kinds) fn family_value(&self, attr: &str) -> Option<Value> {
+    pub(crate) fn family_value(&self, attr: &str) -> Option<Value> {
         family::value(self.spec.kind.family()?, self.existing_family(), attr)
     }
 }

@@ -9,20 +9,15 @@ use serde_json::{Value, json};
 use super::fork::{Fork, ForkSpec, fork_of};
 use crate::entries::{Entries, SpecError};
 use crate::full;
-use crate::keys::{Keys, joined};
+use crate::keys::Keys;
 use crate::kinds::registry::{AddError, Registry};
 use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec, finish_entry};
-use crate::layers::{FAULT_KEYS, LayerSpec, NUMBER};
+use crate::layers::{LayerSpec, NUMBER};
 use crate::limits::LimitSpec;
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(in crate::kinds) const NAME: &str = "template";
-const KEYS: [&str; 14] = joined(
-    &["base", "size", "mem_limit", "mem_min", "full", "ttl"],
-    &FAULT_KEYS,
-    &["publish", "tls_clients", "on_data_loss"],
-);
 /// Largest value of `ttl` in seconds: 366 days.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
@@ -37,11 +32,10 @@ pub struct TemplateSpec {
 
 impl TemplateSpec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
         if keys.typed("record").is_some_and(|record| !record.contains(NUMBER)) {
             return Err(keys.refuse("record", "each connection has a log of its own; %n is its number"));
         }
-        Ok(Self { fork: ForkSpec::take_allowed(NAME, keys)?, ttl: keys.take("ttl", parse_ttl)?.flatten() })
+        Ok(Self { fork: ForkSpec::take(keys)?, ttl: keys.take("ttl", parse_ttl)?.flatten() })
     }
 }
 
@@ -175,7 +169,6 @@ fn layer_value(layers: &LayerSpec, attr: &str) -> Option<Value> {
     })
 }
 
-/// Names of the attributes.
 const NAMES: [&str; 12] = [
     "base",
     "size",

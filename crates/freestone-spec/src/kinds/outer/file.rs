@@ -10,19 +10,17 @@ use freestone::qcow2::Format;
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
-use crate::family::{self, FamilySpec};
+use crate::family::FamilySpec;
 use crate::files::open;
-use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
-use crate::kinds::names::IS_READ_ONLY;
+use crate::keys::{Keys, parse_bool, parse_length, parse_path};
 use crate::kinds::registry::Registry;
-use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
+use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec};
 use crate::layers::{DataInfo, check_unzoned};
 use crate::notes::FileNotes;
 use crate::path_text;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 pub(in crate::kinds) const NAME: &str = "file";
-const KEYS: [&str; 36] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
 
 /// Specification of a device of kind `file`.
 #[derive(Debug, Clone, PartialEq)]
@@ -41,12 +39,9 @@ pub struct FileSpec {
 
 impl FileSpec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
-        let path = keys.need(NAME, "path", "path=disk.img", parse_path)?;
+        let path = keys.need("path", "path=disk.img", parse_path)?;
         let readonly = keys.take("readonly", parse_bool)?.unwrap_or(false);
-        if let (false, Some(key)) = (readonly, family::KEYS.iter().find(|k| keys.typed(k).is_some())) {
-            return Err(keys.refuse(key, "only with readonly=yes; it is for the forks of the file"));
-        }
+        keys.check_base(readonly, "readonly=yes", "file")?;
         Ok(Self {
             path,
             readonly,
@@ -77,12 +72,12 @@ impl KindConfig for FileSpec {
         }
         config.padded = true;
         let file = Arc::new(open(&config, "size")?);
-        let notes = FileNotes::read(Arc::clone(&file)).map_err(|why| Refusal::failed(Errno::EIO, why))?;
+        let notes = FileNotes::read(Arc::clone(&file)).map_err(|why| refusal!(EIO, "{why}"))?;
         if (zoned || file.geometry().read_only)
             && let Some(why) = notes.half_merged_message(&spec.name)
         {
             let key = if zoned { "zoned=1" } else { "readonly=yes" };
-            return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without {key}")));
+            refuse!(EBUSY, "{why}, and without {key}");
         }
         let disk = FileDisk { file: Arc::clone(&file), notes };
         Ok(DataDevice { backing, ..DataDevice::standalone(disk, file) })
@@ -115,31 +110,17 @@ struct FileDisk {
     notes: FileNotes,
 }
 
-impl FileDisk {
-    fn is_read_only(&self) -> bool {
-        self.file.geometry().read_only
-    }
-}
-
 impl KindInstance for FileDisk {
     fn name(&self) -> &'static str {
         NAME
     }
 
-    fn check_origin(&self) -> Result<(), &'static str> {
-        if self.is_read_only() { Err(IS_READ_ONLY) } else { Ok(()) }
+    fn outside(&self) -> Option<&dyn Device> {
+        Some(&*self.file)
     }
 
     fn notes(&self) -> Box<dyn cow::Notes> {
         Box::new(self.notes.clone())
-    }
-
-    fn check_base(&self, base: &Entry) -> Result<(), String> {
-        if base.is_read_only() { Ok(()) } else { Err(is_live(base)) }
-    }
-
-    fn is_outer_base(&self, read_only: bool) -> bool {
-        read_only
     }
 
     fn changed(&self) -> Option<(PathBuf, FileChange)> {
@@ -158,11 +139,11 @@ impl KindInstance for FileDisk {
     }
 
     fn closing_device(&self) -> Option<Weak<dyn Device>> {
-        (!self.is_read_only()).then(|| Arc::downgrade(&self.file) as _)
+        (!self.file.geometry().read_only).then(|| Arc::downgrade(&self.file) as _)
     }
 
     fn attrs(&self) -> &'static [&'static str] {
-        if self.is_read_only() { &BASE_NAMES } else { &NAMES }
+        &NAMES
     }
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
@@ -171,12 +152,9 @@ impl KindInstance for FileDisk {
             "direct" => json!(if self.file.is_direct() { "on" } else { "off" }),
             "readonly" => json!(entry.is_read_only()),
             "size" => json!(entry.size()),
-            _ => return entry.family_value(attr),
+            _ => return None,
         })
     }
 }
 
-/// Names of the attributes.
 const NAMES: [&str; 4] = ["path", "readonly", "direct", "size"];
-/// Names of the attributes of a read-only file, including those of the family of its forks.
-const BASE_NAMES: [&str; 10] = joined(&NAMES, &family::NAMES, &[]);

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use freestone::device::Device;
 use freestone::store::format::name::Name;
 use freestone::store::image::{self, Image};
 use freestone::store::objects::{CallLimits, Fault};
@@ -10,28 +11,19 @@ use freestone::store::url::ImageUrl;
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
-use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, joined, parse_bool};
-use crate::kinds::names::IS_READ_ONLY;
+use crate::family::FamilySpec;
+use crate::keys::{Keys, parse_bool};
 use crate::kinds::parallel_open::{Opener, opener};
 use crate::kinds::registry::Registry;
 use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
-use crate::stores::{self, StoreSpec};
+use crate::stores::StoreSpec;
 use crate::times;
 
 pub(in crate::kinds) const NAME: &str = "image";
-const KEYS: [&str; 27] = {
-    let own: [&str; 11] = joined(&["url", "prefetch"], &stores::KEYS, &[]);
-    joined(&own, &family::KEYS, &["publish", "tls_clients"])
-};
-/// Names of the attributes, including those of the family of the image's forks.
-const NAMES: [&str; 15] = joined(
-    &["url", "image", "tag", "size", "prefetch", "cache", "cache_size", "timeout", "store_stat"],
-    &family::NAMES,
-    &[],
-);
+const NAMES: [&str; 9] =
+    ["url", "image", "tag", "size", "prefetch", "cache", "cache_size", "timeout", "store_stat"];
 
 /// Specification of a device of kind `image`.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,8 +40,7 @@ pub struct ImageSpec {
 
 impl ImageSpec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
-        let url: ImageUrl = keys.need(NAME, "url", "url=s3://bucket/images:debian", str::parse)?;
+        let url: ImageUrl = keys.need("url", "url=s3://bucket/images:debian", str::parse)?;
         Ok(Self {
             store: StoreSpec::take(keys, &url.store)?,
             url,
@@ -153,16 +144,8 @@ impl KindInstance for ImageInstance {
         NAME
     }
 
-    fn check_origin(&self) -> Result<(), &'static str> {
-        Err(IS_READ_ONLY)
-    }
-
-    fn check_base(&self, _: &Entry) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn is_outer_base(&self, _: bool) -> bool {
-        true
+    fn outside(&self) -> Option<&dyn Device> {
+        Some(&*self.0.image)
     }
 
     fn resolved_key(&self) -> Option<(&'static str, String)> {
@@ -190,7 +173,7 @@ impl KindInstance for ImageInstance {
             "cache_size" => image.cache().map_or(json!(0), |cache| json!(cache.limit())),
             "timeout" => json!(times::exact(spec.store.timeout())),
             "store_stat" => store_stat(image),
-            _ => return entry.family_value(attr),
+            _ => return None,
         })
     }
 

@@ -12,22 +12,16 @@ use freestone_nbd_client::{
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
-use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
+use crate::family::FamilySpec;
+use crate::keys::{Keys, parse_bool, parse_length, parse_path};
 use crate::kinds::check_size::check_size;
-use crate::kinds::names::IS_READ_ONLY;
 use crate::kinds::parallel_open::{Opener, opener};
 use crate::kinds::registry::Registry;
-use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec, is_live};
-use crate::layers::FAULT_KEYS;
+use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec};
 use crate::refusal::{Errno, Refusal};
-use crate::times;
+use crate::{schema, times};
 
 pub(in crate::kinds) const NAME: &str = "nbd";
-const TLS_KEYS: [&str; 4] = ["tls_ca", "tls_cert", "tls_key", "tls_hostname"];
-const OWN_KEYS: [&str; 14] =
-    joined(&["uri", "connections", "timeout", "readonly", "size"], &TLS_KEYS, &FAULT_KEYS);
-const KEYS: [&str; 30] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
 /// Text that replaces a URI in an error message if the URI may contain a password.
 const NOT_SHOWN: &str = "(not shown)";
 
@@ -52,8 +46,7 @@ pub struct NbdSpec {
 
 impl NbdSpec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
-        let uri = keys.need(NAME, "uri", "uri=nbd://host/export", parse_uri);
+        let uri = keys.need("uri", "uri=nbd://host/export", parse_uri);
         let uri = uri.map_err(|error| match error {
             SpecError::Value { name, key, value, why } if value.contains('@') => {
                 SpecError::Value { name, key, value: NOT_SHOWN.into(), why }
@@ -61,10 +54,8 @@ impl NbdSpec {
             error => error,
         })?;
         let readonly = keys.take("readonly", parse_bool)?.unwrap_or(false);
-        if let (false, Some(key)) = (readonly, family::KEYS.iter().find(|k| keys.typed(k).is_some())) {
-            return Err(keys.refuse(key, "only with readonly=yes; it is for the forks of the export"));
-        }
-        if let (false, Some(key)) = (uri.tls, TLS_KEYS.iter().find(|key| keys.typed(key).is_some())) {
+        keys.check_base(readonly, "readonly=yes", "export")?;
+        if let (false, Some(key)) = (uri.tls, keys.first_of(schema::NBD_TLS)) {
             return Err(keys.refuse(key, "only where the uri is nbds:// or nbds+unix://"));
         }
         for (key, other) in [("tls_cert", "tls_key"), ("tls_key", "tls_cert")] {
@@ -158,31 +149,17 @@ fn setup_refusal(error: &SetupError) -> Refusal {
 /// Open export of another NBD server.
 struct Remote(Arc<Nbd>);
 
-impl Remote {
-    fn is_read_only(&self) -> bool {
-        self.0.geometry().read_only
-    }
-}
-
 impl KindInstance for Remote {
     fn name(&self) -> &'static str {
         NAME
     }
 
-    fn check_origin(&self) -> Result<(), &'static str> {
-        if self.is_read_only() { Err(IS_READ_ONLY) } else { Ok(()) }
-    }
-
-    fn check_base(&self, base: &Entry) -> Result<(), String> {
-        if base.is_read_only() { Ok(()) } else { Err(is_live(base)) }
-    }
-
-    fn is_outer_base(&self, read_only: bool) -> bool {
-        read_only
+    fn outside(&self) -> Option<&dyn Device> {
+        Some(&*self.0)
     }
 
     fn attrs(&self) -> &'static [&'static str] {
-        if self.is_read_only() { &BASE_NAMES } else { &NAMES }
+        &NAMES
     }
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
@@ -193,12 +170,9 @@ impl KindInstance for Remote {
             "last_error" => json!(self.0.last_error()),
             "readonly" => json!(entry.is_read_only()),
             "size" => json!(entry.size()),
-            _ => return entry.family_value(attr),
+            _ => return None,
         })
     }
 }
 
-/// Names of the attributes.
 const NAMES: [&str; 6] = ["uri", "connections", "reconnects", "last_error", "readonly", "size"];
-/// Names of the attributes of a read-only export, including those of the family of its forks.
-const BASE_NAMES: [&str; 12] = joined(&NAMES, &family::NAMES, &[]);

@@ -3,25 +3,23 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use freestone::device::Device;
 use freestone::file::FileChange;
 use freestone::qcow2::Format;
 use freestone::qcow2::{self, Image};
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
-use crate::family::{self, FamilySpec};
+use crate::family::FamilySpec;
 use crate::files::errno_of;
-use crate::keys::{Keys, joined, parse_bool, parse_path};
-use crate::kinds::names::IS_READ_ONLY;
+use crate::keys::{Keys, parse_bool, parse_path};
 use crate::kinds::registry::Registry;
 use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 
 pub(in crate::kinds) const NAME: &str = "qcow2";
-const KEYS: [&str; 18] = joined(&["path", "standalone"], &family::KEYS, &["publish", "tls_clients"]);
-/// Names of the attributes, including those of the family of the image's forks.
-const NAMES: [&str; 9] = joined(&["path", "standalone", "size"], &family::NAMES, &[]);
+const NAMES: [&str; 3] = ["path", "standalone", "size"];
 
 /// Specification of a device of kind `qcow2`.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,9 +34,8 @@ pub struct Qcow2Spec {
 
 impl Qcow2Spec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
         Ok(Self {
-            path: keys.need(NAME, "path", "path=disk.qcow2", parse_path)?,
+            path: keys.need("path", "path=disk.qcow2", parse_path)?,
             standalone: keys.take("standalone", parse_bool)?.unwrap_or(false),
             family: FamilySpec::take(keys)?,
         })
@@ -81,16 +78,8 @@ impl KindInstance for Qcow2 {
         NAME
     }
 
-    fn check_origin(&self) -> Result<(), &'static str> {
-        Err(IS_READ_ONLY)
-    }
-
-    fn check_base(&self, _: &Entry) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn is_outer_base(&self, _: bool) -> bool {
-        true
+    fn outside(&self) -> Option<&dyn Device> {
+        Some(&*self.0)
     }
 
     fn changed(&self) -> Option<(PathBuf, FileChange)> {
@@ -111,7 +100,7 @@ impl KindInstance for Qcow2 {
             "path" => json!(path_text::text(&spec.path)),
             "standalone" => json!(spec.standalone),
             "size" => json!(entry.size()),
-            _ => return entry.family_value(attr),
+            _ => return None,
         })
     }
 }

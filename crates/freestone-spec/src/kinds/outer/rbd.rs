@@ -9,21 +9,16 @@ use freestone_rbd::{Config, DEFAULT_TIMEOUT, ImageName, MAX_TIMEOUT, MIN_TIMEOUT
 use serde_json::{Value, json};
 
 use crate::entries::SpecError;
-use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
+use crate::family::FamilySpec;
+use crate::keys::{Keys, parse_bool, parse_length, parse_path};
 use crate::kinds::check_size::check_size;
-use crate::kinds::names::IS_READ_ONLY;
 use crate::kinds::parallel_open::{Opener, opener};
 use crate::kinds::registry::Registry;
-use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec, is_live};
-use crate::layers::FAULT_KEYS;
+use crate::kinds::{DataDevice, Entry, KindConfig, KindInstance, Spec};
 use crate::refusal::{Errno, Refusal};
 use crate::times;
 
 pub(in crate::kinds) const NAME: &str = "rbd";
-const OWN_KEYS: [&str; 12] =
-    joined(&["image", "conf", "id", "snap", "timeout", "readonly", "size"], &FAULT_KEYS, &[]);
-const KEYS: [&str; 28] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
 
 /// Specification of a device of kind `rbd`.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,18 +43,14 @@ pub struct RbdSpec {
 
 impl RbdSpec {
     pub(in crate::kinds) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
-        let image = keys.need(NAME, "image", "image=rbd/vm", |text| {
-            text.parse().map_err(|why: &'static str| why.to_owned())
-        })?;
+        let image = keys
+            .need("image", "image=rbd/vm", |text| text.parse().map_err(|why: &'static str| why.to_owned()))?;
         let snap = keys.take("snap", parse_word)?;
         let readonly = keys.take("readonly", parse_bool)?.unwrap_or(snap.is_some());
         if snap.is_some() && !readonly {
             return Err(keys.refuse("readonly", "a snapshot of an image is only read"));
         }
-        if let (false, Some(key)) = (readonly, family::KEYS.iter().find(|k| keys.typed(k).is_some())) {
-            return Err(keys.refuse(key, "only with readonly=yes or snap; it is for the forks of the image"));
-        }
+        keys.check_base(readonly, "readonly=yes or snap", "image")?;
         Ok(Self {
             image,
             conf: keys.take("conf", parse_path)?,
@@ -137,34 +128,19 @@ fn setup_refusal(error: &SetupError) -> Refusal {
     Refusal::failed(errno, error)
 }
 
-/// Open image in RBD.
 struct Image(Arc<Rbd>);
-
-impl Image {
-    fn is_read_only(&self) -> bool {
-        self.0.geometry().read_only
-    }
-}
 
 impl KindInstance for Image {
     fn name(&self) -> &'static str {
         NAME
     }
 
-    fn check_origin(&self) -> Result<(), &'static str> {
-        if self.is_read_only() { Err(IS_READ_ONLY) } else { Ok(()) }
-    }
-
-    fn check_base(&self, base: &Entry) -> Result<(), String> {
-        if base.is_read_only() { Ok(()) } else { Err(is_live(base)) }
-    }
-
-    fn is_outer_base(&self, read_only: bool) -> bool {
-        read_only
+    fn outside(&self) -> Option<&dyn Device> {
+        Some(&*self.0)
     }
 
     fn attrs(&self) -> &'static [&'static str] {
-        if self.is_read_only() { &BASE_NAMES } else { &NAMES }
+        &NAMES
     }
 
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value> {
@@ -174,12 +150,9 @@ impl KindInstance for Image {
             "last_error" => json!(self.0.last_error()),
             "readonly" => json!(entry.is_read_only()),
             "size" => json!(entry.size()),
-            _ => return entry.family_value(attr),
+            _ => return None,
         })
     }
 }
 
-/// Names of the attributes.
 const NAMES: [&str; 5] = ["image", "snap", "last_error", "readonly", "size"];
-/// Names of the attributes of a read-only image, including those of the family of its forks.
-const BASE_NAMES: [&str; 11] = joined(&NAMES, &family::NAMES, &[]);

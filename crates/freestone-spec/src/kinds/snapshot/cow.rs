@@ -17,7 +17,6 @@ use super::super::{DataDevice, Entry, ExclusiveUse, IS_SNAPSHOT, KindInstance, K
 use super::{CowPlace, NAME, SnapshotSpec};
 use crate::family;
 use crate::files::open;
-use crate::keys::joined;
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use freestone::view::ReadOnly;
@@ -305,7 +304,7 @@ impl KindInstance for CowSnapshot {
         }
         registry.check_unused(entry, "merged")?;
         let begun = self.0.merge();
-        begun.map_err(|error| Refusal::failed(Errno::EBUSY, format!("{name}: merge: {error}")))
+        begun.map_err(|error| refusal!(EBUSY, "{name}: merge: {error}"))
     }
 
     fn attrs(&self) -> &'static [&'static str] {
@@ -328,14 +327,12 @@ impl KindInstance for CowSnapshot {
             "status" => json!(self.0.status().to_string()),
             "missed_writes" => missed_writes(&self.0),
             "cow_stat" => cow_stat(&self.0),
-            _ => return entry.family_value(attr),
+            _ => return None,
         })
     }
 }
 
-/// Names of the attributes, including those of the family of the snapshot's forks.
-const NAMES: [&str; 15] = joined(&OWN_NAMES, &family::NAMES, &[]);
-const OWN_NAMES: [&str; 9] =
+const NAMES: [&str; 9] =
     ["origin", "size", "readonly", "cow", "store", "chunk_size", "status", "missed_writes", "cow_stat"];
 
 /// Returns "yes", "no" or "unknown": whether the origin was written while the snapshot was not

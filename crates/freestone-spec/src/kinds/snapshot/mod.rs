@@ -26,26 +26,12 @@ use super::{
 };
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
-use crate::keys::{Keys, joined, parse_bool, parse_length};
-use crate::path_text;
+use crate::keys::{Keys, parse_bool, parse_length};
 use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
+use crate::{path_text, schema};
 
 pub(super) const NAME: &str = "snapshot";
-const OWN_KEYS: [&str; 10] = [
-    "origin",
-    "cow",
-    "cow_size",
-    "store",
-    "chunk_size",
-    "readonly",
-    "discard_zeroes_cow",
-    "discard_passdown_origin",
-    "force",
-    "merge",
-];
-const KEYS: [&str; 28] =
-    joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients", "on_data_loss", "keep"]);
 /// Keys that are allowed only together with `cow`.
 const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 
@@ -119,8 +105,7 @@ impl CowPlace {
 
 impl SnapshotSpec {
     pub(super) fn take(keys: &Keys) -> Result<Self, SpecError> {
-        keys.allow(&KEYS)?;
-        let origin = keys.need(NAME, "origin", "origin=ram0", parse_name)?;
+        let origin = keys.need("origin", "origin=ram0", parse_name)?;
         let cow = match keys.take("cow", parse_cow)? {
             Some(place) => Some(CowSpec {
                 size: keys.take("cow_size", parse_length)?,
@@ -153,7 +138,7 @@ impl SnapshotSpec {
             discard_zeroes_cow,
             discard_passdown_origin,
             family: FamilySpec::take(keys)?,
-            has_family_keys: family::KEYS.iter().any(|key| keys.typed(key).is_some()),
+            has_family_keys: keys.first_of(schema::FAMILY).is_some(),
         })
     }
 }
@@ -254,8 +239,7 @@ fn take_all(prepared: &mut [PreparedSnapshot]) -> Result<(), (usize, Refusal)> {
         })
         .collect();
     consistency_group::take_snapshots(&mut pending).map_err(|GroupFreezeTimeout { index }| {
-        let why = format!("origin={}: {FreezeTimeout}", prepared[index].origin.name());
-        (index, Refusal::failed(Errno::ETIMEDOUT, why))
+        (index, refusal!(ETIMEDOUT, "origin={}: {FreezeTimeout}", prepared[index].origin.name()))
     })?;
     prepared.iter().enumerate().try_for_each(|(at, prepared)| prepared.settle().map_err(|why| (at, why)))
 }
@@ -275,7 +259,7 @@ enum PendingKind {
 impl SnapshotSpec {
     fn prepare(&self, name: &str, registry: &Registry) -> Result<PreparedSnapshot, Refusal> {
         let origin = registry.find_required("origin", &self.origin)?;
-        let refuse = |why: &str| Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", self.origin));
+        let refuse = |why: &str| refusal!(EINVAL, "origin={}: {why}", self.origin);
         if let Some(taken) = registry.exclusive_user(&origin) {
             return Err(Refusal { errno: Errno::EBUSY, ..refuse(&taken) });
         }
@@ -303,23 +287,22 @@ impl SnapshotSpec {
 /// Refuses keys that do not apply to a snapshot that shares pages with a RAM disk or fork.
 fn check_in_memory(spec: &SnapshotSpec) -> Result<(), Refusal> {
     let origin = &spec.origin;
-    let why = match spec {
+    match spec {
         SnapshotSpec { chunk_size: Some(bytes), .. } => {
-            format!(
-                "chunk_size={}: only with cow; without it a ram device preserves single pages",
-                exact(*bytes)
-            )
+            let why = "only with cow; without it a ram device preserves single pages";
+            refuse!(EINVAL, "chunk_size={}: {why}", exact(*bytes))
         }
         SnapshotSpec { readonly: Some(false), .. } => {
-            "readonly=no: only with cow; without it fork the snapshot to write".to_owned()
+            refuse!(EINVAL, "readonly=no: only with cow; without it fork the snapshot to write")
         }
-        SnapshotSpec { discard_zeroes_cow: true, .. } => "discard_zeroes_cow=yes: only with cow".to_owned(),
+        SnapshotSpec { discard_zeroes_cow: true, .. } => {
+            refuse!(EINVAL, "discard_zeroes_cow=yes: only with cow")
+        }
         SnapshotSpec { has_family_keys: true, .. } => {
-            format!("its forks are in the family of {origin}; set mem_limit and the like there")
+            refuse!(EINVAL, "its forks are in the family of {origin}; set mem_limit and the like there")
         }
-        _ => return Ok(()),
-    };
-    Err(Refusal::failed(Errno::EINVAL, why))
+        _ => Ok(()),
+    }
 }
 
 impl PreparedSnapshot {
@@ -332,10 +315,9 @@ impl PreparedSnapshot {
         if !pending.is_persistent() {
             return Ok(());
         }
-        origin.flush().map_err(|error| {
-            let why = format!("origin={}: could not be flushed: {error}", self.origin.name());
-            Refusal::failed(Errno::EIO, why)
-        })
+        origin
+            .flush()
+            .map_err(|error| refusal!(EIO, "origin={}: could not be flushed: {error}", self.origin.name()))
     }
 
     fn finish(self) -> DataDevice {
@@ -403,7 +385,7 @@ impl Entry {
             return Ok(());
         }
         let name = self.name();
-        Err(Refusal::failed(Errno::EBUSY, format!("{name}: {}", self.kind.half_merged_message(name))))
+        refuse!(EBUSY, "{name}: {}", self.kind.half_merged_message(name))
     }
 
     /// Returns the reason why an operation on the data without its layers would miss content that

@@ -12,7 +12,7 @@ use super::super::{Entry, KindSpec, finish_entry};
 use super::cow::PendingCow;
 use super::{PendingKind, PreparedSnapshot, take_all};
 use crate::layers::CutError;
-use crate::refusal::{Errno, Refusal};
+use crate::refusal::Refusal;
 
 /// Maximum time that a power cut waits for requests in flight.
 const QUIET_WAIT: Duration = Duration::from_secs(10);
@@ -99,8 +99,7 @@ impl SnapshotStack {
     pub fn reopen(&self, old: &Entry) -> Result<Entry, Refusal> {
         let KindSpec::Snapshot(spec) = &old.spec.kind else { unreachable!("the stack has only snapshots") };
         if !spec.cow.as_ref().is_some_and(|cow| cow.store.is_persistent()) {
-            let why = "a transient store does not outlive the loss of power";
-            return Err(Refusal::failed(Errno::EIO, format!("{}: {why}", old.name())));
+            refuse!(EIO, "{}: a transient store does not outlive the loss of power", old.name());
         }
         let pending = PendingCow::reopen(spec, &self.origin, old).map_err(|why| why.of(old.name()))?;
         let mut prepared =

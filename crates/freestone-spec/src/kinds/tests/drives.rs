@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use freestone::codec::Algorithm;
 
-use super::super::{KindSpec, NullBacking, NullSpec, Spec};
+use super::super::{KINDS, KindSpec, NullBacking, NullSpec, Spec};
+use crate::entries::SpecError;
+use crate::schema::of_kind;
 
 fn null(keys: &str) -> NullSpec {
     let spec: Spec = format!("n=null,size=1G,{keys}").parse().unwrap();
@@ -213,5 +215,31 @@ fn unsupported_null_blk_parameters_are_refused() {
     ] {
         let error = format!("n=null,size=1G,{key}=1").parse::<Spec>().unwrap_err().to_string();
         assert!(error.starts_with(&format!("n: {key}=1: is not for user space: ")), "{error}");
+    }
+}
+
+#[test]
+fn kinds_refuse_invalid_values_of_each_key() {
+    for kind in KINDS {
+        let required = match kind {
+            "ram" => "disksize=1M",
+            "null" => "size=1M",
+            "file" | "qcow2" => "path=x",
+            "image" => "url=file:///x:y",
+            "nbd" => "uri=nbd://h/x",
+            "rbd" => "image=p/n",
+            "snapshot" => "origin=x",
+            _ => "base=x",
+        };
+        assert!(of_kind(kind).count() > 2, "{kind}");
+        for (number, key) in of_kind(kind).enumerate() {
+            let required = if number == 0 { "" } else { required };
+            let is_refused = |value: &&str| {
+                let words = format!("d={kind},{required},{}={value}", key.name).replace(",,", ",");
+                let Err(error) = words.parse::<Spec>() else { return false };
+                !matches!(error, SpecError::Key { .. }) && error.key() == Some(key.name)
+            };
+            assert!(["", "\u{1}?"].iter().any(is_refused), "{kind}: {}", key.name);
+        }
     }
 }

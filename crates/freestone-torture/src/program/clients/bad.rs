@@ -8,12 +8,14 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use freestone_testkit::Rng;
+use freestone_testkit::nbd::handshake;
+use freestone_testkit::nbd::wire::{GO, LIST, READ, WRITE, info_data, option, request};
 use serde_json::Value;
 
 use crate::oracle::{Fill, Kind as Write, Outcome, SECTOR_BYTES};
 use crate::program::server;
-use crate::program::transport::nbd_client::{self, NbdClient};
-use crate::program::transport::protocol::{self, ConnectionError};
+use crate::program::transport::nbd_client::NbdClient;
+use crate::program::transport::protocol::ConnectionError;
 use crate::program::watch::{REQUEST_MAX, WatchedThread};
 use crate::program::world::{Disk, World};
 
@@ -87,12 +89,9 @@ impl BadClient<'_> {
     /// Opens an NBD connection that has chosen an export, to send raw bytes in the transmission
     /// phase.
     fn negotiate(disk: &Disk) -> std::io::Result<UnixStream> {
-        let gone = || std::io::Error::from(ErrorKind::NotFound);
-        let path = disk.nbd().ok_or_else(gone)?;
+        let path = disk.nbd().ok_or(ErrorKind::NotFound)?;
         let mut stream = connect(&path)?;
-        nbd_client::greet(&mut stream, true).map_err(|_| gone())?;
-        stream.write_all(&nbd_client::option(1, disk.name.as_bytes()))?;
-        stream.read_exact(&mut [0; 10])?;
+        handshake::enter(&mut stream, &disk.name)?;
         Ok(stream)
     }
 
@@ -122,7 +121,7 @@ fn garbage(bad: &mut BadClient<'_>) -> std::io::Result<()> {
 fn half_option(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.nbd()?;
     let mut bytes = 3_u32.to_be_bytes().to_vec();
-    bytes.extend(nbd_client::option(7, &nbd_client::go_data("r0")));
+    bytes.extend(option(GO, &info_data("r0", &[])));
     let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
     stream.write_all(&bytes[..cut])?;
     if bad.rng.chance(50) {
@@ -136,7 +135,7 @@ fn huge_option(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     stream.write_all(&3_u32.to_be_bytes())?;
     let len = [u32::MAX, 64 << 10, (64 << 10) + 1, 16 << 20, (16 << 20) + 1][bad.rng.below(5) as usize];
     let kind = 1 + bad.rng.below(12) as u32;
-    let mut bytes = nbd_client::option(kind, &[]);
+    let mut bytes = option(kind, &[]);
     bytes[12..16].copy_from_slice(&len.to_be_bytes());
     stream.write_all(&bytes)?;
     let zeroes = vec![0; 64 << 10];
@@ -153,10 +152,10 @@ fn strange_options(bad: &mut BadClient<'_>) -> std::io::Result<()> {
         let kind = bad.rng.below(300) as u32;
         let noise = bad.noise(200);
         // The unknown export ends the connection; the options sent before get a reply.
-        stream.write_all(&nbd_client::option(kind, &noise))?;
+        stream.write_all(&option(kind, &noise))?;
         if bad.rng.chance(20) {
-            stream.write_all(&nbd_client::option(7, &nbd_client::go_data("no such export")))?;
-            stream.write_all(&nbd_client::option(3, &[]))?;
+            stream.write_all(&option(GO, &info_data("no such export", &[])))?;
+            stream.write_all(&option(LIST, &[]))?;
         }
     }
     let mut answers = [0; 256];
@@ -166,7 +165,7 @@ fn strange_options(bad: &mut BadClient<'_>) -> std::io::Result<()> {
 fn wrong_magic(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
-    let mut bytes = nbd_client::request(0, protocol::WRITE, 1, 0, 512);
+    let mut bytes = request(0, WRITE, 1, 0, 512);
     bytes[bad.rng.below(4) as usize] ^= 0x11;
     bytes.extend(vec![0x77; 4096]);
     stream.write_all(&bytes)?;
@@ -180,7 +179,7 @@ fn wrong_magic(bad: &mut BadClient<'_>) -> std::io::Result<()> {
 fn half_request(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
-    let bytes = nbd_client::request(0, protocol::WRITE, 1, 0, 4096);
+    let bytes = request(0, WRITE, 1, 0, 4096);
     let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
     stream.write_all(&bytes[..cut])?;
     if bad.rng.chance(50) {
@@ -208,9 +207,8 @@ fn half_payload(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let cut = bad.rng.below(len) as usize;
     // The server may execute all or a part of the truncated write.
     let token = disk.oracle().begin_write(id, 0..len / SECTOR, Write::Write);
-    let sent = stream
-        .write_all(&nbd_client::request(0, protocol::WRITE, 1, 0, len as u32))
-        .and_then(|()| stream.write_all(&data[..cut]));
+    let sent =
+        stream.write_all(&request(0, WRITE, 1, 0, len as u32)).and_then(|()| stream.write_all(&data[..cut]));
     stream.shutdown(std::net::Shutdown::Write)?;
     // Wait until the server has closed the connection: it then executes nothing more of the
     // request.
@@ -223,7 +221,7 @@ fn huge_payload(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
     let len = [u32::MAX, (32 << 20) + 1, 1 << 31][bad.rng.below(3) as usize];
-    stream.write_all(&nbd_client::request(0, protocol::WRITE, 1, 0, len))?;
+    stream.write_all(&request(0, WRITE, 1, 0, len))?;
     let noise = bad.noise(64 << 10);
     for _ in 0..8 {
         stream.write_all(&noise)?;
@@ -235,7 +233,7 @@ fn never_reads(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut stream = BadClient::negotiate(&disk)?;
     for cookie in 0..300 {
-        stream.write_all(&nbd_client::request(0, protocol::READ, cookie, 0, 1 << 20))?;
+        stream.write_all(&request(0, READ, cookie, 0, 1 << 20))?;
     }
     bad.idle();
     Ok(())

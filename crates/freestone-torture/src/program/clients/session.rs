@@ -188,7 +188,7 @@ impl Session<'_> {
             }
             59 if properties.is_raw => {
                 sent = (0, offset, len);
-                let error = if properties.is_coarse { protocol::EOPNOTSUPP } else { protocol::EINVAL };
+                let error = if properties.is_coarse { protocol::ENOTSUP } else { protocol::EINVAL };
                 (NO_COMMAND, Intent::Invalid(error))
             }
             60 if !writable && properties.is_raw => {

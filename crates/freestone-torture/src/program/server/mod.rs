@@ -7,14 +7,15 @@ pub mod control;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::io::{BufRead as _, BufReader};
+use std::io::BufReader;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use freestone_testkit::process::{KillOnDrop, read_until_ready};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Names of the sockets and files of a server, in its directory.
@@ -26,7 +27,7 @@ const LOG_TAIL: usize = 40;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 pub struct Server {
-    child: Mutex<Child>,
+    process: Mutex<KillOnDrop>,
     pid: Pid,
     dir: PathBuf,
     pub control: PathBuf,
@@ -95,18 +96,13 @@ impl Server {
             command.arg("--ublk");
         }
         let mut child = command.spawn().map_err(|e| format!("{}: {e}", program.display()))?;
-        let mut said = String::new();
-        let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe"));
-        // The line with the control socket is the last one of the start.
-        while !said.contains("control: ") {
-            let before = said.len();
-            if !matches!(lines.read_line(&mut said), Ok(n) if n > 0) {
-                let status = child.wait().map_err(|e| e.to_string())?;
-                return Err(format!("the server did not start: {status}; output {:?}", &said[before..]));
-            }
+        if let Err(output) = read_until_ready(BufReader::new(child.stdout.take().expect("it is a pipe"))) {
+            let status = child.wait().map_err(|e| e.to_string())?;
+            return Err(format!("the server did not start: {status}; output {output:?}"));
         }
         let pid = Pid::from_child(&child);
-        Ok(Self { child: Mutex::new(child), pid, dir: dir.to_owned(), control: dir.join(CONTROL) })
+        let process = Mutex::new(KillOnDrop(child));
+        Ok(Self { process, pid, dir: dir.to_owned(), control: dir.join(CONTROL) })
     }
 
     /// Sends a signal to the server. An error only means that the server has ended, which waiting for it shows.
@@ -116,7 +112,7 @@ impl Server {
 
     /// Returns the exit status, or `None` if the server has not ended.
     pub fn ended(&self) -> Option<ExitStatus> {
-        self.child.lock().expect("nobody panics with it").try_wait().ok().flatten()
+        self.process.lock().expect("nobody panics with it").0.try_wait().ok().flatten()
     }
 
     /// Waits for the end of the server for at most this time. Returns `None` if it has not ended.
@@ -168,15 +164,6 @@ impl Server {
             let _ = writeln!(text, "  {} {wchan} {}", comm.trim_end(), syscall.trim_end());
         }
         text
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let mut child = self.child.lock().expect("nobody panics with it");
-        // The kill has no effect if the server has already ended.
-        let _ = child.kill();
-        let _ = child.wait();
     }
 }
 

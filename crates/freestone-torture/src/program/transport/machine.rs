@@ -8,7 +8,7 @@ use freestone_testkit::Rng;
 use freestone_testkit::vhost_user::{Data, Machine, MachineConfig, QueueRequest, wire};
 
 use super::protocol::{
-    ConnectionError, EIO, EOPNOTSUPP, FLUSH, NO_HOLE, Properties, READ, Reply, TRIM, WRITE, WRITE_ZEROES,
+    ConnectionError, EIO, ENOTSUP, FLUSH, NO_HOLE, Properties, READ, Reply, TRIM, WRITE, WRITE_ZEROES,
 };
 use crate::program::watch::REQUEST_MAX;
 
@@ -128,7 +128,7 @@ impl MachineClient {
                 };
                 let error = match answer.status {
                     wire::OK => 0,
-                    wire::UNSUPP => EOPNOTSUPP,
+                    wire::UNSUPP => ENOTSUP,
                     _ => EIO,
                 };
                 return Ok(Reply { cookie, error, data: answer.data, extents: Vec::new() });

@@ -1,25 +1,7 @@
 //! Requests, replies and properties that are common to all kinds of exports. Commands and errors
 //! have the numbers of the NBD protocol.
 
-pub const READ: u16 = 0;
-pub const WRITE: u16 = 1;
-pub const DISC: u16 = 2;
-pub const FLUSH: u16 = 3;
-pub const TRIM: u16 = 4;
-pub const CACHE: u16 = 5;
-pub const WRITE_ZEROES: u16 = 6;
-pub const BLOCK_STATUS: u16 = 7;
-
-pub const FUA: u16 = 1;
-pub const NO_HOLE: u16 = 2;
-
-pub const EPERM: u32 = 1;
-pub const EIO: u32 = 5;
-pub const ENOMEM: u32 = 12;
-pub const EINVAL: u32 = 22;
-pub const ENOSPC: u32 = 28;
-pub const ESHUTDOWN: u32 = 108;
-pub const EOPNOTSUPP: u32 = 95;
+pub use freestone_testkit::nbd::wire::*;
 
 #[derive(Debug)]
 pub enum ConnectionError {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone::consistency_group;
-use freestone::device::{Blocking, Change, Device, Error, Extent, ExtentKind, Flags};
+use freestone::device::{Blocking, Change, Device, Error, ExtentKind, Flags};
 use freestone::ram::{Config, Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::{DeferPolicy, DeferringDevice, Model, Rng};
 
@@ -37,50 +37,11 @@ fn disk(size: u64) -> Ram {
     Ram::new(Config { disksize: size, ..Config::default() }).unwrap()
 }
 
-/// A read-only base device of 16.5 pages for forks.
-struct Base(Model);
-
-impl Base {
-    fn filled() -> Self {
-        let model = Model::new(16 * PAGE as usize + 2048, 512);
-        for slot in 0..16 {
-            model.write_at(slot * PAGE, &content(7, slot), Flags::empty()).unwrap();
-        }
-        model.write_at(16 * PAGE, &content(7, 16)[..2048], Flags::empty()).unwrap();
-        Self(model)
-    }
-}
-
-impl Device for Base {
-    fn geometry(&self) -> freestone::device::Geometry {
-        freestone::device::Geometry { read_only: true, ..self.0.geometry() }
-    }
-
-    fn try_io(
-        &self,
-        request: &freestone::device::Request,
-        buffer: freestone::device::Buffer<'_>,
-    ) -> freestone::device::Result<freestone::device::TryResult> {
-        self.0.try_io(request, buffer)
-    }
-
-    fn submit(
-        &self,
-        request: freestone::device::Request,
-        buffer: freestone::device::IoBuf,
-        done: freestone::device::Completion,
-    ) {
-        self.0.submit(request, buffer, done);
-    }
-
-    fn extents(
-        &self,
-        offset: u64,
-        len: u64,
-        row: &mut dyn FnMut(Extent) -> bool,
-    ) -> freestone::device::Result<u64> {
-        self.0.extents(offset, len, row)
-    }
+/// Returns a read-only base device of 16.5 pages for forks.
+fn base() -> Arc<Model> {
+    let mut bytes: Vec<u8> = (0..17).flat_map(|slot| content(7, slot)).collect();
+    bytes.truncate(16 * PAGE as usize + 2048);
+    Arc::new(Model::read_only(bytes, 512))
 }
 
 fn family() -> Family {
@@ -98,11 +59,8 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 #[test]
 fn fork_shows_its_base_until_written() {
     for deferred in [false, true] {
-        let base: Arc<dyn Device> = if deferred {
-            Arc::new(DeferringDevice::new(Arc::new(Base::filled()), DeferPolicy::Always, 3))
-        } else {
-            Arc::new(Base::filled())
-        };
+        let base: Arc<dyn Device> =
+            if deferred { Arc::new(DeferringDevice::new(base(), DeferPolicy::Always, 3)) } else { base() };
         let fork =
             family().fork(base, &ForkConfig { size: Some(64 * PAGE), ..ForkConfig::default() }).unwrap();
         for slot in 0..16 {
@@ -146,7 +104,7 @@ fn fork_shows_its_base_until_written() {
 #[test]
 fn fork_has_the_size_of_its_base() {
     const SIZE: u64 = 16 * PAGE + 2048;
-    let fork = |size| family().fork(Arc::new(Base::filled()), &ForkConfig { size, ..ForkConfig::default() });
+    let fork = |size| family().fork(base(), &ForkConfig { size, ..ForkConfig::default() });
     let first = fork(None).unwrap();
     let snapshot = first.snapshot().unwrap();
     let second = snapshot.fork(&ForkConfig::default()).unwrap();
@@ -220,7 +178,7 @@ fn fork_has_the_size_of_its_base() {
 #[test]
 fn forks_are_independent_and_live_bases_refused() {
     let family = family();
-    let base: Arc<dyn Device> = Arc::new(Base::filled());
+    let base: Arc<dyn Device> = base();
     let forks: Vec<Ram> =
         (0..20).map(|_| family.fork(Arc::clone(&base), &ForkConfig::default()).unwrap()).collect();
     for (seed, fork) in (100..).zip(&forks) {
@@ -316,7 +274,7 @@ fn chained_snapshots_keep_their_content() {
 
 #[test]
 fn forks_of_snapshots_and_snapshots_of_forks() {
-    let base: Arc<dyn Device> = Arc::new(Base::filled());
+    let base: Arc<dyn Device> = base();
     let fork = family().fork(base, &ForkConfig { size: Some(MIB), ..ForkConfig::default() }).unwrap();
     write(&fork, 1, 20);
     let first = fork.snapshot().unwrap();
@@ -365,7 +323,7 @@ fn own(device: &Ram, len: u64) -> Vec<(u64, u64)> {
 
 #[test]
 fn changes_and_extents_report_the_owner() {
-    let base: Arc<dyn Device> = Arc::new(Base::filled());
+    let base: Arc<dyn Device> = base();
     let fork = family().fork(base, &ForkConfig { size: Some(8 * MIB), ..ForkConfig::default() }).unwrap();
     assert_eq!(own(&fork, 8 * MIB), []);
     write(&fork, 3, 1);
@@ -441,7 +399,7 @@ fn snapshot_set_is_of_one_moment() {
 fn limits_and_guarantees_hold() {
     let config = Config { mem_limit: 8 * MIB, ..Config::default() };
     let family = Family::new(config).unwrap();
-    let base: Arc<dyn Device> = Arc::new(Base::filled());
+    let base: Arc<dyn Device> = base();
     let fork = |limit: u64, least: u64| {
         let config = ForkConfig { size: Some(64 * MIB), mem_limit: limit, mem_min: least };
         family.fork(Arc::clone(&base), &config)

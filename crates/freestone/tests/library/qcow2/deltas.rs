@@ -10,7 +10,6 @@ use freestone::qcow2::Format;
 use freestone::qcow2::delta::{self, ApplyReport, ChangedRange, DeltaError, SaveReport};
 use freestone_testkit::{Model, Rng};
 
-use super::fork::Fork;
 use super::tools::{Dir, content, same};
 
 const CLUSTER: usize = 64 << 10;
@@ -28,7 +27,7 @@ fn with_base(seed: u64) -> (Dir, Vec<u8>) {
 }
 
 /// Sends `times` random writes, write zeroes and discards to the fork.
-fn change_randomly(fork: &Fork, seed: u64, times: u64) {
+fn change_randomly(fork: &Model, seed: u64, times: u64) {
     let mut rng = Rng::new(seed);
     let block = u64::from(fork.geometry().logical_block);
     let blocks = fork.geometry().size / block;
@@ -47,7 +46,7 @@ fn change_randomly(fork: &Fork, seed: u64, times: u64) {
     }
 }
 
-fn save(fork: &Fork, base: &Path, format: Format, to: &Path) -> Result<SaveReport, DeltaError> {
+fn save(fork: &Model, base: &Path, format: Format, to: &Path) -> Result<SaveReport, DeltaError> {
     let mut last = (0, 0);
     let saved = delta::save(fork, base, format, to, &mut |done, total| {
         assert!(done >= last.0 && done <= total, "{done} of {total} after {last:?}");
@@ -62,7 +61,7 @@ fn save(fork: &Fork, base: &Path, format: Format, to: &Path) -> Result<SaveRepor
 
 /// Returns the number of clusters with a changed block, and the number of those that read as
 /// zeroes.
-fn clusters(fork: &Fork) -> (u64, u64) {
+fn clusters(fork: &Model) -> (u64, u64) {
     let block = fork.geometry().logical_block as usize;
     let (own, content) = (fork.own(), fork.content());
     let mut found = (0, 0);
@@ -91,7 +90,7 @@ fn mapped(dir: &Dir, name: &str) -> u64 {
 
 /// Checks a saved delta with qemu's tools, with this crate's reader, and by applying it to another
 /// fork.
-fn check_accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, saved: &SaveReport) {
+fn check_accepted(dir: &Dir, fork: &Model, base: &[u8], name: &str, base_name: &str, saved: &SaveReport) {
     let content = fork.content();
     dir.img(&format!("check -f qcow2 {name}"));
     fs::write(dir.path("expected"), &content).unwrap();
@@ -103,7 +102,7 @@ fn check_accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &s
     same(&dir.open(name), &content, name);
 
     let block = fork.geometry().logical_block;
-    let other = Fork::new(base, content.len(), block);
+    let other = Model::fork(base, content.len(), block);
     let mut steps = Vec::new();
     let base_path = dir.path(base_name);
     let applied = delta::apply(&dir.path(name), &other, Some(&base_path), &mut |done, total| {
@@ -128,7 +127,7 @@ fn delta_is_saved_checked_and_applied() {
     for (seed, block, times) in [(1, 4096, 1), (2, 4096, 12), (3, 512, 30), (4, 4096, 200)] {
         let (dir, base) = with_base(seed);
         for (format, base_name) in [(Format::Raw, "base.raw"), (Format::Qcow2, "base.qcow2")] {
-            let fork = Fork::new(&base, SIZE, block);
+            let fork = Model::fork(&base, SIZE, block);
             change_randomly(&fork, seed, times);
             let name = format!("{base_name}.delta");
             let saved = save(&fork, &dir.path(base_name), format, &dir.path(&name)).unwrap();
@@ -148,7 +147,7 @@ fn delta_is_saved_checked_and_applied() {
 #[test]
 fn qemu_writes_and_commits_a_delta() {
     let (dir, base) = with_base(13);
-    let fork = Fork::new(&base, SIZE, 4096);
+    let fork = Model::fork(&base, SIZE, 4096);
     change_randomly(&fork, 13, 20);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
     let mut content = fork.content();
@@ -165,7 +164,7 @@ fn qemu_writes_and_commits_a_delta() {
 #[test]
 fn empty_and_full_delta() {
     let (dir, base) = with_base(5);
-    let fork = Fork::new(&base, SIZE, 4096);
+    let fork = Model::fork(&base, SIZE, 4096);
     let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("none")).unwrap();
     assert_eq!((saved.data_clusters, saved.zero_clusters, saved.changes.extents), (0, 0, 0));
     check_accepted(&dir, &fork, &base, "none", "base.raw", &saved);
@@ -181,7 +180,7 @@ fn empty_and_full_delta() {
 }
 
 /// Writes the content of a fork to a file and leaves holes for zeroes.
-fn write_sparse(fork: &Fork, path: &Path) {
+fn write_sparse(fork: &Model, path: &Path) {
     let file = fs::File::create(path).unwrap();
     let size = fork.geometry().size;
     file.set_len(size).unwrap();
@@ -199,7 +198,7 @@ fn write_sparse(fork: &Fork, path: &Path) {
 #[test]
 fn larger_than_the_base() {
     let (dir, base) = with_base(6);
-    let fork = Fork::new(&base, 600 << 20, 4096);
+    let fork = Model::fork(&base, 600 << 20, 4096);
     change_randomly(&fork, 6, 20);
     // The write is so far away that the overlay needs another L2 table.
     fork.write_at(599 << 20, &[8; 8192], Flags::empty()).unwrap();
@@ -208,7 +207,7 @@ fn larger_than_the_base() {
     write_sparse(&fork, &dir.path("expected"));
     dir.img("compare -f qcow2 -F raw delta expected");
     assert!(saved.file_bytes < 64 << 20, "{saved:?}");
-    let other = Fork::new(&base, 600 << 20, 512);
+    let other = Model::fork(&base, 600 << 20, 512);
     delta::apply(&dir.path("delta"), &other, None, &mut |_, _| {}).unwrap();
     for at in (0..600 << 20).step_by(1 << 20) {
         let (mut mine, mut theirs) = (vec![0; 1 << 20], vec![0; 1 << 20]);
@@ -217,7 +216,7 @@ fn larger_than_the_base() {
         assert!(mine == theirs, "{at}");
     }
     // Applying the delta to a fork that is too small fails and changes nothing.
-    let small = Fork::new(&base, SIZE, 4096);
+    let small = Model::fork(&base, SIZE, 4096);
     let error = delta::apply(&dir.path("delta"), &small, None, &mut |_, _| {}).unwrap_err();
     assert!(error.to_string().contains("629145600 bytes"), "{error}");
     assert!(!small.own().contains(&true));
@@ -225,7 +224,7 @@ fn larger_than_the_base() {
 
 #[test]
 fn show_reports_changed_extents() {
-    let fork = Fork::new(&vec![7; 1 << 20], 1 << 20, 4096);
+    let fork = Model::fork(&vec![7; 1 << 20], 1 << 20, 4096);
     assert_eq!(delta::for_each_change(&fork, &mut |_| panic!("no row is due")).unwrap().extents, 0);
     // Two adjacent changes are one extent, although a part is zeroes. A third change is far away.
     fork.write_at(8192, &[1; 4096], Flags::empty()).unwrap();
@@ -269,7 +268,7 @@ fn base_path_is_relative_or_absolute() {
     let (dir, base) = with_base(7);
     fs::create_dir(dir.path("there")).unwrap();
     fs::copy(dir.path("base.raw"), dir.path("a:b")).unwrap();
-    let fork = Fork::new(&base, SIZE, 4096);
+    let fork = Model::fork(&base, SIZE, 4096);
     change_randomly(&fork, 7, 5);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("there/delta")).unwrap();
     let info = dir.img("info there/delta");
@@ -293,7 +292,7 @@ fn save_refuses_to_destroy() {
     dir.img("create -q -f qcow2 -b base.qcow2 -F qcow2 middle");
     fs::create_dir(dir.path("directory")).unwrap();
     std::os::unix::fs::symlink(dir.path("base.raw"), dir.path("link")).unwrap();
-    let fork = Fork::new(&base, SIZE, 4096);
+    let fork = Model::fork(&base, SIZE, 4096);
     change_randomly(&fork, 8, 5);
     let before = fs::read(dir.path("base.raw")).unwrap();
     for (base, format, to, word) in [
@@ -334,14 +333,14 @@ fn overlays_of_qemu_are_applied() {
             dir.io("over", &["write -c -P 7 1920k 64k"]);
         }
         let expected = dir.raw("over");
-        let fork = Fork::new(&base, SIZE, 512);
+        let fork = Model::fork(&base, SIZE, 512);
         let applied = delta::apply(&dir.path("over"), &fork, Some(&dir.path("base.raw")), &mut |_, _| {});
         assert!(applied.unwrap().data_bytes > 0);
         assert!(fork.content() == expected, "{kind}");
     }
     // The clusters of this overlay are smaller than the blocks of the device.
     dir.img("create -q -f qcow2 -o cluster_size=512 -b base.raw -F raw small");
-    let fork = Fork::new(&base, SIZE, 4096);
+    let fork = Model::fork(&base, SIZE, 4096);
     let error = delta::apply(&dir.path("small"), &fork, None, &mut |_, _| {}).unwrap_err();
     assert!(error.to_string().contains("blocks of 4096"), "{error}");
 }
@@ -349,10 +348,10 @@ fn overlays_of_qemu_are_applied() {
 #[test]
 fn apply_refuses_before_it_writes() {
     let (dir, base) = with_base(10);
-    let fork = Fork::new(&base, SIZE, 4096);
+    let fork = Model::fork(&base, SIZE, 4096);
     change_randomly(&fork, 10, 40);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
-    let target = Fork::new(&base, SIZE, 4096);
+    let target = Model::fork(&base, SIZE, 4096);
     let refused = |name: &str, base: Option<&str>, word: &str| {
         let base = base.map(|base| dir.path(base));
         let error = delta::apply(&dir.path(name), &target, base.as_deref(), &mut |_, _| {}).unwrap_err();
@@ -411,7 +410,7 @@ fn apply_refuses_before_it_writes() {
 #[test]
 fn damaged_deltas() {
     let (dir, base) = with_base(11);
-    let fork = Fork::new(&base, SIZE, 4096);
+    let fork = Model::fork(&base, SIZE, 4096);
     change_randomly(&fork, 11, 10);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
     let sound = fs::read(dir.path("delta")).unwrap();
@@ -428,7 +427,7 @@ fn damaged_deltas() {
             mutant[at] = rng.below(256) as u8;
         }
         fs::write(dir.path("mutant"), &mutant).unwrap();
-        let target = Fork::new(&base, SIZE, 4096);
+        let target = Model::fork(&base, SIZE, 4096);
         if let Err(error) = delta::apply(&dir.path("mutant"), &target, None, &mut |_, _| {}) {
             refused += 1;
             assert!(!target.own().contains(&true), "{error}");

@@ -12,9 +12,6 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use freestone::device::{
-    Buffer, Change, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, TryResult,
-};
 use freestone::qcow2::Format;
 use freestone::qcow2::delta::{DeltaError, save};
 use freestone_testkit::Model;
@@ -25,36 +22,15 @@ const SIZE: usize = 8 << 20;
 /// Environment variable with the working directory of the child. Not set in the parent.
 const DIR: &str = "FREESTONE_TEST_DIR";
 
-/// A device that reports all of its bytes as changed, so that its delta is as large as the device.
-struct AllChanged(Model);
-
-impl Device for AllChanged {
-    fn geometry(&self) -> Geometry {
-        self.0.geometry()
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        self.0.try_io(request, buffer)
-    }
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.0.submit(request, buffer, done);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.0.extents(offset, len, row)
-    }
-    fn changes(&self) -> Option<&dyn Changes> {
-        Some(self)
-    }
-}
-
-impl Changes for AllChanged {
-    fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
-        row(Change { offset, len, own: true });
-        Ok(len)
-    }
+/// Returns a device that reports all of its bytes as changed, so that its delta is as large as the device.
+fn all_changed(size: usize, byte: u8) -> Model {
+    let fork = Model::fork(&[], size, 4096);
+    fork.fill(0, &vec![byte; size]);
+    fork
 }
 
 fn child(dir: &Path) {
-    let device = AllChanged(Model::read_only(vec![5; SIZE], 4096));
+    let device = all_changed(SIZE, 5);
     let saved = save(&device, &dir.join("base"), Format::Raw, &dir.join("delta"), &mut |_, _| {});
     assert!(matches!(saved, Err(DeltaError::Write { .. })), "{saved:?}");
 }
@@ -66,7 +42,7 @@ fn full_disk_keeps_the_old_delta() {
     }
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("base"), vec![1; SIZE]).unwrap();
-    let device = AllChanged(Model::read_only(vec![9; SIZE], 4096));
+    let device = all_changed(SIZE, 9);
     save(&device, &dir.path().join("base"), Format::Raw, &dir.path().join("delta"), &mut |_, _| {}).unwrap();
     let old = fs::read(dir.path().join("delta")).unwrap();
     // The unit of the shell's file size limit is 512 or 1024 bytes, and the whole delta has 8.5
@@ -101,7 +77,7 @@ fn full_disk_keeps_the_old_delta() {
 fn saved_delta_opens_while_processes_are_started() {
     let dir = Dir::new();
     fs::write(dir.path("base"), vec![1; 4096]).unwrap();
-    let device = AllChanged(Model::read_only(vec![9; 4096], 4096));
+    let device = all_changed(4096, 9);
     let ended = AtomicBool::new(false);
     thread::scope(|scope| {
         for _ in 0..2 {

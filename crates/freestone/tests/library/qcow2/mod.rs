@@ -3,7 +3,6 @@
 
 mod corrupt;
 mod deltas;
-mod fork;
 mod full;
 mod images;
 mod moments;

@@ -18,7 +18,7 @@ pub fn small_family(seed: u64) -> (Vec<(String, Ram)>, Base) {
     fill(&disk, 5..9, seed + 1);
     let fork = golden.fork(&ForkConfig { size: Some(2 * MIB), ..ForkConfig::default() }).unwrap();
     fill(&fork, [3, 300], seed + 2);
-    let base = Base::Device(ReadOnly::shared(seed + 3, 20));
+    let base = Base::Device(base_model(seed + 3, 20));
     let Base::Device(device) = &base else { unreachable!() };
     let over = family.fork(std::sync::Arc::clone(device), &ForkConfig::default()).unwrap();
     fill(&over, 1..5, seed + 4);

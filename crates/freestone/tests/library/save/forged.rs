@@ -3,8 +3,9 @@
 //! hang or unbounded memory use.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
-use freestone::device::{Blocking as _, Flags};
+use freestone::device::{Blocking as _, Device, Flags};
 use freestone::ram::ForkConfig;
 use freestone::save::{self, Base, RestoreError};
 use freestone_testkit::{Rng, scaled};
@@ -130,7 +131,7 @@ fn forged_fields_are_refused_or_harmless() {
 fn data_beyond_the_end_of_a_device_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
-    let base = ReadOnly::shared(3, 4);
+    let base: Arc<dyn Device> = base_model(3, 4);
     // The file has every form of a page: a pattern of 32 bits, a pattern of 64 bits, compressed, and huge
     // (incompressible).
     let noise = {
@@ -144,11 +145,11 @@ fn data_beyond_the_end_of_a_device_is_refused() {
     pattern.as_chunks_mut().0.fill([1_u8, 2, 3, 4, 5, 6, 7, 8]);
     for page in [[7; PAGE as usize], pattern, text, noise] {
         let config = ForkConfig { size: Some(8 * PAGE), ..ForkConfig::default() };
-        let fork = family().fork(std::sync::Arc::clone(&base), &config).unwrap();
+        let fork = family().fork(Arc::clone(&base), &config).unwrap();
         fork.write_at(7 * PAGE, &page, Flags::empty()).unwrap();
         save(&[("fork", &fork)], &file);
         let whole = std::fs::read(&file).unwrap();
-        let given = [Base::Device(std::sync::Arc::clone(&base))];
+        let given = [Base::Device(Arc::clone(&base))];
         assert_eq!(u32_at(&whole, 16), 1);
         let forged = |version: u8, size: u64| {
             let mut bytes = whole.clone();

@@ -104,7 +104,7 @@ fn fork_saves_only_its_own_pages() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("fork");
     let config = ForkConfig { size: Some(16 * MIB), ..ForkConfig::default() };
-    let old = family().fork(ReadOnly::shared(7, 2000), &config).unwrap();
+    let old = family().fork(base_model(7, 2000), &config).unwrap();
     fill(&old, (0..1500).step_by(3), 1);
     old.discard(2 * PAGE, 100 * PAGE).unwrap();
     old.write_at(2000 * PAGE + 1024, &[5; 512], Flags::empty()).unwrap();
@@ -117,7 +117,7 @@ fn fork_saves_only_its_own_pages() {
         let contents = save::inspect(&file).unwrap();
         assert_eq!((contents.devices[0].kind, contents.devices[0].base), (DeviceKind::Fork, Some(0)));
         assert_eq!(contents.bases[0].size, 2000 * PAGE + 2048);
-        let new = restore_one(&file, &family(), &[Base::Device(ReadOnly::shared(7, 2000))]);
+        let new = restore_one(&file, &family(), &[Base::Device(base_model(7, 2000))]);
         assert_same(&old, &new);
         assert!(new.is_fork());
         assert_eq!(new.over_stat().own_bytes, old.over_stat().own_bytes);
@@ -126,19 +126,19 @@ fn fork_saves_only_its_own_pages() {
 
         // Restoring a fork over a missing or different base fails.
         assert!(matches!(refused(&file, &[]), RestoreError::BaseMissing { .. }));
-        let other = Base::Device(ReadOnly::shared(8, 2000));
+        let other = Base::Device(base_model(8, 2000));
         let error = refused(&file, std::slice::from_ref(&other));
         assert!(matches!(&error, RestoreError::BaseMismatch { device, .. } if device == "f"), "{error}");
-        let longer = Base::Device(ReadOnly::shared(7, 2001));
+        let longer = Base::Device(base_model(7, 2001));
         assert!(matches!(refused(&file, std::slice::from_ref(&longer)), RestoreError::BaseMismatch { .. }));
         // If several bases are given, the right one is used.
-        let right = Base::Device(ReadOnly::shared(7, 2000));
+        let right = Base::Device(base_model(7, 2000));
         assert_same(&old, &restore_one(&file, &family(), &[longer, other, right]));
     }
     // A changed byte of a large base is detected only if the whole base is checked.
-    let changed = ReadOnly::new(7, 2000);
-    changed.0.write_at(1234 * PAGE + 512, &[1; 512], Flags::empty()).unwrap();
-    assert!(matches!(refused(&file, &[Base::Device(Arc::new(changed))]), RestoreError::BaseMismatch { .. }));
+    let changed = base_model(7, 2000);
+    changed.fill(1234 * PAGE + 512, &[1; 512]);
+    assert!(matches!(refused(&file, &[Base::Device(changed)]), RestoreError::BaseMismatch { .. }));
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn family_is_restored_with_shared_pages() {
     fill(&forks[0], 0..20, 20);
     let grandchild = middle.fork(&ForkConfig::default()).unwrap();
     fill(&grandchild, 500..520, 30);
-    let over_base = family_of.fork(ReadOnly::shared(7, 100), &ForkConfig::default()).unwrap();
+    let over_base = family_of.fork(base_model(7, 100), &ForkConfig::default()).unwrap();
     fill(&over_base, 5..8, 40);
     let mut devices: Vec<(&str, &Ram)> =
         vec![("grandchild", &grandchild), ("disk", &disk), ("later", &later), ("over", &over_base)];
@@ -218,7 +218,7 @@ fn family_is_restored_with_shared_pages() {
     );
 
     let family_to = family();
-    let restored = restore(&file, &family_to, &[Base::Device(ReadOnly::shared(7, 100))]).unwrap();
+    let restored = restore(&file, &family_to, &[Base::Device(base_model(7, 100))]).unwrap();
     assert_eq!(restored.len(), 9);
     for (name, ram) in &restored {
         let (_, old) = devices.iter().find(|(other, _)| other == name).unwrap();
@@ -245,10 +245,10 @@ fn family_is_restored_with_shared_pages() {
 fn chain_saves_only_differences() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("chain");
-    let over_base = family().fork(ReadOnly::shared(7, 500), &ForkConfig::default()).unwrap();
+    let over_base = family().fork(base_model(7, 500), &ForkConfig::default()).unwrap();
     for origin in [disk(Config::default(), 8 * MIB), over_base] {
         let pages = origin.geometry().size / PAGE;
-        let bases = if origin.is_fork() { vec![Base::Device(ReadOnly::shared(7, 500))] } else { Vec::new() };
+        let bases = if origin.is_fork() { vec![Base::Device(base_model(7, 500))] } else { Vec::new() };
         fill(&origin, (0..300).step_by(2), 1);
         let mut snapshots = Vec::new();
         for round in 1..6 {
@@ -370,7 +370,7 @@ fn automatic_dictionary_is_saved() {
 fn sizes_are_restored_exactly() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
-    let base = ReadOnly::shared(9, 20);
+    let base: Arc<dyn Device> = base_model(9, 20);
     let size = 20 * PAGE + 2048;
     let fork = family().fork(Arc::clone(&base), &ForkConfig::default()).unwrap();
     fork.write_at(size - 512, &[1; 512], Flags::empty()).unwrap();

@@ -209,7 +209,7 @@ fn assert_same_after_checksums(one: &[u8], other: &[u8]) {
 fn partial_last_page_waits_for_memory() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
-    let base = ReadOnly::shared(6, 300);
+    let base: Arc<dyn Device> = base_model(6, 300);
     let fork = family().fork(Arc::clone(&base), &ForkConfig::default()).unwrap();
     let mut noise = vec![0; fork.geometry().size as usize];
     Rng::new(12).fill(&mut noise);

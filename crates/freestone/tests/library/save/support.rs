@@ -4,9 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use freestone::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result, TryResult,
-};
+use freestone::device::{Blocking, Device, Flags};
 use freestone::ram::{Config, Family, Ram};
 use freestone::save::{self, Base, BaseCheck, RestoreError, SaveReport};
 use freestone_testkit::{Model, Rng, first_difference};
@@ -130,39 +128,10 @@ pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// A read-only device over a model, as the base of forks.
-pub struct ReadOnly(pub Model);
-
-impl ReadOnly {
-    /// Returns a device with random content of `pages` pages and a half, so that its last page is
-    /// partial.
-    pub fn new(seed: u64, pages: u64) -> Self {
-        let model = Model::new((pages * PAGE + 2048) as usize, 512);
-        for slot in 0..pages {
-            model.write_at(slot * PAGE, &content(seed, slot), Flags::empty()).unwrap();
-        }
-        Self(model)
-    }
-
-    pub fn shared(seed: u64, pages: u64) -> Arc<dyn Device> {
-        Arc::new(Self::new(seed, pages))
-    }
-}
-
-impl Device for ReadOnly {
-    fn geometry(&self) -> Geometry {
-        Geometry { read_only: true, ..self.0.geometry() }
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        self.0.try_io(request, buffer)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.0.submit(request, buffer, done);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.0.extents(offset, len, row)
-    }
+/// Returns a read-only base of forks: random content of `pages` pages and a half, so that its last page
+/// is partial.
+pub fn base_model(seed: u64, pages: u64) -> Arc<Model> {
+    let mut bytes: Vec<u8> = (0..pages).flat_map(|slot| content(seed, slot)).collect();
+    bytes.resize(bytes.len() + 2048, 0);
+    Arc::new(Model::read_only(bytes, 512))
 }

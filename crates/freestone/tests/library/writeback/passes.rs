@@ -7,11 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone::codec::{Algorithm, Params};
-use freestone::device::{
-    Blocking, Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, TryResult,
-};
+use freestone::device::{Blocking, Op};
 use freestone::ram::{Config, Ram, RecompressOptions, Secondary, Writeback, WritebackError};
-use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Manner, TestDevice};
 
 use crate::writeback::disk::{Disk, MIB, NONE, PAGE, content, eventually, noise};
 
@@ -69,48 +67,28 @@ fn recompression_at_the_limit_tries_each_page_once() {
     assert!(done.tried <= there, "{done:?} of {there} pages");
 }
 
-/// A backing device that calls a hook before each write.
-struct HookedBacking {
-    disk: FaultyDisk,
-    change: Mutex<Option<Box<dyn FnMut() + Send>>>,
-}
-
-impl Device for HookedBacking {
-    fn geometry(&self) -> Geometry {
-        self.disk.geometry()
-    }
-
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult, Error> {
-        self.disk.try_io(request, buffer)
-    }
-
-    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        if let Some(change) = &mut *self.change.lock().unwrap() {
-            change();
-        }
-        self.disk.submit(request, buffer, done);
-    }
-
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64, Error> {
-        self.disk.extents(offset, len, row)
-    }
-}
-
 /// The backing device becomes full. Meanwhile requests overwrite pages, which frees their blocks
 /// and makes them eligible again. The pass still writes each page at most once.
 #[test]
 fn writeback_to_a_full_device_ends() {
     const PAGES: u64 = 1000;
-    let backing =
-        Arc::new(HookedBacking { disk: FaultyDisk::new(300 << 12, 4096), change: Mutex::new(None) });
+    // A hook that runs before each write to the backing device.
+    let change = Arc::new(Mutex::new(None::<Box<dyn FnMut() + Send>>));
+    let hook = Arc::clone(&change);
+    let backing = TestDevice::over(Arc::new(FaultyDisk::new(300 << 12, 4096))).with_manner(Manner::Submitted);
+    let backing = Arc::new(backing.on_request(move |_| {
+        if let Some(change) = &mut *hook.lock().unwrap() {
+            change();
+        }
+    }));
     let config = Config { disksize: 8 * MIB, ..Config::default() };
-    let ram = Ram::new(config.backed_by(Arc::clone(&backing) as _, true)).unwrap();
+    let ram = Ram::new(config.backed_by(backing, true)).unwrap();
     for page in 0..PAGES {
         ram.write_at(page * PAGE, &noise(page, 1), NONE).unwrap();
     }
     let (mut at, mut left) = (0, 20_000);
     let load = ram.clone();
-    *backing.change.lock().unwrap() = Some(Box::new(move || {
+    *change.lock().unwrap() = Some(Box::new(move || {
         for _ in 0..40.min(left) {
             at = (at + 7) % PAGES;
             left -= 1;
@@ -118,7 +96,7 @@ fn writeback_to_a_full_device_ends() {
         }
     }));
     let (written, error) = ram.writeback(&Writeback::Huge).unwrap_err();
-    *backing.change.lock().unwrap() = None;
+    *change.lock().unwrap() = None;
     assert_eq!(error, WritebackError::NoSpace);
     assert!(written.pages <= PAGES, "{written:?}");
     for page in 0..PAGES {

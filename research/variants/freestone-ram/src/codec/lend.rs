@@ -40,8 +40,9 @@ impl<T> Lender<T> {
     ///
     /// # Errors
     /// Fails if `make` fails.
-    pub fn new(mut make: impl FnMut() -> Result<T>) -> Result<Self> {
-        let ours = ours::Lender::new(&mut make)?;
+    pub fn try_new(mut make: impl FnMut() -> Result<Mutex<T>>) -> Result<Self> {
+        let ours = ours::Lender::try_new(&mut make)?;
+        let mut make = || make().map(Mutex::into_inner);
         let lists = match variants::streams() {
             Streams::Ours => None,
             Streams::ListOf4 | Streams::ListOf8 => {
@@ -53,9 +54,9 @@ impl<T> Lender<T> {
 
     /// Borrows a stream from the selected source.
     #[inline]
-    pub fn take(&self) -> Lent<'_, T> {
+    pub fn lock(&self) -> Lent<'_, T> {
         match (variants::streams(), &self.lists) {
-            (Streams::Ours, _) => Lent::Ours(self.ours.take()),
+            (Streams::Ours, _) => Lent::Ours(self.ours.lock()),
             (Streams::ListOf4, Some(lists)) => Lent::ListGuard(lists.short.take()),
             (Streams::ListOf8, Some(lists)) => Lent::ListGuard(lists.long.take()),
             (_, None) => panic!("no list of streams was selected before the device was created"),
@@ -63,8 +64,8 @@ impl<T> Lender<T> {
     }
 
     /// Returns the streams of all CPUs.
-    pub fn all(&self) -> impl ExactSizeIterator<Item = &Mutex<T>> {
-        self.ours.all()
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Mutex<T>> {
+        self.ours.iter().map(|stream| &**stream)
     }
 }
 
@@ -117,7 +118,7 @@ impl<T> List<T> {
             idle.sleepers += 1;
             // `pin::wait` is not used: the caller is pinned and, unlike in the product, may sleep
             // here. A thread that has a stream returns it without waiting for pins.
-            idle = self.returned.wait(idle).unwrap_or_else(std::sync::PoisonError::into_inner);
+            idle = self.returned.wait(idle);
             idle.sleepers -= 1;
         }
     }

@@ -1,14 +1,7 @@
 //! Backing devices: keys, attributes, refused files, and files that a server loses.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
-use rustix::process::Signal;
-use serde_json::json;
-use tempfile::tempdir;
-
 use super::writeback::{MIB, PAGE, data, errno, read, write};
-use crate::harness::{EIO, Raw, Serve, ask, finish, freestone};
+use crate::harness::prelude::*;
 
 /// Returns the paths of the regular files in a directory.
 fn files_in(dir: &Path) -> Vec<PathBuf> {

@@ -1,14 +1,6 @@
 //! Memory of the server that its devices use: limits, statistics, and release.
 
-use std::fs;
-use std::os::unix::net::UnixStream;
-use std::thread;
-use std::time::Duration;
-
-use serde_json::json;
-use tempfile::tempdir;
-
-use crate::harness::{EIO, KIB, MIB, Raw, Serve, ask, connect_nbd, finish, freestone, noise};
+use crate::harness::prelude::*;
 
 /// Returns the resident anonymous memory of the server process, in bytes.
 fn anonymous(serve: &Serve) -> u64 {

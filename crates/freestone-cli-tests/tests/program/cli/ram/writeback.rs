@@ -1,9 +1,8 @@
 //! Writeback and recompression of RAM disks: verbs, limits and error messages.
 
 use freestone_testkit::Rng;
-use serde_json::{Value, json};
 
-use crate::harness::{Raw, Serve, ask};
+use crate::harness::prelude::*;
 
 pub(super) const PAGE: usize = 4096;
 pub(super) const MIB: usize = 1 << 20;

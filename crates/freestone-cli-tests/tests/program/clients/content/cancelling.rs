@@ -1,12 +1,8 @@
 //! Cancelled saves: they end soon and leave existing files unchanged.
 
-use std::fs;
-use std::process::{Child, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Child, Output};
 
-use rustix::process::Signal;
-
-use crate::harness::{MIB, Serve, finish, freestone, names_in, ok, sentence, signal, tool, uri, wait_until};
+use crate::harness::prelude::*;
 
 /// Size in bytes of a sparse base that takes far longer to read than a test may run.
 const ENDLESS_BYTES: u64 = 1 << 42;
@@ -80,7 +76,7 @@ fn save_is_cancelled_if_its_client_ends() {
     stream.shutdown(std::net::Shutdown::Write).unwrap();
     wait_until("it runs", || serve.json(&["stat", "g"]).get("progress").is_some());
     serve.text(&["set", "slow", "faults=none"]);
-    let answer = crate::harness::answer(&stream);
+    let answer = answer(&stream);
     assert_eq!(answer["result"]["name"], "g", "{answer}");
 }
 

@@ -1,13 +1,6 @@
 //! Forks as CI machines use them: many forks of one image, rewound and removed.
 
-use std::fs;
-use std::os::unix::net::UnixStream;
-
-use serde_json::json;
-
-use crate::harness::{
-    MIB, Serve, assert_same, connect_nbd, fails, json as run_json, noise, ok, qemu_io, tool, uri,
-};
+use crate::harness::prelude::*;
 
 /// Starts a server with a base of 16 MiB: 4 MiB of noise, the rest a hole. Also returns the path of
 /// the base's image file.
@@ -54,7 +47,7 @@ fn forks_of_a_ci_machine() {
     // The NBD metadata context `freestone:changed` and the statistics report the same changed
     // pages.
     let map =
-        run_json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &socket(&serve, "job-7.sock")]));
+        json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &socket(&serve, "job-7.sock")]));
     let own: u64 = map
         .as_array()
         .unwrap()
@@ -252,7 +245,7 @@ fn fork_has_the_exact_size_of_its_base() {
         false,
     );
     let size_of = |format: &str, what: &str| {
-        run_json(tool("qemu-img").args(["info", "-f", format, "--output=json", what]))["virtual-size"].clone()
+        json(tool("qemu-img").args(["info", "-f", format, "--output=json", what]))["virtual-size"].clone()
     };
     // qemu-img compare ignores trailing zeroes of the longer image, so the sizes are compared
     // separately.
@@ -269,7 +262,7 @@ fn fork_has_the_exact_size_of_its_base() {
         let nbd = format!("unix:{}", path("nbd"));
         let disk = uri(&serve, fork);
         assert_eq!(ok(tool("nbdinfo").args(["--size", &disk])).trim(), size.to_string());
-        let info = run_json(tool("nbdinfo").args(["--json", &disk]));
+        let info = json(tool("nbdinfo").args(["--json", &disk]));
         assert_eq!(info["exports"][0]["block_size_minimum"], 1, "{info}");
         same(&disk, ("raw", &path(image)));
         // A snapshot of the fork, and a fork of this snapshot, have the same size.
@@ -298,7 +291,7 @@ fn fork_has_the_exact_size_of_its_base() {
         // The delta of the fork is a qcow2 overlay of the same size.
         let overlay = path(&format!("{fork}.qcow2"));
         serve.text(&["delta", "save", fork, &overlay]);
-        let info = run_json(tool("qemu-img").args(["info", "--output=json", &overlay]));
+        let info = json(tool("qemu-img").args(["info", "--output=json", &overlay]));
         assert_eq!(
             (&info["virtual-size"], &info["backing-filename"]),
             (&json!(size), &json!(base)),

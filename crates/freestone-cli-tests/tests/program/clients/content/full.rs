@@ -1,14 +1,10 @@
 //! RAM disks and forks without free memory, and log lines and counters of failed requests.
 
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt as _;
 use std::thread::sleep;
-use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
-use serde_json::json;
-
-use crate::harness::{EIO, KIB, MIB, Raw, Serve, noise, ok, tool, uri, wait_until};
+use crate::harness::prelude::*;
 
 const PAGE: u64 = 4 * KIB;
 const TRIM: u16 = 4;

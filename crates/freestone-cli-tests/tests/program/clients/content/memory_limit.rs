@@ -1,9 +1,8 @@
 //! A RAM disk whose memory use reaches its `mem_limit`.
 
-use std::fs::{self, File};
-use std::io::Read as _;
+use std::fs::File;
 
-use crate::harness::{KIB, MIB, Serve, fails, is_zero, noise, ok, stat, tool, uri};
+use crate::harness::prelude::*;
 
 #[test]
 fn mem_limit_within_a_large_write_keeps_other_data() {

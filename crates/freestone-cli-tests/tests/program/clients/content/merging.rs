@@ -1,16 +1,9 @@
 //! Merges interrupted by a killed server. The next server resumes the merge and never shows an
 //! origin that is half old and half new.
 
-use std::fs;
-use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
-
 use rustix::fs::{XattrFlags, removexattr, setxattr};
-use serde_json::json;
-use tempfile::TempDir;
 
-use crate::harness::{MIB, Serve, assert_same, noise, qemu_io, refused, uri, wait_until};
+use crate::harness::prelude::*;
 
 const CHUNK: usize = 4096;
 /// Number of chunks that were written to the snapshot. Unwritten chunks lie between them, so each

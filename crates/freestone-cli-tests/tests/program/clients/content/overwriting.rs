@@ -1,13 +1,9 @@
 //! Files that `save` and `delta save` do not overwrite: files in use by the server under any name,
 //! and other kinds of files without --force.
 
-use std::fs;
 use std::os::unix::fs::{MetadataExt as _, symlink};
-use std::path::Path;
 
-use serde_json::json;
-
-use crate::harness::{MIB, Serve, noise, ok, tool, uri};
+use crate::harness::prelude::*;
 
 fn write(serve: &Serve, device: &str) {
     ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 7 0 64k"]).arg(uri(serve, device)));
@@ -129,7 +125,7 @@ fn save_replaces_other_kinds_only_with_force() {
     fs::write(serve.path("notes.txt"), "precious").unwrap();
     let file = serve.path("notes.txt");
     let line = json!({"jsonrpc": "2.0", "id": 1, "method": "save", "params": {"names": ["r"], "file": file}});
-    let answer = crate::harness::ask(&serve.control(), line.to_string().as_bytes());
+    let answer = ask(&serve.control(), line.to_string().as_bytes());
     assert_eq!(answer["error"]["data"]["errno"], "EEXIST", "{answer}");
 }
 

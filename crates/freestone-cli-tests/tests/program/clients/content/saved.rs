@@ -1,11 +1,6 @@
 //! Saved devices, restored by another server over the same base; damaged save files are refused.
 
-use std::fs;
-
-use serde_json::json;
-use tempfile::TempDir;
-
-use crate::harness::{MIB, Serve, noise, ok, publish, qemu_io, tool, uri};
+use crate::harness::prelude::*;
 
 const SOCKETS: [&str; 4] = ["--nbd", "unix:nbd", "--control", "control"];
 const GOLDEN: &str = "golden=file,path=golden.img,readonly=yes";

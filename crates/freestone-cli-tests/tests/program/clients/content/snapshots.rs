@@ -1,12 +1,6 @@
 //! Snapshots of devices in use, merges, and deltas of forks and snapshots as qcow2 overlays.
 
-use std::fs;
-
-use serde_json::json;
-
-use crate::harness::{
-    MIB, Serve, assert_same, fails, json as run_json, noise, ok, publish, qemu_io, tool, uri,
-};
+use crate::harness::prelude::*;
 
 #[track_caller]
 fn check_read_fails(uri: &str, command: &str) {
@@ -162,7 +156,7 @@ fn snapshots_of_a_file_with_exception_store() {
     qemu_io(&d1, &["write -P 2 5M 64k"]);
     let why = "f: base=d1: is a snapshot that its users write (readonly=no); take one with readonly=yes";
     assert_eq!(serve.refused(1, &["fork", "d1", "f"]), why);
-    let map = run_json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &d1]));
+    let map = json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &d1]));
     assert!(map.as_array().unwrap().iter().any(|row| row["type"] == 1 && row["offset"] == MIB), "{map}");
 
     // Another server opens the exception store again. The origin did not change while no server had
@@ -241,7 +235,7 @@ fn delta_is_a_qcow2_overlay() {
     assert_eq!((&saved["data_clusters"], &saved["zero_clusters"]), (&json!(2), &json!(2)), "{saved}");
     let overlay = serve.path("job.qcow2");
     ok(tool("qemu-img").arg("check").arg(&overlay));
-    let info = run_json(tool("qemu-img").args(["info", "--output=json"]).arg(&overlay));
+    let info = json(tool("qemu-img").args(["info", "--output=json"]).arg(&overlay));
     assert_eq!(
         (&info["backing-filename"], &info["backing-filename-format"]),
         (&json!("golden.img"), &json!("raw"))
@@ -267,7 +261,7 @@ fn delta_is_a_qcow2_overlay() {
     qemu_io(&next, &["write -P 4 4M 1M"]);
     serve.text(&["delta", "save", "next-1", "next.qcow2"]);
     ok(tool("qemu-img").arg("check").arg(serve.path("next.qcow2")));
-    let chain = run_json(
+    let chain = json(
         tool("qemu-img").args(["info", "--output=json", "--backing-chain"]).arg(serve.path("next.qcow2")),
     );
     assert_eq!(chain.as_array().unwrap().len(), 3);

@@ -1,15 +1,11 @@
 //! Exception stores that missed writes to their origin. Opening one is an error if store and origin
 //! were closed cleanly, otherwise a warning.
 
-use std::fs;
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
 
 use rustix::fs::{XattrFlags, removexattr, setxattr};
-use serde_json::json;
-use tempfile::TempDir;
 
-use crate::harness::{MIB, Serve, noise, ok, refused, tool, uri};
+use crate::harness::prelude::*;
 
 const DISK: &str = "disk=file,path=disk.img";
 const MONDAY: &str = "monday=snapshot,origin=disk,cow=./monday.cow,cow_size=8M";

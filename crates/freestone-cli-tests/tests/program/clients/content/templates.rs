@@ -1,14 +1,7 @@
 //! Templates, which create a fork for each connection, and the sockets of a thousand forks.
 
-use std::fs;
-use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
-
-use rustix::process::Signal;
-use serde_json::json;
-
 use super::forks::{socket, with_base};
-use crate::harness::{MIB, Serve, assert_same, connect_nbd, noise, ok, qemu_io, tool, wait_until};
+use crate::harness::prelude::*;
 
 #[test]
 fn template_makes_a_fork_for_each_connection() {
@@ -101,7 +94,7 @@ fn thousand_forks_with_own_sockets_scale() {
         let start = Instant::now();
         let request = json!({"jsonrpc": "2.0", "id": number, "method": "fork", "params": {
             "base": "golden", "name": format!("f{number}"), "nbd": format!("unix:{dir}/{number}")}});
-        let answer = crate::harness::ask(&control, request.to_string().as_bytes());
+        let answer = ask(&control, request.to_string().as_bytes());
         times.push(start.elapsed());
         assert!(answer["result"].is_object(), "{answer}");
     }
@@ -118,7 +111,7 @@ fn thousand_forks_with_own_sockets_scale() {
     for number in 0..FORKS {
         let request =
             json!({"jsonrpc": "2.0", "id": 1, "method": "rewind", "params": {"name": format!("f{number}")}});
-        let answer = crate::harness::ask(&control, request.to_string().as_bytes());
+        let answer = ask(&control, request.to_string().as_bytes());
         assert!(answer["result"].is_object(), "{answer}");
     }
     println!("1000 rewinds: {:?}", start.elapsed());
@@ -126,7 +119,7 @@ fn thousand_forks_with_own_sockets_scale() {
     for number in 0..FORKS {
         let request =
             json!({"jsonrpc": "2.0", "id": 1, "method": "remove", "params": {"name": format!("f{number}")}});
-        let answer = crate::harness::ask(&control, request.to_string().as_bytes());
+        let answer = ask(&control, request.to_string().as_bytes());
         assert!(answer["result"].is_object(), "{answer}");
     }
     println!("1000 removals: {:?}", start.elapsed());

@@ -1,15 +1,7 @@
 //! A RAM disk with a backing file, under a file system with real files.
 
-use std::fs;
-use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
-
-use rustix::process::Signal;
-
-use crate::harness::{
-    MIB, Mounted, Serve, json, names_in, noise, ok, program, root_tool, sha256, stat, tool, tree::plant, uri,
-};
+use crate::harness::prelude::*;
+use crate::harness::tree::plant;
 
 /// The procedure that the kernel's writeback patches were tested with: copy a tarball to the disk,
 /// write back all pages, copy the tarball back and compare.

@@ -1,18 +1,12 @@
 //! Allow lists (`--allow`): users, groups and networks whose clients may connect.
 
-use std::fs::{self, Permissions};
-use std::io::{Read as _, Write as _};
+use std::fs::Permissions;
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::Command;
-use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
-use serde_json::json;
 
-use crate::harness::{Serve, connect_nbd, finish, refused};
+use crate::harness::prelude::*;
 
 /// Number of the user `nobody`, used as another user than the server's.
 const NOBODY: u32 = 65534;
@@ -82,7 +76,7 @@ fn port_of(serve: &Serve, name: &str) -> u16 {
 #[test]
 fn allow_list_matches_users_and_groups() {
     let me = format!("uid:{}", me());
-    let mut command = crate::harness::freestone(Path::new("/"));
+    let mut command = freestone(Path::new("/"));
     let dir = open_dir();
     command.current_dir(dir.path()).args([
         "serve",

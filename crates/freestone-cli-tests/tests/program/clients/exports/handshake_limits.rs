@@ -1,10 +1,6 @@
 //! Limits of pending NBD handshakes: connections that have not selected an export yet.
 
-use std::io::{Read as _, Write as _};
-use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
-
-use crate::harness::{Serve, connect_nbd, refused};
+use crate::harness::prelude::*;
 
 /// Deadline far above the configured limits of the tests and far below the default limits.
 const LONG: Duration = Duration::from_secs(8);
@@ -93,7 +89,7 @@ fn handshake_limits_of_file_are_dumped() {
     ] {
         let at = serve.dir.path();
         let args = ["serve", "--check", &format!("--{key}={value}")];
-        let (code, out, err) = crate::harness::finish(crate::harness::freestone(at).args(args));
+        let (code, out, err) = finish(freestone(at).args(args));
         assert_eq!((code, out.as_str()), (2, ""));
         assert!(err.contains(message), "{err}");
     }

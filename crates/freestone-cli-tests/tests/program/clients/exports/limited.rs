@@ -1,12 +1,8 @@
 //! Rate limits, bursts and connection limits of devices and exports, changed while clients are connected.
 
 use std::sync::mpsc;
-use std::thread;
-use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
-
-use crate::harness::{Ended, Raw, Serve, stat, wait_until};
+use crate::harness::prelude::*;
 
 /// NBD error number of requests to a removed device.
 const ESHUTDOWN: u32 = 108;

@@ -1,6 +1,7 @@
 //! A mounted ext4 on an export, through nbdfuse and a loop device.
 
-use crate::harness::{MIB, Mounted, Serve, ok, root_tool, stat, tool, tree::plant};
+use crate::harness::prelude::*;
+use crate::harness::tree::plant;
 
 #[test]
 fn mounted_ext4_keeps_files_and_frees_deleted_ones() {

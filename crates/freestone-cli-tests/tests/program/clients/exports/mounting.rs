@@ -1,21 +1,15 @@
 //! `freestone mount` and `umount`, and `reset` and `rewind` of mounted devices, through nbdfuse and a loop device. The
 //! kernel lab tests mounts that need kernel drivers (`lab/ublk-use.sh`, `lab/nbd-kernel.sh`).
 
-use std::fs::{self, File, Permissions};
+use std::fs::{File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::thread::sleep;
-use std::time::{Duration, Instant};
 
 use freestone_testkit::tools::skip_test;
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, kill_process, kill_process_group};
 
-use crate::harness::{
-    KillOnDrop, Serve, connect_nbd, find, finish, freestone, ok, refused, sentence, tool, wait_until,
-};
+use crate::harness::prelude::*;
 
 const STEP: Duration = Duration::from_millis(5);
 const SOON: Duration = Duration::from_secs(20);
@@ -336,8 +330,7 @@ fn mount_failed_step_leaves_nothing() {
     let copy = machine.serve.path("program");
     ok(tool("cp").arg(nobody.get_program()).arg(&copy));
     nobody = Command::new(copy);
-    let (status, _, message) =
-        finish(nobody.args(["mount", "job", "mnt"]).current_dir("/").uid(crate::harness::NOBODY));
+    let (status, _, message) = finish(nobody.args(["mount", "job", "mnt"]).current_dir("/").uid(NOBODY));
     assert_eq!(status, 1);
     assert!(sentence(&message).starts_with("mount: only root can mount"), "{message}");
 }

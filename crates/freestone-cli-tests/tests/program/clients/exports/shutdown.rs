@@ -1,12 +1,8 @@
 //! Server shutdown while clients have requests in flight.
 
-use std::process::Stdio;
 use std::thread::sleep;
-use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
-
-use crate::harness::{KillOnDrop, Serve, stat, tool, uri, wait_until};
+use crate::harness::prelude::*;
 
 /// Deadline for the server to end: far above its grace period, for a busy machine.
 const END_MAX: Duration = Duration::from_secs(15);

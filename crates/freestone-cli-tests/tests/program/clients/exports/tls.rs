@@ -1,16 +1,9 @@
 //! TLS: standard clients, a second server as a client, refused configurations, and reloading of
 //! certificates.
 
-use std::fs;
-use std::path::Path;
-use std::process::Command;
-use std::thread;
-use std::time::{Duration, Instant};
-
 use freestone_testkit::certificates::{Authority, Usage};
-use rustix::process::Signal;
 
-use crate::harness::{MIB, Serve, finish, freestone, hearing_hangups, noise, ok, refused, tool};
+use crate::harness::prelude::*;
 
 const TLS: [&str; 6] = [
     "--tls-cert",

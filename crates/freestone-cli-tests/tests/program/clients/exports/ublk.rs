@@ -1,9 +1,7 @@
 //! ublk exports on a machine without the ublk driver. The kernel lab tests ublk with the driver
 //! (`lab/run-ublk.sh`).
 
-use std::path::Path;
-
-use crate::harness::{Serve, finish, freestone, refused};
+use crate::harness::prelude::*;
 
 const DRIVER: &str = "/dev/ublk-control";
 

@@ -4,14 +4,10 @@
 // UNSAFETY: accesses the client's buffer by the address that the client provides.
 
 use std::mem::MaybeUninit;
-use std::path::Path;
-use std::time::{Duration, Instant};
 
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
-use rustix::process::Signal;
-use serde_json::json;
 
-use crate::harness::{MIB, Raw, Serve, qemu_io, uri};
+use crate::harness::prelude::*;
 
 const BLOCK: usize = 4096;
 /// Deadline for a completion that must arrive.

@@ -1,13 +1,7 @@
 //! Copies of whole images to exports and back by nbdcopy.
 
-use std::fs;
-use std::path::Path;
-
-use crate::harness::{
-    MIB, Serve, allocated, ok, sha256, stat, tool,
-    tree::{check, ext4_image},
-    uri,
-};
+use crate::harness::prelude::*;
+use crate::harness::tree::{check, ext4_image};
 
 /// Allocated bytes that file systems and block sizes may add to a sparse copy.
 const SLACK_BYTES: u64 = 4 * MIB;

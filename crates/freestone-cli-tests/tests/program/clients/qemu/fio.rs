@@ -1,10 +1,6 @@
 //! Load tests by fio: many requests in flight, with verification of the data.
 
-use std::process::Command;
-
-use serde_json::Value;
-
-use crate::harness::{MIB, Serve, ok, stat, tool, uri};
+use crate::harness::prelude::*;
 
 fn fio(serve: &Serve, export: &str, args: &[&str]) -> Command {
     let mut command = tool("fio");

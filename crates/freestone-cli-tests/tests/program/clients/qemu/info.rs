@@ -1,10 +1,6 @@
 //! nbdinfo: sizes, flags and names that exports report.
 
-use std::fs;
-
-use serde_json::Value;
-
-use crate::harness::{KIB, MIB, Serve, json, ok, tool, uri};
+use crate::harness::prelude::*;
 
 const BLOCK_MAX_BYTES: u64 = 64 * MIB;
 

@@ -1,13 +1,10 @@
 //! Locks on image files, compatible with qemu: one writer, or many readers.
 
-use std::fs;
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::path::Path;
-use std::process::{Child, Stdio};
+use std::io::{BufRead as _, BufReader};
+use std::process::Child;
 use std::thread::sleep;
-use std::time::{Duration, Instant};
 
-use crate::harness::{MIB, Serve, fails, noise, ok, refused, tool, uri, wait_until};
+use crate::harness::prelude::*;
 
 const LONG: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(20);

@@ -1,14 +1,7 @@
 //! qemu-img: `convert` in both directions, `compare` and `map`.
 
-use std::fs;
-
-use serde_json::Value;
-
-use crate::harness::{
-    KIB, MIB, Raw, Serve, allocated, fails, json, ok, sha256, stat, tool,
-    tree::{check, ext4_image},
-    uri,
-};
+use crate::harness::prelude::*;
+use crate::harness::tree::{check, ext4_image};
 
 #[test]
 fn convert_and_compare() {

@@ -1,8 +1,6 @@
 //! qemu-io: verified patterns, unaligned requests and overlapping requests.
 
-use std::process::Command;
-
-use crate::harness::{Serve, fails, ok, stat, tool, uri};
+use crate::harness::prelude::*;
 
 fn qemu_io(uri: &str, commands: &[&str]) -> Command {
     let mut command = tool("qemu-io");

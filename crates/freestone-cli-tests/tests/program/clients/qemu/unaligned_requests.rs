@@ -1,9 +1,8 @@
 //! Sizes, offsets and lengths that are not multiples of a block, from clients that send such requests.
 
-use std::fs;
 use std::os::unix::fs::FileExt as _;
 
-use crate::harness::{Fuse, MIB, Serve, fails, json, noise, ok, qemu_io, refused, tool, uri};
+use crate::harness::prelude::*;
 
 fn mount(serve: &Serve, name: &str) -> Fuse {
     Fuse::start(tool, serve, name, serve.path(&format!("fuse-{name}")))

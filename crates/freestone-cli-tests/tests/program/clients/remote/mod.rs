@@ -4,9 +4,7 @@ mod nbd;
 mod nbd_backing;
 mod rbd;
 
-use tempfile::TempDir;
-
-use crate::harness::{Serve, content};
+use crate::harness::prelude::*;
 
 /// Ends a server by `freestone shutdown`. Returns its directory.
 fn shut_down(server: Serve) -> TempDir {

@@ -1,23 +1,14 @@
 //! Exports of other NBD servers as devices: qemu-nbd and nbdkit behind bases, origins and COW devices, server restarts,
 //! and loops to the server itself.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
-
 use freestone_testkit::tools::is_listening;
-use serde_json::Value;
-use tempfile::TempDir;
 
 use super::shut_down;
-use crate::harness::{MIB, Serve, fails, find, noise, ok, qemu_io, refused, tool, uri, wait_until};
-
-const PATIENCE: Duration = Duration::from_secs(30);
+use crate::harness::prelude::*;
 
 /// A qemu-nbd or nbdkit process, killed when dropped.
 pub(super) struct Other {
-    child: Child,
+    process: KillOnDrop,
     pub socket: PathBuf,
 }
 
@@ -25,14 +16,8 @@ impl Other {
     fn start(program: &str, args: &[&str], socket: &Path) -> Self {
         let _ = fs::remove_file(socket);
         let mut command = Command::new(find(program));
-        let child = command.args(args).stdin(Stdio::null()).spawn().unwrap();
-        let other = Self { child, socket: socket.to_owned() };
-        let end = Instant::now() + PATIENCE;
-        while !is_listening(socket) {
-            assert!(Instant::now() < end, "{program}: no socket");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        other
+        let process = KillOnDrop::start(command.args(args), || is_listening(socket));
+        Self { process, socket: socket.to_owned() }
     }
 
     /// Starts qemu-nbd for an image file, at the socket `name`. The argument `-r` makes the export read-only.
@@ -55,15 +40,8 @@ impl Other {
     }
 
     pub fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.process.0.kill().unwrap();
+        self.process.0.wait().unwrap();
     }
 }
 
@@ -260,7 +238,7 @@ fn unpublish_at_one_address_leaves_the_others() {
         addresses.collect::<Vec<_>>()
     };
     let client = std::os::unix::net::UnixStream::connect(serve.path("a")).unwrap();
-    crate::harness::connect_nbd(&mut &client, "r");
+    connect_nbd(&mut &client, "r");
     let why = serve.refused(1, &["unpublish", "r", "--at", &at("a")]);
     assert!(why.starts_with("r: cannot be unpublished"), "{why}");
     assert_eq!(serve.json(&["unpublish", "r", "--at", &at("a"), "--force"])["connections_ended"], 1);

@@ -1,14 +1,9 @@
 //! Exports of other NBD servers as backing devices and COW devices. The other servers restart, and
 //! lose data that was not flushed.
 
-use std::fs;
-use std::time::Duration;
-
-use tempfile::{TempDir, tempdir};
-
 use super::nbd::{Other, get};
 use super::{assert_content, shut_down};
-use crate::harness::{MIB, Serve, copy_in, fails, noise, ok, qemu_io, stat, tool, uri, wait_until};
+use crate::harness::prelude::*;
 
 /// Starts qemu-nbd for a file of `mib` MiB. The file remains after qemu-nbd ends.
 fn spill(dir: &TempDir, name: &str, mib: u64) -> Other {

@@ -1,19 +1,12 @@
 //! RBD images, with a substitute for Ceph's librbd whose pool is a directory. The kernel lab uses a real Ceph cluster.
 
-use std::fs;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 use freestone_testkit::librbd;
-use rustix::process::Signal;
-use tempfile::TempDir;
 
 use super::assert_content;
 use super::nbd::get;
-use crate::harness::{
-    MIB, Raw, Serve, fails, freestone, noise, ok, qemu_io, sentence, stat, tool, uri, wait_until,
-};
+use crate::harness::prelude::*;
 
 /// Directory that simulates a Ceph cluster with one image, `rbd/vm`. The substitute librbd is in it too.
 struct Cluster(TempDir);

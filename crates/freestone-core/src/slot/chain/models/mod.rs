@@ -38,7 +38,6 @@ struct Family {
     // The following fields are std atomics, as they are not part of the protocol and need no modelling.
     /// Id of the layer that is recorded as owner of each object.
     owners: [StdAtomicU64; OBJECTS],
-    /// Content of each object.
     contents: [StdAtomicU64; OBJECTS],
     /// Number of pages of each layer, as counted by `update_stats`.
     pages: [AtomicI64; LAYERS],

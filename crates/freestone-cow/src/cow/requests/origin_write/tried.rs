@@ -9,6 +9,7 @@ use freestone_core::freeze_gate::WorkGuard;
 /// Counts a write at the gate if the origin has no snapshots; otherwise returns `None`. No snapshot
 /// is attached before the guard is dropped.
 pub(in crate::cow) fn without_snapshots(core: &OriginCore) -> Option<WorkGuard<'_, View>> {
+    freestone_core::trail::step!();
     let without = core.gate.enter(|view| {
         let without = view.is_some_and(|view| view.snapshots.is_empty() && view.merging.is_none());
         if without {

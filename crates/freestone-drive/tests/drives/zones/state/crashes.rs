@@ -1,13 +1,12 @@
 //! Crashes at any moment, over disks that record the order of requests.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use freestone_core::device::zoned::{ZoneCondition, ZoneOp, Zoned};
-use freestone_core::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, TryResult,
-};
+use freestone_core::device::{Blocking, Flags, Op};
+use freestone_core::sync::Mutex;
 use freestone_drive::zone::{StateLocation, Zones};
-use freestone_testkit::{Model, Rng, scaled};
+use freestone_testkit::{Model, Rng, TestDevice, scaled};
 
 use super::{BLOCK, SIZE, STATE_BYTES, ZONE, ZONES, config, content, model_of, rows};
 
@@ -37,49 +36,22 @@ enum Event {
 #[derive(Default)]
 struct Log(Mutex<Vec<Event>>);
 
-impl Log {
-    fn lock(&self) -> MutexGuard<'_, Vec<Event>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-struct Disk {
-    number: usize,
-    below: Model,
-    log: Arc<Log>,
-}
-
-impl Device for Disk {
-    fn geometry(&self) -> Geometry {
-        Geometry { volatile_cache: true, volatile_media: false, ..self.below.geometry() }
-    }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {
-        let event = match (request.op, &buffer) {
-            (Op::Write, Buffer::Write(data)) => Some(data.to_vec()),
-            (Op::WriteZeroes, _) => Some(vec![0; request.len as usize]),
-            _ => None,
-        };
-        let tried = self.below.try_io(request, buffer)?;
-        let mut log = self.log.lock();
-        if let Some(data) = event {
-            log.push(Event::Write { disk: self.number, offset: request.offset as usize, data });
+/// A disk that adds each of its writes and flushes to the log.
+fn logging(number: usize, size: u64, log: &Arc<Log>) -> Arc<TestDevice> {
+    let log = Arc::clone(log);
+    let disk = TestDevice::over(Arc::new(Model::new(size as usize, BLOCK as u32)))
+        .shaped(|geometry| (geometry.volatile_cache, geometry.volatile_media) = (true, false))
+        .on_done(move |request, data| {
+            let data = match request.op {
+                Op::Write => data.to_vec(),
+                Op::WriteZeroes => vec![0; request.len as usize],
+                Op::Flush => return log.0.lock().push(Event::Flush { disk: number }),
+                Op::Read | Op::Discard => return,
+            };
+            log.0.lock().push(Event::Write { disk: number, offset: request.offset as usize, data });
             assert!(!request.flags.contains(Flags::FUA), "with a state file FUA is a flush");
-        } else if request.op == Op::Flush {
-            log.push(Event::Flush { disk: self.number });
-        }
-        Ok(tried)
-    }
-    fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
-        let tried = match request.op {
-            Op::Read => self.try_io(&request, Buffer::Read(&mut buffer)),
-            Op::Write => self.try_io(&request, Buffer::Write(&buffer)),
-            _ => self.try_io(&request, Buffer::None),
-        };
-        done.complete(tried.map(|_| ()), buffer);
-    }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.below.extents(offset, len, row)
-    }
+        });
+    Arc::new(disk)
 }
 
 /// Returns the content of a disk after a crash at the end of the log: all flushed writes, and some
@@ -120,15 +92,13 @@ fn image(log: &[Event], disk: usize, size: u64, rng: &mut Rng) -> Vec<u8> {
 
 /// Runs random operations on zones. Their data is on disk 0, and their state is on disk 1.
 fn work(log: &Arc<Log>, seed: u64, rounds: u64) {
-    let disk = |number, size: u64| {
-        Arc::new(Disk { number, below: Model::new(size as usize, BLOCK as u32), log: Arc::clone(log) })
-    };
+    let disk = |number, size| logging(number, size, log);
     let zones =
         Zones::new(disk(0, SIZE), config(), StateLocation::Device(disk(1, STATE_BYTES)), None).unwrap();
     let mut rng = Rng::new(seed);
     let mut generations = [1_u64; ZONES as usize];
     let mut written = [0_u64; ZONES as usize];
-    let note = |event| log.lock().push(event);
+    let note = |event| log.0.lock().push(event);
     for _ in 0..rounds {
         let zone = rng.below(ZONES);
         let at = zone as usize;
@@ -261,7 +231,7 @@ fn crash_at_any_moment_keeps_durable_data() {
     for seed in 1..=scaled(12).max(2) {
         let log = Arc::new(Log::default());
         work(&log, seed, 150);
-        let log = log.lock().clone();
+        let log = log.0.lock().clone();
         // Until the state is complete on disk, an open creates it again or refuses it. From then on
         // it must be valid.
         let made =
@@ -278,7 +248,7 @@ fn crash_at_any_moment_keeps_durable_data() {
 fn crash_during_creation_of_the_state() {
     let log = Arc::new(Log::default());
     work(&log, 1, 0);
-    let log = log.lock().clone();
+    let log = log.0.lock().clone();
     for events in 0..=log.len() {
         for seed in 0..50 {
             let mut rng = Rng::new(seed);

@@ -7,8 +7,8 @@ mod power_cuts;
 
 use std::sync::Arc;
 
+use freestone_core::device::Device;
 use freestone_core::device::zoned::{Zone, Zoned};
-use freestone_core::device::{Blocking, Device, Flags};
 use freestone_drive::zone::{Config, Zones};
 use freestone_testkit::Model;
 
@@ -30,9 +30,7 @@ fn content(zone: u64, generation: u64, index: u64) -> Vec<u8> {
 }
 
 fn model_of(bytes: &[u8]) -> Arc<dyn Device> {
-    let model = Model::new(bytes.len(), BLOCK as u32);
-    model.write_at(0, bytes, Flags::empty()).unwrap();
-    Arc::new(model)
+    Arc::new(Model::filled(bytes.to_vec(), BLOCK as u32))
 }
 
 fn rows(zones: &Zones) -> Vec<Zone> {

@@ -12,11 +12,12 @@ mod walk;
 mod zones;
 
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use freestone_control::http::Client;
+use freestone_core::sync::Mutex;
 
 use self::draw::Map;
 use self::walk::{DRAW_MAX, Walk};
@@ -53,7 +54,7 @@ struct DrawingSlot(Arc<Mutex<Vec<Drawing>>>, Instant);
 
 impl Drop for DrawingSlot {
     fn drop(&mut self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).retain(|drawing| drawing.began != self.1);
+        self.0.lock().retain(|drawing| drawing.began != self.1);
     }
 }
 
@@ -118,7 +119,7 @@ impl Maps {
     /// Registers a new map. If another map is being drawn, this fails instead of waiting, because the page
     /// retries.
     fn begin(&self, name: &str) -> Result<DrawingSlot, ApiError> {
-        let mut drawings = self.drawings.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut drawings = self.drawings.lock();
         let now = Instant::now();
         let blocks = |drawing: &&Drawing| drawing.name == name || now - drawing.began < DRAW_MAX + GRACE;
         if let Some(drawing) = drawings.iter().find(blocks) {

@@ -12,13 +12,14 @@ mod ring;
 mod tracer;
 
 use std::fs;
-use std::io::{self, BufRead as _, BufReader};
+use std::io::{self, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdout, Command, ExitStatus};
 use std::sync::{Arc, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use freestone_testkit::process::read_until_ready;
 use libc::pid_t;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -78,14 +79,7 @@ impl TracedProcess {
     /// Waits until the server is ready. On failure, the error contains the output of the server.
     pub fn wait_ready(&mut self) -> Result<(), String> {
         self.step("start");
-        let mut said = String::new();
-        // The line with the control socket is the last one of the start.
-        while !said.contains("control: ") {
-            if !matches!(self.output.read_line(&mut said), Ok(bytes) if bytes > 0) {
-                return Err(said);
-            }
-        }
-        Ok(())
+        read_until_ready(&mut self.output).map(drop)
     }
 
     pub fn arm(&self) {

@@ -1,0 +1,73 @@
+//! The devices of the state directory as a start finds them, with specifications and exports parsed once.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use freestone_spec::entries::Entries;
+use freestone_spec::kinds::{RESTORED, Spec};
+use freestone_state::{Device, Topology};
+
+use crate::exports::UnparsedExport;
+use crate::exports::export_spec::ExportSet;
+use crate::persistence::records::parse_export;
+
+/// A device of the state directory.
+pub struct RecordedDevice {
+    /// The state record.
+    pub record: Device,
+    /// Specification of the device, or the reason why it cannot be parsed.
+    pub spec: Result<Spec, String>,
+    /// Exports of the device.
+    pub export_set: ExportSet,
+    /// Exports whose records cannot be parsed.
+    pub unparsed: Vec<UnparsedExport>,
+}
+
+/// All devices of the state directory, in order of creation.
+#[derive(Default)]
+pub struct RecordedDevices {
+    all: Vec<Arc<RecordedDevice>>,
+    by_name: HashMap<String, usize>,
+}
+
+impl RecordedDevices {
+    /// Parses the devices of the state.
+    pub fn parse(topology: &Topology) -> Self {
+        let all: Vec<_> = topology.devices().map(|device| Arc::new(RecordedDevice::parse(device))).collect();
+        let names = all.iter().map(|device| device.record.name.clone());
+        let by_name = names.enumerate().map(|(index, name)| (name, index)).collect();
+        Self { all, by_name }
+    }
+
+    /// Returns the devices in order of creation: a device comes after the devices it is based on.
+    pub fn all(&self) -> &[Arc<RecordedDevice>] {
+        &self.all
+    }
+
+    /// Returns the device with this name.
+    pub fn find(&self, name: &str) -> Option<&RecordedDevice> {
+        self.by_name.get(name).map(|index| &*self.all[*index])
+    }
+}
+
+impl RecordedDevice {
+    fn parse(record: &Device) -> Self {
+        let mut export_set = ExportSet { at_server_addresses: record.home, exports: Vec::new() };
+        let mut unparsed = Vec::new();
+        for export in &record.exports {
+            match parse_export(export) {
+                Ok(wanted) => export_set.exports.push(wanted),
+                Err(why) => unparsed.push(UnparsedExport { record: export.clone(), why }),
+            }
+        }
+        Self { spec: parse_spec(&record.words), record: record.clone(), export_set, unparsed }
+    }
+}
+
+fn parse_spec(words: &str) -> Result<Spec, String> {
+    let words = Entries::parse(words).map_err(|why| why.to_string())?;
+    if words.kind == RESTORED {
+        return Err("it was restored from a file; restore that file again".to_owned());
+    }
+    Spec::from_entries(words).map_err(|why| why.to_string())
+}
