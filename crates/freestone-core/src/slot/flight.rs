@@ -18,7 +18,8 @@ use std::collections::HashMap;
 
 use crossbeam_utils::CachePadded;
 
-use super::word::{Kind, LOCATION_BITS, SlotGuard, Word};
+use super::lock::SlotGuard;
+use super::word::{Kind, LOCATION_BITS, Word};
 use crate::percpu::{self, PerCpu};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 

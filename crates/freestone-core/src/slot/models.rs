@@ -5,7 +5,8 @@
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use super::{Common, Flights, Kind, Table, Word, lock};
+use super::lock::lock;
+use super::{Common, Flights, Kind, Table, Word};
 use crate::parking::Parking;
 use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
 

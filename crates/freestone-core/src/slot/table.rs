@@ -11,13 +11,14 @@
 //! A bit of a leaf's entry marks a leaf created for pages that are stored in the slots themselves
 //! (same-filled), without pool objects. Leaves of this kind count against memory limits. The bit is set once.
 
+use super::lock::{SlotGuard, lock};
 use super::nodes::{FANOUT_BITS, Nodes};
 use super::root::Root;
-use super::word::{SlotGuard, Word};
+use super::word::Word;
 use crate::device::Result;
 use crate::parking::Parking;
 use crate::sync::{Arc, AtomicU64, Ordering};
-use crate::word_lock::{self, Word as _};
+use crate::word_lock::Word as _;
 
 /// Number of slots in a leaf.
 pub const LEAF_SLOTS: u64 = 1 << FANOUT_BITS;
@@ -219,7 +220,7 @@ impl<'a> Leaf<'a> {
     /// Locks a slot of this leaf.
     #[inline]
     pub fn lock(&self, slot: u64) -> SlotGuard<'a> {
-        word_lock::lock(&self.words[(slot & LEAF_MASK) as usize], self.parking)
+        lock(&self.words[(slot & LEAF_MASK) as usize], self.parking)
     }
 
     /// Returns the word that a slot had at some time during the call, without locking the slot. For reports

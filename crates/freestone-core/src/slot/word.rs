@@ -45,15 +45,6 @@ pub enum Kind {
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Word(u64);
 
-/// A locked slot. Dropping it unlocks the slot unchanged.
-pub type SlotGuard<'a> = word_lock::Guard<'a, Word>;
-
-/// Locks a slot outside of a table, in a model.
-#[cfg(loom)]
-pub fn lock<'a>(slot: &'a crate::sync::AtomicU64, parking: &'a crate::parking::Parking) -> SlotGuard<'a> {
-    word_lock::lock(slot, parking)
-}
-
 const KIND_SHIFT: u32 = 2;
 const KIND_MASK: u64 = 7 << KIND_SHIFT;
 const ALGORITHM_SHIFT: u32 = 5;

@@ -103,7 +103,7 @@ fn dictionary_shrinks_objects() {
 fn streams_are_bounded_by_cpus() {
     let streams = Streams::new(Algorithm::Lz4, &Params::default()).unwrap();
     let before = streams.bytes();
-    assert_eq!(streams.per_cpu.len(), percpu::cpus());
+    assert_eq!(streams.per_cpu.iter().len(), percpu::cpus());
     std::thread::scope(|scope| {
         for _ in 0..16 {
             scope.spawn(|| {
