@@ -114,7 +114,7 @@ impl Counting {
         LimitSuspension::suspend(paths.map(|path| &*path.path.limiting))
     }
 
-    /// Fails requests that wait for the limits of these access paths or their device with [`Error::Gone`].
+    /// Fails requests that wait for the limits of these access paths or their device with [`Error::Gone`](crate::device::Error::Gone).
     /// New requests that would have to wait also fail, until the guard is dropped.
     #[must_use]
     pub fn reject_waiting<'a>(paths: impl Iterator<Item = &'a Self>) -> LimitSuspension {
