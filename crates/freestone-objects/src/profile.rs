@@ -5,10 +5,11 @@ use std::fs::{self, File};
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use freestone_core::sync::Mutex;
 use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 
@@ -102,7 +103,7 @@ impl FileCredentials {
     }
 
     fn current(&self, fresh_for: Duration) -> Arc<AwsCredential> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         if last.1.elapsed() >= fresh_for {
             last.1 = Instant::now();
             match read(&self.path, &self.profile).and_then(|section| section_credential(&section)) {

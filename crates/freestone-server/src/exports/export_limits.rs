@@ -1,10 +1,11 @@
 //! Limits of one export: number of clients, requests and bytes per second.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use freestone::concurrency_limit::ConcurrencyLimit;
 use freestone::device::Counting;
+use freestone_core::sync::Mutex;
 use freestone_spec::limits::LimitSpec;
 
 /// Limits of an export, applied to each of its access paths (counters between the clients and the device).
@@ -28,13 +29,8 @@ impl ExportLimits {
     pub fn new(limits: LimitSpec) -> Self {
         let limited = Self::default();
         limited.places.set(limits.max_clients.into());
-        limited.lock().limits = limits;
+        limited.state.lock().limits = limits;
         limited
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic cannot leave the state inconsistent, so poisoning is ignored.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Applies the limits to another access path of the export.
@@ -42,7 +38,7 @@ impl ExportLimits {
     /// # Errors
     /// Fails if the thread that delays limited requests cannot be started.
     pub fn join(&self, access_path: &Arc<Counting>) -> io::Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         access_path.set_limits(&state.limits.rates)?;
         state.access_paths.retain(|access_path| access_path.strong_count() > 0);
         state.access_paths.push(Arc::downgrade(access_path));
@@ -51,7 +47,7 @@ impl ExportLimits {
 
     /// Returns the current limits.
     pub fn limits(&self) -> LimitSpec {
-        self.lock().limits
+        self.state.lock().limits
     }
 
     /// Changes the limits, also for existing access paths.
@@ -59,7 +55,7 @@ impl ExportLimits {
     /// # Errors
     /// Fails if the thread that delays limited requests cannot be started.
     pub fn set(&self, limits: LimitSpec) -> io::Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         for access_path in state.access_paths.iter().filter_map(Weak::upgrade) {
             access_path.set_limits(&limits.rates)?;
         }
@@ -70,6 +66,6 @@ impl ExportLimits {
 
     /// Returns the access paths that are still in use.
     pub fn access_paths(&self) -> Vec<Arc<Counting>> {
-        self.lock().access_paths.iter().filter_map(Weak::upgrade).collect()
+        self.state.lock().access_paths.iter().filter_map(Weak::upgrade).collect()
     }
 }

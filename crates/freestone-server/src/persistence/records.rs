@@ -1,11 +1,12 @@
 //! The state directory of a server (`serve --state`): devices and exports that the next start restores.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use freestone_control::protocol::RpcError;
+use freestone_core::sync::{Condvar, Mutex};
 use freestone_nbd::Address;
 use freestone_spec::limits::{LimitSpec, LimitWords};
 use freestone_spec::refusal::Errno;
@@ -51,7 +52,7 @@ pub struct PendingChange<'a>(&'a Records);
 
 impl Drop for PendingChange<'_> {
     fn drop(&mut self) {
-        self.0.pending().count -= 1;
+        self.0.pending.lock().count -= 1;
         self.0.change_ended.notify_all();
     }
 }
@@ -102,17 +103,12 @@ impl Records {
         self.closed.load(Ordering::SeqCst)
     }
 
-    fn pending(&self) -> MutexGuard<'_, PendingChanges> {
-        // A panic cannot leave the count inconsistent, so poisoning is ignored.
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Begins a change, which ends when the guard is dropped.
     ///
     /// # Errors
     /// Fails if the server is shutting down.
     pub fn begin_change(&self, names: &[&str]) -> Result<PendingChange<'_>, RpcError> {
-        let mut pending = self.pending();
+        let mut pending = self.pending.lock();
         if pending.is_closed {
             return Err(shutdown_error(&names.join(", ")));
         }
@@ -122,43 +118,38 @@ impl Records {
 
     /// Removes a device from the missing devices: it exists again, was replaced, or was given up.
     pub fn remove_missing(&self, name: &str) {
-        self.missing().remove(name);
+        self.missing.lock().remove(name);
     }
 
     /// Closes the records at shutdown, before exports are removed: new changes fail. Waits for pending changes for at
     /// most [`END_WAIT`]; a change that commits later fails.
     pub fn close(&self) {
-        let mut pending = self.pending();
+        let mut pending = self.pending.lock();
         pending.is_closed = true;
         let waited = self.change_ended.wait_timeout_while(pending, END_WAIT, |pending| pending.count > 0);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        drop(waited);
         self.closed.store(true, Ordering::SeqCst);
-    }
-
-    fn missing(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
-        // A panic cannot leave the map inconsistent, so poisoning is ignored.
-        self.missing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Marks a device as missing, because it could not be created again. Its record in the state remains.
     pub fn add_missing(&self, name: &str, why: &str) {
         let why = why.strip_prefix(name).and_then(|why| why.strip_prefix(": ")).unwrap_or(why);
-        self.missing().insert(name.to_owned(), why.to_owned());
+        self.missing.lock().insert(name.to_owned(), why.to_owned());
     }
 
     /// Returns the names of the missing devices, each with the reason.
     pub fn all_missing(&self) -> Vec<(String, String)> {
-        self.missing().iter().map(|(name, why)| (name.clone(), why.clone())).collect()
+        self.missing.lock().iter().map(|(name, why)| (name.clone(), why.clone())).collect()
     }
 
     /// Returns true if a device is missing because its remote server has not answered yet.
     pub fn is_pending(&self, name: &str) -> bool {
-        self.missing().get(name).is_some_and(|why| why == PENDING)
+        self.missing.lock().get(name).is_some_and(|why| why == PENDING)
     }
 
     /// Returns the reason why a device is missing, or `None` if it is not.
     pub fn why_missing(&self, name: &str) -> Option<String> {
-        self.missing().get(name).cloned()
+        self.missing.lock().get(name).cloned()
     }
 }
 

@@ -14,12 +14,13 @@ use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use freestone::keep::{Keep, KeepError};
 use freestone::ram::{Family, Ram};
+use freestone_core::sync::{Condvar, Mutex};
 use freestone_core::work_queue::OwnedQueue;
 use freestone_spec::kinds::Entry;
 use freestone_spec::{size, times};
@@ -135,25 +136,15 @@ impl Group {
     fn new(family: Family, dir: PathBuf, keep: Keep) -> Self {
         let status = Mutex::new(GroupStatus { tried: Some(Instant::now()), ..GroupStatus::default() });
         let group = Self { family, dir, keep: Mutex::new(keep), status };
-        group.record_contents(&group.keep());
+        group.record_contents(&group.keep.lock());
         group
-    }
-
-    fn status(&self) -> MutexGuard<'_, GroupStatus> {
-        // A panic cannot leave the status inconsistent, so poisoning is ignored.
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn keep(&self) -> MutexGuard<'_, Keep> {
-        // A save that panicked has not replaced any file, so poisoning is ignored.
-        self.keep.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns a device whose content is in the last save, but which could not be created at the start. A save
     /// of the group would overwrite its content.
     fn missing(&self, records: &Records) -> Option<String> {
         let state = records.state()?;
-        let status = self.status();
+        let status = self.status.lock();
         let is_in =
             |name: &String| state.find(name).is_some_and(|device| status.members.contains(&device.uuid));
         records.all_missing().into_iter().map(|(name, _)| name).find(is_in)
@@ -161,7 +152,7 @@ impl Group {
 
     /// Copies time, size and devices of the last save into the status.
     fn record_contents(&self, keep: &Keep) {
-        let mut status = self.status();
+        let mut status = self.status.lock();
         if let Some(kept) = keep.contents() {
             (status.saved, status.file_bytes, status.increments) =
                 (Some(kept.saved_at), kept.file_bytes, kept.increments);
@@ -193,23 +184,13 @@ impl Saves {
         self.at.get().map(|(_, plan)| plan.timeout)
     }
 
-    fn groups(&self) -> MutexGuard<'_, Vec<Arc<Group>>> {
-        // A panic cannot leave the list inconsistent, so poisoning is ignored.
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Logs an error that repeats, unless it is the same as the last one.
     fn log_once(&self, why: &str) {
-        let mut last = self.last_error.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last_error.lock();
         if *last != why {
             error!("{why}");
             why.clone_into(&mut last);
         }
-    }
-
-    fn stale(&self) -> MutexGuard<'_, HashMap<String, SystemTime>> {
-        // A panic cannot leave the map inconsistent, so poisoning is ignored.
-        self.stale.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn stops(&self) -> bool {
@@ -219,7 +200,7 @@ impl Saves {
     /// Adds a group with an existing directory.
     fn add(&self, family: Family, dir: PathBuf, keep: Keep) -> Arc<Group> {
         let group = Arc::new(Group::new(family, dir, keep));
-        self.groups().push(Arc::clone(&group));
+        self.groups.lock().push(Arc::clone(&group));
         group
     }
 
@@ -239,7 +220,7 @@ impl Saves {
         }
         let group = Group::new(family, dir, keep);
         {
-            let mut groups = self.groups();
+            let mut groups = self.groups.lock();
             if !groups.iter().any(|other| other.family.is_same(&group.family)) {
                 groups.push(Arc::new(group));
                 return Ok(());
@@ -247,57 +228,52 @@ impl Saves {
         }
         // Another thread has created the group meanwhile. With two directories, the next start could use the
         // older one.
-        forget(&mut group.keep(), &group.dir);
+        forget(&mut group.keep.lock(), &group.dir);
         Ok(())
     }
 
     fn group_of(&self, ram: &Ram) -> Option<Arc<Group>> {
         let family = ram.family();
-        self.groups().iter().find(|group| group.family.is_same(&family)).cloned()
+        self.groups.lock().iter().find(|group| group.family.is_same(&family)).cloned()
     }
 
     /// Returns the time of a kept device's last save as text in UTC, or `None` if there is none.
     pub fn saved(&self, entry: &Entry) -> Option<String> {
         let ram = entry.kind.ram().filter(|_| entry.is_kept())?;
-        Some(times::format_utc(self.group_of(ram)?.status().saved?))
+        Some(times::format_utc(self.group_of(ram)?.status.lock().saved?))
     }
 
     /// Returns the time of a device's restored content, if the device had newer content when the previous server ended.
     pub fn stale_since(&self, name: &str) -> Option<String> {
-        self.stale().get(name).copied().map(times::format_utc)
+        self.stale.lock().get(name).copied().map(times::format_utc)
     }
 
     /// Records that a device was restored with content of the time `when`, older than its last content.
     pub fn set_stale(&self, name: &str, when: SystemTime) {
-        self.stale().insert(name.to_owned(), when);
+        self.stale.lock().insert(name.to_owned(), when);
     }
 
     /// Removes what [`set_stale`](Self::set_stale) and [`put_changed_base`](Self::put_changed_base) recorded, because
     /// the content was replaced or the device removed.
     pub fn clear_notes(&self, name: &str) {
-        self.stale().remove(name);
-        self.changed_bases().remove(name);
-    }
-
-    fn changed_bases(&self) -> MutexGuard<'_, HashMap<String, PathBuf>> {
-        // A panic cannot leave the map inconsistent, so poisoning is ignored.
-        self.changed_bases.lock().unwrap_or_else(PoisonError::into_inner)
+        self.stale.lock().remove(name);
+        self.changed_bases.lock().remove(name);
     }
 
     /// Returns the file of the device's base that changed while no server ran, or `None`.
     pub fn changed_base_of(&self, name: &str) -> Option<PathBuf> {
-        self.changed_bases().get(name).cloned()
+        self.changed_bases.lock().get(name).cloned()
     }
 
     /// Records that a file of the device's base changed while no server ran.
     pub fn put_changed_base(&self, name: &str, file: PathBuf) {
-        self.changed_bases().insert(name.to_owned(), file);
+        self.changed_bases.lock().insert(name.to_owned(), file);
     }
 
     /// Returns the statistics of a device's saves, for `stat`, or `None` if its content is not kept.
     pub fn stat(&self, entry: &Entry) -> Option<Value> {
         let ram = entry.kind.ram().filter(|_| entry.is_kept())?;
-        let status = self.group_of(ram).map(|group| group.status().clone()).unwrap_or_default();
+        let status = self.group_of(ram).map(|group| group.status.lock().clone()).unwrap_or_default();
         let mut stat = json!({
             "saved": status.saved.map(times::format_utc),
             "file_bytes": status.file_bytes,
@@ -364,7 +340,7 @@ mod tests {
         for family in [0, 1, 0, 1] {
             saves.make(families[family].clone()).unwrap();
         }
-        assert_eq!(saves.groups().len(), 2);
+        assert_eq!(saves.groups.lock().len(), 2);
         assert_eq!(fs::read_dir(dir.path().join(DIR)).unwrap().count(), 2);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -30,31 +30,27 @@ const END_GRACE: Duration = Duration::from_secs(5);
 impl Saves {
     /// Adds a thread that ends soon after `stops` is set, so that the shutdown can join it.
     pub(super) fn adopt(&self, thread: JoinHandle<()>) {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        self.threads.lock().push(thread);
     }
 
     /// Starts the saving thread, if the server has a state directory.
     pub fn run(service: &Arc<Service>) -> std::io::Result<()> {
         let Some((_, plan)) = service.saves.at.get().cloned() else { return Ok(()) };
-        *service.saves.last_save() = Some(OwnedQueue::started("save")?);
+        *service.saves.last_save.lock() = Some(OwnedQueue::started("save")?);
         let weak = Arc::downgrade(service);
         let thread = thread::Builder::new().name("keep".into()).spawn(move || watch(&weak, plan))?;
         service.saves.adopt(thread);
         Ok(())
     }
 
-    fn last_save(&self) -> MutexGuard<'_, Option<OwnedQueue>> {
-        self.last_save.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Sleeps for `time`, or until server shutdown. Returns true if the server shuts down.
     fn sleep(&self, time: Duration) -> bool {
         let (lock, bell) = &self.bell;
-        let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = lock.lock();
         if self.stops() {
             return true;
         }
-        drop(bell.wait_timeout(guard, time).unwrap_or_else(PoisonError::into_inner));
+        drop(bell.wait_timeout(guard, time));
         self.stops()
     }
 
@@ -68,7 +64,7 @@ impl Saves {
             // The receiver may be gone after the timeout.
             let _ = sender.send(Self::end_now(&own, timeout));
         };
-        let thread = service.saves.last_save().take();
+        let thread = service.saves.last_save.lock().take();
         match thread {
             Some(thread) => thread.push(work),
             // The server's start failed before the thread was started.
@@ -83,11 +79,11 @@ impl Saves {
     fn end_now(service: &Service, timeout: Duration) -> usize {
         let saves = &service.saves;
         {
-            let _asleep = saves.bell.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let _asleep = saves.bell.0.lock();
             saves.stops.store(true, Ordering::SeqCst);
         }
         saves.bell.1.notify_all();
-        let threads = std::mem::take(&mut *saves.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads = std::mem::take(&mut *saves.threads.lock());
         for thread in threads {
             // A thread that panicked has logged the panic.
             let _ = thread.join();
@@ -102,7 +98,7 @@ impl Saves {
             }
             if devices.is_empty() {
                 // All devices of the group were removed just before, so no device needs the directory.
-                forget(&mut group.keep(), &group.dir);
+                forget(&mut group.keep.lock(), &group.dir);
                 continue;
             }
             match group.save(&devices, &|| Instant::now() >= end) {
@@ -129,14 +125,14 @@ impl Saves {
 
     /// Returns all groups with their devices. Creates groups for families without one.
     fn all(&self, service: &Service) -> Vec<(Arc<Group>, Vec<Member>)> {
-        let mut known: HashSet<usize> = self.groups().iter().map(|group| group.family.key()).collect();
+        let mut known: HashSet<usize> = self.groups.lock().iter().map(|group| group.family.key()).collect();
         for entry in service.registry.all() {
             let Some(ram) = kept(&entry).filter(|ram| known.insert(ram.family().key())) else { continue };
             if let Err(why) = self.make(ram.family()) {
                 self.log_once(&format!("{}: content cannot be saved: {why}", entry.name()));
             }
         }
-        let groups = self.groups().clone();
+        let groups = self.groups.lock().clone();
         // The devices are read after the groups, so that all devices of a new group are found.
         let mut devices: HashMap<usize, Vec<Member>> = HashMap::new();
         for entry in service.registry.all() {
@@ -209,15 +205,15 @@ fn save_if_due(
 ) {
     if let Some(missing) = group.missing(&service.records) {
         let why = overwrite_error(devices, &missing);
-        if group.status().failed.replace(why.clone()).as_ref() != Some(&why) {
+        if group.status.lock().failed.replace(why.clone()).as_ref() != Some(&why) {
             error!("{why}");
         }
         return;
     }
     if devices.is_empty() {
         // All devices of the group were removed. A new device of the family gets a new group.
-        service.saves.groups().retain(|other| !Arc::ptr_eq(other, group));
-        return forget(&mut group.keep(), &group.dir);
+        service.saves.groups.lock().retain(|other| !Arc::ptr_eq(other, group));
+        return forget(&mut group.keep.lock(), &group.dir);
     }
     if estimates && let Some(why) = group.space_warning(devices) {
         warn!("{why}");
@@ -225,10 +221,10 @@ fn save_if_due(
     let rams = rams(devices);
     let never_saved = rams.iter().any(|(_, ram)| ram.unsaved_bytes().is_none());
     let bytes: u64 = rams.iter().map(|(_, ram)| unsaved_bytes(ram)).sum();
-    let since = group.status().tried.map_or(Duration::MAX, |tried| tried.elapsed());
+    let since = group.status.lock().tried.map_or(Duration::MAX, |tried| tried.elapsed());
     let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never_saved);
     let by_size = plan.after.is_some_and(|after| bytes >= after);
-    let pause = if group.status().failed.is_some() { RETRY_AFTER } else { CHECK_EVERY };
+    let pause = if group.status.lock().failed.is_some() { RETRY_AFTER } else { CHECK_EVERY };
     if (!by_time && !by_size) || since < pause {
         return;
     }
@@ -245,9 +241,9 @@ fn save_if_due(
 impl Group {
     /// Saves the content of the devices. Returns the time of the saved content.
     fn save(&self, devices: &[Member], cancelled: &dyn Fn() -> bool) -> Result<SystemTime, KeepError> {
-        let mut keep = self.keep();
+        let mut keep = self.keep.lock();
         {
-            let mut status = self.status();
+            let mut status = self.status.lock();
             status.tried = Some(Instant::now());
             let bytes = |(uuid, entry): &Member| Some((uuid.clone(), unsaved_bytes(entry.kind.ram()?)));
             // These bytes count as unsaved until the file is durable.
@@ -255,14 +251,14 @@ impl Group {
         }
         let now = keep.save(&rams(devices), cancelled, &mut |_, _| {});
         self.record_contents(&keep);
-        self.status().under_way.clear();
+        self.status.lock().under_way.clear();
         let now = now.inspect_err(|why| {
             if !cancelled() {
-                self.status().failed = Some(why.to_string());
+                self.status.lock().failed = Some(why.to_string());
             }
         })?;
         {
-            let mut status = self.status();
+            let mut status = self.status.lock();
             status.failed = None;
             let known = if now.kind == SaveKind::Whole { 0 } else { status.lost_pages };
             status.lost_pages = known.max(now.lost);
@@ -280,7 +276,7 @@ impl Group {
 
     /// Merges the save files of the group if a merge is due.
     fn merge(&self, cancelled: &dyn Fn() -> bool) {
-        let mut keep = self.keep();
+        let mut keep = self.keep.lock();
         match keep.merge_if_due(cancelled, &mut |_, _| {}) {
             Ok(None) | Err(KeepError::Save(SaveError::Cancelled)) => {}
             Ok(Some(bytes)) => debug!("merged saves into one file of {}", human(bytes)),
@@ -292,9 +288,9 @@ impl Group {
     /// Estimates the size of the next save. Returns a warning if the save would not fit on the disk, or `None`.
     fn space_warning(&self, devices: &[Member]) -> Option<String> {
         // A group that is being saved needs no estimate.
-        let keep = self.keep.try_lock().ok()?;
+        let keep = self.keep.try_lock()?;
         let SaveEstimate { bytes, free_bytes, .. } = keep.estimate(&rams(devices)).ok()?;
-        self.status().needs = Some((bytes, free_bytes));
+        self.status.lock().needs = Some((bytes, free_bytes));
         let (needed, free) = (human(bytes), human(free_bytes));
         let why =
             || format!("{}: the next save needs about {needed}, but only {free} are free", names(devices));

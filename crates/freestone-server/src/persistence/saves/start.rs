@@ -231,21 +231,21 @@ fn own_family(
 /// Loads restored content into memory in the background. Pages that are not loaded yet are read from the files.
 fn load(service: &Service, group: &Arc<Group>, mut loading: BackgroundLoad, name: &str) {
     let (group, name) = (Arc::clone(group), name.to_owned());
-    group.status().loading = Some(loading.progress());
+    group.status.lock().loading = Some(loading.progress());
     let weak = service.weak();
     let work = move || {
         let stops = || weak.upgrade().is_none_or(|service| service.saves.stops());
-        let loaded = loading.run(&stops, &mut |done, all| group.status().loading = Some((done, all)));
+        let loaded = loading.run(&stops, &mut |done, all| group.status.lock().loading = Some((done, all)));
         match loaded {
             LoadOutcome::Complete => {
-                group.status().loading = None;
+                group.status.lock().loading = None;
                 info!("{name}: all saved content is in memory");
             }
             LoadOutcome::Incomplete(pages) => {
                 error!(
                     "{name}: {pages} saved pages are unreadable; reads of them fail until they are overwritten"
                 );
-                group.status().lost_pages = pages;
+                group.status.lock().lost_pages = pages;
             }
             LoadOutcome::Cancelled => {}
         }
