@@ -5,7 +5,7 @@
 //! * [`TestDevice`]: a device over another one, with hooks, held or delayed requests, a bad byte and a log.
 //! * [`DeferringDevice`]: a wrapper that returns "would block" and completes requests in shuffled order.
 //! * [`FaultyDisk`]: a memory disk with fault injection: errors, hangs, torn writes, corruption, lack
-//!   of space.
+//!   of space. [`DiskEngine`] is the part that it shares with the torture's disk.
 //! * [`ModelZoned`]: the simplest zoned device.
 //! * [`ExportedDevice`]: a device that is accessed through an export.
 //! * [`s3`]: an S3 server in the test's process, with fault injection.
@@ -35,7 +35,6 @@ pub mod conformance;
 mod deferred;
 mod effort;
 mod exported_device;
-mod faulty;
 mod http_requests;
 mod latency_proxy;
 pub mod librbd;
@@ -46,6 +45,7 @@ pub mod objects;
 pub mod process;
 mod rng;
 pub mod s3;
+mod simulated;
 mod test_device;
 pub mod tools;
 pub mod vhost_user;
@@ -54,10 +54,13 @@ pub use compare::first_difference;
 pub use deferred::{DeferPolicy, DeferringDevice};
 pub use effort::{effort, scaled};
 pub use exported_device::{ExportClient, ExportedDevice};
-pub use faulty::{FaultEffect, FaultSchedule, FaultyDisk, OpCounts};
 pub use freestone_testkit_macros::test;
 pub use latency_proxy::LatencyProxy;
 pub use model::Model;
 pub use model_zoned::{ModelZoned, ZonedConfig};
 pub use rng::Rng;
+pub use simulated::{
+    DiskEngine, DiskModel, DiskShared, FaultEffect, FaultSchedule, FaultyDisk, Job, OpCounts, Start,
+    Violations,
+};
 pub use test_device::{Manner, SPOILT, TestDevice};

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use freestone_core::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
     TryResult, range_end,
 };
+use freestone_core::sync::Mutex;
 
 use crate::Model;
 
@@ -75,10 +76,6 @@ pub struct TestDevice<D: Device + ?Sized = Model> {
 struct State {
     manner: Manner,
     held: Vec<(Request, HeldCompletion)>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl TestDevice<Model> {
@@ -202,16 +199,16 @@ impl<D: Device + ?Sized> TestDevice<D> {
     }
 
     pub fn set(&self, manner: Manner) {
-        lock(&self.state).manner = manner;
+        self.state.lock().manner = manner;
     }
 
     /// Returns the logged requests with this operation.
     pub fn requests(&self, op: Op) -> Vec<Request> {
-        lock(&self.log).iter().copied().filter(|request| request.op == op).collect()
+        self.log.lock().iter().copied().filter(|request| request.op == op).collect()
     }
 
     pub fn held(&self) -> Vec<Request> {
-        lock(&self.state).held.iter().map(|(request, _)| *request).collect()
+        self.state.lock().held.iter().map(|(request, _)| *request).collect()
     }
 
     /// Completes the held request at `index`.
@@ -231,7 +228,7 @@ impl<D: Device + ?Sized> TestDevice<D> {
     /// Completes or drops one held request. `choose` receives the number of held requests, and returns the
     /// index, and true to drop the request. Returns false if no request is held.
     pub fn release_by(&self, choose: impl FnOnce(usize) -> (usize, bool)) -> bool {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.held.is_empty() {
             return false;
         }
@@ -249,7 +246,7 @@ impl<D: Device + ?Sized> TestDevice<D> {
     }
 
     fn record(&self, request: Request) {
-        lock(&self.log).push(request);
+        self.log.lock().push(request);
     }
 
     fn submitted(&self, request: &Request) {
@@ -267,7 +264,7 @@ impl<D: Device + ?Sized> TestDevice<D> {
 fn completer(state: &Arc<Mutex<State>>, request: Request) -> impl FnOnce(HeldCompletion) + Send + use<> {
     let state = Arc::clone(state);
     move |finish| {
-        let mut state = lock(&state);
+        let mut state = state.lock();
         match state.manner {
             Manner::Held | Manner::Mixed(_) => state.held.push((request, finish)),
             Manner::Thread => drop(thread::spawn(move || finish(false))),
@@ -316,7 +313,7 @@ impl<D: Device + ?Sized> Device for TestDevice<D> {
             Buffer::Read(buffer) => assert_eq!(buffer.len() as u64, request.len),
             Buffer::Write(buffer) => assert_eq!(buffer.len() as u64, request.len),
         }
-        let manner = lock(&self.state).manner;
+        let manner = self.state.lock().manner;
         let is_whole = self.on_try.is_some() || self.geometry().zones.is_some();
         let most = match manner {
             Manner::Partly(most) | Manner::Mixed(most) if !is_whole => most,
@@ -418,7 +415,7 @@ impl<D: Device + ?Sized> Device for TestDevice<D> {
     }
 
     fn prefetch(&self, offset: u64, len: u64) {
-        lock(&self.prefetched).push((offset, len));
+        self.prefetched.lock().push((offset, len));
         self.inner.prefetch(offset, len);
     }
 
@@ -454,7 +451,7 @@ impl<D: Device + ?Sized> Zoned for TestDevice<D> {
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        if !matches!(lock(&self.state).manner, Manner::Inline | Manner::Partly(_)) {
+        if !matches!(self.state.lock().manner, Manner::Inline | Manner::Partly(_)) {
             return Ok(None);
         }
         self.record(Request::write(offset, data.len() as u64).with(flags));

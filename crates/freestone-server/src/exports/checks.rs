@@ -61,7 +61,7 @@ impl Exports {
             let advice =
                 format!("{what}, and its clients would not notice; `freestone unpublish {name}` first");
             if !users.is_empty() {
-                return Err(RpcError::failed(Errno::EBUSY, format!("{name}: {users}; {advice}")));
+                return Err(rpc_error!(EBUSY, "{name}: {users}; {advice}"));
             }
             return self.claim_blocks(entry, false, &advice);
         }
@@ -80,7 +80,7 @@ impl Exports {
                 String::new()
             };
             let activity = format!("{count} since it was made or last wiped{recent}");
-            return Err(RpcError::failed(Errno::EBUSY, format!("{name}: {users}; {activity}; {FORCE_WIPE}")));
+            return Err(rpc_error!(EBUSY, "{name}: {users}; {activity}; {FORCE_WIPE}"));
         }
         self.claim_blocks(entry, force, FORCE)
     }
@@ -132,7 +132,7 @@ fn name_client(client: &Client) -> String {
 pub(super) fn in_use(name: &str, connections: usize, force: &str) -> RpcError {
     let clients =
         if connections == 1 { "a client is".to_owned() } else { format!("{connections} clients are") };
-    RpcError::failed(Errno::EBUSY, format!("{name}: {clients} connected; {force}"))
+    rpc_error!(EBUSY, "{name}: {clients} connected; {force}")
 }
 
 /// Returns the errno for the reason why a ublk block device could not be created.
@@ -154,5 +154,5 @@ pub fn check_not_connection_fork(entry: &Entry) -> Result<(), RpcError> {
         "{}: belongs to a connection to the template {template}, and is removed with it",
         entry.name()
     );
-    Err(RpcError::failed(Errno::EBUSY, why))
+    Err(rpc_error!(EBUSY, "{why}"))
 }

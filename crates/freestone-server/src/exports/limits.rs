@@ -58,7 +58,7 @@ impl Exports {
     ) -> Result<LimitSpec, RpcError> {
         let name = entry.name();
         let failed = |errno, why: String| RpcError::failed(errno, format!("{name}: {why}"));
-        place.check_limits(&limits).map_err(|why| RpcError::invalid(format!("{name}: publish: {why}")))?;
+        place.check_limits(&limits).map_err(|why| rpc_error!(invalid, "{name}: publish: {why}"))?;
         let Some(live) = self.find(name, place) else {
             return Err(failed(Errno::ENODEV, format!("is not published at {place}")));
         };

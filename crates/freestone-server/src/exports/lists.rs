@@ -2,7 +2,6 @@
 
 use freestone_control::protocol::RpcError;
 use freestone_nbd::{Address, AllowList};
-use freestone_spec::refusal::Errno;
 
 use super::{Exports, LiveExport};
 use crate::exports::export_spec::ExportAddress;
@@ -92,12 +91,12 @@ impl Exports {
         let (current, wanted) = (allow::shown(current.as_ref()), allow::shown(list));
         let why =
             format!("{name}: {address}: {current} may connect there, for all its exports, and not {wanted}");
-        Err(RpcError::failed(Errno::EBUSY, why))
+        Err(rpc_error!(EBUSY, "{why}"))
     }
 }
 
 /// Refuses an allow list with which no client could connect to the address of an inherited socket.
 pub(super) fn check(list: Option<&AllowList>, address: &Address) -> Result<(), RpcError> {
     let checked = list.map_or(Ok(()), |list| allow::check(list, address));
-    checked.map_err(|why| RpcError::invalid(format!("--allow: {why}")))
+    checked.map_err(|why| rpc_error!(invalid, "--allow: {why}"))
 }

@@ -9,7 +9,6 @@ use freestone_control::protocol::RpcError;
 use freestone_nbd::{Address, ExportOptions, ListenError, PublishError, TemplateOptions};
 use freestone_spec::kinds::{Entry, KindSpec};
 use freestone_spec::limits::LimitSpec;
-use freestone_spec::refusal::Errno;
 use freestone_ublk as ublk;
 use freestone_vhost_user as vhost_user;
 use tracing::warn;
@@ -41,7 +40,7 @@ impl Exports {
     }
 
     fn add_server_address(&self, listens: Result<Address, ListenError>) -> Result<Address, RpcError> {
-        let at = listens.map_err(|e| RpcError::failed(Errno::EADDRNOTAVAIL, e.to_string()))?;
+        let at = listens.map_err(|e| rpc_error!(EADDRNOTAVAIL, "{e}"))?;
         loop_check::check_address(&self.registry, &at)?;
         self.table().server.push(at.clone());
         Ok(at)
@@ -65,7 +64,7 @@ impl Exports {
         entry.check_no_unfinished_merge()?;
         let Some(taken) = self.registry.exclusive_user(entry) else { return Ok(()) };
         let why = format!("{}: {taken}, so it cannot be published", entry.name());
-        Err(RpcError::failed(Errno::EBUSY, why))
+        Err(rpc_error!(EBUSY, "{why}"))
     }
 
     /// Publishes a device at an NBD address. If the address is not open yet, the server listens there and admits the
@@ -87,9 +86,9 @@ impl Exports {
             self.check_same(name, address, wanted.allow.as_ref())?;
             (address.clone(), false)
         } else {
-            self.tls.check_address(address).map_err(|why| RpcError::invalid(format!("{name}: {why}")))?;
+            self.tls.check_address(address).map_err(|why| rpc_error!(invalid, "{name}: {why}"))?;
             let listen = self.nbd.listen_with_access(address, &self.access, wanted.allow.clone());
-            (listen.map_err(|e| RpcError::failed(Errno::EADDRNOTAVAIL, format!("{name}: {e}")))?, true)
+            (listen.map_err(|e| rpc_error!(EADDRNOTAVAIL, "{name}: {e}"))?, true)
         };
         // A verb that creates an nbd device registers it first and then checks the open addresses, so one of both verbs
         // finds a loop.
@@ -114,13 +113,13 @@ impl Exports {
                 Ok(LiveExport { at, read_only, limits, standalone: None })
             }
             Err(PublishError::Duplicate { .. }) => {
-                Err(RpcError::failed(Errno::EEXIST, format!("{name}: already published at {at}")))
+                Err(rpc_error!(EEXIST, "{name}: already published at {at}"))
             }
             Err(e) => {
                 if opened {
                     self.nbd.close(&at);
                 }
-                Err(RpcError::failed(Errno::EIO, format!("{name}: cannot be published at {at}: {e}")))
+                Err(rpc_error!(EIO, "{name}: cannot be published at {at}: {e}"))
             }
         }
     }
@@ -184,7 +183,7 @@ impl Exports {
         let export = vhost_user::Export::new(path, name, Arc::clone(&device) as _, options);
         let export = export.map_err(|error| {
             let why = format!("{name}: cannot listen at vhost-user:{error}");
-            RpcError::failed(Errno::EADDRNOTAVAIL, why)
+            rpc_error!(EADDRNOTAVAIL, "{why}")
         })?;
         live_standalone(name, StandaloneExport::VhostUser(export), &device, wanted.limits)
     }
@@ -216,7 +215,7 @@ impl Exports {
         self.check_publish(entry)?;
         entry.new_access_path().ok_or_else(|| {
             let why = "a template can only be published over NBD; make a fork with `freestone fork` and publish that";
-            RpcError::failed(Errno::EOPNOTSUPP, format!("{}: {why}", entry.name()))
+            rpc_error!(EOPNOTSUPP, "{}: {why}", entry.name())
         })
     }
 
@@ -229,7 +228,7 @@ impl Exports {
         wanted: &ExportSpec,
     ) -> Result<ExportAddress, RpcError> {
         let checked = wanted.address.check_limits(&wanted.limits);
-        checked.map_err(|why| RpcError::invalid(format!("{}: publish: {why}", entry.name())))?;
+        checked.map_err(|why| rpc_error!(invalid, "{}: publish: {why}", entry.name()))?;
         let live = match &wanted.address {
             ExportAddress::Nbd(at) => self.publish_at_nbd(entry, at, wanted)?,
             ExportAddress::VhostUser(path) => self.publish_vhost_user(entry, path, wanted)?,
@@ -250,7 +249,7 @@ fn live_standalone(
 ) -> Result<LiveExport, RpcError> {
     access_path.tally().set_address(&export.address());
     let limits = Arc::new(ExportLimits::new(limits));
-    limits.join(access_path).map_err(|e| RpcError::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
+    limits.join(access_path).map_err(|e| rpc_error!(ENOMEM, "{name}: {e}"))?;
     let (at, read_only) = (export.place(), export.is_read_only());
     Ok(LiveExport { at, read_only, limits, standalone: Some(Arc::new(export)) })
 }

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use freestone_control::protocol::RpcError;
 use freestone_nbd::Address;
 use freestone_spec::kinds::Entry;
-use freestone_spec::refusal::Errno;
 use tracing::warn;
 
 use super::checks::{FORCE, in_use};
@@ -41,7 +40,7 @@ impl Exports {
         };
         if let ExportAddress::Nbd(address) = place {
             let done = self.nbd.unpublish_at(name, address, force);
-            done.map_err(|e| RpcError::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
+            done.map_err(|e| rpc_error!(EBUSY, "{name}: cannot be unpublished: {e}"))?;
             remove();
             self.close_unused(address);
             return Ok(());
@@ -80,7 +79,7 @@ impl Exports {
         });
         if nbd.clone().next().is_some() {
             let done = self.nbd.unpublish(name, force);
-            done.map_err(|e| RpcError::failed(Errno::EBUSY, format!("{name}: cannot be unpublished: {e}")))?;
+            done.map_err(|e| rpc_error!(EBUSY, "{name}: cannot be unpublished: {e}"))?;
         }
         self.change(name, DeviceExports::clear);
         nbd.for_each(|address| self.close_unused(address));

@@ -155,7 +155,7 @@ impl Records {
 
 /// Returns the error for a change during the shutdown.
 pub fn shutdown_error(names: &str) -> RpcError {
-    RpcError::failed(Errno::ECANCELED, format!("{names}: the server is shutting down"))
+    rpc_error!(ECANCELED, "{names}: the server is shutting down")
 }
 
 /// Returns the error for a change that cannot be written to the state directory.

@@ -1,9 +1,10 @@
-use freestone::device::{Blocking, Flags};
+use freestone::device::{Blocking, Completion, ExtentKind, Flags, IoBuf, Op, Request, Result};
 use freestone_testkit::conformance;
 
 use super::*;
 use crate::oracle::{Durability, Fill, Kind, Oracle, Outcome, fill};
 use crate::rt::sync::mpsc;
+use crate::rt::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 

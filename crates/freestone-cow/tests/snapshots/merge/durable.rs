@@ -33,7 +33,7 @@ fn cow_writes_are_durable_if_origin_has_no_cache() {
         faulty.fault(Some(Op::Write), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
         snapshot.merge().unwrap();
         assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
-        cow.log.lock().unwrap().clear();
+        cow.log.lock().clear();
         origin.write_at(8192 + 512, &[2; 1024], NONE).unwrap();
         let writes = cow.requests(Op::Write);
         assert_eq!(writes.len(), 1, "{writes:?}");

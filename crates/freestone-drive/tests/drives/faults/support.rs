@@ -61,6 +61,6 @@ pub fn fired(faults: &Faults) -> Vec<u64> {
 
 /// Returns how many of the logged requests have FUA, and clears the log.
 pub fn take_durable<D: Device + ?Sized>(device: &TestDevice<D>) -> usize {
-    let log = std::mem::take(&mut *device.log.lock().unwrap());
+    let log = std::mem::take(&mut *device.log.lock());
     log.iter().filter(|request| request.flags.contains(Flags::FUA)).count()
 }

@@ -27,5 +27,5 @@ pub fn vast(size: u64, per_try: u64) -> Arc<Vast> {
 /// Returns the trims and write zeroes that were executed inline or submitted.
 pub fn sweep_steps(device: &Vast) -> Vec<Request> {
     let is_sweep = |request: &&Request| matches!(request.op, Op::Discard | Op::WriteZeroes);
-    device.log.lock().unwrap().iter().filter(is_sweep).copied().collect()
+    device.log.lock().iter().filter(is_sweep).copied().collect()
 }

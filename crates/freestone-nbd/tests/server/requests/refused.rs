@@ -198,7 +198,7 @@ fn fast_zero_without_support_is_refused() {
     let mut client = fixture.enter(true);
     assert_eq!(client.run(FAST_ZERO, WRITE_ZEROES, 0, 4096), ENOTSUP);
     assert_eq!(client.run(FAST_ZERO | NO_HOLE, WRITE_ZEROES, 0, 4096), ENOTSUP);
-    assert!(device.log.lock().unwrap().is_empty());
+    assert!(device.log.lock().is_empty());
     assert_eq!(device.bytes(0, 4096), [7; 4096]);
     assert_eq!(client.run(0, WRITE_ZEROES, 0, 4096), 0);
     assert_eq!(device.bytes(0, 4096), [0; 4096]);

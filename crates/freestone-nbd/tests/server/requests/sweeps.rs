@@ -54,7 +54,7 @@ fn requests_behind_sweep_are_served() {
         let mut client = fixture.enter(headers);
         let (offset, len) = (512, 3 * GIB + 1024);
         for (command, op) in [(TRIM, Op::Discard), (WRITE_ZEROES, Op::WriteZeroes)] {
-            device.log.lock().unwrap().clear();
+            device.log.lock().clear();
             let sweep = client.ask(0, command, offset, len);
             for step in 0.. {
                 eventually(|| device.held().len() == 1 || step == 13);

@@ -139,8 +139,8 @@ fn request_flags_reach_device() {
         with(Op::Discard, 8192, Flags::FUA),
         Request::flush(),
     ];
-    assert_eq!(*device.log.lock().unwrap(), wanted);
-    assert_eq!(*device.prefetched.lock().unwrap(), [(4096, 8192)]);
+    assert_eq!(*device.log.lock(), wanted);
+    assert_eq!(*device.prefetched.lock(), [(4096, 8192)]);
     // Each piece of a write with FUA has FUA.
     assert_eq!(client.write(FUA, 512, &vec![1; 768 << 10]), 0);
     let writes = device.requests(Op::Write);
@@ -212,7 +212,7 @@ fn device_error_fails_only_its_request() {
         assert_eq!(client.run(0, WRITE_ZEROES, 4096, 4096), EIO);
         // The device fails in the middle of a large write: the server discards the rest of the payload.
         device.bad_byte.store(600 * KIB, SeqCst);
-        device.log.lock().unwrap().clear();
+        device.log.lock().clear();
         assert_eq!(client.write(0, 0, &vec![8; 24 << 20]), EIO);
         // Workers may have started some of the 96 pieces after the failed piece.
         let begun = device.requests(Op::Write).len();

@@ -315,11 +315,11 @@ fn flush_covers_completed_writes_of_all_connections() {
     let (mut first, mut second) = (fixture.enter(true), fixture.enter(true));
     for i in 0..20 {
         device.set(if i % 2 == 0 { Manner::Thread } else { Manner::Inline });
-        device.log.lock().unwrap().clear();
+        device.log.lock().clear();
         assert_eq!(first.write(0, i * 4096, &[1; 4096]), 0);
         // A flush on another connection covers the write, because the server reports CAN_MULTI_CONN.
         assert_eq!(second.run(0, FLUSH, 0, 0), 0);
-        let ops: Vec<_> = device.log.lock().unwrap().iter().map(|request| request.op).collect();
+        let ops: Vec<_> = device.log.lock().iter().map(|request| request.op).collect();
         assert_eq!(ops, [Op::Write, Op::Flush]);
     }
     // The server replies to a flush only after the device has completed the flush.

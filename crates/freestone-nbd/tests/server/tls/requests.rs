@@ -207,7 +207,7 @@ fn close_over_tls_replies_to_received_requests() {
         std::thread::sleep(Duration::from_millis(round));
         secure.server.close(&secure.address);
         let answered = writer.join().unwrap();
-        let written = device.log.lock().unwrap().len();
+        let written = device.log.lock().len();
         assert!(answered <= 40 && written >= answered, "{answered} of {written}");
         eventually(|| secure.server.stats().connections == 0);
     }

@@ -10,7 +10,7 @@ use freestone::keep::{BackgroundLoad, Keep, KeepError, LoadOutcome};
 use freestone::ram::{Family, Ram};
 use freestone_control::protocol::RpcError;
 use freestone_spec::kinds::{KindSpec, Spec};
-use freestone_spec::refusal::{Errno, Refusal};
+use freestone_spec::refusal::Refusal;
 use freestone_spec::times;
 use freestone_state::Device;
 use tracing::{error, info, warn};
@@ -55,7 +55,7 @@ impl Saves {
     pub fn find(&self, recorded: &RecordedDevices) -> Result<SavedContents, RpcError> {
         let mut restores = SavedContents { dirs: Vec::new(), by_uuid: HashMap::new(), damaged: None };
         let Some((content, _)) = self.at.get() else { return Ok(restores) };
-        let failed = |why: io::Error| RpcError::failed(Errno::EIO, format!("{}: {why}", content.display()));
+        let failed = |why: io::Error| rpc_error!(EIO, "{}: {why}", content.display());
         let uuids: HashSet<&str> = recorded.all().iter().map(|device| device.record.uuid.as_str()).collect();
         for path in unused::directories(content).map_err(failed)? {
             let mut keep = match Keep::open(&path) {
@@ -136,9 +136,7 @@ impl SavedContents {
         let Some(number) = self.by_uuid.get(&device.uuid).copied() else {
             return match &self.damaged {
                 // The content may be in the damaged directory. An empty device must not replace it.
-                Some(why) => {
-                    Err(RpcError::failed(Errno::EIO, format!("{}: content is damaged: {why}", device.name)))
-                }
+                Some(why) => Err(rpc_error!(EIO, "{}: content is damaged: {why}", device.name)),
                 None => Ok(None),
             };
         };
@@ -172,8 +170,7 @@ fn restore(
     first: &Spec,
 ) -> Result<HashMap<String, Ram>, RpcError> {
     let name = &first.name;
-    let failed =
-        |why: &KeepError| RpcError::failed(Errno::EIO, format!("{name}: cannot restore its content: {why}"));
+    let failed = |why: &KeepError| rpc_error!(EIO, "{name}: cannot restore its content: {why}");
     let Some(contents) = keep.contents().map(|kept| kept.contents.clone()) else {
         return Err(RpcError::internal(format!("{name}: its content is gone")));
     };
@@ -220,7 +217,7 @@ fn own_family(
     let disk = specs_of(recorded, members).find(|spec| matches!(spec.kind, KindSpec::Ram(_)));
     let spec = disk.unwrap_or(first);
     let Some(family) = spec.kind.family() else {
-        return Err(RpcError::failed(Errno::EINVAL, format!("{}: its base does not exist", first.name)));
+        return Err(rpc_error!(EINVAL, "{}: its base does not exist", first.name));
     };
     let of = |refusal: Refusal| refusal.of(&spec.name);
     let backing = service.registry.backing(family).map_err(of)?;
