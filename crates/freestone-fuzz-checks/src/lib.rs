@@ -11,6 +11,7 @@
 
 pub mod corpus;
 mod device;
+pub mod lz4_pages;
 pub mod nbd;
 pub mod nbd_client;
 pub mod power_log;

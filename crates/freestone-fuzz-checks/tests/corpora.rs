@@ -7,7 +7,7 @@ use freestone_fuzz_checks::scratch::Scratch;
 use freestone_fuzz_checks::state::States;
 use freestone_fuzz_checks::store::Stores;
 use freestone_fuzz_checks::vhost_user::VhostUser;
-use freestone_fuzz_checks::{power_log, qcow2, rpc, saved, words, zones};
+use freestone_fuzz_checks::{lz4_pages, power_log, qcow2, rpc, saved, words, zones};
 use freestone_testkit::scaled;
 
 #[test]
@@ -24,6 +24,13 @@ fn nbd_handshake() {
     let counts = run("nbd_handshake", 4000, |input| nbd.handshake(input));
     println!("{counts:?}");
     assert!(counts.accepted > scaled(50) && counts.refused > scaled(1000), "{counts:?}");
+}
+
+#[test]
+fn pages_of_lz4() {
+    let counts = run("lz4_pages", 8000, lz4_pages::check);
+    println!("{counts:?}");
+    assert!(counts.accepted > scaled(4000) && counts.refused > scaled(20), "{counts:?}");
 }
 
 #[test]

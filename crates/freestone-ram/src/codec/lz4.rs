@@ -1,9 +1,9 @@
-//! The block functions of liblz4 with caller-provided state, which lz4-sys does not declare.
+//! Functions of liblz4 that lz4-sys does not declare: decompression, and compression at high levels.
 //!
-//! liblz4 was chosen over `lz4_flex` 0.14 after measuring both on pages: liblz4 decompresses pages
-//! of real files 7 to 12 % faster. `lz4_flex` decompresses pages of noise and zeroes twice as fast,
-//! but only without bounds checks. `LZ4_decompress_safe_partial` for the whole page reaches that
-//! speed with bounds checks.
+//! [`PageCompressor`](super::lz4_page::PageCompressor) compresses at the fast levels. liblz4 was chosen over `lz4_flex`
+//! 0.14 after measuring both on pages: liblz4 decompresses pages of real files 7 to 12 % faster. `lz4_flex` decompresses
+//! pages of noise and zeroes twice as fast, but only without bounds checks. `LZ4_decompress_safe_partial` for the whole
+//! page reaches that speed with bounds checks.
 #![expect(unsafe_code)]
 // UNSAFETY: calls into a C library.
 
@@ -16,23 +16,6 @@ use freestone_core::PAGE_BYTES;
 use lz4_sys as _;
 
 unsafe extern "C" {
-    fn LZ4_sizeofState() -> c_int;
-    fn LZ4_compress_fast_extState(
-        state: *mut c_void,
-        source: *const c_char,
-        target: *mut c_char,
-        source_size: c_int,
-        target_capacity: c_int,
-        acceleration: c_int,
-    ) -> c_int;
-    fn LZ4_compress_fast_extState_fastReset(
-        state: *mut c_void,
-        source: *const c_char,
-        target: *mut c_char,
-        source_size: c_int,
-        target_capacity: c_int,
-        acceleration: c_int,
-    ) -> c_int;
     fn LZ4_sizeofStateHC() -> c_int;
     fn LZ4_compress_HC_extStateHC(
         state: *mut c_void,
@@ -51,41 +34,8 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-pub struct Lz4 {
-    state: Box<[u64]>,
-    acceleration: c_int,
-    /// True if the last compression succeeded, so its table in the state need not be cleared.
-    clean: bool,
-}
-
 fn state(bytes: c_int) -> Box<[u64]> {
     vec![0; usize::try_from(bytes).unwrap_or(0).div_ceil(8)].into()
-}
-
-impl Lz4 {
-    pub fn new(acceleration: i32) -> Self {
-        // SAFETY: returns a constant.
-        Self { state: state(unsafe { LZ4_sizeofState() }), acceleration, clean: false }
-    }
-
-    /// Compresses a page into `out` and returns the size in bytes; `None` if the result does not
-    /// fit.
-    pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
-        let state = self.state.as_mut_ptr().cast();
-        let (from, to) = (page.as_ptr().cast(), out.as_mut_ptr().cast());
-        let call = if self.clean { LZ4_compress_fast_extState_fastReset } else { LZ4_compress_fast_extState };
-        // SAFETY: the state has the size and alignment (8) that the library requires. The variant
-        // that does not clear the state needs one left by a successful call, as `clean` records.
-        // Both read PAGE_BYTES bytes and write at most out.len() bytes.
-        let bytes =
-            unsafe { call(state, from, to, PAGE_BYTES as c_int, out.len() as c_int, self.acceleration) };
-        self.clean = bytes > 0;
-        (bytes > 0).then_some(bytes as usize)
-    }
-
-    pub fn bytes(&self) -> usize {
-        size_of_val(&*self.state)
-    }
 }
 
 pub struct Lz4hc {
@@ -122,7 +72,7 @@ impl Lz4hc {
     }
 }
 
-/// Decompresses a page that [`Lz4`] or [`Lz4hc`] compressed; returns false if the result is not a
+/// Decompresses a page that [`PageCompressor`](super::lz4_page::PageCompressor) or [`Lz4hc`] compressed; returns false if the result is not a
 /// whole page. Needs no working memory.
 ///
 /// Uses the "partial" function with the whole page as the part. The function stops when the page is

@@ -13,6 +13,7 @@ mod codecs;
 mod dictionary;
 mod lend;
 mod lz4;
+mod lz4_page;
 mod lzo;
 mod params;
 mod zstd;
@@ -54,7 +55,7 @@ impl Default for Scratch {
 
 /// Working memory of a compression algorithm, for one thread at a time.
 enum Stream {
-    Lz4(lz4::Lz4),
+    Lz4(lz4_page::PageCompressor),
     Lz4hc(lz4::Lz4hc),
     Lzo(lzo::Lzo),
     Zstd(zstd::Zstd),
@@ -129,7 +130,7 @@ impl Streams {
         let digest = digest.transpose().map_err(StreamsError::Device)?;
         let make = || {
             let mut stream = match algorithm {
-                Algorithm::Lz4 => Stream::Lz4(lz4::Lz4::new(level)),
+                Algorithm::Lz4 => Stream::Lz4(lz4_page::PageCompressor::new(level as usize)),
                 Algorithm::Lz4hc => Stream::Lz4hc(lz4::Lz4hc::new(level)),
                 Algorithm::Lzo => Stream::Lzo(lzo::Lzo::new()),
                 Algorithm::Zstd => Stream::Zstd(zstd::Zstd::new(level, digest.clone())?),

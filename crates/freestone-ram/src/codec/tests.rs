@@ -53,6 +53,44 @@ fn algorithms_round_trip() {
     }
 }
 
+/// The outputs of all sizes: a page that does not fit is refused, and no byte behind the output is written.
+#[test]
+fn lz4_writes_only_to_the_output() {
+    let mut compressor = lz4_page::PageCompressor::new(1);
+    for page in pages() {
+        let mut whole = [MaybeUninit::new(0xAA); PAGE_BYTES + 64];
+        let size = compressor.compress(&page, &mut whole).unwrap();
+        for room in (0..whole.len()).step_by(61).chain([size - 1, size, size + 1, size + 20]) {
+            let mut out = [MaybeUninit::new(0xAA); PAGE_BYTES + 128];
+            let written = compressor.compress(&page, &mut out[..room]);
+            assert!(written.is_none_or(|written| written == size && size <= room), "{room}: {written:?}");
+            // A sequence may need room for a copy of 16 bytes, of which it keeps fewer.
+            assert!(written.is_some() || room < size + 16, "{room}");
+            #[expect(unsafe_code)]
+            // SAFETY: all bytes were initialised above.
+            let behind = out[room..].iter().all(|byte| unsafe { byte.assume_init() } == 0xAA);
+            assert!(behind, "{room}");
+        }
+    }
+}
+
+#[test]
+fn lz4_blocks_are_as_small_as_those_of_liblz4() {
+    let mut compressor = lz4_page::PageCompressor::new(1);
+    let (mut own, mut reference) = (0, 0);
+    for page in pages() {
+        let mut out = [MaybeUninit::uninit(); PAGE_BYTES + 64];
+        own += compressor.compress(&page, &mut out).unwrap();
+        let mut out = [0_u8; PAGE_BYTES + 64];
+        let (from, to) = (page.as_ptr().cast(), out.as_mut_ptr().cast());
+        #[expect(unsafe_code)]
+        // SAFETY: reads a page, and writes at most the size of `out`.
+        let bytes = unsafe { lz4_sys::LZ4_compress_default(from, to, PAGE_BYTES as i32, out.len() as i32) };
+        reference += bytes as usize;
+    }
+    assert!(own * 100 <= reference * 102, "{own} bytes, liblz4 {reference}");
+}
+
 /// The stream is built from the format description in the kernel's documentation.
 #[test]
 fn lzo_reads_reference_stream() {
