@@ -77,6 +77,8 @@ pub struct Log {
     written: u64,
     durable: u64,
     is_unknown: bool,
+    /// Another server may use the file.
+    is_released: bool,
     /// The devices as of the last durable commit.
     topology: Topology,
     next: u64,
@@ -136,6 +138,7 @@ impl Log {
             // A read-only file cannot be appended to: the next change must replace the file, or it
             // fails.
             is_unknown: is_read_only,
+            is_released: false,
             topology,
             next,
             pending: BTreeMap::new(),
@@ -172,6 +175,7 @@ impl Log {
     /// Reserves disk space for a change of `devices` devices, so that the change can be committed
     /// after it has taken effect.
     pub fn reserve(&mut self, devices: usize) -> io::Result<()> {
+        self.check_released()?;
         self.repair()?;
         let wanted = self.bytes + RESERVE_BYTES + devices as u64 * DEVICE_BYTES;
         if self.reserved >= self.bytes + wanted {
@@ -247,6 +251,7 @@ impl Log {
     /// changes.
     fn append(&mut self, lines: &[Line]) -> io::Result<()> {
         freestone_core::trail::step!();
+        self.check_released()?;
         if self.is_unknown {
             return self.rewrite();
         }
@@ -260,6 +265,15 @@ impl Log {
         self.bytes += text.len() as u64;
         self.written += 1;
         Ok(())
+    }
+
+    /// Makes all later writes fail, because another server may use the file.
+    pub fn release(&mut self) {
+        self.is_released = true;
+    }
+
+    fn check_released(&self) -> io::Result<()> {
+        if self.is_released { Err(io::Error::other("the server has ended")) } else { Ok(()) }
     }
 
     // ---- durability -----------------------------------------------------------------------------
@@ -320,6 +334,7 @@ impl Log {
     /// If a step before the rename fails, the old file remains in use. If a later step fails, the
     /// content is unknown.
     fn rewrite(&mut self) -> io::Result<()> {
+        self.check_released()?;
         if self.is_unknown && mutants::on(Mutant::StateGivesUp) {
             return Err(io::Error::other("an earlier write has failed"));
         }

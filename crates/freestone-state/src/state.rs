@@ -16,7 +16,8 @@ use crate::topology::{Device, Topology};
 
 const LOCK_FILE: &str = "lock";
 
-/// State of a server. The state directory is locked while this value exists.
+/// State of a server. The state directory is locked while this value exists, unless [`release`](State::release) is
+/// called before.
 ///
 /// Locking: `log` is locked while lines are written and while the file is replaced, but not during
 /// a sync. One thread syncs the lines of all threads; the others wait on `synced`.
@@ -25,7 +26,7 @@ pub struct State {
     dir: PathBuf,
     log: Mutex<Log>,
     synced: Condvar,
-    _lock: File,
+    lock: File,
 }
 
 /// A change that has begun. Dropping the change without [`commit`](Self::commit) rolls it back.
@@ -54,7 +55,7 @@ impl State {
             Err(error) => return Err(directory_error(error.into())),
         }
         let (log, interrupted) = Log::open(dir)?;
-        let state = Self { dir: dir.to_owned(), log: Mutex::new(log), synced: Condvar::new(), _lock: lock };
+        let state = Self { dir: dir.to_owned(), log: Mutex::new(log), synced: Condvar::new(), lock };
         Ok((state, interrupted))
     }
 
@@ -108,6 +109,14 @@ impl State {
         // Reserve space for the next call. If that fails, the present change has still succeeded.
         let _ = self.log.lock().reserve(0);
         Ok(())
+    }
+
+    /// Releases the state directory at the end of a server, so that another server can use the directory even if a
+    /// thread of this one still holds the state. Later changes fail.
+    pub fn release(&self) {
+        self.log.lock().release();
+        // An unlock of a locked file cannot fail. Otherwise the lock would end with the last reference.
+        let _ = flock(&self.lock, FlockOperation::Unlock);
     }
 
     fn write_error(&self, error: io::Error) -> StateError {

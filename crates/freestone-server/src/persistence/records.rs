@@ -1,8 +1,8 @@
 //! The state directory of a server (`serve --state`): devices and exports that the next start restores.
 
 use std::collections::BTreeMap;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use freestone_control::protocol::RpcError;
@@ -28,7 +28,7 @@ const END_WAIT: Duration = Duration::from_secs(2);
 /// The state directory and the changes of it in progress. Empty if the server has no state directory.
 #[derive(Default)]
 pub struct Records {
-    state: OnceLock<State>,
+    state: OnceLock<Arc<State>>,
     /// True once the shutdown removes exports: changes must no longer be recorded.
     closed: AtomicBool,
     /// Changes in progress. The lock is held only while the count is read or changed.
@@ -61,12 +61,17 @@ impl Records {
     /// Sets the opened state directory, in which changes are recorded from now on.
     pub fn set_state(&self, state: State) {
         // Called once, before verbs can run, so `set` does not fail.
-        let _ = self.state.set(state);
+        let _ = self.state.set(Arc::new(state));
     }
 
     /// Returns the opened state directory, or `None` if the server has none.
     pub fn state(&self) -> Option<&State> {
-        self.state.get()
+        self.state.get().map(Arc::as_ref)
+    }
+
+    /// Returns a reference to the state directory that does not keep the devices alive.
+    pub fn shared_state(&self) -> Option<Arc<State>> {
+        self.state.get().cloned()
     }
 
     /// Writes the records of devices at the start or end of the server, if it has a state directory.

@@ -268,8 +268,14 @@ impl Running {
         thread.push(move || {
             let _ended = CallAtEnd(Some(ended));
             let closing = Closing::of(&self.service.registry.all());
+            let state = self.service.records.shared_state();
             drop(self);
-            let _ = sender.send(closing.wait(end));
+            let unclosed = closing.wait(end);
+            if let Some(state) = state.filter(|_| unclosed == 0) {
+                // A thread that is ending may still hold the service.
+                state.release();
+            }
+            let _ = sender.send(unclosed);
         });
         unclosed
     }
@@ -298,7 +304,11 @@ impl Drop for Running {
     fn drop(&mut self) {
         if self.is_in_use {
             let finish = self.begin_end();
-            finish();
+            if finish().failed == 0
+                && let Some(state) = self.service.records.state()
+            {
+                state.release();
+            }
         }
         self.controls.clear();
         self.http.clear();
