@@ -1,0 +1,1 @@
+"""Made by ``python/unasync.py`` from the package ``_async``, except ``_io.py``."""

@@ -1,0 +1,205 @@
+# Made by python/unasync.py from ../_async/connection.py. Do not edit.
+"""NBD connections, by the package's own client or by libnbd."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Final, TypeVar, Union
+
+from freestone import _nbd_uri
+from freestone._sync._io import Lock, in_thread
+from freestone._sync.nbd import NbdClient
+from freestone._types import Extent
+from freestone.errors import ConnectionLostError, InvalidError
+
+#: The metadata context that tells holes and zeroes.
+ALLOCATION: Final = "base:allocation"
+#: The metadata context of forks and snapshots that tells what the device itself holds.
+CHANGED: Final = "freestone:changed"
+
+Buffer = Union[bytes, bytearray, memoryview]
+_Self = TypeVar("_Self", bound="Connection")
+
+
+class Connection:
+    """A connection to an NBD export: reads and writes without a mount.
+
+    May be used by several threads or tasks, which take turns. A request that fails raises
+    :class:`OSError` with the errno of the reply, and the connection stays usable. A request that is
+    interrupted or cancelled, or takes longer than ``timeout``, closes it. Offsets and lengths are
+    in bytes; exports of Freestone accept any, except for zoned devices, and other servers may
+    require multiples of a block (:class:`InvalidError`).
+    """
+
+    def __init__(self, client: Any, timeout: float, is_libnbd: bool) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._is_libnbd = is_libnbd
+        self._lock = Lock()
+        self._is_closed = False
+
+    @property
+    def size(self) -> int:
+        """Size of the export when the connection was made, in bytes."""
+        return int(self._client.size)
+
+    @property
+    def is_read_only(self) -> bool:
+        """True if the export cannot be written."""
+        return bool(self._client.is_read_only)
+
+    @property
+    def client(self) -> str:
+        """The client in use: ``libnbd`` or ``own``."""
+        return "libnbd" if self._is_libnbd else "own"
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the connection has ended, as far as can be known without a request."""
+        return self._is_closed or not (self._lock.locked() or self._client.is_usable)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Returns ``length`` bytes from ``offset`` on.
+
+        Raises:
+            OSError: The server refuses the read: EINVAL beyond the end of the export, EIO for a
+                disk error.
+            ConnectionLostError: The connection ended.
+            TimedOutError: There was no answer in time.
+        """
+        if length < 0:
+            raise InvalidError(f"length {length} must not be negative")
+        data = bytearray(length)
+        self._run("read", memoryview(data), offset)
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: bytearray | memoryview) -> None:
+        """Fills a buffer with the bytes from ``offset`` on. Raises the errors of :meth:`read`."""
+        self._run("read", memoryview(buffer).cast("B"), offset)
+
+    def write(self, offset: int, data: Buffer, *, fua: bool = False) -> None:
+        """Writes all of ``data`` at ``offset``.
+
+        Args:
+            offset: Place of the first byte.
+            data: The bytes.
+            fua: Return when the data is durable.
+
+        Raises:
+            OSError: The server refuses the write: EPERM if the export is read-only, ENOSPC without
+                space or beyond the end, EIO for a disk error. A part of the data may have been
+                written.
+            ConnectionLostError: The connection ended. The data may have been written.
+            TimedOutError: There was no answer in time. The data may have been written.
+        """
+        self._run("write", memoryview(data).cast("B"), offset, fua)
+
+    def zero(self, offset: int, length: int, *, fua: bool = False) -> None:
+        """Fills a range with zeroes. Raises the errors of :meth:`write`."""
+        self._run("zero", offset, length, fua)
+
+    def trim(self, offset: int, length: int) -> None:
+        """Discards a range; afterwards it reads as zeroes or as before. Raises the errors of
+        :meth:`write`.
+
+        Raises:
+            NotSupportedError: The export does not support trims.
+        """
+        self._run("trim", offset, length)
+
+    def flush(self) -> None:
+        """Returns when all writes that were answered on any connection are durable.
+
+        Raises:
+            NotSupportedError: The export does not support flushes.
+        """
+        self._run("flush")
+
+    def extents(
+        self, offset: int = 0, length: int | None = None, *, context: str = ALLOCATION
+    ) -> list[Extent]:
+        """Returns the extents of a range, in order, without gaps.
+
+        Args:
+            offset: Start of the range.
+            length: Its length; by default up to the end of the export.
+            context: Metadata context that was named when the connection was made.
+
+        Raises:
+            NotSupportedError: The export has no such context.
+        """
+        length = self.size - offset if length is None else length
+        found: list[tuple[int, int]] = self._run("extents", offset, length, context)
+        extents: list[Extent] = []
+        for size, flags in found:
+            extents.append(Extent(offset, size, flags))
+            offset += size
+        return extents
+
+    def _run(self, method: str, *arguments: object) -> Any:
+        with self._lock:
+            if self._is_closed or not self._client.is_usable:
+                raise ConnectionLostError("the NBD connection has ended or is closed")
+            function = getattr(self._client, method)
+            if self._is_libnbd:
+                return in_thread(function, *arguments, self._timeout)
+            return function(*arguments, self._timeout)
+
+    def close(self) -> None:
+        """Closes the connection, after the request of another thread or task."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._is_libnbd:
+                in_thread(self._client.close)
+            else:
+                self._client.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect_nbd(
+    uri: str,
+    *,
+    client: str = "auto",
+    contexts: tuple[str, ...] = (ALLOCATION,),
+    timeout: float = 60.0,
+) -> Connection:
+    """Connects to an export of any NBD server.
+
+    Args:
+        uri: ``nbd://HOST[:PORT]/EXPORT`` or ``nbd+unix:///EXPORT?socket=PATH``; ``nbds`` for TLS,
+            which needs libnbd.
+        client: ``own`` for the package's client, ``libnbd``, or ``auto``: the own one, and libnbd
+            for TLS.
+        contexts: Metadata contexts for :meth:`Connection.extents`; an export need not have them.
+        timeout: Longest duration of the connect and of each request, in seconds.
+
+    Raises:
+        InvalidError: The URI or an option is invalid.
+        NoDeviceError: The server has no such export.
+        NoServerError: No server listens there.
+        NotSupportedError: libnbd is needed and not installed, or the server is too old.
+        ProtocolError: The server violates the protocol.
+        TimedOutError: There was no answer in time.
+    """
+    parsed = _nbd_uri.parse(uri)
+    if client not in ("auto", "own", "libnbd"):
+        raise InvalidError(f"client={client!r}: must be auto, own or libnbd")
+    if client == "libnbd" or (client == "auto" and parsed.is_tls):
+        from freestone._libnbd import LibnbdClient
+
+        opened = in_thread(LibnbdClient, uri, parsed.export, contexts, timeout)
+        return Connection(opened, timeout, is_libnbd=True)
+    own = NbdClient.connect(parsed, contexts, timeout)
+    return Connection(own, timeout, is_libnbd=False)
