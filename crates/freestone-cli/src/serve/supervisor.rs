@@ -8,10 +8,14 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::time::Duration;
-use std::{env, fs, io};
+use std::{env, fs, io, thread};
 
 use anyhow::{Context as _, Result, bail};
-use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, PidfdFlags, Signal, getpid, getppid, kill_process, pidfd_open, set_parent_process_death_signal,
+};
 use sd_notify::NotifyState;
 use tracing::warn;
 
@@ -110,14 +114,39 @@ pub fn parent() -> Option<Pid> {
     getppid()
 }
 
-/// Makes the kernel send SIGTERM to this process when the parent process ends.
+/// Sends SIGTERM to this process when the parent process ends. Where the kernel has no descriptor for the parent, the
+/// signal is sent when the thread that started this process ends.
 pub fn end_with_parent(parent: Option<Pid>) -> Result<()> {
-    set_parent_process_death_signal(Some(Signal::TERM)).context("--exit-with-parent")?;
-    // The parent may have ended before the request, which then has no effect.
+    let handle = parent.and_then(|parent| pidfd_open(parent, PidfdFlags::empty()).ok());
+    if handle.is_none() {
+        set_parent_process_death_signal(Some(Signal::TERM)).context("--exit-with-parent")?;
+    }
+    // The parent may have ended before the request, which then has no effect. Its number may belong to another process.
     if getppid() != parent {
         bail!("--exit-with-parent: the parent has ended already");
     }
+    if let Some(handle) = handle {
+        let wait = move || {
+            if wait_readable(&handle).is_ok() {
+                // A process may always send a signal to itself.
+                let _ = kill_process(getpid(), Signal::TERM);
+            }
+        };
+        let thread = thread::Builder::new().name("parent".into()).spawn(wait);
+        thread.context("--exit-with-parent: cannot start a thread")?;
+    }
     Ok(())
+}
+
+/// Waits without a limit until the descriptor is readable: a process descriptor is once the process has ended.
+fn wait_readable(handle: &OwnedFd) -> io::Result<()> {
+    loop {
+        match poll(&mut [PollFd::new(handle, PollFlags::IN)], None) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
 }
 
 #[cfg(test)]
