@@ -59,9 +59,14 @@ class LibnbdClient:
             raise NoServerError(f"{uri}: {error.string}") from error
 
     @property
+    def is_open(self) -> bool:
+        """True until the connection is closed here; false in a child made by ``os.fork()``."""
+        return not self._is_broken and self._owner == os.getpid()
+
+    @property
     def is_usable(self) -> bool:
         """True if the connection is open, as far as can be known without a request."""
-        if self._is_broken or self._owner != os.getpid():
+        if not self.is_open:
             return False
         if self._handle.aio_is_ready():
             self._handle.poll(0)  # Notices that the server has closed the connection.
@@ -77,8 +82,6 @@ class LibnbdClient:
             self._handle.poll(max(1, int(left * 1000)))
 
     def _run(self, timeout: float, what: str, start: Any, *arguments: Any, **options: Any) -> None:
-        if self._is_broken or self._owner != os.getpid():
-            raise ConnectionLostError(f"{self._name}: the connection is closed")
         try:
             cookie = start(*arguments, **options)
             self._wait(lambda: bool(self._handle.aio_command_completed(cookie)), timeout, what)

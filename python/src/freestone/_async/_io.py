@@ -22,6 +22,7 @@ __all__ = [
     "monotonic",
     "run_program",
     "sleep",
+    "unless_locked",
 ]
 
 Lock = asyncio.Lock
@@ -157,6 +158,11 @@ async def _connect_tcp(host: str, port: int) -> Socket:
 async def sleep(seconds: float) -> None:
     """Waits."""
     await asyncio.sleep(seconds)
+
+
+def unless_locked(lock: Lock, check: Callable[[], bool]) -> bool:
+    """Returns what the check returns, or False if a task holds the lock."""
+    return not lock.locked() and check()
 
 
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:

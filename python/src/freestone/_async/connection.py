@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar, Union
 
 from freestone import _nbd_uri
-from freestone._async._io import Lock, in_thread
+from freestone._async._io import Lock, in_thread, unless_locked
 from freestone._async.nbd import NbdClient
 from freestone._types import Extent
 from freestone.errors import ConnectionLostError, InvalidError
@@ -55,7 +55,7 @@ class Connection:
     @property
     def is_closed(self) -> bool:
         """True if the connection has ended, as far as can be known without a request."""
-        return self._is_closed or not (self._lock.locked() or self._client.is_usable)
+        return self._is_closed or unless_locked(self._lock, lambda: not self._client.is_usable)
 
     async def read(self, offset: int, length: int) -> bytes:
         """Returns ``length`` bytes from ``offset`` on.
@@ -137,12 +137,19 @@ class Connection:
 
     async def _run(self, method: str, *arguments: object) -> Any:
         async with self._lock:
-            if self._is_closed or not self._client.is_usable:
+            if self._is_closed or not self._client.is_open:
                 raise ConnectionLostError("the NBD connection has ended or is closed")
             function = getattr(self._client, method)
-            if self._is_libnbd:
+            if not self._is_libnbd:
+                return await function(*arguments, self._timeout)
+            try:
                 return await in_thread(function, *arguments, self._timeout)
-            return await function(*arguments, self._timeout)
+            except Exception:
+                raise
+            except BaseException:
+                # The thread may still use the client, until the deadline of its request.
+                self._is_closed = True
+                raise
 
     async def close(self) -> None:
         """Closes the connection, after the request of another thread or task."""

@@ -195,6 +195,8 @@ class Disk(Device):
 
     The short forms ``read``, ``write``, ``zero``, ``trim``, ``flush`` and ``extents`` share a
     connection that the server object keeps, and that verbs of this object close where they need to.
+    If the server ends the connection, as a power cut does, the next request makes another one; a
+    read is also repeated.
     """
 
     async def _connection(self) -> Connection:
@@ -202,7 +204,11 @@ class Disk(Device):
 
     async def read(self, offset: int, length: int) -> bytes:
         """Returns ``length`` bytes from ``offset`` on. See :meth:`Connection.read`."""
-        return await (await self._connection()).read(offset, length)
+        try:
+            return await (await self._connection()).read(offset, length)
+        except errors.ConnectionLostError:
+            # A power cut ends connections a moment after the reply to the last write.
+            return await (await self._connection()).read(offset, length)
 
     async def write(self, offset: int, data: Buffer, *, fua: bool = False) -> None:
         """Writes ``data`` at ``offset``; with ``fua`` durably. See :meth:`Connection.write`."""

@@ -175,11 +175,11 @@ class Server:
             pause = min(pause * 2, _PAUSE_MAX)
 
     async def _end(self, process: _process.ServerProcess, timeout: float) -> tuple[int, str]:
-        """Ends the program: in order within ``timeout``, else at once. Returns its status and its
-        messages.
+        """Waits for the end of the program, and kills it after ``timeout``.
+
+        Returns:
+            Its exit status and its messages.
         """
-        if process.status() is None and timeout > 0:
-            process.send(signal.SIGTERM)
         until = monotonic() + timeout
         pause = _PAUSE_MIN
         status = process.status()
@@ -205,12 +205,17 @@ class Server:
         Raises:
             ServerEndError: The server had ended by itself, was killed, or reports lost content.
         """
+        await self._close(timeout, is_ending=False)
+
+    async def _close(self, timeout: float | None, *, is_ending: bool) -> None:
         await self._core.disconnect_all()
         process, self._core.process = self._core.process, None
         if process is None or not process.is_owner:
             return
         default = _END_TIMEOUT if self._state is None else _END_TIMEOUT_OF_STATE
         limit = default if timeout is None else timeout
+        if not is_ending and limit > 0:
+            process.send(signal.SIGTERM)
         status, said = await self._end(process, limit)
         if status != 0:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -230,7 +235,8 @@ class Server:
             ServerEndError: Content was lost.
         """
         await self.call("shutdown", force=force)
-        await self.close()
+        # A second request, such as a signal, would end the server without its last save.
+        await self._close(None, is_ending=True)
 
     async def __aenter__(self: _Self) -> _Self:
         if self._core.control is None:

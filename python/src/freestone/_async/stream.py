@@ -35,13 +35,14 @@ class Stream:
         self._socket.end()
 
     @property
-    def is_idle(self) -> bool:
-        """True if the next exchange can start: the server has neither closed the connection nor
-        sent anything.
+    def is_open(self) -> bool:
+        """True until the connection is closed here; false in a child made by ``os.fork()``."""
+        return not self.is_closed and self._owner == os.getpid()
 
-        False in a child made by ``os.fork()``, which must not use the connection of its parent.
-        """
-        if self.is_closed or self._owner != os.getpid() or self._end > self._start:
+    @property
+    def is_idle(self) -> bool:
+        """True if the connection is open, and the server has neither closed it nor sent more."""
+        if not self.is_open or self._end > self._start:
             return False
         poll = select.poll()
         poll.register(self._socket.sock, select.POLLIN)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from freestone.errors import NoServerError, TimedOutError
 
 __all__ = ["Lock", "Socket", "connect_tcp", "connect_unix", "in_thread", "monotonic", "run_program",
-"sleep"]
+"sleep", "unless_locked"]
 
 Lock = threading.Lock
 monotonic = time.monotonic
@@ -110,6 +110,16 @@ def connect_tcp(host: str, port: int, timeout: float) -> Socket:
         raise NoServerError(f"no server answers at {host}:{port}: {why}") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Socket(sock)
+
+
+def unless_locked(lock: threading.Lock, check: Callable[[], bool]) -> bool:
+    """Returns what the check returns, or False if a thread holds the lock. Holds it meanwhile."""
+    if not lock.acquire(blocking=False):
+        return False
+    try:
+        return check()
+    finally:
+        lock.release()
 
 
 def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:

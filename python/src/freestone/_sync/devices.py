@@ -196,6 +196,8 @@ class Disk(Device):
 
     The short forms ``read``, ``write``, ``zero``, ``trim``, ``flush`` and ``extents`` share a
     connection that the server object keeps, and that verbs of this object close where they need to.
+    If the server ends the connection, as a power cut does, the next request makes another one; a
+    read is also repeated.
     """
 
     def _connection(self) -> Connection:
@@ -203,7 +205,11 @@ class Disk(Device):
 
     def read(self, offset: int, length: int) -> bytes:
         """Returns ``length`` bytes from ``offset`` on. See :meth:`Connection.read`."""
-        return (self._connection()).read(offset, length)
+        try:
+            return (self._connection()).read(offset, length)
+        except errors.ConnectionLostError:
+            # A power cut ends connections a moment after the reply to the last write.
+            return (self._connection()).read(offset, length)
 
     def write(self, offset: int, data: Buffer, *, fua: bool = False) -> None:
         """Writes ``data`` at ``offset``; with ``fua`` durably. See :meth:`Connection.write`."""

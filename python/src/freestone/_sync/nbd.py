@@ -74,6 +74,11 @@ class NbdClient:
         return bool(self._export.flags & wire.READ_ONLY)
 
     @property
+    def is_open(self) -> bool:
+        """True until the connection is closed here; false in a child made by ``os.fork()``."""
+        return self._stream.is_open
+
+    @property
     def is_usable(self) -> bool:
         """True if the connection is open, as far as can be known without a request."""
         return self._stream.is_idle
