@@ -15,30 +15,7 @@ import pytest
 import freestone
 from freestone import MiB, _process, _program
 from freestone._sync.control import Control
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def stop(pid: int | None) -> None:
-    """Stops a process, and returns when all its threads have stopped."""
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        while (task / "stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
-
-
-def wait_for_end(pid: int, seconds: float = 10) -> None:
-    until = time.monotonic() + seconds
-    while is_alive(pid):
-        assert time.monotonic() < until, f"process {pid} still runs"
-        time.sleep(0.01)
+from processes import is_alive, stop, wait_for_end
 
 
 def wait_until_ended(server: freestone.Server) -> None:
@@ -223,11 +200,10 @@ def test_server_that_ends_during_a_call_is_reported() -> None:
 
 
 def test_stopped_server_meets_its_deadlines() -> None:
-    server = freestone.Server(call_timeout=0.2).start()
+    server = freestone.Server().start()
     disk = server.create("disk", "ram", disksize=MiB)
-    disk.write(0, b"x")
-    assert server.pid is not None
     stop(server.pid)
+    server.call_timeout = 0.2
     began = time.monotonic()
     with pytest.raises(freestone.TimedOutError, match=r"stat: .*0\.2 s"):
         server.stat()
@@ -374,6 +350,15 @@ def test_server_ends_with_its_process() -> None:
     pid, control = out.split()
     assert not is_alive(int(pid))
     assert not Path(control).parent.exists()
+
+
+def test_forgotten_and_stopped_server_ends_with_its_process() -> None:
+    text = (
+        "import freestone, os, gc, signal; pid = freestone.Server().start().pid; gc.collect();"
+        "os.kill(pid, signal.SIGSTOP); print(pid); freestone._process.EXIT_GRACE = 0.1"
+    )
+    out, _ = run_python(text, wait=False).communicate(timeout=30)
+    assert not is_alive(int(out))
 
 
 def test_server_of_a_killed_process_ends_and_its_directory_is_swept() -> None:

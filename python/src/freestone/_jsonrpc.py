@@ -31,7 +31,7 @@ def result(number: int, line: bytes) -> Any:
     """Returns the result in a response line, or raises the error in it."""
     try:
         message: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the server sent a line that is not JSON: {line[:200]!r}") from error
     if not isinstance(message, dict):
         raise ProtocolError(f"the server sent a response that is not an object: {line[:200]!r}")

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import threading
 import time
-import weakref
 from typing import Final
 
 from freestone import _program
@@ -37,7 +36,8 @@ KILL_GRACE: Final = 10.0
 #: Longest wait for a server at the end of this process, in seconds.
 EXIT_GRACE: Final = 5.0
 
-_running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
+#: Ended at the end of this process, even if nothing refers to their objects any more.
+_running: set[ServerProcess] = set()
 _once = threading.Lock()
 _swept_by: int | None = None
 
@@ -196,6 +196,12 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
+
+
+def reason(messages: str) -> str:
+    """Returns the line of a program's messages that tells why it ended: of usage the first."""
+    lines = [line.strip() for line in messages.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
 
 
 def check_directory(path: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from freestone import _jsonrpc
 from freestone._sync._io import connect_unix
 from freestone._sync.stream import Stream
-from freestone.errors import ConnectionLostError, ServerEndedError, TimedOutError
+from freestone.errors import ConnectionLostError, ProtocolError, ServerEndedError, TimedOutError
 
 #: Idle connections that are kept for the next calls. The server closes idle ones if others wait.
 _MAX_IDLE: Final = 8
@@ -61,8 +61,16 @@ class Control:
                     f"{method}: the server did not answer within {timeout:g} s"
                 ) from None
             raise
+        try:
+            result = _jsonrpc.result(number, answer)
+        except ProtocolError:
+            stream.close()
+            raise
+        except BaseException:
+            self._put(stream)
+            raise
         self._put(stream)
-        return _jsonrpc.result(number, answer)
+        return result
 
     def _take(self) -> Stream | None:
         """Returns a kept connection that can be used, if there is one."""

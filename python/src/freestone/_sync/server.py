@@ -95,6 +95,24 @@ class Server:
         """True between start and end, unless the process has ended by itself."""
         return self._core.is_running
 
+    @property
+    def call_timeout(self) -> float:
+        """Longest wait for the answer of a verb and of short reads and writes, in seconds."""
+        return self._core.call_timeout
+
+    @call_timeout.setter
+    def call_timeout(self, seconds: float) -> None:
+        self._core.call_timeout = seconds
+
+    @property
+    def job_timeout(self) -> float:
+        """Longest wait for a verb that moves data, such as ``save``, in seconds."""
+        return self._core.job_timeout
+
+    @job_timeout.setter
+    def job_timeout(self, seconds: float) -> None:
+        self._core.job_timeout = seconds
+
     def messages(self) -> str:
         """Returns what the program has written to stderr, at most the last 64 KiB."""
         return self._core.process.messages() if self._core.process is not None else ""
@@ -164,10 +182,9 @@ class Server:
             status = process.status()
             if status is not None:
                 said = process.messages()
-                last = said.strip().rpartition("\n")[2] or "it printed nothing"
-                message = (
-                    f"{process.program} ended with status {status} before it was ready: {last}"
-                )
+                message = f"{process.program} ended with status {status} before it was ready"
+                reason = _process.reason(said)
+                message += f": {reason}" if reason else ""
                 raise errors.ServerStartError(message, stderr=said, status=status)
             if monotonic() > until:
                 message = f"{process.program} was not ready within {self._timeout:g} s"
@@ -220,8 +237,8 @@ class Server:
         status, said = self._end(process, limit)
         if status != 0:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-            last = said.strip().rpartition("\n")[2]
-            message = f"the server (pid {process.pid}) {how}" + (f": {last}" if last else "")
+            reason = _process.reason(said)
+            message = f"the server (pid {process.pid}) {how}" + (f": {reason}" if reason else "")
             raise errors.ServerEndError(message, stderr=said, status=status)
 
     def shutdown(self, *, force: bool = False) -> None:
