@@ -1,21 +1,27 @@
 #!/bin/bash
-# run-packages.sh [PART...] - builds the Debian packages with cargo xtask package and tests them:
+# run-packages.sh [PART...] - builds the Debian packages and wheels with cargo xtask package and tests them:
 #   lintian    reports no error and no warning for the packages of the other parts
 #   root       in a clean root (minbase): install, run a server as its own user, access it with a client, reinstall under the running
 #              server, remove and purge; no files are left
 #   arm64      run the program for arm64 in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, shutdown
 #   container  the image of packaging/Containerfile on a base of the clean root's packages: an unprivileged server without capabilities,
 #              TLS, a state that survives a restart, shutdown; no containers or volumes are left
+#   wheel      with each Python of this machine from 3.9 on (Debian's and those of pyenv, or PYTHONS): install the wheel in a clean
+#              environment, use it without a compiler in PATH, run the package's tests with it
+#   wheel-arm64  use the program of the wheel for arm64 in an emulator
+#   types      pyright over the Python package and its tests
 # Runs all parts by default. DEBS names a directory with packages to test in place of a build. Needs root.
 set -eu
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "run-packages: only root can make a clean root: run this as root" >&2; exit 1; }
 debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
-[ $# -gt 0 ] || set -- lintian root arm64 container
+[ $# -gt 0 ] || set -- lintian root arm64 container wheel wheel-arm64 types
 if [ -z "${DEBS:-}" ]; then
   rm -rf "$debs"
   case " $* " in *\ root\ * | *\ container\ *) cargo xtask package ;; esac
   case " $* " in *\ arm64\ *) cargo xtask package --arch arm64 ;; esac
+  case " $* " in *\ wheel\ *) cargo xtask package wheel ;; esac
+  case " $* " in *\ wheel-arm64\ *) cargo xtask package wheel --arch arm64 ;; esac
 fi
 dir=$(mktemp -d); server=
 end() {
@@ -215,9 +221,61 @@ runs_in_a_container() {
   ok "an image of $((size / 1000000)) MB on a base of $((base / 1000000)) MB: user 10809 without capabilities serves by TLS, is healthy, keeps its state, ends"
 }
 
+# Lists a Python of each version from 3.9 on that can make environments.
+pythons() {
+  known=
+  for python in ${PYTHONS:-/usr/bin/python3.[0-9]* "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python3}; do
+    version=$("$python" -c 'import sys, ensurepip, ssl; sys.version_info >= (3, 9) or sys.exit(1); print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+    case " $known " in *" $version "*) ;; *) known="$known $version"; echo "$python" ;; esac
+  done; }
+
+# Makes a virtual environment with packages, named as for pip.
+environment() { # PYTHON PACKAGE...
+  rm -rf "$dir/venv"; python=$1; shift
+  { "$python" -m venv "$dir/venv" && "$dir/venv/bin/pip" install --quiet --disable-pip-version-check "$@"; } >"$dir/log" 2>&1 ||
+    { cat "$dir/log" >&2; wrong "no environment of $python with $*"; }
+}
+
+wheel_is_used() {
+  wheel=$(one "wheels/amd64/freestone-*.whl") said=$dir/said count=0
+  for python in $(pythons); do
+    environment "$python" --no-index "$wheel"
+    # The only programs in PATH are those of the environment.
+    (cd "$dir" && env -i PATH="$dir/venv/bin" HOME="$dir" "$dir/venv/bin/python" - ) <python/tests/smoke.py >"$said" 2>&1 ||
+      { cat "$said" >&2; wrong "$python cannot use the wheel"; }
+    grep -q "$dir/venv/bin/freestone\$" "$said" || wrong "$python started another program: $(cat "$said")"
+    "$dir/venv/bin/pip" install --quiet --disable-pip-version-check 'pytest>=8,<10' >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "no pytest"; }
+    (cd python && env -u FREESTONE_PROGRAM -u PYTHONPATH "$dir/venv/bin/python" -m pytest -q -p no:cacheprovider -o pythonpath= ) >"$dir/log" 2>&1 ||
+      { cat "$dir/log" >&2; wrong "the tests fail with $python"; }
+    ok "$(sed 's/, [^,]*$//' "$said"): $(tail -n 1 "$dir/log")"
+    count=$((count + 1))
+  done
+  [ $count -gt 0 ] || wrong "this machine has no Python from 3.9 on with venv"
+}
+
+wheel_runs_on_arm64() {
+  wheel=$(one "wheels/arm64/freestone-*_aarch64.whl")
+  python3 -m zipfile --extract "$wheel" "$dir/arm64-wheel"
+  program=$(echo "$dir"/arm64-wheel/freestone-*.data/scripts/freestone)
+  readelf --file-header "$program" | grep -q 'Machine: *AArch64' || wrong "the program of the wheel is not for arm64"
+  chmod 755 "$program"
+  printf '#!/bin/sh\nexec qemu-aarch64-static "%s" "$@"\n' "$program" >"$dir/emulated"
+  chmod 755 "$dir/emulated"
+  PYTHONPATH=$dir/arm64-wheel FREESTONE_PROGRAM=$dir/emulated timeout 300 python3 - <python/tests/smoke.py >"$dir/said" 2>&1 ||
+    { cat "$dir/said" >&2; wrong "the program of the arm64 wheel cannot be used"; }
+  ok "$(basename "$wheel"), in an emulator: disks, forks and a power cut"
+}
+
+types_are_strict() {
+  environment "$(pythons | tail -n 1)" pyright 'pytest>=8,<10'
+  (cd python && "$dir/venv/bin/pyright" --pythonpath "$dir/venv/bin/python") >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "pyright complains"; }
+  ok "pyright, strict: $(tail -n 1 "$dir/log")"
+}
+
 for part; do
   case $part in
     lintian) lintian_says_nothing ;; root) installed_and_gone ;; arm64) runs_on_arm64 ;; container) runs_in_a_container ;;
+    wheel) wheel_is_used ;; wheel-arm64) wheel_runs_on_arm64 ;; types) types_are_strict ;;
     *) wrong "unknown part: $part" ;;
   esac
 done

@@ -8,6 +8,7 @@ mod docs;
 mod gate;
 mod instructions;
 mod package;
+mod python;
 mod record;
 mod sanitize;
 mod steps;
@@ -92,11 +93,18 @@ enum Command {
     },
     /// Build the engine for fio; fetch the source of the installed fio first if it is missing
     Fio,
-    /// Build the Debian package and the package of its debug symbols; see docs/how-to/install.md
+    /// Build the Debian package and the package of its debug symbols, see docs/how-to/install.md; or the wheel of the
+    /// Python package, see docs/how-to/python.md
     Package {
+        /// Form of the package
+        #[arg(value_enum, default_value = "deb")]
+        form: package::Form,
         /// Architecture; arm64 is cross-compiled with Debian's compilers
         #[arg(long, value_enum, default_value = "amd64")]
         arch: package::arch::Arch,
+        /// Cargo's profile for the program in a wheel, to try a wheel without waiting for the build of packages
+        #[arg(long)]
+        profile: Option<String>,
     },
     /// Run a benchmark in a release build; without a name, list the benchmarks
     Bench {
@@ -163,7 +171,9 @@ fn run(cli: Cli) -> Result<Verdict> {
         Command::Tidy { lower: true } => return tidy::lower().map(|()| Verdict::Passed),
         Command::Tidy { lower: false } => vec![Step::Tidy],
         Command::Fio => return Ok(build::fio::run()?.into()),
-        Command::Package { arch } => return Ok(package::run(arch)?.into()),
+        Command::Package { form, arch, profile } => {
+            return Ok(package::run(form, arch, profile.as_deref())?.into());
+        }
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
             return Ok(docs::command(&args[1..])?.into());
         }

@@ -1,5 +1,5 @@
 //! `cargo xtask package`: builds the Debian package of the program, with manual pages, completions, units and udev rules,
-//! and the package of its debug symbols.
+//! and the package of its debug symbols; or the wheel of the Python package.
 
 pub mod arch;
 mod changelog;
@@ -7,12 +7,14 @@ mod control;
 mod copyright;
 mod program;
 mod tree;
+mod wheel;
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
+use clap::ValueEnum;
 
 use self::arch::Arch;
 use crate::cargo::{self, cargo, output};
@@ -22,10 +24,27 @@ const NAME: &str = "freestone";
 /// Version of the workspace and of the package.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-pub fn run(arch: Arch) -> Result<bool> {
+/// Form of a package.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Form {
+    /// Debian package of the program, and that of its debug symbols.
+    Deb,
+    /// Wheel of the Python package, which contains the program.
+    Wheel,
+}
+
+pub fn run(form: Form, arch: Arch, profile: Option<&str>) -> Result<bool> {
     // Every user must be able to read the files of the package.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     arch.ensure()?;
+    if form == Form::Wheel {
+        let wheel = wheel::build(arch, profile.unwrap_or(program::PROFILE))?;
+        println!("wheel: {} ({:.1} MB)", wheel.display(), fs::metadata(&wheel)?.len() as f64 / 1e6);
+        return Ok(true);
+    }
+    if profile.is_some() {
+        bail!("--profile is for the wheel; the Debian package has the profile {}", program::PROFILE);
+    }
     let out = cargo::target_dir().join("package");
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
     let out = out.canonicalize()?;

@@ -10,7 +10,8 @@ use super::arch::Arch;
 use super::{NAME, empty_dir};
 use crate::cargo::{cargo, output, target_dir};
 
-const PROFILE: &str = "dist";
+/// Profile of cargo for packages.
+pub const PROFILE: &str = "dist";
 
 pub struct Parts {
     pub stripped: PathBuf,
@@ -19,13 +20,16 @@ pub struct Parts {
     pub build_id: String,
 }
 
+/// Returns the commit that `freestone --version` prints.
+pub fn commit() -> Result<String> {
+    output(Command::new("git").args(["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]))
+}
+
 pub fn build(arch: Arch) -> Result<PathBuf> {
-    let commit = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"];
-    let commit = output(Command::new("git").args(commit))?;
     let mut cargo = cargo();
     cargo.args(["build", "--locked", "--profile", PROFILE]);
     cargo.args(["--package", "freestone-cli", "--bin", NAME, "--features", "full"]);
-    cargo.env("FREESTONE_COMMIT", commit).envs(arch.environment()?);
+    cargo.env("FREESTONE_COMMIT", commit()?).envs(arch.environment()?);
     let mut dir = target_dir();
     if arch.is_cross() {
         cargo.args(["--target", arch.triple()]);

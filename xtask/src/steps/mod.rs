@@ -14,6 +14,7 @@ use crate::build::variants::{CopiedWorkspace, with_variants};
 use crate::build::workspace;
 use crate::cargo::{self, Outcome, cargo};
 use crate::instructions;
+use crate::python;
 use crate::sanitize::{self, Extent, Sanitizer};
 use crate::suites;
 use crate::tidy;
@@ -36,6 +37,8 @@ pub enum Step {
     Doc,
     /// All tests, including those with real clients and the examples in the documentation
     Test,
+    /// Types and tests of the Python package
+    Python,
     /// Loom models of the lock protocols
     Models,
     /// Torture: fixed seeds in simulation, with real threads, and with servers that are killed
@@ -106,6 +109,8 @@ pub enum Step {
     PackageArm64,
     /// Slow: the image for containers
     PackageContainer,
+    /// Slow: the wheels of the Python package: its tests with each Python of this machine; the arm64 program in an emulator
+    PythonWheel,
     /// Slow: the other suites of all devices together under `ThreadSanitizer`
     TsanDevices,
     /// Slow: the other suites of single crates under `ThreadSanitizer`
@@ -172,6 +177,7 @@ impl Step {
             Self::TortureCallsStore => torture::calls(&torture::STORE_SCENES),
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
+            Self::Python => python::run(),
             Self::Models => models(&[]),
             Self::ModelsFull => models(&["--include-ignored"]),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
@@ -188,6 +194,10 @@ impl Step {
             }
             Self::PackageContainer => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "container"]])
+            }
+            Self::PythonWheel => {
+                let parts: &[&str] = &["lab/run-packages.sh", "wheel", "wheel-arm64", "types"];
+                slow_scripts(&packages::PACKAGING, &[parts])
             }
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],

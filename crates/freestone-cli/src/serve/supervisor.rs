@@ -114,7 +114,7 @@ pub fn parent() -> Option<Pid> {
     getppid()
 }
 
-/// Sends SIGTERM to this process when the parent process ends. Where the kernel has no descriptor for the parent, the
+/// Sends SIGTERM to this process when the parent process ends. If the kernel has no descriptor for the parent, the
 /// signal is sent when the thread that started this process ends.
 pub fn end_with_parent(parent: Option<Pid>) -> Result<()> {
     let handle = parent.and_then(|parent| pidfd_open(parent, PidfdFlags::empty()).ok());

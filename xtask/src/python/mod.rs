@@ -1,0 +1,83 @@
+//! The Python package: its checks and tests, each in a virtual environment below the target directory.
+//!
+//! `steps` and `package` use this room.
+
+mod pytest;
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::build::{packages, workspace};
+use crate::cargo::{self, Counts, Outcome, target_dir};
+
+/// Directory of the package.
+pub const PACKAGE: &str = "python";
+/// Packages of the registry that the step uses, in versions of which one supports each Python.
+const CHECKS: [&str; 2] = ["mypy>=1.19,<3", "pytest>=8,<10"];
+/// File in an environment with the packages that were installed in it.
+const STAMP: &str = "installed";
+/// Debian's Python, whose environments can use libnbd's module of Debian.
+const DEBIANS_PYTHON: &str = "/usr/bin/python3";
+
+/// Checks the types of the package and runs its tests with the program that the tests use. Outside continuous
+/// integration, an environment that cannot be made is not an error: the step is skipped and named.
+pub fn run() -> Result<Outcome> {
+    let programs = match environment("checks", &CHECKS) {
+        Ok(programs) => programs,
+        Err(error) if packages::is_ci() => return Err(error),
+        Err(error) => {
+            println!("the tests of the Python package are omitted: {error:#}");
+            let skipped = vec!["the Python package (packages python3, python3-venv; a registry)".to_owned()];
+            return Ok(Outcome { skipped, ..Outcome::of(true) });
+        }
+    };
+    let Some(built) = workspace::programs()? else { return Ok(Outcome::default()) };
+    let mut types = Command::new(programs.join("mypy"));
+    types.current_dir(PACKAGE).arg("--cache-dir").arg(programs.with_file_name("mypy")).stdin(Stdio::null());
+    let passed = cargo::run(&mut types)?.ok;
+    let mut outcome = Outcome { counts: Counts::one(passed), ..Outcome::of(passed) };
+    let mut tests = Command::new(programs.join("python"));
+    tests.args(["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]).current_dir(PACKAGE);
+    tests.env("FREESTONE_PROGRAM", built.join("freestone"));
+    outcome.add(pytest::run(&mut tests)?);
+    Ok(outcome)
+}
+
+/// Makes a virtual environment with packages of the registry, unless it exists. Returns the directory of its programs.
+pub fn environment(name: &str, wanted: &[&str]) -> Result<PathBuf> {
+    let python = if Path::new(DEBIANS_PYTHON).exists() { DEBIANS_PYTHON } else { "python3" };
+    let version = cargo::output(Command::new(python).arg("--version"))?;
+    let dir = std::path::absolute(target_dir().join("python").join(name))?;
+    let (programs, stamp) = (dir.join("bin"), dir.join(STAMP));
+    let installed = format!("{version}\n{}\n", wanted.join("\n"));
+    if fs::read_to_string(&stamp).is_ok_and(|text| text == installed) {
+        return Ok(programs);
+    }
+    if dir.exists() {
+        fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
+    }
+    let mut make = Command::new(python);
+    succeed(make.args(["-m", "venv", "--system-site-packages"]).arg(&dir))?;
+    let mut install = Command::new(programs.join("pip"));
+    install.args(["install", "--quiet", "--disable-pip-version-check", "--retries", "2"]).args(wanted);
+    succeed(&mut install)?;
+    fs::write(&stamp, installed).with_context(|| format!("cannot write {}", stamp.display()))?;
+    Ok(programs)
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    // Packages of the caller's environment must not count as those of this one.
+    for variable in ["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"] {
+        if env::var_os(variable).is_some() {
+            command.env_remove(variable);
+        }
+    }
+    if !cargo::run(command.stdin(Stdio::null()))?.ok {
+        bail!("the virtual environment was not made");
+    }
+    Ok(())
+}
