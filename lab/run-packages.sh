@@ -244,7 +244,7 @@ wheel_is_used() {
     (cd "$dir" && env -i PATH="$dir/venv/bin" HOME="$dir" "$dir/venv/bin/python" - ) <python/tests/smoke.py >"$said" 2>&1 ||
       { cat "$said" >&2; wrong "$python cannot use the wheel"; }
     grep -q "$dir/venv/bin/freestone\$" "$said" || wrong "$python started another program: $(cat "$said")"
-    "$dir/venv/bin/pip" install --quiet --disable-pip-version-check 'pytest>=8,<10' >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "no pytest"; }
+    "$dir/venv/bin/pip" install --quiet --disable-pip-version-check -r python/tests/requirements.txt >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "no pytest"; }
     (cd python && env -u FREESTONE_PROGRAM -u PYTHONPATH "$dir/venv/bin/python" -m pytest -q -p no:cacheprovider -o pythonpath= ) >"$dir/log" 2>&1 ||
       { cat "$dir/log" >&2; wrong "the tests fail with $python"; }
     ok "$(sed 's/, [^,]*$//' "$said"): $(tail -n 1 "$dir/log")"
@@ -267,7 +267,7 @@ wheel_runs_on_arm64() {
 }
 
 types_are_strict() {
-  environment "$(pythons | tail -n 1)" pyright 'pytest>=8,<10'
+  environment "$(pythons | tail -n 1)" pyright -r python/tests/requirements.txt
   (cd python && "$dir/venv/bin/pyright" --pythonpath "$dir/venv/bin/python") >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "pyright complains"; }
   ok "pyright, strict: $(tail -n 1 "$dir/log")"
 }

@@ -16,8 +16,8 @@ use crate::cargo::{self, Counts, Outcome, target_dir};
 
 /// Directory of the package.
 pub const PACKAGE: &str = "python";
-/// Packages of the registry that the step uses, in versions of which one supports each Python.
-const CHECKS: [&str; 2] = ["mypy>=1.19,<3", "pytest>=8,<10"];
+/// Packages of the registry that the step uses, as for pip.
+const CHECKS: &str = include_str!("../../../python/tests/requirements.txt");
 /// File in an environment with the packages that were installed in it.
 const STAMP: &str = "installed";
 /// Debian's Python, whose environments can use libnbd's module of Debian.
@@ -26,7 +26,8 @@ const DEBIANS_PYTHON: &str = "/usr/bin/python3";
 /// Checks the types of the package and runs its tests with the program that the tests use. Outside continuous
 /// integration, an environment that cannot be made is not an error: the step is skipped and named.
 pub fn run() -> Result<Outcome> {
-    let programs = match environment("checks", &CHECKS) {
+    let wanted: Vec<_> = CHECKS.lines().filter(|line| !line.starts_with('#')).collect();
+    let programs = match environment("checks", &wanted) {
         Ok(programs) => programs,
         Err(error) if packages::is_ci() => return Err(error),
         Err(error) => {

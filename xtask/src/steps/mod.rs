@@ -109,8 +109,10 @@ pub enum Step {
     PackageArm64,
     /// Slow: the image for containers
     PackageContainer,
-    /// Slow: the wheels of the Python package: its tests with each Python of this machine; the arm64 program in an emulator
+    /// Slow: the wheel of the Python package: its tests with each Python of this machine; pyright
     PythonWheel,
+    /// Slow: the wheel of the Python package for arm64, used in an emulator
+    PythonWheelArm64,
     /// Slow: the other suites of all devices together under `ThreadSanitizer`
     TsanDevices,
     /// Slow: the other suites of single crates under `ThreadSanitizer`
@@ -196,8 +198,10 @@ impl Step {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "container"]])
             }
             Self::PythonWheel => {
-                let parts: &[&str] = &["lab/run-packages.sh", "wheel", "wheel-arm64", "types"];
-                slow_scripts(&packages::PACKAGING, &[parts])
+                slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "types", "wheel"]])
+            }
+            Self::PythonWheelArm64 => {
+                slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "wheel-arm64"]])
             }
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],
