@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,13 @@ import freestone
 
 #: Longest wait for what ends by itself shortly after a test, in seconds.
 _GRACE = 5.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the run a directory of temporary files of its own, in which nothing may be left."""
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fst-")
+    tempfile.tempdir = None
+    config.add_cleanup(lambda: shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True))
 
 
 def children() -> set[int]:
@@ -38,7 +47,7 @@ def descriptors() -> dict[str, str]:
 
 
 def private_directories() -> set[str]:
-    return {name for name in os.listdir("/tmp") if name.startswith("freestone-")}
+    return {name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("freestone-")}
 
 
 def _left(before: dict[str, object]) -> str | None:

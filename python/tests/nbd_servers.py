@@ -82,13 +82,17 @@ def nbdkit(directory: Path, *arguments: str, unix: bool = True) -> Generator[str
 class FakeServer:
     """A Unix socket that sends each client the next of several answers, and keeps what it sent.
 
-    The answer ends with the connection, unless ``stays``: then it stays open and silent.
+    The answer ends with the connection, unless ``stays``: then it stays open and silent. With
+    ``by_line``, there is one connection, and each line of the client gets the next answer.
     """
 
-    def __init__(self, path: Path, answers: list[bytes], *, stays: bool = False) -> None:
+    def __init__(
+        self, path: Path, answers: list[bytes], *, stays: bool = False, by_line: bool = False
+    ) -> None:
         self.path = path
         self.uri = f"nbd+unix:///x?socket={path}"
         self._stays = stays
+        self._by_line = by_line
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -106,6 +110,12 @@ class FakeServer:
         self._listener.close()
 
     def _serve(self) -> None:
+        if self._by_line:
+            client, _ = self._listener.accept()
+            with client, client.makefile("rb") as lines:
+                for answer, _ in zip(self._answers, lines):
+                    client.sendall(answer)
+            return
         for answer in self._answers:
             try:
                 client, _ = self._listener.accept()

@@ -71,7 +71,8 @@ def test_results_without_their_fields(tmp_path: Path) -> None:
         server.close()
     for number, (result, method) in enumerate(zip(results[1:], ("list", "list", "fork"))):
         path = tmp_path / f"c{number}"
-        with FakeServer(path, [answer(result=results[0]), answer(id=2, result=result)]) as fake:
+        answers = [answer(result=results[0]), answer(id=2, result=result)]
+        with FakeServer(path, answers, by_line=True) as fake:
             server = freestone.connect(fake.path)
             with pytest.raises(freestone.ProtocolError, match="without"):
                 if method == "list":

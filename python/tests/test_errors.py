@@ -81,6 +81,7 @@ def test_errors_are_pickled_with_their_fields() -> None:
         assert type(copy) is type(error)
         assert str(copy) == str(error)
         assert vars(copy) == vars(error)
+        assert copy.errno == error.errno
 
 
 def test_refusals_of_a_server(server: freestone.Server, base: freestone.Snapshot) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +86,23 @@ def test_mount(
     # The end of the block unmounts as well.
     assert directory.exists()
     assert not os.path.ismount(directory)
+
+
+def test_mounts_end_with_the_server(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FREESTONE_MOUNTS", str(tmp_path / "mounts"))
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        server = freestone.Server().start()
+        server.create("golden", "file", path=image, readonly=True)
+        mount = server.fork("golden").mount(via="nbdfuse")
+        assert os.path.ismount(mount.path)
+        if end == signal.SIGKILL:
+            os.kill(server.pid or 0, end)
+        with contextlib.suppress(freestone.ServerEndError):
+            server.close()
+        assert not os.path.ismount(mount.path)
+        assert not Path(mount.path).exists()
 
 
 def test_mount_errors(

@@ -68,8 +68,9 @@ class LibnbdClient:
         """True if the connection is open, as far as can be known without a request."""
         if not self.is_open:
             return False
-        if self._handle.aio_is_ready():
-            self._handle.poll(0)  # Notices that the server has closed the connection.
+        # An error, or another state: the server has closed the connection.
+        with contextlib.suppress(self._nbd.Error):
+            self._handle.poll(0)
         return bool(self._handle.aio_is_ready())
 
     def _wait(self, is_done: Callable[[], bool], timeout: float, what: str) -> None:

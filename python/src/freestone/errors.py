@@ -79,13 +79,17 @@ class FreestoneError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The constructor has keyword-only parameters, which the default of Exception does not pass.
-        return _restore, (type(self), self.__dict__)
+        return _restore, (type(self), self.message, self.errno, self.__dict__)
 
 
-def _restore(kind: type[FreestoneError], fields: dict[str, Any]) -> FreestoneError:
-    error = kind.__new__(kind, fields["message"])
+def _restore(
+    kind: type[FreestoneError], message: str, number: int | None, fields: dict[str, Any]
+) -> FreestoneError:
+    error = kind.__new__(kind, message)
     error.__dict__.update(fields)
-    error.args = (fields["message"],)
+    error.args = (message,)
+    # Classes that are also an OSError keep the number outside of the dictionary.
+    error.errno = number
     return error
 
 

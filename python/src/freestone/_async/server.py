@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -225,6 +226,8 @@ class Server:
         await self._close(timeout, is_ending=False)
 
     async def _close(self, timeout: float | None, *, is_ending: bool) -> None:
+        if self._core.process is not None and self._core.process.is_owner:
+            await self._unmount()
         await self._core.disconnect_all()
         process, self._core.process = self._core.process, None
         if process is None or not process.is_owner:
@@ -239,6 +242,16 @@ class Server:
             reason = _process.reason(said)
             message = f"the server (pid {process.pid}) {how}" + (f": {reason}" if reason else "")
             raise errors.ServerEndError(message, stderr=said, status=status)
+
+    async def _unmount(self) -> None:
+        """Unmounts what objects of this server mounted, which would fail without the server."""
+        for mount in [mount for mounts in self._core.mounts.values() for mount in mounts]:
+            try:
+                await mount.unmount(force=not self.is_running)
+            except errors.FreestoneError:
+                # A process uses the file system. The mount is hidden, and ends with that process.
+                with contextlib.suppress(errors.FreestoneError):
+                    await mount.unmount(force=True)
 
     async def shutdown(self, *, force: bool = False) -> None:
         """Saves and flushes everything, and ends the server, also one that this object has not

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -226,6 +227,8 @@ class Server:
         self._close(timeout, is_ending=False)
 
     def _close(self, timeout: float | None, *, is_ending: bool) -> None:
+        if self._core.process is not None and self._core.process.is_owner:
+            self._unmount()
         self._core.disconnect_all()
         process, self._core.process = self._core.process, None
         if process is None or not process.is_owner:
@@ -240,6 +243,16 @@ class Server:
             reason = _process.reason(said)
             message = f"the server (pid {process.pid}) {how}" + (f": {reason}" if reason else "")
             raise errors.ServerEndError(message, stderr=said, status=status)
+
+    def _unmount(self) -> None:
+        """Unmounts what objects of this server mounted, which would fail without the server."""
+        for mount in [mount for mounts in self._core.mounts.values() for mount in mounts]:
+            try:
+                mount.unmount(force=not self.is_running)
+            except errors.FreestoneError:
+                # A process uses the file system. The mount is hidden, and ends with that process.
+                with contextlib.suppress(errors.FreestoneError):
+                    mount.unmount(force=True)
 
     def shutdown(self, *, force: bool = False) -> None:
         """Saves and flushes everything, and ends the server, also one that this object has not
