@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import time
@@ -55,6 +56,9 @@ class LibnbdClient:
                 raise NoServerError(f"{uri}: the connection ended during the handshake")
             self.size = int(self._handle.get_size())
             self.is_read_only = bool(self._handle.is_read_only())
+            self._block = int(self._handle.get_block_size(nbd.SIZE_MINIMUM)) or 1
+            allowed = int(self._handle.get_block_size(nbd.SIZE_MAXIMUM)) or _MAX_PAYLOAD
+            self._maximum = max(min(allowed, _MAX_PAYLOAD) // self._block, 1) * self._block
         except nbd.Error as error:
             raise NoServerError(f"{uri}: {error.string}") from error
 
@@ -80,7 +84,12 @@ class LibnbdClient:
             if left <= 0:
                 self._is_broken = True
                 raise TimedOutError(f"{self._name}: {what}: no answer within {timeout:g} s")
-            self._handle.poll(max(1, int(left * 1000)))
+            try:
+                self._handle.poll(max(1, int(left * 1000)))
+            except self._nbd.Error as error:
+                # A signal whose handler has returned does not end the request.
+                if error.errnum != errno.EINTR:
+                    raise
 
     def _run(self, timeout: float, what: str, start: Any, *arguments: Any, **options: Any) -> None:
         try:
@@ -114,8 +123,8 @@ class LibnbdClient:
     def read(self, view: memoryview, offset: int, timeout: float) -> None:
         """Reads until the view is full."""
         self._check(offset, len(view), is_write=False)
-        for start in range(0, len(view), _MAX_PAYLOAD):
-            part = view[start : start + _MAX_PAYLOAD]
+        for start in range(0, len(view), self._maximum):
+            part = view[start : start + self._maximum]
             buffer = self._nbd.Buffer(len(part))
             what = f"read of {len(part)} bytes at {offset + start}"
             self._run(timeout, what, self._handle.aio_pread, buffer, offset + start)
@@ -125,8 +134,8 @@ class LibnbdClient:
         """Writes all of the data; with ``fua`` durably."""
         self._check(offset, len(data), is_write=True)
         flags = self._nbd.CMD_FLAG_FUA if fua and self._handle.can_fua() else 0
-        for start in range(0, len(data), _MAX_PAYLOAD):
-            buffer = self._nbd.Buffer.from_bytearray(bytearray(data[start : start + _MAX_PAYLOAD]))
+        for start in range(0, len(data), self._maximum):
+            buffer = self._nbd.Buffer.from_bytearray(bytearray(data[start : start + self._maximum]))
             what = f"write of {buffer.size()} bytes at {offset + start}"
             at = offset + start
             self._run(timeout, what, self._handle.aio_pwrite, buffer, at, flags=flags)
@@ -153,8 +162,8 @@ class LibnbdClient:
         """Fills a range with zeroes."""
         self._check(offset, length, is_write=True)
         if not self._handle.can_zero():
-            for start in range(0, length, _MAX_PAYLOAD):
-                zeroes = memoryview(bytes(min(_MAX_PAYLOAD, length - start)))
+            for start in range(0, length, self._maximum):
+                zeroes = memoryview(bytes(min(self._maximum, length - start)))
                 self.write(zeroes, offset + start, fua, timeout)
             return
         flags = self._nbd.CMD_FLAG_FUA if fua and self._handle.can_fua() else 0

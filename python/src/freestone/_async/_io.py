@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from freestone.errors import NoServerError, TimedOutError
 
 __all__ = [
+    "PREFERS_LIBNBD",
     "Lock",
     "Socket",
     "connect_tcp",
@@ -25,6 +26,8 @@ __all__ = [
     "unless_locked",
 ]
 
+#: Each request to libnbd would change threads, which takes longer than the request.
+PREFERS_LIBNBD = False
 Lock = asyncio.Lock
 monotonic = time.monotonic
 _T = TypeVar("_T")

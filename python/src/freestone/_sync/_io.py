@@ -13,9 +13,21 @@ from typing import Any, TypeVar
 
 from freestone.errors import NoServerError, TimedOutError
 
-__all__ = ["Lock", "Socket", "connect_tcp", "connect_unix", "in_thread", "monotonic", "run_program",
-"sleep", "unless_locked"]
+__all__ = [
+    "PREFERS_LIBNBD",
+    "Lock",
+    "Socket",
+    "connect_tcp",
+    "connect_unix",
+    "in_thread",
+    "monotonic",
+    "run_program",
+    "sleep",
+    "unless_locked",
+]
 
+#: libnbd is the faster client of a thread.
+PREFERS_LIBNBD = True
 Lock = threading.Lock
 monotonic = time.monotonic
 sleep = time.sleep

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar, Union
 
 from freestone import _nbd_uri
-from freestone._sync._io import Lock, in_thread, unless_locked
+from freestone._sync._io import PREFERS_LIBNBD, Lock, in_thread, unless_locked
 from freestone._sync.nbd import NbdClient
 from freestone._types import Extent
 from freestone.errors import ConnectionLostError, InvalidError
@@ -187,8 +187,8 @@ def connect_nbd(
     Args:
         uri: ``nbd://HOST[:PORT]/EXPORT`` or ``nbd+unix:///EXPORT?socket=PATH``; ``nbds`` for TLS,
             which needs libnbd.
-        client: ``own`` for the package's client, ``libnbd``, or ``auto``: the own one, and libnbd
-            for TLS.
+        client: ``own`` for the package's client, ``libnbd``, or ``auto``: libnbd for TLS, and with
+            threads also where it is installed, as it is faster; else the own one.
         contexts: Metadata contexts for :meth:`Connection.extents`; an export need not have them.
         timeout: Longest duration of the connect and of each request, in seconds.
 
@@ -203,7 +203,12 @@ def connect_nbd(
     parsed = _nbd_uri.parse(uri)
     if client not in ("auto", "own", "libnbd"):
         raise InvalidError(f"client={client!r}: must be auto, own or libnbd")
-    if client == "libnbd" or (client == "auto" and parsed.is_tls):
+    # Imported late: looking for libnbd takes time, and asyncio needs it only for TLS.
+    if client == "auto" and (PREFERS_LIBNBD or parsed.is_tls):
+        from freestone._libnbd import module
+
+        client = "libnbd" if parsed.is_tls or module() is not None else "own"
+    if client == "libnbd":
         from freestone._libnbd import LibnbdClient
 
         opened = in_thread(LibnbdClient, uri, parsed.export, contexts, timeout)
