@@ -18,6 +18,10 @@ use crate::cargo::{self, Counts, Outcome, target_dir};
 pub const PACKAGE: &str = "python";
 /// Packages of the registry that the step uses, as for pip.
 const CHECKS: &str = include_str!("../../../python/tests/requirements.txt");
+/// Tests of the pytest plugin, which run side by side: each is a pytest of its own.
+const PLUGIN_TESTS: &str = "tests/plugin";
+/// Number of tests of the plugin that run at the same time.
+const WORKERS: &str = "2";
 /// File in an environment with the packages that were installed in it.
 const STAMP: &str = "installed";
 /// Debian's Python, whose environments can use libnbd's module of Debian.
@@ -26,8 +30,7 @@ const DEBIANS_PYTHON: &str = "/usr/bin/python3";
 /// Checks the types of the package and runs its tests with the program that the tests use. Outside continuous
 /// integration, an environment that cannot be made is not an error: the step is skipped and named.
 pub fn run() -> Result<Outcome> {
-    let wanted: Vec<_> = CHECKS.lines().filter(|line| !line.starts_with('#')).collect();
-    let programs = match environment("checks", &wanted) {
+    let programs = match environment("checks", &requirements()) {
         Ok(programs) => programs,
         Err(error) if packages::is_ci() => return Err(error),
         Err(error) => {
@@ -41,11 +44,30 @@ pub fn run() -> Result<Outcome> {
     types.current_dir(PACKAGE).arg("--cache-dir").arg(programs.with_file_name("mypy")).stdin(Stdio::null());
     let passed = cargo::run(&mut types)?.ok;
     let mut outcome = Outcome { counts: Counts::one(passed), ..Outcome::of(passed) };
+    outcome.add(pytest::run(tests(&programs, &built).args(["--ignore", PLUGIN_TESTS]))?);
+    outcome.add(pytest::run(tests(&programs, &built).args(["-n", WORKERS, PLUGIN_TESTS]))?);
+    Ok(outcome)
+}
+
+/// Runs all tests of the pytest plugin, with databases and a thousand disks.
+pub fn plugin() -> Result<Outcome> {
+    packages::ensure(&packages::tools())?;
+    packages::ensure(&packages::TASKS)?;
+    let programs = environment("checks", &requirements())?;
+    let Some(built) = workspace::programs()? else { return Ok(Outcome::default()) };
+    let mut all = tests(&programs, &built);
+    pytest::run(all.args(["-n", WORKERS, PLUGIN_TESTS]).env("FREESTONE_EFFORT", "full"))
+}
+
+fn requirements() -> Vec<&'static str> {
+    CHECKS.lines().filter(|line| !line.starts_with('#')).collect()
+}
+
+fn tests(programs: &Path, built: &Path) -> Command {
     let mut tests = Command::new(programs.join("python"));
     tests.args(["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]).current_dir(PACKAGE);
     tests.env("FREESTONE_PROGRAM", built.join("freestone"));
-    outcome.add(pytest::run(&mut tests)?);
-    Ok(outcome)
+    tests
 }
 
 /// Makes a virtual environment with packages of the registry, unless it exists. Returns the directory of its programs.

@@ -109,6 +109,8 @@ pub enum Step {
     PackageArm64,
     /// Slow: the image for containers
     PackageContainer,
+    /// Slow: all tests of the pytest plugin: databases, killed sessions, a thousand tests in eight workers
+    PythonPlugin,
     /// Slow: the wheel of the Python package: its tests with each Python of this machine; pyright
     PythonWheel,
     /// Slow: the wheel of the Python package for arm64, used in an emulator
@@ -197,6 +199,7 @@ impl Step {
             Self::PackageContainer => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "container"]])
             }
+            Self::PythonPlugin => python::plugin(),
             Self::PythonWheel => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "types", "wheel"]])
             }

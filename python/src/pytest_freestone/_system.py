@@ -1,0 +1,147 @@
+"""Programs and file systems of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+#: Directories of administrators' programs, which not every user has in PATH.
+_SYSTEM_DIRECTORIES: Final = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
+#: Longest part of a program's message that an error repeats, in characters.
+_MESSAGE_MAX: Final = 2000
+_MNT_EXPIRE: Final = 4
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class ProgramError(Exception):
+    """A program failed, did not end in time or is not installed."""
+
+
+def find(name: str) -> str | None:
+    """Returns the path of a program, or None."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), *_SYSTEM_DIRECTORIES])
+    return shutil.which(name, path=path)
+
+
+def run(
+    command: Sequence[str | os.PathLike[str]],
+    timeout: float,
+    *,
+    environment: Mapping[str, str] | None = None,
+    user: str | None = None,
+    stdin: str | None = None,
+) -> str:
+    """Runs a program and returns what it prints.
+
+    Args:
+        command: Program and arguments. A program without a directory is searched.
+        timeout: Longest duration, in seconds, after which the program is killed.
+        environment: Its environment; by default that of this process.
+        user: User that runs it; only root can name another.
+        stdin: What it reads; by default nothing.
+
+    Raises:
+        ProgramError: The message has what the program wrote to stderr.
+    """
+    name = os.fspath(command[0])
+    program = name if "/" in name else find(name)
+    if program is None:
+        raise ProgramError(f"{name} is not installed")
+    try:
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            [program, *command[1:]],
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=timeout,
+            check=False,
+            # Ctrl-C interrupts this process, which then undoes what the program did.
+            start_new_session=True,
+            **_credentials(user),
+        )
+    except OSError as error:
+        raise ProgramError(f"{name} cannot be started: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ProgramError(f"{name} did not end within {timeout:g} s") from error
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip())[-_MESSAGE_MAX:]
+        raise ProgramError(said or f"{name} ended with status {done.returncode}")
+    return done.stdout
+
+
+def _credentials(user: str | None) -> dict[str, Any]:
+    if user is None:
+        return {}
+    import pwd
+
+    return {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+
+
+def write_back(directory: Path) -> None:
+    """Writes what the kernel and the file system cache of a mounted file system.
+
+    Raises:
+        OSError: The disk failed.
+    """
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(file) != 0:
+            raise OSError(ctypes.get_errno(), f"{directory}: cannot be written back")
+        # fuse2fs writes its own cache only for this.
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def is_busy(directory: Path) -> bool:
+    """Returns true if a process uses the file system that is mounted at a directory. Needs root."""
+    # The kernel marks an unused mount as expired, and fails with EAGAIN.
+    result = _libc.umount2(os.fsencode(directory), _MNT_EXPIRE)
+    return bool(result != 0 and ctypes.get_errno() == errno.EBUSY)
+
+
+def unmount(directory: Path) -> None:
+    """Unmounts a file system of this user.
+
+    Raises:
+        OSError: The file system is in use.
+        ProgramError: The same, reported by fusermount.
+    """
+    if os.geteuid() != 0:
+        program = "fusermount3" if find("fusermount3") else "fusermount"
+        run([program, "-u", directory], timeout=60)
+    elif _libc.umount2(os.fsencode(directory), 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{directory}: cannot be unmounted: {os.strerror(number)}")
+
+
+def start(
+    command: Sequence[str], log: BinaryIO, *, user: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a program that runs on, and writes its messages to a file.
+
+    Raises:
+        ProgramError: It cannot be started.
+    """
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+            **_credentials(user),
+        )
+    except OSError as error:
+        raise ProgramError(f"{command[0]} cannot be started: {error}") from error
