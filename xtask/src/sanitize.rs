@@ -30,11 +30,12 @@ const SKIPPED: [&str; 2] = [
 ];
 
 /// Packages whose tests run under the sanitizers.
-const PACKAGES: [&str; 14] = [
+const PACKAGES: [&str; 15] = [
     FACADE,
     "freestone-core",
     "freestone-cow",
     "freestone-drive",
+    "freestone-explore",
     "freestone-image",
     "freestone-nbd",
     "freestone-nbd-client",

@@ -1,0 +1,9 @@
+//! Tests of explorations: the states against a brute-force reference, equal states, reductions, bounds.
+
+mod failures;
+mod harness;
+mod models;
+mod planted;
+mod schedules;
+#[path = "../../examples/tiny_store/store.rs"]
+mod store;
