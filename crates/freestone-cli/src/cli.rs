@@ -13,6 +13,7 @@ use freestone_server::verbs::status::list;
 
 use crate::client::Call;
 use crate::client::long::LongCall;
+use crate::explore;
 use crate::help::examples;
 use crate::mounts::{mount, umount};
 use crate::serve::ServeArgs;
@@ -131,6 +132,9 @@ pub enum Command {
     /// Add a mark to the write log of a device
     #[command(after_help = examples::MARK)]
     Mark(Call<mark::Params>),
+    /// Check every state that a power loss can leave of a recorded run
+    #[command(after_help = examples::EXPLORE)]
+    Explore(Box<explore::Line>),
     /// Release requests held by a "hang" fault rule
     #[command(after_help = examples::RELEASE)]
     Release(Call<release::Params>),

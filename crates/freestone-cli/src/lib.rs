@@ -6,6 +6,7 @@ extern crate freestone_control;
 mod cli;
 mod client;
 mod error;
+mod explore;
 mod help;
 mod mounts;
 mod output;
@@ -184,6 +185,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Zones(call) => ask::<drives::zones::Zones>(&call.args, &call.common),
         Command::PowerCut(call) => ask::<drives::power_cut::PowerCut>(&call.args, &call.common),
         Command::Mark(call) => ask::<drives::mark::Mark>(&call.args, &call.common),
+        Command::Explore(line) => return explore::run(&line),
         Command::Release(call) => ask::<drives::release::Release>(&call.args, &call.common),
         Command::Mount(call) => mounts::mount::ask(&call.args, &call.common),
         Command::Umount(call) => return mounts::umount::ask(&call.args, &call.common),

@@ -234,14 +234,15 @@ impl<'a> LongRunner<'a> {
     }
 }
 
-const STATUS_INTERRUPTED: u8 = (STATUS_OF_SIGNAL_0 + SIGINT) as u8;
+/// Exit status of a verb that SIGINT has ended.
+pub const STATUS_INTERRUPTED: u8 = (STATUS_OF_SIGNAL_0 + SIGINT) as u8;
 
 fn has_errno(error: &anyhow::Error, errno: Errno) -> bool {
     error.downcast_ref::<RpcError>().is_some_and(|fault| fault.has_errno(errno))
 }
 
 /// Returns a flag that the first SIGINT sets; a second SIGINT ends the program. If SIGINT is ignored, it stays ignored.
-fn catch_interrupt() -> Result<Arc<AtomicBool>> {
+pub fn catch_interrupt() -> Result<Arc<AtomicBool>> {
     let interrupted = Arc::new(AtomicBool::new(false));
     if !events::is_ignored(SIGINT) {
         // The order matters: handlers run in this order, so the conditional default, which ends the program,

@@ -298,6 +298,25 @@ pub const MARK: &str = "\
 Example:
   freestone mark f0 'commit 17 acknowledged'";
 
+pub const EXPLORE: &str = "\
+Examples:
+  freestone explore --mount --fs ext4 --size 64M --run './workload \"$dir\"' --check './check \"$dir\" \"$mark\"'
+  freestone explore --run './store \"$uri\"' --check './store --verify \"$uri\"' --log run.log --model torn
+  freestone explore --log run.log --size 1G --check './store --verify \"$uri\"' --budget 10m --junit result.xml
+  freestone explore --log run.log --base ext4.img --file --check 'e2fsck -fp \"$file\"; test $? -le 1'
+  freestone explore --log run.log --size 1G --state 120-45 --check './store --verify \"$uri\"'
+
+--run has $uri, $nbd, $unixsocket, $control, and $device for `freestone mark \"$device\" TEXT`; with --mount $dir. --check
+has $uri, $nbd, $unixsocket, $state, $entry and $mark, the last mark before the state; with --mount $dir, with --file
+$file. It may write to the disk.
+
+A state is the disk after the first ENTRY entries of the log, without some of the writes since the last flush. Models:
+  prefix   nothing is lost: a power loss between two writes
+  subset   any of the unflushed writes are lost, in blocks of 4096 bytes
+  torn     as subset, in pieces of --unit bytes
+
+Exit status: 0 all states passed, 1 a state or the workload failed, 2 usage, 130 interrupted.";
+
 pub const RELEASE: &str = "\
 Example:
   freestone release n0";

@@ -19,7 +19,7 @@ pub const GROUPS: &[(&str, &[&str])] = &[
     ("Devices", &["get", "mount", "umount", "publish", "unpublish", "reset", "ublk-owner"]),
     ("Snapshots and forks", &["merge", "delta", "save", "restore"]),
     ("RAM disk maintenance", &["compact", "idle", "writeback", "recompress", "block-state"]),
-    ("Testing", &["zones", "power-cut", "mark", "release"]),
+    ("Testing", &["explore", "zones", "power-cut", "mark", "release"]),
     ("Images in object storage", &["push", "pull", "images", "prune", "trace"]),
 ];
 

@@ -6,12 +6,12 @@
 //! Lock order: the directory of the records, then a record.
 
 mod attached;
-mod helper;
+pub mod helper;
 mod holders;
 pub mod mount;
 mod mount_table;
 mod processes;
-mod record;
+pub mod record;
 pub mod remount;
 mod server;
 mod show;
@@ -29,7 +29,7 @@ use crate::client::Common;
 use crate::client::connection::Client;
 
 /// Fails for users other than root.
-fn check_root(verb: &str) -> Result<()> {
+pub fn check_root(verb: &str) -> Result<()> {
     if !geteuid().is_root() {
         bail!(
             "{verb}: only root can mount; run it with sudo, and say --control if root has another default socket"

@@ -56,24 +56,52 @@ pub struct Line {
 
 /// Runs the verb `mount`. Lists the mounts if the command line names no device.
 pub fn ask(line: &Line, common: &Common) -> Result<()> {
-    let records = Records::locate();
     let (Some(name), Some(dir)) = (&line.name, &line.dir) else {
-        return show::list(&records, common);
+        return show::list(&Records::locate(), common);
     };
+    let request =
+        MountRequest { name, dir, via: line.via, fs: line.fs.as_deref(), options: line.options.as_deref() };
+    let locked = mount(&request, &control(common)?)?;
+    if common.json {
+        return show::print_json(&Row::mounted(&locked.record));
+    }
+    let mut out = io::stdout().lock();
+    let device = locked.record.device.as_deref().unwrap_or(Path::new("-"));
+    let line = writeln!(out, "{name}: {} at {}", device.display(), locked.record.dir.display());
+    Ok(line.map_err(Stdout::from)?)
+}
+
+/// A device to mount, and how.
+pub struct MountRequest<'a> {
+    pub name: &'a str,
+    /// Mount point: a directory that exists.
+    pub dir: &'a Path,
+    /// Way to attach the device, or `None` for the first that is available.
+    pub via: Option<Via>,
+    /// File-system type, or `None` if mount(8) finds it.
+    pub fs: Option<&'a str>,
+    /// Options of mount(8).
+    pub options: Option<&'a str>,
+}
+
+/// Mounts a device of the server at the control socket `control`. Returns the record of the mount, which stays locked
+/// until dropped.
+pub fn mount(request: &MountRequest<'_>, control: &Path) -> Result<LockedRecord> {
+    let name = request.name;
     check_root("mount")?;
-    let dir = directory(name, dir)?;
-    let control = control(common)?;
-    let mut server = ServerState::of(&control, name).into_server(&control)?;
+    let dir = directory(name, request.dir)?;
+    let mut server = ServerState::of(control, name).into_server(control)?;
+    let records = Records::locate();
     let record = Record {
-        name: name.clone(),
+        name: name.to_owned(),
         dir,
-        control,
+        control: control.to_owned(),
         server: server.process,
-        via: line.via,
+        via: request.via,
         device: None,
         published: None,
-        fs: line.fs.clone(),
-        options: line.options.clone(),
+        fs: request.fs.map(ToOwned::to_owned),
+        options: request.options.map(ToOwned::to_owned),
     };
     // The server may still count a client that is disconnecting.
     wait_until(DISCONNECT_MAX, || {
@@ -86,13 +114,7 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
         let hint = format!("`freestone umount {name}` undoes the rest");
         return Err(error.context(format!("{name}: cannot be mounted, nor undone ({undoing:#}); {hint}")));
     }
-    if common.json {
-        return show::print_json(&Row::mounted(&locked.record));
-    }
-    let mut out = io::stdout().lock();
-    let device = locked.record.device.as_deref().unwrap_or(Path::new("-"));
-    let line = writeln!(out, "{name}: {} at {}", device.display(), locked.record.dir.display());
-    Ok(line.map_err(Stdout::from)?)
+    Ok(locked)
 }
 
 fn directory(name: &str, dir: &Path) -> Result<PathBuf> {

@@ -79,7 +79,7 @@ pub fn announce(service: &Service, control: &Path) {
 }
 
 /// Quotes a word for a shell.
-fn quote(word: &str) -> String {
+pub fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 

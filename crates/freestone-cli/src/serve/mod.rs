@@ -1,7 +1,7 @@
 //! `freestone serve`: creates the devices and sockets, serves until a signal, a verb or the command of `--run`
 //! ends the server, and then flushes and removes everything.
 
-mod announce;
+pub mod announce;
 pub mod events;
 mod plan;
 mod process;

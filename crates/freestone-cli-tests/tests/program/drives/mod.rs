@@ -1,6 +1,7 @@
 //! Test drives (null devices, fault rules, power cuts, zones) of the built program: verbs, and
 //! clients of their exports.
 
+mod explorations;
 mod faults;
 mod guards;
 mod null;
