@@ -43,8 +43,8 @@ pub struct Timeline {
     /// Reads the data of entries, for all threads.
     data: Reader,
     /// Points whose states are not all states of the window before, ascending: before each flush and
-    /// mark, after each write with FUA, and the end. What can be lost at another point can be lost at
-    /// the next window as well.
+    /// mark, after each write with FUA, and the end. Writes that can be lost at another point can be
+    /// lost at the next window as well.
     windows: Vec<u64>,
 }
 

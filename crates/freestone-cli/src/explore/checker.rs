@@ -10,6 +10,7 @@ use freestone_explore::{Check, ExploreError, State, Verdict};
 
 use super::command::{self, CommandEnd};
 use super::disks::Disks;
+use super::mounted::FileSystem;
 use super::progress::Observer;
 
 /// The check with its disks.
@@ -29,7 +30,7 @@ impl Checker<'_> {
         let mounted = match &self.disks.mounts {
             None => None,
             // A file system that cannot be mounted is a failure of the state.
-            Some(mounts) => match mounts.mount(worker, self.fs) {
+            Some(mounts) => match mounts.mount(worker, FileSystem(self.fs)) {
                 Ok(mounted) => Some(mounted),
                 Err(error) => {
                     let (end, output) =

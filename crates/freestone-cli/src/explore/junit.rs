@@ -1,4 +1,4 @@
-//! The result as JUnit XML, for continuous integration.
+//! The result as `JUnit` XML, for continuous integration.
 
 use std::fmt::Write as _;
 

@@ -36,6 +36,7 @@ use tempfile::TempDir;
 
 use self::checker::Checker;
 use self::disks::Disks;
+use self::mounted::FileSystem;
 use self::output::Subject;
 use self::progress::{Observer, ProgressForm};
 use self::workload::Disk;
@@ -113,8 +114,7 @@ pub struct Line {
     /// Write the disks of failing states to this directory, as sparse raw images
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
-    /// Write the result to FILE as JUnit XML
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help = "Write the result to FILE as JUnit XML")]
     junit: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
@@ -259,13 +259,12 @@ fn check_options(line: &Line) -> Vec<String> {
 
 /// Records the workload. Returns `None` if the workload failed, after a report.
 fn record(line: &Line, text: &str, dir: &Path) -> Result<Option<Recording>> {
-    let (log, temporary) = match &line.log {
-        Some(log) => (log.clone(), None),
-        None => {
-            let dir = tempfile::Builder::new().prefix("freestone-explore-").tempdir();
-            let dir = dir.context("cannot create a directory for the log")?;
-            (dir.path().join("log"), Some(dir))
-        }
+    let (log, temporary) = if let Some(log) = &line.log {
+        (log.clone(), None)
+    } else {
+        let dir = tempfile::Builder::new().prefix("freestone-explore-").tempdir();
+        let dir = dir.context("cannot create a directory for the log")?;
+        (dir.path().join("log"), Some(dir))
     };
     let size = line.size.unwrap_or(SIZE_DEFAULT_BYTES);
     let disk = match (&line.base, &line.fs) {
@@ -284,7 +283,8 @@ fn record(line: &Line, text: &str, dir: &Path) -> Result<Option<Recording>> {
         }
         (None, None) => Disk::Empty(size),
     };
-    let status = workload::record(text, &disk, &log, dir, line.mount.then_some(line.fs.as_deref()))?;
+    let status =
+        workload::record(text, &disk, &log, dir, line.mount.then_some(FileSystem(line.fs.as_deref())))?;
     let mut recording = Recording { log, disk, temporary };
     if !status.success() {
         recording.keep_files();

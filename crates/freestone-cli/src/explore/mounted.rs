@@ -13,6 +13,10 @@ use crate::mounts::mount::{MountRequest, mount};
 use crate::mounts::record::LockedRecord;
 use crate::mounts::umount::release;
 
+/// Type of a file system to mount; `None` if mount(8) finds it.
+#[derive(Debug, Clone, Copy)]
+pub struct FileSystem<'a>(pub Option<&'a str>);
+
 /// A server with the disks of all workers.
 pub struct MountServer {
     /// Ends when dropped.
@@ -46,17 +50,17 @@ impl MountServer {
         Ok(Self { _server: builder.start()?, control, dir })
     }
 
-    /// Mounts the disk of a worker. `fs` is the type of the file system, or `None` if mount(8) finds it.
-    pub fn mount(&self, worker: usize, fs: Option<&str>) -> Result<Mounted> {
+    /// Mounts the disk of a worker.
+    pub fn mount(&self, worker: usize, fs: FileSystem<'_>) -> Result<Mounted> {
         Mounted::new(&device(worker), &self.dir.join(format!("dir-{worker}")), &self.control, fs)
     }
 }
 
 impl Mounted {
     /// Mounts a device of the server at `control` at the directory `dir`, which is created.
-    pub fn new(name: &str, dir: &Path, control: &Path, fs: Option<&str>) -> Result<Self> {
+    pub fn new(name: &str, dir: &Path, control: &Path, fs: FileSystem<'_>) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("{}: cannot create the directory", dir.display()))?;
-        let request = MountRequest { name, dir, via: None, fs, options: None };
+        let request = MountRequest { name, dir, via: None, fs: fs.0, options: None };
         Ok(Self { locked: Some(mount(&request, control)?), dir: dir.into() })
     }
 

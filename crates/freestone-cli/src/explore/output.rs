@@ -31,7 +31,7 @@ impl Subject<'_> {
             Disk::Empty(size) => format!("--size {}", freestone_spec::size::exact(*size)),
             Disk::Image(image) => format!("--base {}", path(image)),
         };
-        let options: String = self.options.iter().map(|option| format!(" {option}")).collect();
+        let options = [vec![String::new()], self.options.clone()].concat().join(" ");
         format!(
             "freestone explore --log {} {disk}{options} --state {id} --check {}",
             path(self.log),

@@ -12,7 +12,7 @@ use freestone_server::settings::paths;
 use freestone_spec::path_text;
 use freestone_spec::size::exact;
 
-use super::mounted::Mounted;
+use super::mounted::{FileSystem, Mounted};
 use crate::mounts::helper::{Running, STEP_MAX, command};
 
 /// Name of the recorded device.
@@ -60,8 +60,7 @@ pub fn make_file_system(path: &Path, size: u64, fs: &str) -> Result<()> {
     outcome.require(&format!("mkfs.{fs}"))
 }
 
-/// Runs the workload, and records the writes to its disk in a new log. With `mount`, its file system is mounted; the
-/// option's value is the type. Sockets and the mount point lie in `dir`.
+/// Runs the workload, and records the writes to its disk in a new log. With `mount`, its file system is mounted. Sockets and the mount point lie in `dir`.
 ///
 /// # Errors
 /// Fails if the disk cannot be served or mounted, or the log cannot be written. The status of the workload is not an
@@ -71,7 +70,7 @@ pub fn record(
     disk: &Disk,
     log: &Path,
     dir: &Path,
-    mount: Option<Option<&str>>,
+    mount: Option<FileSystem<'_>>,
 ) -> Result<ExitStatus> {
     let (socket, control) = (dir.join(paths::NBD_SOCKET), dir.join(paths::CONTROL_SOCKET));
     let log_keys = format!("power_cut=yes,record={}", value(log));

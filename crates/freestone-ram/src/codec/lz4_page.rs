@@ -5,7 +5,7 @@
 //! * A hash of five bytes finds matches, not of four. A match of four bytes saves one byte and costs mispredicted
 //!   branches in compression and decompression.
 //! * Bounds and step are checked once for [`PROBES`] positions.
-//! * The table is cleared for each page. Entries that tell their page need no clearing, but each is one more branch to
+//! * The table is cleared for each page. Entries that name their page need no clearing, but each is one more branch to
 //!   mispredict.
 //!
 //! A block is a series of sequences: a token (lengths of literals and match, four bits each), more bytes for long

@@ -1,3 +1,4 @@
+// UNSAFETY: calls liblz4, and reads memory that is known to be initialised.
 use super::*;
 use freestone_core::percpu;
 

@@ -26,7 +26,7 @@ pub enum Start {
 
 /// Content and faults of a simulated disk.
 pub trait DiskModel: Send + 'static {
-    /// What happens to an operation; decided when the operation arrives.
+    /// Effect of a fault on one operation; decided when the operation arrives.
     type Fate: Copy + Send;
 
     fn geometry(&self) -> Geometry;

@@ -6,8 +6,75 @@ use std::time::Duration;
 use freestone_core::device::{Error, Extent, ExtentKind, Geometry, Op, Request, Result};
 
 use super::engine::{DiskModel, Start, Violations};
-use super::faulty::{FaultEffect, FaultSchedule, OpCounts};
 use crate::Rng;
+
+/// Selects the operations to which a fault applies. Operations are numbered from 0 in order of arrival since
+/// the disk was created. A fault for one kind of operation counts only that kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultSchedule {
+    /// The fault applies to all operations.
+    Always,
+    /// The fault applies to the operation with this number.
+    At(u64),
+    /// The fault applies to the operation with this number and all later ones.
+    From(u64),
+}
+
+/// Effect of a fault on an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultEffect {
+    /// The operation fails with this error, without effect.
+    Fail(Error),
+    /// The operation takes effect, but fails with this error.
+    FailDone(Error),
+    /// A write stores its first half (rounded down to blocks) and fails with [`Error::Media`].
+    /// Other operations fail without effect.
+    Tear,
+    /// The operation is held until [`heal`](super::FaultyDisk::heal) or [`release`](super::FaultyDisk::release), and then takes effect.
+    Hang,
+    /// The operation starts after this time; later operations may overtake it.
+    Delay(Duration),
+    /// A read succeeds, but one byte per block is damaged. Other operations are not affected.
+    Corrupt,
+}
+
+/// Counts of operations since the disk was created. Requests refused as invalid are not counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OpCounts {
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
+    /// Number of discards and of writes of zeroes.
+    pub frees: u64,
+    /// Length in bytes of the longest operation.
+    pub largest: u64,
+    /// Number of bytes stored by writes.
+    pub bytes_written: u64,
+    /// Number of bytes returned by reads.
+    pub bytes_read: u64,
+    /// Number of operations that are held now.
+    pub held: u64,
+    /// Number of operations in flight now, including held ones.
+    pub in_flight: u64,
+    /// Largest number of operations that were in flight at the same time.
+    pub in_flight_max: u64,
+}
+
+impl OpCounts {
+    /// Returns the number of operations of all kinds, which is also the number of the next one.
+    pub fn total(&self) -> u64 {
+        self.reads + self.writes + self.flushes + self.frees
+    }
+
+    fn of(&mut self, op: Op) -> &mut u64 {
+        match op {
+            Op::Read => &mut self.reads,
+            Op::Write => &mut self.writes,
+            Op::Flush => &mut self.flushes,
+            Op::Discard | Op::WriteZeroes => &mut self.frees,
+        }
+    }
+}
 
 pub(super) struct FaultyModel {
     geometry: Geometry,

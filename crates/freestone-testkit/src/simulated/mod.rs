@@ -5,4 +5,5 @@ mod faulty;
 mod faulty_model;
 
 pub use engine::{DiskEngine, DiskModel, DiskShared, Job, Start, Violations};
-pub use faulty::{FaultEffect, FaultSchedule, FaultyDisk, OpCounts};
+pub use faulty::FaultyDisk;
+pub use faulty_model::{FaultEffect, FaultSchedule, OpCounts};

@@ -129,7 +129,7 @@ fn bad_command_lines_and_workloads_are_refused() {
 }
 
 #[test]
-fn failing_final_state_flaky_check_and_timeout_are_reported() {
+fn final_failure_timeout_and_flaky_check_are_reported() {
     find("qemu-io");
     let dir = tempdir().unwrap();
     let entries = record(dir.path());
