@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use freestone_core::device::{Device, Error, Op, forward_device};
+use freestone_core::device::{Device, Op, forward_device};
 use freestone_core::sync::MutexGuard;
 
 use super::engine::{DiskEngine, DiskState};
@@ -20,7 +20,7 @@ const HELD_MAX: Duration = Duration::from_secs(20);
 /// The disk also checks its user: [`violations`](Self::violations) lists concurrent writes to one
 /// block, invalid requests and, if enabled, reads of blocks that were never written.
 ///
-/// Operations that are still held when the device is dropped fail with [`Error::Gone`].
+/// Operations that are still held when the device is dropped fail with [`Gone`](freestone_core::device::Error::Gone).
 ///
 /// ```
 /// use freestone_core::device::{Blocking, Error, Flags, Op};
@@ -84,18 +84,18 @@ impl FaultyDisk {
         self.lock().model.faults.push(Fault { op, schedule, effect });
     }
 
-    /// Makes writes that reach beyond this byte offset fail with [`Error::NoSpace`], without effect.
+    /// Makes writes that reach beyond this byte offset fail with [`NoSpace`](freestone_core::device::Error::NoSpace), without effect.
     pub fn no_space_from(&self, byte: u64) {
         self.lock().model.no_space_from = Some(byte);
     }
 
-    /// Makes a write fail with [`Error::NoSpace`], without effect, if more than `bytes` would then
+    /// Makes a write fail with [`NoSpace`](freestone_core::device::Error::NoSpace), without effect, if more than `bytes` would then
     /// have been written in total.
     pub fn no_space_after(&self, bytes: u64) {
         self.lock().model.no_space_after = Some(bytes);
     }
 
-    /// Truncates the disk: operations that reach beyond this byte offset fail with [`Error::Media`]. The
+    /// Truncates the disk: operations that reach beyond this byte offset fail with [`Media`](freestone_core::device::Error::Media). The
     /// geometry does not change.
     pub fn truncate_at(&self, byte: u64) {
         self.lock().model.truncated_at = Some(byte);
