@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
     from freestone import Fork, Server
@@ -83,9 +83,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
     """Keeps the disk of a test that failed, before its fixtures are torn down."""
-    outcome: Any = yield
+    outcome = yield
     session = item.config.stash.get(_SESSION, None)
     if session is not None:
         session.after_phase(item, outcome.get_result())

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,7 +60,7 @@ class Artifacts:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with _locked(self._directory):
-                target = self._directory / _name(test)
+                target = self._directory / artifact_name(test)
                 if not self._make_room(target):
                     return (
                         f"The disk is not kept: {self._directory} has the disks of "
@@ -185,7 +185,7 @@ def _commands(changes: Path, number: int, program: str, *, is_mounted: bool) -> 
     return lines
 
 
-def _name(test: str) -> str:
+def artifact_name(test: str) -> str:
     """Returns the name of a directory for a test."""
     name = re.sub(r"[^A-Za-z0-9._=-]+", "-", test).strip("-.") or "test"
     if len(name) <= _NAME_MAX:
@@ -197,7 +197,7 @@ def _name(test: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path) -> Generator[None, None, None]:
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         until = time.monotonic() + _LOCK_MAX

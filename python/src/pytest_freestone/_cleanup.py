@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Final
 
 #: File whose lock the session holds.
@@ -62,7 +62,7 @@ def forget_process(directory: str, pid: int) -> None:
 
 
 @contextlib.contextmanager
-def lock(directory: str) -> Iterator[bool]:
+def lock(directory: str) -> Generator[bool, None, None]:
     """Holds the lock of a session's directory.
 
     Yields false if the session runs, or the directory is gone.

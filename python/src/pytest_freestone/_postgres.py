@@ -10,12 +10,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Union
 
-from pytest_freestone import _cleanup, _system
+from pytest_freestone import _cleanup, _settings, _system
 from pytest_freestone._mounts import UnavailableError
 from pytest_freestone._ready import Recipe
 from pytest_freestone._session import cuts_power, fixtures_of
@@ -90,10 +90,11 @@ def find_programs() -> Path:
             f"PATH and {', '.join(_DIRECTORIES)} have no initdb and postgres "
             "(Debian package postgresql)"
         )
-    return max(found, key=_version)
+    return max(found, key=version)
 
 
-def _version(directory: Path) -> list[int]:
+def version(directory: Path) -> list[int]:
+    """Returns the numbers in the path of a directory, by which the newest server is chosen."""
     return [int(each) for each in re.findall(r"\d+", str(directory))]
 
 
@@ -332,14 +333,14 @@ def lease(
     setup: PostgresSetup,
     settings: Mapping[str, str],
     following: pytest.Item | None,
-) -> Iterator[Postgres]:
+) -> Generator[Postgres, None, None]:
     """Leases a server to a test."""
     try:
         programs = find_programs()
     except NotInstalledError as reason:
         session.skip(str(reason), "postgres")
     image = session.images.of(base)
-    source = Path(setup).read_text() if isinstance(setup, os.PathLike) else setup
+    source = _settings.text_or_function(setup)
     key = session.images.key(
         "postgres", source, str(image.path), str(programs), repr(sorted(settings.items()))
     )

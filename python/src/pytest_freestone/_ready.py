@@ -40,6 +40,7 @@ class ServiceRecipe(Protocol):
 
     def start(self, directory: Path) -> Service:
         """Starts the service and returns when it can be used."""
+        ...
 
 
 @dataclass(frozen=True)

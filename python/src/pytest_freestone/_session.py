@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -47,7 +47,7 @@ _POWER_CUT: Final = "freestone_power_cut"
 class _TestDisks:
     """The disks of a test that runs."""
 
-    disks: list[Prepared] = field(default_factory=list)
+    disks: list[Prepared] = field(default_factory=list[Prepared])
     has_failed: bool = False
     kept: str | None = None
     """What the report says about the disks that were kept."""
@@ -111,7 +111,7 @@ class PluginSession:
     @contextlib.contextmanager
     def disk(
         self, request: pytest.FixtureRequest, base: Base, following: pytest.Item | None
-    ) -> Iterator[Prepared]:
+    ) -> Generator[Prepared, None, None]:
         """Leases the disk of the fixture ``freestone_disk`` to a test."""
         image = self.images.of(base)
 
@@ -129,7 +129,7 @@ class PluginSession:
     @contextlib.contextmanager
     def lease(
         self, request: pytest.FixtureRequest, recipe: Recipe | None, following: Recipe | None
-    ) -> Iterator[Prepared]:
+    ) -> Generator[Prepared, None, None]:
         """Leases a disk to a test, and prepares that of the next test meanwhile."""
         if recipe is None:
             raise pytest.UsageError(
@@ -248,7 +248,7 @@ class PluginSession:
         prepared.disk.remove(force=True)
 
     @contextlib.contextmanager
-    def mounted(self, disk: Disk) -> Iterator[Path]:
+    def mounted(self, disk: Disk) -> Generator[Path, None, None]:
         """Mounts a disk for a while."""
         directory = self.directory / "mounts" / disk.name
         directory.mkdir(mode=0o755)
@@ -319,7 +319,7 @@ def _join_run(name: str) -> _Run:
 
 
 @contextlib.contextmanager
-def _private_directory(path: Path) -> Iterator[None]:
+def _private_directory(path: Path) -> Generator[None, None, None]:
     """Makes the directory of a session, and a process that cleans up if this one is killed."""
     path.mkdir(mode=0o711)
     for name in (_cleanup.PROCESSES, _cleanup.RECORDS):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Union
+from typing import Final, TypeVar, Union
 
 import pytest
 
@@ -23,6 +23,7 @@ MAX_READY: Final = 16
 #: Smallest disk: an ext4 with a journal, in bytes.
 MIN_SIZE: Final = 16 << 20
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
 _UNITS: Final = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -79,6 +80,13 @@ def configured_base(config: pytest.Config) -> Path | None:
     """
     path = _text(config, "freestone_base")
     return config.rootpath / path if path else None
+
+
+def text_or_function(source: str | os.PathLike[str] | _Function) -> str | _Function:
+    """Returns the text of a file, or the argument if it is a text or a function itself."""
+    if isinstance(source, str) or callable(source):
+        return source
+    return Path(source).read_text()
 
 
 def _text(config: pytest.Config, name: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Union
 
+from pytest_freestone import _settings
 from pytest_freestone._mounts import UnavailableError
 from pytest_freestone._ready import Recipe
 from pytest_freestone._session import cuts_power, fixtures_of
@@ -83,10 +84,10 @@ def lease(
     base: Base,
     schema: SqliteSchema,
     following: pytest.Item | None,
-) -> Iterator[Sqlite]:
+) -> Generator[Sqlite, None, None]:
     """Leases a database to a test."""
     image = session.images.of(base)
-    source = Path(schema).read_text() if isinstance(schema, os.PathLike) else schema
+    source = _settings.text_or_function(schema)
     key = session.images.key("sqlite", source, str(image.path))
     try:
         image = session.images.derived(

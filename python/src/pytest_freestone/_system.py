@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 #: Directories of administrators' programs, which not every user has in PATH.
 _SYSTEM_DIRECTORIES: Final = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
@@ -134,7 +134,7 @@ def start(
         ProgramError: It cannot be started.
     """
     try:
-        return subprocess.Popen(
+        process: Any = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -145,3 +145,4 @@ def start(
         )
     except OSError as error:
         raise ProgramError(f"{command[0]} cannot be started: {error}") from error
+    return cast("subprocess.Popen[bytes]", process)

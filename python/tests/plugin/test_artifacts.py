@@ -194,11 +194,11 @@ def test_directory_that_cannot_be_written_does_not_hide_the_failure(project: Pro
 
 
 def test_name_of_an_artifact_is_a_valid_file_name() -> None:
-    from pytest_freestone._artifacts import _name
+    from pytest_freestone._artifacts import artifact_name
 
-    assert _name("a/b.py::test_it[x/../y z]") == "a-b.py-test_it-x-..-y-z"
-    assert _name("..") == "test"
-    long = _name("t" * 400)
+    assert artifact_name("a/b.py::test_it[x/../y z]") == "a-b.py-test_it-x-..-y-z"
+    assert artifact_name("..") == "test"
+    long = artifact_name("t" * 400)
     assert len(long) == 120
-    assert long != _name("t" * 401)
+    assert long != artifact_name("t" * 401)
     assert Path(long).name == long

@@ -305,6 +305,16 @@ def test_programs_are_found_in_path_and_by_version(
 ) -> None:
     from pytest_freestone import _postgres, _system
 
+    def nothing(name: str) -> None:
+        return None
+
+    def in_13(name: str) -> str:
+        return str(tmp_path / "13" / "bin" / name)
+
+    def version_below(path: Path) -> list[int]:
+        """The directory of the test has digits in its own path."""
+        return [int(each) for each in path.relative_to(tmp_path).parts[0].split(".")]
+
     for version in ("9.6", "13", "15"):
         directory = tmp_path / version / "bin"
         directory.mkdir(parents=True)
@@ -312,19 +322,15 @@ def test_programs_are_found_in_path_and_by_version(
             (directory / name).write_text("#!/bin/sh\n")
             (directory / name).chmod(0o755)
     monkeypatch.setattr(_postgres, "_DIRECTORIES", (f"{tmp_path}/*/bin",))
-    monkeypatch.setattr(_system, "find", lambda name: None)
-    monkeypatch.setattr(_postgres, "_version", lambda path: _version_below(tmp_path, path))
+    monkeypatch.setattr(_system, "find", nothing)
+    monkeypatch.setattr(_postgres, "version", version_below)
     assert _postgres.find_programs() == tmp_path / "15" / "bin"
-    monkeypatch.setattr(_system, "find", lambda name: str(tmp_path / "13" / "bin" / name))
+    monkeypatch.setattr(_system, "find", in_13)
     assert _postgres.find_programs() == tmp_path / "13" / "bin"
-    monkeypatch.setattr(_system, "find", lambda name: None)
+    monkeypatch.setattr(_system, "find", nothing)
     monkeypatch.setattr(_postgres, "_DIRECTORIES", (f"{tmp_path}/none/*",))
     with pytest.raises(_postgres.NotInstalledError, match="postgresql"):
         _postgres.find_programs()
-
-
-def _version_below(root: Path, path: Path) -> list[int]:
-    return [int(each) for each in str(path.relative_to(root)).split("/")[0].split(".")]
 
 
 def test_connections_are_closed_after_the_test(tmp_path: Path) -> None:
