@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -117,7 +118,7 @@ class Artifacts:
         if overlay is not None:
             shutil.move(overlay, changes)
             self._add_image(image.path, target)
-        return _commands(changes, number, self._program, is_mounted=prepared.mounted is not None)
+        return _commands(changes, self._program, is_mounted=prepared.mounted is not None)
 
     def _save(self, prepared: Prepared, overlay: Path) -> None:
         if not prepared.recipe.power_cut:
@@ -159,12 +160,12 @@ def copy_changes(disk: Fork, to: Fork) -> None:
                     to.write(offset + start, block)
 
 
-def _commands(changes: Path, number: int, program: str, *, is_mounted: bool) -> list[str]:
+def _commands(changes: Path, program: str, *, is_mounted: bool) -> list[str]:
     """Returns the lines of the report: commands of a shell that open the disk again."""
     path = shlex.quote(str(changes))
-    control = shlex.quote(f"/tmp/freestone-failed-{number}.sock")  # noqa: S108 - a path for the user's own commands.
-    nbd = shlex.quote(f"/tmp/freestone-failed-{number}.nbd")  # noqa: S108
-    directory = shlex.quote(f"/tmp/freestone-failed-{number}")  # noqa: S108
+    # Paths for the user's own commands, so that several failed disks can be open.
+    place = f"/tmp/freestone-failed-{_digest(str(changes))}"  # noqa: S108
+    control, nbd, directory = f"{place}.sock", f"{place}.nbd", place
     lines = [
         f"The disk of the failed test is kept: {changes}",
         "Open a fork of it with these commands:",
@@ -190,10 +191,11 @@ def artifact_name(test: str) -> str:
     name = re.sub(r"[^A-Za-z0-9._=-]+", "-", test).strip("-.") or "test"
     if len(name) <= _NAME_MAX:
         return name
-    import hashlib
+    return f"{name[: _NAME_MAX - 9]}-{_digest(test)}"
 
-    digest = hashlib.sha256(test.encode()).hexdigest()[:8]
-    return f"{name[: _NAME_MAX - 9]}-{digest}"
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @contextlib.contextmanager
