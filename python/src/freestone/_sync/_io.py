@@ -26,7 +26,7 @@ __all__ = [
     "unless_locked",
 ]
 
-#: libnbd is the faster client of a thread.
+#: On a thread, requests of libnbd take no longer than those of the package's own client.
 PREFERS_LIBNBD = True
 Lock = threading.Lock
 monotonic = time.monotonic

@@ -188,7 +188,7 @@ def connect_nbd(
         uri: ``nbd://HOST[:PORT]/EXPORT`` or ``nbd+unix:///EXPORT?socket=PATH``; ``nbds`` for TLS,
             which needs libnbd.
         client: ``own`` for the package's client, ``libnbd``, or ``auto``: libnbd for TLS, and with
-            threads also where it is installed, as it is faster; else the own one.
+            threads also for the rest if it is installed; otherwise the own one.
         contexts: Metadata contexts for :meth:`Connection.extents`; an export need not have them.
         timeout: Longest duration of the connect and of each request, in seconds.
 
