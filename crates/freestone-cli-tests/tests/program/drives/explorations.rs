@@ -141,7 +141,7 @@ fn final_failure_timeout_and_flaky_check_are_reported() {
     );
     // Each state fails the first time.
     let flaky =
-        format!(r#"test $entry = {entries} || test -e seen-$state || {{ touch seen-$state; exit 1; }}"#);
+        format!(r"test $entry = {entries} || test -e seen-$state || {{ touch seen-$state; exit 1; }}");
     let found = result(dir.path(), 0, &[&args[..], &[&flaky]].concat());
     assert_eq!(found["failing_states"], json!(0));
     assert!(found["flaky"].as_array().unwrap().len() >= 3, "{found:#}");
