@@ -1,6 +1,7 @@
 //! Events that the main thread of a server waits for: signals, the exit of the command of `--run`, and the
 //! end of the server.
 
+use std::cell::Cell;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,6 +36,8 @@ pub const STATUS_OF_SIGNAL_0: i32 = 128;
 pub enum Event {
     /// SIGINT, SIGTERM or SIGHUP.
     Signal(i32),
+    /// The verb `shutdown`.
+    Verb,
     /// The kernel or the machine requests that the server ends, for this reason (SIGXCPU, SIGPWR). Unlike a second
     /// signal, a repeated request does not shorten a shutdown in progress.
     Emergency(&'static str),
@@ -51,6 +54,8 @@ pub struct Events {
     sender: Sender<Event>,
     receiver: Receiver<Event>,
     at_signal: Arc<AtSignal>,
+    /// True once a signal has requested the end. The next signal ends the process at once.
+    has_signal: Cell<bool>,
 }
 
 /// Action that the signal thread runs at once when a signal ends the server.
@@ -113,7 +118,7 @@ impl Events {
                 }
             })
             .context("cannot start the thread for signals")?;
-        Ok(Self { sender, receiver, at_signal })
+        Ok(Self { sender, receiver, at_signal, has_signal: Cell::new(false) })
     }
 
     /// Sets an action for signals that end the server, in addition to the event. The action runs on the signal thread
@@ -145,13 +150,18 @@ pub fn has_terminal() -> bool {
     fs::File::open("/dev/tty").is_ok()
 }
 
-/// Waits for an event that ends the server: a signal, an emergency, or the disconnect of the client of `--single`.
+/// Waits for an event that ends the server: a signal, the verb `shutdown`, an emergency, or the disconnect of the client of
+/// `--single`.
 /// SIGHUP is such an event only if `on_hangup` returns false.
 pub fn wait_for_end_request(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
     loop {
         match events.receiver.recv().context("the thread for signals is gone")? {
             Event::Signal(SIGHUP) if on_hangup() => {}
-            Event::Signal(_) | Event::Left => return Ok(()),
+            Event::Signal(_) => {
+                events.has_signal.set(true);
+                return Ok(());
+            }
+            Event::Verb | Event::Left => return Ok(()),
             Event::Emergency(why) => {
                 warn!("the server ends: {why}");
                 return Ok(());
@@ -166,13 +176,15 @@ pub fn wait_for_end_request(events: &Events, on_hangup: &dyn Fn() -> bool) -> Re
 pub enum WaitOutcome {
     /// The shutdown of the server is complete.
     Ended,
-    /// A signal with this number was received before the server ended.
+    /// A second signal, with this number, was received before the server ended.
     Signal(i32),
     /// The deadline passed before the server ended.
     TimedOut,
 }
 
-/// Waits for the end of the server, a signal, or the deadline `until`; `None` means no deadline.
+/// Waits for the end of the server, a second signal, or the deadline `until`; `None` means no deadline. A server that does
+/// not end because of a signal continues its shutdown after the first one: a supervisor often sends SIGTERM to a server
+/// that it has shut down.
 pub fn wait_for_end(events: &Events, until: Option<Instant>) -> WaitOutcome {
     loop {
         let event = match until {
@@ -180,7 +192,10 @@ pub fn wait_for_end(events: &Events, until: Option<Instant>) -> WaitOutcome {
             Some(at) => events.receiver.recv_timeout(at.saturating_duration_since(Instant::now())),
         };
         match event {
-            Ok(Event::Child | Event::Left | Event::Emergency(_)) => {}
+            Ok(Event::Child | Event::Left | Event::Verb | Event::Emergency(_)) => {}
+            Ok(Event::Signal(_)) if !events.has_signal.replace(true) => {
+                warn!("the server is ending; another signal ends it at once, without saving");
+            }
             Ok(Event::Signal(signal)) => return WaitOutcome::Signal(signal),
             Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => return WaitOutcome::Ended,
             Err(RecvTimeoutError::Timeout) => return WaitOutcome::TimedOut,
@@ -188,8 +203,8 @@ pub fn wait_for_end(events: &Events, until: Option<Instant>) -> WaitOutcome {
     }
 }
 
-/// Runs the command and returns its exit status. Passes the first signal on to the command. Kills the command
-/// at a second signal, or if it does not exit within [`COMMAND_GRACE`].
+/// Runs the command and returns its exit status. Passes the first signal on to the command, and sends SIGTERM for the verb
+/// `shutdown`. Kills the command at a second signal, or if it does not exit within [`COMMAND_GRACE`].
 pub fn run_to_exit(events: &Events, mut command: Command) -> Result<u8> {
     let mut child = process::spawn(&mut command).context("--run: cannot start sh")?;
     let mut kill_at = None;
@@ -204,6 +219,7 @@ pub fn run_to_exit(events: &Events, mut command: Command) -> Result<u8> {
         };
         match event {
             Ok(Event::Signal(signal)) if kill_at.is_none() => {
+                events.has_signal.set(true);
                 pass_on(&child, signal);
                 kill_at = Some(Instant::now() + COMMAND_GRACE);
             }
@@ -212,7 +228,11 @@ pub fn run_to_exit(events: &Events, mut command: Command) -> Result<u8> {
                 pass_on(&child, SIGTERM);
                 kill_at = Some(Instant::now() + COMMAND_GRACE);
             }
-            Ok(Event::Child | Event::Left | Event::Ended | Event::Emergency(_)) => {}
+            Ok(Event::Verb) if kill_at.is_none() => {
+                pass_on(&child, SIGTERM);
+                kill_at = Some(Instant::now() + COMMAND_GRACE);
+            }
+            Ok(Event::Child | Event::Left | Event::Ended | Event::Verb | Event::Emergency(_)) => {}
             Ok(Event::Signal(_)) | Err(_) => {
                 child.kill().context("--run: cannot kill the command")?;
                 let status = child.wait().context("--run: cannot wait for the command")?;

@@ -32,7 +32,6 @@ use freestone_server::settings::handshake::HandshakeArgs;
 use freestone_server::settings::tls::TlsArgs;
 use freestone_server::verbs::text::keys;
 use freestone_spec::machine::mmap_large_allocations;
-use signal_hook::consts::SIGTERM;
 use tempfile::TempDir;
 use tracing::{error, info, warn};
 
@@ -205,7 +204,7 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
         Running::start(plan, |service| abandon_at_signal(service, &events), Arc::new(report_step))?;
     let end = events.sender();
     // A failed send is ignored: the main thread no longer waits for events.
-    let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Signal(SIGTERM))));
+    let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Verb)));
     // From here on, an error leads to a clean shutdown.
     let outcome = serve_until_end(&running, &mut files, args, client, &events, &control, open_files);
     info!("ending");

@@ -30,6 +30,30 @@ fn sigxcpu_or_sigpwr_shuts_down_cleanly() {
     }
 }
 
+/// A supervisor that has run `freestone shutdown` may send SIGTERM as well, before or after the verb.
+#[test]
+fn shutdown_and_one_signal_save_content() {
+    for is_signal_first in [false, true] {
+        let args = ["r=ram,disksize=64M,keep=yes", "--state", "state"];
+        let serve = Serve::start(&args);
+        let mut client = Raw::connect_at(&serve.path("nbd"), "r");
+        assert_eq!(client.write(0, 0, &[7; 4096]), 0);
+        drop(client);
+        if is_signal_first {
+            serve.signal(Signal::TERM);
+        }
+        let _ = finish(freestone(serve.dir.path()).args(["shutdown", "--control", "control"]));
+        if !is_signal_first {
+            serve.signal(Signal::TERM);
+        }
+        let (code, dir) = serve.wait();
+        assert_eq!(code, Some(0), "{is_signal_first}");
+        let serve = Serve::start_in(dir, &args, true);
+        assert_eq!(Raw::connect_at(&serve.path("nbd"), "r").read(0, 4096).unwrap(), [7; 4096]);
+        end(serve);
+    }
+}
+
 #[test]
 fn command_of_run_has_default_signal_actions() {
     let dir = tempfile::tempdir().unwrap();

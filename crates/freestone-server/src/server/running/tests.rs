@@ -40,8 +40,8 @@ fn shutdown_releases_state_of_held_service() {
             }),
             ..Plan::default()
         };
-        let hold = |service: &Arc<Service>| held.push(Arc::clone(service));
-        let mut running = Running::start(plan, hold, Arc::new(|_| {})).unwrap();
+        let keep = |service: &Arc<Service>| held.push(Arc::clone(service));
+        let mut running = Running::start(plan, keep, Arc::new(|_| {})).unwrap();
         if is_dropped {
             continue;
         }
