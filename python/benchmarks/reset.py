@@ -124,7 +124,7 @@ def measure_postgres(directory: Path, rows: int, rounds: int) -> None:
     _postgres_fill(programs, session, volume, rows)
     size = int(subprocess.check_output(["du", "-sk", str(volume)]).split()[0])
     print(f"data directory: {size / 1024:.0f} MiB")
-    server = _postgres.Postgres(programs, str(session), volume / "data", _postgres._SMALL)
+    server = _postgres.Postgres(programs, str(session), volume / "data", _postgres.SMALL)
     server.start()
     create = [str(programs / "createdb"), "-T", "template", "fresh"]
     drop = [str(programs / "dropdb"), "fresh"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_freestone._power import PowerCutter
     from pytest_freestone._session import PluginSession
     from pytest_freestone._settings import Base
-    from pytest_freestone.databases import Postgres, PostgresSetup, Sqlite, SqliteSchema
+    from pytest_freestone.types import Postgres, PostgresSetup, Sqlite, SqliteSchema
 
 __all__ = [
     "freestone_base",

@@ -50,7 +50,7 @@ _DIRECTORIES: Final = (
     "/usr/local/pgsql/bin",
 )
 #: Settings that make a server small: it has one client, and its memory is that of a test machine.
-_SMALL: Final = {
+SMALL: Final = {
     "listen_addresses": "",
     "shared_buffers": "16MB",
     "max_connections": "50",
@@ -191,7 +191,7 @@ class Postgres:
             dbname: Another database.
 
         Raises:
-            pytest_freestone.ProgramError: A statement failed; the message is the server's.
+            pytest_freestone.types.ProgramError: A statement failed; the message is the server's.
         """
         command = [
             str(self._programs / "psql"),
@@ -209,8 +209,8 @@ class Postgres:
         recovery.
 
         Raises:
-            pytest_freestone.ProgramError: The server does not start; the message has the end of its
-            log.
+            pytest_freestone.types.ProgramError: The server does not start; the message has the end
+            of its log.
         """
         if self.pid is not None:
             return
@@ -358,7 +358,7 @@ def lease(
         if "freestone_postgres" not in fixtures_of(item):
             return None
         is_cut = cuts_power(item)
-        own = {**_SMALL, **({} if is_cut else _FAST), **settings}
+        own = {**SMALL, **({} if is_cut else _FAST), **settings}
         start = _Start(programs, directory, tuple(own.items()))
         return Recipe(image, is_mounted=True, power_cut=is_cut, service=start)
 
@@ -381,7 +381,7 @@ def fill(
     """Makes the database cluster of the image, and runs the setup in it."""
     data = directory / DATA
     data.mkdir(mode=0o700, exist_ok=True)
-    server = Postgres(programs, session, data, {**_SMALL, **_FAST, **settings})
+    server = Postgres(programs, session, data, {**SMALL, **_FAST, **settings})
     try:
         if not (data / "PG_VERSION").exists():
             owner = server_user()

@@ -46,8 +46,9 @@ class PowerCutter:
                 systems, and closes its files. What they wrote after their last flush is lost.
 
         Raises:
-            RuntimeError: The test has no disk. pytest_freestone.ProgramError: A program still uses
-            a file system, which the message names; or the file system cannot be mounted again.
+            RuntimeError: The test has no disk. pytest_freestone.types.ProgramError: A program still
+                uses a file system, which the message names; or the file system cannot be mounted
+                again.
         """
         if not self._disks:
             raise RuntimeError(

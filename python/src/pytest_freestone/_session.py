@@ -22,7 +22,7 @@ import freestone
 from freestone import _program
 from pytest_freestone import _cleanup, _settings
 from pytest_freestone._artifacts import Artifacts
-from pytest_freestone._images import Image, Images
+from pytest_freestone._images import Images
 from pytest_freestone._mounts import Mounts, UnavailableError
 from pytest_freestone._power import PowerCutter
 from pytest_freestone._ready import Prepared, Ready, Recipe
@@ -348,6 +348,3 @@ def _private_directory(path: Path) -> Generator[None, None, None]:
         _cleanup.clean(str(path))
     finally:
         os.close(lock)
-
-
-__all__ = ["Image", "PluginSession", "cuts_power", "fixtures_of"]

@@ -334,7 +334,7 @@ def test_programs_are_found_in_path_and_by_version(
 
 
 def test_connections_are_closed_after_the_test(tmp_path: Path) -> None:
-    from pytest_freestone.databases import Sqlite
+    from pytest_freestone.types import Sqlite
 
     database = Sqlite(tmp_path / "file")
     connection = database.connect()
