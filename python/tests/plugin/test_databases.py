@@ -107,6 +107,7 @@ def test_disk(freestone_disk): pass
     assert 'near "TABEL": syntax error' in printed
 
 
+@slow
 @postgres
 def test_postgres_has_the_setup_and_nothing_else(project: Project) -> None:
     project.write("pytest.ini", _INI)

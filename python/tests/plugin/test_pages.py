@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .projects import Project, is_full, needs, needs_root
+from .projects import Project, is_full, needs, needs_root, slow
 
 _HOW_TO = Path(__file__).parents[3] / "docs" / "how-to"
 _BLOCK = re.compile(r"^```\w+\n(?:#|//) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -42,6 +42,8 @@ def headings(page: str) -> list[str]:
 @pytest.mark.parametrize("heading", headings("pytest.md"))
 def test_example_of_the_plugin(project: Project, heading: str) -> None:
     files = files_of("pytest.md")[heading]
+    if not is_full() and any("freestone_postgres" in text for text in files.values()):
+        pytest.skip("slow lane")
     write(project, files)
     if not any(name.startswith("test_") for name in files):
         project.write("test_it.py", "def test_it(freestone_mount): pass\n")
@@ -49,15 +51,13 @@ def test_example_of_the_plugin(project: Project, heading: str) -> None:
     assert re.search(r"=+ \d+ passed in", printed), printed
 
 
+@slow
 @pytest.mark.parametrize("heading", headings("test-durability.md")[1:])
 def test_example_of_durability(project: Project, heading: str) -> None:
     page = files_of("test-durability.md")
     files = {**page[headings("test-durability.md")[0]], **page[heading]}
-    if "redb/Cargo.toml" in files:
-        if not is_full():
-            pytest.skip("slow lane")
-        if shutil.which("cargo") is None:
-            pytest.skip("left out: cargo")
+    if "redb/Cargo.toml" in files and shutil.which("cargo") is None:
+        pytest.skip("left out: cargo")
     write(project, files)
     printed = project.run("-p", "no:asyncio")
     # Each page has a check that must fail, which pytest counts as such only if it failed.
