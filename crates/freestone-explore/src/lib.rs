@@ -6,7 +6,7 @@
 //! RAM disk. A [`State`] is a fork of a snapshot of that disk, so it costs as much memory and time
 //! as the writes in which it differs.
 //!
-//! [`explore`] chooses states by [`Model`]s, omits states with equal content, runs a [`Check`] on
+//! [`explore()`] chooses states by [`Model`]s, omits states with equal content, runs a [`Check`] on
 //! the others in parallel, and reduces each failure to the smallest set of lost writes.
 //!
 //! Modules, each of which uses only modules before it: `id`, `digest`, `disk`, `report`, `epoch`,
