@@ -1,6 +1,6 @@
 //! Compression of arbitrary pages by lz4.
 //!
-//! An input is one byte for the level and then the page, as pieces that [`build`] reads. Properties:
+//! An input is one byte for the level and then the page, as pieces that `build` reads. Properties:
 //! * The compressed page is a block of the LZ4 format, by the reference decoder below, and decodes to the page.
 //! * The program's decompressor, which is liblz4's, returns the page as well.
 //! * A truncated block is refused.
