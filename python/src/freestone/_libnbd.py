@@ -22,6 +22,9 @@ from freestone.errors import (
 _MAX_PAYLOAD = 32 << 20
 #: Longest trim, zeroing or block status, in bytes.
 _MAX_LENGTH = (1 << 32) - (64 << 10)
+#: Longest wait in libnbd, in milliseconds. Some versions continue to wait after a signal, so Python's
+#: handlers, and thus Ctrl-C, run only between two waits.
+_WAIT_MS = 100
 
 
 def module() -> Any:
@@ -85,7 +88,7 @@ class LibnbdClient:
                 self._is_broken = True
                 raise TimedOutError(f"{self._name}: {what}: no answer within {timeout:g} s")
             try:
-                self._handle.poll(max(1, int(left * 1000)))
+                self._handle.poll(min(max(1, int(left * 1000)), _WAIT_MS))
             except self._nbd.Error as error:
                 # A signal whose handler has returned does not end the request.
                 if error.errnum != errno.EINTR:
