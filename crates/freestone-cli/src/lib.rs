@@ -10,6 +10,7 @@ mod explore;
 mod help;
 mod mounts;
 mod output;
+mod pidfd;
 #[doc(hidden)]
 pub mod reference;
 mod serve;

@@ -26,6 +26,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use freestone::device::{Blocking as _, Device as _};
+use freestone_core::zeroes::are_zeroes;
 use freestone_explore::{
     Base, Budget, Check as _, End, ExploreError, Model, Options, Report, StateId, Timeline, explore, state_at,
 };
@@ -388,7 +389,7 @@ fn keep_state(dir: &Path, timeline: &Arc<Timeline>, id: &StateId) -> Result<Path
         let part = &mut chunk[..KEEP_CHUNK_BYTES.min(size - offset) as usize];
         disk.read_at(offset, part).with_context(at)?;
         // Zeroes stay holes.
-        if part.iter().any(|byte| *byte != 0) {
+        if !are_zeroes(part) {
             std::os::unix::fs::FileExt::write_all_at(&file, part, offset).with_context(at)?;
         }
         offset += part.len() as u64;

@@ -6,9 +6,10 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
+
+use crate::pidfd;
 
 /// Identity of a process. The start time distinguishes it from a later process with the same process ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,9 +63,7 @@ impl Process {
 
     /// Waits for the end of the process, for at most `max`. Returns true if it ended.
     pub fn wait(&self, max: Duration) -> bool {
-        let max = Timespec { tv_sec: max.as_secs().cast_signed(), tv_nsec: max.subsec_nanos().into() };
-        let mut ended = [PollFd::new(&self.0, PollFlags::IN)];
-        poll(&mut ended, Some(&max)).is_ok_and(|ready| ready > 0)
+        pidfd::wait(&self.0, Some(max)).unwrap_or(false)
     }
 
     /// Kills the process, without waiting for its end.

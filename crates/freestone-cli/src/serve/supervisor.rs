@@ -11,13 +11,13 @@ use std::time::Duration;
 use std::{env, fs, io, thread};
 
 use anyhow::{Context as _, Result, bail};
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, Signal, getpid, getppid, kill_process, pidfd_open, set_parent_process_death_signal,
 };
 use sd_notify::NotifyState;
 use tracing::warn;
+
+use crate::pidfd;
 
 /// Environment variables of the service manager, which child processes must not inherit.
 pub const VARIABLES: [&str; 4] = ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
@@ -127,7 +127,7 @@ pub fn end_with_parent(parent: Option<Pid>) -> Result<()> {
     }
     if let Some(handle) = handle {
         let wait = move || {
-            if wait_readable(&handle).is_ok() {
+            if pidfd::wait(&handle, None).is_ok() {
                 // A process may always send a signal to itself.
                 let _ = kill_process(getpid(), Signal::TERM);
             }
@@ -136,17 +136,6 @@ pub fn end_with_parent(parent: Option<Pid>) -> Result<()> {
         thread.context("--exit-with-parent: cannot start a thread")?;
     }
     Ok(())
-}
-
-/// Waits without a limit until the descriptor is readable: a process descriptor is once the process has ended.
-fn wait_readable(handle: &OwnedFd) -> io::Result<()> {
-    loop {
-        match poll(&mut [PollFd::new(handle, PollFlags::IN)], None) {
-            Ok(_) => return Ok(()),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,19 +1,18 @@
 //! The client of `shutdown`: requests the shutdown, and waits until the process of the server has ended.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use freestone_server::verbs::Verb as _;
 use freestone_server::verbs::jobs::shutdown::Shutdown;
 use freestone_spec::times;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno as Os;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::json;
 
 use crate::client::connection::Client;
 use crate::client::{Common, print_json};
+use crate::pidfd;
 
 /// Default maximum time that the client waits for the end of the server's process.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
@@ -38,21 +37,11 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
     let pid = client.server_pid()?;
     let process = pidfd_open(pid, PidfdFlags::empty()).context("cannot look at the server's process")?;
     let answer = client.call(Shutdown::METHOD, &json!({ "force": line.force }))?;
-    let end = Instant::now() + timeout;
-    loop {
-        let left = end.saturating_duration_since(Instant::now());
-        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&left)) {
-            Ok(0) => {
-                bail!(rpc_error!(
-                    ETIMEDOUT,
-                    "the server, process {pid}, has not ended yet; waited {timeout:?} for it"
-                ));
-            }
-            Ok(_) => break,
-            Err(Os::INTR) => {}
-            Err(error) => bail!("cannot wait for the server: {error}"),
-        }
+    if !pidfd::wait(&process, Some(timeout)).context("cannot wait for the server")? {
+        bail!(rpc_error!(
+            ETIMEDOUT,
+            "the server, process {pid}, has not ended yet; waited {timeout:?} for it"
+        ));
     }
     if common.json { print_json(answer.get()) } else { Ok(()) }
 }

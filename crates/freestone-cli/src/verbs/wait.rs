@@ -16,7 +16,6 @@ use freestone_server::verbs::jobs::jobs;
 use freestone_server::verbs::status::list;
 use freestone_spec::refusal::Errno;
 use freestone_spec::{path_text, times};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::json;
@@ -24,6 +23,7 @@ use serde_json::json;
 use crate::client::connection::Client;
 use crate::client::{Common, print_json};
 use crate::error::Stdout;
+use crate::pidfd;
 
 /// Interval between connection attempts, and initial interval between polls of a job.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -203,11 +203,8 @@ impl ServerProcess {
     /// Returns true if the process has ended, even if its parent has not collected its status yet.
     fn has_ended(&self) -> Result<bool> {
         let Some(handle) = &self.handle else { return Ok(true) };
-        match poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
-            Ok(ready) => Ok(ready > 0),
-            Err(Os::INTR) => Ok(false),
-            Err(error) => bail!("--pid {}: cannot watch the process: {error}", self.pid),
-        }
+        let ended = pidfd::wait(handle, Some(Duration::ZERO));
+        ended.with_context(|| format!("--pid {}: cannot watch the process", self.pid))
     }
 }
 

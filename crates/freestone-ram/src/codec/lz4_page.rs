@@ -1,4 +1,4 @@
-//! An LZ4 compressor for whole pages. Its output is an LZ4 block, which liblz4 decompresses.
+//! An LZ4 compressor for whole pages. The output is an LZ4 block, which liblz4 decompresses.
 //!
 //! On pages of real files the compressor takes 0.8 of the time of `LZ4_compress_fast`, and its output is 0.5 % larger:
 //!
