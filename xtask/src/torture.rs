@@ -61,7 +61,7 @@ pub enum Mode {
 }
 
 /// Known faults (`freestone::mutants`), the mode that finds each, and options: the failing calls or the first seed.
-const MUTANTS: [(&str, Mode, &[&str]); 28] = [
+const MUTANTS: [(&str, Mode, &[&str]); 29] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
     ("TooManyReads", Mode::Exact, &[]),
@@ -72,6 +72,7 @@ const MUTANTS: [(&str, Mode, &[&str]); 28] = [
     ("MergeUnmarked", Mode::Exact, &[]),
     ("OneVerbAtATime", Mode::Program, &[]),
     ("SpillsChangedPages", Mode::Exact, &[]),
+    ("StaleCopy", Mode::Exact, &[]),
     ("OriginForgetsSnapshot", Mode::Exact, &[]),
     ("LostWakeup", Mode::Exact, &[]),
     ("ExceptionsBeforeCopies", Mode::Exact, &[]),

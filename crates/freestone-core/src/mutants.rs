@@ -24,6 +24,8 @@ pub enum Mutant {
     OneVerbAtATime,
     /// A page written back replaces the page in memory although the page was changed meanwhile.
     SpillsChangedPages,
+    /// A page that was read back and changed is replaced by its former object on the backing device.
+    StaleCopy,
     /// The last page of each leaf of an origin's page table is not preserved for its snapshot.
     OriginForgetsSnapshot,
     /// Unlocking a slot does not wake its waiters.
@@ -66,7 +68,7 @@ pub enum Mutant {
 
 /// All faults, from which `FREESTONE_MUTANT` selects one by name.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 28] = [
+pub const ALL: [Mutant; 29] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -76,6 +78,7 @@ pub const ALL: [Mutant; 28] = [
     Mutant::MergeUnmarked,
     Mutant::OneVerbAtATime,
     Mutant::SpillsChangedPages,
+    Mutant::StaleCopy,
     Mutant::OriginForgetsSnapshot,
     Mutant::LostWakeup,
     Mutant::ExceptionsBeforeCopies,

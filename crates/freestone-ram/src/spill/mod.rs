@@ -2,6 +2,7 @@
 
 pub mod blocks;
 pub mod budget;
+pub mod clean_copies;
 mod deadline;
 pub mod layout;
 pub mod objects;

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use super::blocks::{BLOCK_UNITS, Blocks};
 use super::budget::Budget;
+use super::clean_copies::{CleanCopies, CleanCopy, CopyContent};
 use super::deadline::Deadline;
 use super::layout;
 use super::reads::{QueuedRead, ReadError, Reads, SpareBuffers, TimedOutRead};
@@ -28,12 +29,17 @@ use freestone_core::sync::{AtomicU32, Ordering};
 pub const WRITE_BLOCKS_MAX: u32 = 256;
 /// Maximum number of writes in flight.
 pub const WRITES_MAX: usize = 4;
+/// Clean copies are kept while more than this part of the blocks is free: a quarter, as for reclaim.
+pub const FREE_SHARE: u64 = 4;
+/// Number of clean copies that are freed at once.
+const FREED_COPIES: usize = 256;
 /// Default for the maximum number of blocks in flight.
 pub const BATCH_BLOCKS: u32 = WRITE_BLOCKS_MAX * WRITES_MAX as u32;
 
 /// A backing device in use by a family (a base and its forks, which share memory).
 ///
-/// Lock order: the locks of `space`, `budget`, `reads` and of a [`Write`](super::writes::Write) are leaf locks.
+/// Lock order: the locks of `space`, `budget`, `reads`, `copies` and of a [`Write`](super::writes::Write) are leaf
+/// locks.
 pub struct Store {
     pub(super) device: Arc<dyn Device>,
     packed: bool,
@@ -41,6 +47,7 @@ pub struct Store {
     pub(super) space: Space,
     pub(super) blocks: Blocks,
     pub(super) budget: Budget,
+    copies: CleanCopies,
     pub(super) counters: Counters<{ counter::COUNT }>,
     spare: SpareBuffers,
     batch_blocks: AtomicU32,
@@ -63,7 +70,10 @@ pub(super) mod counter {
     pub const PAGES: usize = 4;
     /// Total bytes of the stored pages, without headers.
     pub const LIVE_BYTES: usize = 5;
-    pub const COUNT: usize = 6;
+    /// Number of clean copies, and the bytes of their objects.
+    pub const COPIES: usize = 6;
+    pub const COPIED_BYTES: usize = 7;
+    pub const COUNT: usize = 8;
 }
 
 /// Statistics of a backing device.
@@ -80,6 +90,8 @@ pub struct StoreStat {
     pub pages: u64,
     /// Total bytes of the stored pages, without headers.
     pub live_bytes: u64,
+    /// Number of pages in memory whose object is also on the device.
+    pub clean_pages: u64,
     /// Number of abandoned writes that the device has not completed.
     pub abandoned: u32,
     /// True if the last read failed or returned damaged content.
@@ -119,6 +131,7 @@ impl Store {
             space,
             blocks: map,
             budget: Budget::default(),
+            copies: CleanCopies::default(),
             counters: Counters::default(),
             spare: SpareBuffers::default(),
             batch_blocks: AtomicU32::new(BATCH_BLOCKS),
@@ -145,20 +158,97 @@ impl Store {
 
     /// Counts pages whose slots now refer to the device, and the bytes of their stored form.
     pub fn count_written_back(&self, pages: u64, stored: u64) {
-        self.counters.add(counter::PAGES, pages as i64);
-        self.counters.add(counter::LIVE_BYTES, stored as i64);
+        self.count_pages(pages as i64, stored as i64);
     }
 
     /// Frees the space of a page counted by [`count_written_back`](Self::count_written_back).
     pub fn release(&self, unit: u64, stored: usize) {
-        self.counters.add(counter::PAGES, -1);
-        self.counters.add(counter::LIVE_BYTES, -(stored as i64));
+        self.count_pages(-1, -(stored as i64));
         self.free_object(unit, stored);
+    }
+
+    fn count_pages(&self, pages: i64, bytes: i64) {
+        self.counters.add(counter::PAGES, pages);
+        self.counters.add(counter::LIVE_BYTES, bytes);
     }
 
     /// Frees the space of an object to which no slot refers.
     pub fn free_object(&self, unit: u64, stored: usize) {
         self.blocks.remove(unit, self.units(stored), |block| self.space.free_run(block, 1));
+    }
+
+    // ---- clean copies ---------------------------------------------------------------------------
+
+    /// Keeps the object of a page that moved back to memory, into the slot `slot` of the table
+    /// `table`, as a clean copy. Frees the object instead if blocks are short. The pool has
+    /// `pool_pages` pages.
+    pub fn keep_copy(&self, slot: (u32, u64), unit: u64, content: CopyContent<'_>, pool_pages: u64) {
+        let stored = content.object.len();
+        if self.is_short() {
+            return self.release(unit, stored);
+        }
+        self.count_pages(-1, -(stored as i64));
+        self.count_copies(1, stored as i64);
+        let copy = CleanCopy { unit, stored: stored as u32 };
+        self.free_copies(self.copies.insert(slot, copy, content, pool_pages));
+    }
+
+    /// Returns the unit of the clean copy of a page that leaves memory, if its content is unchanged.
+    /// The copy then belongs to the caller, as an object that was just written. Frees a copy with
+    /// other content.
+    pub fn take_copy(&self, slot: (u32, u64), content: CopyContent<'_>) -> Option<u64> {
+        match self.copies.take(slot, content)? {
+            Ok(copy) => {
+                self.count_copies(-1, -i64::from(copy.stored));
+                Some(copy.unit)
+            }
+            Err(changed) => {
+                self.free_copies([changed]);
+                None
+            }
+        }
+    }
+
+    /// Frees the oldest clean copies while blocks are short.
+    pub fn free_copies_if_short(&self) {
+        while self.is_short() && self.free_copies(self.copies.take_oldest(FREED_COPIES)) {}
+    }
+
+    /// Frees all clean copies of a slot table that is no longer used.
+    pub fn free_copies_of(&self, table: u32) {
+        self.free_copies(self.copies.take_table(table));
+    }
+
+    /// Frees stale clean copies among up to `count` of the oldest. `is_valid` receives slot table,
+    /// slot and object size, and returns true if the page in memory may still be the copied one.
+    pub fn sweep_copies(&self, count: usize, is_valid: impl Fn(u32, u64, u32) -> bool) {
+        self.free_copies(self.copies.sweep(count, is_valid));
+    }
+
+    /// Returns the approximate memory of the table of clean copies in bytes.
+    pub fn copies_bytes(&self) -> u64 {
+        self.copies.bytes()
+    }
+
+    /// Frees copies that were removed from the table. Returns true if there was one.
+    fn free_copies(&self, copies: impl IntoIterator<Item = CleanCopy>) -> bool {
+        let mut any = false;
+        for CleanCopy { unit, stored } in copies {
+            self.count_copies(-1, -i64::from(stored));
+            self.free_object(unit, stored as usize);
+            any = true;
+        }
+        any
+    }
+
+    fn count_copies(&self, copies: i64, bytes: i64) {
+        self.counters.add(counter::COPIES, copies);
+        self.counters.add(counter::COPIED_BYTES, bytes);
+    }
+
+    /// Returns true if free blocks are too few for clean copies.
+    fn is_short(&self) -> bool {
+        self.free_blocks() <= self.blocks() / FREE_SHARE
     }
 
     pub(super) fn units(&self, stored: usize) -> u32 {
@@ -301,7 +391,9 @@ impl Store {
         if !self.packed {
             return 0;
         }
-        let StoreStat { used, pages, live_bytes, .. } = self.stat();
+        let StoreStat { used, pages, live_bytes, clean_pages, .. } = self.stat();
+        let (pages, live_bytes) =
+            (pages + clean_pages, live_bytes + self.counters.get(counter::COPIED_BYTES));
         // A page needs a header (one unit), and half a unit of padding on average.
         let full = live_bytes + pages * (layout::UNIT_BYTES as u64 * 3 / 2);
         used.saturating_sub(full.div_ceil(BLOCK_BYTES as u64))
@@ -324,6 +416,7 @@ impl Store {
             failed_writes: get(counter::FAILED_WRITES),
             pages: get(counter::PAGES),
             live_bytes: get(counter::LIVE_BYTES),
+            clean_pages: get(counter::COPIES),
             abandoned: self.abandoned(),
             // Relaxed: a statistic, which orders no other memory access.
             last_read_failed: self.last_read_failed.load(Ordering::Relaxed) != 0,

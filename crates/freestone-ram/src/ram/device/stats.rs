@@ -191,7 +191,8 @@ fn memory(pages: &Pages) -> MemoryOverhead {
         leaves_bytes: pages.common.nodes.bytes(),
         backrefs_bytes: pages.pool.backrefs_bytes(),
         pool_slack_bytes: (pages.pool.pages() * PAGE_BYTES as u64).saturating_sub(stored),
-        metadata_bytes: pages.pool.metadata_bytes(),
+        metadata_bytes: pages.pool.metadata_bytes()
+            + pages.store.as_ref().map_or(0, |store| store.copies_bytes()),
         streams_bytes: pages.codecs.bytes(),
     }
 }

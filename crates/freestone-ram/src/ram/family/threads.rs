@@ -41,6 +41,7 @@ fn run_keeper(keeper: &Keeper, family: &Weak<FamilyParts>) {
         family.evict.evict_as_needed(waiting);
         if now_ms() - last_tick >= TICK.as_millis() as u64 {
             last_tick = now_ms();
+            family.evict.sweep_copies();
             family.evict.reclaim.reclaim_if_needed();
             family.auto.step();
         }

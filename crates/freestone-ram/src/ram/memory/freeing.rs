@@ -16,6 +16,9 @@ impl Pages {
         let (freed, left) = chain::free_leaf(self, &layer, start);
         if self.retiring.finish_leaf(&layer, start, left) {
             self.layers.remove(layer.id());
+            if let Some(store) = &self.store {
+                store.free_copies_of(layer.id());
+            }
         }
         if freed || !left { Step::Freed } else { Step::Later }
     }

@@ -5,8 +5,8 @@
 //!   is read from the device. Later requests for the page are queued on the flight. No lock is held
 //!   meanwhile.
 //! * When the read completes, the flight ends (the slot *lands*). In the packed layout the object
-//!   moves to the pool if memory allows, and its space on the device is freed. Otherwise the slot
-//!   becomes `Spilled` again. In both cases the waiters receive the content.
+//!   is stored in the pool if memory allows. Otherwise the slot becomes `Spilled` again. In both
+//!   cases the waiters receive the content.
 //! * If the read fails, times out or returns damaged content, the slot becomes `Spilled` again.
 //!   Requests that wait for the content fail with an I/O error. Later requests read the device
 //!   again.
@@ -17,9 +17,10 @@
 //! A page of a fork's base on another device is read without any slot in flight, as the base does
 //! not change.
 //!
-//! A page that was read moves back to memory because it is hot now. This frees space on the device
-//! for a colder page, and the object needs no compression. In the plain layout the page stays on
-//! the device, as in the kernel: the plain layout reports the kernel's statistics.
+//! A page that was read moves back to memory because it is hot now, and the object needs no
+//! compression. The object on the device stays as a [clean copy](crate::spill::clean_copies) while
+//! blocks are free. In the plain layout the page itself stays on the device, as in the kernel: the
+//! plain layout reports the kernel's statistics.
 //!
 //! The pages of a request are read together, neighbouring pages with one request to the device. For
 //! a sequential reader the next pages are read too.
@@ -33,6 +34,7 @@ use crate::ram::device::stats::counter;
 use crate::ram::geometry::piece;
 use crate::ram::memory::layer::Layer;
 use crate::ram::waiting::job::Job;
+use crate::spill::clean_copies::CopyContent;
 use crate::spill::objects::{ReadGroup, Spilled};
 use crate::spill::reads::{ReadError, TimedOutRead};
 use crate::spill::store::Store;
@@ -214,7 +216,9 @@ impl FaultIn {
     /// if the page is in memory again. Returns false if the flight had already ended; then `back`
     /// is freed.
     fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<&[u8]>) -> bool {
-        let landed = self.pages.with_owner_slot(BackRef::from_bits(owner), |layer, guard| {
+        let owner = BackRef::from_bits(owner);
+        let slot = owner.slot();
+        let landed = self.pages.with_owner_slot(owner, |layer, guard| {
             if guard.word() != Word::in_flight(flight) {
                 return None;
             }
@@ -226,16 +230,24 @@ impl FaultIn {
             if let Some(back) = back {
                 layer.account_faulted_in(&self.pages.layers, back);
             }
-            Some(landed)
+            Some((landed, layer.header_owner(slot), layer.cap()))
         });
-        let Some(landed) = landed.flatten() else {
+        let Some((landed, header_owner, cap)) = landed.flatten() else {
             if let Some(back) = back {
                 self.pages.release(back);
             }
             return false;
         };
-        if back.is_some() {
-            self.pages.release(landed.held);
+        match (back, content, &self.pages.store) {
+            (None, ..) => {}
+            (Some(_), Ok(object), Some(store)) if cap != u64::MAX || self.pages.mem_limit() > 0 => {
+                let algorithm = landed.held.algorithm() as u8;
+                let content = CopyContent { header_owner, algorithm, object };
+                let pool_pages = self.pages.pool.pages();
+                store.keep_copy((owner.table(), slot), landed.held.location(), content, pool_pages);
+            }
+            // Without a memory limit no page is evicted.
+            (Some(_), ..) => self.pages.release(landed.held),
         }
         self.complete_waiters(landed, back.is_none(), content);
         true

@@ -12,6 +12,8 @@
 //!   later. The mark of an earlier batch is therefore never mistaken for that of a later one, so
 //!   stale bytes never become a page.
 //!
+//! A page with a [clean copy](crate::spill::clean_copies) on the device leaves memory at once.
+//!
 //! Evictions are serialised by [`Pages::background`].
 
 use std::collections::VecDeque;
@@ -28,6 +30,8 @@ use crate::spill::writes::{Refused, Write, WriteOutcome};
 use freestone_core::device::{Error, IoBuf};
 use freestone_core::slot::Word;
 
+/// Number of pages that leave memory without a write before requests that wait for memory are woken.
+const WAKE_PAGES: u64 = 64;
 /// Minimum length in blocks of a run of packed objects. Shorter runs would waste more space, as the
 /// end of each run stays unused.
 const PACKED_RUN_BLOCKS_MIN: u32 = 8;
@@ -59,6 +63,8 @@ pub(super) struct Eviction<'a> {
     tags_in_use: u64,
     spare: Vec<IoBuf>,
     done: WritebackReport,
+    /// Number of pages that left memory without a write.
+    clean: u64,
     failed: Option<Error>,
     /// No further write starts, as the device hangs or is full.
     stopped: bool,
@@ -82,6 +88,7 @@ impl<'a> Eviction<'a> {
             tags_in_use: 0,
             spare: Vec::new(),
             done: WritebackReport::default(),
+            clean: 0,
             failed: None,
             stopped: false,
         }
@@ -107,6 +114,16 @@ impl<'a> Eviction<'a> {
         wanted: impl Fn(Word) -> bool,
     ) -> Result<OfferOutcome, WritebackError> {
         let at = self.layer_index(layer);
+        if !self.stopped
+            && let Some(stored) = self.evict_clean(at, slot, &wanted)
+        {
+            self.done.pages += 1;
+            self.clean += 1;
+            if self.clean.is_multiple_of(WAKE_PAGES) {
+                self.pages.wake_memory_waiters();
+            }
+            return Ok(OfferOutcome::Taken(stored));
+        }
         self.add_to_batch(|eviction, batch| eviction.copy(batch, at, slot, &wanted))
     }
 
@@ -169,6 +186,7 @@ impl<'a> Eviction<'a> {
         if self.store.abandoned() > 0 {
             return Err(WritebackError::Device(Error::Media));
         }
+        self.store.free_copies_if_short();
         let (run, charge) =
             self.store.open_run(self.write_blocks, self.reserve).map_err(|refused| match refused {
                 Refused::Limit => WritebackError::Limit,
@@ -278,6 +296,9 @@ impl<'a> Eviction<'a> {
     /// Sends the open batch and waits for all writes. Returns the pages and blocks written, and the
     /// last failure as the result.
     pub fn end(mut self) -> (WritebackReport, Result<(), WritebackError>) {
+        if !self.clean.is_multiple_of(WAKE_PAGES) {
+            self.pages.wake_memory_waiters();
+        }
         let sent = self.send();
         while !self.in_flight.is_empty() {
             self.finish_oldest_write();

@@ -39,6 +39,8 @@ const ROUND_BYTES_MIN: u64 = 16 * PAGE;
 const RECLAIMED_BLOCKS: u64 = 1024;
 /// A backing device that was full is used again only if reclaim freed more blocks than this.
 pub(super) const RECLAIMED_MIN_BLOCKS: u64 = 4;
+/// Clean copies checked in one background step.
+const SWEPT_COPIES: usize = 1 << 14;
 /// Poll interval while waiting for blocks of removed devices.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -177,6 +179,19 @@ impl Evict {
         history.lock().record_round(spilled, progressed, self.is_hanging())
     }
 
+    /// Frees clean copies on the backing device that are stale: their pages were overwritten or
+    /// discarded. Called once a second.
+    pub(in crate::ram) fn sweep_copies(&self) {
+        let Some(store) = &self.pages.store else { return };
+        store.free_copies_if_short();
+        store.sweep_copies(SWEPT_COPIES, |table, slot, stored| {
+            let word =
+                self.pages.layers.get(table).and_then(|layer| Some(layer.table().leaf(slot)?.peek(slot)));
+            // A slot that is being changed or read keeps its copy until a later sweep.
+            word.is_some_and(|word| is_spillable(word) && word.stored_bytes() == stored as usize)
+        });
+    }
+
     fn charged(&self) -> u64 {
         self.pages.layers.all().iter().map(|layer| layer.charged()).sum()
     }
@@ -246,6 +261,7 @@ impl Evict {
         if store.abandoned() > 0 {
             return nothing(Err(WritebackError::Device(Error::Media)));
         }
+        store.free_copies_if_short();
         // Check for obstacles before the scan of all slots, which takes long.
         match store.budget().get() {
             limit if limit.enabled && limit.left == 0 => return nothing(Err(WritebackError::Limit)),

@@ -4,8 +4,10 @@
 use super::batch::{Batch, Content, Entry, EvictionCounts, PickError, StoredObject};
 use super::evict_batches::Eviction;
 use crate::pool::BackRef;
+use crate::ram::memory::layer::Layer;
 use crate::ram::memory::page_search::is_spillable;
 use crate::spill::blocks::BLOCK_UNITS;
+use crate::spill::clean_copies::CopyContent;
 use crate::spill::space::BLOCK_BYTES;
 use freestone_core::PAGE_BYTES;
 use freestone_core::mutants::{self, Mutant};
@@ -41,6 +43,29 @@ impl Eviction<'_> {
         Ok(word.stored_bytes())
     }
 
+    /// Evicts a page whose object is on the device already, as a [clean
+    /// copy](crate::spill::clean_copies), without a write. Returns the size of the object in bytes;
+    /// `None` if the page has no such copy or is not wanted.
+    pub(super) fn evict_clean(
+        &self,
+        layer: usize,
+        slot: u64,
+        wanted: &impl Fn(Word) -> bool,
+    ) -> Option<usize> {
+        let layer = &self.layers[layer];
+        let guard = lock_evictable(layer, slot, wanted)?;
+        let word = guard.word();
+        let object = self.pages.pool.object(&guard);
+        let header_owner = layer.header_owner(slot);
+        let content = CopyContent { header_owner, algorithm: word.algorithm() as u8, object };
+        let unit = self.store.take_copy((layer.id(), slot), content)?;
+        guard.publish(word.spilled_to(unit, false));
+        self.pages.release(word);
+        layer.account_spilled(&self.pages.layers, word);
+        self.store.count_written_back(1, word.stored_bytes() as u64);
+        Some(word.stored_bytes())
+    }
+
     /// Picks a slot and adds its page to the batch: the part of [`copy`](Self::copy) under the
     /// slot's lock. For the plain layout, only copies the object to `object`.
     fn pick(
@@ -52,17 +77,8 @@ impl Eviction<'_> {
         object: &mut [u8],
     ) -> Result<Word, PickError> {
         let layer = &self.layers[at];
-        let leaf = layer.table().leaf(slot).ok_or(PickError::Unwanted)?;
-        let fits = |word: Word| is_spillable(word) && !word.is_picked() && wanted(word);
-        // Check without the lock first: most slots are skipped.
-        if layer.is_retired() || !fits(leaf.peek(slot)) {
-            return Err(PickError::Unwanted);
-        }
-        let guard = leaf.lock(slot);
+        let guard = lock_evictable(layer, slot, wanted).ok_or(PickError::Unwanted)?;
         let word = guard.word();
-        if !fits(word) {
-            return Err(PickError::Unwanted);
-        }
         let bytes = self.pages.pool.object(&guard);
         let (unit, stored) = match &mut batch.content {
             Content::Packed(packer) => {
@@ -159,4 +175,16 @@ impl Eviction<'_> {
     pub(super) fn unpick_all(&self, batch: &Batch) {
         batch.entries.iter().rev().for_each(|entry| self.unpick_entry(batch.tag, entry));
     }
+}
+
+/// Locks a slot whose page can be evicted and whose word is `wanted`; otherwise returns `None`.
+fn lock_evictable<'l>(layer: &'l Layer, slot: u64, wanted: &impl Fn(Word) -> bool) -> Option<SlotGuard<'l>> {
+    let fits = |word: Word| is_spillable(word) && !word.is_picked() && wanted(word);
+    let leaf = layer.table().leaf(slot)?;
+    // Check without the lock first: most slots are skipped.
+    if layer.is_retired() || !fits(leaf.peek(slot)) {
+        return None;
+    }
+    let guard = leaf.lock(slot);
+    fits(guard.word()).then_some(guard)
 }

@@ -19,7 +19,7 @@ use crate::ram::memory::pages::Pages;
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::layout;
 use crate::spill::reads::ReadError;
-use crate::spill::store::Store;
+use crate::spill::store::{FREE_SHARE, Store};
 use freestone_core::device::Error;
 use freestone_core::sync::{Mutex, mpsc};
 
@@ -53,7 +53,7 @@ impl Reclaim {
         let Some(store) = self.pages.store.as_ref().filter(|store| store.abandoned() == 0) else { return };
         let (free, holes) = (store.free_blocks(), store.hole_blocks());
         let blocks = store.blocks();
-        if holes < HOLES_MIN_BLOCKS.min(blocks / 8) || free > blocks / 4 || holes < free / 4 {
+        if holes < HOLES_MIN_BLOCKS.min(blocks / 8) || free > blocks / FREE_SHARE || holes < free / 4 {
             return;
         }
         let Some(_one) = self.pages.background.try_lock() else { return };

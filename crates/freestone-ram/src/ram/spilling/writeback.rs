@@ -56,8 +56,11 @@ pub struct BackingStat {
     pub used_bytes: u64,
     /// Bytes of the objects in these blocks.
     pub live_bytes: u64,
-    /// Number of pages on the device.
+    /// Number of pages that are on the device only.
     pub spilled_pages: u64,
+    /// Number of pages in memory whose object is also on the device. If they are evicted unchanged,
+    /// nothing is written.
+    pub clean_pages: u64,
     /// Number of failed read requests and of pages read damaged.
     pub failed_reads: u64,
     /// Number of failed and timed-out write requests.
@@ -80,6 +83,7 @@ impl BackingStat {
             used_bytes: n.used * PAGE,
             live_bytes: n.live_bytes,
             spilled_pages: n.pages,
+            clean_pages: n.clean_pages,
             failed_reads: n.failed_reads,
             failed_writes: n.failed_writes,
             abandoned_writes: n.abandoned,

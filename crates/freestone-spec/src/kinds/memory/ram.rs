@@ -288,6 +288,7 @@ pub fn backing(ram: &Ram) -> Option<Value> {
         "used_bytes": s.used_bytes,
         "live_bytes": s.live_bytes,
         "spilled_pages": s.spilled_pages,
+        "clean_pages": s.clean_pages,
         "failed_reads": s.failed_reads,
         "failed_writes": s.failed_writes,
         "unanswered_writes": s.abandoned_writes,

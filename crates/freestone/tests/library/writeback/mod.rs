@@ -2,6 +2,7 @@
 //! device faults. The tests use only the public API.
 
 mod caps;
+mod clean_copies;
 mod disk;
 mod fault_sweep;
 mod faulty_disks;
