@@ -207,6 +207,9 @@ impl Run<'_> {
         let (mut command, dir) =
             if cfgs.is_empty() { (cargo(), cargo::target_dir()) } else { cargo::with_cfgs(&cfgs)? };
         command.args(["build", "--profile", "test", "--package", "freestone-torture"]);
+        // The test build compiles the torture without optimisation, which takes a quarter of the time. A simulation
+        // then takes twice as long.
+        command.args(["--config", "profile.test.package.freestone-torture.opt-level=1"]);
         if self.needs_program() {
             command.args(["--package", "freestone-cli"]);
         }
