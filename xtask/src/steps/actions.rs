@@ -114,7 +114,7 @@ pub(super) fn variants() -> Result<Outcome> {
 }
 
 /// Adds the options that document only the workspace and make warnings errors.
-pub(super) fn documented(command: &mut Command) -> &mut Command {
+fn documented(command: &mut Command) -> &mut Command {
     command.arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings")
 }
 

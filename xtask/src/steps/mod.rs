@@ -9,6 +9,7 @@ mod runner;
 use anyhow::Result;
 use clap::ValueEnum;
 
+use crate::build::documentation;
 use crate::build::packages;
 use crate::build::variants::{CopiedWorkspace, with_variants};
 use crate::build::workspace;
@@ -19,7 +20,7 @@ use crate::sanitize::{self, Extent, Sanitizer};
 use crate::suites;
 use crate::tidy;
 use crate::torture;
-use actions::{documented, install_packages, lab, models, reproduce, slow_scripts, tasks, variants, with};
+use actions::{install_packages, lab, models, reproduce, slow_scripts, tasks, variants, with};
 pub use runner::{Verdict, run, run_all, summary};
 
 /// A step of the gate. The order is that of a run: cheap checks first.
@@ -166,7 +167,7 @@ impl Step {
             ]),
             Self::Tidy => tidy::run().map(Outcome::of),
             Self::Build => workspace::build(),
-            Self::Doc => cargo::run(documented(&mut with(cargo(), &["doc", "--workspace"]))),
+            Self::Doc => documentation::document(),
             Self::Test => suites::run(suites::Extent::Quick),
             Self::TestFull => suites::run(suites::Extent::Full),
             // Instructions are counted in the release build, because inlining across crates affects the counts.
