@@ -232,6 +232,9 @@ impl<'a> Session<'a> {
         freestone_core::trail::step!();
         loop {
             if self.replies.is_due() {
+                if self.current.is_none() {
+                    self.send_next_reads_to_workers()?;
+                }
                 return Ok(Step::Yield);
             }
             let step = match self.current.take() {

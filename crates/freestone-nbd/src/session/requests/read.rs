@@ -15,8 +15,7 @@ use crate::wire::headers::{Tag, simple};
 impl Session<'_> {
     pub(super) fn handle_read(&mut self, incoming: ParsedHeader) -> Result<Step, ConnectionLost> {
         freestone_core::trail::step!();
-        let allowed = if self.headers.have_chunks() { CommandFlags::DF } else { CommandFlags::empty() };
-        let vetted = self.validate(incoming, Op::Read, allowed, CommandGroup::Plain);
+        let vetted = self.validate_read(incoming);
         let len = incoming.len as usize;
         let (request, flags) = match vetted {
             Ok((_, _)) if incoming.len > MAX_PAYLOAD_BYTES.into() => {
@@ -71,6 +70,14 @@ impl Session<'_> {
         self.current =
             Some(PartialRequest::WholeRead(WholeRead { tag: incoming.tag, request, buffer, filled: 0 }));
         Ok(Step::Done)
+    }
+
+    pub(super) fn validate_read(
+        &mut self,
+        incoming: ParsedHeader,
+    ) -> Result<(Request, CommandFlags), Failure> {
+        let allowed = if self.headers.have_chunks() { CommandFlags::DF } else { CommandFlags::empty() };
+        self.validate(incoming, Op::Read, allowed, CommandGroup::Plain)
     }
 
     /// Reads at most [`MAX_INLINE_BYTES`]. The device reads inline, directly into the reply buffer, and the

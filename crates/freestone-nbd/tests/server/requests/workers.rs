@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::common::prelude::*;
-use freestone_core::device::Op;
+use freestone_core::device::{Device as _, Op};
 
 const MIB: u64 = 1 << 20;
 const PIECE: u32 = 64 << 10;
@@ -20,12 +20,16 @@ fn ask(client: &mut Client, cookie: u64) {
     client.send(&request(0, READ, cookie, cookie % 64 * u64::from(PIECE), PIECE));
 }
 
-/// Receives a successful reply and returns its cookie.
 fn answered(client: &mut Client) -> u64 {
+    answered_with(client, PIECE)
+}
+
+/// Receives a successful reply to a read of `len` bytes, and returns its cookie.
+fn answered_with(client: &mut Client, len: u32) -> u64 {
     let mut reply = [0; 16];
     client.stream.read_exact(&mut reply).unwrap();
     assert_eq!(reply[..8], [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0]);
-    client.stream.read_exact(&mut vec![0; PIECE as usize]).unwrap();
+    client.stream.read_exact(&mut vec![0; len as usize]).unwrap();
     u64::from_be_bytes(reply[8..].try_into().unwrap())
 }
 
@@ -170,4 +174,44 @@ fn writes_to_zones_keep_order_beside_workers() {
         let at = number * u64::from(PIECE);
         assert!(zones.bytes(at, PIECE as usize) == pattern(number, PIECE as usize), "{number}");
     }
+}
+
+/// While the thread of a connection waits for its client in a send, workers execute the next reads.
+#[test]
+fn client_that_reads_nothing_keeps_workers_busy() {
+    const READS: u64 = 24;
+    /// Length of a read. A single reply is due at once, and does not fit into the socket's buffer.
+    const LEN: u32 = 256 << 10;
+    /// Number of tasks that the single worker has at most, running or queued.
+    const TASKS: u64 = 4;
+    let (device, by_workers) = slow_device(4 * MIB);
+    let (inline, until) = (Arc::new(AtomicU64::new(u64::MAX)), Arc::clone(&by_workers));
+    let target = Arc::clone(&inline);
+    let device = Arc::new(Arc::into_inner(device).unwrap().on_try(move |disk, request, buffer| {
+        // A read on the connection's thread ends when the worker has begun its last task.
+        if thread::current().name() != Some("worker") {
+            let target = target.load(SeqCst);
+            eventually(|| target == u64::MAX || until.load(SeqCst) >= target);
+        }
+        disk.try_io(request, buffer)
+    }));
+    let fixture = Fixture::with_workers(2);
+    fixture.publish("disk", &device);
+    let mut client = fixture.enter(false);
+    // Lets the server measure the cost of requests.
+    overtakers(&mut client, 100);
+    let before = by_workers.load(SeqCst);
+    inline.store(before + TASKS, SeqCst);
+    let requests: Vec<_> =
+        (0..READS).flat_map(|cookie| request(0, READ, cookie, cookie % 16 * u64::from(LEN), LEN)).collect();
+    client.send(&requests);
+    // TASKS reads are passed before the thread executes one itself, and as many as the worker has completed
+    // since before it sends that reply.
+    eventually(|| by_workers.load(SeqCst) >= before + 2 * TASKS - 1);
+    inline.store(u64::MAX, SeqCst);
+    let mut cookies: Vec<_> = (0..READS).map(|_| answered_with(&mut client, LEN)).collect();
+    cookies.sort_unstable();
+    assert_eq!(cookies, (0..READS).collect::<Vec<_>>());
+    drop(client);
+    fixture.assert_sound();
 }
