@@ -232,6 +232,7 @@ fn geometry(image: &Image, info: Info, config: &Config) -> Geometry {
         volatile_media: false,
         rotational: false,
         read_only: config.read_only || config.snap.is_some(),
+        ignores_data: false,
         zones: None,
     }
 }

@@ -191,6 +191,7 @@ impl Device for Model {
             rotational: false,
             max_request: 0,
             read_only: self.read_only,
+            ignores_data: false,
             zones: None,
         }
     }

@@ -174,6 +174,7 @@ impl Device for ModelZoned {
             rotational: false,
             max_request: 0,
             read_only: false,
+            ignores_data: false,
             zones: Some(ZoneGeometry {
                 zone_size: c.zone_size,
                 nr_zones: c.nr_zones,

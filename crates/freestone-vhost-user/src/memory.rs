@@ -205,6 +205,11 @@ impl Memory {
         })
     }
 
+    /// Checks that the `len` bytes at guest address `guest` are mapped, without an access.
+    pub fn check(&self, guest: u64, len: usize) -> Result<(), UnmappedAddress> {
+        self.pieces(guest, len, |_, _, _| {})
+    }
+
     /// Returns a copy of the `N` bytes at guest address `guest`.
     #[inline]
     pub fn array<const N: usize>(&self, guest: u64) -> Result<[u8; N], UnmappedAddress> {

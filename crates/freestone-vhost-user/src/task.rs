@@ -278,6 +278,16 @@ fn gather_pieces(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> 
     if into.is_empty() { Ok(()) } else { Err(UnmappedAddress) }
 }
 
+/// Checks like [`gather`] that the segments have `len` bytes in the memory, but copies nothing.
+pub fn check(memory: &Memory, segments: &[Segment], mut len: usize) -> Result<(), UnmappedAddress> {
+    for segment in segments {
+        let n = len.min(segment.len as usize);
+        memory.check(segment.addr, n)?;
+        len -= n;
+    }
+    if len == 0 { Ok(()) } else { Err(UnmappedAddress) }
+}
+
 /// Copies `from` into the segments, after their first `skip` bytes. Fails if the segments have
 /// fewer bytes or are outside the memory.
 #[inline]

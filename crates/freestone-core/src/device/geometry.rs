@@ -34,6 +34,9 @@ pub struct Geometry {
     pub rotational: bool,
     /// True if only reads and flushes are allowed.
     pub read_only: bool,
+    /// True if the device discards the data of every write, so that the buffer of a write may have any content.
+    /// False for a device or layer that keeps, counts or records data.
+    pub ignores_data: bool,
     /// Zone model of a zoned device (see [`Device::zoned`](super::Device::zoned)), or `None`.
     pub zones: Option<ZoneGeometry>,
 }

@@ -79,7 +79,7 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Flags, IoBuf, Op, Request, Result, TryResult, forward_device,
+    Buffer, Completion, Device, Flags, Geometry, IoBuf, Op, Request, Result, TryResult, forward_device,
 };
 use freestone_core::sync::{AtomicU32, Mutex, Ordering};
 use freestone_core::{pin, timer};
@@ -229,8 +229,13 @@ const fn operation(op: Op) -> Operation {
 }
 
 impl Device for Faults {
-    forward_device!(|faults| faults.below.device => geometry, extents;
+    forward_device!(|faults| faults.below.device => extents;
         prefetch: below, zoned: self, changes: below);
+
+    fn geometry(&self) -> Geometry {
+        // Rules may use the data of writes.
+        Geometry { ignores_data: false, ..self.below.device.geometry() }
+    }
 
     #[inline]
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<TryResult> {

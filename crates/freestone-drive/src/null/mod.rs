@@ -88,6 +88,7 @@ impl Config {
             volatile_media: true,
             rotational,
             read_only,
+            ignores_data: false,
             zones: None,
         })
     }
@@ -133,7 +134,7 @@ pub struct Null {
 impl Null {
     /// Creates a null device.
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
-        Ok(Self { geometry: config.geometry(MAX_SIZE_BYTES)? })
+        Ok(Self { geometry: Geometry { ignores_data: true, ..config.geometry(MAX_SIZE_BYTES)? } })
     }
 }
 
@@ -177,7 +178,25 @@ impl Device for Null {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::faults::{Faults, Rules};
+    use crate::power::{self, Power};
+    use crate::quiesce::Quiesce;
+
+    /// Layers that may use the data of writes do not pass on that a device ignores data.
+    #[test]
+    fn data_is_ignored_only_without_layers_that_use_it() {
+        let null = || Arc::new(Null::new(Config::plain(1 << 20, 512)).unwrap()) as Arc<dyn Device>;
+        let ignores_data = |device: &dyn Device| device.geometry().ignores_data;
+        assert!(ignores_data(&*null()));
+        assert!(ignores_data(&Quiesce::new(null())));
+        assert!(ignores_data(&PacedDevice::new(null(), PaceConfig::default()).unwrap()));
+        assert!(!ignores_data(&Memory::new(Config::plain(1 << 20, 512)).unwrap()));
+        assert!(!ignores_data(&Faults::new(null(), Rules::default(), 1).unwrap()));
+        assert!(!ignores_data(&Power::new(null(), power::Config::default()).unwrap()));
+    }
 
     #[test]
     fn invalid_configurations_are_rejected() {

@@ -30,7 +30,8 @@ pub enum PowerAdmission<'a> {
 
 impl PowerShared {
     pub fn geometry(&self) -> Geometry {
-        Geometry { volatile_cache: true, ..self.inner.geometry() }
+        // Unflushed writes are kept apart, with their data.
+        Geometry { volatile_cache: true, ignores_data: false, ..self.inner.geometry() }
     }
 
     /// Decides whether a request may run on this thread. Calls `wait`, with the thread pinned, if

@@ -211,6 +211,7 @@ impl Backing {
             rotational: false,
             max_request: 0,
             read_only: false,
+            ignores_data: false,
             zones: None,
         };
         Self::new(fd, PathBuf::from("backing"), false, direct, geometry)

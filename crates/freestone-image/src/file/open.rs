@@ -317,6 +317,7 @@ impl<'a> OpenAttempt<'a> {
             rotational: false,
             max_request: 0,
             read_only: self.config.read_only,
+            ignores_data: false,
             zones: None,
         };
         let (bytes, size) = (geometry.size, geometry.size.next_multiple_of(block));

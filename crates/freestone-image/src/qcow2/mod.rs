@@ -170,6 +170,7 @@ impl Device for Image {
             rotational: false,
             max_request: 0,
             read_only: true,
+            ignores_data: false,
             zones: None,
         }
     }

@@ -128,6 +128,7 @@ impl ExportInfo {
             volatile_media: false,
             rotational: self.has(TransmissionFlags::ROTATIONAL),
             read_only: read_only || self.has(TransmissionFlags::READ_ONLY),
+            ignores_data: false,
             zones: None,
         }
     }

@@ -194,6 +194,7 @@ impl Device for Image {
             volatile_media: false,
             rotational: false,
             read_only: true,
+            ignores_data: false,
             zones: None,
         }
     }

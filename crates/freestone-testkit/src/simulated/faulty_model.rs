@@ -117,6 +117,7 @@ impl FaultyModel {
             rotational: false,
             max_request: 0,
             read_only: false,
+            ignores_data: false,
             zones: None,
         };
         Self {

@@ -216,6 +216,7 @@ impl Device for Broken {
             rotational: false,
             max_request: 0,
             read_only: self.is(Fault::ReadOnlyWrites),
+            ignores_data: false,
             zones: None,
         }
     }

@@ -132,6 +132,7 @@ impl DiskModel for SimModel {
             volatile_media: false,
             rotational: false,
             read_only: false,
+            ignores_data: false,
             zones: None,
         }
     }

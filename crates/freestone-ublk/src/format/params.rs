@@ -107,6 +107,7 @@ mod tests {
             volatile_media: true,
             rotational: false,
             read_only: false,
+            ignores_data: false,
             zones: None,
         }
     }

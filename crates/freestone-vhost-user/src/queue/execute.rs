@@ -9,7 +9,7 @@ use freestone_core::workers::MIN_BYTES;
 
 use super::Queue;
 use crate::ring::RingError;
-use crate::task::{CompletedRequest, Kind, Task, gather, scatter};
+use crate::task::{CompletedRequest, Kind, Task, check, gather, scatter};
 use crate::wire::{ID_BYTES, status};
 use crate::zones;
 
@@ -101,10 +101,15 @@ impl Queue {
         }
     }
 
-    /// Copies the data of a write into `buffer`. Returns false if part of the data is outside the frontend's
-    /// memory.
+    /// Copies the data of a write into `buffer`, unless the device ignores data. Returns false if part of the
+    /// data is outside the frontend's memory.
     fn gather(&self, task: &Task, buffer: &mut IoBuf) -> Result<bool, RingError> {
-        let gathered = gather(&self.memory, task.data_segments(&self.chain.segments), buffer);
+        let segments = task.data_segments(&self.chain.segments);
+        let gathered = if self.ignores_data {
+            check(&self.memory, segments, buffer.len())
+        } else {
+            gather(&self.memory, segments, buffer)
+        };
         // Lost pages read as zeroes, which must not be written to the device.
         if self.memory.is_dead() { Err(RingError::Memory) } else { Ok(gathered.is_ok()) }
     }

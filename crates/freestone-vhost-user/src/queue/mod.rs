@@ -87,6 +87,8 @@ struct Queue {
     charged: usize,
     costs: Arc<Costs>,
     zoned: bool,
+    /// See [`Geometry::ignores_data`](freestone_core::device::Geometry::ignores_data).
+    ignores_data: bool,
     plug: Option<Plug>,
     /// Time for which the ring is polled before the thread sleeps; zero means no polling.
     poll_time: Duration,
@@ -98,7 +100,7 @@ struct Queue {
 /// the next available entry of the ring.
 pub fn run(resources: QueueResources) -> u16 {
     let device = Bytes::new(Arc::clone(&resources.disk.device));
-    let zoned = device.geometry().zones.is_some();
+    let geometry = device.geometry();
     let generation = resources.frontend.generation();
     let memory = resources.frontend.memory();
     let mut queue = Queue {
@@ -113,7 +115,8 @@ pub fn run(resources: QueueResources) -> u16 {
         in_flight: 0,
         charged: 0,
         costs: Arc::default(),
-        zoned,
+        zoned: geometry.zones.is_some(),
+        ignores_data: geometry.ignores_data,
         plug: None,
         poll_time: Duration::ZERO,
         broken: None,

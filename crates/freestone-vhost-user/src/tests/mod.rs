@@ -282,6 +282,33 @@ fn all_request_types_work() {
     }
 }
 
+/// Writes to a device that ignores data take no copy, but their addresses are checked.
+#[test]
+fn ignored_data_is_not_copied() {
+    for ignores_data in [false, true] {
+        let (tx, written) = std::sync::mpsc::channel();
+        let tx = std::sync::Mutex::new(tx);
+        let device = TestDevice::over(Arc::new(Model::new(64 << 20, 512)))
+            .shaped(move |geometry| geometry.ignores_data = ignores_data)
+            .on_try(move |model, request, buffer| {
+                if let Buffer::Write(data) = &buffer {
+                    tx.lock().unwrap().send(data.to_vec()).unwrap();
+                }
+                model.try_io(request, buffer)
+            });
+        let (_dir, export) = export(Arc::new(device));
+        let mut client = Client::connect(&export);
+        client.set_up(0);
+        client.put(DATA, &[7; 1024]);
+        assert_eq!(client.request(request::OUT, 0, 1024, false), (status::OK, 1));
+        let expected = if ignores_data { [0; 1024] } else { [7; 1024] };
+        assert_eq!(written.recv_timeout(PATIENCE).unwrap(), expected);
+        // The end of the data is outside the memory.
+        assert_eq!(client.request(request::OUT, 0, 1 << 20, false), (status::IOERR, 1));
+        assert!(written.try_recv().is_err());
+    }
+}
+
 #[test]
 fn read_only_export_refuses_writes() {
     let ram = ram();

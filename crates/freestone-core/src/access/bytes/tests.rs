@@ -73,6 +73,7 @@ impl Device for MemoryDevice {
             volatile_media: true,
             rotational: false,
             read_only: false,
+            ignores_data: false,
             zones: None,
         }
     }

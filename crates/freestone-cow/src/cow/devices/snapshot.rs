@@ -259,6 +259,7 @@ fn geometry(snap: &Snap) -> Geometry {
         rotational: origin.rotational,
         max_request: 0,
         read_only: false,
+        ignores_data: false,
         zones: None,
     }
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use freestone_core::consistency_group;
 use freestone_core::device::{Blocking, Completion, Device, Error, Flags, IoBuf, Op, Request};
 use freestone_cow::cow::{MergeFailure, MergeSetupError, MergeStatus, Origin, Snapshot, Status, StoreKind};
-use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng};
+use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Model, Rng, TestDevice};
 
 use crate::support::{KINDS, Kind, Stop, bytes, config, read, read_all};
 
@@ -269,6 +269,24 @@ fn merge_does_not_start_while_origin_write_hangs() {
     snapshot.merge().unwrap();
     assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
     assert!(read(&*disk, 0, 8192) == [bytes(1, 4096), bytes(3, 4096)].concat());
+}
+
+/// A write to an origin that ignores data may have a buffer with any content. A merging snapshot, which would
+/// keep the data, keeps zeroes.
+#[test]
+fn merging_snapshot_zeroes_ignored_data() {
+    let below = TestDevice::with(SIZE, |geometry| geometry.ignores_data = true);
+    let cow = Arc::new(FaultyDisk::new(COW_SIZE as usize, 512));
+    let origin = Origin::new(below);
+    let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
+    assert!(origin.geometry().ignores_data && !snapshot.geometry().ignores_data);
+    snapshot.write_at(0, &bytes(1, 8192), NONE).unwrap();
+    cow.fault(Some(Op::Read), FaultSchedule::Always, FaultEffect::Fail(Error::Media));
+    snapshot.merge().unwrap();
+    assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));
+    cow.heal();
+    origin.write_at(0, &bytes(2, 4096), NONE).unwrap();
+    assert!(read(&origin, 0, 8192) == [vec![0; 4096], bytes(1, 8192)[4096..].to_vec()].concat());
 }
 
 /// If the origin has grown, a read beyond the snapshot's end reads the origin, even in the chunk of

@@ -246,6 +246,7 @@ impl Device for Disk {
             rotational: false,
             max_request: 0,
             read_only: false,
+            ignores_data: false,
             zones: None,
         }
     }

@@ -116,6 +116,7 @@ impl Device for Handle {
             rotational: false,
             max_request: 0,
             read_only: true,
+            ignores_data: false,
             zones: None,
         }
     }

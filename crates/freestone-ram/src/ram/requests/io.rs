@@ -62,6 +62,7 @@ impl Inner {
             rotational: false,
             max_request: 0,
             read_only: self.is_snapshot,
+            ignores_data: false,
             zones: None,
         }
     }

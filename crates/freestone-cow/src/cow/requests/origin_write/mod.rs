@@ -244,6 +244,11 @@ impl OriginWrite {
     /// Passes the write to the merging snapshot, up to the snapshot's end. If the origin has grown
     /// beyond this end, returns or continues the rest of the write.
     fn redirect(mut self, snap: Arc<Snap>) -> Option<Self> {
+        // The buffer may have any content then. The snapshot would keep it, so it keeps zeroes, as which the
+        // device reads.
+        if self.core.device.geometry().ignores_data {
+            self.buffer.fill(0);
+        }
         let write = self.core.write_merging;
         let head = snap.size.saturating_sub(self.request.offset).min(self.request.len);
         if head == self.request.len {
