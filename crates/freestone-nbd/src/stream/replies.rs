@@ -129,6 +129,7 @@ impl Replies {
     pub fn put_owned(&mut self, data: IoBuf) -> bool {
         if data.len() <= COPY_BYTES {
             self.put(&data[..]);
+            self.buffers.put_back(data);
             return false;
         }
         self.owned_bytes += data.len();
