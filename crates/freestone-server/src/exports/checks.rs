@@ -50,13 +50,16 @@ impl Exports {
             let machines = self.standalone(name).iter().filter(|export| export.is_driven()).count();
             self.nbd.connections(name) + machines
         };
-        let waited = wait_until_none(connections);
+        let layers = &entry.layers;
+        let has_state = layers.power.is_some() || layers.zones.is_some();
+        // With `force` the clients that are connected change nothing.
+        let waited = if force && !has_state { Duration::ZERO } else { wait_until_none(connections) };
         let mut users = self.clients_of(name);
         if let Some(template) = &entry.template {
             users.push(format!("1 connection to the template {template} is open"));
         }
-        let (users, layers) = (users.join(", "), &entry.layers);
-        if layers.power.is_some() || layers.zones.is_some() {
+        let users = users.join(", ");
+        if has_state {
             let what = if layers.zones.is_some() { "it is zoned" } else { "it keeps unflushed writes apart" };
             let advice =
                 format!("{what}, and its clients would not notice; `freestone unpublish {name}` first");
