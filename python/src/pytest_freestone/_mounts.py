@@ -48,6 +48,22 @@ class Mounted:
         """
         raise NotImplementedError
 
+    def keep_attached(self) -> bool:
+        """Keeps the block device for :meth:`renew`. Returns false if that is impossible here."""
+        return False
+
+    def renew(self, rewind: Callable[[], None]) -> None:
+        """Unmounts the file system without writing what is cached, and mounts it again.
+
+        Args:
+            rewind: Replaces the content meanwhile.
+
+        Raises:
+            OSError: The file system is in use, or the disk failed. Only :meth:`unmount` may follow.
+            FreestoneError: ``rewind`` failed. The same.
+        """
+        raise NotImplementedError
+
 
 class Mounts:
     """Mounts the disks of one server. May be used by several threads.
@@ -134,6 +150,24 @@ class _ByProgram(Mounted):
         super().__init__(directory, way)
         self._program = program
         self._environment = environment
+        self._device: _system.BlockDevice | None = None
+
+    def keep_attached(self) -> bool:
+        if self._device is None:
+            path, kind = _system.mount_at(self.directory)
+            # A kernel may be too old to switch off the cache of a loop device.
+            with contextlib.suppress(OSError):
+                self._device = _system.BlockDevice(path) if kind == "ext4" else None
+        return self._device is not None
+
+    def renew(self, rewind: Callable[[], None]) -> None:
+        if self._device is None:
+            raise RuntimeError(f"{self.directory}: its device is not kept")
+        _system.discard_ext4(self.directory)
+        self._device.drop_cache()
+        rewind()
+        self._device.drop_cache()
+        self._device.mount_ext4(self.directory)
 
     def check_unused(self) -> None:
         if not _system.is_busy(self.directory):
@@ -144,6 +178,9 @@ class _ByProgram(Mounted):
             self.unmount()
 
     def unmount(self) -> None:
+        if self._device is not None:
+            self._device.close()
+            self._device = None
         command = [self._program, "umount", str(self.directory)]
         try:
             _system.run(command, _MOUNT_MAX, environment=self._environment)

@@ -1,4 +1,6 @@
-"""Disks that are prepared before a test needs them, and removed after it, while other tests run."""
+"""Disks that are prepared before a test needs them, and removed or renewed after it, while other
+tests run.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +57,9 @@ class Recipe:
     """Keep unflushed writes apart, so that a power cut can lose them."""
     service: ServiceRecipe | None = None
     """What runs on the mounted disk."""
+    is_renewed: bool = False
+    """Use the disk for further tests, with its first content. Only for a disk whose object no test
+    gets: a test could change more than its content."""
 
 
 @dataclass
@@ -75,17 +80,22 @@ class Ready:
     """Prepares and removes disks in threads. A thread lives as long as its work, so that a test may
     fork.
 
-    Used by the thread of the tests only. Bounds: ``limit`` disks are ready or being prepared, and
-    as many more are being removed; a further removal waits.
+    Used by the thread of the tests only. Bounds: ``limit`` disks are ready or being prepared, one
+    more if it was renewed, and ``limit`` are being removed; a further removal waits.
     """
 
     def __init__(
-        self, prepare: Callable[[Recipe], Prepared], remove: Callable[[Prepared], None], limit: int
+        self,
+        prepare: Callable[[Recipe], Prepared],
+        renew: Callable[[Prepared], bool],
+        remove: Callable[[Prepared], None],
+        limit: int,
     ) -> None:
-        """Args: how to prepare and remove a disk, and the number of disks that may be ready; 0 uses
-        no threads.
+        """Args: how to prepare, renew and remove a disk, and the number of disks that may be ready;
+        0 uses no threads.
         """
         self._prepare = prepare
+        self._renew = renew
         self._remove = remove
         self._limit = limit
         self._stock: deque[tuple[Recipe, Future[Prepared]]] = deque()
@@ -133,6 +143,24 @@ class Ready:
                     self.remove(future.result())
                 return True
         return False
+
+    def give_back(self, prepared: Prepared) -> None:
+        """Takes back the disk of a test: renews it for the next one, or removes it."""
+        recipe = prepared.recipe
+        # The tests use one disk, so one more than the limit makes up for it.
+        has_room = len(self._stock) <= self._limit
+        if recipe.is_renewed and not prepared.has_failed and self._limit > 0 and has_room:
+            self._stock.append((recipe, _in_thread(lambda: self._renewed(prepared))))
+        else:
+            self.remove(prepared)
+
+    def _renewed(self, prepared: Prepared) -> Prepared:
+        test, prepared.test = prepared.test, ""
+        if self._renew(prepared):
+            return prepared
+        prepared.test = test
+        self._note(prepared, _try(lambda: self._remove(prepared)))
+        return self._prepare(prepared.recipe)
 
     def remove(self, prepared: Prepared) -> None:
         """Removes a disk. Failures are noted."""

@@ -26,6 +26,7 @@ from pytest_freestone._images import Images
 from pytest_freestone._mounts import Mounts, UnavailableError
 from pytest_freestone._power import PowerCutter
 from pytest_freestone._ready import Prepared, Ready, Recipe
+from pytest_freestone._system import ProgramError
 
 if TYPE_CHECKING:
     from freestone import Disk, Fork, Server
@@ -83,7 +84,7 @@ class PluginSession:
         self.images = Images(self.server, self._run.images, self.settings.size)
         self.mounts = Mounts(self.settings.via, program, self.server.control, str(self.directory))
         self.artifacts = Artifacts(self.settings, self.server, program, self._run.path)
-        self.ready = Ready(self.prepare, self.remove, self.settings.ready)
+        self.ready = Ready(self.prepare, self.renew, self.remove, self.settings.ready)
 
     def close(self) -> None:
         """Removes all disks and ends the server.
@@ -160,8 +161,10 @@ class PluginSession:
             # opened.
             if mounted is not None and prepared.service is None and not prepared.has_failed:
                 mounted.check_unused()
-        finally:
+        except BaseException:
             self.ready.remove(prepared)
+            raise
+        self.ready.give_back(prepared)
 
     def directory_of(self, request: pytest.FixtureRequest, disk: Fork) -> Path:
         """Returns the directory at which the disk of a test is mounted."""
@@ -235,6 +238,19 @@ class PluginSession:
         except BaseException:
             directory.rmdir()
             raise
+
+    def renew(self, prepared: Prepared) -> bool:
+        """Gives a disk its first content again. Returns false if it must be removed instead."""
+        mounted = prepared.mounted
+        if mounted is None or prepared.service is not None:
+            return False
+        try:
+            if not mounted.keep_attached():
+                return False
+            mounted.renew(lambda: prepared.disk.rewind(force=True))
+        except (OSError, ProgramError, freestone.FreestoneError):
+            return False
+        return True
 
     def remove(self, prepared: Prepared) -> None:
         """Ends what runs on a disk, unmounts and removes it."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -16,6 +18,13 @@ _SYSTEM_DIRECTORIES: Final = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 #: Longest part of a program's message that an error repeats, in characters.
 _MESSAGE_MAX: Final = 2000
 _MNT_EXPIRE: Final = 4
+#: Writes and drops what the kernel caches of a block device (linux/fs.h).
+_BLKFLSBUF: Final = 0x1261
+#: Makes a loop device read and write its file without a cache (linux/loop.h).
+_LOOP_SET_DIRECT_IO: Final = 0x4C08
+#: Ends all I/O of an ext4; the argument below discards what is not written (EXT4_IOC_SHUTDOWN).
+_SHUTDOWN: Final = 0x8004587D
+_SHUTDOWN_NOLOGFLUSH: Final = 2
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -123,6 +132,83 @@ def unmount(directory: Path) -> None:
     elif _libc.umount2(os.fsencode(directory), 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{directory}: cannot be unmounted: {os.strerror(number)}")
+
+
+def mount_at(directory: Path) -> tuple[str, str]:
+    """Returns the block device and the type of the file system that is mounted at a directory.
+
+    Raises:
+        OSError: Nothing is mounted there.
+    """
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in reversed(file.readlines()):
+            mount, _, source = line.partition(" - ")
+            if mount.split(" ")[4] == str(directory):
+                words = source.split(" ")
+                return words[1], words[0]
+    raise OSError(errno.EINVAL, f"{directory}: is not mounted")
+
+
+class BlockDevice:
+    """A block device that stays attached while this process has it open, and keeps its number.
+
+    A loop device is detached by the kernel when its last user ends, which includes a process that
+    is killed.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Opens the device.
+
+        Raises:
+            OSError: It cannot be opened, or its cache cannot be switched off.
+        """
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # udev probes no device that is locked: what it reads would stay in the cache.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.startswith("/dev/loop"):
+                fcntl.ioctl(self._file, _LOOP_SET_DIRECT_IO, 1)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        """Closes the device."""
+        os.close(self._file)
+
+    def drop_cache(self) -> None:
+        """Writes and drops what the kernel caches of the device.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        fcntl.ioctl(self._file, _BLKFLSBUF, 0)
+
+    def mount_ext4(self, directory: Path) -> None:
+        """Mounts the ext4 of the device.
+
+        Raises:
+            OSError: The mount failed.
+        """
+        path = os.fsencode(directory)
+        if _libc.mount(os.fsencode(self._path), path, b"ext4", 0, None) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{directory}: cannot be mounted: {os.strerror(number)}")
+
+
+def discard_ext4(directory: Path) -> None:
+    """Unmounts an ext4 without writing what is cached. Its content is damaged.
+
+    Raises:
+        OSError: The file system is in use, and is shut down nevertheless.
+    """
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(file, _SHUTDOWN, _SHUTDOWN_NOLOGFLUSH.to_bytes(4, sys.byteorder))
+    finally:
+        os.close(file)
+    unmount(directory)
 
 
 def start(

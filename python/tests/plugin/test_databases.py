@@ -60,6 +60,49 @@ def test_sqlite(freestone_sqlite, number):
     assert "4 passed" in project.run()
 
 
+def test_sqlite_disks_are_renewed(project: Project) -> None:
+    project.write("pytest.ini", _INI)
+    project.write(
+        "test_it.py",
+        """
+import os, sqlite3, pytest
+
+KEPT = []
+
+@pytest.fixture(scope="session")
+def freestone_sqlite_schema():
+    return "CREATE TABLE t (n INTEGER)"
+
+@pytest.mark.parametrize("number", range(16))
+def test_sqlite(freestone_sqlite, number):
+    directory = freestone_sqlite.path.parent
+    with open("disks", "a") as file:
+        print(directory.name, number, file=file)
+    assert sorted(os.listdir(directory)) == ["database.sqlite", "lost+found"]
+    connection = freestone_sqlite.connect()
+    assert connection.execute("SELECT count(*) FROM t").fetchone() == (0,)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.execute("CREATE TABLE u AS SELECT randomblob(1 << 20)")
+    connection.commit()
+    (directory / "more").write_bytes(os.urandom(1 << 20))
+    if number == 5:
+        KEPT.append(sqlite3.connect(freestone_sqlite))
+        KEPT[-1].execute("SELECT count(*) FROM t").fetchone()
+    assert number != 9
+""",
+    )
+    printed = project.run(status=1)
+    # The failure of 9, and the connection of 5, which is still open at the end of the session.
+    assert "1 failed, 15 passed, 2 errors" in printed, printed
+    assert "in use by" in printed, printed
+    lines = (project.path / "disks").read_text().splitlines()
+    disks = [line.split()[0] for line in lines]
+    # Two are ready while a test uses one. The disks of 5 and 9 are not renewed.
+    assert len(set(disks)) <= 5, lines
+    for number in (5, 9):
+        assert disks[number] not in disks[number + 1 :], lines
+
+
 @slow
 def test_sqlite_schema_by_a_function_and_a_file(project: Project) -> None:
     project.write("pytest.ini", _INI)

@@ -234,6 +234,34 @@ def test_third(freestone_mount):
     assert project.is_clean_soon(), project.left()
 
 
+@pytest.mark.parametrize(
+    "delay", [0.0, *[pytest.param(n / 200, marks=slow) for n in range(1, 11)]]
+)
+def test_session_that_is_killed_while_disks_are_renewed(project: Project, delay: float) -> None:
+    project.write("pytest.ini", _SMALL)
+    project.write(
+        "test_it.py",
+        """
+import pathlib, pytest
+
+@pytest.mark.parametrize("number", range(5000))
+def test_it(freestone_sqlite, number):
+    freestone_sqlite.connect().execute("CREATE TABLE t (n INTEGER)")
+    if number == 20:
+        pathlib.Path("started").touch()
+""",
+    )
+    process = project.start("-q", is_group=True)
+    try:
+        wait_for(project.path / "started")
+        time.sleep(delay)
+        kill_group(project, process.pid)
+    finally:
+        printed = project.finish(process)
+    assert process.returncode == -signal.SIGKILL, printed
+    assert project.is_clean_soon(), project.left()
+
+
 @slow
 def test_next_session_cleans_what_even_the_watcher_has_left(project: Project) -> None:
     project.write("pytest.ini", _SMALL)
