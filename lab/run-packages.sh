@@ -32,20 +32,8 @@ trap end EXIT
 trap 'exit 1' HUP INT TERM
 wrong() { echo "run-packages: $*" >&2; exit 1; }
 ok() { echo "ok   $*"; }
+. lab/container-image.sh
 one() { set -- "$debs"/$1; [ $# = 1 ] && [ -e "$1" ] || wrong "not exactly one package: $*"; echo "$1"; }
-
-# Makes a clean root of this machine's Debian release from this machine's package sources, as a directory or a tar.
-clean_root() { # FORMAT TARGET
-  . /etc/os-release
-  signed=; keys=/usr/share/keyrings/debian-archive-keyring.gpg; [ ! -e $keys ] || signed="[signed-by=$keys]"
-  # shellcheck disable=SC2016 # apt's variables, not ours.
-  apt-get indextargets --format '$(REPO_URI) $(RELEASE)' | sort -u | while read -r uri release; do
-    case $release in "$VERSION_CODENAME" | "$VERSION_CODENAME"-security) echo "deb $signed $uri $release main" ;; esac
-  done >"$dir/sources.list"
-  [ -s "$dir/sources.list" ] || wrong "this machine's sources name no archive of $VERSION_CODENAME"
-  mmdebstrap --quiet --mode=root --variant=minbase --format="$1" "$VERSION_CODENAME" "$2" "$dir/sources.list" \
-    >"$dir/log" 2>&1 </dev/null || { tail -n 20 "$dir/log" >&2; wrong "mmdebstrap failed"; }
-}
 
 # Executes a command in a root with /proc and a minimal environment, in place of this process.
 enter() { root=$1; shift
@@ -178,25 +166,17 @@ runs_on_arm64() {
   ok "arm64, in an emulator: RAM disks of three codecs, a file, a fork, an image in a store and TLS keep what clients write; ended by SIGTERM"
 }
 
-# Without systemd podman warns that health checks do not run. Its errors are still printed.
-pod() { podman --log-level fatal --root "$dir/store" --runroot "$dir/run" --storage-driver vfs --cgroup-manager cgroupfs --runtime runc "$@"; }
-
 runs_in_a_container() {
   one "freestone_*_amd64.deb" >/dev/null
-  mkdir "$dir/store" "$dir/etc"
-  clean_root tar "$dir/base.tar"
-  said=$dir/log
-  pod import "$dir/base.tar" localhost/base >"$said" 2>&1 || { cat "$said" >&2; wrong "podman cannot import the base"; }
-  rm "$dir/base.tar"
-  pod build --isolation chroot --network host --format docker --build-arg BASE=localhost/base --tag localhost/freestone \
-    --file packaging/Containerfile "$debs" >"$said" 2>&1 || { tail -n 30 "$said" >&2; wrong "the image is not built"; }
+  mkdir "$dir/etc"; said=$dir/log
+  container_image "$debs"
   certificates "$dir/etc"; some_data
   printf 'nbd = "tcp:0.0.0.0:0"\nstate = "/var/lib/freestone/state"\ntls = "require"\ntls_cert = "/etc/tls/server-cert.pem"\n' >"$dir/server.toml"
   printf 'tls_key = "/etc/tls/server-key.pem"\n\n[[device]]\nname = "ram0"\nkind = "ram"\ndisksize = "64M"\n' >>"$dir/server.toml"
   chmod 755 "$dir"; chmod 644 "$dir/server.toml"; chown -R 10809:10809 "$dir/etc"
-  # The minimal rights of a server. A machine that is itself a container can set only these limits.
+  # The minimal rights of a server.
   pod run --detach --name disks --network host --read-only --cap-drop all --security-opt no-new-privileges \
-    --ulimit nofile=4096:4096 --ulimit nproc=4096:4096 --volume "$dir/server.toml:/etc/freestone-server.toml:ro" --volume "$dir/etc:/etc/tls:ro" \
+    --volume "$dir/server.toml:/etc/freestone-server.toml:ro" --volume "$dir/etc:/etc/tls:ro" \
     localhost/freestone >"$said" 2>&1 || { cat "$said" >&2; wrong "the container does not start"; }
   pod exec disks freestone wait --timeout 30s || { pod logs disks >&2; wrong "the server does not get ready"; }
   pid=$(pod inspect --format '{{.State.Pid}}' disks)

@@ -65,6 +65,25 @@ pub const PACKAGING: [Tool; 5] = [
     ("podman", "podman"),
     ("runc", "runc"),
 ];
+/// Tools of the pieces `recipes-...`, besides those of the kernel lab. Debian's Go may be older than a module requires,
+/// and then fetches a newer one.
+pub const RECIPES: [Tool; 15] = [
+    ("sudo", "sudo"),
+    ("fuser", "psmisc"),
+    ("git", "git"),
+    ("rsync", "rsync"),
+    ("npm", "npm"),
+    ("go", "golang-go"),
+    ("gcc", "gcc"),
+    ("pkg-config", "pkg-config"),
+    ("/usr/include/libnbd.h", "libnbd-dev"),
+    ("mvn", "maven"),
+    ("java", "default-jdk-headless"),
+    ("mmdebstrap", "mmdebstrap"),
+    ("podman", "podman"),
+    ("podman-compose", "podman-compose"),
+    ("runc", "runc"),
+];
 
 /// Directories of system tools. Not every user has the last two in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];

@@ -56,6 +56,14 @@ pub(super) fn lab(runs: &[&[&str]]) -> Result<Outcome> {
     scripts(runs, &names.map(|(variable, program)| (variable, programs.join(program))))
 }
 
+/// Runs parts of the recipes, of which each counts as one test. Recipes mount disks and run containers, which needs root.
+pub(super) fn recipes(parts: &[&str]) -> Result<Outcome> {
+    packages::ensure(&packages::tools())?;
+    packages::ensure(&packages::RECIPES)?;
+    let runs: Vec<_> = parts.iter().map(|part| ["lab/run-recipes.sh", part]).collect();
+    lab(&runs.iter().map(<[_; 2]>::as_slice).collect::<Vec<_>>())
+}
+
 /// Runs the tasks of users. Mounts on this machine need root; the kernel lab does not.
 pub(super) fn tasks() -> Result<Outcome> {
     packages::ensure(&packages::TASKS)?;

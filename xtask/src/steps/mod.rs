@@ -20,7 +20,7 @@ use crate::sanitize::{self, Extent, Sanitizer};
 use crate::suites;
 use crate::tidy;
 use crate::torture;
-use actions::{install_packages, lab, models, reproduce, slow_scripts, tasks, variants, with};
+use actions::{install_packages, lab, models, recipes, reproduce, slow_scripts, tasks, variants, with};
 pub use runner::{Verdict, run, run_all, summary};
 
 /// A step of the gate. The order is that of a run: cheap checks first.
@@ -110,6 +110,12 @@ pub enum Step {
     PackageArm64,
     /// Slow: the image for containers
     PackageContainer,
+    /// Slow: recipes of runners of GitHub and GitLab, as an unprivileged user
+    RecipesJobs,
+    /// Slow: recipes of sandboxes in virtual machines
+    RecipesMachines,
+    /// Slow: recipes of containers: compose, and tests in Go and Java by Testcontainers
+    RecipesContainers,
     /// Slow: all tests of the pytest plugin: databases, killed sessions, a thousand tests in eight workers
     PythonPlugin,
     /// Slow: the wheel of the Python package: its tests with each Python of this machine; pyright
@@ -200,6 +206,9 @@ impl Step {
             Self::PackageContainer => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "container"]])
             }
+            Self::RecipesJobs => recipes(&["github", "gitlab"]),
+            Self::RecipesMachines => recipes(&["qemu", "firecracker"]),
+            Self::RecipesContainers => recipes(&["compose", "go", "java"]),
             Self::PythonPlugin => python::plugin(),
             Self::PythonWheel => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "types", "wheel"]])
