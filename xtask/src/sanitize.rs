@@ -30,8 +30,9 @@ const SKIPPED: [&str; 2] = [
 ];
 
 /// Packages whose tests run under the sanitizers.
-const PACKAGES: [&str; 15] = [
+const PACKAGES: [&str; 16] = [
     FACADE,
+    "freestone-codec",
     "freestone-core",
     "freestone-cow",
     "freestone-drive",
@@ -55,8 +56,9 @@ const FACADE: &str = "freestone";
 type InGate = (&'static str, &'static str, &'static [&'static str]);
 /// Suites of the gate under `ThreadSanitizer`: those whose code shares the most data between threads. The slow lane
 /// runs the other suites.
-const WHERE_RACES_ARE: [InGate; 15] = [
+const WHERE_RACES_ARE: [InGate; 16] = [
     (FACADE, "library", &RACING_MODULES),
+    ("freestone-codec", LIB, &[]),
     ("freestone-core", LIB, &[]),
     ("freestone-cow", LIB, &[]),
     ("freestone-cow", "snapshots", &["older", "store::groups"]),
@@ -83,7 +85,8 @@ const RACING_MODULES: [&str; 8] = [
     "writeback::watched",
 ];
 /// Suites of the gate under `AddressSanitizer`: those of packages with the most unsafe memory accesses.
-const WHERE_MEMORY_IS_UNCHECKED: [InGate; 7] = [
+const WHERE_MEMORY_IS_UNCHECKED: [InGate; 8] = [
+    ("freestone-codec", LIB, &[]),
     ("freestone-core", LIB, &[]),
     ("freestone-ram", LIB, &[]),
     ("freestone-save", LIB, &[]),

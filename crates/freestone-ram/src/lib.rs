@@ -7,11 +7,12 @@
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
 #[cfg(not(loom))]
+pub use freestone_codec as codec;
+
+#[cfg(not(loom))]
 mod age;
 #[cfg(not(loom))]
 mod clock;
-#[cfg(not(loom))]
-pub mod codec;
 #[cfg(all(test, not(loom)))]
 mod effort;
 #[cfg(not(loom))]

@@ -94,6 +94,8 @@ pub const HUGE_LINE_BYTES: usize = {
     }
     (index + 1) * CLASS_STEP_BYTES
 };
+#[cfg(not(loom))]
+const _: () = assert!(HUGE_LINE_BYTES == crate::codec::Scratch::BYTES);
 
 #[cfg(test)]
 mod tests {

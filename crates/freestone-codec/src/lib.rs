@@ -1,4 +1,4 @@
-//! Page compression: algorithms, parameters, and one stream per CPU.
+//! Page compression for RAM disks: algorithms, parameters, and one stream per CPU.
 //!
 //! A *stream* is the working memory of an algorithm. A thread uses the stream of the CPU it runs
 //! on, so memory is bounded by the number of CPUs, not of threads. Disks with the same algorithm
@@ -37,8 +37,9 @@ pub type Page = [u8; PAGE_BYTES];
 pub struct Scratch([MaybeUninit<u8>; Scratch::BYTES]);
 
 impl Scratch {
-    /// Largest compressed page that is stored compressed, in bytes.
-    pub const BYTES: usize = crate::pool::class::HUGE_LINE_BYTES;
+    /// Largest compressed page that is stored compressed, in bytes. In the pool of a RAM disk a larger object uses as
+    /// much memory as a whole page.
+    pub const BYTES: usize = 3968;
 
     /// Creates a buffer with uninitialised content.
     #[inline]
