@@ -59,6 +59,12 @@ impl Codecs {
         }
     }
 
+    /// Returns the algorithm with the highest priority, and the priority: usually the one with the
+    /// smallest results.
+    pub fn strongest(&self) -> (usize, &Streams) {
+        self.secondary().next_back().unwrap_or((0, &self.primary))
+    }
+
     /// Iterates over the secondary algorithms with their priorities, lowest priority first.
     pub fn secondary(&self) -> impl DoubleEndedIterator<Item = (usize, &Streams)> {
         (1..=PRIORITIES).filter_map(|priority| Some((priority, self.get(priority)?)))

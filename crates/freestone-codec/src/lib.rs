@@ -11,6 +11,7 @@
 
 mod codecs;
 mod dictionary;
+mod group;
 mod lend;
 mod lz4;
 mod lz4_page;
@@ -23,6 +24,7 @@ use std::sync::{Arc, Weak};
 
 pub use self::codecs::{Codecs, PRIORITIES, SetError};
 pub use self::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
+pub use self::group::{GROUP_PAGES, GroupCompressor, GroupReader};
 use self::lend::Lender;
 pub use self::params::{Algorithm, Params, ParamsError};
 use freestone_core::PAGE_BYTES;
@@ -37,8 +39,8 @@ pub type Page = [u8; PAGE_BYTES];
 pub struct Scratch([MaybeUninit<u8>; Scratch::BYTES]);
 
 impl Scratch {
-    /// Largest compressed page that is stored compressed, in bytes. In the pool of a RAM disk a larger object uses as
-    /// much memory as a whole page.
+    /// Largest compressed page that is stored compressed, in bytes. In the pool of a RAM disk a
+    /// larger object uses as much memory as a whole page.
     pub const BYTES: usize = 3968;
 
     /// Creates a buffer with uninitialised content.
