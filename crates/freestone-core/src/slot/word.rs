@@ -5,13 +5,15 @@
 //! | 0     | lock           | a thread works on this slot |
 //! | 1     | waiter         | threads sleep in the parking table until the slot is unlocked |
 //! | 2-4   | kind           | see [`Kind`] |
-//! | 5-6   | algorithm      | algorithm of the object, 0 to 3 (0 is the primary) |
+//! | 5-6   | algorithm      | algorithm of the object, 0 to 3 (0 is the primary); in a grouped slot, the number of reads, at most 3 |
 //! | 7     | idle           | not accessed since it was marked idle |
 //! | 8     | picked         | a background pass works on the page, which has not changed since |
 //! | 9     | incompressible | all algorithms failed to compress the page |
 //! | 10-15 | age            | epoch of the last access (see `age`); in a picked slot, the tag of the pass |
-//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page |
-//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number |
+//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page; in a grouped slot, the page's share |
+//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number; grouped: the place in a group |
+//!
+//! A word of kind [`Kind::Base`] has the kind field of an empty slot, and a size, which an empty slot does not have.
 
 use std::fmt;
 
@@ -36,9 +38,11 @@ pub enum Kind {
     InFlight = 5,
     /// The page was written back and is on the backing device only.
     Spilled = 6,
+    /// The page is compressed together with other pages, in an object that their slots share.
+    Grouped = 7,
     /// In a snapshot: the page is read from the base, because it was not written before the snapshot was
     /// taken. The origin may store another page now.
-    Base = 7,
+    Base = 8,
 }
 
 /// Value of a slot's word.
@@ -67,7 +71,7 @@ impl Word {
     pub const EMPTY: Self = Self(0);
 
     /// Word of a snapshot's page that is read from the base.
-    pub const BASE: Self = Self::new(Kind::Base, 0, 0, 0);
+    pub const BASE: Self = Self::new(Kind::Empty, 0, 1, 0);
 
     const fn new(kind: Kind, algorithm: u8, size: u32, location: u64) -> Self {
         debug_assert!(algorithm < 4 && size < 4096 && location < 1 << LOCATION_BITS);
@@ -87,6 +91,13 @@ impl Word {
     /// Returns the word of a page that repeats a 64-bit pattern, which is stored at `location` in the pool.
     pub const fn pattern(location: u64) -> Self {
         Self::new(Kind::Pattern, 0, 0, location)
+    }
+
+    /// Returns the word of a page at `place`, the number of a group and the page's position in it, whose meaning the
+    /// caller defines. `share` is the part of the group's bytes for which the page is charged, 1 to 4095.
+    pub const fn grouped(place: u64, share: u32) -> Self {
+        debug_assert!(share > 0);
+        Self::new(Kind::Grouped, 0, share, place)
     }
 
     /// Returns the word of a compressed page of `size` bytes, 1 to 4095, at `location` in the pool.
@@ -116,14 +127,15 @@ impl Word {
     #[inline]
     pub fn kind(self) -> Kind {
         match (self.0 >> KIND_SHIFT) & 7 {
-            0 => Kind::Empty,
+            0 if self.0 == 0 => Kind::Empty,
+            0 => Kind::Base,
             1 => Kind::Same,
             2 => Kind::Pattern,
             3 => Kind::Compressed,
             4 => Kind::Huge,
             5 => Kind::InFlight,
             6 => Kind::Spilled,
-            _ => Kind::Base,
+            _ => Kind::Grouped,
         }
     }
 
@@ -149,13 +161,22 @@ impl Word {
         ((self.0 >> ALGORITHM_SHIFT) & 3) as usize
     }
 
-    /// Returns the size in bytes of the object in the pool, or 0 if the slot has none.
+    /// Returns the size in bytes of the slot's own object in the pool, or 0 if the slot has none.
     #[inline]
     pub fn stored_bytes(self) -> usize {
         match self.kind() {
+            Kind::Grouped => 0,
+            _ => self.memory_bytes(),
+        }
+    }
+
+    /// Returns the bytes of pool memory that the page uses: the size of its object, or its share of a group.
+    #[inline]
+    pub fn memory_bytes(self) -> usize {
+        match self.kind() {
             Kind::Empty | Kind::Same | Kind::InFlight | Kind::Spilled | Kind::Base => 0,
             Kind::Pattern => 8,
-            Kind::Compressed => ((self.0 >> SIZE_SHIFT) & 0xFFF) as usize,
+            Kind::Compressed | Kind::Grouped => ((self.0 >> SIZE_SHIFT) & 0xFFF) as usize,
             Kind::Huge => crate::PAGE_BYTES,
         }
     }
@@ -255,6 +276,29 @@ impl Word {
         let word = Self(self.0 & !IDLE);
         if self.0 & KIND_MASK == 0 || self.is_picked() { word } else { word.with_age(now) }
     }
+
+    /// Returns the number of epochs in which a grouped page was read since
+    /// [`without_reads`](Self::without_reads), at most [`READS_MAX`](Self::READS_MAX).
+    pub const fn reads(self) -> usize {
+        self.algorithm()
+    }
+
+    /// Largest number of reads that a grouped slot counts.
+    pub const READS_MAX: usize = 3;
+
+    /// Returns the word of a grouped page after a read in epoch `now`. Reads of picked slots do not count.
+    #[must_use]
+    pub const fn read_in_group(self, now: u8) -> Self {
+        let counts = self.age() != now && self.reads() < Self::READS_MAX && !self.is_picked();
+        let word = self.touched(now);
+        if counts { Self(word.0 + (1 << ALGORITHM_SHIFT)) } else { word }
+    }
+
+    /// Returns the word of a grouped page without counted reads.
+    #[must_use]
+    pub const fn without_reads(self) -> Self {
+        Self(self.0 & !ALGORITHM_MASK)
+    }
 }
 
 impl word_lock::Word for Word {
@@ -339,5 +383,24 @@ mod tests {
         assert_eq!(Word::pattern(7).object(), Some(7));
         assert_eq!(Word::huge(7).object(), Some(7));
         assert_eq!(Word::huge(7).stored_bytes(), 4096);
+    }
+
+    #[test]
+    fn grouped_and_base_words_have_no_object() {
+        let top = (1 << LOCATION_BITS) - 1;
+        let word = Word::grouped(top, 4095).with_age(17);
+        assert_eq!((word.kind(), word.location(), word.memory_bytes()), (Kind::Grouped, top, 4095));
+        assert_eq!((word.object(), word.stored_bytes()), (None, 0), "the slot has no object of its own");
+        assert_eq!(
+            (Word::BASE.kind(), Word::BASE.memory_bytes(), Word::BASE.object()),
+            (Kind::Base, 0, None)
+        );
+        assert_eq!(Word::BASE.touched(9), Word::BASE);
+        let read = word.with_idle(true).read_in_group(18).read_in_group(18).read_in_group(19);
+        assert_eq!((read.reads(), read.age(), read.is_idle()), (2, 19, false), "a read for each epoch");
+        assert_eq!(read.read_in_group(20).read_in_group(21).reads(), Word::READS_MAX);
+        assert_eq!(read.without_reads(), word.with_age(19));
+        assert_eq!(word.picked(5).read_in_group(18), word.picked(5));
+        assert_eq!((read.kind(), read.location(), read.memory_bytes()), (Kind::Grouped, top, 4095));
     }
 }

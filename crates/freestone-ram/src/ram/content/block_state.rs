@@ -30,7 +30,7 @@ pub struct BlockState {
     pub huge: bool,
     /// The page was marked idle and was not accessed since.
     pub idle: bool,
-    /// A secondary algorithm compressed the page.
+    /// A secondary algorithm compressed the page, or the page is compressed in a group.
     pub recompressed: bool,
     /// No configured algorithm could compress the page.
     pub incompressible: bool,
@@ -59,7 +59,7 @@ impl BlockState {
             written_back: matches!(kind, Kind::Spilled | Kind::InFlight),
             huge: kind == Kind::Huge || kind == Kind::Spilled && packed && word.spilled_bytes() == PAGE_BYTES,
             idle: word.is_idle(),
-            recompressed: word.algorithm() > 0,
+            recompressed: kind == Kind::Grouped || word.algorithm() > 0,
             incompressible: word.is_incompressible(),
         }
     }

@@ -12,7 +12,7 @@ use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 /// Number of pages of each kind in a range of a device; see [`Ram::contents`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// Number of compressed pages in memory.
+    /// Number of compressed pages in memory, alone or in groups.
     pub compressed: u64,
     /// Number of incompressible pages in memory.
     pub huge: u64,
@@ -62,7 +62,7 @@ impl OwnKind {
             Kind::Empty | Kind::Base => return None,
             Kind::Same if word.location() == 0 => Self::Zero,
             Kind::Same | Kind::Pattern => Self::Same,
-            Kind::Compressed => Self::Compressed,
+            Kind::Compressed | Kind::Grouped => Self::Compressed,
             Kind::Huge => Self::Huge,
             Kind::Spilled | Kind::InFlight => Self::Spilled,
         })

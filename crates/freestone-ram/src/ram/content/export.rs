@@ -17,6 +17,7 @@ use crate::ram::device::source::{Incoming, next_in};
 use crate::ram::geometry::next_multiple;
 use crate::spill::objects::{ReadGroup, Spilled};
 use crate::spill::store::Store;
+use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Device, Error};
 use freestone_core::pin;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
@@ -103,6 +104,8 @@ impl AsRef<Spilled> for OnDevice {
 enum Found {
     Parent,
     Copied,
+    /// A page of a group, which is saved as a page of its own, or the error of its read.
+    Grouped(Result<Box<Page>, Error>),
     InFlight,
     Spilled(OnDevice),
 }
@@ -245,6 +248,12 @@ impl Ram {
                     }
                     (Found::Parent, _) if also_parents => into.push(page, StoredForm::Parent, &[]),
                     (Found::Parent | Found::Copied, _) => {}
+                    (Found::Grouped(Ok(content)), _) => {
+                        Self::push_page(page, &content, self.0.pages.codecs.strongest(), into);
+                    }
+                    (Found::Grouped(Err(error)), _) => {
+                        into.push(page, StoredForm::Lost { permanent: error == Error::Media }, &[]);
+                    }
                     (Found::InFlight, _) => again.push(page),
                     (Found::Spilled(found), _) => spilled.push(found),
                 }
@@ -273,12 +282,22 @@ impl Ram {
             }
             Incoming::Huge(content) => into.push(page, StoredForm::Huge, content),
             Incoming::Page(content) => {
-                let mut scratch = Scratch::new();
-                match self.0.pages.codecs.primary().compress(content, &mut scratch) {
-                    Some(object) => into.push(page, StoredForm::Compressed(0), object),
-                    None => into.push(page, StoredForm::Huge, content),
-                }
+                Self::push_page(page, content, (0, self.0.pages.codecs.primary()), into);
             }
+        }
+    }
+
+    /// Adds an uncompressed page, compressed with the algorithm of a priority.
+    fn push_page(
+        page: u64,
+        content: &Page,
+        (priority, streams): (usize, &Streams),
+        into: &mut CollectedPages,
+    ) {
+        let mut scratch = Scratch::new();
+        match streams.compress(content, &mut scratch) {
+            Some(object) => into.push(page, StoredForm::Compressed(priority as u8), object),
+            None => into.push(page, StoredForm::Huge, content),
         }
     }
 
@@ -301,6 +320,10 @@ impl Ram {
                     Kind::Pattern => StoredForm::Pattern,
                     Kind::Compressed => StoredForm::Compressed(word.algorithm() as u8),
                     Kind::Huge => StoredForm::Huge,
+                    Kind::Grouped => {
+                        let mut content = Box::new([0; PAGE_BYTES]);
+                        return Found::Grouped(pages.load(&guard, &mut content).map(|()| content));
+                    }
                 };
                 into.push(page, stored, pages.pool.object(&guard));
                 Found::Copied
@@ -370,15 +393,11 @@ impl Ram {
     /// Adds a written-back page, given as the object read from the backing device.
     fn add_spilled(&self, store: &Store, spilled: &Spilled, object: &[u8], into: &mut CollectedPages) {
         let &Spilled { slot, word, .. } = spilled;
-        let mut scratch = Scratch::new();
         match <&Page>::try_from(object) {
             Err(_) => into.push(slot, StoredForm::Compressed(word.algorithm() as u8), object),
             Ok(_) if store.is_packed() => into.push(slot, StoredForm::Huge, object),
             // The plain layout has uncompressed pages: compress the page first.
-            Ok(content) => match self.0.pages.codecs.primary().compress(content, &mut scratch) {
-                Some(object) => into.push(slot, StoredForm::Compressed(0), object),
-                None => into.push(slot, StoredForm::Huge, content),
-            },
+            Ok(content) => Self::push_page(slot, content, (0, self.0.pages.codecs.primary()), into),
         }
     }
 }

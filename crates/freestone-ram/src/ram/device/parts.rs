@@ -9,6 +9,7 @@ use crate::ram::memory::config::{Config, ForkConfig, SetupError, round_fork_size
 use crate::ram::memory::limits::{Guarantees, Limits};
 use crate::ram::memory::pages::Pages;
 use crate::ram::recompress::auto::AutoRecompress;
+use crate::ram::recompress::groups::AutoGroup;
 use crate::ram::spilling::evict_rounds::Evict;
 
 pub(in crate::ram) struct FamilyParts {
@@ -16,6 +17,7 @@ pub(in crate::ram) struct FamilyParts {
     pub fault_in: Arc<FaultIn>,
     pub evict: Evict,
     pub auto: AutoRecompress,
+    pub groups: AutoGroup,
     pub guarantees: Guarantees,
     /// Settings at creation of the family. The current `mem_limit` and full policy are in `pages`.
     pub config: Config,
@@ -28,6 +30,7 @@ impl FamilyParts {
             fault_in: Arc::new(FaultIn::new(Arc::clone(&pages))),
             evict: Evict::new(Arc::clone(&pages)),
             auto: AutoRecompress::new(Arc::clone(&pages), config.auto_recompress),
+            groups: AutoGroup::new(Arc::clone(&pages), config.auto_group),
             guarantees: Guarantees::default(),
             pages,
             config,

@@ -1,6 +1,7 @@
 //! Statistics of a RAM disk, with the kernel's columns and meaning.
 
 use super::{Inner, Ram};
+use crate::ram::memory::groups::Groups;
 use crate::ram::memory::layer::stored;
 use crate::ram::memory::pages::Pages;
 use freestone_core::PAGE_BYTES;
@@ -70,7 +71,7 @@ pub struct MemoryOverhead {
     pub pool_slack_bytes: u64,
     /// Bytes of span descriptors and pool-wide arrays.
     pub metadata_bytes: u64,
-    /// Bytes of the compression streams of all CPUs. Families with the same algorithm and
+    /// Bytes of the compression streams and of the readers of groups, of all CPUs. Families with the same algorithm and
     /// parameters share streams.
     pub streams_bytes: u64,
 }
@@ -193,6 +194,6 @@ fn memory(pages: &Pages) -> MemoryOverhead {
         pool_slack_bytes: (pages.pool.pages() * PAGE_BYTES as u64).saturating_sub(stored),
         metadata_bytes: pages.pool.metadata_bytes()
             + pages.store.as_ref().map_or(0, |store| store.copies_bytes()),
-        streams_bytes: pages.codecs.bytes(),
+        streams_bytes: pages.codecs.bytes() + pages.groups().map_or(0, Groups::reader_bytes),
     }
 }

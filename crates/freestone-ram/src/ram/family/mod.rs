@@ -62,7 +62,8 @@ impl Family {
         let mem_limit = config.mem_limit;
         let parts = FamilyParts::new(config)?;
         threads::prepare_keeper(&parts);
-        if parts.pages.store.is_some() || parts.config.auto_recompress.is_some() {
+        let is_automatic = parts.config.auto_recompress.is_some() || parts.config.auto_group.is_some();
+        if parts.pages.store.is_some() || is_automatic {
             parts.pages.keeper.start().map_err(SetupError::Thread)?;
             let keeper = Arc::clone(&parts.pages.keeper);
             parts.pages.pool.on_alarm(Box::new(move || keeper.kick()));

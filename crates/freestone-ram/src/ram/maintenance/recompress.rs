@@ -2,11 +2,13 @@
 
 use crate::ram::device::{Inner, Ram};
 use crate::ram::recompress::auto::AutoRecompressStat;
+use crate::ram::recompress::groups::GroupStat;
 use crate::ram::recompress::options::{RecompressError, RecompressOptions, RecompressReport};
 use crate::ram::recompress::run::run;
 
 impl Ram {
-    /// Recompresses the selected pages with a secondary algorithm, as the kernel's `recompress`.
+    /// Recompresses the selected pages with a secondary algorithm, as the kernel's `recompress`, or in
+    /// groups.
     /// Requests continue meanwhile; other recompression runs and writebacks of the family (devices
     /// that share a memory pool) wait.
     ///
@@ -32,11 +34,19 @@ impl Ram {
         watch: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<RecompressReport, (RecompressReport, RecompressError)> {
         let Inner { pages, family, .. } = &*self.0;
+        if selection.group {
+            return family.groups.run(&self.0.layer(), || self.0.slots() - 1, selection, watch);
+        }
         run(pages, self.0.layer(), || self.0.slots() - 1, family.auto.is_on(), selection, watch)
     }
 
     /// Returns the statistics of automatic recompression; all zero if `auto_recompress` is not set.
     pub fn auto_recompress_stat(&self) -> AutoRecompressStat {
         self.0.family.auto.stat()
+    }
+
+    /// Returns the statistics of the family's groups of pages; `None` if the family has not formed any.
+    pub fn group_stat(&self) -> Option<GroupStat> {
+        self.0.family.groups.stat()
     }
 }

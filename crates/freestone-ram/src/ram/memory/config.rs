@@ -31,6 +31,9 @@ pub struct Config {
     /// dictionary trained on the family's own pages; `None` disables this. Uses priority 3, which
     /// must be free.
     pub auto_recompress: Option<Duration>,
+    /// Time without access after which neighbouring pages are compressed together, in groups of up
+    /// to 8; `None` disables this.
+    pub auto_group: Option<Duration>,
     /// Device for pages evicted from memory; `None` keeps all pages in memory.
     pub backing: Option<Backing>,
     /// Policy for writes that find no space: wait or fail.

@@ -182,7 +182,7 @@ impl Layer {
             }
         };
         add(stored::PAGES, delta(|w| !matches!(w.kind(), Kind::Empty | Kind::Base)));
-        add(stored::COMPRESSED_BYTES, new.stored_bytes() as i64 - old.stored_bytes() as i64);
+        add(stored::COMPRESSED_BYTES, new.memory_bytes() as i64 - old.memory_bytes() as i64);
         add(stored::SAME_PAGES, delta(|w| matches!(w.kind(), Kind::Same | Kind::Pattern)));
         add(stored::HUGE_PAGES, delta(|w| w.kind() == Kind::Huge));
         add(stored::HUGE_PAGES_SINCE, i64::from(new.kind() == Kind::Huge));
@@ -192,7 +192,7 @@ impl Layer {
     /// Updates the counters for a page that moved to the backing device. The page still counts in
     /// [`stored::PAGES`].
     pub fn account_spilled(&self, layers: &Layers, word: Word) {
-        self.counters.add(stored::COMPRESSED_BYTES, -(word.stored_bytes() as i64));
+        self.counters.add(stored::COMPRESSED_BYTES, -(word.memory_bytes() as i64));
         self.counters.add(stored::HUGE_PAGES, -i64::from(word.kind() == Kind::Huge));
         self.charge(layers, -charge_of(word));
     }
@@ -294,7 +294,7 @@ impl Reservation {
 }
 
 fn charge_of(word: Word) -> i64 {
-    match word.stored_bytes() {
+    match word.memory_bytes() {
         0 => 0,
         bytes => Pool::charged_bytes(bytes) as i64,
     }

@@ -9,6 +9,7 @@
 pub(in crate::ram) mod ages;
 pub(in crate::ram) mod config;
 pub(in crate::ram) mod freeing;
+pub(in crate::ram) mod groups;
 pub(in crate::ram) mod layer;
 pub(in crate::ram) mod limits;
 pub(in crate::ram) mod outcome;

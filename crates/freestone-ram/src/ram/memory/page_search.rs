@@ -35,12 +35,20 @@ impl Sizes {
 }
 
 fn bucket(word: Word) -> usize {
-    word.stored_bytes() / BUCKET_BYTES
+    word.memory_bytes() / BUCKET_BYTES
 }
 
-/// Returns true if the page can be written back: it is compressed or huge. Pages that repeat a
-/// pattern take too little memory.
+/// Returns true if the page can be written back: it is compressed, alone or in a group, or huge.
+/// Pages that repeat a pattern take too little memory.
+#[inline]
 pub(in crate::ram) fn is_spillable(word: Word) -> bool {
+    matches!(word.kind(), Kind::Compressed | Kind::Huge | Kind::Grouped)
+}
+
+/// Returns true if the slot has the page in an object of its own: the page is compressed, not in a
+/// group, or huge.
+#[inline]
+pub(in crate::ram) fn has_own_object(word: Word) -> bool {
     matches!(word.kind(), Kind::Compressed | Kind::Huge)
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{Backing, Config, Secondary, SetupError};
+use super::groups::Groups;
 use super::layer::{Layer, Layers};
 use super::limits::{HIGH_PERCENT, LOW_PERCENT};
 use super::retiring::Retiring;
@@ -16,6 +17,7 @@ use crate::ram::waiting::full_policy::SpacePolicy;
 use crate::ram::waiting::keeper::Keeper;
 use crate::ram::waiting::removals::Removals;
 use crate::spill::store::Store;
+use freestone_core::device;
 use freestone_core::slot::{Common, Kind, SlotGuard, Word};
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering, thread};
 
@@ -24,14 +26,17 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The memory and backing device shared by a family's devices.
 ///
-/// Lock order: `background`, then a slot, then either a compression stream or a pool lock, never
-/// both. Requests do not lock `background`.
+/// Lock order: `background`, then a slot, then the locks of [`Groups`] (its reader, and a slot of
+/// its table), then either a compression stream or a pool lock, never both. Requests do not lock
+/// `background`.
 pub(in crate::ram) struct Pages {
     name: OnceLock<Box<str>>,
     pub common: Arc<Common>,
     pub layers: Layers,
     pub pool: Pool,
     pub codecs: Codecs,
+    /// Groups of pages that are compressed together; unset until the family forms groups.
+    groups: OnceLock<Groups>,
     pub ages: Ages,
     pub store: Option<Arc<Store>>,
     pub keeper: Arc<Keeper>,
@@ -70,12 +75,13 @@ impl Pages {
         let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
         let pool = Pool::with_outside_pages(Arc::clone(&common.same_filled_leaves))
             .map_err(SetupError::MemoryFile)?;
-        Ok(Arc::new(Self {
+        let pages = Self {
             name: OnceLock::new(),
             common,
             layers: Layers::new(Arc::clone(&keeper)),
             pool,
             codecs,
+            groups: OnceLock::new(),
             ages: Ages::default(),
             store,
             keeper,
@@ -85,7 +91,29 @@ impl Pages {
             compacted: AtomicU64::new(0),
             mem_limit: AtomicU64::new(0),
             background: Mutex::default(),
-        }))
+        };
+        if config.auto_group.is_some() {
+            pages.groups_or_new()?;
+        }
+        Ok(Arc::new(pages))
+    }
+
+    /// Returns the groups; `None` if the family has not formed any.
+    #[inline]
+    pub fn groups(&self) -> Option<&Groups> {
+        self.groups.get()
+    }
+
+    /// Returns the groups, for a caller that forms some.
+    ///
+    /// # Errors
+    /// Fails if memory is short.
+    pub fn groups_or_new(&self) -> device::Result<&Groups> {
+        if let Some(groups) = self.groups() {
+            return Ok(groups);
+        }
+        let new = Groups::new(&self.common)?;
+        Ok(self.groups.get_or_init(|| new))
     }
 
     pub fn set_name(&self, name: &str) {
@@ -125,20 +153,24 @@ impl Pages {
         })
     }
 
-    /// Frees the object of a word, in the pool or on the backing device. No slot may have this word
-    /// any more.
+    /// Frees the object of a word, in the pool, in a group or on the backing device. No slot may
+    /// have this word any more.
     #[inline]
     pub fn release(&self, word: Word) {
         if let Some(location) = word.object() {
             self.pool.free(location);
-        } else if word.kind() == Kind::Spilled {
-            self.release_spilled(word);
+        } else if matches!(word.kind(), Kind::Spilled | Kind::Grouped) {
+            self.release_elsewhere(word);
         }
     }
 
     #[cold]
-    fn release_spilled(&self, word: Word) {
-        if let Some(store) = &self.store {
+    fn release_elsewhere(&self, word: Word) {
+        if word.kind() == Kind::Grouped {
+            if let Some(groups) = self.groups() {
+                groups.leave(&self.pool, word);
+            }
+        } else if let Some(store) = &self.store {
             store.release(word.location(), word.spilled_bytes());
         }
     }
@@ -181,6 +213,11 @@ impl Pages {
 
 impl pool::Owners for Pages {
     fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
-        let _ = self.with_owner_slot(owner, |_, guard| work(guard));
+        match self.groups().and_then(|groups| groups.piece_slot(owner)) {
+            Some(guard) => work(guard),
+            None => {
+                let _ = self.with_owner_slot(owner, |_, guard| work(guard));
+            }
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Reads of the content of one slot.
 
-use super::page_search::is_spillable;
+use super::page_search::has_own_object;
 use super::pages::Pages;
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
@@ -21,25 +21,49 @@ impl Pages {
     #[inline(always)]
     pub(in crate::ram) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
         let word = guard.word();
-        if matches!(word.kind(), Kind::InFlight | Kind::Spilled) {
-            return Err(MustWait);
+        if matches!(word.kind(), Kind::InFlight | Kind::Spilled | Kind::Grouped) {
+            return self.read_elsewhere(guard, from, into);
         }
         let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
-            self.load(&guard, page)
+            self.load_own(&guard, page)
         } else {
             let mut page = [0; PAGE_BYTES];
-            self.load(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+            self.load_own(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
         };
         // Only compressed and huge pages are evicted; others need no age.
-        if is_spillable(word) {
+        if has_own_object(word) {
             guard.publish(word.touched(self.ages.now()));
         }
         Ok(result)
     }
 
+    /// As [`read_slot`](Self::read_slot), for a page without an object of its own in memory.
+    #[cold]
+    fn read_elsewhere(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
+        let word = guard.word();
+        if word.kind() != Kind::Grouped {
+            return Err(MustWait);
+        }
+        let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
+            self.load_grouped(word, page)
+        } else {
+            let mut page = [0; PAGE_BYTES];
+            let loaded = self.load_grouped(word, &mut page);
+            loaded.map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+        };
+        guard.publish(word.read_in_group(self.ages.now()));
+        Ok(result)
+    }
+
     /// Reads the whole page of a locked slot, which must be in memory.
-    #[inline]
     pub(in crate::ram) fn load(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
+        let word = guard.word();
+        if word.kind() == Kind::Grouped { self.load_grouped(word, page) } else { self.load_own(guard, page) }
+    }
+
+    /// As [`load`](Self::load), for a page that is not in a group.
+    #[inline]
+    fn load_own(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
         let word = guard.word();
         match word.kind() {
             Kind::Empty => page.fill(0),
@@ -52,9 +76,15 @@ impl Pages {
                 return self.codecs.decompress(word.algorithm(), self.pool.object(guard), page);
             }
             Kind::Huge => page.copy_from_slice(self.pool.object(guard)),
-            Kind::InFlight | Kind::Spilled | Kind::Base => return Err(Error::Media),
+            Kind::InFlight | Kind::Spilled | Kind::Grouped | Kind::Base => return Err(Error::Media),
         }
         Ok(())
+    }
+
+    /// Reads a page of a group. The page's slot is locked.
+    #[inline(never)]
+    fn load_grouped(&self, word: Word, page: &mut Page) -> Result<()> {
+        self.groups().ok_or(Error::Media)?.read(&self.pool, word, page)
     }
 
     /// Restores a page from a copy of its object. `word` is the slot's word: compressed or huge.

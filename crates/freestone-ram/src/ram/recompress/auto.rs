@@ -13,7 +13,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::sample::{AutoState, Cursor};
+use super::cursor::Cursor;
+use super::sample::AutoState;
 use super::space::{Attempt, RecompressSpace};
 use super::target::Target;
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams};
@@ -22,15 +23,13 @@ use crate::ram::geometry::PAGE;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::pages::Pages;
 use freestone_core::PAGE_BYTES;
-use freestone_core::slot::{AGES, Kind, MAX_SLOTS, Word};
+use freestone_core::slot::{AGES, Kind, Word};
 use freestone_core::sync::{AtomicU64, Instant, Mutex, Ordering};
 
 use crate::clock;
 
 /// Maximum duration of a step.
 const STEP: Duration = Duration::from_millis(100);
-/// Maximum slot table leaves (2 MiB of a device each) scanned per step.
-const STEP_LEAVES: u32 = 1024;
 /// Minimum compressed bytes of old pages before a dictionary is trained.
 const TRAINING_BYTES_MIN: u64 = 4 << 20;
 /// A sample page in this many is excluded from training, to evaluate the dictionary.
@@ -177,14 +176,8 @@ impl AutoRecompress {
 
     fn shrink(&self, state: &mut AutoState, streams: &Streams, old: &[bool; AGES]) {
         let began = Instant::now();
-        // Freed objects are scattered over the pool's pages: compact one size class at a time, to
-        // free whole pages.
-        while state.compacting > 0 {
-            state.compacting -= 1;
-            self.pages.compact_class(state.compacting);
-            if began.elapsed() >= STEP {
-                return;
-            }
+        if !state.compaction.run(&self.pages, || began.elapsed() < STEP) {
+            return;
         }
         let target =
             Target { priority: PRIORITIES as u8, streams, is_last: true, threshold: 0, clears_idle: false };
@@ -213,42 +206,22 @@ impl AutoRecompress {
             space.reset_refusals();
         }
         if over && space.is_compaction_due(self.pages.pool.pages() * PAGE) {
-            state.compacting = CLASSES;
+            state.compaction.start();
             state.space = RecompressSpace::default();
         }
     }
 
-    /// Visits pages with a `wanted` word from the cursor on, and advances the cursor, until `visit`
-    /// returns false or [`STEP_LEAVES`] leaves were scanned. Returns true after the last layer; the
-    /// cursor is then back at the start.
+    /// Visits pages with a `wanted` word from the cursor on, until `visit` returns false or the step
+    /// ends. Returns true after the last layer.
     fn walk(
         &self,
         cursor: &mut Cursor,
         wanted: &impl Fn(Word) -> bool,
         mut visit: impl FnMut(&Layer, u64, Word) -> bool,
     ) -> bool {
-        let mut found = Vec::new();
-        for _ in 0..STEP_LEAVES {
-            let Some(layer) = self.pages.layers.at_or_after(cursor.layer) else {
-                *cursor = Cursor::default();
-                return true;
-            };
-            if layer.id() != cursor.layer {
-                *cursor = Cursor { layer: layer.id(), slot: 0 };
-            }
-            let Some(next) = layer.peek_leaf(cursor.slot, MAX_SLOTS - 1, wanted, &mut found) else {
-                *cursor = Cursor { layer: layer.id() + 1, slot: 0 };
-                continue;
-            };
-            for &(slot, word) in &found {
-                if !visit(&layer, slot, word) {
-                    cursor.slot = slot + 1;
-                    return false;
-                }
-            }
-            cursor.slot = next;
-        }
-        false
+        cursor.walk(&self.pages.layers, wanted, |layer, found| {
+            found.iter().find(|&&(slot, word)| !visit(layer, slot, word)).map(|(slot, _)| slot + 1)
+        })
     }
 }
 

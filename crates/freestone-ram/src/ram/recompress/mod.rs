@@ -1,11 +1,14 @@
-//! Recompression of pages in memory: on request by the kernel's rules (`run`), and automatically with
-//! a trained dictionary (`auto`).
+//! Recompression of pages in memory: on request by the kernel's rules (`run`), automatically with a
+//! trained dictionary (`auto`), and in groups of neighbouring pages (`groups`).
 //!
 //! The keeper thread and the rooms of devices use this one. Lock order:
-//! [`Pages::background`](super::memory::pages::Pages::background), then the state of `auto`, then the
-//! locks of the request path.
+//! [`Pages::background`](super::memory::pages::Pages::background), then the state of `auto` or
+//! `groups`, then the locks of the request path.
 
 pub(in crate::ram) mod auto;
+mod cursor;
+mod group_run;
+pub(in crate::ram) mod groups;
 pub(in crate::ram) mod options;
 pub(in crate::ram) mod run;
 mod sample;

@@ -22,6 +22,9 @@ pub struct RecompressOptions {
     /// Priority of the secondary algorithm, 1 to 3. If neither `priority` nor `algo` is set,
     /// priority 1 is used.
     pub priority: Option<u8>,
+    /// True: compress neighbouring pages together, in groups of up to 8, with zstd at a fixed level.
+    /// `threshold`, `algo` and `priority` must not be set.
+    pub group: bool,
 }
 
 /// Kind of pages to recompress: the kernel's `type` parameter.
@@ -49,7 +52,7 @@ pub struct RecompressReport {
     pub saved_bytes: u64,
 }
 
-/// Reasons to refuse a recompression run or to end it early. The first five (EINVAL) refuse the
+/// Reasons to refuse a recompression run or to end it early. The first six (EINVAL) refuse the
 /// run, and nothing is changed. After the others, pages already recompressed stay recompressed.
 #[derive(Debug, Clone, Copy, Error, PartialEq, Eq)]
 pub enum RecompressError {
@@ -75,6 +78,9 @@ pub enum RecompressError {
     /// The threshold is at or above the size of the largest compressed object.
     #[error("threshold={0} is beyond the largest compressed object; it must be below {line}", line = Scratch::BYTES)]
     Threshold(u32),
+    /// Groups have an algorithm of their own.
+    #[error("group=yes has an algorithm of its own; omit threshold, algo and priority")]
+    Group,
     /// The memory limit leaves no space for the new objects (ENOSPC; ENOMEM in the kernel).
     #[error("mem_limit leaves no space to store the smaller objects; raise it temporarily")]
     NoSpace,
@@ -97,7 +103,8 @@ impl RecompressError {
             | Self::NotConfigured(_)
             | Self::NoAlgorithm(_)
             | Self::Mismatch { .. }
-            | Self::Threshold(_) => libc::EINVAL,
+            | Self::Threshold(_)
+            | Self::Group => libc::EINVAL,
             Self::NoSpace => libc::ENOSPC,
             Self::NoMemory => libc::ENOMEM,
             Self::Media => libc::EIO,
@@ -143,6 +150,12 @@ impl RecompressOptions {
         }
     }
 
+    /// Returns an error if the options of a run that forms groups contradict each other.
+    pub(super) fn check_group(&self) -> Result<(), RecompressError> {
+        let is_plain = self.threshold == 0 && self.algo.is_none() && self.priority.is_none();
+        if is_plain { Ok(()) } else { Err(RecompressError::Group) }
+    }
+
     pub(super) fn wants(&self, word: Word) -> bool {
         match self.kind {
             None => true,
@@ -154,6 +167,15 @@ impl RecompressOptions {
 }
 
 impl RecompressReport {
+    /// Counts an attempt to form a group of `pages` pages.
+    pub(super) fn count_group(&mut self, attempt: Attempt, pages: u64) {
+        self.tried += if matches!(attempt, Attempt::Shrunk { .. } | Attempt::Failed) { pages } else { 0 };
+        if let Attempt::Shrunk { from, to } = attempt {
+            self.shrunk += pages;
+            self.saved_bytes += (from - to) as u64;
+        }
+    }
+
     pub(super) fn count(&mut self, attempt: Attempt) {
         self.tried += u64::from(!matches!(attempt, Attempt::Skipped | Attempt::NoSpace | Attempt::Reset));
         match attempt {

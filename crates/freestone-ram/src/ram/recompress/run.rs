@@ -35,7 +35,7 @@ use freestone_core::sync::{Arc, MutexGuard};
 /// Number of pages between two checks whether requests wait for memory, and the pause in which an
 /// eviction can run for these requests.
 const GIVE_WAY_PAGES: u64 = 64;
-const GIVE_WAY: Duration = Duration::from_millis(1);
+pub(super) const GIVE_WAY: Duration = Duration::from_millis(1);
 /// Maximum number of pages that found no space and are listed for a retry. The list takes 512 KiB
 /// of memory.
 const REFUSED_MAX: usize = 1 << 16;

@@ -1,6 +1,7 @@
 //! State of [automatic recompression](super::auto) between its steps.
 
-use super::space::RecompressSpace;
+use super::cursor::Cursor;
+use super::space::{ClassCompaction, RecompressSpace};
 use crate::codec::Streams;
 use freestone_core::slot::Word;
 use freestone_core::sync::thread::JoinHandle;
@@ -16,15 +17,7 @@ pub(super) struct AutoState {
     pub training: Option<JoinHandle<Option<Streams>>>,
     pub retry_ms: u64,
     pub space: RecompressSpace,
-    /// Size class of the pool to compact next, plus 1; 0 if no compaction is in progress.
-    pub compacting: usize,
-}
-
-/// Position of the scan of all pages: a layer's table id, and a slot.
-#[derive(Default)]
-pub(super) struct Cursor {
-    pub layer: u32,
-    pub slot: u64,
+    pub compaction: ClassCompaction,
 }
 
 /// A uniform random sample (reservoir sampling) of the pages passed to [`offer`](Self::offer).

@@ -1,6 +1,8 @@
 //! Results of recompressing pages, and when to compact a pool that is at its memory limit.
 
+use crate::pool::class::CLASSES;
 use crate::ram::geometry::PAGE;
+use crate::ram::memory::pages::Pages;
 
 /// Number of successive pages that the memory limit must refuse before
 /// [`RecompressSpace::is_exhausted`] returns true.
@@ -26,6 +28,32 @@ pub(super) enum Attempt {
     /// The memory limit leaves no space for the smaller object.
     NoSpace,
     Reset,
+}
+
+/// Compaction of the pool after a background pass, one size class at a time. The objects that the
+/// pass freed are scattered over the pool's pages.
+#[derive(Default)]
+pub(super) struct ClassCompaction {
+    /// Number of size classes that are left to compact.
+    left: usize,
+}
+
+impl ClassCompaction {
+    pub fn start(&mut self) {
+        self.left = CLASSES;
+    }
+
+    /// Compacts the next classes until `go_on` returns false. Returns true if none is left.
+    pub fn run(&mut self, pages: &Pages, go_on: impl Fn() -> bool) -> bool {
+        while self.left > 0 {
+            self.left -= 1;
+            pages.compact_class(self.left);
+            if !go_on() {
+                return false;
+            }
+        }
+        true
+    }
 }
 
 /// Accounting of freed space in a pool that is at its memory limit, to decide when to compact.

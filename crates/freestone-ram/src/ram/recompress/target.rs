@@ -4,15 +4,44 @@ use super::space::Attempt;
 use crate::codec::{Scratch, Streams};
 use crate::pool::class::class_of;
 use crate::ram::memory::layer::Layer;
-use crate::ram::memory::page_search::is_spillable;
+use crate::ram::memory::page_search::has_own_object;
 use crate::ram::memory::pages::Pages;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device;
-use freestone_core::slot::{Kind, Word};
+use freestone_core::mutants::{self, Mutant};
+use freestone_core::slot::{Kind, Leaf, Word};
 
 /// Tag of slots picked by recompression. Batches of evictions use the same tags, but `background`
 /// excludes evictions during a run.
-const TAG: u8 = 0;
+pub(super) const TAG: u8 = 0;
+
+/// Unpicks a slot that had the word `old` when it was picked, and publishes the word that `new`
+/// returns, unless the page was changed meanwhile. Returns true if the word was published.
+pub(super) fn finish_picked(
+    pages: &Pages,
+    layer: &Layer,
+    leaf: Leaf<'_>,
+    slot: u64,
+    old: Word,
+    new: &dyn Fn(Word) -> Word,
+) -> bool {
+    let guard = leaf.lock(slot);
+    let now = guard.word();
+    let is_picked = now.is_picked_by(TAG) || mutants::on(Mutant::RecompressesChangedPages);
+    let unchanged = is_picked
+        && (now.kind(), now.stored_bytes(), now.algorithm())
+            == (old.kind(), old.stored_bytes(), old.algorithm());
+    if unchanged {
+        let new = new(now.unpicked(old.age()));
+        guard.publish(new);
+        // Compaction may have moved the old object: free the object of the current word.
+        if (new.kind(), new.object()) != (now.kind(), now.object()) {
+            pages.release(now);
+            layer.account(&pages.layers, now, new);
+        }
+    }
+    unchanged
+}
 
 /// Algorithm and conditions of a recompression.
 pub(super) struct Target<'a> {
@@ -28,7 +57,7 @@ pub(super) struct Target<'a> {
 impl Target<'_> {
     /// Returns true if the page of a slot with this word may be recompressed with this target.
     pub fn may_shrink(&self, word: Word) -> bool {
-        is_spillable(word)
+        has_own_object(word)
             && word.algorithm() < usize::from(self.priority)
             && word.stored_bytes() >= self.threshold
             && !word.is_incompressible()
@@ -61,25 +90,7 @@ impl Target<'_> {
         object.copy_from_slice(pages.pool.object(&guard));
         let old = found.with_idle(found.is_idle() && !self.clears_idle);
         guard.publish(old.picked(TAG));
-        // Unpicks the slot and publishes the word that `new` returns, unless the page was changed
-        // meanwhile. Returns true if the word was published.
-        let finish = |new: &dyn Fn(Word) -> Word| {
-            let guard = leaf.lock(slot);
-            let now = guard.word();
-            let unchanged = now.is_picked_by(TAG)
-                && (now.kind(), now.stored_bytes(), now.algorithm())
-                    == (old.kind(), old.stored_bytes(), old.algorithm());
-            if unchanged {
-                let new = new(now.unpicked(old.age()));
-                guard.publish(new);
-                // Compaction may have moved the old object: free the object of the current word.
-                if new.object() != now.object() {
-                    pages.release(now);
-                    layer.account(&pages.layers, now, new);
-                }
-            }
-            unchanged
-        };
+        let finish = |new: &dyn Fn(Word) -> Word| finish_picked(pages, layer, leaf, slot, old, new);
         let mut page = [0; PAGE_BYTES];
         let page = if old.kind() == Kind::Huge {
             &copy

@@ -54,5 +54,7 @@ pub(super) struct Entry {
     pub unit: u64,
     /// Size in bytes of the object on the device.
     pub stored: u32,
+    /// Number of the algorithm of the object on the device.
+    pub algorithm: u8,
     pub age: u8,
 }

@@ -279,7 +279,7 @@ impl Evict {
                 for slot in start..start + LEAF_SLOTS {
                     let word = leaf.peek(slot);
                     if is_spillable(word) && !word.is_picked() {
-                        by_rank[usize::from(rank(word))] += Pool::charged_bytes(word.stored_bytes());
+                        by_rank[usize::from(rank(word))] += Pool::charged_bytes(word.memory_bytes());
                     }
                 }
             });

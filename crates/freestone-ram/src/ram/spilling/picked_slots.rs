@@ -1,17 +1,19 @@
-//! The pages of a batch: slots are picked when their pages are copied to the batch, and published or
-//! unpicked when its write has ended. See [`evict_batches`](super::evict_batches) for the protocol.
+//! The pages of a batch: slots are picked when their pages are copied to the batch, and published
+//! or unpicked when its write has ended. See [`evict_batches`](super::evict_batches) for the
+//! protocol.
 
 use super::batch::{Batch, Content, Entry, EvictionCounts, PickError, StoredObject};
 use super::evict_batches::Eviction;
+use crate::codec::Scratch;
 use crate::pool::BackRef;
 use crate::ram::memory::layer::Layer;
-use crate::ram::memory::page_search::is_spillable;
+use crate::ram::memory::page_search::{has_own_object, is_spillable};
 use crate::spill::blocks::BLOCK_UNITS;
 use crate::spill::clean_copies::CopyContent;
 use crate::spill::space::BLOCK_BYTES;
 use freestone_core::PAGE_BYTES;
 use freestone_core::mutants::{self, Mutant};
-use freestone_core::slot::{Kind, SlotGuard, Word};
+use freestone_core::slot::{Kind, Leaf, SlotGuard, Word};
 
 impl Eviction<'_> {
     /// Copies a page into the batch and picks its slot. Returns the size in bytes of the page's
@@ -23,6 +25,10 @@ impl Eviction<'_> {
         slot: u64,
         wanted: &impl Fn(Word) -> bool,
     ) -> Result<usize, PickError> {
+        let is_grouped = |leaf: Leaf<'_>| leaf.peek(slot).kind() == Kind::Grouped;
+        if self.layers[layer].table().leaf(slot).is_some_and(is_grouped) {
+            return self.copy_grouped(batch, layer, slot, wanted);
+        }
         // Only the plain layout needs a copy of the object, to decompress it after the slot is
         // unlocked.
         let mut object = if self.store.is_packed() { None } else { Some([0; PAGE_BYTES]) };
@@ -97,6 +103,57 @@ impl Eviction<'_> {
         Ok(word)
     }
 
+    /// As [`copy`](Self::copy), for a page in a group: on the device the page has an object of its
+    /// own. Returns the page's share of the group in bytes.
+    fn copy_grouped(
+        &self,
+        batch: &mut Batch,
+        at: usize,
+        slot: u64,
+        wanted: &impl Fn(Word) -> bool,
+    ) -> Result<usize, PickError> {
+        let layer = &self.layers[at];
+        let leaf = layer.table().leaf(slot).ok_or(PickError::Unwanted)?;
+        let guard = leaf.lock(slot);
+        let word = guard.word();
+        let fits = word.kind() == Kind::Grouped && !word.is_picked() && wanted(word);
+        let mut page = [0; PAGE_BYTES];
+        // Readers of a damaged page report the damage.
+        if layer.is_retired() || !fits || self.pages.load(&guard, &mut page).is_err() {
+            return Err(PickError::Unwanted);
+        }
+        let mut entry = Entry { layer: at, slot, unit: 0, stored: 0, algorithm: 0, age: word.age() };
+        guard.publish(word.picked(batch.tag));
+        // Compress without the slot's lock, as that takes long.
+        let mut scratch = Scratch::new();
+        let placed = match &mut batch.content {
+            Content::Packed(packer) => {
+                let (priority, streams) = self.pages.codecs.strongest();
+                let (algorithm, object) = match streams.compress(&page, &mut scratch) {
+                    Some(object) => (priority as u8, object),
+                    None => (0, &page[..]),
+                };
+                let unit = packer.push(layer.header_owner(slot), algorithm, object);
+                unit.map(|unit| (unit, object.len(), algorithm))
+            }
+            Content::Plain { buffer, blocks } if *blocks < batch.run.blocks => {
+                let block = *blocks as usize * BLOCK_BYTES;
+                buffer[block..block + BLOCK_BYTES].copy_from_slice(&page);
+                *blocks += 1;
+                Some(((batch.run.start + u64::from(*blocks) - 1) * BLOCK_UNITS, PAGE_BYTES, 0))
+            }
+            Content::Plain { .. } | Content::Submitted => None,
+        };
+        let Some((unit, stored, algorithm)) = placed else {
+            self.unpick_entry(batch.tag, &entry);
+            return Err(PickError::BatchFull);
+        };
+        self.store.place(unit, stored);
+        (entry.unit, entry.stored, entry.algorithm) = (unit, stored as u32, algorithm);
+        batch.entries.push(entry);
+        Ok(word.memory_bytes())
+    }
+
     /// As [`pick`](Self::pick), for a written-back page whose object was read from the device.
     pub(super) fn pick_spilled(
         &self,
@@ -137,7 +194,8 @@ impl Eviction<'_> {
     ) {
         let word = guard.word();
         self.store.place(unit, stored);
-        batch.entries.push(Entry { layer, slot, unit, stored: stored as u32, age: word.age() });
+        let algorithm = word.algorithm() as u8;
+        batch.entries.push(Entry { layer, slot, unit, stored: stored as u32, algorithm, age: word.age() });
         guard.publish(word.picked(batch.tag));
     }
 
@@ -152,7 +210,12 @@ impl Eviction<'_> {
             drop(guard);
             return self.store.free_object(entry.unit, entry.stored as usize);
         }
-        guard.publish(old.spilled_to(entry.unit, !self.store.is_packed()));
+        guard.publish(if old.kind() == Kind::Grouped {
+            let size = if entry.stored as usize == PAGE_BYTES { 0 } else { entry.stored };
+            Word::spilled(entry.unit, size, entry.algorithm)
+        } else {
+            old.spilled_to(entry.unit, !self.store.is_packed())
+        });
         self.pages.release(old);
         layer.account_spilled(&self.pages.layers, old);
         left.pages += 1;
@@ -177,9 +240,10 @@ impl Eviction<'_> {
     }
 }
 
-/// Locks a slot whose page can be evicted and whose word is `wanted`; otherwise returns `None`.
+/// Locks a slot whose page has an object of its own to evict and whose word is `wanted`; otherwise returns
+/// `None`.
 fn lock_evictable<'l>(layer: &'l Layer, slot: u64, wanted: &impl Fn(Word) -> bool) -> Option<SlotGuard<'l>> {
-    let fits = |word: Word| is_spillable(word) && !word.is_picked() && wanted(word);
+    let fits = |word: Word| has_own_object(word) && !word.is_picked() && wanted(word);
     let leaf = layer.table().leaf(slot)?;
     // Check without the lock first: most slots are skipped.
     if layer.is_retired() || !fits(leaf.peek(slot)) {

@@ -10,9 +10,10 @@ use super::evict_rounds::{Evict, RECLAIMED_MIN_BLOCKS};
 use crate::ram::geometry::PAGE;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
-use crate::ram::memory::page_search::{Sizes, is_spillable};
+use crate::ram::memory::page_search::{Sizes, has_own_object, is_spillable};
 use crate::spill::layout;
 use crate::spill::store::Store;
+use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::Instant;
 
@@ -95,8 +96,9 @@ impl BackingStat {
 }
 
 impl Evict {
-    /// Writes the selected pages of a device's `layer` to the backing device. The device has `slots`
-    /// pages. See [`Ram::writeback_with_progress`](crate::ram::Ram::writeback_with_progress).
+    /// Writes the selected pages of a device's `layer` to the backing device. The device has
+    /// `slots` pages. See
+    /// [`Ram::writeback_with_progress`](crate::ram::Ram::writeback_with_progress).
     pub fn writeback(
         &self,
         layer: &Arc<Layer>,
@@ -180,7 +182,9 @@ impl Layer {
         self.for_each_candidate(ranges, wanted, |_, word| {
             sizes.count(word);
             blocks += 1;
-            units += u64::from(layout::units(word.stored_bytes()));
+            // A page of a group is compressed alone on the device: assume twice its share.
+            let bytes = if has_own_object(word) { word.stored_bytes() } else { word.memory_bytes() * 2 };
+            units += u64::from(layout::units(bytes.min(PAGE_BYTES)));
             true
         });
         let (mut offered, all) = (0_u64, blocks);
