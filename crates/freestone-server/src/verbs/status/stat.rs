@@ -50,8 +50,8 @@ impl Params {
 /// Result for one device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":,
 /// "keep": {..}, "content_of":, "limits": {..}, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "latency": {..}, "backing": {..},
-/// "auto_recompress": {..}, "over_stat": {..}, "ops": {..}, "failed": {..}, "full": {..},
-/// "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`.
+/// "auto_recompress": {..}, "groups": {..}, "over_stat": {..}, "ops": {..}, "failed": {..},
+/// "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`.
 /// Sections that the kind does not have are omitted. Result for all devices:
 /// `{"server": {..}, "devices": [..]}`. Sizes are in bytes.
 pub type Reply = Box<RawValue>;
@@ -210,6 +210,9 @@ fn device_section(
         }
         if let Some(done) = kinds::auto_recompressed(ram) {
             reply.insert("auto_recompress".into(), done);
+        }
+        if let Some(groups) = kinds::groups(ram) {
+            reply.insert("groups".into(), groups);
         }
         reply.insert("over_stat".into(), kinds::over_stat(ram));
         reply.insert("full".into(), kinds::full_stat(ram));

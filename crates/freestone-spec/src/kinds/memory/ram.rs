@@ -150,7 +150,7 @@ pub(in crate::kinds) fn skip_wipe(ram: &Ram, counters: bool) -> bool {
 // ---- attributes ---------------------------------------------------------------------------------
 
 /// Names of the attributes of a RAM disk, in the order in which they are listed.
-const NAMES: [&str; 22] = [
+const NAMES: [&str; 23] = [
     "disksize",
     "readonly",
     "initstate",
@@ -158,6 +158,7 @@ const NAMES: [&str; 22] = [
     "algorithm_params",
     "recomp_algorithm",
     "auto_recompress",
+    "auto_group",
     "mem_limit",
     "mem_used_max",
     "backing_dev",
@@ -184,6 +185,7 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
         "algorithm_params" => json!(algorithm_params(&ram.config())),
         "recomp_algorithm" => recomp_algorithm(&ram.config()),
         "auto_recompress" => json!(ram.config().auto_recompress.map_or(0, |idle| idle.as_secs())),
+        "auto_group" => json!(ram.config().auto_group.map_or(0, |idle| idle.as_secs())),
         "mem_limit" => json!(ram.config().mem_limit),
         "mem_used_max" => json!(ram.mm_stat().mem_used_max),
         "backing_dev" => match ram.config().backing {
@@ -320,6 +322,19 @@ pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
         "pages": s.pages,
         "saved_bytes": s.saved_bytes,
         "dictionary_bytes": s.dictionary_bytes,
+    }))
+}
+
+/// Returns the statistics of groups of pages, or `None` if the family has not formed any.
+pub fn groups(ram: &Ram) -> Option<Value> {
+    let s = ram.group_stat()?;
+    Some(json!({
+        "count": s.groups,
+        "pages": s.pages,
+        "bytes": s.bytes,
+        "table_bytes": s.table_bytes,
+        "grouped": s.grouped,
+        "ungrouped": s.ungrouped,
     }))
 }
 

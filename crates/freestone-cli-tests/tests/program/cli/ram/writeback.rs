@@ -172,6 +172,14 @@ fn pages_are_recompressed() {
         json!({ "recomp_algorithm": { "1": "zstd", "2": "zstd" } })
     );
     assert_eq!(serve.text(&["get", "r", "algorithm_params"]), "priority=1 level=1; priority=2 level=19\n");
+    // All pages together, in groups of 8.
+    assert_eq!(serve.json(&["stat", "r"]).get("groups"), None);
+    write(&mut nbd, 0, &written);
+    let grouped = serve.json(&["recompress", "r", "group=yes"]);
+    assert_eq!(grouped["shrunk"], json!(1024));
+    let groups = serve.json(&["stat", "r"])["groups"].take();
+    assert_eq!((&groups["count"], &groups["pages"]), (&json!(128), &json!(1024)));
+    assert_eq!(read(&mut nbd, 0, written.len()), written);
     let all = serve.text(&["get", "r"]);
     let second = format!("\nrecomp_algorithm        #1: lz4 lz4hc lzo [zstd] store\n{:24}#2: lz4 ", "");
     assert!(all.contains(&second), "{all}");
@@ -185,8 +193,7 @@ fn writeback_verbs_refuse_invalid_arguments() {
         "n=null,size=1M",
     ]);
     let types = "allowed are idle, huge, huge_idle, incompressible, page_index=N and page_indexes=LO-HI";
-    let keys =
-        "allowed are type=idle|huge|huge_idle, threshold=BYTES, max_pages=N, algo=NAME and priority=1..3";
+    let keys = "allowed are type=idle|huge|huge_idle, threshold=BYTES, max_pages=N, algo=NAME, priority=1..3 and group=yes";
     let range = "the pages are 0 to 16383";
     for (status, args, sentence) in [
         (1, &["idle", "n", "all"][..], "n: only a ram device has pages to mark".to_owned()),
@@ -262,6 +269,7 @@ fn writeback_verbs_refuse_invalid_arguments() {
             &["recompress", "big", "type=idle type=huge"],
             "big: recompress: type=huge: type is given twice".into(),
         ),
+        (2, &["recompress", "big", "group=8"], "big: recompress: group=8: must be yes or no".into()),
         (
             2,
             &["recompress", "big", "algo=zst"],
