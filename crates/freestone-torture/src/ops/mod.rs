@@ -26,7 +26,8 @@ pub enum Op {
     Family {
         /// Memory limit of the pool in KiB; 0 means no limit.
         limit_kib: u32,
-        /// Compression algorithm: an index, modulo the number of algorithms.
+        /// Compression algorithm: an index, modulo the number of algorithms. The quotient selects whether cold pages are
+        /// compressed in groups.
         algorithm: u8,
         /// Backing device for spilled pages; `None` if the pool does not spill.
         backing: Option<Backing>,

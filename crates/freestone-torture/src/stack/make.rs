@@ -40,11 +40,15 @@ impl World {
         auto: bool,
     ) -> Option<VerbTask> {
         let secondary = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
+        let (algorithm, rest) =
+            (usize::from(algorithm) % Algorithm::ALL.len(), usize::from(algorithm) / Algorithm::ALL.len());
+        let has_groups = rest.is_multiple_of(4);
         let config = ram::Config {
-            comp_algorithm: Algorithm::ALL[usize::from(algorithm) % Algorithm::ALL.len()],
+            comp_algorithm: Algorithm::ALL[algorithm],
             mem_limit: u64::from(limit_kib) << 10,
             recomp_algorithms: [Some(secondary), None, None],
             auto_recompress: auto.then_some(Duration::from_secs(1)),
+            auto_group: has_groups.then_some(Duration::from_secs(1)),
             ..ram::Config::default()
         };
         let seed = self.next_write();
@@ -388,21 +392,25 @@ impl World {
         for (at, family) in self.families.iter().enumerate() {
             let (stat, memory) = (family.family.stat(), family.probe.memory_overhead());
             let backing = family.probe.backing().unwrap_or_default();
+            let groups = family.probe.group_stat().unwrap_or_default();
             let left = [
                 stat.mem_used_total,
                 stat.charged,
                 stat.retiring,
                 stat.guaranteed,
                 stat.layers - 1,
-                memory.leaves_bytes,
+                memory.leaves_bytes - groups.table_bytes,
+                groups.groups,
+                groups.pages,
+                groups.bytes,
                 backing.used_bytes,
                 backing.live_bytes,
                 backing.spilled_pages,
                 u64::from(backing.abandoned_writes),
             ];
-            if left != [0; 10] {
+            if left != [0; 13] {
                 return finding(format!(
-                    "family {at} did not release everything: {stat:?} {memory:?} {backing:?}"
+                    "family {at} did not release everything: {stat:?} {memory:?} {groups:?} {backing:?}"
                 ));
             }
         }

@@ -169,7 +169,8 @@ impl World {
         let (ram, family) = self.ram(id)?;
         act(move || {
             let kind = Some(RecompressKind::Huge).filter(|_| id.is_multiple_of(2));
-            let outcome = ram.recompress(&RecompressOptions { kind, ..RecompressOptions::default() });
+            let group = id.is_multiple_of(3);
+            let outcome = ram.recompress(&RecompressOptions { kind, group, ..RecompressOptions::default() });
             finish(move |world| {
                 world.count("recompressions");
                 match outcome {

@@ -34,7 +34,10 @@ fn cases(usual: u32) -> ProptestConfig {
 
 #[derive(Debug, Clone)]
 enum Step {
-    Write { kind: u8, seed: u64 },
+    Write {
+        kind: u8,
+        seed: u64,
+    },
     Read,
     Discard,
     WriteZeroes,
@@ -42,6 +45,8 @@ enum Step {
     Writeback(Writeback),
     WritePages,
     Recompress(Option<RecompressKind>),
+    /// Compresses neighbouring pages together.
+    Group,
     Compact,
     MemLimit(u64),
     BatchSize(u32),
@@ -65,6 +70,7 @@ fn upkeep() -> impl Strategy<Value = Step> {
         3 => Just(Step::WritePages),
         1 => prop::sample::select(vec![None, Some(RecompressKind::Idle), Some(RecompressKind::Huge)])
             .prop_map(Step::Recompress),
+        2 => Just(Step::Group),
         1 => Just(Step::Compact),
     ]
 }
@@ -142,6 +148,10 @@ fn keep(ram: &Ram, step: Step) {
             // Recompression may fail at the memory limit, because the smaller pages need memory
             // before the larger ones are freed.
             let _ = ram.recompress(&RecompressOptions { kind, ..RecompressOptions::default() });
+        }
+        Step::Group => {
+            // Groups may find no space, too.
+            let _ = ram.recompress(&RecompressOptions { group: true, ..RecompressOptions::default() });
         }
         Step::MemLimit(bytes) => ram.set_mem_limit(bytes),
         Step::BatchSize(blocks) => ram.set_writeback_batch_size(blocks),

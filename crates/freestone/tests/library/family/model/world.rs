@@ -306,7 +306,8 @@ impl World {
             }
             1 => {
                 self.log.push(format!("recompress {at}"));
-                match ram.recompress(&RecompressOptions::default()) {
+                let group = self.rng.below(2) == 0;
+                match ram.recompress(&RecompressOptions { group, ..RecompressOptions::default() }) {
                     Ok(_) | Err((_, freestone::ram::RecompressError::NoSpace)) => {}
                     Err((_, error)) => panic!("recompress: {error}"),
                 }
