@@ -52,6 +52,9 @@ const SIZE_DEFAULT_BYTES: u64 = 1 << 30;
 const STATES_DEFAULT: u64 = 5000;
 /// Longest time of a check without `--timeout`, as in the help.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
+/// Number of checks at the same time for each CPU, without `--jobs`. A check of a mounted state waits for its mount most
+/// of the time.
+const JOBS_PER_CPU_MOUNTED: usize = 4;
 /// Largest number of checks at the same time.
 const JOBS_MAX: usize = 256;
 /// Length of the pieces in which a state is written to a file, in bytes.
@@ -100,7 +103,7 @@ pub struct Line {
     /// Seed of the random choices
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Number of checks at the same time [default: one for each CPU]
+    /// Number of checks at the same time [default: one for each CPU; with --mount, four]
     #[arg(long, value_name = "N", value_parser = parse_jobs)]
     jobs: Option<NonZeroUsize>,
     /// Longest time of one check, after which it counts as failed
@@ -182,6 +185,7 @@ struct Recording {
 pub fn run(line: &Line) -> Result<ExitCode> {
     if line.mount {
         check_root("explore --mount")?;
+        mounted::release_abandoned();
     }
     let observer = Observer::new(line.progress)?;
     let sockets = paths::private_dir()?;
@@ -195,7 +199,7 @@ pub fn run(line: &Line) -> Result<ExitCode> {
     let Some(mut recording) = recording else { return Ok(ExitCode::from(STATUS_FAILURE)) };
     let base = recording.disk.base_spec()?.map(|spec| open(&spec)).transpose()?;
     let timeline = open_timeline(&recording, base.as_ref())?;
-    let jobs = line.jobs.unwrap_or_else(|| thread::available_parallelism().unwrap_or(NonZeroUsize::MIN));
+    let jobs = line.jobs.unwrap_or_else(|| default_jobs(line.mount));
     let workers = if line.state.is_some() { 1 } else { jobs.get() };
     let disks = Disks::start(sockets.path(), &timeline, workers, line.file, line.mount)?;
     let fs = line.fs.as_deref();
@@ -238,6 +242,12 @@ pub fn run(line: &Line) -> Result<ExitCode> {
         (_, false) => ExitCode::from(STATUS_FAILURE),
         (_, true) => ExitCode::SUCCESS,
     })
+}
+
+fn default_jobs(mount: bool) -> NonZeroUsize {
+    let cpus = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let jobs = if mount { cpus.saturating_mul(JOBS_PER_CPU_MOUNTED) } else { cpus };
+    NonZeroUsize::new(jobs.min(JOBS_MAX)).unwrap_or(NonZeroUsize::MIN)
 }
 
 /// Returns the options of the command line that the result of a check depends on.

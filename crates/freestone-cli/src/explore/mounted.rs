@@ -5,13 +5,21 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use freestone_server::{Server, settings::paths};
 
 use crate::mounts::mount::{MountRequest, mount};
-use crate::mounts::record::LockedRecord;
+use crate::mounts::record::{LockedRecord, Record, Records};
 use crate::mounts::umount::release;
+
+/// Longest time to retry an unmount. A mount namespace that another program creates during a check has copies of the
+/// mounts, which stay in use until the program ends or removes them.
+const RETRY_MAX: Duration = Duration::from_secs(30);
+/// Pause between two retries.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// Type of a file system to mount; `None` if mount(8) finds it.
 #[derive(Debug, Clone, Copy)]
@@ -60,13 +68,26 @@ impl Mounted {
     /// Mounts a device of the server at `control` at the directory `dir`, which is created.
     pub fn new(name: &str, dir: &Path, control: &Path, fs: FileSystem<'_>) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("{}: cannot create the directory", dir.display()))?;
-        let request = MountRequest { name, dir, via: None, fs: fs.0, options: None };
+        // All states have the UUID of the base, and XFS refuses a second one at the same time.
+        let options = (fs.0 == Some("xfs")).then_some("nouuid");
+        let request = MountRequest { name, dir, via: None, fs: fs.0, options };
         Ok(Self { locked: Some(mount(&request, control)?), dir: dir.into() })
     }
 
     /// Unmounts the file system, which writes all its data to the disk.
     pub fn unmount(mut self) -> Result<()> {
-        self.locked.take().map_or(Ok(()), |locked| release(locked, false))
+        let until = Instant::now() + RETRY_MAX;
+        while let Some(locked) = self.locked.take() {
+            let dir = locked.record.dir.clone();
+            match release(locked, false) {
+                Err(_) if Instant::now() < until => {
+                    sleep(RETRY_PAUSE);
+                    self.locked = Records::locate().lock(|record| record.dir == dir)?;
+                }
+                result => return result,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -78,4 +99,26 @@ impl Drop for Mounted {
             tracing::warn!("{}: cannot be unmounted: {error:#}", self.dir.display());
         }
     }
+}
+
+/// Undoes the mounts of explorations that were killed. Logs errors, because they do not concern this exploration.
+pub fn release_abandoned() {
+    let records = Records::locate();
+    let all = records.all().unwrap_or_else(|error| {
+        tracing::warn!("mounts of killed explorations are not removed: {error:#}");
+        Vec::new()
+    });
+    for record in all.into_iter().filter(is_abandoned) {
+        let locked = records.lock(|other| other.dir == record.dir && is_abandoned(other));
+        if let Err(error) = locked.and_then(|locked| locked.map_or(Ok(()), |locked| release(locked, true))) {
+            tracing::warn!("{}: mount of a killed exploration: {error:#}", record.dir.display());
+        }
+    }
+}
+
+/// Returns true for a mount of an exploration whose process has ended. Only explorations have their mount points beside
+/// their control socket.
+fn is_abandoned(record: &Record) -> bool {
+    let is_own = record.dir.parent() == record.control.parent();
+    is_own && record.server.is_some_and(|server| !server.exists())
 }

@@ -27,6 +27,11 @@ impl ProcessId {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         Some(Self { pid, start: start_of(&stat)? })
     }
+
+    /// Returns true if the process has not been reaped yet.
+    pub fn exists(self) -> bool {
+        Pid::from_raw(self.pid).and_then(Self::of) == Some(self)
+    }
 }
 
 /// Returns the field `starttime` of a line of /proc/PID/stat. The name of the program, in parentheses, may contain

@@ -203,3 +203,28 @@ fn mounted_file_system_finds_missing_fsync() {
     let (_, out, _) = finish(freestone(dir.path()).arg("mount"));
     assert!(!out.contains("explore"), "a mount is left: {out}");
 }
+
+#[test]
+fn mounts_of_a_killed_exploration_are_removed() {
+    if !rustix::process::geteuid().is_root() {
+        skip_test("mounting needs root");
+    }
+    for tool in ["nbdfuse", "mkfs.ext4"] {
+        find(tool);
+    }
+    let dir = tempdir().unwrap();
+    let mount = ["--mount", "--fs", "ext4", "--size", "8M", "--run", "true", "--jobs", "1", "--check"];
+    let check = "touch began; exec sleep 60";
+    let mut child = explore(dir.path(), &[&mount[..], &[check]].concat()).spawn().unwrap();
+    wait_until("a check runs", || dir.path().join("began").exists());
+    signal(&child, Signal::KILL);
+    wait_for_end(&mut child, SOON);
+    let mounts = || finish(freestone(dir.path()).arg("mount")).1;
+    assert!(mounts().contains("explore-0"), "{}", mounts());
+    // Each state has an nbdfuse. Those that have ended are collected, apart from one that has just ended.
+    let check = r#"grep -lx "PPid:.$PPID" /proc/[0-9]*/status 2>/dev/null | xargs -r grep -l "^State:.Z" | wc -l >count
+        test "$(cat count)" -le 1"#;
+    let found = result(dir.path(), 0, &[&mount[..], &[check]].concat());
+    assert!(found["states"].as_u64().unwrap() >= 3, "{found:#}");
+    assert!(!mounts().contains("explore"), "a mount is left: {}", mounts());
+}

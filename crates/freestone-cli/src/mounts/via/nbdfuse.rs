@@ -6,6 +6,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow, bail};
@@ -88,6 +89,9 @@ pub fn attach(locked: &mut LockedRecord, server: &mut Server) -> Result<(), Atta
     if !in_time {
         return Err(anyhow!("nbdfuse {}: it does not become ready", address.uri).into());
     }
+    // `explore` lives for thousands of mounts, each of which would leave a zombie. Without the thread, only the zombie
+    // stays.
+    let _ = thread::Builder::new().name("nbdfuse".to_owned()).spawn(move || child.wait());
     Ok(())
 }
 
