@@ -42,6 +42,19 @@ pub const LAB: [Tool; 16] = [
 /// Tools of the piece `tasks` besides those of the kernel lab: databases.
 pub const TASKS: [Tool; 3] =
     [("/usr/lib/postgresql/15/bin/initdb", "postgresql-15"), ("sqlite3", "sqlite3"), ("pgrep", "procps")];
+/// Tools of the piece `explore-databases`: file systems, and the module `dbm.gnu`, which Debian's Python lacks.
+pub const EXPLORE: [Tool; 4] = [
+    ("nbdfuse", "libnbd-bin"),
+    ("mkfs.xfs", "xfsprogs"),
+    ("mkfs.btrfs", "btrfs-progs"),
+    ("/usr/share/doc/python3-gdbm/copyright", "python3-gdbm"),
+];
+/// Tools of the piece `python-suite`.
+pub const SUITE: [Tool; 3] = [
+    ("nbdfuse", "libnbd-bin"),
+    ("/usr/lib/postgresql/15/bin/initdb", "postgresql-15"),
+    ("setpriv", "util-linux"),
+];
 /// Tools of the piece `lab-libvirt`. The program `virt-qemu-run` shows whether libvirt's driver for qemu is installed.
 pub const LIBVIRT: [Tool; 3] = [
     ("libvirtd", "libvirt-daemon"),

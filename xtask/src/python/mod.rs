@@ -18,6 +18,10 @@ use crate::cargo::{self, Counts, Outcome, target_dir};
 pub const PACKAGE: &str = "python";
 /// Packages of the registry that the step uses, as for pip.
 const CHECKS: &str = include_str!("../../../python/tests/requirements.txt");
+/// Packages of the registry that `explore` explores, as for pip.
+const DATABASES: &str = include_str!("../../../lab/explore/requirements.txt");
+/// Packages of the registry that the suite of pgqueuer needs, as for pip.
+const SUITE: &str = include_str!("../../../lab/pgqueuer/requirements.txt");
 /// Tests of the pytest plugin, which run side by side: each is a pytest of its own.
 const PLUGIN_TESTS: &str = "tests/plugin";
 /// Number of tests of the plugin that run at the same time.
@@ -30,7 +34,7 @@ const DEBIANS_PYTHON: &str = "/usr/bin/python3";
 /// Checks the types of the package and runs its tests with the program that the tests use. Outside continuous
 /// integration, an environment that cannot be made is not an error: the step is skipped and named.
 pub fn run() -> Result<Outcome> {
-    let programs = match environment("checks", &requirements()) {
+    let programs = match environment("checks", &requirements(CHECKS)) {
         Ok(programs) => programs,
         Err(error) if packages::is_ci() => return Err(error),
         Err(error) => {
@@ -53,14 +57,36 @@ pub fn run() -> Result<Outcome> {
 pub fn plugin() -> Result<Outcome> {
     packages::ensure(&packages::tools())?;
     packages::ensure(&packages::TASKS)?;
-    let programs = environment("checks", &requirements())?;
+    let programs = environment("checks", &requirements(CHECKS))?;
     let Some(built) = workspace::programs()? else { return Ok(Outcome::default()) };
     let mut all = tests(&programs, &built);
     pytest::run(all.args(["-n", WORKERS, PLUGIN_TESTS]).env("FREESTONE_EFFORT", "full"))
 }
 
-fn requirements() -> Vec<&'static str> {
-    CHECKS.lines().filter(|line| !line.starts_with('#')).collect()
+/// Explores the power losses of databases from registries on a file system. Mounts need root.
+pub fn explore(fs: &str) -> Result<Outcome> {
+    packages::ensure(&packages::EXPLORE)?;
+    let python = environment("explore", &requirements(DATABASES))?.join("python");
+    script(Command::new(python).args(["lab/explore/run.py", "--fs", fs]))
+}
+
+/// Runs tests of a project from the registry with databases of its own, and moved over to the pytest plugin.
+pub fn suite() -> Result<Outcome> {
+    packages::ensure(&packages::SUITE)?;
+    let python = environment("pgqueuer", &requirements(SUITE))?.join("python");
+    let files = ["test/test_queries.py", "test/test_sync_queries.py"];
+    script(Command::new("lab/pgqueuer/run.sh").args(files).env("PYTHON", python))
+}
+
+/// Runs a script with the program that the tests use. The script counts as one test.
+fn script(command: &mut Command) -> Result<Outcome> {
+    let Some(built) = workspace::programs()? else { return Ok(Outcome::default()) };
+    let passed = cargo::run(command.env("FREESTONE", built.join("freestone")).stdin(Stdio::null()))?.ok;
+    Ok(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) })
+}
+
+fn requirements(list: &'static str) -> Vec<&'static str> {
+    list.lines().filter(|line| !line.starts_with('#')).collect()
 }
 
 fn tests(programs: &Path, built: &Path) -> Command {

@@ -118,6 +118,10 @@ pub enum Step {
     RecipesContainers,
     /// Slow: all tests of the pytest plugin: databases, killed sessions, a thousand tests in eight workers
     PythonPlugin,
+    /// Slow: `explore` of databases from registries on ext4
+    ExploreDatabases,
+    /// Slow: the suite of a project from a registry, moved over to the pytest plugin
+    PythonSuite,
     /// Slow: the wheel of the Python package: its tests with each Python of this machine; pyright
     PythonWheel,
     /// Slow: the wheel of the Python package for arm64, used in an emulator
@@ -210,6 +214,8 @@ impl Step {
             Self::RecipesMachines => recipes(&["qemu", "firecracker"]),
             Self::RecipesContainers => recipes(&["compose", "go", "java"]),
             Self::PythonPlugin => python::plugin(),
+            Self::ExploreDatabases => python::explore("ext4"),
+            Self::PythonSuite => python::suite(),
             Self::PythonWheel => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "types", "wheel"]])
             }
