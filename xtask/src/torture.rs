@@ -61,7 +61,7 @@ pub enum Mode {
 }
 
 /// Known faults (`freestone::mutants`), the mode that finds each, and options: the failing calls or the first seed.
-const MUTANTS: [(&str, Mode, &[&str]); 31] = [
+const MUTANTS: [(&str, Mode, &[&str]); 30] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
     ("TooManyReads", Mode::Exact, &[]),
@@ -73,7 +73,6 @@ const MUTANTS: [(&str, Mode, &[&str]); 31] = [
     ("OneVerbAtATime", Mode::Program, &[]),
     ("SpillsChangedPages", Mode::Exact, &[]),
     ("StaleCopy", Mode::Exact, &[]),
-    ("RecompressesChangedPages", Mode::Exact, &[]),
     ("GroupForgetsLastPage", Mode::Exact, &[]),
     ("OriginForgetsSnapshot", Mode::Exact, &[]),
     ("LostWakeup", Mode::Exact, &[]),

@@ -26,8 +26,6 @@ pub enum Mutant {
     SpillsChangedPages,
     /// A page that was read back and changed is replaced by its former object on the backing device.
     StaleCopy,
-    /// A recompressed page, or a new group, replaces a page although it was changed meanwhile.
-    RecompressesChangedPages,
     /// A group of pages is freed although one page still refers to it.
     GroupForgetsLastPage,
     /// The last page of each leaf of an origin's page table is not preserved for its snapshot.
@@ -72,7 +70,7 @@ pub enum Mutant {
 
 /// All faults, from which `FREESTONE_MUTANT` selects one by name.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 31] = [
+pub const ALL: [Mutant; 30] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -83,7 +81,6 @@ pub const ALL: [Mutant; 31] = [
     Mutant::OneVerbAtATime,
     Mutant::SpillsChangedPages,
     Mutant::StaleCopy,
-    Mutant::RecompressesChangedPages,
     Mutant::GroupForgetsLastPage,
     Mutant::OriginForgetsSnapshot,
     Mutant::LostWakeup,

@@ -8,7 +8,6 @@ use crate::ram::memory::page_search::has_own_object;
 use crate::ram::memory::pages::Pages;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device;
-use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{Kind, Leaf, Word};
 
 /// Tag of slots picked by recompression. Batches of evictions use the same tags, but `background`
@@ -27,8 +26,7 @@ pub(super) fn finish_picked(
 ) -> bool {
     let guard = leaf.lock(slot);
     let now = guard.word();
-    let is_picked = now.is_picked_by(TAG) || mutants::on(Mutant::RecompressesChangedPages);
-    let unchanged = is_picked
+    let unchanged = now.is_picked_by(TAG)
         && (now.kind(), now.stored_bytes(), now.algorithm())
             == (old.kind(), old.stored_bytes(), old.algorithm());
     if unchanged {
