@@ -297,7 +297,7 @@ fn secondary_algorithms_parse() {
     assert!(ram("auto_recompress=60,recomp_algorithm=zstd priority=2").auto_recompress.is_some());
     let groups = |text: &str| ram(&format!("auto_group={text}")).auto_group.map(|d| d.as_secs());
     assert_eq!((groups("no"), groups("600")), (None, Some(600)));
-    assert_eq!(ram("").auto_group, None);
+    assert_eq!(ram("comp_algorithm=lz4").auto_group, None);
 }
 
 #[test]
