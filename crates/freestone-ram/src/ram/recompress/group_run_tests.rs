@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use super::super::groups::tests::{
     PAGES, check_books, config_with_groups, group, grouped, is_grouped, read, stat, steps, text,
-    wait_until_free, word, write,
+    wait_until_free, write,
 };
 use super::*;
 use crate::clock;
 use crate::codec::Algorithm;
 use crate::effort::effort;
 use crate::ram::memory::ages::renumber_ages;
-use crate::ram::tests::{MIB, config};
+use crate::ram::tests::{MIB, config, word};
 use crate::ram::{Config, IdleSelection, Ram, RecompressKind, Writeback};
 use freestone_core::device::Blocking;
 use freestone_core::slot::Kind;

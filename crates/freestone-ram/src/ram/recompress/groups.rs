@@ -28,6 +28,7 @@ use super::target::{TAG, finish_picked};
 use crate::clock;
 use crate::codec::{GROUP_PAGES, GroupCompressor, Page, Scratch};
 use crate::pool::Pool;
+use crate::pool::class::CLASS_STEP_BYTES;
 use crate::ram::geometry::PAGE;
 use crate::ram::memory::groups::{self, Groups, OBJECT_BYTES_MAX};
 use crate::ram::memory::layer::Layer;
@@ -48,8 +49,8 @@ const PAUSE_SHARE: u32 = 8;
 pub(super) const GROUP_PAGES_MIN: usize = 4;
 /// A group must be smaller than its pages by 1/`GAIN_SHARE` of their bytes.
 const GAIN_SHARE: u64 = 16;
-/// Rounding of shares in bytes: the step of the pool's size classes, in which devices are charged.
-const SHARE_STEP_BYTES: u64 = 16;
+/// Rounding of shares in bytes: devices are charged in steps of the pool's size classes.
+const SHARE_STEP_BYTES: u64 = CLASS_STEP_BYTES as u64;
 
 /// Statistics of the groups of a family (devices that share a memory pool).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::codec::Algorithm;
-use crate::ram::tests::{MIB, config, content};
+use crate::ram::tests::{MIB, change, config, content, word};
 use crate::ram::{Config, Ram};
 use crate::transfer::{CollectedPages, ReadStored as _, StoredForm};
 use freestone_core::device::{Blocking, Error, Flags};
@@ -30,17 +30,6 @@ pub(in crate::ram) fn read(ram: &Ram, slot: u64) -> Vec<u8> {
     let mut page = vec![0; PAGE_BYTES];
     ram.read_at(slot * PAGE, &mut page).unwrap();
     page
-}
-
-pub(in crate::ram) fn word(ram: &Ram, slot: u64) -> Word {
-    ram.0.layer().table().leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot))
-}
-
-fn change(ram: &Ram, slot: u64, change: impl Fn(Word) -> Word) {
-    let layer = ram.0.layer();
-    let guard = layer.table().leaf(slot).unwrap().lock(slot);
-    let word = guard.word();
-    guard.publish(change(word));
 }
 
 /// Runs steps to the end of a pass, without a pause before it.

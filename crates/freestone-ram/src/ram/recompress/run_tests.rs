@@ -7,7 +7,7 @@ use crate::codec::{Algorithm, Page, Params, Scratch};
 use crate::effort::effort;
 use crate::pool::class::class_of;
 use crate::ram::geometry::PAGE;
-use crate::ram::tests::{MIB, config, content};
+use crate::ram::tests::{MIB, change, config, content, word};
 use crate::ram::{Config, Ram, RecompressKind, Secondary};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking, Flags};
@@ -42,17 +42,6 @@ fn read(ram: &Ram, slot: u64) -> Page {
     let mut page = [0; PAGE_BYTES];
     ram.read_at(slot * PAGE, &mut page).unwrap();
     page
-}
-
-fn word(ram: &Ram, slot: u64) -> Word {
-    ram.0.layer().table().leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot))
-}
-
-fn change(ram: &Ram, slot: u64, change: impl Fn(Word) -> Word) {
-    let layer = ram.0.layer();
-    let guard = layer.table().leaf(slot).unwrap().lock(slot);
-    let word = guard.word();
-    guard.publish(change(word));
 }
 
 fn all() -> RecompressOptions {

@@ -12,6 +12,7 @@ use crate::ram::*;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking, Device, Error, Flags};
 use freestone_core::device::{Buffer, Extent, ExtentKind, Request};
+use freestone_core::slot::Word;
 
 pub(in crate::ram) const MIB: u64 = 1 << 20;
 
@@ -21,6 +22,19 @@ pub(in crate::ram) fn config(disksize: u64) -> Config {
 
 pub(in crate::ram) fn ram(disksize: u64) -> Ram {
     Ram::new(config(disksize)).unwrap()
+}
+
+/// Returns the word of a slot of the disk's own layer.
+pub(in crate::ram) fn word(ram: &Ram, slot: u64) -> Word {
+    ram.0.layer().table().leaf(slot).map_or(Word::EMPTY, |leaf| leaf.peek(slot))
+}
+
+/// Changes the word of a slot of the disk's own layer.
+pub(in crate::ram) fn change(ram: &Ram, slot: u64, change: impl Fn(Word) -> Word) {
+    let layer = ram.0.layer();
+    let guard = layer.table().leaf(slot).unwrap().lock(slot);
+    let word = guard.word();
+    guard.publish(change(word));
 }
 
 /// Returns `len` bytes of one of six kinds: zeroes (0), a 32-bit (1) or 64-bit pattern (2), text
