@@ -59,6 +59,11 @@ impl Outcome {
         Self { ok, ..Self::default() }
     }
 
+    /// Returns the outcome of one test.
+    pub fn of_test(passed: bool) -> Self {
+        Self { counts: Counts::one(passed), ..Self::of(passed) }
+    }
+
     pub fn add(&mut self, other: Self) {
         self.ok &= other.ok;
         self.counts += other.counts;

@@ -179,7 +179,7 @@ pub fn calls(scenes: &[&str]) -> Result<Outcome> {
     let run =
         Run { mode: Mode::Calls, seed, seconds: CALLS_SECONDS, runs: None, mutant: None, choice: &choice };
     let passed = run.on(&programs)?.success();
-    Ok(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) })
+    Ok(Outcome::of_test(passed))
 }
 
 /// Runs a mode with the fault `mutant`, or, in the same build, without a fault if `mutant` is empty.

@@ -14,7 +14,7 @@ use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 
 use super::workspace;
-use crate::cargo::{self, Counts, Outcome};
+use crate::cargo::{self, Outcome};
 
 /// Environment variable with the directory of the recorded calls. Set while xtask runs in the place of rustdoc.
 const CALLS_DIR: &str = "XTASK_RUSTDOC_CALLS";
@@ -56,7 +56,7 @@ pub fn document() -> Result<Outcome> {
     let mut outcome = Outcome::of(true);
     for passed in results.into_inner()? {
         let passed = passed?;
-        outcome.add(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) });
+        outcome.add(Outcome::of_test(passed));
     }
     Ok(outcome)
 }

@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 use crate::build::{packages, workspace};
-use crate::cargo::{self, Counts, Outcome, target_dir};
+use crate::cargo::{self, Outcome, target_dir};
 
 /// Directory of the package.
 pub const PACKAGE: &str = "python";
@@ -47,7 +47,7 @@ pub fn run() -> Result<Outcome> {
     let mut types = Command::new(programs.join("mypy"));
     types.current_dir(PACKAGE).arg("--cache-dir").arg(programs.with_file_name("mypy")).stdin(Stdio::null());
     let passed = cargo::run(&mut types)?.ok;
-    let mut outcome = Outcome { counts: Counts::one(passed), ..Outcome::of(passed) };
+    let mut outcome = Outcome::of_test(passed);
     outcome.add(pytest::run(tests(&programs, &built).args(["--ignore", PLUGIN_TESTS]))?);
     outcome.add(pytest::run(tests(&programs, &built).args(["-n", WORKERS, PLUGIN_TESTS]))?);
     Ok(outcome)
@@ -82,7 +82,7 @@ pub fn suite() -> Result<Outcome> {
 fn script(command: &mut Command) -> Result<Outcome> {
     let Some(built) = workspace::programs()? else { return Ok(Outcome::default()) };
     let passed = cargo::run(command.env("FREESTONE", built.join("freestone")).stdin(Stdio::null()))?.ok;
-    Ok(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) })
+    Ok(Outcome::of_test(passed))
 }
 
 fn requirements(list: &'static str) -> Vec<&'static str> {

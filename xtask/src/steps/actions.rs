@@ -7,7 +7,7 @@ use anyhow::Result;
 
 use crate::build::variants::{CopiedWorkspace, with_variants};
 use crate::build::{fio, packages, workspace};
-use crate::cargo::{self, Counts, Outcome, cargo};
+use crate::cargo::{self, Outcome, cargo};
 
 /// Crates with models of lock protocols.
 const MODELLED: [&str; 6] = [
@@ -83,7 +83,7 @@ fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
         let mut script = Command::new(run[0]);
         script.args(&run[1..]).envs(variables.iter().cloned()).stdin(Stdio::null());
         let passed = cargo::run(&mut script)?.ok;
-        all.add(Outcome { counts: Counts::one(passed), ..Outcome::of(passed) });
+        all.add(Outcome::of_test(passed));
     }
     Ok(all)
 }
@@ -151,6 +151,6 @@ pub(super) fn reproduce() -> Result<Outcome> {
         println!("not root: without --ext4, which mounts a file system");
     }
     let ran = cargo::run(&mut all)?.ok;
-    outcome.add(Outcome { counts: Counts::one(ran), ..Outcome::of(ran) });
+    outcome.add(Outcome::of_test(ran));
     Ok(outcome)
 }
