@@ -10,7 +10,7 @@ use crate::record::content::Packages;
 
 /// Groups of paths: name of the group, beginnings of the paths' names, and the packages whose code they run.
 const GROUPS: [(&str, &[&str], &[&str]); 5] = [
-    ("ram", &["ram-", "fork-"], &["freestone-ram", "freestone-codec"]),
+    ("ram", &["ram-", "fork-"], &["freestone-ram", "freestone-codec", "freestone-spill"]),
     ("snapshots", &["origin-", "snapshot-"], &["freestone-cow", "freestone-ram"]),
     ("drives", &["zone-", "null-", "layers-"], &["freestone-drive"]),
     ("nbd", &["nbd-"], &["freestone-nbd", "freestone"]),

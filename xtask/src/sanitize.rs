@@ -30,7 +30,7 @@ const SKIPPED: [&str; 2] = [
 ];
 
 /// Packages whose tests run under the sanitizers.
-const PACKAGES: [&str; 16] = [
+const PACKAGES: [&str; 17] = [
     FACADE,
     "freestone-codec",
     "freestone-core",
@@ -43,6 +43,7 @@ const PACKAGES: [&str; 16] = [
     "freestone-ram",
     "freestone-rbd",
     "freestone-save",
+    "freestone-spill",
     "freestone-store",
     "freestone-testkit",
     "freestone-ublk",
@@ -56,7 +57,7 @@ const FACADE: &str = "freestone";
 type InGate = (&'static str, &'static str, &'static [&'static str]);
 /// Suites of the gate under `ThreadSanitizer`: those whose code shares the most data between threads. The slow lane
 /// runs the other suites.
-const WHERE_RACES_ARE: [InGate; 16] = [
+const WHERE_RACES_ARE: [InGate; 17] = [
     (FACADE, "library", &RACING_MODULES),
     ("freestone-codec", LIB, &[]),
     ("freestone-core", LIB, &[]),
@@ -68,6 +69,7 @@ const WHERE_RACES_ARE: [InGate; 16] = [
     ("freestone-nbd", "server", &["connections::places", "requests::waiting", "requests::workers"]),
     ("freestone-ram", LIB, &[]),
     ("freestone-save", LIB, &[]),
+    ("freestone-spill", LIB, &[]),
     ("freestone-store", LIB, &[]),
     ("freestone-store", "store", &["reads"]),
     ("freestone-ublk", LIB, &[]),
@@ -85,11 +87,12 @@ const RACING_MODULES: [&str; 8] = [
     "writeback::watched",
 ];
 /// Suites of the gate under `AddressSanitizer`: those of packages with the most unsafe memory accesses.
-const WHERE_MEMORY_IS_UNCHECKED: [InGate; 8] = [
+const WHERE_MEMORY_IS_UNCHECKED: [InGate; 9] = [
     ("freestone-codec", LIB, &[]),
     ("freestone-core", LIB, &[]),
     ("freestone-ram", LIB, &[]),
     ("freestone-save", LIB, &[]),
+    ("freestone-spill", LIB, &[]),
     ("freestone-ublk", LIB, &[]),
     ("freestone-vhost-user", LIB, &[]),
     ("freestone-vhost-user", "calls", &[]),

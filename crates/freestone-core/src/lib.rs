@@ -16,7 +16,7 @@
 //!   [`workers`].
 //! * [`exports`]: the life of an export of one device.
 //! * `system`: the operating system: [`replace`], [`file_locks`], [`file_size_limit`], [`fail_points`],
-//!   [`unix_socket`], [`allow`], [`descriptor_reserve`], [`eventfd`], [`log_limit`], [`unique`].
+//!   [`unix_socket`], [`allow`], [`clock`], [`descriptor_reserve`], [`eventfd`], [`log_limit`], [`unique`].
 //!
 //! The rooms use one another in one direction: `system` and `locks`; `requests`; [`limits`]; [`device`];
 //! `memory` and `reader`; [`slot`], `access` and [`exports`]. [`sync`], [`mutants`] and [`trail`] are below all.
@@ -67,6 +67,6 @@ pub use requests::{concurrency_limit, consistency_group, freeze_gate, overlap, t
 pub use requests::{held_requests, plug};
 #[cfg(not(loom))]
 pub use system::{
-    allow, descriptor_reserve, eventfd, fail_points, file_locks, file_size_limit, log_limit, replace, unique,
-    unix_socket,
+    allow, clock, descriptor_reserve, eventfd, fail_points, file_locks, file_size_limit, log_limit, replace,
+    unique, unix_socket,
 };

@@ -35,7 +35,7 @@ struct Epochs {
 #[derive(Clone, Copy)]
 struct Epoch {
     number: u8,
-    /// Time at which the epoch was closed, in milliseconds of [`now_ms`](crate::clock::now_ms).
+    /// Time at which the epoch was closed, in milliseconds of [`now_ms`](freestone_core::clock::now_ms).
     to_ms: u64,
 }
 

@@ -11,16 +11,12 @@ pub use freestone_codec as codec;
 
 #[cfg(not(loom))]
 mod age;
-#[cfg(not(loom))]
-mod clock;
 #[cfg(all(test, not(loom)))]
 mod effort;
 #[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
 pub mod ram;
-#[cfg(not(loom))]
-mod spill;
 
 #[cfg(not(loom))]
 pub mod transfer {
@@ -58,14 +54,4 @@ mod ram {
         #[cfg(test)]
         mod space_models;
     }
-}
-
-#[cfg(loom)]
-mod spill {
-    //! The part of spilling that loom models check: allocation of blocks on the backing device.
-    pub mod blocks;
-    pub mod space;
-
-    #[cfg(test)]
-    mod models;
 }

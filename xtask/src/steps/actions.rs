@@ -10,12 +10,13 @@ use crate::build::{fio, packages, workspace};
 use crate::cargo::{self, Outcome, cargo};
 
 /// Crates with models of lock protocols.
-const MODELLED: [&str; 6] = [
+const MODELLED: [&str; 7] = [
     "freestone-core",
     "freestone-cow",
     "freestone-drive",
     "freestone-image",
     "freestone-ram",
+    "freestone-spill",
     "freestone-store",
 ];
 /// Dependencies that are optimised for the models: loom explores every interleaving and is too slow otherwise.

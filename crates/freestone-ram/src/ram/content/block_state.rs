@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::clock::now_ms;
 use crate::ram::device::Ram;
 use crate::ram::geometry::PAGE;
 use freestone_core::PAGE_BYTES;
+use freestone_core::clock::now_ms;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 
 /// Maximum slot table leaves visited per call: 8 GiB of a disk, which takes some milliseconds.

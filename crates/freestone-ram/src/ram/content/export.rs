@@ -15,13 +15,13 @@ use crate::ram::device::chain::Role;
 use crate::ram::device::parent::Parent;
 use crate::ram::device::source::{Incoming, next_in};
 use crate::ram::geometry::next_multiple;
-use crate::spill::objects::{ReadGroup, Spilled};
-use crate::spill::store::Store;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Device, Error};
 use freestone_core::pin;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 use freestone_core::sync::mpsc;
+use freestone_spill::objects::{ReadGroup, Spilled};
+use freestone_spill::store::Store;
 
 /// Pause before pages in flight from the backing device are tried again.
 const PAUSE: Duration = Duration::from_millis(1);

@@ -4,12 +4,12 @@
 use super::Ram;
 use crate::ram::memory::pages::Pages;
 use crate::ram::waiting::job::Job;
-use crate::spill::objects::Spilled;
-use crate::spill::reads::ReadError;
 use freestone_core::device::{Error, Result};
 use freestone_core::log_limit::LogLimit;
 use freestone_core::slot::Flights;
 use freestone_core::sync::{Arc, AtomicU64, Mutex, Ordering};
+use freestone_spill::objects::Spilled;
+use freestone_spill::reads::ReadError;
 
 /// Number of sequential readers of a family (devices that share a memory pool) tracked at once.
 const READERS: usize = 8;

@@ -11,7 +11,6 @@ pub(in crate::ram) mod threads;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::clock::{self, Ticks};
 use crate::ram::device::Ram;
 use crate::ram::device::parent::{Base, Parent};
 use crate::ram::device::parts::FamilyParts;
@@ -21,6 +20,7 @@ use crate::ram::memory::config::{Config, ForkConfig, SetupError, round_size};
 use crate::ram::memory::layer::pages_of;
 use crate::ram::spilling::writeback::BackingStat;
 use crate::ram::waiting::full_policy::FullPolicy;
+use freestone_core::clock::{self, Ticks};
 use freestone_core::device::Device;
 use freestone_core::sync::{Instant, Ordering, thread};
 

@@ -9,9 +9,9 @@
 
 use std::sync::{Arc, Weak};
 
-use crate::clock::{TICK, now_ms};
 use crate::ram::device::parts::FamilyParts;
 use crate::ram::waiting::keeper::Keeper;
+use freestone_core::clock::{TICK, now_ms};
 use freestone_core::sync::thread;
 
 /// Nice value of the keeper thread. If CPUs are short, writers that fill memory must wait for the

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::ram::device::Ram;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
 use crate::ram::spilling::writeback::{BackingStat, BdStat, Writeback};
-use crate::spill::store::{BATCH_BLOCKS, StoreStat};
+use freestone_spill::store::{BATCH_BLOCKS, StoreStat};
 
 impl Ram {
     /// Writes the selected pages to the backing device and returns when they are written. Requests

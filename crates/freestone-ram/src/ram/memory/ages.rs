@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::layer::Layer;
 use super::page_search::is_spillable;
 use super::pages::Pages;
-use crate::clock::{self, now_ms};
 use freestone_core::PAGE_BYTES;
+use freestone_core::clock::{self, now_ms};
 use freestone_core::slot::{LEAF_SLOTS, Word};
 
 /// An epoch lasts at least one second per this number of slots, so that the scan of a merge stays

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::clock::now_ms;
+use freestone_core::clock::now_ms;
 use freestone_core::device;
 
 /// Number of successive rounds without an error that free no memory, after which waiting requests

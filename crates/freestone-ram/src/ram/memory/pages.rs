@@ -16,10 +16,10 @@ use crate::ram::geometry::PAGE;
 use crate::ram::waiting::full_policy::SpacePolicy;
 use crate::ram::waiting::keeper::Keeper;
 use crate::ram::waiting::removals::Removals;
-use crate::spill::store::Store;
 use freestone_core::device;
 use freestone_core::slot::{Common, Kind, SlotGuard, Word};
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering, thread};
+use freestone_spill::store::Store;
 
 /// Poll interval while waiting for [`Pages::background`].
 const POLL_INTERVAL: Duration = Duration::from_millis(1);

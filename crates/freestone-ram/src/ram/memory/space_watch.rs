@@ -5,9 +5,9 @@
 //! one does not, as a notification would slow down every write. The check finds such space.
 
 use super::pages::Pages;
-use crate::clock::{millis, now_ms};
 use crate::ram::geometry::PAGE;
 use crate::ram::waiting::device_space::DeviceSpace;
+use freestone_core::clock::{millis, now_ms};
 
 impl Pages {
     /// Retries requests that wait for an eviction to free memory, and writes that wait for free

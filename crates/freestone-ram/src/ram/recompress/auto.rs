@@ -26,7 +26,7 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{AGES, Kind, Word};
 use freestone_core::sync::{AtomicU64, Instant, Mutex, Ordering};
 
-use crate::clock;
+use freestone_core::clock;
 
 /// Maximum duration of a step.
 const STEP: Duration = Duration::from_millis(100);

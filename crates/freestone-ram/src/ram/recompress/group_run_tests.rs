@@ -7,12 +7,12 @@ use super::super::groups::tests::{
     wait_until_free, write,
 };
 use super::*;
-use crate::clock;
 use crate::codec::Algorithm;
 use crate::effort::effort;
 use crate::ram::memory::ages::renumber_ages;
 use crate::ram::tests::{MIB, config, word};
 use crate::ram::{Config, IdleSelection, Ram, RecompressKind, Writeback};
+use freestone_core::clock;
 use freestone_core::device::Blocking;
 use freestone_core::slot::Kind;
 

@@ -18,7 +18,7 @@
 //! not change.
 //!
 //! A page that was read moves back to memory because it is hot now, and the object needs no
-//! compression. The object on the device stays as a [clean copy](crate::spill::clean_copies) while
+//! compression. The object on the device stays as a [clean copy](freestone_spill::clean_copies) while
 //! blocks are free. In the plain layout the page itself stays on the device, as in the kernel: the
 //! plain layout reports the kernel's statistics.
 //!
@@ -34,13 +34,13 @@ use crate::ram::device::stats::counter;
 use crate::ram::geometry::piece;
 use crate::ram::memory::layer::Layer;
 use crate::ram::waiting::job::Job;
-use crate::spill::clean_copies::CopyContent;
-use crate::spill::objects::{ReadGroup, Spilled};
-use crate::spill::reads::{ReadError, TimedOutRead};
-use crate::spill::store::Store;
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{FlightResult, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
+use freestone_spill::clean_copies::CopyContent;
+use freestone_spill::objects::{ReadGroup, Spilled};
+use freestone_spill::reads::{ReadError, TimedOutRead};
+use freestone_spill::store::Store;
 
 impl FaultIn {
     /// Reads the pages of these flights from the backing device, neighbouring ones in one request.

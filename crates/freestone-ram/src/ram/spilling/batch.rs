@@ -1,9 +1,9 @@
 //! Batches: the pages of one write to the backing device.
 
-use crate::spill::budget::Charge;
-use crate::spill::layout::Packer;
-use crate::spill::space::Run;
 use freestone_core::device::IoBuf;
+use freestone_spill::budget::Charge;
+use freestone_spill::layout::Packer;
+use freestone_spill::space::Run;
 
 /// A batch: the pages of one write to the backing device.
 pub(super) struct Batch {

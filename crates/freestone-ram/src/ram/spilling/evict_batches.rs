@@ -12,7 +12,7 @@
 //!   later. The mark of an earlier batch is therefore never mistaken for that of a later one, so
 //!   stale bytes never become a page.
 //!
-//! A page with a [clean copy](crate::spill::clean_copies) on the device leaves memory at once.
+//! A page with a [clean copy](freestone_spill::clean_copies) on the device leaves memory at once.
 //!
 //! Evictions are serialised by [`Pages::background`].
 
@@ -23,12 +23,12 @@ use super::batch::{Batch, Content, EvictionCounts, PickError, StoredObject};
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
 use crate::ram::memory::pages::Pages;
-use crate::spill::layout::Packer;
-use crate::spill::space::BLOCK_BYTES;
-use crate::spill::store::{Store, WRITE_BLOCKS_MAX, WRITES_MAX};
-use crate::spill::writes::{Refused, Write, WriteOutcome};
 use freestone_core::device::{Error, IoBuf};
 use freestone_core::slot::Word;
+use freestone_spill::layout::Packer;
+use freestone_spill::space::BLOCK_BYTES;
+use freestone_spill::store::{Store, WRITE_BLOCKS_MAX, WRITES_MAX};
+use freestone_spill::writes::{Refused, Write, WriteOutcome};
 
 /// Number of pages that leave memory without a write before requests that wait for memory are woken.
 const WAKE_PAGES: u64 = 64;

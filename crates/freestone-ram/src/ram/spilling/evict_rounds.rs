@@ -15,7 +15,6 @@ use std::time::Duration;
 
 use super::evict_batches::{Eviction, OfferOutcome};
 use super::reclaim::Reclaim;
-use crate::clock::now_ms;
 use crate::pool::Pool;
 use crate::ram::memory::ages::renumber_ages;
 use crate::ram::memory::layer::Layer;
@@ -24,12 +23,13 @@ use crate::ram::memory::outcome::{EvictionHistory, EvictionRound, WritebackError
 use crate::ram::memory::page_search::is_spillable;
 use crate::ram::memory::pages::Pages;
 use crate::ram::waiting::job::RequestOwner;
-use crate::spill::store::Store;
 use freestone_core::PAGE_BYTES;
+use freestone_core::clock::now_ms;
 use freestone_core::device::Error;
 use freestone_core::log_limit::LogLimit;
 use freestone_core::slot::{AGES, LEAF_SLOTS, MAX_SLOTS, Word};
 use freestone_core::sync::{Instant, Mutex, thread};
+use freestone_spill::store::Store;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Minimum bytes that a round evicts while requests wait for memory.

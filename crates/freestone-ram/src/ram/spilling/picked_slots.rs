@@ -8,12 +8,12 @@ use crate::codec::Scratch;
 use crate::pool::BackRef;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::page_search::{has_own_object, is_spillable};
-use crate::spill::blocks::BLOCK_UNITS;
-use crate::spill::clean_copies::CopyContent;
-use crate::spill::space::BLOCK_BYTES;
 use freestone_core::PAGE_BYTES;
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{Kind, Leaf, SlotGuard, Word};
+use freestone_spill::blocks::BLOCK_UNITS;
+use freestone_spill::clean_copies::CopyContent;
+use freestone_spill::space::BLOCK_BYTES;
 
 impl Eviction<'_> {
     /// Copies a page into the batch and picks its slot. Returns the size in bytes of the page's
@@ -50,7 +50,7 @@ impl Eviction<'_> {
     }
 
     /// Evicts a page whose object is on the device already, as a [clean
-    /// copy](crate::spill::clean_copies), without a write. Returns the size of the object in bytes;
+    /// copy](freestone_spill::clean_copies), without a write. Returns the size of the object in bytes;
     /// `None` if the page has no such copy or is not wanted.
     pub(super) fn evict_clean(
         &self,

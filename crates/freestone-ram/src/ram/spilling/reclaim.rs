@@ -16,12 +16,12 @@ use crate::pool::BackRef;
 use crate::ram::geometry::PAGE;
 use crate::ram::memory::outcome::WritebackError;
 use crate::ram::memory::pages::Pages;
-use crate::spill::blocks::BLOCK_UNITS;
-use crate::spill::layout;
-use crate::spill::reads::ReadError;
-use crate::spill::store::{FREE_SHARE, Store};
 use freestone_core::device::Error;
 use freestone_core::sync::{Mutex, mpsc};
+use freestone_spill::blocks::BLOCK_UNITS;
+use freestone_spill::layout;
+use freestone_spill::reads::ReadError;
+use freestone_spill::store::{FREE_SHARE, Store};
 
 /// A block is sparse if at most this many of its 256 units of 16 bytes are in use.
 const SPARSE_UNITS: u32 = 160;

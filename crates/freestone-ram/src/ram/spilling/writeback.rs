@@ -11,11 +11,11 @@ use crate::ram::geometry::PAGE;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
 use crate::ram::memory::page_search::{Sizes, has_own_object, is_spillable};
-use crate::spill::layout;
-use crate::spill::store::Store;
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::Instant;
+use freestone_spill::layout;
+use freestone_spill::store::Store;
 
 /// Maximum time that a manual writeback waits for blocks that removed devices still hold.
 const REMOVED_TIME_MAX: Duration = Duration::from_secs(10);

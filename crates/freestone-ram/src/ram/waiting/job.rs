@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use super::device_space::{DeviceSpace, WaitGuard};
 use super::parent_zeroes::ParentZeroes;
-use crate::clock::now_ms;
 use crate::codec::Page;
 use crate::ram::geometry::{PAGE, piece};
 use freestone_core::PAGE_BYTES;
+use freestone_core::clock::now_ms;
 use freestone_core::device::{Completion, IoBuf, Op, Request};
 
 pub(in crate::ram) struct Job {

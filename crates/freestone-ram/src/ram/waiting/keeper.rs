@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::job::{Job, RequestOwner, WaitingRequest};
-use crate::clock::{TICK, now_ms};
+use freestone_core::clock::{TICK, now_ms};
 use freestone_core::sync::{Condvar, Mutex, OnceLock};
 use freestone_core::work_queue::WorkQueue;
 

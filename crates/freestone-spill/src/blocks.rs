@@ -162,7 +162,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::spill::space::Space;
+    use crate::space::Space;
     use freestone_core::sync::{Arc, Mutex};
 
     const BLOCKS: u64 = 6;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::budget::Charge;
 use super::space::{BLOCK_BYTES, Run};
 use super::store::{Store, counter};
-use crate::clock::now_ms;
+use freestone_core::clock::now_ms;
 use freestone_core::device::{Completion, Error, IoBuf, Request, Result};
 use freestone_core::sync::{Condvar, Mutex, Ordering};
 

@@ -160,7 +160,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::spill::blocks::Blocks;
+    use crate::blocks::Blocks;
 
     const STALE: u8 = 0xEE;
 

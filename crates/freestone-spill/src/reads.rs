@@ -15,7 +15,7 @@ use std::collections::{HashMap, VecDeque};
 
 use super::deadline::Deadline;
 use super::space::BLOCK_BYTES;
-use crate::clock::now_ms;
+use freestone_core::clock::now_ms;
 use freestone_core::device::{Error, IoBuf, Result};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::percpu::PerCpu;

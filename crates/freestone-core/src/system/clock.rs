@@ -3,7 +3,7 @@
 use std::sync::Weak;
 use std::time::Duration;
 
-use freestone_core::sync::{Arc, Instant, LazyLock, Mutex};
+use crate::sync::{Arc, Instant, LazyLock, Mutex};
 
 /// Interval between calls of [`Ticks::tick`].
 pub const TICK: Duration = Duration::from_secs(1);
@@ -36,7 +36,7 @@ pub fn listen(listener: Weak<dyn Ticks>) -> std::io::Result<()> {
     static RUNNING: LazyLock<Mutex<bool>> = LazyLock::new(Mutex::default);
     let mut running = RUNNING.lock();
     if !*running {
-        freestone_core::sync::thread::Builder::new().name("clock".into()).spawn(run)?;
+        crate::sync::thread::Builder::new().name("clock".into()).spawn(run)?;
         *running = true;
     }
     LISTENERS.lock().push(listener);
@@ -45,7 +45,7 @@ pub fn listen(listener: Weak<dyn Ticks>) -> std::io::Result<()> {
 
 fn run() {
     loop {
-        freestone_core::sync::thread::sleep(TICK);
+        crate::sync::thread::sleep(TICK);
         let listeners: Vec<Arc<dyn Ticks>> = {
             let mut listeners = LISTENERS.lock();
             listeners.retain(|listener| listener.strong_count() > 0);

@@ -19,7 +19,7 @@ use super::deadline::Deadline;
 use super::layout;
 use super::reads::{QueuedRead, ReadError, Reads, SpareBuffers, TimedOutRead};
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Space};
-use crate::clock::now_ms;
+use freestone_core::clock::now_ms;
 use freestone_core::device::{Completion, Device, Error, Flags, IoBuf, Request};
 use freestone_core::percpu::Counters;
 use freestone_core::slot::Word;

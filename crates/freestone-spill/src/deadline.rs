@@ -14,7 +14,7 @@
 
 use std::time::Duration;
 
-use crate::clock::{millis, now_ms};
+use freestone_core::clock::{millis, now_ms};
 use freestone_core::sync::{AtomicU64, Ordering};
 
 /// Default time-out of requests to a backing device.
