@@ -1,7 +1,7 @@
 //! Runs cargo and other commands, passes their output on and counts the tests that ran.
 
 use std::fmt;
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::num::NonZero;
 use std::ops::AddAssign;
@@ -95,6 +95,11 @@ pub struct TestProgram {
 }
 
 impl TestProgram {
+    /// Returns the program's file, as a command that keeps the working directory of the tests.
+    pub fn location(&self) -> String {
+        format!("env -C {} {}", self.directory.display(), self.executable.display())
+    }
+
     /// Returns the command that runs the program in the working directory that `cargo test` uses.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.executable);
@@ -238,6 +243,38 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
         println!("{}: {status}", line(command));
     }
     Ok(Outcome { counts, ..Outcome::of(status.success()) })
+}
+
+/// Runs commands at the same time. Prints the output of each when it has ended, and returns whether it succeeded and its
+/// output.
+pub fn run_side_by_side<const N: usize>(commands: [Command; N]) -> Result<[(bool, String); N]> {
+    let dir = target_dir().join("side-by-side");
+    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    let ends = thread::scope(|scope| {
+        let mut number = 0..;
+        let start = |command| {
+            let file = dir.join(number.next().unwrap_or(N).to_string());
+            scope.spawn(move || run_into(command, &file))
+        };
+        commands.map(start).map(|thread| thread.join().expect("no command panics"))
+    });
+    let mut results = Vec::new();
+    for end in ends {
+        results.push(end?);
+    }
+    Ok(results.try_into().expect("each command has a result"))
+}
+
+/// Runs a command with its output in a file. A pipe would stay open while a process that the command left behind runs.
+fn run_into(mut command: Command, path: &Path) -> Result<(bool, String)> {
+    println!("$ {}", line(&command));
+    let file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
+    command.stdin(Stdio::null()).stdout(file.try_clone().context("no descriptor for stdout")?).stderr(file);
+    let status = command.status().with_context(|| format!("cannot start {}", line(&command)))?;
+    let output = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let output = String::from_utf8_lossy(&output).into_owned();
+    println!("{}: {status}\n{}", line(&command), output.trim_end());
+    Ok((status.success(), output))
 }
 
 /// Lists the files of the tree, tracked and untracked, without ignored ones.

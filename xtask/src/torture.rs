@@ -121,12 +121,20 @@ pub fn fixed(lengths: Lengths) -> Result<Outcome> {
     // The simulation runs a fixed number of runs, however long they take.
     let exact = Run { mode: Mode::Exact, runs: Some(exact_runs), ..threads };
     let lives = Run { mode: Mode::Lives, seconds: lives, ..threads };
-    let mut passed = vec![exact.on(&exact.build()?)?];
+    let simulation = exact.build()?;
     let Some(programs) = workspace::programs()? else { return Ok(Outcome::default()) };
-    passed.extend([threads.on(&programs)?, lives.on(&programs)?]);
-    let passed = passed.iter().filter(|status| status.success()).count() as u64;
-    let counts = Counts { passed, failed: 3 - passed, skipped: 0 };
-    Ok(Outcome { counts, ..Outcome::of(passed == 3) })
+    let commands = [exact.command(&simulation), threads.command(&programs), lives.command(&programs)];
+    let mut outcome = Outcome::of(true);
+    for (passed, _) in cargo::run_side_by_side(commands)? {
+        outcome.add(Outcome::of_test(passed));
+    }
+    Ok(outcome)
+}
+
+/// Returns the command that builds the simulation for [`fixed`].
+pub fn simulation_build() -> Result<Command> {
+    let exact = Run { mode: Mode::Exact, seed: None, seconds: 0, runs: None, mutant: None, choice: &[] };
+    Ok(exact.build_command()?.0)
 }
 
 /// Returns the names of the faults that failing calls find if `of_calls` is true, else of those that the other modes
@@ -202,6 +210,13 @@ struct Run<'a> {
 impl Run<'_> {
     /// Builds the programs of this run and returns their directory.
     fn build(&self) -> Result<PathBuf> {
+        let (mut command, dir) = self.build_command()?;
+        anyhow::ensure!(cargo::run(&mut command)?.ok, "the {} torture does not build", self.mode.name());
+        Ok(dir.join("debug"))
+    }
+
+    /// Returns the command that builds the programs of this run, and its target directory.
+    fn build_command(&self) -> Result<(Command, PathBuf)> {
         let mut cfgs = Vec::new();
         cfgs.extend((self.mode == Mode::Exact).then_some(SIMULATION));
         cfgs.extend(self.mutant.map(|_| FAULTS));
@@ -214,8 +229,7 @@ impl Run<'_> {
         if self.needs_program() {
             command.args(["--package", "freestone-cli"]);
         }
-        anyhow::ensure!(cargo::run(&mut command)?.ok, "the {} torture does not build", self.mode.name());
-        Ok(dir.join("debug"))
+        Ok((command, dir))
     }
 
     fn needs_program(&self) -> bool {
@@ -224,6 +238,16 @@ impl Run<'_> {
 
     /// Runs the torture with the programs of a directory.
     fn on(&self, programs: &Path) -> Result<ExitStatus> {
+        let mut command = self.command(programs);
+        println!("$ {command:?}");
+        let began = Instant::now();
+        let status = command.status().context("cannot start the torture")?;
+        let took = Duration::from_secs(began.elapsed().as_secs());
+        println!("{}: {status} after {took:?}", self.mode.name());
+        Ok(status)
+    }
+
+    fn command(&self, programs: &Path) -> Command {
         let mut command = Command::new(programs.join("freestone-torture"));
         command.arg(self.mode.name());
         if self.needs_program() {
@@ -243,11 +267,6 @@ impl Run<'_> {
                 command.arg("--first");
             }
         }
-        println!("$ {command:?}");
-        let began = Instant::now();
-        let status = command.status().context("cannot start the torture")?;
-        let took = Duration::from_secs(began.elapsed().as_secs());
-        println!("{}: {status} after {took:?}", self.mode.name());
-        Ok(status)
+        command
     }
 }

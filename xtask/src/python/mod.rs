@@ -45,11 +45,15 @@ pub fn run() -> Result<Outcome> {
     };
     let Some(built) = workspace::programs()? else { return Ok(Outcome::default()) };
     let mut types = Command::new(programs.join("mypy"));
-    types.current_dir(PACKAGE).arg("--cache-dir").arg(programs.with_file_name("mypy")).stdin(Stdio::null());
-    let passed = cargo::run(&mut types)?.ok;
-    let mut outcome = Outcome::of_test(passed);
-    outcome.add(pytest::run(tests(&programs, &built).args(["--ignore", PLUGIN_TESTS]))?);
-    outcome.add(pytest::run(tests(&programs, &built).args(["-n", WORKERS, PLUGIN_TESTS]))?);
+    types.current_dir(PACKAGE).arg("--cache-dir").arg(programs.with_file_name("mypy"));
+    let [mut package, mut plugin] = [tests(&programs, &built), tests(&programs, &built)];
+    package.args(["--ignore", PLUGIN_TESTS]);
+    plugin.args(["-n", WORKERS, PLUGIN_TESTS]);
+    let [types, package, plugin] = cargo::run_side_by_side([types, package, plugin])?;
+    let mut outcome = Outcome::of_test(types.0);
+    for (ok, output) in [package, plugin] {
+        outcome.add(pytest::outcome(ok, &output));
+    }
     Ok(outcome)
 }
 

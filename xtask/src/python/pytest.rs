@@ -20,16 +20,27 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
             let line = line.context("cannot read what pytest prints")?;
             let line = String::from_utf8_lossy(&line);
             println!("{line}");
-            if let Some(counts) = summary(&line) {
-                outcome.counts = counts;
-            }
-            if let Some((_, why)) = line.strip_prefix("SKIPPED ").and_then(|line| line.split_once(SKIPPED)) {
-                outcome.skipped.push(format!("python: {why}"));
-            }
+            read_line(&line, &mut outcome);
         }
     }
     outcome.ok = child.wait().context("cannot wait for pytest")?.success();
     Ok(outcome)
+}
+
+/// Returns the outcome of a pytest that printed `output`. `ok`: it ended with status 0.
+pub fn outcome(ok: bool, output: &str) -> Outcome {
+    let mut outcome = Outcome::of(ok);
+    output.lines().for_each(|line| read_line(line, &mut outcome));
+    outcome
+}
+
+fn read_line(line: &str, outcome: &mut Outcome) {
+    if let Some(counts) = summary(line) {
+        outcome.counts = counts;
+    }
+    if let Some((_, why)) = line.strip_prefix("SKIPPED ").and_then(|line| line.split_once(SKIPPED)) {
+        outcome.skipped.push(format!("python: {why}"));
+    }
 }
 
 /// Parses pytest's last line: `3 failed, 12 passed, 1 skipped, 1 error in 0.12s`. Returns None for any other line.

@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::thread;
 
 use anyhow::Result;
 
 use crate::build::variants::{CopiedWorkspace, with_variants};
 use crate::build::{fio, packages, workspace};
 use crate::cargo::{self, Outcome, cargo};
+use crate::suites::{self, Extent};
 
 /// Crates with models of lock protocols.
 const MODELLED: [&str; 7] = [
@@ -100,16 +102,24 @@ fn clippy(what: &[&str]) -> Command {
 }
 
 /// Runs the models. Assertions in the code are enabled and part of the check.
-pub(super) fn models(arguments: &[&str]) -> Result<Outcome> {
+pub(super) fn models(extent: Extent) -> Result<Outcome> {
+    let Some(programs) = cargo::test_programs(&mut models_build()?)? else { return Ok(Outcome::default()) };
+    // Models wait for nothing, so more of them than CPUs would gain no time.
+    let cpus = thread::available_parallelism().map_or(1, usize::from);
+    suites::run_programs(&programs, "models", extent, cpus)
+}
+
+/// Returns the command that builds the models.
+pub(super) fn models_build() -> Result<Command> {
     let (mut command, _) = cargo::with_cfgs(&["loom"])?;
-    command.args(["test", "--lib", "--no-fail-fast"]);
+    command.args(["test", "--lib", "--no-run"]);
     for package in MODELLED {
         command.args(["--package", package]);
     }
     for package in MODELLED.iter().chain(&OPTIMISED_FOR_MODELS) {
         command.arg("--config").arg(format!("profile.test.package.{package}.opt-level=3"));
     }
-    cargo::run(command.args(["models", "--"]).args(arguments))
+    Ok(command)
 }
 
 /// Lints the experiments, the variants in their copy of the library, and the program without its default features.

@@ -3,6 +3,7 @@
 //! `main` and `gate` use this room; the checks that the steps run know nothing of it.
 
 mod actions;
+mod ahead;
 mod failures;
 mod runner;
 
@@ -193,8 +194,8 @@ impl Step {
             Self::Variants => variants(),
             Self::Reproduce => reproduce(),
             Self::Python => python::run(),
-            Self::Models => models(&[]),
-            Self::ModelsFull => models(&["--include-ignored"]),
+            Self::Models => models(suites::Extent::Quick),
+            Self::ModelsFull => models(suites::Extent::Full),
             Self::Tsan => sanitize::run(Sanitizer::Thread, Extent::Gate),
             Self::Asan => sanitize::run(Sanitizer::Address, Extent::Gate),
             Self::TsanDevices => sanitize::run(Sanitizer::Thread, Extent::RestOfDevices),

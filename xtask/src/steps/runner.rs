@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 
+use super::ahead;
 use super::failures::{self, OutputCapture};
 use super::{Lane, Step};
 use crate::cargo::{Counts, Outcome};
@@ -55,6 +56,7 @@ pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<StepResult> {
 pub fn run_all(steps: &[Step], start: Instant) -> Result<Vec<StepResult>> {
     let mut done = Vec::new();
     for (n, &step) in steps.iter().enumerate() {
+        ahead::start(step, &steps[n + 1..]);
         let ended = run(step, start, &steps[n + 1..])?;
         let ends = matches!(step, Step::Packages | Step::Build) && !ended.ok;
         done.push(ended);
