@@ -24,11 +24,9 @@ impl Pages {
         if matches!(word.kind(), Kind::InFlight | Kind::Spilled | Kind::Grouped) {
             return self.read_elsewhere(guard, from, into);
         }
-        let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
-            self.load_own(&guard, page)
-        } else {
-            let mut page = [0; PAGE_BYTES];
-            self.load_own(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+        let result = match <&mut Page>::try_from(&mut *into) {
+            Ok(page) => self.load_own(&guard, page),
+            Err(_) => self.load_part(&guard, from, into),
         };
         // Only compressed and huge pages are evicted; others need no age.
         if has_own_object(word) {
@@ -44,12 +42,9 @@ impl Pages {
         if word.kind() != Kind::Grouped {
             return Err(MustWait);
         }
-        let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
-            self.load_grouped(word, page)
-        } else {
-            let mut page = [0; PAGE_BYTES];
-            let loaded = self.load_grouped(word, &mut page);
-            loaded.map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+        let result = match <&mut Page>::try_from(&mut *into) {
+            Ok(page) => self.load_grouped(word, page),
+            Err(_) => self.load_part(&guard, from, into),
         };
         guard.publish(word.read_in_group(self.ages.now()));
         Ok(result)
@@ -61,8 +56,16 @@ impl Pages {
         if word.kind() == Kind::Grouped { self.load_grouped(word, page) } else { self.load_own(guard, page) }
     }
 
+    /// Reads a part of the page of a locked slot, from byte `from` on.
+    #[inline(never)]
+    fn load_part(&self, guard: &SlotGuard<'_>, from: usize, into: &mut [u8]) -> Result<()> {
+        let mut page = [0; PAGE_BYTES];
+        self.load(guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
+    }
+
     /// As [`load`](Self::load), for a page that is not in a group.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
+    #[inline(always)]
     fn load_own(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
         let word = guard.word();
         match word.kind() {
