@@ -53,6 +53,14 @@ pub struct Options {
     pub stop_at_first: bool,
 }
 
+/// Place of a state in the exploration.
+struct Place {
+    /// Number of the state, from 1.
+    number: u64,
+    /// True if the state is a choice of lost writes, false if it is a prefix of the log.
+    has_lost: bool,
+}
+
 /// Verdicts of the first phase.
 #[derive(Default)]
 struct Verdicts {
@@ -97,13 +105,18 @@ pub fn explore(
         FinalState::Stopped => return Ok(early(Vec::new(), End::Stopped)),
     }
     let verdicts = Mutex::new(verdicts);
-    let collect = |state: &State, has_lost, outcome| {
+    let collect = |state: &State, place, outcome| {
         let mut verdicts = verdicts.lock();
-        verdicts.collect(timeline, options, state, has_lost, outcome)
+        verdicts.collect(timeline, options, state, place, outcome)
     };
-    let produce = |send: &mut dyn FnMut(State, bool) -> bool| {
+    let produce = |send: &mut dyn FnMut(State, Place) -> bool| {
         let mut rounds = Rounds { timeline, options, units: &units, schedule: &schedule, watch, start };
-        let end = rounds.run(&mut seen, &mut duplicates, &verdicts, send)?;
+        let mut number = 0;
+        let mut send = |state, has_lost| {
+            number += 1;
+            send(state, Place { number, has_lost })
+        };
+        let end = rounds.run(&mut seen, &mut duplicates, &verdicts, &mut send)?;
         if let Some(end) = end {
             verdicts.lock().end.get_or_insert(end);
         }
@@ -112,7 +125,8 @@ pub fn explore(
     run_checks(check, options.jobs, produce, collect)?;
     let verdicts = verdicts.into_inner();
     let end = if watch.should_stop() { End::Stopped } else { verdicts.end.unwrap_or(End::Stopped) };
-    let reduction = Reduction { timeline, units: &units.lost, digest_unit: units.digest, check, watch };
+    let (lost_units, digest_unit, jobs) = (&units.lost, units.digest, options.jobs);
+    let reduction = Reduction { timeline, units: lost_units, digest_unit, check, watch, jobs };
     let (mut failures, reductions) = reduction.run(verdicts.failing)?;
     if options.stop_at_first {
         failures.truncate(1);
@@ -226,7 +240,7 @@ impl Verdicts {
         timeline: &Timeline,
         options: &Options,
         state: &State,
-        has_lost: bool,
+        Place { number, has_lost }: Place,
         outcome: Outcome,
     ) -> bool {
         self.states += 1;
@@ -243,9 +257,12 @@ impl Verdicts {
         self.failing_states += 1;
         let (count, of_window) = self.failing.entry(timeline.window_of(state.point())).or_default();
         *count += 1;
-        if of_window.len() < FAILING_MAX {
+        // Checks end in any order, so the first states are kept by number.
+        let at = of_window.partition_point(|failing| failing.number < number);
+        if at < FAILING_MAX {
             let mark = state.mark().map(Into::into);
-            of_window.push(Failing { id: state.id().clone(), mark, verdict, has_lost });
+            of_window.insert(at, Failing { id: state.id().clone(), mark, verdict, has_lost, number });
+            of_window.truncate(FAILING_MAX);
         }
         let end = match options.stop_at_first {
             true => End::FirstFailure,

@@ -2,6 +2,7 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashSet};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use crate::epoch::Lost;
@@ -20,6 +21,8 @@ pub struct Failing {
     pub verdict: Verdict,
     /// True if the state is a choice of lost writes, false if it is a prefix of the log.
     pub has_lost: bool,
+    /// Number of the state in the order of the exploration, which does not depend on the jobs.
+    pub number: u64,
 }
 
 /// The second phase.
@@ -29,6 +32,8 @@ pub struct Reduction<'a> {
     pub units: &'a [u64],
     pub check: &'a dyn Check,
     pub watch: &'a dyn Watch,
+    /// Number of checks at the same time.
+    pub jobs: NonZeroUsize,
     /// Unit of digests in bytes.
     pub digest_unit: u64,
 }
@@ -74,7 +79,7 @@ impl Reduction<'_> {
             let reducer = match reducers.entry(unit) {
                 Entry::Occupied(entry) => entry.into_mut(),
                 Entry::Vacant(entry) => {
-                    entry.insert(Reducer::new(walk.window(unit)?, self.check, self.watch))
+                    entry.insert(Reducer::new(walk.window(unit)?, self.check, self.watch, self.jobs))
                 }
             };
             let lost = state.choice(&reducer.window);

@@ -91,8 +91,7 @@ pub fn run_checks<T: Send>(
     let work = &work;
     let produced = thread::scope(|scope| {
         for worker in 0..jobs.get() {
-            let thread = thread::Builder::new().name(format!("explore-{worker}"));
-            thread.spawn_scoped(scope, move || work(worker)).map_err(ExploreError::Thread)?;
+            spawn(scope, worker, move || work(worker))?;
         }
         let mut send = |state, tag| !is_over.load(SeqCst) && sender.send((state, tag)).is_ok();
         let produced = produce(&mut send);
@@ -100,4 +99,64 @@ pub fn run_checks<T: Send>(
         produced
     });
     error.into_inner().map_or(produced, Err)
+}
+
+/// Checks the states of `next` on `jobs` threads, in order, until one fails. Returns the outcomes with the
+/// identities of the states.
+///
+/// `next` is called by one thread at a time. A state that was taken from it is checked to the end. So all
+/// states before the first failing one have an outcome, and a few after it may have one, unless the watch
+/// or a check stopped.
+pub fn check_until_failure(
+    check: &dyn Check,
+    jobs: NonZeroUsize,
+    watch: &dyn Watch,
+    next: impl FnMut() -> Option<State> + Send,
+) -> Result<Vec<(u128, Outcome)>> {
+    let next = Mutex::new(next);
+    let outcomes = Mutex::new(Vec::new());
+    let error = Mutex::new(None);
+    let is_over = AtomicBool::new(false);
+    let work = |worker: usize| {
+        loop {
+            let state = {
+                let mut next = next.lock();
+                if is_over.load(SeqCst) || watch.should_stop() {
+                    return;
+                }
+                let Some(state) = next() else { return };
+                state
+            };
+            let is_last = match check_twice(check, worker, &state) {
+                Ok(Some(outcome)) => {
+                    let fails = !outcome.verdict.passed && !outcome.is_flaky;
+                    outcomes.lock().push((state.identity(), outcome));
+                    fails
+                }
+                Ok(None) => true,
+                Err(why) => {
+                    error.lock().get_or_insert(why);
+                    true
+                }
+            };
+            is_over.fetch_or(is_last, SeqCst);
+        }
+    };
+    let work = &work;
+    let started = thread::scope(|scope| {
+        let spawned = (0..jobs.get()).try_for_each(|worker| spawn(scope, worker, move || work(worker)));
+        // Without all threads, those that were started end early.
+        spawned.inspect_err(|_| is_over.store(true, SeqCst))
+    });
+    error.into_inner().map_or(started, Err)?;
+    Ok(outcomes.into_inner())
+}
+
+fn spawn<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    worker: usize,
+    work: impl FnOnce() + Send + 'scope,
+) -> Result<()> {
+    let thread = thread::Builder::new().name(format!("explore-{worker}"));
+    thread.spawn_scoped(scope, work).map(drop).map_err(ExploreError::Thread)
 }

@@ -11,8 +11,11 @@ use freestone_core::device::{Blocking as _, Device, Flags};
 use freestone_drive::power::{Config, Power, log};
 use freestone_explore::{
     Base, Budget, Check, Model, Options, Progress, Report, Result, State, Timeline, Verdict, Watch, explore,
+    state_at,
 };
 use freestone_ram::ram::{Config as RamConfig, Ram};
+use freestone_testkit::effort;
+use proptest::prelude::*;
 use tempfile::TempDir;
 
 /// Size of the recorded disk in bytes.
@@ -62,6 +65,13 @@ impl Recorded {
         Arc::new(Timeline::open(&self.path(), Base::Zeroes(DISK_BYTES), 0).unwrap())
     }
 
+    /// Returns the content after the whole log.
+    pub fn last_content(&self) -> Vec<u8> {
+        let timeline = self.timeline();
+        let id = timeline.entries().to_string().parse().unwrap();
+        content(&state_at(&timeline, &id).unwrap().disk().unwrap())
+    }
+
     pub fn explore(&self, options: &Options, check: &dyn Check) -> Report {
         explore(&self.timeline(), options, check, &Unwatched).unwrap()
     }
@@ -77,6 +87,28 @@ pub fn options(models: &[Model]) -> Options {
         budget: Budget::States(100_000),
         stop_at_first: false,
     }
+}
+
+/// Returns random requests.
+pub fn op() -> impl Strategy<Value = Op> {
+    // Half of the writes lie in the first two blocks, so that they overlap.
+    let place =
+        || prop_oneof![(0..15_u64, 1..4_u64), (0..6_u64, 1..2_u64).prop_map(|(at, len)| (at * 8, len * 8))];
+    prop_oneof![
+        5 => place().prop_map(|(at, len)| Op::Write(at, len)),
+        1 => place().prop_map(|(at, len)| Op::Fua(at, len)),
+        1 => place().prop_map(|(at, len)| Op::Discard(at, len)),
+        1 => Just(Op::Flush),
+        1 => Just(Op::Mark),
+    ]
+}
+
+/// Returns the settings of random tests.
+pub fn config() -> ProptestConfig {
+    let default = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
+    // Sanitizers set the number of cases in the environment.
+    let is_set = std::env::var_os("PROPTEST_CASES").is_some();
+    if is_set { default } else { ProptestConfig { cases: effort(24, 400), ..default } }
 }
 
 pub fn verdict(passed: bool) -> Verdict {

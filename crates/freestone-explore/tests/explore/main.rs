@@ -4,6 +4,7 @@ mod failures;
 mod harness;
 mod models;
 mod planted;
+mod reductions;
 mod schedules;
 #[path = "../../examples/tiny_store/store.rs"]
 mod store;

@@ -4,10 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use freestone_drive::power::log::{Entry, Reader};
 use freestone_explore::{Model, StateId, state_at};
-use freestone_testkit::effort;
 use proptest::prelude::*;
 
-use crate::harness::{Collect, DISK_BYTES, Op, Recorded, Seen, options};
+use crate::harness::{Collect, DISK_BYTES, Op, Recorded, Seen, config, op, options};
 
 /// Versions of a block: the writes to it, and the number of them that is durable.
 type Blocks = BTreeMap<u64, (Vec<usize>, usize)>;
@@ -80,19 +79,6 @@ fn replay(entries: &[(Entry, Vec<u8>)], keeps: &dyn Fn(usize, u64) -> bool, unit
     content
 }
 
-fn op() -> impl Strategy<Value = Op> {
-    // Half of the writes lie in the first two blocks, so that they overlap.
-    let place =
-        || prop_oneof![(0..15_u64, 1..4_u64), (0..6_u64, 1..2_u64).prop_map(|(at, len)| (at * 8, len * 8))];
-    prop_oneof![
-        5 => place().prop_map(|(at, len)| Op::Write(at, len)),
-        1 => place().prop_map(|(at, len)| Op::Fua(at, len)),
-        1 => place().prop_map(|(at, len)| Op::Discard(at, len)),
-        1 => Just(Op::Flush),
-        1 => Just(Op::Mark),
-    ]
-}
-
 fn compare(ops: &[Op], model: Model, unit: Option<u64>) -> Result<(), TestCaseError> {
     let recorded = Recorded::new(ops);
     let collect = Collect::default();
@@ -111,13 +97,6 @@ fn compare(ops: &[Op], model: Model, unit: Option<u64>) -> Result<(), TestCaseEr
         prop_assert_eq!(again.mark(), mark.as_deref());
     }
     Ok(())
-}
-
-fn config() -> ProptestConfig {
-    let default = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
-    // Sanitizers set the number of cases in the environment.
-    let is_set = std::env::var_os("PROPTEST_CASES").is_some();
-    if is_set { default } else { ProptestConfig { cases: effort(24, 400), ..default } }
 }
 
 proptest! {
