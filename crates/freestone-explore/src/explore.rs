@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_core::sync::Mutex;
+use freestone_ram::ram::OverBaseView;
 
 use crate::candidates::Candidates;
+use crate::epoch::Lost;
 use crate::reduction::{Failing, Reduction};
 use crate::report::{End, Failure, Flaky, Phase, Progress, Report};
 use crate::run::{Check, Outcome, Watch, check_twice, run_checks};
 use crate::schedule::{Model, Schedule};
-use crate::state::State;
+use crate::state::{State, Window};
 use crate::timeline::Timeline;
 use crate::walk::Walk;
 use crate::{BLOCK_BYTES, ExploreError, Result, StateId};
@@ -150,20 +152,53 @@ pub fn explore(
 /// [`ExploreError::NoState`] if the log has no such state, or [`ExploreError::BadUnit`]; else as
 /// [`explore`].
 pub fn state_at(timeline: &Arc<Timeline>, id: &StateId) -> Result<State> {
-    let no_state = |why| ExploreError::NoState { id: id.clone(), why };
+    let walk = walk_to(timeline, id)?;
+    if id.lost.is_empty() {
+        return walk.prefix();
+    }
+    let window = walk.window(id.unit)?;
+    let lost = choice(&window, id)?;
+    Ok(window.state(lost))
+}
+
+/// Makes one state as a read-only device whose [`Changes`](freestone_core::device::Changes) are those over
+/// the base of the timeline.
+///
+/// # Errors
+/// As [`state_at`].
+pub fn changes_at(timeline: &Arc<Timeline>, id: &StateId) -> Result<OverBaseView> {
+    let walk = walk_to(timeline, id)?;
+    if id.lost.is_empty() {
+        return walk.over_base();
+    }
+    let window = walk.window(id.unit)?;
+    let lost = choice(&window, id)?;
+    // A fork of the walk's disk would have its changes over that disk. So the kept writes are applied to the
+    // disk of another walk, which stays at the last flush.
+    let mut flushed = Walk::new(timeline, &[], id.unit)?;
+    flushed.advance(window.flushed_point())?;
+    window.replay_kept_on(&lost, flushed.disk())?;
+    flushed.over_base()
+}
+
+/// Walks to the point of a state.
+fn walk_to(timeline: &Arc<Timeline>, id: &StateId) -> Result<Walk> {
     if id.point > timeline.entries() {
-        return Err(no_state(format!("the log has {} entries", timeline.entries())));
+        return Err(no_state(id, format!("the log has {} entries", timeline.entries())));
     }
     check_unit(timeline, id.unit)?;
     let units = if id.lost.is_empty() { Vec::new() } else { vec![id.unit] };
     let mut walk = Walk::new(timeline, &units, id.unit)?;
     walk.advance(id.point)?;
-    if id.lost.is_empty() {
-        return walk.prefix();
-    }
-    let window = walk.window(id.unit)?;
-    let lost = window.epoch.choice(id).map_err(no_state)?;
-    Ok(window.state(lost))
+    Ok(walk)
+}
+
+fn choice(window: &Window, id: &StateId) -> Result<Lost> {
+    window.epoch.choice(id).map_err(|why| no_state(id, why))
+}
+
+fn no_state(id: &StateId, why: String) -> ExploreError {
+    ExploreError::NoState { id: id.clone(), why }
 }
 
 /// Block sizes of an exploration.

@@ -35,7 +35,7 @@ use freestone_ram::ram::SetupError;
 use thiserror::Error;
 
 pub use disk::SwitchedDisk;
-pub use explore::{Budget, Options, explore, state_at};
+pub use explore::{Budget, Options, changes_at, explore, state_at};
 pub use id::{LostPart, ParseIdError, StateId};
 pub use report::{End, Failure, Flaky, LostWrite, Phase, Progress, Report, Verdict};
 pub use run::{Check, Watch};

@@ -140,9 +140,19 @@ impl Window {
         }
     }
 
-    /// Applies the kept versions to the content at the last flush.
+    /// Returns a point with the content of the last flush.
+    pub fn flushed_point(&self) -> u64 {
+        self.epoch.writes.first().map_or(self.point, |write| write.entry.number)
+    }
+
     fn replay_kept(&self, lost: &Lost) -> Result<Ram> {
         let disk = self.flushed.fork(&ForkConfig::default())?;
+        self.replay_kept_on(lost, &disk)?;
+        Ok(disk)
+    }
+
+    /// Applies the kept versions to a disk with the content at the last flush.
+    pub fn replay_kept_on(&self, lost: &Lost, disk: &Ram) -> Result<()> {
         let unit = self.epoch.unit;
         for (index, write) in self.epoch.writes.iter().enumerate() {
             let (start, end) = (write.entry.offset, write.entry.offset + write.entry.len);
@@ -153,14 +163,14 @@ impl Window {
                     continue;
                 }
                 if run.end != piece.start {
-                    self.copy(write, &run, &disk)?;
+                    self.copy(write, &run, disk)?;
                     run.start = piece.start;
                 }
                 run.end = piece.end;
             }
-            self.copy(write, &run, &disk)?;
+            self.copy(write, &run, disk)?;
         }
-        Ok(disk)
+        Ok(())
     }
 
     /// Replaces the lost versions in the content with all writes.

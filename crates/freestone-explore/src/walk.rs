@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use freestone_core::device::{Blocking as _, Device as _, ExtentKind, Flags};
 use freestone_drive::power::log::{Entry, RESET_MARK, Reader};
-use freestone_ram::ram::Ram;
+use freestone_ram::ram::{OverBaseView, Ram};
 
 use crate::digest::Digest;
 use crate::epoch::{Epoch, Write};
@@ -63,6 +63,16 @@ impl Walk {
     /// Returns the state at the present point, with nothing lost.
     pub fn prefix(&self) -> Result<State> {
         Ok(State::prefix(self.point, self.digest, self.mark.clone(), self.disk.snapshot()?))
+    }
+
+    /// Returns the content at the present point, whose changes are those over the base.
+    pub fn over_base(&self) -> Result<OverBaseView> {
+        Ok(self.disk.snapshot()?.over_base()?)
+    }
+
+    /// Returns the disk at the present point.
+    pub const fn disk(&self) -> &Ram {
+        &self.disk
     }
 
     /// Returns the identity of [`prefix`](Self::prefix).

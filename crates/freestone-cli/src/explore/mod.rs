@@ -8,13 +8,13 @@ mod command;
 mod disks;
 mod fuse;
 mod junit;
+mod kept;
 mod mounted;
 mod output;
 mod progress;
 mod workload;
 
-use std::fs::{self, File};
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::fs;
 use std::io::{self, Write as _};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -25,8 +25,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
-use freestone::device::{Blocking as _, Device as _};
-use freestone_core::zeroes::are_zeroes;
 use freestone_explore::{
     Base, Budget, Check as _, End, ExploreError, Model, Options, Report, StateId, Timeline, explore, state_at,
 };
@@ -37,6 +35,7 @@ use tempfile::TempDir;
 
 use self::checker::Checker;
 use self::disks::Disks;
+use self::kept::Kept;
 use self::mounted::FileSystem;
 use self::output::Subject;
 use self::progress::{Observer, ProgressForm};
@@ -57,10 +56,6 @@ const TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
 const JOBS_PER_CPU_MOUNTED: usize = 4;
 /// Largest number of checks at the same time.
 const JOBS_MAX: usize = 256;
-/// Length of the pieces in which a state is written to a file, in bytes.
-const KEEP_CHUNK_BYTES: u64 = 1 << 20;
-/// Longest file name of a state that is kept, in bytes.
-const KEEP_NAME_MAX: usize = 100;
 
 const BUDGET_HELP: &str = "End after N states, or after a TIME such as 60s [default: 5000]";
 
@@ -115,7 +110,7 @@ pub struct Line {
     /// Check one state only, and print the output of the check
     #[arg(long, value_name = "ID", conflicts_with_all = ["run", "budget", "model", "stop_at_first", "junit"])]
     state: Option<StateId>,
-    /// Write the disks of failing states to this directory, as sparse raw images
+    /// Keep failing states in this directory: qcow2 overlays on the base, or raw images if there is none
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
     #[arg(long, value_name = "FILE", help = "Write the result to FILE as JUnit XML")]
@@ -206,7 +201,7 @@ pub fn run(line: &Line) -> Result<ExitCode> {
     let checker =
         Checker { text: &line.check, timeout: line.timeout, fs, disks: &disks, observer: &observer };
     if let Some(id) = &line.state {
-        return check_one(line, &timeline, id, &checker);
+        return check_one(line, &timeline, &recording.disk, id, &checker);
     }
     let models = match &line.model[..] {
         [] => vec![Model::Prefix, Model::Subset],
@@ -224,19 +219,21 @@ pub fn run(line: &Line) -> Result<ExitCode> {
     let log = std::path::absolute(&recording.log).unwrap_or_else(|_| recording.log.clone());
     let subject =
         Subject { log: &log, disk: &recording.disk, check: &line.check, options: check_options(line) };
-    let kept = keep(line, &timeline, &report)?;
-    if let Some(file) = &line.junit {
-        let details = |index: usize| {
-            output::failure_text(index + 1, &report.failures[index], &subject, kept[index].as_deref())
-        };
-        let xml = junit::document(&report, &log.display().to_string(), &details);
-        fs::write(file, xml).with_context(|| format!("--junit {}", file.display()))?;
-    }
+    // The result is printed before an error of a file ends the program.
+    let (kept, keeping) = keep_failures(line, &timeline, &report, &recording.disk);
     if line.json {
         print_json(&output::json(&report, &subject, line.seed, &kept).to_string())?;
     } else {
         print(&output::text(&report, &subject, &kept))?;
     }
+    if let Some(file) = &line.junit {
+        let details = |index: usize| {
+            output::failure_text(index + 1, &report.failures[index], &subject, kept[index].as_ref())
+        };
+        let xml = junit::document(&report, &log.display().to_string(), &details);
+        fs::write(file, xml).with_context(|| format!("--junit {}", file.display()))?;
+    }
+    keeping?;
     Ok(match (report.end, report.failures.is_empty()) {
         (End::Stopped, _) => ExitCode::from(STATUS_INTERRUPTED),
         (_, false) => ExitCode::from(STATUS_FAILURE),
@@ -353,58 +350,51 @@ fn usage_or_failure(error: ExploreError) -> anyhow::Error {
     }
 }
 
-fn check_one(line: &Line, timeline: &Arc<Timeline>, id: &StateId, checker: &Checker<'_>) -> Result<ExitCode> {
+fn check_one(
+    line: &Line,
+    timeline: &Arc<Timeline>,
+    disk: &Disk,
+    id: &StateId,
+    checker: &Checker<'_>,
+) -> Result<ExitCode> {
     let state = state_at(timeline, id).map_err(usage_or_failure)?;
     let verdict = checker.check(0, &state, Arc::new(state.disk()?))?;
     let Some(verdict) = verdict else { return Ok(ExitCode::from(STATUS_INTERRUPTED)) };
-    let kept = line.keep.as_deref().map(|dir| keep_state(dir, timeline, id)).transpose()?;
+    let kept = line.keep.as_deref().map(|dir| kept::keep(dir, timeline, id, disk)).transpose()?;
     if line.json {
         let lost: Vec<_> = state.lost_writes().iter().map(|lost| lost.entry).collect();
         let result = serde_json::json!({
             "state": id.to_string(), "entry": id.point, "mark": state.mark(), "lost_entries": lost,
             "passed": verdict.passed, "end": verdict.end, "output": verdict.output,
-            "kept": kept.map(|path| path.display().to_string()),
+            "kept": kept.as_ref().map(|kept| kept.path.display().to_string()),
+            "reopen": kept.as_ref().map(|kept| &kept.reopen),
         });
         print_json(&result.to_string())?;
     } else {
-        print(&output::state_text(id, &verdict))?;
+        print(&output::state_text(id, &verdict, kept.as_ref()))?;
     }
     Ok(if verdict.passed { ExitCode::SUCCESS } else { ExitCode::from(STATUS_FAILURE) })
 }
 
-/// Writes the disks of the failures to the directory of `--keep`. Returns a path for each failure.
-fn keep(line: &Line, timeline: &Arc<Timeline>, report: &Report) -> Result<Vec<Option<PathBuf>>> {
-    let keep = |id| line.keep.as_deref().map(|dir| keep_state(dir, timeline, id)).transpose();
-    report.failures.iter().map(|failure| keep(&failure.id)).collect()
-}
-
-/// Writes a state to a sparse file in `dir`. Returns the path.
-fn keep_state(dir: &Path, timeline: &Arc<Timeline>, id: &StateId) -> Result<PathBuf> {
-    let mut name = format!("state-{id}");
-    if name.len() > KEEP_NAME_MAX {
-        let mut hasher = DefaultHasher::new();
-        name.hash(&mut hasher);
-        name = format!("state-{}-{:016x}", id.point, hasher.finish());
-    }
-    let path = dir.join(format!("{name}.img"));
-    let at = || format!("--keep {}", path.display());
-    fs::create_dir_all(dir).with_context(at)?;
-    let disk = state_at(timeline, id)?.disk()?;
-    let file = File::create(&path).with_context(at)?;
-    let size = disk.geometry().size;
-    file.set_len(size).with_context(at)?;
-    let mut chunk = vec![0; KEEP_CHUNK_BYTES as usize];
-    let mut offset = 0;
-    while offset < size {
-        let part = &mut chunk[..KEEP_CHUNK_BYTES.min(size - offset) as usize];
-        disk.read_at(offset, part).with_context(at)?;
-        // Zeroes stay holes.
-        if !are_zeroes(part) {
-            std::os::unix::fs::FileExt::write_all_at(&file, part, offset).with_context(at)?;
+/// Keeps the failures in the directory of `--keep`. Returns those that were kept, by the index of the failure, and the
+/// first error. After an error, the other failures are not kept.
+fn keep_failures(
+    line: &Line,
+    timeline: &Arc<Timeline>,
+    report: &Report,
+    disk: &Disk,
+) -> (Vec<Option<Kept>>, Result<()>) {
+    let mut kept = Vec::new();
+    let mut keep_all = || {
+        for failure in &report.failures {
+            let dir = line.keep.as_deref();
+            kept.push(dir.map(|dir| kept::keep(dir, timeline, &failure.id, disk)).transpose()?);
         }
-        offset += part.len() as u64;
-    }
-    Ok(path)
+        Ok(())
+    };
+    let result = keep_all();
+    kept.resize_with(report.failures.len(), || None);
+    (kept, result)
 }
 
 fn print(text: &str) -> Result<()> {

@@ -1,11 +1,12 @@
 //! The result as text and as JSON.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use freestone_explore::{End, Failure, LostWrite, Report, StateId, Verdict};
 use serde_json::{Value, json};
 
+use super::kept::Kept;
 use super::workload::Disk;
 use crate::serve::announce::quote;
 
@@ -57,7 +58,7 @@ const fn plural(count: u64) -> &'static str {
 }
 
 /// Returns the report as text.
-pub fn text(report: &Report, subject: &Subject<'_>, kept: &[Option<PathBuf>]) -> String {
+pub fn text(report: &Report, subject: &Subject<'_>, kept: &[Option<Kept>]) -> String {
     let mut out = String::new();
     let end = match report.end {
         End::Complete => ", all that the models allow",
@@ -86,7 +87,7 @@ pub fn text(report: &Report, subject: &Subject<'_>, kept: &[Option<PathBuf>]) ->
     }
     for (index, failure) in report.failures.iter().enumerate() {
         out.push('\n');
-        out.push_str(&failure_text(index + 1, failure, subject, kept.get(index).and_then(Option::as_deref)));
+        out.push_str(&failure_text(index + 1, failure, subject, kept[index].as_ref()));
     }
     for flaky in &report.flaky {
         let _ = writeln!(
@@ -99,7 +100,7 @@ pub fn text(report: &Report, subject: &Subject<'_>, kept: &[Option<PathBuf>]) ->
 }
 
 /// Returns a failure as text.
-pub fn failure_text(number: usize, failure: &Failure, subject: &Subject<'_>, kept: Option<&Path>) -> String {
+pub fn failure_text(number: usize, failure: &Failure, subject: &Subject<'_>, kept: Option<&Kept>) -> String {
     let mut out = String::new();
     let Failure { id, mark, lost, verdict, states, is_minimal } = failure;
     let _ = writeln!(
@@ -135,11 +136,15 @@ pub fn failure_text(number: usize, failure: &Failure, subject: &Subject<'_>, kep
             line.chars().map(|c| if c.is_control() && c != '\t' { '\u{fffd}' } else { c }).collect();
         let _ = writeln!(out, "  {label:<7} {line}");
     }
-    if let Some(kept) = kept {
-        let _ = writeln!(out, "  kept    {}", kept.display());
-    }
+    out.push_str(&kept_text(kept));
     let _ = writeln!(out, "  repeat  {}", subject.repeat(id));
     out
+}
+
+fn kept_text(kept: Option<&Kept>) -> String {
+    kept.map_or_else(String::new, |kept| {
+        format!("  kept    {}\n  reopen  {}\n", kept.path.display(), kept.reopen)
+    })
 }
 
 fn lost_text(lost: &LostWrite) -> String {
@@ -153,7 +158,7 @@ fn lost_text(lost: &LostWrite) -> String {
 }
 
 /// Returns the report as JSON.
-pub fn json(report: &Report, subject: &Subject<'_>, seed: u64, kept: &[Option<PathBuf>]) -> Value {
+pub fn json(report: &Report, subject: &Subject<'_>, seed: u64, kept: &[Option<Kept>]) -> Value {
     let path = |path: &Path| path.display().to_string();
     let failures: Vec<_> = report
         .failures
@@ -173,7 +178,8 @@ pub fn json(report: &Report, subject: &Subject<'_>, seed: u64, kept: &[Option<Pa
             json!({
                 "state": id.to_string(), "entry": id.point, "mark": mark, "lost": lost, "minimal": is_minimal,
                 "states": states, "end": verdict.end, "output": verdict.output, "repeat": subject.repeat(id),
-                "kept": kept.get(index).and_then(Option::as_deref).map(path),
+                "kept": kept[index].as_ref().map(|kept| path(&kept.path)),
+                "reopen": kept[index].as_ref().map(|kept| &kept.reopen),
             })
         })
         .collect();
@@ -199,7 +205,7 @@ pub fn json(report: &Report, subject: &Subject<'_>, seed: u64, kept: &[Option<Pa
 }
 
 /// Returns the result of checking one state as text.
-pub fn state_text(id: &StateId, verdict: &Verdict) -> String {
+pub fn state_text(id: &StateId, verdict: &Verdict, kept: Option<&Kept>) -> String {
     let result = if verdict.passed { "passed" } else { "failed" };
-    format!("{}state {id}: {result}, {}\n", verdict.output, verdict.end)
+    format!("{}state {id}: {result}, {}\n{}", verdict.output, verdict.end, kept_text(kept))
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use anyhow::{Context as _, Result, bail};
-use freestone::qcow2::is_qcow2;
+use freestone::qcow2::{Format, is_qcow2};
 use freestone_server::Server;
 use freestone_server::settings::paths;
 use freestone_spec::path_text;
@@ -34,11 +34,26 @@ impl Disk {
     /// Fails if the image cannot be read.
     pub fn base_spec(&self) -> Result<Option<String>> {
         let Self::Image(path) = self else { return Ok(None) };
-        let at = || format!("--base {}", path.display());
-        let kind = if is_qcow2(path).with_context(at)? { "qcow2" } else { "file" };
-        let read_only = if kind == "file" { ",readonly=yes" } else { "" };
-        Ok(Some(format!("base={kind},path={}{read_only},publish=no", value(path))))
+        Ok(Some(read_only_spec("base", path, base_format(path)?)))
     }
+}
+
+/// Returns the format of the image of `--base`.
+///
+/// # Errors
+/// Fails if the image cannot be read.
+pub fn base_format(image: &Path) -> Result<Format> {
+    let is_qcow2 = is_qcow2(image).with_context(|| format!("--base {}", image.display()))?;
+    Ok(if is_qcow2 { Format::Qcow2 } else { Format::Raw })
+}
+
+/// Returns the specification of an image as a read-only device without an export.
+pub fn read_only_spec(name: &str, image: &Path, format: Format) -> String {
+    let (kind, read_only) = match format {
+        Format::Qcow2 => ("qcow2", ""),
+        Format::Raw => ("file", ",readonly=yes"),
+    };
+    format!("{name}={kind},path={}{read_only},publish=no", value(image))
 }
 
 /// Returns a path as the value of a key.

@@ -1,5 +1,6 @@
 //! Tests of explorations: the states against a brute-force reference, equal states, reductions, bounds.
 
+mod changes;
 mod failures;
 mod harness;
 mod models;

@@ -82,6 +82,68 @@ fn lost_write_is_found_reported_and_repeated() {
     assert_eq!((&found["failures"], &found["end"]), (&json!([]), &json!("complete")));
 }
 
+/// A kept state is an overlay on the base, for qemu and for a server.
+#[test]
+fn kept_state_is_an_overlay_that_reopens() {
+    for tool in ["qemu-io", "qemu-img"] {
+        find(tool);
+    }
+    for format in ["raw", "qcow2"] {
+        let dir = tempdir().unwrap();
+        // A comma in a path is doubled in a specification.
+        fs::create_dir(dir.path().join("a,b")).unwrap();
+        let (base, kept) = (dir.path().join("a,b/base.img"), dir.path().join("a,b/kept"));
+        let write = ["-f", format, "-c", "write -P 9 512k 64k", "-c", "write -P 9 64k 4k"];
+        ok(tool("qemu-img").args(["create", "-q", "-f", format]).arg(&base).arg("1M"));
+        ok(tool("qemu-io").args(write).arg(&base));
+        let before = fs::read(&base).unwrap();
+        let (base_arg, kept_arg) = (base.to_str().unwrap(), kept.to_str().unwrap());
+        let args = ["--base", base_arg, "--log", "run.log", "--run", UNORDERED, "--check", CHECK];
+        let found = result(dir.path(), 1, &[&args[..], &["--keep", kept_arg]].concat());
+        let failure = &found["failures"][0];
+        let overlay = Path::new(failure["kept"].as_str().unwrap());
+        assert_eq!(overlay, kept.join("state-4-3.qcow2"));
+        ok(tool("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(overlay));
+        let map = ok(tool("qemu-img").args(["info", "--output", "json", "-f", "qcow2"]).arg(overlay));
+        let info: Value = serde_json::from_str(&map).unwrap();
+        assert_eq!(info["full-backing-filename"], json!(fs::canonicalize(&base).unwrap()));
+        let reads = ["-c", "read -P 2 0 4k", "-c", "read -P 9 64k 4k", "-c", "read -P 9 512k 64k"];
+        let from_qemu = ok(tool("qemu-io").args(["-r", "-f", "qcow2"]).args(reads).arg(overlay));
+        assert!(!from_qemu.contains("failed"), "{from_qemu}");
+        // The command of the report serves a fork, which can be written.
+        let reopen = failure["reopen"].as_str().unwrap().strip_prefix("freestone ").unwrap();
+        let mut serve = freestone(dir.path());
+        serve.args(shlex::split(reopen).unwrap()).arg("--run").arg(format!(
+            r#"qemu-io -f raw -c "{}" -c "{}" -c "{}" -c "write -P 3 0 4k" "$uri""#,
+            reads[1], reads[3], reads[5]
+        ));
+        let (status, out, err) = finish(&mut serve);
+        assert!(status == 0 && !out.contains("failed"), "{format}: {status}\n{out}\n{err}");
+        assert!(fs::read(&base).unwrap() == before, "{format}: the base was changed");
+        // The same state is kept again, also by its identifier, and its command is printed.
+        let state =
+            ["--base", base_arg, "--log", "run.log", "--check", CHECK, "--state", "4-3", "--keep", kept_arg];
+        let (status, out, err) = finish(&mut explore(dir.path(), &state));
+        assert!(status == 1 && out.contains("\n  reopen  freestone serve "), "{status}\n{out}\n{err}");
+    }
+}
+
+/// A result is printed although a failing state cannot be kept.
+#[test]
+fn failed_keep_is_an_error_after_the_result() {
+    find("qemu-io");
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("kept"), "a file").unwrap();
+    let args =
+        ["--size", "1M", "--run", UNORDERED, "--check", CHECK, "--keep", "kept", "--junit", "result.xml"];
+    let (status, out, err) = finish(&mut explore(dir.path(), &args));
+    assert!(
+        status == 1 && out.contains("failure 1: state 4-3") && err.contains("--keep kept"),
+        "{out}\n{err}"
+    );
+    assert!(!out.contains("reopen") && dir.path().join("result.xml").exists(), "{out}");
+}
+
 #[test]
 fn early_acknowledgement_is_found_by_mark() {
     for tool in ["qemu-io", "nbdcopy"] {
