@@ -42,19 +42,10 @@ pub const LAB: [Tool; 16] = [
 /// Tools of the piece `tasks` besides those of the kernel lab: databases.
 pub const TASKS: [Tool; 3] =
     [("/usr/lib/postgresql/15/bin/initdb", "postgresql-15"), ("sqlite3", "sqlite3"), ("pgrep", "procps")];
-/// Tools of the piece `explore-databases`: file systems, and the module `dbm.gnu`, which Debian's Python lacks.
-pub const EXPLORE: [Tool; 4] = [
-    ("nbdfuse", "libnbd-bin"),
-    ("mkfs.xfs", "xfsprogs"),
-    ("mkfs.btrfs", "btrfs-progs"),
-    ("/usr/share/doc/python3-gdbm/copyright", "python3-gdbm"),
-];
-/// Tools of the piece `python-suite`.
-pub const SUITE: [Tool; 3] = [
-    ("nbdfuse", "libnbd-bin"),
-    ("/usr/lib/postgresql/15/bin/initdb", "postgresql-15"),
-    ("setpriv", "util-linux"),
-];
+/// Tools of the piece `explore-databases` besides those of the tests: the module `dbm.gnu`, which Debian's Python lacks.
+pub const EXPLORE: [Tool; 1] = [("/usr/share/doc/python3-gdbm/copyright", "python3-gdbm")];
+/// Tools of the piece `python-suite` besides those of the tests.
+pub const SUITE: [Tool; 1] = [("/usr/lib/postgresql/15/bin/initdb", "postgresql-15")];
 /// Tools of the piece `lab-libvirt`. The program `virt-qemu-run` shows whether libvirt's driver for qemu is installed.
 pub const LIBVIRT: [Tool; 3] = [
     ("libvirtd", "libvirt-daemon"),
@@ -97,6 +88,9 @@ pub const RECIPES: [Tool; 15] = [
     ("podman-compose", "podman-compose"),
     ("runc", "runc"),
 ];
+
+/// Longest time in which apt-get waits for another process that installs packages, in seconds.
+const APT_LOCK_MAX_SECONDS: u32 = 600;
 
 /// Directories of system tools. Not every user has the last two in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
@@ -194,7 +188,9 @@ fn quiet(words: &[&str]) -> bool {
 
 fn apt(sudo: &[&str], verb: &[&str], packages: &[&str]) -> Result<bool> {
     // sudo may clear the environment, so the variable goes through env(1).
-    let words = [sudo, &["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"], verb, packages].concat();
+    let lock = format!("DPkg::Lock::Timeout={APT_LOCK_MAX_SECONDS}");
+    let program = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-o", &lock];
+    let words = [sudo, &program, verb, packages].concat();
     println!("$ {}", words.join(" "));
     let status = Command::new(words[0]).args(&words[1..]).stdin(Stdio::null()).status();
     Ok(status.context("cannot start apt-get")?.success())

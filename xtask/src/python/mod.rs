@@ -69,17 +69,18 @@ pub fn plugin() -> Result<Outcome> {
 
 /// Explores the power losses of databases from registries on a file system. Mounts need root.
 pub fn explore(fs: &str) -> Result<Outcome> {
+    packages::ensure(&packages::tools())?;
     packages::ensure(&packages::EXPLORE)?;
     let python = environment("explore", &requirements(DATABASES))?.join("python");
     script(Command::new(python).args(["lab/explore/run.py", "--fs", fs]))
 }
 
-/// Runs tests of a project from the registry with databases of its own, and moved over to the pytest plugin.
+/// Runs all tests of a project from the registry that use a database: as they are, and moved over to the pytest plugin.
 pub fn suite() -> Result<Outcome> {
+    packages::ensure(&packages::tools())?;
     packages::ensure(&packages::SUITE)?;
     let python = environment("pgqueuer", &requirements(SUITE))?.join("python");
-    let files = ["test/test_queries.py", "test/test_sync_queries.py"];
-    script(Command::new("lab/pgqueuer/run.sh").args(files).env("PYTHON", python))
+    script(Command::new("lab/pgqueuer/run.sh").env("PYTHON", python))
 }
 
 /// Runs a script with the program that the tests use. The script counts as one test.

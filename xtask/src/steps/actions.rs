@@ -91,8 +91,9 @@ fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
     Ok(all)
 }
 
-/// Runs scripts that need additional tools and build the programs that they use.
+/// Runs scripts that need tools beside those of the tests, and build the programs that they use.
 pub(super) fn slow_scripts(tools: &[packages::Tool], runs: &[&[&str]]) -> Result<Outcome> {
+    packages::ensure(&packages::tools())?;
     packages::ensure(tools)?;
     scripts(runs, &[])
 }
