@@ -16,7 +16,6 @@ pub mod reference;
 mod serve;
 mod verbs;
 
-#[doc(hidden)]
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal as _};
@@ -36,6 +35,7 @@ use cli::{Cli, Command, DeltaCommand};
 use client::long::{LongCall, ask_long};
 use client::names::{CallMode, Order, ask_each};
 use client::{Call, ask, ask_in_parts};
+#[doc(hidden)]
 pub use freestone_server::inputs;
 
 /// Runs the program: parses the command line, runs the subcommand, and returns the exit status.

@@ -1,5 +1,6 @@
-//! A Freestone server inside a Rust program: devices, exports, jobs, state directory, control socket and metrics.
+#![doc = include_str!("../README.md")]
 //!
+//! # Structure
 //! [`Server`] starts a server with devices by specification (`ram0=ram,disksize=1G`), and ends it in order. The
 //! program `freestone serve` is a command line around the same code. The crate installs no signal handlers, changes no
 //! limits of the process, writes nothing on standard output, and logs with `tracing`.

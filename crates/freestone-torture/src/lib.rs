@@ -16,6 +16,11 @@
 
 #![allow(missing_docs, reason = "a tool: only what a name does not say has a comment")]
 
+/// Runs the example of the README as a test. No published crate contains the README.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+
 pub mod disk;
 pub mod exact;
 pub mod ops;

@@ -1,17 +1,14 @@
-//! Freestone: virtual block devices with fine-grained locks, one per page, chunk or zone.
+#![doc = include_str!("../README.md")]
 //!
-//! Start with [`device`], the contract between devices and exports. [`ram`] is the compressed RAM
-//! disk. Each kind of device has its own crate over `freestone-core`; this crate re-exports them.
+//! # Modules
+//! Start with [`device`], the contract between devices and clients. [`ram`] is the compressed RAM disk, [`cow`] has
+//! snapshots of any device. [`null`], [`zone`], [`faults`] and [`power`] are test drives. [`file`] and [`qcow2`] are images,
+//! and [`store`] has images in object storage.
 
-/// Runs the example of the README as a test.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
-
-pub use freestone_core::{
-    PAGE_BYTES, budget, concurrency_limit, consistency_group, device, limits, mutants, plug, replace, sync,
-    trail,
-};
+pub use freestone_core::{PAGE_BYTES, budget, consistency_group, device, limits, plug};
+// For the crates of Freestone.
+#[doc(hidden)]
+pub use freestone_core::{concurrency_limit, mutants, replace, sync, trail};
 pub use freestone_cow::cow;
 pub use freestone_drive::{faults, null, power, quantity, quiesce, view, zone};
 pub use freestone_image::{file, qcow2};

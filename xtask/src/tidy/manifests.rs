@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use toml::{Table, Value};
 
-use super::Problem;
+use super::{Problem, published};
 use crate::cargo::{RESEARCH, cargo};
 
 const ROOT: &str = "Cargo.toml";
@@ -14,8 +14,9 @@ const ROOT: &str = "Cargo.toml";
 /// End of the public registry's name in a lock file, also if a mirror is used.
 const REGISTRY: &str = concat!("/rust-lang/crates", ".io-index");
 
-/// Checks that a crate inherits lints and licence from the workspace.
-pub fn package(path: &Path, text: &str) -> Vec<Problem> {
+/// Checks that a crate inherits lints and licence from the workspace, and has the metadata of a published crate if it is
+/// published.
+pub fn package(path: &Path, text: &str, root: &Table) -> Vec<Problem> {
     let manifest: Table = match text.parse() {
         Ok(manifest) => manifest,
         Err(error) => return vec![Problem::new(path, 0, format!("cannot be read: {error}"))],
@@ -33,7 +34,27 @@ pub fn package(path: &Path, text: &str) -> Vec<Problem> {
     if !inherits(manifest.get("package").and_then(|package| package.get("license"))) {
         problems.push(Problem::new(path, 0, "license.workspace = true is missing"));
     }
+    problems.extend(published::package(path, &manifest, root));
     problems
+}
+
+/// Reads the manifest of the workspace.
+pub fn root() -> Result<Table> {
+    let text = fs::read_to_string(ROOT).with_context(|| format!("cannot read {ROOT}"))?;
+    text.parse().with_context(|| format!("cannot read {ROOT}"))
+}
+
+/// Checks the dependencies of the workspace on its own crates, and the compilers that other dependencies need.
+pub fn dependencies(root: &Table) -> Result<Vec<Problem>> {
+    let mut problems = published::versions(Path::new(ROOT), root)?;
+    let mut command = cargo();
+    let output =
+        command.args(["metadata", "--format-version", "1"]).output().context("cannot start cargo")?;
+    // A workspace without metadata is a problem that `locked` reports.
+    if output.status.success() {
+        problems.extend(published::compilers(Path::new(ROOT), root, &output.stdout)?);
+    }
+    Ok(problems)
 }
 
 /// Checks that every dependency comes from the public registry.
@@ -91,11 +112,12 @@ mod tests {
     #[test]
     fn missing_inheritance_is_found() {
         let path = Path::new("Cargo.toml");
-        let good = "[package]\nname = \"a\"\nlicense.workspace = true\n[lints]\nworkspace = true\n";
-        assert_eq!(package(path, good), []);
-        assert_eq!(package(path, "[package]\nname = \"a\"\nlicense = \"MIT\"\n").len(), 2);
-        assert_eq!(package(path, "[workspace]\n"), []);
-        assert_eq!(package(path, "[").len(), 1);
+        let found = |text: &str| package(path, text, &toml::Table::new()).len();
+        let own = "[package]\nname = \"a\"\npublish = false\n";
+        assert_eq!(found(&format!("{own}license.workspace = true\n[lints]\nworkspace = true\n")), 0);
+        assert_eq!(found(&format!("{own}license = \"MIT\"\n")), 2);
+        assert_eq!(found("[workspace]\n"), 0);
+        assert_eq!(found("["), 1);
     }
 
     #[test]

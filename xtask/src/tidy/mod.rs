@@ -2,9 +2,10 @@
 
 mod book;
 mod cycles;
-mod links;
+pub mod links;
 mod manifests;
 mod prose;
+pub mod published;
 mod sizes;
 mod source;
 
@@ -44,8 +45,9 @@ impl fmt::Display for Problem {
 pub fn run() -> Result<bool> {
     let mut problems = Vec::new();
     let texts = texts()?;
+    let root = manifests::root()?;
     for (path, text) in &texts {
-        problems.extend(check(path, text));
+        problems.extend(check(path, text, &root));
         if is_crate_root(path) {
             problems.extend(cycles::of(path)?);
         }
@@ -54,6 +56,7 @@ pub fn run() -> Result<bool> {
     problems.extend(sizes::problems(&texts));
     problems.extend(prose::record::problems(&hits(&texts))?);
     problems.extend(manifests::locked()?);
+    problems.extend(manifests::dependencies(&root)?);
     problems.extend(manifests::research()?);
     let figures = docs::problems()?;
     problems.extend(figures.into_iter().map(|(path, line, what)| Problem { path, line, what }));
@@ -97,7 +100,7 @@ fn is_crate_root(path: &Path) -> bool {
         && (path.ends_with("lib.rs") || path.ends_with("main.rs"))
 }
 
-fn check(path: &Path, text: &str) -> Vec<Problem> {
+fn check(path: &Path, text: &str, root: &toml::Table) -> Vec<Problem> {
     let name = path.file_name().unwrap_or_default();
     if name == "Cargo.lock" {
         // Cargo writes the name of the registry into lock files; the name is forbidden in other files.
@@ -107,7 +110,7 @@ fn check(path: &Path, text: &str) -> Vec<Problem> {
     match path.extension().and_then(|e| e.to_str()) {
         Some("rs") => problems.extend(source::rust(path, text)),
         Some("md") => problems.extend(links::relative(path, text)),
-        _ if name == "Cargo.toml" => problems.extend(manifests::package(path, text)),
+        _ if name == "Cargo.toml" => problems.extend(manifests::package(path, text, root)),
         _ => {}
     }
     problems
