@@ -51,6 +51,7 @@ pages! {
     explanation_snapshots: "docs/explanation/snapshots.md",
     how_to_access: "docs/how-to/access.md",
     how_to_ci: "docs/how-to/ci.md",
+    how_to_coming_from: "docs/how-to/coming-from.md",
     how_to_configuration_file: "docs/how-to/configuration-file.md",
     how_to_databases: "docs/how-to/databases.md",
     how_to_disk_per_connection: "docs/how-to/disk-per-connection.md",
