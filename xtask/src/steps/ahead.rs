@@ -10,21 +10,16 @@ use crate::torture;
 
 /// Step beside which the builds run.
 const BESIDE: Step = Step::Test;
-/// Lowest priority, so that the builds delay no test.
-const NICENESS: i32 = 19;
 
 /// Starts the builds of `later` steps if `step` is the one beside which they run. A later step runs its build again,
 /// which waits for cargo's lock, and reports errors. So nothing waits here for the builds, and their output is omitted.
+/// The builds have the usual priority: with a lower one, a step could wait for long on a busy machine.
 pub fn start(step: Step, later: &[Step]) {
     let builds: Vec<_> = later.iter().filter_map(|&step| build(step)).collect();
     if step != BESIDE || builds.is_empty() {
         return;
     }
     thread::spawn(move || {
-        // On Linux the priority is that of the thread, and its children inherit it.
-        if rustix::process::nice(NICENESS).is_err() {
-            return;
-        }
         for mut command in builds.into_iter().flatten() {
             drop(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status());
         }
