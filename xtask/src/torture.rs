@@ -61,7 +61,7 @@ pub enum Mode {
 }
 
 /// Known faults (`freestone::mutants`), the mode that finds each, and options: the failing calls or the first seed.
-const MUTANTS: [(&str, Mode, &[&str]); 30] = [
+const MUTANTS: [(&str, Mode, &[&str]); 31] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
     ("TooManyReads", Mode::Exact, &[]),
@@ -74,6 +74,7 @@ const MUTANTS: [(&str, Mode, &[&str]); 30] = [
     ("SpillsChangedPages", Mode::Exact, &[]),
     ("StaleCopy", Mode::Exact, &[]),
     ("GroupForgetsLastPage", Mode::Exact, &[]),
+    ("SpilledGroupForgetsPage", Mode::Exact, &[]),
     ("OriginForgetsSnapshot", Mode::Exact, &[]),
     ("LostWakeup", Mode::Exact, &[]),
     ("ExceptionsBeforeCopies", Mode::Exact, &[]),

@@ -28,6 +28,8 @@ pub enum Mutant {
     StaleCopy,
     /// A group of pages is freed although one page still refers to it.
     GroupForgetsLastPage,
+    /// The object of a spilled group is freed although one page still refers to it.
+    SpilledGroupForgetsPage,
     /// The last page of each leaf of an origin's page table is not preserved for its snapshot.
     OriginForgetsSnapshot,
     /// Unlocking a slot does not wake its waiters.
@@ -70,7 +72,7 @@ pub enum Mutant {
 
 /// All faults, from which `FREESTONE_MUTANT` selects one by name.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 30] = [
+pub const ALL: [Mutant; 31] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -82,6 +84,7 @@ pub const ALL: [Mutant; 30] = [
     Mutant::SpillsChangedPages,
     Mutant::StaleCopy,
     Mutant::GroupForgetsLastPage,
+    Mutant::SpilledGroupForgetsPage,
     Mutant::OriginForgetsSnapshot,
     Mutant::LostWakeup,
     Mutant::ExceptionsBeforeCopies,

@@ -47,7 +47,17 @@ mod pool {
 
 #[cfg(loom)]
 mod ram {
-    //! The part of RAM disks that loom models check: requests that wait for space.
+    //! The parts of RAM disks that loom models check: users of groups, and requests that wait for
+    //! space.
+    mod memory {
+        mod groups {
+            mod header;
+
+            #[cfg(test)]
+            mod header_models;
+        }
+    }
+
     mod waiting {
         mod space_waiters;
 

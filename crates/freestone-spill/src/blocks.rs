@@ -12,7 +12,8 @@
 //! thread that removes the last object frees the block. No object is removed before all are placed:
 //! otherwise the block could be freed while it is being filled.
 //!
-//! An object occupies one block or two, and counts in each.
+//! An object of a page occupies one block or two, that of a group of pages up to eight, and counts
+//! in each.
 
 use super::space::{MAX_BLOCKS, Run};
 use freestone_core::device::{Error, Result};
@@ -22,9 +23,13 @@ use freestone_core::sync::{AtomicU32, Ordering};
 pub const UNIT_BYTES: usize = 16;
 /// Number of units in a block.
 pub const BLOCK_UNITS: u64 = (super::space::BLOCK_BYTES / UNIT_BYTES) as u64;
-/// Number of units of the largest object, a whole page with its header, which never spans more than
-/// two blocks.
-pub const MAX_UNITS: u32 = BLOCK_UNITS as u32 + 1;
+/// Size of the largest object in bytes, without its header. Objects of groups of pages are larger
+/// than a page.
+pub const OBJECT_BYTES_MAX: usize = 28 << 10;
+/// Number of units of the largest object with its header.
+pub const MAX_UNITS: u32 = (OBJECT_BYTES_MAX / UNIT_BYTES) as u32 + 1;
+/// Largest number of blocks that an object spans.
+pub const OBJECT_BLOCKS_MAX: u64 = (MAX_UNITS as u64 - 2) / BLOCK_UNITS + 2;
 
 const LIVE_MASK: u32 = (1 << 9) - 1;
 const FIRST_SHIFT: u32 = 9;
@@ -142,9 +147,16 @@ impl Blocks {
 /// Iterates over the blocks of an object, with the number of its units in each block.
 fn parts(unit: u64, units: u32) -> impl Iterator<Item = (usize, u32)> {
     debug_assert!((1..=MAX_UNITS).contains(&units), "an object of {units} units");
-    let block = (unit / BLOCK_UNITS) as usize;
-    let here = units.min((BLOCK_UNITS - unit % BLOCK_UNITS) as u32);
-    [(block, here), (block + 1, units - here)].into_iter().filter(|&(_, part)| part > 0)
+    let (mut at, end) = (unit, unit + u64::from(units));
+    std::iter::from_fn(move || {
+        (at < end).then(|| {
+            let block = at / BLOCK_UNITS;
+            let next = ((block + 1) * BLOCK_UNITS).min(end);
+            let part = (next - at) as u32;
+            at = next;
+            (block as usize, part)
+        })
+    })
 }
 
 #[cfg(not(loom))]
@@ -165,12 +177,15 @@ mod tests {
     use crate::space::Space;
     use freestone_core::sync::{Arc, Mutex};
 
-    const BLOCKS: u64 = 6;
+    const BLOCKS: u64 = 10;
+    /// Number of units of a whole page with its header.
+    const PAGE_UNITS: u32 = BLOCK_UNITS as u32 + 1;
 
     /// Sizes in units of objects to place one after another from a run's start; true leaves a gap
     /// after the object.
     fn any_objects() -> impl Strategy<Value = Vec<(u32, bool)>> {
-        let units = prop_oneof![1..10_u32, 1..=MAX_UNITS, Just(MAX_UNITS), Just(1)];
+        let units =
+            prop_oneof![1..10_u32, 1..=PAGE_UNITS, 1..=MAX_UNITS, Just(PAGE_UNITS), Just(MAX_UNITS), Just(1)];
         proptest::collection::vec((units, any::<bool>()), 1..60)
     }
 
@@ -264,18 +279,34 @@ mod tests {
     }
 
     #[test]
-    fn largest_object_spans_two_blocks() {
+    fn largest_page_spans_two_blocks() {
         let blocks = Blocks::new(2).unwrap();
         for offset in 0..BLOCK_UNITS {
             blocks.open(Run { start: 0, blocks: 2 });
-            blocks.place(offset, MAX_UNITS);
+            blocks.place(offset, PAGE_UNITS);
             assert_eq!(blocks.live(0), (BLOCK_UNITS - offset) as u32);
-            assert_eq!(blocks.live(1), MAX_UNITS - blocks.live(0));
+            assert_eq!(blocks.live(1), PAGE_UNITS - blocks.live(0));
             assert_eq!((blocks.first(0), blocks.first(1)), (Some(offset as u32), None));
             let mut freed = Vec::new();
-            blocks.remove(offset, MAX_UNITS, |block| freed.push(block));
+            blocks.remove(offset, PAGE_UNITS, |block| freed.push(block));
             assert_eq!(freed, [0, 1]);
         }
+    }
+
+    #[test]
+    fn largest_object_spans_at_most_the_stated_blocks() {
+        let blocks = Blocks::new(OBJECT_BLOCKS_MAX).unwrap();
+        let mut most = 0;
+        for offset in 0..BLOCK_UNITS {
+            blocks.open(Run { start: 0, blocks: OBJECT_BLOCKS_MAX as u32 });
+            blocks.place(offset, MAX_UNITS);
+            assert_eq!((0..OBJECT_BLOCKS_MAX).map(|block| blocks.live(block)).sum::<u32>(), MAX_UNITS);
+            assert!((1..OBJECT_BLOCKS_MAX).all(|block| blocks.first(block).is_none()));
+            let mut freed = Vec::new();
+            blocks.remove(offset, MAX_UNITS, |block| freed.push(block));
+            most = most.max(freed.len());
+        }
+        assert_eq!(most as u64, OBJECT_BLOCKS_MAX);
     }
 
     #[test]

@@ -9,6 +9,9 @@
 //! with a fingerprint of the copy instead: 128 bits of XXH3 with a random seed. A copy of a changed
 //! page is freed by that eviction, or by a [sweep](CleanCopies::sweep).
 //!
+//! A group of pages that is read back keeps its object in the same way. The slot of the copy is the
+//! group's header.
+//!
 //! Each object on the device belongs to one slot or to one entry of this table, never to both.
 //!
 //! Lock order: `state` is a leaf lock.
@@ -31,6 +34,8 @@ pub struct CleanCopy {
     pub unit: u64,
     /// Size of the object in bytes.
     pub stored: u32,
+    /// Number of pages in the object: 1, or those of a group.
+    pub pages: u32,
 }
 
 /// Content that a slot needs from a copy: the object's bytes, and what its header must say.
@@ -121,6 +126,11 @@ impl CleanCopies {
             && entry.copy.stored as usize == content.object.len()
             && (entry.fingerprint == self.fingerprint(content) || mutants::on(Mutant::StaleCopy));
         Some(if is_same { Ok(entry.copy) } else { Err(entry.copy) })
+    }
+
+    /// Removes the copy of a slot, whatever its content is. The caller must free the copy.
+    pub fn take_any(&self, (table, slot): (u32, u64)) -> Option<CleanCopy> {
+        self.state.lock().remove(table, slot).map(|entry| entry.copy)
     }
 
     /// Removes up to `count` of the oldest copies, which the caller must free.

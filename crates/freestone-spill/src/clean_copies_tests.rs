@@ -5,7 +5,7 @@ fn content(object: &[u8]) -> CopyContent<'_> {
 }
 
 fn copy(unit: u64) -> CleanCopy {
-    CleanCopy { unit, stored: 3 }
+    CleanCopy { unit, stored: 3, pages: 1 }
 }
 
 #[test]

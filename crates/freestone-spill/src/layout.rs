@@ -1,12 +1,12 @@
-//! The packed layout: objects (stored pages) on the backing device, each after a header, tightly
-//! packed.
+//! The packed layout: objects (stored pages and groups of pages) on the backing device, each after a
+//! header, tightly packed.
 //!
 //! ```text
 //! bytes  0-3   checksum   low half of the XXH3 (64 bits) of bytes 4 to 15 and of the object
 //! byte   4     version    0xF5
-//! byte   5     algorithm  number of the object's algorithm, as in the slot
-//! bytes  6-7   length     bytes of the object, 1 to 4096
-//! bytes  8-15  owner      table and slot, as in the pool's back-references
+//! byte   5     algorithm  number of the object's algorithm, as in the slot; 4 for a group of pages
+//! bytes  6-7   length     bytes of the object, 1 to 28672; of a page at most 4096
+//! bytes  8-15  owner      table and slot, as in the pool's back-references; of a group its header
 //! bytes 16-    object, then zeroes up to a multiple of 16 bytes, where the next header begins
 //! ```
 //!
@@ -23,18 +23,20 @@ use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 pub use super::blocks::UNIT_BYTES;
-use super::blocks::{BLOCK_UNITS, MAX_UNITS};
+use super::blocks::{BLOCK_UNITS, MAX_UNITS, OBJECT_BYTES_MAX};
 use super::space::{BLOCK_BYTES, Run};
-use freestone_core::PAGE_BYTES;
 use freestone_core::device::IoBuf;
+use freestone_core::slot::Word;
 
 const HEADER_BYTES: usize = size_of::<Header>();
 const CHECKSUM_BYTES: usize = size_of::<U32>();
 /// Version byte of a header, which also marks the header as valid.
 const VERSION: u8 = 0xF5;
+/// Algorithm in the header of a group of pages. The algorithms of pages are smaller.
+pub const GROUP_ALGORITHM: u8 = 4;
 
 const _: () = assert!(HEADER_BYTES == 16 && HEADER_BYTES == UNIT_BYTES);
-const _: () = assert!(units(PAGE_BYTES) == MAX_UNITS);
+const _: () = assert!(units(OBJECT_BYTES_MAX) == MAX_UNITS && OBJECT_BYTES_MAX <= u16::MAX as usize);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -53,8 +55,28 @@ impl Header {
     }
 
     #[cfg(test)]
-    pub fn algorithm(&self) -> u8 {
+    fn algorithm(&self) -> u8 {
         self.algorithm
+    }
+}
+
+/// An object on the backing device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Unit (of 16 bytes) of the device at which the object's header begins.
+    pub unit: u64,
+    /// Size of the object in bytes; of a group of pages, rounded up to whole units.
+    pub stored: u32,
+    /// Algorithm in the object's header.
+    pub algorithm: u8,
+}
+
+impl Place {
+    /// Returns the place of the object of a spilled page that is not in a group.
+    pub fn of(word: Word) -> Self {
+        debug_assert!(!word.is_spilled_in_group());
+        let stored = word.spilled_bytes() as u32;
+        Self { unit: word.location(), stored, algorithm: word.algorithm() as u8 }
     }
 }
 
@@ -87,11 +109,15 @@ impl Packer {
         Self { buf, run, at: 0, capacity }
     }
 
-    /// Adds an object of 1 to 4096 bytes. Returns the unit of its header on the device, or `None`
+    /// Adds an object of 1 to [`OBJECT_BYTES_MAX`] bytes. Returns the unit of its header on the device, or `None`
     /// if the run is full.
     #[inline]
     pub fn push(&mut self, owner: u64, algorithm: u8, object: &[u8]) -> Option<u64> {
-        assert!((1..=PAGE_BYTES).contains(&object.len()), "an object of {} bytes is packed", object.len());
+        assert!(
+            (1..=OBJECT_BYTES_MAX).contains(&object.len()),
+            "an object of {} bytes is packed",
+            object.len()
+        );
         let end = self.at + units(object.len()) as usize * UNIT_BYTES;
         let place = self.buf[..self.capacity].get_mut(self.at..end)?;
         let mut header = Header {
@@ -128,7 +154,7 @@ fn parse(buf: &[u8], at: usize) -> Option<(Header, &[u8])> {
     let rest = buf.get(at..)?;
     let (header, _) = Header::read_from_prefix(rest).ok()?;
     let len = usize::from(header.len.get());
-    if header.version != VERSION || !(1..=PAGE_BYTES).contains(&len) {
+    if header.version != VERSION || !(1..=OBJECT_BYTES_MAX).contains(&len) {
         return None;
     }
     let whole = rest.get(..HEADER_BYTES + len)?;
@@ -136,11 +162,13 @@ fn parse(buf: &[u8], at: usize) -> Option<(Header, &[u8])> {
 }
 
 /// Returns the object whose header begins at byte `at` of `buf`; `None` if the object is
-/// incomplete, damaged, or not the expected one.
+/// incomplete, damaged, or not the expected one. `len` is the size of the object in bytes, for a
+/// group of pages rounded up to whole units.
 #[inline]
 pub fn object_at(buf: &[u8], at: usize, owner: u64, len: usize, algorithm: u8) -> Option<&[u8]> {
     let (header, object) = parse(buf, at)?;
-    (header.owner() == owner && object.len() == len && header.algorithm == algorithm).then_some(object)
+    let has_size = object.len() == len || algorithm == GROUP_ALGORITHM && units(object.len()) == units(len);
+    (header.owner() == owner && has_size && header.algorithm == algorithm).then_some(object)
 }
 
 /// Iterates over successive objects from the header at byte `from` of `buf`, with the positions of
@@ -161,6 +189,7 @@ mod tests {
 
     use super::*;
     use crate::blocks::Blocks;
+    use freestone_core::PAGE_BYTES;
 
     const STALE: u8 = 0xEE;
 
@@ -174,7 +203,10 @@ mod tests {
     }
 
     fn any_lens() -> impl Strategy<Value = Vec<usize>> {
-        let len = prop_oneof![1..64_usize, 1..=PAGE_BYTES, Just(PAGE_BYTES), Just(1), Just(16), Just(17)];
+        let len = prop_oneof![
+            5 => prop_oneof![1..64_usize, 1..=PAGE_BYTES, Just(PAGE_BYTES), Just(1), Just(16), Just(17)],
+            1 => 1..=OBJECT_BYTES_MAX,
+        ];
         proptest::collection::vec(len, 0..60)
     }
 
@@ -201,7 +233,9 @@ mod tests {
                 prop_assert_eq!(*unit, start * BLOCK_UNITS + (at / UNIT_BYTES) as u64);
                 prop_assert_eq!(object_at(data, at, *owner, bytes.len(), *algorithm), Some(&bytes[..]));
                 prop_assert_eq!(object_at(data, at, owner ^ 1, bytes.len(), *algorithm), None);
-                prop_assert_eq!(object_at(data, at, *owner, bytes.len() + 1, *algorithm), None);
+                // Sizes of groups are rounded up to whole units.
+                let more = if *algorithm == GROUP_ALGORITHM { UNIT_BYTES } else { 1 };
+                prop_assert_eq!(object_at(data, at, *owner, bytes.len() + more, *algorithm), None);
                 prop_assert_eq!(object_at(data, at, *owner, bytes.len(), algorithm ^ 1), None);
                 let end = at + units(bytes.len()) as usize * UNIT_BYTES;
                 prop_assert!(data[at + HEADER_BYTES + bytes.len()..end].iter().all(|&byte| byte == 0));
@@ -297,8 +331,8 @@ mod tests {
         #[test]
         fn walk_of_forged_headers_stays_in_bounds(
             version in prop_oneof![3 => Just(VERSION), 1 => any::<u8>()],
-            len in prop_oneof![Just(0_u16), 1..=4096_u16, 4097..9000_u16, any::<u16>()],
-            room in 0..9000_usize,
+            len in prop_oneof![Just(0_u16), 1..=4096_u16, 28_600..28_700_u16, any::<u16>()],
+            room in prop_oneof![0..9000_usize, 28_000..29_000_usize],
         ) {
             let mut bytes = vec![7; HEADER_BYTES + room];
             let header = Header { checksum: U32::ZERO, version, algorithm: 0, len: U16::new(len), owner: U64::new(1) };
@@ -308,7 +342,7 @@ mod tests {
                 let sum = checksum(whole);
                 bytes[..CHECKSUM_BYTES].copy_from_slice(&sum.to_le_bytes());
             }
-            let sound = version == VERSION && (1..=4096).contains(&len) && whole <= bytes.len();
+            let sound = version == VERSION && (1..=28_672).contains(&len) && whole <= bytes.len();
             prop_assert_eq!(walk(&bytes, 0).count(), usize::from(sound));
         }
     }

@@ -1,7 +1,7 @@
 //! Grouping of page reads from the backing device, and verification of the pages read.
 
 use super::blocks::BLOCK_UNITS;
-use super::layout;
+use super::layout::{self, Place};
 use super::space::BLOCK_BYTES;
 use super::store::Store;
 use freestone_core::slot::Word;
@@ -16,7 +16,9 @@ const GAP_BLOCKS: u64 = 4;
 pub struct Spilled {
     pub slot: u64,
     pub word: Word,
-    /// Owner (table and slot) in the header of the page's object on the device.
+    /// Object of the page, or of its group.
+    pub place: Place,
+    /// Owner (table and slot) in the header of the object.
     pub header_owner: u64,
 }
 
@@ -31,11 +33,11 @@ pub struct ReadGroup<T> {
 impl Store {
     /// Groups pages that are close together on the device, so that one request reads them.
     pub fn group_reads<T: AsRef<Spilled>>(&self, mut all: Vec<T>) -> Vec<ReadGroup<T>> {
-        all.sort_unstable_by_key(|one| one.as_ref().word.location());
+        all.sort_unstable_by_key(|one| one.as_ref().place.unit);
         let gap = if self.is_packed() { GAP_BLOCKS } else { 0 };
         let mut groups: Vec<ReadGroup<T>> = Vec::new();
         for one in all {
-            let (start, blocks) = self.blocks_of(one.as_ref().word);
+            let (start, blocks) = self.blocks_of(one.as_ref().place);
             if let Some(near) = groups.last_mut() {
                 let end = near.first + u64::from(near.blocks);
                 let to = end.max(start + u64::from(blocks));
@@ -50,14 +52,14 @@ impl Store {
         groups
     }
 
-    /// Extracts the object of a page (in the plain layout its content) from `buffer`, which
-    /// contains the blocks from `first` on. Returns `None` if the object is damaged, and counts a
+    /// Extracts the object of a page or of its group (in the plain layout the page) from `buffer`,
+    /// which contains the blocks from `first` on. Returns `None` if the object is damaged, and counts a
     /// failed read.
     pub fn object<'b>(&self, spilled: &Spilled, first: u64, buffer: &'b [u8]) -> Option<&'b [u8]> {
-        let Spilled { slot: _, word, header_owner } = *spilled;
-        let at = (word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
+        let Spilled { place: Place { unit, stored, algorithm }, header_owner, .. } = *spilled;
+        let at = (unit - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;
         let object = if self.is_packed() {
-            layout::object_at(buffer, at, header_owner, word.spilled_bytes(), word.algorithm() as u8)
+            layout::object_at(buffer, at, header_owner, stored as usize, algorithm)
         } else {
             buffer.get(at..at + BLOCK_BYTES)
         };

@@ -16,13 +16,12 @@ use super::blocks::{BLOCK_UNITS, Blocks};
 use super::budget::Budget;
 use super::clean_copies::{CleanCopies, CleanCopy, CopyContent};
 use super::deadline::Deadline;
-use super::layout;
+use super::layout::{self, Place};
 use super::reads::{QueuedRead, ReadError, Reads, SpareBuffers, TimedOutRead};
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Space};
 use freestone_core::clock::now_ms;
 use freestone_core::device::{Completion, Device, Error, Flags, IoBuf, Request};
 use freestone_core::percpu::Counters;
-use freestone_core::slot::Word;
 use freestone_core::sync::{AtomicU32, Ordering};
 
 /// Size of the largest write in blocks.
@@ -70,7 +69,7 @@ pub(super) mod counter {
     pub const PAGES: usize = 4;
     /// Total bytes of the stored pages, without headers.
     pub const LIVE_BYTES: usize = 5;
-    /// Number of clean copies, and the bytes of their objects.
+    /// Number of pages of clean copies, and the bytes of the copies' objects.
     pub const COPIES: usize = 6;
     pub const COPIED_BYTES: usize = 7;
     pub const COUNT: usize = 8;
@@ -161,6 +160,12 @@ impl Store {
         self.count_pages(pages as i64, stored as i64);
     }
 
+    /// Counts pages whose slots no longer refer to the device, and the bytes of objects to which no
+    /// slot refers any more. The caller frees these objects.
+    pub fn count_left(&self, pages: u64, stored: u64) {
+        self.count_pages(-(pages as i64), -(stored as i64));
+    }
+
     /// Frees the space of a page counted by [`count_written_back`](Self::count_written_back).
     pub fn release(&self, unit: u64, stored: usize) {
         self.count_pages(-1, -(stored as i64));
@@ -183,14 +188,32 @@ impl Store {
     /// `table`, as a clean copy. Frees the object instead if blocks are short. The pool has
     /// `pool_pages` pages.
     pub fn keep_copy(&self, slot: (u32, u64), unit: u64, content: CopyContent<'_>, pool_pages: u64) {
+        self.count_left(1, content.object.len() as u64);
+        self.keep_object(slot, unit, 1, content, pool_pages);
+    }
+
+    /// As [`keep_copy`](Self::keep_copy), for an object of `pages` pages that is not counted as
+    /// written back any more.
+    pub fn keep_object(
+        &self,
+        slot: (u32, u64),
+        unit: u64,
+        pages: u32,
+        content: CopyContent<'_>,
+        pool_pages: u64,
+    ) {
         let stored = content.object.len();
         if self.is_short() {
-            return self.release(unit, stored);
+            return self.free_object(unit, stored);
         }
-        self.count_pages(-1, -(stored as i64));
-        self.count_copies(1, stored as i64);
-        let copy = CleanCopy { unit, stored: stored as u32 };
+        let copy = CleanCopy { unit, stored: stored as u32, pages };
+        self.count_copies(copy, 1);
         self.free_copies(self.copies.insert(slot, copy, content, pool_pages));
+    }
+
+    /// Frees the clean copy of a slot, if there is one.
+    pub fn free_copy(&self, slot: (u32, u64)) {
+        self.free_copies(self.copies.take_any(slot));
     }
 
     /// Returns the unit of the clean copy of a page that leaves memory, if its content is unchanged.
@@ -199,7 +222,7 @@ impl Store {
     pub fn take_copy(&self, slot: (u32, u64), content: CopyContent<'_>) -> Option<u64> {
         match self.copies.take(slot, content)? {
             Ok(copy) => {
-                self.count_copies(-1, -i64::from(copy.stored));
+                self.count_copies(copy, -1);
                 Some(copy.unit)
             }
             Err(changed) => {
@@ -233,17 +256,18 @@ impl Store {
     /// Frees copies that were removed from the table. Returns true if there was one.
     fn free_copies(&self, copies: impl IntoIterator<Item = CleanCopy>) -> bool {
         let mut any = false;
-        for CleanCopy { unit, stored } in copies {
-            self.count_copies(-1, -i64::from(stored));
-            self.free_object(unit, stored as usize);
+        for copy in copies {
+            self.count_copies(copy, -1);
+            self.free_object(copy.unit, copy.stored as usize);
             any = true;
         }
         any
     }
 
-    fn count_copies(&self, copies: i64, bytes: i64) {
-        self.counters.add(counter::COPIES, copies);
-        self.counters.add(counter::COPIED_BYTES, bytes);
+    /// Adds a clean copy to the counters (`sign` 1), or subtracts the copy (-1).
+    fn count_copies(&self, copy: CleanCopy, sign: i64) {
+        self.counters.add(counter::COPIES, sign * i64::from(copy.pages));
+        self.counters.add(counter::COPIED_BYTES, sign * i64::from(copy.stored));
     }
 
     /// Returns true if free blocks are too few for clean copies.
@@ -257,10 +281,9 @@ impl Store {
 
     // ---- reading --------------------------------------------------------------------------------
 
-    /// Returns the first block and the number of blocks that contain a written-back page.
-    pub fn blocks_of(&self, spilled: Word) -> (u64, u32) {
-        let (unit, stored) = (spilled.location(), spilled.spilled_bytes());
-        let last = (unit + u64::from(self.units(stored)) - 1) / BLOCK_UNITS;
+    /// Returns the first block and the number of blocks that contain an object.
+    pub fn blocks_of(&self, Place { unit, stored, .. }: Place) -> (u64, u32) {
+        let last = (unit + u64::from(self.units(stored as usize)) - 1) / BLOCK_UNITS;
         let first = unit / BLOCK_UNITS;
         (first, (last - first + 1) as u32)
     }

@@ -96,6 +96,11 @@ impl<W> Flights<W> {
         }
     }
 
+    /// Returns true if requests wait in the flight of a locked slot.
+    pub fn has_waiters(&self, guard: &SlotGuard<'_>) -> bool {
+        self.shard(number(guard)).get(&number(guard)).is_some_and(|flight| !flight.waiting.is_empty())
+    }
+
     /// Ends the flight of a locked slot: calls `new` with the word before the flight, publishes the returned
     /// word, and unlocks the slot.
     pub fn land(&self, guard: SlotGuard<'_>, new: impl FnOnce(Word) -> Word) -> FlightResult<W> {

@@ -5,13 +5,13 @@
 //! | 0     | lock           | a thread works on this slot |
 //! | 1     | waiter         | threads sleep in the parking table until the slot is unlocked |
 //! | 2-4   | kind           | see [`Kind`] |
-//! | 5-6   | algorithm      | algorithm of the object, 0 to 3 (0 is the primary); in a grouped slot, the number of reads, at most 3 |
+//! | 5-6   | algorithm      | algorithm of the object, 0 to 3 (0 is the primary); in a grouped slot, the number of reads, at most 3; in a spilled slot of size 0, 1 for a page of a group |
 //! | 7     | idle           | not accessed since it was marked idle |
 //! | 8     | picked         | a background pass works on the page, which has not changed since |
 //! | 9     | incompressible | all algorithms failed to compress the page |
 //! | 10-15 | age            | epoch of the last access (see `age`); in a picked slot, the tag of the pass |
-//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page; in a grouped slot, the page's share |
-//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number; grouped: the place in a group |
+//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page or a page of a group; in a grouped slot, the page's share |
+//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number; a page of a group, in memory or spilled: the place in the group |
 //!
 //! A word of kind [`Kind::Base`] has the kind field of an empty slot, and a size, which an empty slot does not have.
 
@@ -61,6 +61,9 @@ const AGE_MASK: u64 = (AGES as u64 - 1) << AGE_SHIFT;
 const SIZE_SHIFT: u32 = 16;
 const SIZE_MASK: u64 = 0xFFF << SIZE_SHIFT;
 const LOCATION_SHIFT: u32 = 28;
+/// Algorithm field of a spilled slot whose page is in a group. The size field is 0 then; whole pages have
+/// algorithm 0.
+const SPILLED_IN_GROUP: u8 = 1;
 
 /// Number of different values of the age field.
 pub const AGES: usize = 64;
@@ -120,7 +123,21 @@ impl Word {
     /// Returns the word of a page whose object of `size` bytes (0 means a whole page) is at `location` on the
     /// backing device.
     pub const fn spilled(location: u64, size: u32, algorithm: u8) -> Self {
+        debug_assert!(size > 0 || algorithm == 0);
         Self::new(Kind::Spilled, algorithm, size, location)
+    }
+
+    /// Returns the word of a page whose group is on the backing device. `place` is as for
+    /// [`grouped`](Self::grouped).
+    pub const fn spilled_in_group(place: u64) -> Self {
+        Self::new(Kind::Spilled, SPILLED_IN_GROUP, 0, place)
+    }
+
+    /// Returns true if the page's group is on the backing device.
+    #[inline]
+    pub fn is_spilled_in_group(self) -> bool {
+        self.kind() == Kind::Spilled
+            && self.0 & (ALGORITHM_MASK | SIZE_MASK) == u64::from(SPILLED_IN_GROUP) << ALGORITHM_SHIFT
     }
 
     /// Returns the kind of the slot's content.
@@ -181,7 +198,7 @@ impl Word {
         }
     }
 
-    /// Returns the size in bytes of a written-back object on the backing device.
+    /// Returns the size in bytes of a written-back object on the backing device. The page is not in a group.
     #[inline]
     pub const fn spilled_bytes(self) -> usize {
         match (self.0 >> SIZE_SHIFT) & 0xFFF {
@@ -364,7 +381,7 @@ mod tests {
             assert_eq!(fields, (Kind::Compressed, 77, 1234, 2));
         }
         assert_eq!(Word::EMPTY.touched(9), Word::EMPTY);
-        assert_eq!(Word::spilled(5, 0, 1).spilled_bytes(), 4096);
+        assert_eq!(Word::spilled(5, 0, 0).spilled_bytes(), 4096);
         assert_eq!(Word::spilled(5, 17, 1).spilled_bytes(), 17);
         let spilled = word.spilled_to(9, false);
         assert_eq!((spilled.kind(), spilled.location(), spilled.spilled_bytes()), (Kind::Spilled, 9, 1234));
@@ -402,5 +419,11 @@ mod tests {
         assert_eq!(read.without_reads(), word.with_age(19));
         assert_eq!(word.picked(5).read_in_group(18), word.picked(5));
         assert_eq!((read.kind(), read.location(), read.memory_bytes()), (Kind::Grouped, top, 4095));
+        let spilled = Word::spilled_in_group(top);
+        assert!(spilled.is_spilled_in_group() && spilled.touched(9).is_spilled_in_group());
+        assert_eq!((spilled.kind(), spilled.location(), spilled.memory_bytes()), (Kind::Spilled, top, 0));
+        let others =
+            [word, Word::spilled(5, 0, 0), Word::spilled(5, 17, 1), Word::huge(5).spilled_to(9, false)];
+        assert!(others.iter().all(|word| !word.is_spilled_in_group()));
     }
 }

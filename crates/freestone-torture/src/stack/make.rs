@@ -403,12 +403,13 @@ impl World {
                 groups.groups,
                 groups.pages,
                 groups.bytes,
+                groups.spilled_pages,
                 backing.used_bytes,
                 backing.live_bytes,
                 backing.spilled_pages,
                 u64::from(backing.abandoned_writes),
             ];
-            if left != [0; 13] {
+            if left != [0; 14] {
                 return finding(format!(
                     "family {at} did not release everything: {stat:?} {memory:?} {groups:?} {backing:?}"
                 ));

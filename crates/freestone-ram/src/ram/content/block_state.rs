@@ -52,12 +52,16 @@ impl BlockState {
 
     fn of(index: u64, word: Word, packed: bool, accessed: Option<Duration>) -> Self {
         let kind = word.kind();
+        let is_whole = kind == Kind::Spilled
+            && packed
+            && !word.is_spilled_in_group()
+            && word.spilled_bytes() == PAGE_BYTES;
         Self {
             index,
             accessed,
             same: matches!(kind, Kind::Same | Kind::Pattern),
             written_back: matches!(kind, Kind::Spilled | Kind::InFlight),
-            huge: kind == Kind::Huge || kind == Kind::Spilled && packed && word.spilled_bytes() == PAGE_BYTES,
+            huge: kind == Kind::Huge || is_whole,
             idle: word.is_idle(),
             recompressed: kind == Kind::Grouped || word.algorithm() > 0,
             incompressible: word.is_incompressible(),

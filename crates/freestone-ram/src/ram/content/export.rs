@@ -3,7 +3,7 @@
 //! Written-back pages are read from the backing device and stay there. Their slots do not go in
 //! flight, so no request waits for these reads. A snapshot's page does not change, so the bytes
 //! read are valid if their blocks were not reused during the read. The blocks' generations show
-//! that.
+//! that. Pages of groups, in memory or on the device, are copied as pages of their own.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,11 +15,14 @@ use crate::ram::device::chain::Role;
 use crate::ram::device::parent::Parent;
 use crate::ram::device::source::{Incoming, next_in};
 use crate::ram::geometry::next_multiple;
+use crate::ram::memory::groups;
+use crate::ram::memory::groups::object_reader::ObjectReader;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Device, Error};
 use freestone_core::pin;
-use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
+use freestone_core::slot::{Kind, LEAF_SLOTS};
 use freestone_core::sync::mpsc;
+use freestone_spill::layout::Place;
 use freestone_spill::objects::{ReadGroup, Spilled};
 use freestone_spill::store::Store;
 
@@ -89,10 +92,11 @@ impl CollectedPages {
     }
 }
 
-/// A written-back page, with the generations of its first and last block when its slot was read.
+/// A written-back page, with the [sum of the generations](generations) of the blocks of its object
+/// when its slot was read.
 struct OnDevice {
     spilled: Spilled,
-    generations: [u32; 2],
+    generations: u64,
 }
 
 impl AsRef<Spilled> for OnDevice {
@@ -311,9 +315,9 @@ impl Ram {
                     Kind::Empty | Kind::Base => return Found::Parent,
                     Kind::InFlight => return Found::InFlight,
                     Kind::Spilled => {
-                        let spilled = Spilled { slot: page, word, header_owner: layer.header_owner(page) };
-                        let generations =
-                            pages.store.as_ref().map_or([0; 2], |store| generations(store, word));
+                        let spilled = pages.spilled(page, word, layer.header_owner(page));
+                        let place = spilled.place;
+                        let generations = pages.store.as_ref().map_or(0, |store| generations(store, place));
                         return Found::Spilled(OnDevice { spilled, generations });
                     }
                     Kind::Same => StoredForm::Same(word.location() as u32),
@@ -369,6 +373,7 @@ impl Ram {
         }
         drop(answer);
         let mut failed = Vec::new();
+        let mut reader = GroupOnDevice::default();
         // Every read completes, at the latest by its time-out.
         while let Ok((number, outcome)) = answers.recv() {
             let Some(ReadGroup { first, pages, .. }) = waiting[number].take() else { continue };
@@ -377,17 +382,39 @@ impl Ram {
                 continue;
             };
             for found in pages {
-                if generations(store, found.spilled.word) != found.generations {
+                if generations(store, found.spilled.place) != found.generations {
                     again.push(found.spilled.slot);
                 } else if let Some(object) = store.object(&found.spilled, first, &buffer) {
-                    self.add_spilled(store, &found.spilled, object, into);
+                    if found.spilled.word.is_spilled_in_group() {
+                        self.add_grouped(&found.spilled, object, &mut reader, into);
+                    } else {
+                        self.add_spilled(store, &found.spilled, object, into);
+                    }
                 } else {
                     failed.push(found);
                 }
             }
+            // The next buffer may have another group at the same place.
+            reader.place = None;
         }
         failed.extend(waiting.into_iter().flatten().flat_map(|group| group.pages));
         failed
+    }
+
+    /// Adds a page of a group, whose object was read from the backing device.
+    fn add_grouped(
+        &self,
+        spilled: &Spilled,
+        object: &[u8],
+        reader: &mut GroupOnDevice,
+        into: &mut CollectedPages,
+    ) {
+        match reader.page(spilled, object) {
+            Ok(content) => Self::push_page(spilled.slot, content, self.0.pages.codecs.strongest(), into),
+            Err(error) => {
+                into.push(spilled.slot, StoredForm::Lost { permanent: error == Error::Media }, &[]);
+            }
+        }
     }
 
     /// Adds a written-back page, given as the object read from the backing device.
@@ -402,10 +429,30 @@ impl Ram {
     }
 }
 
-/// Returns the generations of the first and last block of a written-back page's object: how often
-/// each block was reused.
-fn generations(store: &Store, spilled: Word) -> [u32; 2] {
-    let (first, count) = store.blocks_of(spilled);
-    let last = first + u64::from(count) - 1;
-    [store.map().generation(first), store.map().generation(last)]
+/// The group on the backing device whose pages are read. Successive pages of a group decompress it
+/// once.
+#[derive(Default)]
+struct GroupOnDevice {
+    reader: Option<ObjectReader>,
+    place: Option<Place>,
+}
+
+impl GroupOnDevice {
+    fn page(&mut self, spilled: &Spilled, object: &[u8]) -> Result<&Page, Error> {
+        let reader = self.reader.take().map_or_else(ObjectReader::new, Ok)?;
+        let reader = self.reader.insert(reader);
+        if self.place != Some(spilled.place) {
+            reader.begin();
+            self.place = Some(spilled.place);
+        }
+        let read = reader.page_of(object, groups::position_of(spilled.word));
+        read.inspect_err(|_| self.place = None)
+    }
+}
+
+/// Returns the sum of the generations of an object's blocks. A generation counts how often the block
+/// was reused, so an equal sum later means that no block was reused.
+fn generations(store: &Store, place: Place) -> u64 {
+    let (first, count) = store.blocks_of(place);
+    (first..first + u64::from(count)).map(|block| u64::from(store.map().generation(block))).sum()
 }

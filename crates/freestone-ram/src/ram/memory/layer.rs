@@ -159,12 +159,17 @@ impl Layer {
     #[inline]
     pub fn has_space(&self, bytes: usize) -> bool {
         let cap = self.cap();
-        cap == u64::MAX || self.fits_cap(cap, bytes)
+        cap == u64::MAX || self.fits_cap(cap, Pool::charged_bytes(bytes))
+    }
+
+    /// As [`has_space`](Self::has_space), for objects that are charged with `charged` bytes in total.
+    pub fn has_space_for(&self, charged: u64) -> bool {
+        let cap = self.cap();
+        cap == u64::MAX || self.fits_cap(cap, charged)
     }
 
     #[cold]
-    fn fits_cap(&self, cap: u64, bytes: usize) -> bool {
-        let wanted = Pool::charged_bytes(bytes);
+    fn fits_cap(&self, cap: u64, wanted: u64) -> bool {
         // Relaxed: an approximation. Near the limit the exact sum decides.
         let about = self.charged.load(Ordering::Relaxed);
         let slack = CHARGE_FOLD_BYTES * freestone_core::percpu::cpus() as u64;
@@ -199,7 +204,7 @@ impl Layer {
 
     /// Updates the counters for a written-back page that moved back to memory.
     pub fn account_faulted_in(&self, layers: &Layers, word: Word) {
-        self.counters.add(stored::COMPRESSED_BYTES, word.stored_bytes() as i64);
+        self.counters.add(stored::COMPRESSED_BYTES, word.memory_bytes() as i64);
         self.counters.add(stored::SAME_PAGES, i64::from(matches!(word.kind(), Kind::Same | Kind::Pattern)));
         self.counters.add(stored::HUGE_PAGES, i64::from(word.kind() == Kind::Huge));
         self.charge(layers, charge_of(word));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{Backing, Config, Secondary, SetupError};
-use super::groups::Groups;
+use super::groups::{self, Groups};
 use super::layer::{Layer, Layers};
 use super::limits::{HIGH_PERCENT, LOW_PERCENT};
 use super::retiring::Retiring;
@@ -16,9 +16,12 @@ use crate::ram::geometry::PAGE;
 use crate::ram::waiting::full_policy::SpacePolicy;
 use crate::ram::waiting::keeper::Keeper;
 use crate::ram::waiting::removals::Removals;
+use freestone_core::PAGE_BYTES;
 use freestone_core::device;
 use freestone_core::slot::{Common, Kind, SlotGuard, Word};
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering, thread};
+use freestone_spill::layout::Place;
+use freestone_spill::objects::Spilled;
 use freestone_spill::store::Store;
 
 /// Poll interval while waiting for [`Pages::background`].
@@ -26,8 +29,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The memory and backing device shared by a family's devices.
 ///
-/// Lock order: `background`, then a slot, then the locks of [`Groups`] (its reader, and a slot of
-/// its table), then either a compression stream or a pool lock, never both. Requests do not lock
+/// Lock order: `background`, then a slot, then the locks of [`Groups`] (its reader, a header, and a
+/// piece or a place), then either a compression stream or a pool lock, never both. Requests do not lock
 /// `background`.
 pub(in crate::ram) struct Pages {
     name: OnceLock<Box<str>>,
@@ -112,7 +115,7 @@ impl Pages {
         if let Some(groups) = self.groups() {
             return Ok(groups);
         }
-        let new = Groups::new(&self.common)?;
+        let new = Groups::new(&self.common, self.store.clone())?;
         Ok(self.groups.get_or_init(|| new))
     }
 
@@ -166,13 +169,42 @@ impl Pages {
 
     #[cold]
     fn release_elsewhere(&self, word: Word) {
-        if word.kind() == Kind::Grouped {
+        if word.kind() == Kind::Grouped || word.is_spilled_in_group() {
             if let Some(groups) = self.groups() {
                 groups.leave(&self.pool, word);
             }
         } else if let Some(store) = &self.store {
             store.release(word.location(), word.spilled_bytes());
         }
+    }
+
+    /// Returns where a spilled page is on the backing device. The page's slot is locked, or in flight.
+    /// `header_owner` is the owner in the header of a page that is not in a group.
+    pub fn spilled(&self, slot: u64, word: Word, header_owner: u64) -> Spilled {
+        if !word.is_spilled_in_group() {
+            return Spilled { slot, word, place: Place::of(word), header_owner };
+        }
+        let place = self.groups().and_then(|groups| groups.place(word));
+        let Some(place) = place else { unreachable!("a group without a place has a page on the device") };
+        Spilled { slot, word, place, header_owner: groups::owner_of(word).bits() }
+    }
+
+    /// Moves a page on the backing device to memory, if its group is in memory because of other pages.
+    /// Returns the guard if not.
+    pub fn enter_group<'g>(
+        &self,
+        layer: &Layer,
+        guard: SlotGuard<'g>,
+    ) -> std::result::Result<(), SlotGuard<'g>> {
+        let old = guard.word();
+        let groups = self.groups().filter(|_| old.is_spilled_in_group() && layer.has_space(PAGE_BYTES));
+        let Some((groups, new)) = groups.and_then(|groups| Some((groups, groups.enter(old)?))) else {
+            return Err(guard);
+        };
+        guard.publish(new.with_age(self.ages.now()));
+        layer.account_faulted_in(&self.layers, new);
+        groups.leave(&self.pool, old);
+        Ok(())
     }
 
     /// Locks [`background`](Self::background). Returns `None` if `cancelled` returns true before

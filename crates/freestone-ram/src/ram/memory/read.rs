@@ -105,9 +105,12 @@ impl Pages {
         }
     }
 
-    /// Restores a page from its object, read from the backing device. `held` is the slot's word
-    /// before the flight.
+    /// Restores a page from its object or that of its group, read from the backing device. `held` is
+    /// the slot's word before the flight. The flight of a page in a group is open.
     pub(in crate::ram) fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
+        if held.is_spilled_in_group() {
+            return self.groups().ok_or(Error::Media)?.unpack(held, object, page);
+        }
         if held.spilled_bytes() == PAGE_BYTES {
             page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);
             return Ok(());

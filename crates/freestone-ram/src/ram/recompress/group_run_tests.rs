@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::super::groups::tests::{
-    PAGES, check_books, config_with_groups, group, grouped, is_grouped, read, stat, steps, text,
-    wait_until_free, write,
+    PAGES, check_books, config_with_groups, grouped, is_grouped, read, stat, steps, text, wait_until_free,
+    write,
 };
 use super::*;
 use crate::codec::Algorithm;
@@ -12,6 +12,8 @@ use crate::effort::effort;
 use crate::ram::memory::ages::renumber_ages;
 use crate::ram::tests::{MIB, config, word};
 use crate::ram::{Config, IdleSelection, Ram, RecompressKind, Writeback};
+use crate::transfer::{CollectedPages, ReadStored as _, StoredForm};
+use freestone_core::PAGE_BYTES;
 use freestone_core::clock;
 use freestone_core::device::Blocking;
 use freestone_core::slot::Kind;
@@ -75,18 +77,43 @@ fn grouped_pages_are_written_back_and_read_again() {
         let done = ram.writeback(&Writeback::Pages(vec![0..=PAGES - 1])).unwrap();
         assert_eq!(done.pages, PAGES);
         assert!((0..PAGES).all(|slot| word(&ram, slot).kind() == Kind::Spilled));
-        wait_until_free(&ram);
+        // Only the packed layout has groups.
+        let (groups, pages) = if packed { (PAGES / 8, PAGES) } else { (0, 0) };
+        assert_eq!((stat(&ram).groups, stat(&ram).spilled_pages, stat(&ram).bytes), (groups, pages, 0));
+        assert!((0..PAGES).all(|slot| word(&ram, slot).is_spilled_in_group() == packed));
         check_books(&ram);
         assert_eq!(ram.backing().unwrap().spilled_pages, PAGES);
+        // Saved pages are pages of their own.
+        check_saved(&ram);
         assert!((0..PAGES).all(|slot| read(&ram, slot) == text(slot)), "packed {packed}");
         if packed {
-            // Pages that were read are in memory again, and form groups as before.
-            group(&ram, 0..PAGES);
-            assert_eq!(stat(&ram).pages, PAGES);
+            // Pages that were read are in memory again, in their groups.
+            assert_eq!((stat(&ram).pages, stat(&ram).grouped), (PAGES, PAGES));
             assert!((0..PAGES).all(|slot| read(&ram, slot) == text(slot)));
         }
         check_books(&ram);
     }
+}
+
+/// Checks the content of a saved snapshot of the disk.
+fn check_saved(ram: &Ram) {
+    let snapshot = ram.snapshot().unwrap();
+    let mut collected = CollectedPages::default();
+    snapshot.copy_pages(0..PAGES, None, &mut collected).unwrap();
+    let mut slots = 0..PAGES;
+    for (slot, form, bytes) in collected.iter() {
+        assert_eq!(Some(slot), slots.next());
+        let mut page = [0; PAGE_BYTES];
+        match form {
+            StoredForm::Compressed(0) => ram.0.pages.codecs.decompress(0, bytes, &mut page).unwrap(),
+            form => {
+                assert_eq!(form, StoredForm::Huge);
+                page.copy_from_slice(bytes);
+            }
+        }
+        assert!(page == text(slot)[..], "slot {slot}");
+    }
+    assert_eq!(slots.next(), None);
 }
 
 #[test]

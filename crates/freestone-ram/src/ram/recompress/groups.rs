@@ -27,7 +27,6 @@ use super::space::{Attempt, ClassCompaction, RecompressSpace};
 use super::target::{TAG, finish_picked};
 use crate::codec::{GROUP_PAGES, GroupCompressor, Page, Scratch};
 use crate::pool::Pool;
-use crate::pool::class::CLASS_STEP_BYTES;
 use crate::ram::geometry::PAGE;
 use crate::ram::memory::groups::{self, Groups, OBJECT_BYTES_MAX};
 use crate::ram::memory::layer::Layer;
@@ -49,16 +48,16 @@ const PAUSE_SHARE: u32 = 8;
 pub(super) const GROUP_PAGES_MIN: usize = 4;
 /// A group must be smaller than its pages by 1/`GAIN_SHARE` of their bytes.
 const GAIN_SHARE: u64 = 16;
-/// Rounding of shares in bytes: devices are charged in steps of the pool's size classes.
-const SHARE_STEP_BYTES: u64 = CLASS_STEP_BYTES as u64;
 
 /// Statistics of the groups of a family (devices that share a memory pool).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct GroupStat {
-    /// Number of groups.
+    /// Number of groups, in memory and on the backing device.
     pub groups: u64,
-    /// Number of pages in groups.
+    /// Number of pages in groups in memory.
     pub pages: u64,
+    /// Number of pages on the backing device that are in groups.
+    pub spilled_pages: u64,
     /// Bytes of pool memory that the groups use.
     pub bytes: u64,
     /// Bytes of the slot table of the groups, which does not shrink. [`MemoryOverhead`] has them in
@@ -154,7 +153,7 @@ pub(super) fn is_alone(word: Word) -> bool {
 /// Returns true if the page should leave its group.
 fn is_misplaced(groups: &Groups, word: Word) -> bool {
     let is_read_often = word.reads() == Word::READS_MAX;
-    word.kind() == Kind::Grouped && !word.is_picked() && (is_read_often || groups.is_sparse(word))
+    word.kind() == Kind::Grouped && !word.is_picked() && (is_read_often || groups.is_sparse_in_memory(word))
 }
 
 /// Divides the slots of a leaf into those of possible groups.
@@ -172,6 +171,7 @@ impl AutoGroup {
         Some(GroupStat {
             groups: sizes.groups,
             pages: sizes.pages,
+            spilled_pages: sizes.spilled_pages,
             bytes: sizes.bytes,
             table_bytes: sizes.table_bytes,
             // Relaxed: statistics that order nothing.
@@ -322,9 +322,8 @@ impl AutoGroup {
             Err(_) => return unpick(Attempt::Failed),
         };
         let mut missing = 0;
-        for (position, (&(slot, old), share)) in
-            picked.iter().zip(shares(new_bytes, picked.len())).enumerate()
-        {
+        for (position, &(slot, old)) in picked.iter().enumerate() {
+            let share = groups::share(new_bytes, picked.len(), position);
             let new = |word: Word| {
                 let idle = word.is_idle() && !selection.clears_idle;
                 Groups::word(group, position, share).with_age(word.age()).with_idle(idle)
@@ -415,15 +414,6 @@ fn forget_reads(ages: &PassAges, leaf: Leaf<'_>, slot: u64) {
     if word.kind() == Kind::Grouped && !word.is_picked() && ages.is_cold(word) {
         guard.publish(word.without_reads());
     }
-}
-
-/// Divides the bytes of a group into shares of its pages, each at least [`SHARE_STEP_BYTES`].
-fn shares(bytes: u64, pages: usize) -> impl Iterator<Item = u32> {
-    let (steps, pages) = (bytes / SHARE_STEP_BYTES, pages as u64);
-    (0..pages).map(move |page| {
-        let share = steps / pages + u64::from(page < steps % pages);
-        (share.max(1) * SHARE_STEP_BYTES) as u32
-    })
 }
 
 #[cfg(test)]

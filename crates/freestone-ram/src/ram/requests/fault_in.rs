@@ -24,23 +24,42 @@
 //!
 //! The pages of a request are read together, neighbouring pages with one request to the device. For
 //! a sequential reader the next pages are read too.
+//!
+//! # Pages in groups
+//! A read of a page in a spilled [group](crate::ram::memory::groups) reads the group's object. If
+//! memory allows, the group is in memory again, and the neighbours of the page that are on the device
+//! move to memory with it. Otherwise only the waiters receive the page. A page of a group that has
+//! lost half of its pages is stored alone. While a page is in flight, it remains a user of its group
+//! on the device, so the object exists. Reclaim may move the object; then it is read again.
 
 use std::sync::Arc;
 
+use crate::codec::{GROUP_PAGES, Page};
 use crate::pool::BackRef;
 use crate::ram::device::Ram;
 use crate::ram::device::flights::{FaultIn, PageToRead, Waiter};
 use crate::ram::device::stats::counter;
 use crate::ram::geometry::piece;
+use crate::ram::memory::groups;
 use crate::ram::memory::layer::Layer;
 use crate::ram::waiting::job::Job;
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::{FlightResult, SlotGuard, Word};
+use freestone_core::slot::{FlightResult, Kind, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 use freestone_spill::clean_copies::CopyContent;
 use freestone_spill::objects::{ReadGroup, Spilled};
 use freestone_spill::reads::{ReadError, TimedOutRead};
 use freestone_spill::store::Store;
+
+/// Content that was read for a page in flight.
+#[derive(Clone, Copy)]
+enum Content<'c> {
+    /// The page's object.
+    Object(&'c [u8]),
+    /// The object of the page's group, and the page's word.
+    Group(&'c [u8], Word),
+    Page(&'c Page),
+}
 
 impl FaultIn {
     /// Reads the pages of these flights from the backing device, neighbouring ones in one request.
@@ -52,21 +71,25 @@ impl FaultIn {
             store.read(first, blocks, move |outcome| {
                 let Some(fault_in) = fault_in.upgrade() else { return };
                 if matches!(outcome, Err(ReadError::Failed(_))) && together.len() > 1 {
-                    // A single bad page may have failed the whole read: retry each page alone. Use the
-                    // work queue: this is the device's thread, from which the device must not be
-                    // called.
-                    let weak = Arc::downgrade(&fault_in);
-                    return fault_in.pages.keeper.run(move || {
-                        if let Some(fault_in) = weak.upgrade() {
-                            fault_in.read_one_by_one(together);
-                        }
-                    });
+                    // A single bad page may have failed the whole read: retry each page alone.
+                    return fault_in.read_later(together);
                 }
                 for wanted in together {
                     fault_in.complete(&wanted, first, outcome);
                 }
             });
         }
+    }
+
+    /// Reads each page that is still in flight again, on the work queue: the caller may be a thread of
+    /// the device, from which the device must not be called.
+    fn read_later(self: &Arc<Self>, wanted: Vec<PageToRead>) {
+        let weak = Arc::downgrade(self);
+        self.pages.keeper.run(move || {
+            if let Some(fault_in) = weak.upgrade() {
+                fault_in.read_one_by_one(wanted);
+            }
+        });
     }
 
     /// Reads each page that is still in flight again. Read-ahead pages are included: a request may
@@ -91,16 +114,26 @@ impl FaultIn {
         guard: SlotGuard<'_>,
         waiting: Vec<Waiter>,
     ) -> PageToRead {
-        let spilled = Spilled { slot, word: guard.word(), header_owner: layer.header_owner(slot) };
+        let spilled = self.pages.spilled(slot, guard.word(), layer.header_owner(slot));
         PageToRead { flight: self.flights.depart(guard, layer.owner(slot).bits(), waiting), spilled }
     }
 
     /// Ends the flight of one page when the read that includes it completes. `first` is the first
     /// block of that read.
-    fn complete(&self, wanted: &PageToRead, first: u64, outcome: std::result::Result<&[u8], ReadError>) {
+    fn complete(
+        self: &Arc<Self>,
+        wanted: &PageToRead,
+        first: u64,
+        outcome: std::result::Result<&[u8], ReadError>,
+    ) {
         let Some(store) = &self.pages.store else { return };
         // The flight may already have ended because the layer of its slot was removed.
         let Some(owner) = self.flights.owner(wanted.flight) else { return };
+        if outcome != Err(ReadError::TimedOut)
+            && let Some(moved) = self.moved(wanted)
+        {
+            return self.read_later(vec![moved]);
+        }
         let object = outcome.ok().and_then(|buffer| store.object(&wanted.spilled, first, buffer));
         let Some(object) = object else {
             self.log_failed_read(store, wanted.spilled.slot, outcome.err());
@@ -116,7 +149,21 @@ impl FaultIn {
         }
         // In the plain layout the page stays on the device, as in the kernel.
         let back = if store.is_packed() { self.store_in_pool(owner, object, wanted) } else { None };
-        self.land(owner, wanted.flight, back, Ok(object));
+        let word = wanted.spilled.word;
+        let content =
+            if word.is_spilled_in_group() { Content::Group(object, word) } else { Content::Object(object) };
+        let has_landed = self.land(owner, wanted.flight, back, Ok(content));
+        if has_landed && back.is_some_and(|back| back.kind() == Kind::Grouped) {
+            self.load_neighbours(place, word, object);
+        }
+    }
+
+    /// Returns the page with the present place of its group, if the group has moved on the device since
+    /// the read began.
+    fn moved(&self, wanted: &PageToRead) -> Option<PageToRead> {
+        let Spilled { slot, word, place, header_owner } = wanted.spilled;
+        let spilled = self.pages.spilled(slot, word, header_owner);
+        (spilled.place != place).then_some(PageToRead { flight: wanted.flight, spilled })
     }
 
     /// Logs a failed read of a page. Without an `error` the content was damaged.
@@ -140,13 +187,15 @@ impl FaultIn {
     fn change(&self, ram: &Ram, job: Job, owner: u64, wanted: &PageToRead, object: &[u8]) {
         let mut page = [0; PAGE_BYTES];
         let unpacked = self.pages.unpack_spilled(wanted.spilled.word, object, &mut page);
+        let former = page;
+        let content = unpacked.map(|()| Content::Page(&former));
         let (_, from, len) = piece(job.request.offset, job.request.len);
         job.part(len).put(from, &mut page);
         let stored =
             unpacked.and_then(|()| self.pages.store_page(&ram.0.layer(), wanted.spilled.slot, &page));
         let landed = match stored {
-            Ok(word) => self.land_changed(ram, owner, wanted.flight, word, unpacked.map(|()| object)),
-            Err(_) => self.land(owner, wanted.flight, None, unpacked.map(|()| object)).then_some(Ok(())),
+            Ok(word) => self.land_changed(ram, owner, wanted.flight, word, content),
+            Err(_) => self.land(owner, wanted.flight, None, content).then_some(Ok(())),
         };
         match (stored, landed) {
             (Err(Error::NoSpace), _) => ram.wait_for_eviction(job),
@@ -167,7 +216,7 @@ impl FaultIn {
         owner: u64,
         flight: u64,
         changed: Word,
-        content: Result<&[u8]>,
+        content: Result<Content<'_>>,
     ) -> Option<Result<()>> {
         let place = BackRef::from_bits(owner);
         let landed = pin::pinned(|pin| {
@@ -200,6 +249,9 @@ impl FaultIn {
     fn store_in_pool(&self, owner: u64, object: &[u8], wanted: &PageToRead) -> Option<Word> {
         let owner = BackRef::from_bits(owner);
         let layer = self.pages.layers.get(owner.table())?;
+        if wanted.spilled.word.is_spilled_in_group() {
+            return self.load_group(&layer, wanted.spilled.slot, wanted.spilled.word, object);
+        }
         let has_space = layer.has_space(object.len());
         let location = has_space
             .then(|| {
@@ -212,15 +264,73 @@ impl FaultIn {
         location.map(|location| wanted.spilled.word.loaded_to(location))
     }
 
+    /// As [`store_in_pool`](Self::store_in_pool), for a page whose group was read.
+    fn load_group(&self, layer: &Layer, slot: u64, word: Word, object: &[u8]) -> Option<Word> {
+        let pages = &self.pages;
+        let groups = pages.groups()?;
+        let loaded = if groups.is_sparse(word) {
+            let mut page = [0; PAGE_BYTES];
+            groups.unpack(word, object, &mut page).and_then(|()| pages.store_page(layer, slot, &page))
+        } else if layer.has_space_for(groups::charged_bytes(object.len())) {
+            groups.load(&pages.pool, word, object, pages.layers.pages_reserved_for_others(layer))
+        } else {
+            Err(Error::NoSpace)
+        };
+        if loaded.is_err() {
+            pages.keeper.kick();
+        }
+        loaded.ok()
+    }
+
+    /// Moves the neighbours of a page, whose group is in memory again, to memory. `word` is the word of
+    /// the page while the group was on the device.
+    fn load_neighbours(&self, place: BackRef, word: Word, object: &[u8]) {
+        let pages = &self.pages;
+        let layer = pages.layers.get(place.table());
+        let leaf = layer.as_ref().and_then(|layer| Some((layer, layer.table().leaf(place.slot())?)));
+        let (Some((layer, leaf)), Some(groups)) = (leaf, pages.groups()) else { return };
+        let first = place.slot() - place.slot() % GROUP_PAGES as u64;
+        for slot in first..first + GROUP_PAGES as u64 {
+            let is_neighbour =
+                |other: Word| other.is_spilled_in_group() && groups::is_same_group(other, word);
+            if !is_neighbour(leaf.peek(slot)) {
+                continue;
+            }
+            let guard = leaf.lock(slot);
+            let old = guard.word();
+            if is_neighbour(old)
+                && let Some(new) = groups.enter(old)
+            {
+                guard.publish(new.with_age(pages.ages.now()));
+                layer.account_faulted_in(&pages.layers, new);
+                groups.leave_device(&pages.pool, old, self.keeps_copies(layer).then_some(object));
+            }
+        }
+    }
+
+    /// Returns true if objects of pages that return to memory stay on the device. Without a memory
+    /// limit no page is evicted.
+    fn keeps_copies(&self, layer: &Layer) -> bool {
+        layer.cap() != u64::MAX || self.pages.mem_limit() > 0
+    }
+
     /// Ends a flight and passes the content or error to the waiters. `back` is the page's new word
     /// if the page is in memory again. Returns false if the flight had already ended; then `back`
     /// is freed.
-    fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<&[u8]>) -> bool {
+    fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<Content<'_>>) -> bool {
         let owner = BackRef::from_bits(owner);
         let slot = owner.slot();
+        let mut unpacked = None;
         let landed = self.pages.with_owner_slot(owner, |layer, guard| {
             if guard.word() != Word::in_flight(flight) {
                 return None;
+            }
+            if let Ok(Content::Group(object, word)) = content
+                && self.flights.has_waiters(&guard)
+            {
+                // While the page is a user of its group.
+                let mut page = Box::new([0; PAGE_BYTES]);
+                unpacked = Some(self.pages.unpack_spilled(word, object, &mut page).map(|()| page));
             }
             let now = self.pages.ages.now();
             let landed = self.flights.land(guard, |held| match back {
@@ -230,9 +340,9 @@ impl FaultIn {
             if let Some(back) = back {
                 layer.account_faulted_in(&self.pages.layers, back);
             }
-            Some((landed, layer.header_owner(slot), layer.cap()))
+            Some((landed, layer.header_owner(slot), self.keeps_copies(layer)))
         });
-        let Some((landed, header_owner, cap)) = landed.flatten() else {
+        let Some((landed, header_owner, keeps_copies)) = landed.flatten() else {
             if let Some(back) = back {
                 self.pages.release(back);
             }
@@ -240,28 +350,49 @@ impl FaultIn {
         };
         match (back, content, &self.pages.store) {
             (None, ..) => {}
-            (Some(_), Ok(object), Some(store)) if cap != u64::MAX || self.pages.mem_limit() > 0 => {
+            (Some(_), Ok(Content::Group(object, _)), _) => {
+                if let Some(groups) = self.pages.groups() {
+                    groups.leave_device(&self.pages.pool, landed.held, keeps_copies.then_some(object));
+                }
+            }
+            (Some(_), Ok(Content::Object(object)), Some(store)) if keeps_copies => {
                 let algorithm = landed.held.algorithm() as u8;
                 let content = CopyContent { header_owner, algorithm, object };
                 let pool_pages = self.pages.pool.pages();
                 store.keep_copy((owner.table(), slot), landed.held.location(), content, pool_pages);
             }
-            // Without a memory limit no page is evicted.
             (Some(_), ..) => self.pages.release(landed.held),
         }
+        let content = match &unpacked {
+            Some(unpacked) => unpacked.as_ref().map(|page| Content::Page(page)).map_err(|error| *error),
+            None => content,
+        };
         self.complete_waiters(landed, back.is_none(), content);
         true
     }
 
     /// Passes the content of a page whose flight ended, or the error, to the waiters. If the page
     /// is `still_spilled`, partial writes must wait for memory.
-    fn complete_waiters(&self, landed: FlightResult<Waiter>, still_spilled: bool, content: Result<&[u8]>) {
+    fn complete_waiters(
+        &self,
+        landed: FlightResult<Waiter>,
+        still_spilled: bool,
+        content: Result<Content<'_>>,
+    ) {
         let FlightResult { held, waiting } = landed;
         if waiting.is_empty() {
             return;
         }
         let mut page = [0; PAGE_BYTES];
-        let outcome = content.and_then(|object| self.pages.unpack_spilled(held, object, &mut page));
+        let outcome = content.and_then(|content| match content {
+            Content::Object(object) => self.pages.unpack_spilled(held, object, &mut page),
+            Content::Page(content) => {
+                page = *content;
+                Ok(())
+            }
+            // `land` has unpacked the page for its waiters.
+            Content::Group(..) => Err(Error::Media),
+        });
         for waiter in waiting {
             match waiter {
                 Waiter::Page(fetch, piece) => {

@@ -90,18 +90,16 @@ impl Inner {
             locate(view, pin, slot, |place| match place {
                 Place::Resident => None,
                 Place::Base(base) => Some(QueueOutcome::Base(base.clone())),
-                Place::Slot(layer, guard) => Some(match guard.word().kind() {
-                    Kind::InFlight => {
-                        self.family.fault_in.flights.wait(&guard, waiter(is_own(layer))?);
-                        QueueOutcome::InFlight
-                    }
-                    _ => QueueOutcome::PageToRead(self.family.fault_in.depart(
-                        layer,
-                        slot,
-                        guard,
-                        vec![waiter(is_own(layer))?],
-                    )),
-                }),
+                Place::Slot(layer, guard) if guard.word().kind() == Kind::InFlight => {
+                    self.family.fault_in.flights.wait(&guard, waiter(is_own(layer))?);
+                    Some(QueueOutcome::InFlight)
+                }
+                Place::Slot(layer, guard) => {
+                    let guard = self.pages.enter_group(layer, guard).err()?;
+                    let waiting = vec![waiter(is_own(layer))?];
+                    let wanted = self.family.fault_in.depart(layer, slot, guard, waiting);
+                    Some(QueueOutcome::PageToRead(wanted))
+                }
             })
         })
     }

@@ -1,5 +1,6 @@
 //! Batches: the pages of one write to the backing device.
 
+use crate::ram::memory::groups::device::Hold;
 use freestone_core::device::IoBuf;
 use freestone_spill::budget::Charge;
 use freestone_spill::layout::Packer;
@@ -43,11 +44,39 @@ pub(super) struct EvictionCounts {
     pub pages: u64,
     /// Bytes of the pages' objects on the device.
     pub stored: u64,
+    /// Number of pages of groups, which are not among `pages`.
+    pub grouped: u64,
     /// Number of pages that were in memory before; the others only moved within the device.
     pub from_memory: u64,
 }
 
-pub(super) struct Entry {
+/// An object in a batch.
+pub(super) enum Entry {
+    Page(PageEntry),
+    Group(GroupEntry),
+    MovedGroup(MovedGroup),
+}
+
+/// A group that leaves memory.
+pub(super) struct GroupEntry {
+    pub hold: Hold,
+    /// Index into [`Eviction::layers`] of the layer of the members.
+    pub layer: usize,
+    pub unit: u64,
+    /// Size in bytes of the object.
+    pub bytes: usize,
+    /// Slots of the pages that leave memory, with their ages.
+    pub members: Vec<(u64, u8)>,
+}
+
+/// A group whose object moves to another place on the device.
+pub(super) struct MovedGroup {
+    /// The group is held on the device only.
+    pub hold: Hold,
+    pub unit: u64,
+}
+
+pub(super) struct PageEntry {
     /// Index into [`Eviction::layers`].
     pub layer: usize,
     pub slot: u64,

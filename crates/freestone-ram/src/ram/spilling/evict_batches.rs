@@ -12,6 +12,8 @@
 //!   later. The mark of an earlier batch is therefore never mistaken for that of a later one, so
 //!   stale bytes never become a page.
 //!
+//! [`grouped_pages`](super::grouped_pages) extends the protocol to pages of groups.
+//!
 //! A page with a [clean copy](freestone_spill::clean_copies) on the device leaves memory at once.
 //!
 //! Evictions are serialised by [`Pages::background`].
@@ -24,7 +26,7 @@ use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
 use crate::ram::memory::pages::Pages;
 use freestone_core::device::{Error, IoBuf};
-use freestone_core::slot::Word;
+use freestone_core::slot::{Kind, Word};
 use freestone_spill::layout::Packer;
 use freestone_spill::space::BLOCK_BYTES;
 use freestone_spill::store::{Store, WRITE_BLOCKS_MAX, WRITES_MAX};
@@ -39,9 +41,9 @@ const PACKED_RUN_BLOCKS_MIN: u32 = 8;
 /// Result of offering a page to an eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OfferOutcome {
-    /// The page was added to a batch. The size of its object in bytes: in memory, or on the device
-    /// if the page was already written back.
-    Taken(usize),
+    /// The page was added to a batch, alone or with its group, or has left memory. The bytes for which
+    /// these pages were charged in memory; 0 if they were already written back.
+    Taken(u64),
     /// The page is not wanted, or was changed meanwhile.
     Skipped,
 }
@@ -65,6 +67,10 @@ pub(super) struct Eviction<'a> {
     done: WritebackReport,
     /// Number of pages that left memory without a write.
     clean: u64,
+    /// Takes all pages of a group of which half are wanted.
+    pub(super) takes_whole_groups: bool,
+    /// Buffer for the object of a group.
+    pub(super) group_object: Vec<u8>,
     failed: Option<Error>,
     /// No further write starts, as the device hangs or is full.
     stopped: bool,
@@ -89,9 +95,18 @@ impl<'a> Eviction<'a> {
             spare: Vec::new(),
             done: WritebackReport::default(),
             clean: 0,
+            takes_whole_groups: false,
+            group_object: Vec::new(),
             failed: None,
             stopped: false,
         }
+    }
+
+    /// Creates an eviction of cold pages. Such an eviction takes groups as a whole.
+    pub fn of_cold_pages(pages: &'a Pages, store: &'a Arc<Store>) -> Self {
+        let mut eviction = Self::new(pages, store);
+        eviction.takes_whole_groups = true;
+        eviction
     }
 
     /// Creates an eviction that moves written-back pages within the device. Such an eviction may
@@ -102,8 +117,8 @@ impl<'a> Eviction<'a> {
         eviction
     }
 
-    /// Adds a page in memory to a batch, if its slot holds an object and the slot's word is
-    /// `wanted`.
+    /// Adds a page in memory to a batch, if its slot holds an object or is in a group, and the slot and
+    /// its word are `wanted`. May add other pages of the group, too.
     ///
     /// # Errors
     /// Fails if no more pages can be written; the caller must then end the eviction.
@@ -111,20 +126,38 @@ impl<'a> Eviction<'a> {
         &mut self,
         layer: &Arc<Layer>,
         slot: u64,
-        wanted: impl Fn(Word) -> bool,
+        wanted: impl Fn(u64, Word) -> bool,
     ) -> Result<OfferOutcome, WritebackError> {
         let at = self.layer_index(layer);
-        if !self.stopped
-            && let Some(stored) = self.evict_clean(at, slot, &wanted)
-        {
-            self.done.pages += 1;
-            self.clean += 1;
-            if self.clean.is_multiple_of(WAKE_PAGES) {
-                self.pages.wake_memory_waiters();
+        let is_grouped = layer.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot).kind() == Kind::Grouped);
+        if !self.stopped && !is_grouped {
+            if let Some(charged) = self.evict_clean(at, slot, &wanted) {
+                self.count_clean(1);
+                return Ok(OfferOutcome::Taken(charged));
             }
-            return Ok(OfferOutcome::Taken(stored));
+        } else if !self.stopped
+            && self.store.is_packed()
+            && let Some(outcome) = self.offer_group(at, slot, &wanted)
+        {
+            return Ok(outcome);
         }
-        self.add_to_batch(|eviction, batch| eviction.copy(batch, at, slot, &wanted))
+        self.add_to_batch(|eviction, batch| {
+            if is_grouped {
+                eviction.copy_grouped(batch, at, slot, &wanted)
+            } else {
+                eviction.copy(batch, at, slot, &wanted)
+            }
+        })
+    }
+
+    /// Counts pages that have left memory without a write.
+    pub(super) fn count_clean(&mut self, pages: u64) {
+        self.done.pages += pages;
+        let before = self.clean;
+        self.clean += pages;
+        if self.clean / WAKE_PAGES > before / WAKE_PAGES {
+            self.pages.wake_memory_waiters();
+        }
     }
 
     /// Adds a written-back page to a batch, which moves it to another place on the device. `object`
@@ -136,7 +169,7 @@ impl<'a> Eviction<'a> {
         object: &StoredObject<'_>,
     ) -> Result<OfferOutcome, WritebackError> {
         let at = self.layer_index(layer);
-        self.add_to_batch(|eviction, batch| eviction.pick_spilled(batch, at, object).map(Word::spilled_bytes))
+        self.add_to_batch(|eviction, batch| eviction.pick_spilled(batch, at, object).map(|_| 0))
     }
 
     fn layer_index(&mut self, layer: &Arc<Layer>) -> usize {
@@ -150,9 +183,9 @@ impl<'a> Eviction<'a> {
 
     /// Calls `put` to add a page to the open batch. If the batch is full, sends it and retries with
     /// a new one.
-    fn add_to_batch(
+    pub(super) fn add_to_batch(
         &mut self,
-        put: impl Fn(&Self, &mut Batch) -> Result<usize, PickError>,
+        put: impl Fn(&Self, &mut Batch) -> Result<u64, PickError>,
     ) -> Result<OfferOutcome, WritebackError> {
         if self.stopped {
             return Err(self.failure());
@@ -166,10 +199,10 @@ impl<'a> Eviction<'a> {
             let fresh = batch.entries.is_empty();
             self.open = Some(batch);
             match put {
-                Ok(stored) => return Ok(OfferOutcome::Taken(stored)),
+                Ok(charged) => return Ok(OfferOutcome::Taken(charged)),
                 Err(PickError::Unwanted) => return Ok(OfferOutcome::Skipped),
-                // The page does not fit even in an empty batch: less than two blocks are left on
-                // the device or in the budget.
+                // The object does not fit even in an empty batch: few blocks are left on the device or
+                // in the budget. For a page, fewer than two.
                 Err(PickError::BatchFull) if fresh => {
                     let budget = self.store.budget().get();
                     let last = budget.enabled && budget.left < 2;
@@ -253,16 +286,16 @@ impl<'a> Eviction<'a> {
                 let mut left = EvictionCounts::default();
                 // Newest first: a page that was changed and added again is in the batch twice, and
                 // only the newer copy is valid.
-                for entry in batch.entries.iter().rev() {
+                for entry in batch.entries.into_iter().rev() {
                     self.publish(batch.tag, entry, &mut left);
                 }
                 self.store.count_written_back(left.pages, left.stored);
-                self.done.pages += left.pages;
+                self.done.pages += left.pages + left.grouped;
                 buffer.set_len(usize::MAX);
                 self.spare.push(buffer);
                 // Do not wake requests if no page left memory: they would retry, wait again and
                 // start the next round, endlessly.
-                if left.from_memory > 0 {
+                if left.from_memory + left.grouped > 0 {
                     self.pages.wake_memory_waiters();
                 }
             }
@@ -271,12 +304,12 @@ impl<'a> Eviction<'a> {
                 // Stop if the device's file system is full, as it stays full. An I/O error may
                 // concern one place of the device only: continue, as the kernel does.
                 self.stopped |= error != Error::Media;
-                self.unpick_all(&batch);
+                self.unpick_all(batch.tag, batch.entries);
             }
             WriteOutcome::TimedOut => {
                 self.failed = Some(Error::Media);
                 self.stopped = true;
-                self.unpick_all(&batch);
+                self.unpick_all(batch.tag, batch.entries);
             }
         }
         self.release(batch.tag);
@@ -313,7 +346,7 @@ impl Drop for Eviction<'_> {
     /// batch, and waits for writes in flight.
     fn drop(&mut self) {
         if let Some(batch) = self.open.take() {
-            self.unpick_all(&batch);
+            self.unpick_all(batch.tag, batch.entries);
             self.store.trim_run(batch.run, batch.charge, 0);
         }
         while !self.in_flight.is_empty() {

@@ -17,6 +17,7 @@ use super::evict_batches::{Eviction, OfferOutcome};
 use super::reclaim::Reclaim;
 use crate::pool::Pool;
 use crate::ram::memory::ages::renumber_ages;
+use crate::ram::memory::groups;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::limits::{LOW_PERCENT, high_mark};
 use crate::ram::memory::outcome::{EvictionHistory, EvictionRound, WritebackError};
@@ -185,6 +186,10 @@ impl Evict {
         let Some(store) = &self.pages.store else { return };
         store.free_copies_if_short();
         store.sweep_copies(SWEPT_COPIES, |table, slot, stored| {
+            // The copy of a group is freed with the group, whose content does not change.
+            if table == groups::TABLE_ID {
+                return true;
+            }
             let word =
                 self.pages.layers.get(table).and_then(|layer| Some(layer.table().leaf(slot)?.peek(slot)));
             // A slot that is being changed or read keeps its copy until a later sweep.
@@ -293,7 +298,7 @@ impl Evict {
         let last = last as u8;
         // Bytes still needed from pages of rank `last`, the youngest age that is evicted.
         let mut left_of_last = need.saturating_sub(colder);
-        let mut eviction = Eviction::new(&self.pages, store);
+        let mut eviction = Eviction::of_cold_pages(&self.pages, store);
         let mut taken = 0;
         let mut outcome = Ok(());
         let cold = |word: Word| is_spillable(word) && rank(word) <= last;
@@ -307,9 +312,8 @@ impl Evict {
                 if age == last && left_of_last == 0 {
                     return true;
                 }
-                match eviction.offer(layer, slot, |word| rank(word) <= last) {
-                    Ok(OfferOutcome::Taken(stored)) => {
-                        let charged = Pool::charged_bytes(stored);
+                match eviction.offer(layer, slot, |_, word| rank(word) <= last) {
+                    Ok(OfferOutcome::Taken(charged)) => {
                         taken += charged;
                         of_layer += charged;
                         if age == last {

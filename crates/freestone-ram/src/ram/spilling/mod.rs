@@ -8,6 +8,7 @@
 mod batch;
 mod evict_batches;
 pub(in crate::ram) mod evict_rounds;
+mod grouped_pages;
 mod picked_slots;
 pub(in crate::ram) mod reclaim;
 pub(in crate::ram) mod writeback;

@@ -6,6 +6,7 @@
 //! if its slot still refers to the place that was read, and the block was not reused meanwhile.
 //! Only then are the bytes those of the page. Meanwhile the slot is picked, as in every
 //! [eviction](super::evict_rounds). When the copy is on the device, the slot refers to the new place.
+//! A group of pages moves as a whole: it is held instead, and gets a new place.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,11 +15,12 @@ use super::batch::StoredObject;
 use super::evict_batches::{Eviction, OfferOutcome};
 use crate::pool::BackRef;
 use crate::ram::geometry::PAGE;
+use crate::ram::memory::groups;
 use crate::ram::memory::outcome::WritebackError;
 use crate::ram::memory::pages::Pages;
 use freestone_core::device::Error;
 use freestone_core::sync::{Mutex, mpsc};
-use freestone_spill::blocks::BLOCK_UNITS;
+use freestone_spill::blocks::{BLOCK_UNITS, OBJECT_BLOCKS_MAX};
 use freestone_spill::layout;
 use freestone_spill::reads::ReadError;
 use freestone_spill::store::{FREE_SHARE, Store};
@@ -27,6 +29,9 @@ use freestone_spill::store::{FREE_SHARE, Store};
 const SPARSE_UNITS: u32 = 160;
 /// Maximum blocks of 4 KiB per read.
 const WINDOW_BLOCKS: u64 = 64;
+/// Number of blocks before or after a block into which an object of the block can extend.
+const REACH_BLOCKS: u64 = OBJECT_BLOCKS_MAX - 1;
+const _: () = assert!(WINDOW_BLOCKS > 4 * REACH_BLOCKS);
 /// Blocks (4 MiB) scanned before waiting evictions may run.
 const PIECE_BLOCKS: usize = 1024;
 /// Pause in which a waiting eviction can lock `background`.
@@ -127,11 +132,11 @@ impl Reclaim {
         let is_sparse = |block: &u64| (1..=SPARSE_UNITS).contains(&store.map().live(*block));
         let mut from = from;
         while let Some(first) = (from..end).find(is_sparse) {
-            // Objects of a sparse block may begin in the block before it, or end in the block after
-            // it: read these blocks too.
-            let start = first.saturating_sub(1);
+            // Objects of a sparse block may begin in a block before it, or end in a block after it:
+            // read these blocks too.
+            let start = first.saturating_sub(REACH_BLOCKS);
             let stop = (start + WINDOW_BLOCKS).min(store.blocks());
-            let last = if stop == store.blocks() { stop } else { stop - 1 };
+            let last = if stop == store.blocks() { stop } else { stop - REACH_BLOCKS };
             let sparse: Vec<u64> = (first..last.min(end)).filter(is_sparse).collect();
             // Use an eviction per window, so that no write of this window is in flight while the next
             // window is read.
@@ -161,12 +166,14 @@ impl Reclaim {
         let generations: Vec<u32> = (start..stop).map(|block| store.map().generation(block)).collect();
         let buffer = read_blocks(store, start, (stop - start) as u32).map_err(WritebackError::Device)?;
         let first_unit = start * BLOCK_UNITS;
+        // End of the objects that were moved.
+        let mut done = 0;
         for &block in sparse {
             let (begin, end) = (block * BLOCK_UNITS, (block + 1) * BLOCK_UNITS);
-            let mut done = begin - BLOCK_UNITS.min(begin);
-            // A walk from the first header of the previous block finds an object that extends into
-            // this block.
-            let before = block.checked_sub(1).filter(|&before| before >= start);
+            // A walk from the first header of the last block before that has one finds an object that
+            // extends into this block.
+            let mut before = (start..block).rev().take(REACH_BLOCKS as usize);
+            let before = before.find(|&before| store.map().first(before).is_some());
             for of in before.into_iter().chain([block]) {
                 let Some(first) = store.map().first(of) else { continue };
                 let at = (of * BLOCK_UNITS + u64::from(first) - first_unit) as usize * layout::UNIT_BYTES;
@@ -198,6 +205,9 @@ impl Reclaim {
         eviction: &mut Eviction<'_>,
     ) -> Result<(), WritebackError> {
         let owner = BackRef::from_bits(object.owner);
+        if owner.table() == groups::TABLE_ID {
+            return eviction.relocate_group(object).map(drop);
+        }
         for layer in self.pages.layers.layers_of_chain(owner.table()) {
             if eviction.relocate(&layer, object)? != OfferOutcome::Skipped {
                 break;

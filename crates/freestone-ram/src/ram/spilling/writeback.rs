@@ -95,6 +95,30 @@ impl BackingStat {
     }
 }
 
+/// Ranges of slots, sorted for lookups.
+struct Scope(Vec<RangeInclusive<u64>>);
+
+impl Scope {
+    fn of(ranges: &[RangeInclusive<u64>]) -> Self {
+        let mut sorted: Vec<RangeInclusive<u64>> = Vec::with_capacity(ranges.len());
+        sorted.extend_from_slice(ranges);
+        sorted.sort_unstable_by_key(|range| *range.start());
+        sorted.dedup_by(|next, last| {
+            let touches = next.start() <= last.end();
+            if touches {
+                *last = *last.start()..=*last.end().max(next.end());
+            }
+            touches
+        });
+        Self(sorted)
+    }
+
+    fn has(&self, slot: u64) -> bool {
+        let after = self.0.partition_point(|range| *range.start() <= slot);
+        after > 0 && slot <= *self.0[after - 1].end()
+    }
+}
+
 impl Evict {
     /// Writes the selected pages of a device's `layer` to the backing device. The device has
     /// `slots` pages. See
@@ -176,13 +200,15 @@ impl Layer {
         watch: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<(), WritebackError> {
         let wanted = &|word: Word| is_spillable(word) && wanted(word);
+        let scope = Scope::of(ranges);
         let mut sizes = Sizes::default();
         let mut blocks = 0_u64;
         let mut units = 0_u64;
         self.for_each_candidate(ranges, wanted, |_, word| {
             sizes.count(word);
             blocks += 1;
-            // A page of a group is compressed alone on the device: assume twice its share.
+            // A group is written as a whole if half of its pages are selected, and pages alone
+            // otherwise: assume twice the share of a page.
             let bytes = if has_own_object(word) { word.stored_bytes() } else { word.memory_bytes() * 2 };
             units += u64::from(layout::units(bytes.min(PAGE_BYTES)));
             true
@@ -201,7 +227,7 @@ impl Layer {
                 return false;
             }
             offered += 1;
-            match eviction.offer(self, slot, wanted) {
+            match eviction.offer(self, slot, |slot, word| wanted(word) && scope.has(slot)) {
                 Ok(OfferOutcome::Taken(_) | OfferOutcome::Skipped) => true,
                 Err(error) => {
                     *outcome = Err(error);

@@ -331,6 +331,7 @@ pub fn groups(ram: &Ram) -> Option<Value> {
     Some(json!({
         "count": s.groups,
         "pages": s.pages,
+        "spilled_pages": s.spilled_pages,
         "bytes": s.bytes,
         "table_bytes": s.table_bytes,
         "grouped": s.grouped,

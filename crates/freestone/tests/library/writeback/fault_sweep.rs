@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use freestone::device::{Blocking, Error, Op};
-use freestone::ram::{Config, IdleSelection, Writeback, WritebackError};
+use freestone::ram::{Config, IdleSelection, RecompressOptions, Writeback, WritebackError};
 use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk, Rng, effort};
 
 use crate::writeback::disk::{BLOCK, ByteModel, Disk, LAYOUTS, NONE, PAGE, content};
@@ -44,7 +44,7 @@ fn sequence(disk: &Disk, plain: &mut ByteModel) -> Failures {
         let pages = 1 + rng.below((PAGES - page).min(24));
         let (offset, len) = (page * PAGE, pages * PAGE);
         // The first steps fill the disk.
-        match if step < 8 { 0 } else { rng.below(10) } {
+        match if step < 8 { 0 } else { rng.below(11) } {
             0..=1 => {
                 let data: Vec<u8> = (0..pages)
                     .flat_map(|n| content(rng.below(6) as u8, step * 1000 + n, PAGE as usize))
@@ -85,11 +85,14 @@ fn sequence(disk: &Disk, plain: &mut ByteModel) -> Failures {
             6 => {
                 ram.compact();
             }
+            7 => {
+                ram.recompress(&RecompressOptions { group: true, ..RecompressOptions::default() }).unwrap();
+            }
             mode => {
                 ram.mark_idle(IdleSelection::All);
                 let what = match mode {
-                    7 => Writeback::Pages(vec![page..=page + pages - 1]),
-                    8 => Writeback::Huge,
+                    8 => Writeback::Pages(vec![page..=page + pages - 1]),
+                    9 => Writeback::Huge,
                     _ => Writeback::Idle,
                 };
                 if let Err((_, error)) = ram.writeback(&what) {

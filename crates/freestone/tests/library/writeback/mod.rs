@@ -6,6 +6,7 @@ mod clean_copies;
 mod disk;
 mod fault_sweep;
 mod faulty_disks;
+mod groups;
 mod limits;
 mod model;
 mod passes;

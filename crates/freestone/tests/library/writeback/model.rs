@@ -294,7 +294,7 @@ proptest! {
                 .collect();
             while threads.iter().any(|thread| !thread.is_finished()) {
                 keep(ram, Step::Idle);
-                match rng.below(6) {
+                match rng.below(7) {
                     0 => keep(ram, Step::Writeback(Writeback::Huge)),
                     1 => {
                         let first = rng.below(size / PAGE);
@@ -303,7 +303,8 @@ proptest! {
                     }
                     2 => keep(ram, Step::Compact),
                     3 => keep(ram, Step::Recompress(None)),
-                    4 => ram.set_writeback_batch_size(1 + rng.below(64) as u32),
+                    4 => keep(ram, Step::Group),
+                    5 => ram.set_writeback_batch_size(1 + rng.below(64) as u32),
                     _ => keep(ram, Step::Writeback(Writeback::Idle)),
                 }
             }
