@@ -15,7 +15,8 @@ for tool in mmdebstrap nbdkit mke2fs python3; do command -v $tool >/dev/null || 
 [ "$(id -u)" = 0 ] || wrong "the files of a guest belong to root: run this as root"
 mkdir -p "$(dirname "$trace")" || wrong "no directory for $trace"
 
-dir=$(mktemp -d); root=$dir/tree lab= nbdkit= qemu=
+. lab/debian-guest.sh
+dir=$(mktemp -d) lab= nbdkit= qemu=
 end() {
   for pid in $qemu $nbdkit; do kill "$pid" 2>/dev/null && wait "$pid" || true; done
   rm -rf "$dir" ${lab:+"$lab"} ${kept:+"$kept.new"}; }
@@ -28,75 +29,11 @@ release=$(basename "$(realpath "$lab/modules")")
 
 # Make the disk.
 image=${kept:-$dir/disk.img}
-if [ ! -e "$image" ]; then
-  say "making Debian 13 (minutes)"
-  . /etc/os-release
-  # shellcheck disable=SC2016 # apt's variables, not ours.
-  apt-get indextargets --format '$(REPO_URI) $(RELEASE)' | sort -u | while read -r uri suite; do
-    case $suite in "$VERSION_CODENAME" | "$VERSION_CODENAME"-updates | "$VERSION_CODENAME"-security)
-      echo "deb $uri trixie${suite#"$VERSION_CODENAME"} main";; esac; done >"$dir/sources.list"
-  [ -s "$dir/sources.list" ] || wrong "the sources of this machine name no archive of Debian's"
-  packages="systemd-sysv dbus polkitd openssh-server cron rsyslog systemd-timesyncd ifupdown dhcpcd-base nginx-light unattended-upgrades"
-  packages="$packages sudo locales man-db python3 perl vim gcc g++ make git gdb curl"
-  mmdebstrap --quiet --mode=root --variant=standard --include="$packages" --aptopt='Acquire::Languages "none"' \
-    --format=directory trixie "$root" "$dir/sources.list" >"$dir/log" 2>&1 </dev/null ||
-    { code=$?; tail -n 20 "$dir/log" >&2; wrong "mmdebstrap ended with $code"; }
-
-  mkdir -p "$root/usr/lib/modules"
-  cp -a "$(realpath "$lab/modules")" "$root/usr/lib/modules/"
-  chroot "$root" /usr/sbin/depmod "$release"
-  echo guest >"$root/etc/hostname"
-  printf '127.0.0.1 localhost\n127.0.1.1 guest\n' >"$root/etc/hosts"
-  echo "/dev/vda / ext4 errors=remount-ro 0 1" >"$root/etc/fstab"
-  printf 'auto lo\niface lo inet loopback\n\nallow-hotplug eth0\niface eth0 inet dhcp\n' >"$root/etc/network/interfaces"
-  # With a machine ID, systemd does not treat this as the first boot.
-  echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
-  chroot "$root" /usr/sbin/ldconfig
-  chroot "$root" /usr/bin/journalctl --update-catalog
-  chroot "$root" /usr/bin/systemd-hwdb update
-  for part in etc var; do touch -r "$root/usr" "$root/$part/.updated"; done
-  # Boots are slow without KVM.
-  mkdir -p "$root/etc/systemd/system.conf.d" "$root/etc/systemd/system/multi-user.target.wants"
-  printf '[Manager]\nDefaultTimeoutStartSec=600\nDefaultDeviceTimeoutSec=600\n' >"$root/etc/systemd/system.conf.d/lab.conf"
-  # `read -t` waits without reading a program from the disk. The login prompt appears long before it ends.
-  cat >"$root/etc/systemd/system/booted.service" <<'END'
-[Unit]
-Description=Reports the end of the boot and powers off
-After=multi-user.target getty.target
-
-[Service]
-StandardOutput=tty
-TTYPath=/dev/console
-ExecStart=/bin/bash -c 'echo "multi-user.target is reached"; read -t 20 <> <(:); exec systemctl poweroff'
-
-[Install]
-WantedBy=multi-user.target
-END
-  ln -s ../booted.service "$root/etc/systemd/system/multi-user.target.wants/booted.service"
-  rm -rf "$root"/var/cache/apt/*.bin "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
-  new=$image.new; [ -n "${kept:-}" ] || new=$image
-  rm -f "$new"; truncate -s 2G "$new"
-  mke2fs -q -t ext4 -L root -U 5f3e5a52-7c0e-4a53-9d0c-0b5f1a5e0001 -E hash_seed=5f3e5a52-7c0e-4a53-9d0c-0b5f1a5e0002 -d "$root" "$new"
-  [ "$new" = "$image" ] || mv "$new" "$image"
-  rm -rf "$root"
-fi
+[ -e "$image" ] || make_disk "$image"
 debian=$(debugfs -R 'cat /etc/debian_version' "$image" 2>/dev/null) || wrong "$image is not a disk with Debian"
 used=$(dumpe2fs -h "$image" 2>/dev/null | awk '/^Block count:/{n=$3} /^Free blocks:/{f=$3} /^Block size:/{b=$3} END{printf "%d", (n-f)*b/1000000}')
 
-# The lab's initramfs with an init that switches to the disk.
-mkdir "$dir/early"
-cat >"$dir/early/init" <<'END'
-#!/bin/busybox sh
-export PATH=/usr/sbin:/usr/bin:/sbin:/bin
-mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
-/bin/modprobe virtio_blk
-until [ -b /dev/vda ]; do sleep 0.1; done
-mount -t ext4 -o ro /dev/vda /mnt
-umount /sys /proc; mount --move /dev /mnt/dev
-exec switch_root /mnt /lib/systemd/systemd
-END
-chmod +x "$dir/early/init"
-(cat "$lab/initrd.img"; cd "$dir/early"; echo init | cpio -o -H newc --quiet) >"$dir/initrd.img"
+make_initrd "$dir/initrd.img"
 
 # Boot. The filter cow redirects the guest's writes to a temporary file, and the filter log records each request.
 say "booting Debian $debian with $release (minutes)"
