@@ -145,6 +145,9 @@ impl Pages {
         for piece in pieces {
             match piece {
                 Piece::Prose(prose) => new.push_str(prose),
+                Piece::Region(region) if region.is_unmeasured() && !self.runs.contains_key(&region.name) => {
+                    new.push_str(region.whole);
+                }
                 Piece::Region(region) => match self.figures(&region, to_docs) {
                     Ok(figures) => {
                         let mut lines = region.whole.lines();
@@ -242,6 +245,16 @@ mod tests {
             "{text}"
         );
         assert_eq!(regenerate(&text), (text, Vec::new()));
+    }
+
+    #[test]
+    fn unmeasured_region_waits_for_its_run() {
+        let region = |name, body| format!("<!-- begin {name} -->\n{body}\n<!-- end {name} -->\n");
+        let unmeasured = region("forks", "Not measured yet.");
+        assert_eq!(regenerate(&unmeasured), (unmeasured, Vec::new()));
+        assert_eq!(regenerate(&region("forks", "Not measured yet.\n9.99")).1.len(), 1);
+        let (text, problems) = regenerate(&region("zones", "Not measured yet."));
+        assert!(problems.is_empty() && text.contains("| reads | 1.500 |"), "{text}");
     }
 
     #[test]

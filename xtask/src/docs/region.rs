@@ -5,13 +5,16 @@
 //! <!-- end NAME -->
 //! ```
 //!
-//! `report`, `rows` and `pivot` are the fields of [`Choice`].
+//! `report`, `rows` and `pivot` are the fields of [`Choice`]. Until the run is published, the region's only line may be
+//! "Not measured yet."
 
 use freestone_report::Choice;
 
 pub const BEGIN: &str = "<!-- begin ";
 const END: &str = "<!-- end ";
 const CLOSE: &str = " -->";
+/// Content of a region whose run has not been published yet.
+const UNMEASURED: &str = "Not measured yet.";
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Piece<'t> {
@@ -28,6 +31,13 @@ pub struct Region<'t> {
     /// Text of the region, including both markers.
     pub whole: &'t str,
     pub choice: Choice,
+}
+
+impl Region<'_> {
+    /// Returns true if the region says that there is no run yet.
+    pub fn is_unmeasured(&self) -> bool {
+        self.whole.lines().nth(1) == Some(UNMEASURED) && self.whole.lines().count() == 3
+    }
 }
 
 /// Splits a page into prose and regions. An error has the line number and the problem.
