@@ -11,6 +11,7 @@ mod callgrind;
 mod clients;
 mod compare;
 pub mod data;
+mod density;
 mod engine;
 pub mod forks;
 mod gate;
@@ -74,6 +75,10 @@ enum Bench {
     /// The engine and the server against their peers: the kernel's zram, nbdkit, qemu-nbd. Needs fio with
     /// its nbd engine and nbdcopy; Debian 13's peers are unpacked at the first use.
     Compare(compare::Args),
+    /// Memory a stored byte of real files, in each form that a RAM disk can store and in nbdkit and zram, and its
+    /// price: CPU time, slower reads, requests meanwhile. With pictures. Debian 13's peers are unpacked at the first
+    /// use.
+    Density(density::Args),
     /// Test devices: cost of the device contract alone, memory backing beside memcpy, a lock per zone
     /// beside one per device.
     Zones(zones::Args),
@@ -135,6 +140,7 @@ impl Bench {
             Self::Writeback(args) => writeback::run(args, options)?,
             Self::Forks(args) => forks::run(args, options)?,
             Self::Compare(args) => compare::run(args, options)?,
+            Self::Density(args) => density::run(args, options)?,
             Self::Zones(args) => zones::run(args, options)?,
             Self::Restarts(args) => restarts::run(args, options)?,
             Self::Clients(args) => clients::run(args, options)?,

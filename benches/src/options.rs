@@ -52,6 +52,12 @@ pub enum Set {
     Fio,
     /// Real files of this machine.
     Real,
+    /// Disk of a Debian guest. The first use needs root, mmdebstrap and some minutes.
+    Debian,
+    /// Disk of a database server. The first use needs Debian's package postgresql.
+    Postgresql,
+    /// Memory of a Debian guest. The first use needs what `debian` needs, and the kernel lab.
+    Guest,
 }
 
 /// Units of `--size`, with their bytes. T is omitted, as every size in T is above the limit.

@@ -209,7 +209,7 @@ impl Bench<'_> {
     fn omit_failed_peer<T>(&self, member: &mut Member, result: Result<T>) -> Result<Option<T>> {
         match result {
             Ok(done) => Ok(Some(done)),
-            Err(error) if self.args.require_peers || member.side.is_ours() => {
+            Err(error) if self.args.peers.require_peers || member.side.is_ours() => {
                 Err(error.context(member.side.name()))
             }
             Err(error) => {
@@ -306,7 +306,7 @@ impl Member {
         self.command.clone_from(&running.command);
         let before = running.server.memory()?;
         match group {
-            Group::Memory => copy(starter.image, &running.socket)?,
+            Group::Memory => copy(starter.image, &running.socket, &WHOLE)?,
             Group::Null => {}
             Group::Overlay => {
                 let half = Load {
@@ -348,10 +348,13 @@ pub fn command_line(command: &Command) -> String {
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// Writes a whole image, including zeroes, to the default export of the server at `socket`.
-pub fn copy(image: &Path, socket: &Path) -> Result<()> {
+/// Options of nbdcopy with which it writes zeroes, too.
+pub const WHOLE: [&str; 2] = ["--allocated", "--sparse=0"];
+
+/// Writes an image to the default export of the server at `socket`, with these options of nbdcopy.
+pub fn copy(image: &Path, socket: &Path, options: &[&str]) -> Result<()> {
     let mut command = Command::new("nbdcopy");
-    command.args(["--allocated", "--sparse=0"]).arg(image);
+    command.args(options).arg(image);
     command.arg(format!("nbd+unix:///?socket={}", socket.display()));
     tool::run(&mut command, "libnbd-bin").map(drop)
 }

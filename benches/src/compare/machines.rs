@@ -9,7 +9,7 @@ use freestone::PAGE_BYTES;
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use super::bound::Bound;
-use super::groups::{Bench, command_line, copy};
+use super::groups::{Bench, WHOLE, command_line, copy};
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::options::Set;
@@ -239,8 +239,8 @@ pub fn start(disk: Disk, starter: &Starter) -> Result<Member> {
     };
     let running = starter.start(side)?;
     match disk {
-        Disk::Same | Disk::SameNbd => copy(&same_filled(starter)?, &running.socket)?,
-        Disk::Ram => copy(starter.image, &running.socket)?,
+        Disk::Same | Disk::SameNbd => copy(&same_filled(starter)?, &running.socket, &WHOLE)?,
+        Disk::Ram => copy(starter.image, &running.socket, &WHOLE)?,
         _ => {}
     }
     let mut command = running.command.clone();

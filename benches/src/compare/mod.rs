@@ -3,11 +3,11 @@
 //! a peer is better, the table says "behind".
 
 mod bound;
-mod groups;
+pub(crate) mod groups;
 mod machines;
-mod peers;
+pub(crate) mod peers;
 mod queues;
-mod sides;
+pub(crate) mod sides;
 mod tls;
 
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use freestone_report::Report;
 
-use self::peers::{PeerVersion, Peers};
+use self::peers::{PeerArgs, Peers};
 use self::sides::Group;
 use crate::engine::zram;
 use crate::engine::zram_device::ZramDevice;
@@ -33,15 +33,8 @@ pub struct Args {
     /// server: kinds of devices, separated by commas [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     group: Vec<Group>,
-    /// server: versions of nbdkit and qemu-nbd to compare with
-    #[arg(long, value_enum, default_value = "debian13")]
-    peers: PeerVersion,
-    /// server: directory in which Debian 13's peers are unpacked
-    #[arg(long, default_value = "target/peers/debian13")]
-    peers_dir: PathBuf,
-    /// server: fail if a peer cannot be downloaded or started, instead of reporting it in the table
-    #[arg(long)]
-    require_peers: bool,
+    #[command(flatten)]
+    peers: PeerArgs,
     /// server: path of the `freestone` program to measure [default: the workspace's own, built with
     /// this program's profile, else the one in this program's directory]
     #[arg(long)]
@@ -71,7 +64,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
         reports.extend(engine(options)?);
     }
     if [PartName::Server, PartName::Machines, PartName::Queues, PartName::Tls].into_iter().any(wanted) {
-        let peers = Peers::find(args)?;
+        let peers = Peers::find(&args.peers)?;
         let freestone = program_path::program(args.freestone.as_deref())?;
         let run_dir = RunDir::new(&options.data_dir, "compare-")?;
         let bench = groups::Bench { options, run_dir: &run_dir, peers: &peers, freestone: &freestone, args };

@@ -7,12 +7,25 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
-use super::Args;
 use crate::programs::tool;
 
 /// Script that unpacks the peers. `sh` receives the text as an argument, so the script needs no
 /// file.
 const UNPACK: &str = include_str!("../../peers/debian13.sh");
+
+/// Options of benchmarks that use peers.
+#[derive(Debug, Clone, clap::Args)]
+pub struct PeerArgs {
+    /// Versions of nbdkit and qemu-nbd to compare with
+    #[arg(long, value_enum, default_value = "debian13")]
+    peers: PeerVersion,
+    /// Directory in which Debian 13's peers are unpacked
+    #[arg(long, default_value = "target/peers/debian13")]
+    peers_dir: PathBuf,
+    /// Fail if a peer cannot be downloaded or started, instead of reporting it in the table
+    #[arg(long)]
+    pub require_peers: bool,
+}
 
 /// Version of the peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -39,7 +52,7 @@ struct Tree {
 }
 
 impl Peers {
-    pub fn find(args: &Args) -> Result<Self> {
+    pub fn find(args: &PeerArgs) -> Result<Self> {
         if args.peers == PeerVersion::Installed {
             return Ok(Self { tree: None, fallback_note: None });
         }

@@ -1,5 +1,6 @@
 //! Data sets: the source of pages for all benchmarks, and the order in which loops use them.
 
+mod made;
 pub(crate) mod zipf;
 
 use std::fs::File;
@@ -53,6 +54,18 @@ impl Data {
                 let path = real_file(&options.data_dir, bytes)?;
                 let parts = REAL.map(|(dir, share)| format!("{dir} {share} %")).join(", ");
                 Self::file(&path, bytes, format!("real: tar of {parts}"))
+            }
+            (Set::Debian, _) => {
+                let what = "debian: disk of a Debian 13 guest, ext4".into();
+                Self::file(&made::debian(&options.data_dir)?, bytes, what)
+            }
+            (Set::Postgresql, _) => {
+                let what = "postgresql: disk with a PostgreSQL server after pgbench -i, ext4".into();
+                Self::file(&made::postgresql(&options.data_dir, bytes)?, bytes, what)
+            }
+            (Set::Guest, _) => {
+                let what = "guest: memory of a Debian 13 guest with 512 MiB after its boot".into();
+                Self::file(&made::guest(&options.data_dir)?, bytes, what)
             }
         }
     }
@@ -224,11 +237,13 @@ impl Order {
 
     /// Returns the elements `from..from + count` of the sequence.
     pub fn choices(self, from: u64, count: u64) -> impl Iterator<Item = u32> {
-        (from..from + count).map(move |at| {
-            let random =
-                Random(self.seed.wrapping_add(at.wrapping_mul(0x9E37_79B9_7F4A_7C15))).next_u64() >> 32;
-            self.first + ((random * u64::from(self.count)) >> 32) as u32
-        })
+        (from..from + count).map(move |at| self.choice(at))
+    }
+
+    /// Returns element `at` of the sequence.
+    pub fn choice(self, at: u64) -> u32 {
+        let random = Random(self.seed.wrapping_add(at.wrapping_mul(0x9E37_79B9_7F4A_7C15))).next_u64() >> 32;
+        self.first + ((random * u64::from(self.count)) >> 32) as u32
     }
 }
 

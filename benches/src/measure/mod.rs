@@ -2,6 +2,7 @@
 
 pub mod machine;
 pub(crate) mod process;
+pub(crate) mod settle;
 
 use std::time::{Duration, Instant};
 

@@ -88,9 +88,9 @@ fn run_set(set: Set, args: &Args, options: &Options) -> Result<Report> {
         add(hits::run(&bench)?);
     }
     match set {
-        Set::Real if wanted(PartName::Recompress) => add(recompress::run(&bench)?),
         Set::Fio => add(Part::note("Recompression is measured on real files only.")),
-        Set::Real => {}
+        _ if wanted(PartName::Recompress) => add(recompress::run(&bench)?),
+        _ => {}
     }
     if bench.data.bytes() < JUDGED_BYTES {
         report.notes.push("Less than 1 GiB: the runs are too short, so targets are not judged.".into());

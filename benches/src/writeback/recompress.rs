@@ -1,6 +1,6 @@
 //! `recompress` part: gain and cost of recompression on real files.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use freestone::PAGE_BYTES;
@@ -12,17 +12,10 @@ use freestone_report::{Row, Summary, mib};
 use super::{Bench, Part, backing};
 use crate::data::Data;
 use crate::measure::process::{Cpu, UsageMeter};
+use crate::measure::settle::wait_until_settled;
 
 /// Idle time after which automatic recompression compresses a page again.
 const IDLE: Duration = Duration::from_secs(1);
-/// Automatic recompression has ended if no page shrank for this time (the second value with
-/// --quick).
-const QUIET_TIME: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(4)];
-/// Automatic recompression has failed if no page shrank for this time from the start.
-const START_MAX: Duration = Duration::from_secs(60);
-/// Time limit for the whole recompression.
-const TIME_MAX: Duration = Duration::from_secs(1800);
-const POLL: Duration = Duration::from_millis(100);
 /// Every `CHECK_STEP`-th page is verified afterwards.
 const CHECK_STEP: u64 = 16;
 /// Number of pages whose reads are timed, in random order and in order.
@@ -137,25 +130,12 @@ fn automatic(bench: &Bench, stored_lz4: u64) -> Result<Side> {
     let fill = watch.stop()?.cpu;
     let watch = UsageMeter::start()?;
     let ram = filled(bench, Config { auto_recompress: Some(IDLE), ..Config::default() })?;
-    let started = Instant::now();
-    let (mut stored, mut changed) = (ram.mm_stat().compr_data_size, started);
-    let quiet = QUIET_TIME[usize::from(bench.options.quick)];
-    while stored >= stored_lz4 || changed.elapsed() < quiet {
-        let elapsed = started.elapsed();
-        ensure!(
-            stored < stored_lz4 || elapsed < START_MAX,
-            "automatic recompression did nothing in {START_MAX:?}"
-        );
-        ensure!(elapsed < TIME_MAX, "automatic recompression did not finish in {TIME_MAX:?}");
-        std::thread::sleep(POLL);
-        let now = ram.mm_stat().compr_data_size;
-        if now != stored {
-            (stored, changed) = (now, Instant::now());
-        }
-    }
+    let stored = &mut || ram.mm_stat().compr_data_size;
+    let settled = wait_until_settled(stored_lz4, bench.options.quick, stored)?;
+    ensure!(!settled.timeline.is_empty(), "automatic recompression did nothing");
     let cpu = watch.stop()?.cpu - fill;
     check(&ram, &bench.data)?;
-    side(bench, "automatic, zstd with a dictionary", &ram, Some(cpu), changed - started)
+    side(bench, "automatic, zstd with a dictionary", &ram, Some(cpu), settled.took())
 }
 
 /// Returns an error if a sampled page does not have its original content.

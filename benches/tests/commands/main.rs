@@ -2,6 +2,7 @@
 //! judged.
 
 mod compare;
+mod density;
 mod quick;
 
 use std::path::Path;

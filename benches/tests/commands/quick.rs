@@ -427,6 +427,8 @@ fn invalid_options_are_rejected() {
         &["images", "--part", "fleets"],
         &["images", "--bucket", "b"],
         &["images", "--part", "fleet", "--freestone", "no/such/program"],
+        &["density", "--part", "set"],
+        &["density", "--set", "ubuntu"],
         &["compare", "--peers", "debian11"],
         &["compare", "--group", "disk"],
         &["compare", "--part", "server", "--freestone", "no/such/program", "--peers", "installed"],
