@@ -360,7 +360,10 @@ def lease(
         is_cut = cuts_power(item)
         own = {**SMALL, **({} if is_cut else _FAST), **settings}
         start = _Start(programs, directory, tuple(own.items()))
-        return Recipe(image, is_mounted=True, power_cut=is_cut, service=start)
+        # The server rewinds no disk with unflushed writes that has a client.
+        return Recipe(
+            image, is_mounted=True, power_cut=is_cut, service=start, is_renewed=not is_cut
+        )
 
     with session.lease(
         request, recipe(request.node), recipe(following) if following else None

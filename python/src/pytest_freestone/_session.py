@@ -240,28 +240,37 @@ class PluginSession:
             raise
 
     def renew(self, prepared: Prepared) -> bool:
-        """Gives a disk its first content again. Returns false if it must be removed instead."""
-        mounted = prepared.mounted
-        if mounted is None or prepared.service is not None:
+        """Gives a disk its first content again, and starts its service again. Returns false if the
+        disk must be removed instead.
+        """
+        mounted, service = prepared.mounted, prepared.recipe.service
+        if mounted is None:
             return False
         try:
+            self._close_service(prepared)
             if not mounted.keep_attached():
                 return False
             mounted.renew(lambda: prepared.disk.rewind(force=True))
-        except (OSError, ProgramError, freestone.FreestoneError):
+            if service is not None:
+                prepared.service = service.start(mounted.directory)
+        except (OSError, ProgramError, freestone.FreestoneError, subprocess.TimeoutExpired):
             return False
         return True
 
     def remove(self, prepared: Prepared) -> None:
         """Ends what runs on a disk, unmounts and removes it."""
-        if prepared.service is not None:
-            prepared.service.close()
-            prepared.service = None
+        self._close_service(prepared)
         if prepared.mounted is not None:
             prepared.mounted.unmount()
             prepared.mounted.directory.rmdir()
             prepared.mounted = None
         prepared.disk.remove(force=True)
+
+    @staticmethod
+    def _close_service(prepared: Prepared) -> None:
+        service, prepared.service = prepared.service, None
+        if service is not None:
+            service.close()
 
     @contextlib.contextmanager
     def mounted(self, disk: Disk) -> Generator[Path, None, None]:
