@@ -54,6 +54,7 @@ pages! {
     how_to_coming_from: "docs/how-to/coming-from.md",
     how_to_configuration_file: "docs/how-to/configuration-file.md",
     how_to_databases: "docs/how-to/databases.md",
+    how_to_denser_memory: "docs/how-to/denser-memory.md",
     how_to_disk_per_connection: "docs/how-to/disk-per-connection.md",
     how_to_explore: "docs/how-to/explore.md",
     how_to_monitoring: "docs/how-to/monitoring.md",
