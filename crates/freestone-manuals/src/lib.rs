@@ -3,6 +3,7 @@
 
 mod page;
 pub mod reference;
+pub mod site;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Arg, Command};
-use freestone_cli::reference;
+use freestone_cli::reference::{self, Topic};
 
 use crate::{NAME, parser};
 
@@ -75,17 +75,17 @@ fn commands() -> String {
         let _ = writeln!(text, "\n## {group}");
         for verb in *verbs {
             let Some(command) = parser.find_subcommand(verb) else { continue };
-            describe(&mut text, command);
+            describe(&mut text, command, 3);
         }
     }
     text
 }
 
-/// Appends a section about a command and its visible subcommands to `text`.
-fn describe(text: &mut String, command: &Command) {
+/// Appends sections about a command and its visible subcommands to `text`, with headings of this level.
+pub(crate) fn describe(text: &mut String, command: &Command, level: usize) {
     let name = command.get_bin_name().unwrap_or(NAME);
     let about = command.get_about().map(ToString::to_string).unwrap_or_default();
-    let _ = writeln!(text, "\n### {name}\n\n{about}.");
+    let _ = writeln!(text, "\n{} {name}\n\n{about}.", "#".repeat(level));
     let mut command = command.clone();
     let usage = command.render_usage().to_string();
     let usage = usage.trim_start_matches("Usage:").lines().map(str::trim).collect::<Vec<_>>().join("\n    ");
@@ -95,7 +95,7 @@ fn describe(text: &mut String, command: &Command) {
         let _ = writeln!(text, "\n{options}");
     }
     for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
-        describe(text, below);
+        describe(text, below, level);
     }
 }
 
@@ -119,21 +119,22 @@ fn keys() -> String {
         if !topic.name.is_empty() {
             let _ = writeln!(text, "## {}\n", topic.name);
         }
-        let (heading, about) = &topic.heading;
-        // The heading of a kind is the form of its specification.
-        let _ = if about.is_empty() {
-            writeln!(text, "{heading}")
-        } else {
-            writeln!(text, "`{heading}`: {about}")
-        };
-        text += "\n| key | meaning |\n|---|---|\n";
-        for (keys, about) in topic.rows {
-            let _ = writeln!(text, "| {} | {} |", code(&keys), cell(about));
-        }
-        if !topic.note.is_empty() {
-            let _ = writeln!(text, "\n{}", topic.note);
-        }
+        text += &key_table(&topic);
         text.push('\n');
+    }
+    text
+}
+
+/// Returns the form of a kind's specification, the table of its keys and the note below it.
+pub(crate) fn key_table(topic: &Topic) -> String {
+    let (heading, about) = &topic.heading;
+    let mut text = if about.is_empty() { format!("{heading}\n") } else { format!("`{heading}`: {about}\n") };
+    text += "\n| key | meaning |\n|---|---|\n";
+    for (keys, about) in &topic.rows {
+        let _ = writeln!(text, "| {} | {} |", code(keys), cell(about));
+    }
+    if !topic.note.is_empty() {
+        let _ = writeln!(text, "\n{}", topic.note);
     }
     text
 }
