@@ -12,7 +12,8 @@ use super::program::Parts;
 use crate::cargo::output;
 
 /// Files that are copied unchanged: source, destination, mode. For a directory, the [`PAGES`] below it are copied.
-const COPIES: [(&str, &str, u32); 11] = [
+const COPIES: [(&str, &str, u32); 12] = [
+    ("packaging/ci/freestone-ci", "usr/lib/freestone/freestone-ci", 0o755),
     ("packaging/systemd/freestone-mkfs", "usr/lib/freestone/freestone-mkfs", 0o755),
     ("packaging/udev/freestone-name", "usr/lib/freestone/freestone-name", 0o755),
     ("packaging/udev/61-freestone-names.rules", "usr/lib/udev/rules.d/61-freestone-names.rules", 0o644),
