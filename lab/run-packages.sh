@@ -5,7 +5,8 @@
 #              server, remove and purge; no files are left
 #   arm64      run the program for arm64 in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, shutdown
 #   container  the image of packaging/Containerfile on a base of the clean root's packages: an unprivileged server without capabilities,
-#              TLS, a state that survives a restart, shutdown; no containers or volumes are left
+#              TLS, a state that survives a restart, shutdown; no containers or volumes are left. The manifest for Kubernetes: checked by the
+#              types of the API, run by podman with its rights, a disk that survives a restart
 #   wheel      with each Python of this machine from 3.9 on (Debian's and those of pyenv, or PYTHONS): install the wheel in a clean
 #              environment, use it without a compiler in PATH, run the package's tests with it
 #   wheel-arm64  use the program of the wheel for arm64 in an emulator
@@ -197,8 +198,45 @@ runs_in_a_container() {
   pod stop --time 60 disks >/dev/null && pod rm --volumes disks >/dev/null || wrong "the container is not removed"
   ended "$pid" 5
   [ -z "$(pod ps --all --quiet)$(pod volume ls --quiet)" ] || wrong "containers or volumes are left"
-  size=$(pod image inspect --format '{{.Size}}' localhost/freestone) base=$(pod image inspect --format '{{.Size}}' localhost/base)
-  ok "an image of $((size / 1000000)) MB on a base of $((base / 1000000)) MB: user 10809 without capabilities serves by TLS, is healthy, keeps its state, ends"
+  size=$(pod image inspect --format '{{.Size}}' localhost/freestone)
+  [ "$size" -lt 30000000 ] || wrong "the image has $size bytes"
+  ok "an image of $((size / 1000000)) MB: user 10809 without capabilities serves by TLS, is healthy, keeps its state, ends"
+  runs_in_kubernetes
+}
+
+# Runs the manifest for Kubernetes with the image localhost/freestone. podman ignores the service, the policy and the monitor.
+runs_in_kubernetes() {
+  manifest=packaging/kubernetes/freestone.yaml
+  (cd lab/kubernetes && go build -o "$dir/kubernetes" .) >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "the check of manifests is not built"; }
+  "$dir/kubernetes" $manifest >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "the manifest does not have the types of the API"; }
+  sed 's/readinessProbe/readyProbe/' $manifest >"$dir/wrong.yaml"
+  "$dir/kubernetes" "$dir/wrong.yaml" >"$dir/log" 2>&1 && wrong "a misspelt field is not found"
+  ok "each of $(grep -c '^kind:' $manifest) objects of the manifest has the type of the API of Kubernetes"
+  # Other servers of this machine may have the ports.
+  read -r nbd metrics <<<"$(python3 -c 'import socket; s = [socket.socket() for _ in "ab"]; [x.bind(("127.0.0.1", 0)) for x in s]; print(*[x.getsockname()[1] for x in s])')"
+  # Without a network of its own, the pod can have no ports.
+  sed "s/:10809\"/:$nbd\"/; s/:9100\"/:$metrics\"/; /^          ports:$/d; /containerPort/d" $manifest >"$dir/pod.yaml"
+  play() { pod kube play --network host "$@" "$dir/pod.yaml" >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "podman kube play $*"; }; }
+  ready() { pod exec "$1" freestone wait --timeout 30s >"$dir/log" 2>&1 || { cat "$dir/log" >&2; pod logs "$1" >&2; wrong "the pod does not get ready"; }; }
+  play
+  name=$(pod ps --all --format '{{.Names}}' | grep -- -freestone) || wrong "the pod has no container"
+  ready "$name"
+  pid=$(pod inspect --format '{{.State.Pid}}' "$name")
+  grep -q '^Uid:[[:space:]]*10809[[:space:]]' "/proc/$pid/status" && grep -q '^CapEff:[[:space:]]*0*$' "/proc/$pid/status" &&
+    grep -q '^NoNewPrivs:[[:space:]]*1' "/proc/$pid/status" || wrong "the server of the pod has rights"
+  [ "$(pod inspect --format '{{.HostConfig.ReadonlyRootfs}}' "$name")" = true ] || wrong "the root of the pod can be written"
+  keeps "nbd://127.0.0.1:$nbd/scratch" "$dir/data"
+  python3 -c 'import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())' "http://127.0.0.1:$metrics/metrics" |
+    grep -q '^freestone_.*scratch' || wrong "the pod has no metrics"
+  play --down; ended "$pid" 60
+  play
+  name=$(pod ps --all --format '{{.Names}}' | grep -- -freestone) || wrong "the second pod has no container"
+  ready "$name"
+  timeout 120 nbdcopy "nbd://127.0.0.1:$nbd/scratch" "$dir/back" && cmp -n "$(stat -c %s "$dir/data")" "$dir/data" "$dir/back" ||
+    wrong "the disk of the pod is lost when the pod is made again"
+  play --down
+  pod volume rm freestone >/dev/null
+  ok "the pod of the manifest serves by its rights, has metrics, and keeps its disk when it is made again"
 }
 
 # Lists a Python of each version from 3.9 on that can make environments.
