@@ -10,7 +10,9 @@ mod instructions;
 mod package;
 mod python;
 mod record;
+mod release;
 mod sanitize;
+mod site;
 mod steps;
 mod suites;
 mod tidy;
@@ -25,6 +27,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use clap::{Parser, Subcommand, ValueEnum as _};
 
+use build::api::Mode;
 use sanitize::Sanitizer;
 use steps::{Lane, Step, Verdict};
 
@@ -91,10 +94,14 @@ enum Command {
         #[arg(long)]
         lower: bool,
     },
+    /// Write the lists of the public interface, crates/NAME/api.txt, after a change that is meant
+    Api,
+    /// Build the documentation as a site in target/site/book, and check its links
+    Site,
     /// Build the engine for fio; fetch the source of the installed fio first if it is missing
     Fio,
-    /// Build the Debian package and the package of its debug symbols, see docs/how-to/install.md; or the wheel of the
-    /// Python package, see docs/how-to/python.md
+    /// Build the Debian package and the package of its debug symbols, see docs/how-to/install.md; the wheel of the
+    /// Python package, see docs/how-to/python.md; or the packages of the published crates
     Package {
         /// Form of the package
         #[arg(value_enum, default_value = "deb")]
@@ -105,6 +112,17 @@ enum Command {
         /// Cargo's profile for the program in a wheel, to try a wheel without waiting for the build of packages
         #[arg(long)]
         profile: Option<String>,
+    },
+    /// Set the version, and build everything that users install in target/release-VERSION, with checksums
+    Release {
+        /// Version, three numbers
+        version: String,
+        /// Make only this part; repeat the option for several
+        #[arg(long, value_name = "PART", value_enum)]
+        only: Vec<release::Part>,
+        /// Base image of the container image, in place of that in packaging/Containerfile
+        #[arg(long, value_name = "IMAGE")]
+        base: Option<String>,
     },
     /// Run a benchmark in a release build; without a name, list the benchmarks
     Bench {
@@ -174,9 +192,14 @@ fn run(cli: Cli) -> Result<Verdict> {
         Command::Torture { mode, seed, minutes, .. } => return Ok(torture::run(mode, seed, minutes)?.into()),
         Command::Tidy { lower: true } => return tidy::lower().map(|()| Verdict::Passed),
         Command::Tidy { lower: false } => vec![Step::Tidy],
+        Command::Api => return Ok(build::documentation::document(Mode::Write)?.ok.into()),
+        Command::Site => vec![Step::Site],
         Command::Fio => return Ok(build::fio::run()?.into()),
         Command::Package { form, arch, profile } => {
             return Ok(package::run(form, arch, profile.as_deref())?.into());
+        }
+        Command::Release { version, only, base } => {
+            return release::run(&version, &only, base.as_deref()).map(|()| Verdict::Passed);
         }
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {
             return Ok(docs::command(&args[1..])?.into());

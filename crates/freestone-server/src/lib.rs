@@ -32,8 +32,7 @@ pub mod observe;
 #[doc(hidden)]
 pub mod persistence;
 mod process_memory;
-#[doc(hidden)]
-pub mod server;
+mod server;
 #[doc(hidden)]
 pub mod service;
 #[doc(hidden)]
@@ -45,3 +44,5 @@ pub mod usage;
 pub mod verbs;
 
 pub use server::{Server, ServerBuilder, ServerError};
+#[doc(hidden)]
+pub use server::{plan, running};

@@ -2,7 +2,7 @@
 //!
 //! # Modules
 //! Start with [`device`], the contract between devices and clients. [`ram`] is the compressed RAM disk, [`cow`] has
-//! snapshots of any device. [`null`], [`zone`], [`faults`] and [`power`] are test drives. [`file`] and [`qcow2`] are images,
+//! snapshots of any device. [`null`], [`zone`], [`faults`] and [`power`] are test drives. [`file`](mod@file) and [`qcow2`] are images,
 //! and [`store`] has images in object storage.
 
 pub use freestone_core::{PAGE_BYTES, budget, consistency_group, device, limits, plug};

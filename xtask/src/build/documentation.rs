@@ -13,7 +13,7 @@ use std::{env, fs, thread};
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 
-use super::workspace;
+use super::{api, workspace};
 use crate::cargo::{self, Outcome};
 
 /// Environment variable with the directory of the recorded calls. Set while xtask runs in the place of rustdoc.
@@ -29,13 +29,19 @@ struct Call {
     environment: BTreeMap<String, String>,
 }
 
-/// Writes the documentation of all libraries, without warnings.
-pub fn document() -> Result<Outcome> {
-    let dir = std::path::absolute(cargo::target_dir())?.join("rustdoc-calls");
-    if dir.exists() {
-        fs::remove_dir_all(&dir).with_context(|| format!("cannot empty {}", dir.display()))?;
+/// Directory of the interfaces of crates as JSON, below the target directory.
+const INTERFACES: &str = "interfaces";
+
+/// Writes the documentation of all libraries, without warnings, and checks or writes the interface of the public crates.
+pub fn document(mode: api::Mode) -> Result<Outcome> {
+    let target = std::path::absolute(cargo::target_dir())?;
+    let (dir, interfaces) = (target.join("rustdoc-calls"), target.join(INTERFACES));
+    for dir in [&dir, &interfaces] {
+        if dir.exists() {
+            fs::remove_dir_all(dir).with_context(|| format!("cannot empty {}", dir.display()))?;
+        }
+        fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
     }
-    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let mut tests = workspace::doc_tests()?;
     tests.env("RUSTDOC", env::current_exe()?).env(CALLS_DIR, &dir);
     if !cargo::run(&mut tests)?.ok {
@@ -58,17 +64,40 @@ pub fn document() -> Result<Outcome> {
         let passed = passed?;
         outcome.add(Outcome::of_test(passed));
     }
+    outcome.add(api::run(&interfaces, mode)?);
     Ok(outcome)
 }
 
-/// Runs a recorded call. Returns true if rustdoc printed no warning.
+/// Runs a recorded call: for the documentation, and for the interface if it [needs](api::needs) to be known. Returns true
+/// if rustdoc printed no warning.
 fn run(path: &Path) -> Result<bool> {
     let call: Call = serde_json::from_slice(&fs::read(path)?)?;
-    let mut command = Command::new("rustdoc");
-    command.args(arguments_of_documentation(&call.arguments)).args(["-D", "warnings", "--out-dir"]);
-    command.arg(std::path::absolute(cargo::target_dir())?.join("doc"));
-    command.current_dir(&call.directory).env_clear().envs(&call.environment).stdin(Stdio::null());
-    Ok(command.status().context("cannot start rustdoc")?.success())
+    let arguments = arguments_of_documentation(&call.arguments);
+    let target = std::path::absolute(cargo::target_dir())?;
+    let rustdoc = || {
+        let mut command = Command::new("rustdoc");
+        command.args(&arguments).current_dir(&call.directory).env_clear().envs(&call.environment);
+        command.stdin(Stdio::null());
+        command
+    };
+    let mut document = rustdoc();
+    document.args(["-D", "warnings", "--out-dir"]).arg(target.join("doc"));
+    let passed = document.status().context("cannot start rustdoc")?.success();
+    let library = arguments.windows(2).find(|pair| pair[0] == "--crate-name").map(|pair| pair[1].as_str());
+    if !passed || !library.is_some_and(api::needs) {
+        return Ok(passed);
+    }
+    let mut interface = rustdoc();
+    // JSON is unstable, and the compiler is a stable one.
+    interface.env("RUSTC_BOOTSTRAP", "1").args([
+        "-Z",
+        "unstable-options",
+        "--output-format",
+        "json",
+        "--out-dir",
+    ]);
+    interface.arg(target.join(INTERFACES));
+    Ok(interface.status().context("cannot start rustdoc")?.success())
 }
 
 /// Returns the arguments of a documentation test without those that make rustdoc run tests.

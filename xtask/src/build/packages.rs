@@ -62,12 +62,25 @@ pub const CEPH: [Tool; 6] = [
     ("curl", "curl"),
 ];
 /// Tools of the pieces `package-...`: a clean root, lintian, an emulator of arm64, containers.
-pub const PACKAGING: [Tool; 5] = [
+pub const PACKAGING: [Tool; 7] = [
     ("mmdebstrap", "mmdebstrap"),
     ("lintian", "lintian"),
     ("qemu-aarch64-static", "qemu-user-static"),
     ("podman", "podman"),
     ("runc", "runc"),
+    ("catatonit", "catatonit"),
+    ("go", "golang-go"),
+];
+/// Tools that build images for containers.
+pub const IMAGES: [Tool; 2] = [("podman", "podman"), ("runc", "runc")];
+/// Tools of the pieces `ci-...`, besides those of the kernel lab.
+pub const CI_TEMPLATES: [Tool; 6] = [
+    ("sudo", "sudo"),
+    ("git", "git"),
+    ("rsync", "rsync"),
+    ("npm", "npm"),
+    ("go", "golang-go"),
+    ("shellcheck", "shellcheck"),
 ];
 /// Tools of the pieces `recipes-...`, besides those of the kernel lab. Debian's Go may be older than a module requires,
 /// and then fetches a newer one.

@@ -1,10 +1,11 @@
 //! `cargo xtask package`: builds the Debian package of the program, with manual pages, completions, units and udev rules,
-//! and the package of its debug symbols; or the wheel of the Python package.
+//! and the package of its debug symbols; or the wheel of the Python package; or the packages of the published crates.
 
 pub mod arch;
 mod changelog;
 mod control;
 mod copyright;
+pub mod crates;
 mod program;
 mod tree;
 mod wheel;
@@ -22,7 +23,7 @@ use crate::cargo::{self, cargo, output};
 /// Name of the package and of the program.
 const NAME: &str = "freestone";
 /// Version of the workspace and of the package.
-const VERSION: &str = env!("CARGO_PKG_VERSION");
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// Form of a package.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -31,11 +32,17 @@ pub enum Form {
     Deb,
     /// Wheel of the Python package, which contains the program.
     Wheel,
+    /// Packages of the published crates, as the registry of cargo gets them.
+    Crates,
 }
 
 pub fn run(form: Form, arch: Arch, profile: Option<&str>) -> Result<bool> {
     // Every user must be able to read the files of the package.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+    if form == Form::Crates {
+        println!("crates: {}", crates::pack()?.display());
+        return Ok(true);
+    }
     arch.ensure()?;
     if form == Form::Wheel {
         let wheel = wheel::build(arch, profile.unwrap_or(program::PROFILE))?;
@@ -77,7 +84,7 @@ pub fn run(form: Form, arch: Arch, profile: Option<&str>) -> Result<bool> {
     Ok(true)
 }
 
-fn empty_dir(dir: &Path) -> Result<PathBuf> {
+pub fn empty_dir(dir: &Path) -> Result<PathBuf> {
     if dir.exists() {
         fs::remove_dir_all(dir).with_context(|| format!("cannot remove {}", dir.display()))?;
     }

@@ -67,6 +67,13 @@ pub(super) fn recipes(parts: &[&str]) -> Result<Outcome> {
     lab(&runs.iter().map(<[_; 2]>::as_slice).collect::<Vec<_>>())
 }
 
+/// Runs the templates of continuous integration, of which each counts as one test. Their jobs mount disks, which needs root.
+pub(super) fn ci_templates() -> Result<Outcome> {
+    packages::ensure(&packages::tools())?;
+    packages::ensure(&packages::CI_TEMPLATES)?;
+    lab(&[&["lab/run-ci-templates.sh", "github"], &["lab/run-ci-templates.sh", "gitlab"]])
+}
+
 /// Runs the tasks of users. Mounts on this machine need root; the kernel lab does not.
 pub(super) fn tasks() -> Result<Outcome> {
     packages::ensure(&packages::TASKS)?;

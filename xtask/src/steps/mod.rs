@@ -10,18 +10,24 @@ mod runner;
 use anyhow::Result;
 use clap::ValueEnum;
 
+use crate::build::api::Mode;
 use crate::build::documentation;
 use crate::build::packages;
 use crate::build::variants::{CopiedWorkspace, with_variants};
 use crate::build::workspace;
 use crate::cargo::{self, Outcome, cargo};
 use crate::instructions;
+use crate::package::crates;
 use crate::python;
+use crate::release;
 use crate::sanitize::{self, Extent, Sanitizer};
+use crate::site;
 use crate::suites;
 use crate::tidy;
 use crate::torture;
-use actions::{install_packages, lab, models, recipes, reproduce, slow_scripts, tasks, variants, with};
+use actions::{
+    ci_templates, install_packages, lab, models, recipes, reproduce, slow_scripts, tasks, variants, with,
+};
 pub use runner::{Verdict, run, run_all, summary};
 
 /// A step of the gate. The order is that of a run: cheap checks first.
@@ -35,7 +41,7 @@ pub enum Step {
     Tidy,
     /// Build of all tests and programs, with clippy
     Build,
-    /// Documentation, without warnings
+    /// Documentation, without warnings; interfaces of the public crates as in `crates/NAME/api.txt`
     Doc,
     /// All tests, including those with real clients and the examples in the documentation
     Test,
@@ -105,11 +111,21 @@ pub enum Step {
     Tasks,
     /// Slow: object stores and RBD of a one-node Ceph whose daemons are killed
     Ceph,
+    /// Slow: licences and sources of all dependencies, by the policy in `deny.toml`
+    Licences,
+    /// Slow: a release rehearsed in two directories, with the same bytes: version, licences, crates, components
+    Release,
+    /// Slow: the actions of GitHub and the template of GitLab: linted, run with jobs that pass and fail
+    CiTemplates,
+    /// Slow: the published crates, built from their packages alone
+    Crates,
+    /// Slow: the documentation as a site: built without warnings, links checked
+    Site,
     /// Slow: the Debian package: lintian; installed, used, updated and purged in a clean root
     PackageRoot,
     /// Slow: the Debian package for arm64: lintian; its program in an emulator
     PackageArm64,
-    /// Slow: the image for containers
+    /// Slow: the image for containers, and the manifest for Kubernetes
     PackageContainer,
     /// Slow: recipes of runners of GitHub and GitLab, as an unprivileged user
     RecipesJobs,
@@ -178,7 +194,7 @@ impl Step {
             ]),
             Self::Tidy => tidy::run().map(Outcome::of),
             Self::Build => workspace::build(),
-            Self::Doc => documentation::document(),
+            Self::Doc => documentation::document(Mode::Check),
             Self::Test => suites::run(suites::Extent::Quick),
             Self::TestFull => suites::run(suites::Extent::Full),
             // Instructions are counted in the release build, because inlining across crates affects the counts.
@@ -202,6 +218,11 @@ impl Step {
             Self::TsanCrates => sanitize::run(Sanitizer::Thread, Extent::RestOfCrates),
             Self::AsanRest => sanitize::run(Sanitizer::Address, Extent::Rest),
             Self::Ceph => slow_scripts(&packages::CEPH, &[&["lab/run-ceph.sh"]]),
+            Self::Licences => release::licences().map(Outcome::of_test),
+            Self::Release => release::rehearse(),
+            Self::CiTemplates => ci_templates(),
+            Self::Crates => crates::check().map(Outcome::of_test),
+            Self::Site => site::run(),
             Self::PackageRoot => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "root"]])
             }

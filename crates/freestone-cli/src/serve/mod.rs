@@ -25,7 +25,7 @@ use freestone_server::config;
 use freestone_server::observe::metrics::MetricsArgs;
 use freestone_server::observe::page::PageArgs;
 use freestone_server::persistence::state_args::StateArgs;
-use freestone_server::server::running::{FlushResult, Running, ShutdownStep};
+use freestone_server::running::{FlushResult, Running, ShutdownStep};
 use freestone_server::service::Service;
 use freestone_server::settings::access::AccessArgs;
 use freestone_server::settings::handshake::HandshakeArgs;

@@ -7,7 +7,7 @@ use freestone_nbd::{Address, Limits};
 use freestone_server::config::FileConfig;
 use freestone_server::declared::{self, DeclaredDevice};
 use freestone_server::exports::export_spec::ExportAddress;
-use freestone_server::server::plan::{Plan, add_devices, parse_addresses};
+use freestone_server::plan::{Plan, add_devices, parse_addresses};
 use freestone_server::settings::access::ServerAccess;
 use freestone_server::settings::tls::Tls;
 use freestone_server::settings::{allow, paths};
