@@ -66,7 +66,7 @@ jobs() { # TITLE FILE COMMAND
   # Installing the package is a part of the job.
   grep -q 'Setting up freestone' "$dir/log" || { cat "$dir/log" >&2; wrong "$1: the job installs no package"; }
   [ -z "$(find "$dir/artifacts" -type f)" ] || wrong "$1: a job that passes has an artifact"
-  sed -i "s,\(echo .made by the job.*\),{ \1; sync; exit 3; }," "$dir/project/$2"
+  sed -i "s,\(echo .made by the job.*\),\1 \&\& sync \&\& exit 3," "$dir/project/$2"
   commit
   overlaid bash -c "$3" >"$dir/log" 2>&1 </dev/null && { cat "$dir/log" >&2; wrong "$1: the job passes that must fail"; }
   delta=$(find "$dir/artifacts" -name disk.qcow2)

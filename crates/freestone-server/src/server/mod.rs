@@ -2,7 +2,9 @@
 //! programs that embed one (`builder`). No room of the crate uses this one.
 
 mod builder;
+#[doc(hidden)]
 pub mod plan;
+#[doc(hidden)]
 pub mod running;
 
 use std::fmt;
