@@ -21,6 +21,7 @@ use self::contenders::{Filled, PLAIN};
 use self::peers::{NBDKIT, ZRAM};
 use crate::compare::peers::{PeerArgs, Peers};
 use crate::data::Data;
+use crate::engine::bare::same_filled;
 use crate::measure::Slices;
 use crate::options::{Options, Set};
 use crate::programs::run_dir::RunDir;
@@ -106,12 +107,12 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     Ok(reports)
 }
 
-/// Returns the numbers of the pages that are not all zeroes.
+/// Returns the numbers of the pages that do not repeat one pattern. Pages of a pattern, such as zeroes, have no object.
 fn stored_pages(data: &Data) -> Result<Vec<u32>> {
     let (mut stored, mut page) = (Vec::new(), [0; PAGE_BYTES]);
     for number in 0..data.pages {
         data.read(number, &mut page)?;
-        if page.iter().any(|byte| *byte != 0) {
+        if same_filled(&page).is_none() {
             stored.push(number as u32);
         }
     }
@@ -181,14 +182,14 @@ impl SetBench<'_> {
         }
         rows.extend(disks.iter().filter_map(|disk| cpu_row(disk, disks[0].memory)));
         let chart = self.draw(disks, &peers, stored)?;
-        let zeroes = data.pages - self.stored.len() as u64;
+        let patterns = data.pages - self.stored.len() as u64;
         Ok(Report {
             chart: Some(chart),
             notes,
             ..Report::new("density: memory", data.description.clone(), data.bytes(), "each its own")
         }
         .note(format!(
-            "Stored bytes: pages that are not zeroes, {:.0} MiB; {zeroes} pages are zeroes. Memory of our disks: pool, \
+            "Stored bytes: pages that do not repeat one pattern, {:.0} MiB; {patterns} pages do. Memory of our disks: pool, \
              tables and compression streams, by their own statistics, when the background no longer changes them; after \
              recompress by hand also compact. Of nbdkit: growth of its process and of its files in memory. Of zram: pool, slots and handles. \
              CPU: of this process after the last write, with pages idle for {} s.",

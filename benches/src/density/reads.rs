@@ -19,7 +19,7 @@ const ALONE: &str = "zstd";
 const RANDOM_MAX: f64 = 4.0;
 const IN_ORDER_MIN: f64 = 1.2;
 
-/// Measures all disks in turn; `stored` are the pages that are not zeroes. The slices together must be short: a page
+/// Measures all disks in turn; `stored` are the pages that have an object. The slices together must be short: a page
 /// that is read in three different seconds leaves its group.
 pub fn run(disks: &[Filled], data: &Data, stored: &[u32], slices: Slices) -> Result<Report> {
     let grouped = |disk: &Filled| disk.ram.group_stat().map(|stat| stat.pages);
@@ -66,13 +66,13 @@ pub fn run(disks: &[Filled], data: &Data, stored: &[u32], slices: Slices) -> Res
     Ok(Report::new("density: reads", data.description.clone(), data.bytes(), "each its own")
         .note(
             "One thread calls read_at of the library; disks take turns. Groups are judged by zstd, the same \
-             algorithm with each page alone. Only pages and units of 128 KiB without zeroes are read, unless every \
-             unit has a page of zeroes.",
+             algorithm with each page alone. Only pages and units of 128 KiB without pages of one pattern are read, \
+             unless every unit has such a page.",
         )
         .rows(rows))
 }
 
-/// Returns the numbers of the large units without a page of zeroes. If there are none, of all units with other pages.
+/// Returns the numbers of the large units without a page of one pattern. If there are none, of all units with other pages.
 fn large_units(stored: &[u32]) -> Vec<u32> {
     const PAGES: u32 = (LARGE_BYTES / PAGE_BYTES) as u32;
     let units = |least| {
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn large_units_avoid_zeroes_if_possible() {
+    fn large_units_avoid_patterns_if_possible() {
         let whole: Vec<u32> = (3..96).collect();
         assert_eq!(large_units(&whole), [1, 2]);
         assert_eq!(large_units(&[5, 6, 70]), [0, 2]);
