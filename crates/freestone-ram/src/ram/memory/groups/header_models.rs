@@ -147,10 +147,11 @@ impl Group {
     }
 }
 
-/// Checks the interleavings of three threads with at most two preemptions. A third would take minutes.
-fn check(threads: &'static [fn(&Group)]) {
+/// Checks the interleavings of threads with at most `preemptions` preemptions. The threads take many
+/// locks: three threads with two preemptions would take minutes.
+fn check(preemptions: usize, threads: &'static [fn(&Group)]) {
     let mut model = loom::model::Builder::new();
-    model.preemption_bound = Some(2);
+    model.preemption_bound = Some(preemptions);
     model.check(move || {
         let group = Arc::new(Group::new());
         let threads: Vec<_> = threads
@@ -178,23 +179,30 @@ impl Group {
 }
 
 #[test]
-fn eviction_while_pages_are_written() {
-    check(&[Group::evict, |group| group.write(0), |group| group.write(1)]);
+fn eviction_while_a_page_is_written() {
+    check(2, &[Group::evict, |group| group.write(0)]);
+}
+
+#[test]
+fn eviction_while_a_page_is_read() {
+    check(2, &[Group::evict, |group| group.read(1)]);
 }
 
 #[test]
 fn eviction_while_pages_are_read_and_written() {
-    check(&[Group::evict, |group| group.read(1), |group| group.write(0)]);
+    check(1, &[Group::evict, |group| group.read(1), |group| group.write(0)]);
 }
 
 #[test]
-fn pages_return_while_others_leave() {
-    check(&[
-        |group| {
-            group.evict();
-            group.read(0);
-        },
-        |group| group.read(1),
-        |group| group.write(1),
-    ]);
+fn page_returns_while_the_other_leaves() {
+    check(
+        2,
+        &[
+            |group| {
+                group.evict();
+                group.read(0);
+            },
+            |group| group.write(1),
+        ],
+    );
 }
