@@ -45,7 +45,7 @@ runs_jobs_of_github() {
 }
 
 runs_jobs_of_gitlab() {
-  npm install --silent --no-save --no-audit --no-fund --prefix "$dir" gitlab-ci-local@4.60.0 >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "npm fails"; }
+  npm install --loglevel=error --no-save --no-audit --no-fund --prefix "$dir" gitlab-ci-local@4.60.0 >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "npm fails"; }
   ci gitlab
 }
 
