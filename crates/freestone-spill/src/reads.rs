@@ -1,11 +1,11 @@
 //! Reads from the backing device: those in flight, and a queue of further reads.
 //!
-//! At most [`READS_MAX`] reads are in flight. Further reads wait in order of arrival, without a
+//! At most `READS_MAX` reads are in flight. Further reads wait in order of arrival, without a
 //! buffer. The completion of a read frees a read slot. Completions run on threads of the device,
 //! which must not call the device. So a thread of the store's owner submits the next read,
-//! requested by the callback of [`Reads::set_free_slot_callback`].
+//! requested by the callback of `Reads::set_free_slot_callback`.
 //!
-//! Each read completes exactly once: by the device or by [`take_timed_out`](Reads::take_timed_out),
+//! Each read completes exactly once: by the device or by `Reads::take_timed_out`,
 //! whichever removes the read first. A timed-out read keeps its slot until the device completes the
 //! read after all, so a hanging device does not accumulate buffers.
 //!

@@ -7,7 +7,7 @@
 //! memory.
 //!
 //! A write that times out is abandoned: its pages stay in memory. The blocks are not reused until
-//! the device completes the write after all. [`deadline`](super::deadline) defines the time-outs.
+//! the device completes the write after all. `deadline` defines the time-outs.
 
 use std::sync::Arc;
 use std::time::Duration;
