@@ -152,10 +152,7 @@ impl FaultIn {
         let word = wanted.spilled.word;
         let content =
             if word.is_spilled_in_group() { Content::Group(object, word) } else { Content::Object(object) };
-        let has_landed = self.land(owner, wanted.flight, back, Ok(content));
-        if has_landed && back.is_some_and(|back| back.kind() == Kind::Grouped) {
-            self.load_neighbours(place, word, object);
-        }
+        self.land(owner, wanted.flight, back, Ok(content));
     }
 
     /// Returns the page with the present place of its group, if the group has moved on the device since
@@ -350,9 +347,13 @@ impl FaultIn {
         };
         match (back, content, &self.pages.store) {
             (None, ..) => {}
-            (Some(_), Ok(Content::Group(object, _)), _) => {
+            (Some(back), Ok(Content::Group(object, word)), _) => {
                 if let Some(groups) = self.pages.groups() {
                     groups.leave_device(&self.pages.pool, landed.held, keeps_copies.then_some(object));
+                }
+                // Before the waiters: a client that reads a neighbour next must find it in memory.
+                if back.kind() == Kind::Grouped {
+                    self.load_neighbours(owner, word, object);
                 }
             }
             (Some(_), Ok(Content::Object(object)), Some(store)) if keeps_copies => {
