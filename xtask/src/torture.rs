@@ -61,7 +61,7 @@ pub enum Mode {
 }
 
 /// Known faults (`freestone::mutants`), the mode that finds each, and options: the failing calls or the first seed.
-const MUTANTS: [(&str, Mode, &[&str]); 31] = [
+const MUTANTS: [(&str, Mode, &[&str]); 33] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
     ("TooManyReads", Mode::Exact, &[]),
@@ -75,6 +75,8 @@ const MUTANTS: [(&str, Mode, &[&str]); 31] = [
     ("StaleCopy", Mode::Exact, &[]),
     ("GroupForgetsLastPage", Mode::Exact, &[]),
     ("SpilledGroupForgetsPage", Mode::Exact, &[]),
+    ("SharedForgetsLastPage", Mode::Exact, &[]),
+    ("DedupBelievesFingerprint", Mode::Exact, &[]),
     ("OriginForgetsSnapshot", Mode::Exact, &[]),
     ("LostWakeup", Mode::Exact, &[]),
     ("ExceptionsBeforeCopies", Mode::Exact, &[]),

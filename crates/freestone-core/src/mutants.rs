@@ -30,6 +30,10 @@ pub enum Mutant {
     GroupForgetsLastPage,
     /// The object of a spilled group is freed although one page still refers to it.
     SpilledGroupForgetsPage,
+    /// A shared object is freed although one page still refers to it.
+    SharedForgetsLastPage,
+    /// Pages whose fingerprints begin alike share an object without a comparison of their content.
+    DedupBelievesFingerprint,
     /// The last page of each leaf of an origin's page table is not preserved for its snapshot.
     OriginForgetsSnapshot,
     /// Unlocking a slot does not wake its waiters.
@@ -72,7 +76,7 @@ pub enum Mutant {
 
 /// All faults, from which `FREESTONE_MUTANT` selects one by name.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 31] = [
+pub const ALL: [Mutant; 33] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -85,6 +89,8 @@ pub const ALL: [Mutant; 31] = [
     Mutant::StaleCopy,
     Mutant::GroupForgetsLastPage,
     Mutant::SpilledGroupForgetsPage,
+    Mutant::SharedForgetsLastPage,
+    Mutant::DedupBelievesFingerprint,
     Mutant::OriginForgetsSnapshot,
     Mutant::LostWakeup,
     Mutant::ExceptionsBeforeCopies,

@@ -66,6 +66,7 @@ keys! {
         recomp_algorithm = "WORDS", Fixed, "for example 'algo=zstd priority=1'";
         auto_recompress = "no|SECONDS", Fixed, "recompress pages that were idle for this time; default no";
         auto_group = "no|SECONDS", Fixed, "compress neighbouring pages that were idle for this time together; default no";
+        auto_dedup = "no|SECONDS", Fixed, "store pages with the same content once if they were idle for this time; default no";
         backing_dev = "PATH|device:NAME", Fixed, "file, block device or device that takes pages when mem_limit is near";
         backing_size = "SIZE", Fixed, "create an unnamed file of this size if backing_dev does not exist";
         compressed_writeback = "yes|no", Fixed, "default yes";

@@ -5,13 +5,13 @@
 //! | 0     | lock           | a thread works on this slot |
 //! | 1     | waiter         | threads sleep in the parking table until the slot is unlocked |
 //! | 2-4   | kind           | see [`Kind`] |
-//! | 5-6   | algorithm      | algorithm of the object, 0 to 3 (0 is the primary); in a grouped slot, the number of reads, at most 3; in a spilled slot of size 0, 1 for a page of a group |
+//! | 5-6   | algorithm      | algorithm of the object, 0 to 3 (0 is the primary); in a slot in a group, the number of reads, at most 3; in a spilled slot of size 0, 1 for a page of a group |
 //! | 7     | idle           | not accessed since it was marked idle |
 //! | 8     | picked         | a background pass works on the page, which has not changed since |
 //! | 9     | incompressible | all algorithms failed to compress the page |
 //! | 10-15 | age            | epoch of the last access (see `age`); in a picked slot, the tag of the pass |
-//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page or a page of a group; in a grouped slot, the page's share |
-//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number; a page of a group, in memory or spilled: the place in the group |
+//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page or a page of a group; in a grouped slot, the bytes charged for the page |
+//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number; a page of a group, in memory or spilled: the place in the group; with the highest bit set, in memory: the number of a shared object |
 //!
 //! A word of kind [`Kind::Base`] has the kind field of an empty slot, and a size, which an empty slot does not have.
 
@@ -38,7 +38,8 @@ pub enum Kind {
     InFlight = 5,
     /// The page was written back and is on the backing device only.
     Spilled = 6,
-    /// The page is compressed together with other pages, in an object that their slots share.
+    /// The page is in an object that several slots refer to: compressed together with other pages in a group, or a
+    /// [shared object](Word::is_shared) of pages with the same content.
     Grouped = 7,
     /// In a snapshot: the page is read from the base, because it was not written before the snapshot was
     /// taken. The origin may store another page now.
@@ -68,6 +69,8 @@ const SPILLED_IN_GROUP: u8 = 1;
 /// Number of different values of the age field.
 pub const AGES: usize = 64;
 const _: () = assert!(LOCATION_SHIFT + LOCATION_BITS == 64);
+/// Bit of the location of a grouped slot that marks a shared object.
+const SHARED: u64 = 1 << (LOCATION_BITS - 1);
 
 impl Word {
     /// Word of an empty slot.
@@ -96,11 +99,23 @@ impl Word {
         Self::new(Kind::Pattern, 0, 0, location)
     }
 
+    /// Number of places in groups, and of shared objects.
+    pub const PLACES: u64 = SHARED;
+
     /// Returns the word of a page at `place`, the number of a group and the page's position in it, whose meaning the
-    /// caller defines. `share` is the part of the group's bytes for which the page is charged, 1 to 4095.
+    /// caller defines, below [`PLACES`](Self::PLACES). `share` is the part of the group's bytes for which the page is
+    /// charged, 1 to 4095.
     pub const fn grouped(place: u64, share: u32) -> Self {
-        debug_assert!(share > 0);
+        debug_assert!(share > 0 && place < Self::PLACES);
         Self::new(Kind::Grouped, 0, share, place)
+    }
+
+    /// Returns the word of a page that shares an object with pages of the same content. `number` is the object's
+    /// number, whose meaning the caller defines, below [`PLACES`](Self::PLACES). The page is charged for `bytes` bytes,
+    /// 1 to 4095.
+    pub const fn shared(number: u64, bytes: u32, algorithm: u8) -> Self {
+        debug_assert!(bytes > 0 && number < Self::PLACES);
+        Self::new(Kind::Grouped, algorithm, bytes, number | SHARED)
     }
 
     /// Returns the word of a compressed page of `size` bytes, 1 to 4095, at `location` in the pool.
@@ -156,6 +171,23 @@ impl Word {
         }
     }
 
+    /// Returns true if the page shares an object with pages of the same content. Its kind is [`Kind::Grouped`].
+    #[inline]
+    pub const fn is_shared(self) -> bool {
+        self.0 & KIND_MASK == (Kind::Grouped as u64) << KIND_SHIFT && self.location() & SHARED != 0
+    }
+
+    /// Returns true if the page is in a group in memory. Its kind is [`Kind::Grouped`].
+    #[inline]
+    pub const fn is_grouped(self) -> bool {
+        self.0 & KIND_MASK == (Kind::Grouped as u64) << KIND_SHIFT && self.location() & SHARED == 0
+    }
+
+    /// Returns the number of the object that the page shares.
+    pub const fn shared_number(self) -> u64 {
+        self.location() & (SHARED - 1)
+    }
+
     /// Returns the word for this compressed or huge page after writeback to `location` on the backing device.
     /// The stored object was written back, or the page if `uncompressed` is true.
     #[must_use]
@@ -187,7 +219,7 @@ impl Word {
         }
     }
 
-    /// Returns the bytes of pool memory that the page uses: the size of its object, or its share of a group.
+    /// Returns the bytes of pool memory that the page is charged for: the size of its object, or its share of a group.
     #[inline]
     pub fn memory_bytes(self) -> usize {
         match self.kind() {
@@ -403,9 +435,25 @@ mod tests {
     }
 
     #[test]
+    fn shared_word_is_grouped_and_has_no_object() {
+        let word = Word::shared(Word::PLACES - 1, 4095, 3).with_age(17).with_incompressible();
+        assert!(word.is_shared() && !word.is_grouped() && word.is_incompressible());
+        assert_eq!(
+            (word.kind(), word.shared_number(), word.algorithm()),
+            (Kind::Grouped, Word::PLACES - 1, 3)
+        );
+        assert_eq!((word.memory_bytes(), word.stored_bytes(), word.object()), (4095, 0, None));
+        assert_eq!((word.touched(18).age(), word.touched(18).algorithm()), (18, 3));
+        assert_eq!(Word::shared(0, 1, 0).shared_number(), 0);
+        let others = [Word::grouped(Word::PLACES - 1, 5), Word::compressed(Word::PLACES, 5, 0), Word::EMPTY];
+        assert!(others.into_iter().all(|word| !word.is_shared()));
+    }
+
+    #[test]
     fn grouped_and_base_words_have_no_object() {
-        let top = (1 << LOCATION_BITS) - 1;
+        let top = Word::PLACES - 1;
         let word = Word::grouped(top, 4095).with_age(17);
+        assert!(word.is_grouped() && !Word::EMPTY.is_grouped() && !Word::spilled_in_group(top).is_grouped());
         assert_eq!((word.kind(), word.location(), word.memory_bytes()), (Kind::Grouped, top, 4095));
         assert_eq!((word.object(), word.stored_bytes()), (None, 0), "the slot has no object of its own");
         assert_eq!(

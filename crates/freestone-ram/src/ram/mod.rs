@@ -53,6 +53,7 @@ pub use self::memory::ages::IdleSelection;
 pub use self::memory::config::{Backing, Config, ForkConfig, Secondary, SetupError};
 pub use self::memory::outcome::{WritebackError, WritebackReport};
 pub use self::recompress::auto::AutoRecompressStat;
+pub use self::recompress::dedup::DedupStat;
 pub use self::recompress::groups::GroupStat;
 pub use self::recompress::options::{RecompressError, RecompressKind, RecompressOptions, RecompressReport};
 pub use self::requests::extents::OverBaseView;

@@ -42,7 +42,7 @@ const BACKING_KEYS: [&str; 5] = [
 /// Maximum number of secondary algorithms, which recompress idle pages. Their priorities are 1 to
 /// `SECONDARIES`.
 pub const SECONDARIES: usize = 3;
-/// Largest value of `auto_recompress` and `auto_group` in seconds: a day.
+/// Largest value of `auto_recompress`, `auto_group` and `auto_dedup` in seconds: a day.
 const IDLE_SECONDS_MAX: u64 = 86_400;
 /// Unit of `writeback_limit` in bytes, as in the kernel's zram.
 const LIMIT_UNIT_BYTES: u64 = 4096;
@@ -65,6 +65,9 @@ pub struct FamilySpec {
     /// Time after which the keeper thread compresses neighbouring idle pages together, or `None` to
     /// compress each page alone.
     pub auto_group: Option<Duration>,
+    /// Time after which the keeper thread stores idle pages with the same content once, or `None` to
+    /// share objects only on command.
+    pub auto_dedup: Option<Duration>,
     /// Backing device to which pages are written back from memory, or `None`.
     pub backing: Option<BackingSpec>,
     /// Behavior of writes when the memory limit is reached.
@@ -151,6 +154,7 @@ impl FamilySpec {
             recomp_algorithms,
             auto_recompress,
             auto_group: keys.take("auto_group", parse_idle)?.flatten(),
+            auto_dedup: keys.take("auto_dedup", parse_idle)?.flatten(),
             backing: backing(keys)?,
             when_full: full::take(keys)?,
         })
@@ -182,7 +186,7 @@ fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
 
 // ---- numbers ------------------------------------------------------------------------------------
 
-/// Parses the value of `auto_recompress` or `auto_group`: the idle time in seconds, or `no` (returns `None`).
+/// Parses the value of `auto_recompress`, `auto_group` or `auto_dedup`: the idle time in seconds, or `no` (returns `None`).
 fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
     match text.parse() {
         Ok(0) => Ok(None),
@@ -295,6 +299,7 @@ fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Resu
         mem_limit,
         auto_recompress: spec.auto_recompress,
         auto_group: spec.auto_group,
+        auto_dedup: spec.auto_dedup,
         full_policy: spec.when_full,
         ..ram::Config::default()
     };

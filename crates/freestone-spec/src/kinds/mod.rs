@@ -46,7 +46,8 @@ pub use self::identity::{DataLossPolicy, Identity, RESTART_KEYS, RestartPolicy};
 pub use self::limits::WaitBypass;
 pub use self::memory::fork::{ForkSpec, over_stat};
 pub use self::memory::ram::{
-    Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, full_stat, groups, io_stat, mm_stat,
+    Change, RamSpec, auto_recompressed, backing, bd_stat, debug_stat, dedup, full_stat, groups, io_stat,
+    mm_stat,
 };
 pub use self::memory::restored::{
     RestoreDependencies, RestoreOptions, RestoredSpec, build_kept, build_restored,

@@ -63,7 +63,7 @@ impl BlockState {
             written_back: matches!(kind, Kind::Spilled | Kind::InFlight),
             huge: kind == Kind::Huge || is_whole,
             idle: word.is_idle(),
-            recompressed: kind == Kind::Grouped || word.algorithm() > 0,
+            recompressed: kind == Kind::Grouped && !word.is_shared() || word.algorithm() > 0,
             incompressible: word.is_incompressible(),
         }
     }

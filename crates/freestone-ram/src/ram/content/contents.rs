@@ -12,7 +12,8 @@ use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 /// Number of pages of each kind in a range of a device; see [`Ram::contents`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// Number of compressed pages in memory, alone or in groups.
+    /// Number of compressed pages in memory, alone or in groups, and of all pages that share an
+    /// object.
     pub compressed: u64,
     /// Number of incompressible pages in memory.
     pub huge: u64,

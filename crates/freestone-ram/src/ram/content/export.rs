@@ -20,7 +20,7 @@ use crate::ram::memory::groups::object_reader::ObjectReader;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Device, Error};
 use freestone_core::pin;
-use freestone_core::slot::{Kind, LEAF_SLOTS};
+use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 use freestone_core::sync::mpsc;
 use freestone_spill::layout::Place;
 use freestone_spill::objects::{ReadGroup, Spilled};
@@ -324,6 +324,18 @@ impl Ram {
                     Kind::Pattern => StoredForm::Pattern,
                     Kind::Compressed => StoredForm::Compressed(word.algorithm() as u8),
                     Kind::Huge => StoredForm::Huge,
+                    Kind::Grouped if word.is_shared() => {
+                        let mut copy = [0; PAGE_BYTES];
+                        // The word of an object that exists states its form.
+                        let object = pages.copy_shared(word, &mut copy).unwrap_or(Word::EMPTY);
+                        let stored = match object.kind() {
+                            Kind::Compressed => StoredForm::Compressed(object.algorithm() as u8),
+                            Kind::Huge => StoredForm::Huge,
+                            _ => StoredForm::Lost { permanent: true },
+                        };
+                        into.push(page, stored, &copy[..object.stored_bytes()]);
+                        return Found::Copied;
+                    }
                     Kind::Grouped => {
                         let mut content = Box::new([0; PAGE_BYTES]);
                         return Found::Grouped(pages.load(&guard, &mut content).map(|()| content));

@@ -9,6 +9,7 @@ use crate::ram::memory::config::{Config, ForkConfig, SetupError, round_fork_size
 use crate::ram::memory::limits::{Guarantees, Limits};
 use crate::ram::memory::pages::Pages;
 use crate::ram::recompress::auto::AutoRecompress;
+use crate::ram::recompress::dedup::AutoDedup;
 use crate::ram::recompress::groups::AutoGroup;
 use crate::ram::spilling::evict_rounds::Evict;
 
@@ -17,6 +18,7 @@ pub(in crate::ram) struct FamilyParts {
     pub fault_in: Arc<FaultIn>,
     pub evict: Evict,
     pub auto: AutoRecompress,
+    pub dedup: AutoDedup,
     pub groups: AutoGroup,
     pub guarantees: Guarantees,
     /// Settings at creation of the family. The current `mem_limit` and full policy are in `pages`.
@@ -30,6 +32,7 @@ impl FamilyParts {
             fault_in: Arc::new(FaultIn::new(Arc::clone(&pages))),
             evict: Evict::new(Arc::clone(&pages)),
             auto: AutoRecompress::new(Arc::clone(&pages), config.auto_recompress),
+            dedup: AutoDedup::new(Arc::clone(&pages), config.auto_dedup),
             groups: AutoGroup::new(Arc::clone(&pages), config.auto_group),
             guarantees: Guarantees::default(),
             pages,

@@ -34,6 +34,7 @@ impl Ram {
             store.clear_counts();
         }
         inner.family.auto.clear();
+        inner.family.dedup.clear();
         inner.family.groups.clear();
         inner.pages.wake_memory_waiters();
         inner.pages.pool.release_empties();

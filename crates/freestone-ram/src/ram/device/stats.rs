@@ -4,6 +4,7 @@ use super::{Inner, Ram};
 use crate::ram::memory::groups::Groups;
 use crate::ram::memory::layer::stored;
 use crate::ram::memory::pages::Pages;
+use crate::ram::memory::shared::SharedObjects;
 use freestone_core::PAGE_BYTES;
 use freestone_core::sync::Ordering;
 
@@ -13,7 +14,8 @@ pub struct MmStat {
     /// Uncompressed bytes of all stored pages, including same-filled pages; holes do not count.
     pub orig_data_size: u64,
     /// Bytes of all stored objects in memory. A huge page counts as 4096 bytes, a page that repeats
-    /// a 32-bit pattern as 0, and one that repeats a 64-bit pattern as 8.
+    /// a 32-bit pattern as 0, and one that repeats a 64-bit pattern as 8. A page that shares its object
+    /// counts with the whole object, at most 4095 bytes.
     pub compr_data_size: u64,
     /// Bytes of the pool's pages; if several devices share the pool, the bytes charged to this
     /// device. As in the kernel, tables and metadata do not count: see [`MemoryOverhead`].
@@ -69,7 +71,7 @@ pub struct MemoryOverhead {
     /// Bytes of the pool's pages minus those of stored objects: rounding, free objects, ends of
     /// spans.
     pub pool_slack_bytes: u64,
-    /// Bytes of span descriptors and pool-wide arrays.
+    /// Bytes of span descriptors, of pool-wide arrays, and of the fingerprints of pages.
     pub metadata_bytes: u64,
     /// Bytes of the compression streams and of the readers of groups, of all CPUs. Families with the same algorithm and
     /// parameters share streams.
@@ -187,12 +189,15 @@ impl Inner {
 
 /// Returns the memory that the family of `pages` uses beyond its stored objects.
 fn memory(pages: &Pages) -> MemoryOverhead {
-    let stored: u64 = pages.layers.all().iter().map(|layer| layer.get(stored::COMPRESSED_BYTES)).sum();
+    let charged: u64 = pages.layers.all().iter().map(|layer| layer.get(stored::COMPRESSED_BYTES)).sum();
+    let shared = pages.shared().map(SharedObjects::sizes).unwrap_or_default();
+    let stored = charged.saturating_sub(shared.saved_stored);
     MemoryOverhead {
         leaves_bytes: pages.common.nodes.bytes(),
         backrefs_bytes: pages.pool.backrefs_bytes(),
         pool_slack_bytes: (pages.pool.pages() * PAGE_BYTES as u64).saturating_sub(stored),
         metadata_bytes: pages.pool.metadata_bytes()
+            + shared.fingerprint_bytes
             + pages.store.as_ref().map_or(0, |store| store.copies_bytes()),
         streams_bytes: pages.codecs.bytes() + pages.groups().map_or(0, Groups::reader_bytes),
     }

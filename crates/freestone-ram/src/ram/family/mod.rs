@@ -43,7 +43,8 @@ pub struct FamilyStat {
     pub mem_used_total: u64,
     /// Memory limit of the pool; 0 means no limit.
     pub mem_limit: u64,
-    /// Sum of the bytes charged to devices for their objects.
+    /// Sum of the bytes charged to devices for their objects. Each page that shares an object is
+    /// charged for the whole object.
     pub charged: u64,
     /// Objects of layers that are being freed; not charged to any device.
     pub retiring: u64,
@@ -62,7 +63,8 @@ impl Family {
         let mem_limit = config.mem_limit;
         let parts = FamilyParts::new(config)?;
         threads::prepare_keeper(&parts);
-        let is_automatic = parts.config.auto_recompress.is_some() || parts.config.auto_group.is_some();
+        let Config { auto_recompress, auto_group, auto_dedup, .. } = &parts.config;
+        let is_automatic = [auto_recompress, auto_group, auto_dedup].iter().any(|age| age.is_some());
         if parts.pages.store.is_some() || is_automatic {
             parts.pages.keeper.start().map_err(SetupError::Thread)?;
             let keeper = Arc::clone(&parts.pages.keeper);

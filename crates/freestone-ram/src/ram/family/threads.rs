@@ -5,7 +5,8 @@
 //! Requests that waited continue on the family's work queue, which never waits for the backing
 //! device. The keeper cannot run them, as it does wait, and the device's own threads must not be
 //! blocked. The threads of a family start when needed: for a backing device, automatic
-//! recompression or grouping, a base on another device, a restore, or a waiting request.
+//! recompression, grouping or deduplication, a base on another device, a restore, or a waiting
+//! request.
 
 use std::sync::{Arc, Weak};
 
@@ -44,6 +45,7 @@ fn run_keeper(keeper: &Keeper, family: &Weak<FamilyParts>) {
             family.evict.sweep_copies();
             family.evict.reclaim.reclaim_if_needed();
             family.auto.step();
+            family.dedup.step();
             family.groups.step();
         }
     }

@@ -2,13 +2,14 @@
 
 use crate::ram::device::{Inner, Ram};
 use crate::ram::recompress::auto::AutoRecompressStat;
+use crate::ram::recompress::dedup::DedupStat;
 use crate::ram::recompress::groups::GroupStat;
 use crate::ram::recompress::options::{RecompressError, RecompressOptions, RecompressReport};
 use crate::ram::recompress::run::run;
 
 impl Ram {
     /// Recompresses the selected pages with a secondary algorithm, as the kernel's `recompress`, or in
-    /// groups.
+    /// groups, or makes pages with the same content share objects.
     /// Requests continue meanwhile; other recompression runs and writebacks of the family (devices
     /// that share a memory pool) wait.
     ///
@@ -34,6 +35,9 @@ impl Ram {
         watch: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<RecompressReport, (RecompressReport, RecompressError)> {
         let Inner { pages, family, .. } = &*self.0;
+        if selection.dedup {
+            return family.dedup.run(selection, watch);
+        }
         if selection.group {
             return family.groups.run(&self.0.layer(), || self.0.slots() - 1, selection, watch);
         }
@@ -48,5 +52,11 @@ impl Ram {
     /// Returns the statistics of the family's groups of pages; `None` if the family has not formed any.
     pub fn group_stat(&self) -> Option<GroupStat> {
         self.0.family.groups.stat()
+    }
+
+    /// Returns the statistics of the objects that the family's pages share; `None` if the family has
+    /// not compared pages.
+    pub fn dedup_stat(&self) -> Option<DedupStat> {
+        self.0.family.dedup.stat()
     }
 }

@@ -34,6 +34,10 @@ pub struct Config {
     /// Time without access after which neighbouring pages are compressed together, in groups of up
     /// to 8; `None` disables this.
     pub auto_group: Option<Duration>,
+    /// Time without access after which pages with the same content share one object; `None`
+    /// disables this. Users of devices of the family can then find out, by the time that reads and
+    /// writes take, whether another device has the same content.
+    pub auto_dedup: Option<Duration>,
     /// Device for pages evicted from memory; `None` keeps all pages in memory.
     pub backing: Option<Backing>,
     /// Policy for writes that find no space: wait or fail.

@@ -22,6 +22,10 @@ use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering, RwLock};
 /// memory limit by this much for each CPU.
 const CHARGE_FOLD_BYTES: u64 = 64 << 10;
 
+/// Number of table ids for layers. The ids above are those of the tables of groups and of shared
+/// objects.
+pub(super) const LAYER_IDS: u32 = MAX_TABLE_ID - 1;
+
 /// A version of a device's content: a slot table with its counters.
 pub(in crate::ram) struct Layer {
     table: Table,
@@ -334,12 +338,12 @@ impl Layers {
     pub fn make(&self, common: &Arc<Common>, limits: Arc<Limits>) -> device::Result<Arc<Layer>> {
         freestone_core::trail::step!();
         let mut map = self.map.write();
-        // Ids wrap at `MAX_TABLE_ID`; ids in use are skipped.
+        // Ids wrap at `LAYER_IDS`; ids in use are skipped.
         while map.by_id.contains_key(&map.next) {
-            map.next = (map.next + 1) % MAX_TABLE_ID;
+            map.next = (map.next + 1) % LAYER_IDS;
         }
         let id = map.next;
-        map.next = (id + 1) % MAX_TABLE_ID;
+        map.next = (id + 1) % LAYER_IDS;
         let layer = Arc::new(Layer {
             table: Table::new(id, Arc::clone(common))?,
             chain: AtomicU32::new(id),

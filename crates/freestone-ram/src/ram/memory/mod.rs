@@ -17,4 +17,5 @@ pub(in crate::ram) mod page_search;
 pub(in crate::ram) mod pages;
 pub(in crate::ram) mod read;
 pub(in crate::ram) mod retiring;
+pub(in crate::ram) mod shared;
 mod space_watch;

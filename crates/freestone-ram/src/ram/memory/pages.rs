@@ -9,6 +9,7 @@ use super::groups::{self, Groups};
 use super::layer::{Layer, Layers};
 use super::limits::{HIGH_PERCENT, LOW_PERCENT};
 use super::retiring::Retiring;
+use super::shared::SharedObjects;
 use crate::age::Ages;
 use crate::codec::{Codecs, PRIORITIES, Streams};
 use crate::pool::{self, BackRef, Pool};
@@ -30,8 +31,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// The memory and backing device shared by a family's devices.
 ///
 /// Lock order: `background`, then a slot, then the locks of [`Groups`] (its reader, a header, and a
-/// piece or a place), then either a compression stream or a pool lock, never both. Requests do not lock
-/// `background`.
+/// piece or a place) or of [`SharedObjects`] (slots of its table), then either a compression stream or
+/// a pool lock, never both. Requests do not lock `background`.
 pub(in crate::ram) struct Pages {
     name: OnceLock<Box<str>>,
     pub common: Arc<Common>,
@@ -40,6 +41,8 @@ pub(in crate::ram) struct Pages {
     pub codecs: Codecs,
     /// Groups of pages that are compressed together; unset until the family forms groups.
     groups: OnceLock<Groups>,
+    /// Objects that several pages share; unset until the family compares pages.
+    shared: OnceLock<SharedObjects>,
     pub ages: Ages,
     pub store: Option<Arc<Store>>,
     pub keeper: Arc<Keeper>,
@@ -85,6 +88,7 @@ impl Pages {
             pool,
             codecs,
             groups: OnceLock::new(),
+            shared: OnceLock::new(),
             ages: Ages::default(),
             store,
             keeper,
@@ -97,6 +101,9 @@ impl Pages {
         };
         if config.auto_group.is_some() {
             pages.groups_or_new()?;
+        }
+        if config.auto_dedup.is_some() {
+            pages.shared_or_new(true)?;
         }
         Ok(Arc::new(pages))
     }
@@ -117,6 +124,41 @@ impl Pages {
         }
         let new = Groups::new(&self.common, self.store.clone())?;
         Ok(self.groups.get_or_init(|| new))
+    }
+
+    /// Returns the shared objects; `None` if the family has not compared pages.
+    #[inline]
+    pub fn shared(&self) -> Option<&SharedObjects> {
+        self.shared.get()
+    }
+
+    /// Returns the shared objects, for a caller that compares pages, in the background if
+    /// `is_automatic` is true.
+    ///
+    /// # Errors
+    /// Fails if memory is short.
+    pub fn shared_or_new(&self, is_automatic: bool) -> device::Result<&SharedObjects> {
+        if let Some(shared) = self.shared() {
+            return Ok(shared);
+        }
+        let new = SharedObjects::new(&self.common, is_automatic)?;
+        Ok(self.shared.get_or_init(|| new))
+    }
+
+    /// Returns the bytes of pool memory, rounded to size classes, that an eviction of the page
+    /// frees on average if all pages with the same object are evicted.
+    pub fn evictable_bytes(&self, word: Word) -> u64 {
+        let bytes = Pool::charged_bytes(word.memory_bytes());
+        match self.shared() {
+            Some(shared) if word.is_shared() => bytes / u64::from(shared.users_of(word).max(1)),
+            _ => bytes,
+        }
+    }
+
+    /// Returns the bytes by which the charges of all pages exceed the memory of their objects, since
+    /// pages share objects.
+    pub fn saved_bytes(&self) -> u64 {
+        self.shared().map_or(0, |shared| shared.sizes().saved_bytes)
     }
 
     pub fn set_name(&self, name: &str) {
@@ -156,8 +198,8 @@ impl Pages {
         })
     }
 
-    /// Frees the object of a word, in the pool, in a group or on the backing device. No slot may
-    /// have this word any more.
+    /// Frees the object of a word, in the pool, in a group or on the backing device, or the word's
+    /// use of a shared object. No slot may have this word any more.
     #[inline]
     pub fn release(&self, word: Word) {
         if let Some(location) = word.object() {
@@ -169,7 +211,11 @@ impl Pages {
 
     #[cold]
     fn release_elsewhere(&self, word: Word) {
-        if word.kind() == Kind::Grouped || word.is_spilled_in_group() {
+        if word.is_shared() {
+            if let Some(shared) = self.shared() {
+                shared.leave(&self.pool, word);
+            }
+        } else if word.is_grouped() || word.is_spilled_in_group() {
             if let Some(groups) = self.groups() {
                 groups.leave(&self.pool, word);
             }
@@ -245,7 +291,8 @@ impl Pages {
 
 impl pool::Owners for Pages {
     fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
-        match self.groups().and_then(|groups| groups.piece_slot(owner)) {
+        let piece = self.groups().and_then(|groups| groups.piece_slot(owner));
+        match piece.or_else(|| self.shared()?.object_slot(owner)) {
             Some(guard) => work(guard),
             None => {
                 let _ = self.with_owner_slot(owner, |_, guard| work(guard));

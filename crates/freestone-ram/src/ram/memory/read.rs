@@ -46,7 +46,8 @@ impl Pages {
             Ok(page) => self.load_grouped(word, page),
             Err(_) => self.load_part(&guard, from, into),
         };
-        guard.publish(word.read_in_group(self.ages.now()));
+        let now = self.ages.now();
+        guard.publish(if word.is_shared() { word.touched(now) } else { word.read_in_group(now) });
         Ok(result)
     }
 
@@ -63,7 +64,7 @@ impl Pages {
         self.load(guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
     }
 
-    /// As [`load`](Self::load), for a page that is not in a group.
+    /// As [`load`](Self::load), for a page that is not in a group and does not share its object.
     #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
     #[inline(always)]
     fn load_own(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
@@ -84,10 +85,23 @@ impl Pages {
         Ok(())
     }
 
-    /// Reads a page of a group. The page's slot is locked.
+    /// Reads a page of a group, or one that shares its object. The page's slot is locked.
     #[inline(never)]
     fn load_grouped(&self, word: Word, page: &mut Page) -> Result<()> {
+        if word.is_shared() {
+            let mut copy = [0; PAGE_BYTES];
+            let object = self.copy_shared(word, &mut copy)?;
+            return self.unpack(object, &copy[..object.stored_bytes()], page);
+        }
         self.groups().ok_or(Error::Media)?.read(&self.pool, word, page)
+    }
+
+    /// Copies the object that the page of a locked slot shares. Returns the object's word.
+    ///
+    /// # Errors
+    /// [`Error::Media`] if the object does not exist.
+    pub(in crate::ram) fn copy_shared(&self, word: Word, copy: &mut Page) -> Result<Word> {
+        self.shared().ok_or(Error::Media)?.copy(&self.pool, word, copy)
     }
 
     /// Restores a page from a copy of its object. `word` is the slot's word: compressed or huge.

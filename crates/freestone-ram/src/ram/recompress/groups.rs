@@ -32,10 +32,11 @@ use crate::ram::memory::groups::{self, Groups, OBJECT_BYTES_MAX};
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::page_search::{has_own_object, is_spillable};
 use crate::ram::memory::pages::Pages;
+use crate::ram::memory::shared::SharedObjects;
 use freestone_core::PAGE_BYTES;
 use freestone_core::clock;
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::{AGES, Kind, Leaf, Word};
+use freestone_core::slot::{AGES, Leaf, Word};
 use freestone_core::sync::{AtomicU64, Instant, Mutex, Ordering};
 
 /// Maximum duration of a step.
@@ -153,7 +154,7 @@ pub(super) fn is_alone(word: Word) -> bool {
 /// Returns true if the page should leave its group.
 fn is_misplaced(groups: &Groups, word: Word) -> bool {
     let is_read_often = word.reads() == Word::READS_MAX;
-    word.kind() == Kind::Grouped && !word.is_picked() && (is_read_often || groups.is_sparse_in_memory(word))
+    word.is_grouped() && !word.is_picked() && (is_read_often || groups.is_sparse_in_memory(word))
 }
 
 /// Divides the slots of a leaf into those of possible groups.
@@ -207,7 +208,9 @@ impl AutoGroup {
         let Some(work) = work else { return false };
         let ages = &self.pages.ages;
         // Without an age, groups were formed on request, and steps only take pages out.
-        let cold_ms = self.age.map_or(0, |age| now_ms.saturating_sub(clock::millis(age)));
+        // Pages with the same content should share an object first: pages in groups cannot.
+        let compared_ms = self.pages.shared().map_or(u64::MAX, SharedObjects::compared_ms);
+        let cold_ms = self.age.map_or(0, |age| now_ms.saturating_sub(clock::millis(age)).min(compared_ms));
         let pass = *pass_ms.get_or_insert(cold_ms);
         let ages = PassAges {
             cold: self.age.map_or([false; AGES], |_| ages.untouched_since(cold_ms)),
@@ -260,7 +263,7 @@ impl AutoGroup {
         if layer.is_retired() {
             return Attempt::Reset;
         }
-        for &(slot, word) in near.iter().filter(|(_, word)| word.kind() == Kind::Grouped) {
+        for &(slot, word) in near.iter().filter(|(_, word)| word.is_grouped()) {
             if is_misplaced(groups, word) {
                 self.take_out(groups, layer, leaf, slot);
             } else if word.reads() > 0 && ages.is_cold(word) {
@@ -411,7 +414,7 @@ impl AutoGroup {
 fn forget_reads(ages: &PassAges, leaf: Leaf<'_>, slot: u64) {
     let guard = leaf.lock(slot);
     let word = guard.word();
-    if word.kind() == Kind::Grouped && !word.is_picked() && ages.is_cold(word) {
+    if word.is_grouped() && !word.is_picked() && ages.is_cold(word) {
         guard.publish(word.without_reads());
     }
 }

@@ -74,7 +74,7 @@ pub(in crate::ram) fn stat(ram: &Ram) -> GroupStat {
 }
 
 pub(in crate::ram) fn is_grouped(ram: &Ram, slot: u64) -> bool {
-    word(ram, slot).kind() == Kind::Grouped
+    word(ram, slot).is_grouped()
 }
 
 /// Checks the accounts against the slots, and that no slot is picked.
@@ -251,7 +251,7 @@ fn snapshots_and_forks_read_grouped_pages() {
     write(&ram, 0..20, 3000);
     fork.write_at(5 * PAGE + 512, &[1; 512], Flags::empty()).unwrap();
     check(&fork, 5);
-    assert!((0..20).all(|slot| word(&snapshot, slot).kind() == Kind::Grouped));
+    assert!((0..20).all(|slot| word(&snapshot, slot).is_grouped()));
     assert_eq!((stat(&ram).groups, stat(&ram).pages), (PAGES / 8, PAGES));
     check_books(&ram);
     let charged = snapshot.over_stat().charged + ram.over_stat().charged + fork.over_stat().charged;
@@ -277,7 +277,7 @@ fn removed_snapshot_passes_grouped_pages_on() {
     assert!(is_grouped(&newer, 9) && word(&older, 9) == Word::EMPTY);
     drop(newer);
     let end = Instant::now() + Duration::from_secs(20);
-    while word(&older, 9).kind() != Kind::Grouped {
+    while !word(&older, 9).is_grouped() {
         assert!(Instant::now() < end);
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -25,6 +25,9 @@ pub struct RecompressOptions {
     /// True: compress neighbouring pages together, in groups of up to 8, with zstd at a fixed level.
     /// `threshold`, `algo` and `priority` must not be set.
     pub group: bool,
+    /// True: make pages with the same stored content share one object, in all devices of the family
+    /// (devices that share a memory pool). Only `kind` and `max_pages` may be set, too.
+    pub dedup: bool,
 }
 
 /// Kind of pages to recompress: the kernel's `type` parameter.
@@ -52,7 +55,7 @@ pub struct RecompressReport {
     pub saved_bytes: u64,
 }
 
-/// Reasons to refuse a recompression run or to end it early. The first six (EINVAL) refuse the
+/// Reasons to refuse a recompression run or to end it early. The first seven (EINVAL) refuse the
 /// run, and nothing is changed. After the others, pages already recompressed stay recompressed.
 #[derive(Debug, Clone, Copy, Error, PartialEq, Eq)]
 pub enum RecompressError {
@@ -81,6 +84,9 @@ pub enum RecompressError {
     /// Groups have an algorithm of their own.
     #[error("group=yes has an algorithm of its own; omit threshold, algo and priority")]
     Group,
+    /// Pages that share objects keep their form.
+    #[error("dedup=yes compares pages as they are stored; omit threshold, algo, priority and group")]
+    Dedup,
     /// The memory limit leaves no space for the new objects (ENOSPC; ENOMEM in the kernel).
     #[error("mem_limit leaves no space to store the smaller objects; raise it temporarily")]
     NoSpace,
@@ -104,7 +110,8 @@ impl RecompressError {
             | Self::NoAlgorithm(_)
             | Self::Mismatch { .. }
             | Self::Threshold(_)
-            | Self::Group => libc::EINVAL,
+            | Self::Group
+            | Self::Dedup => libc::EINVAL,
             Self::NoSpace => libc::ENOSPC,
             Self::NoMemory => libc::ENOMEM,
             Self::Media => libc::EIO,
@@ -154,6 +161,12 @@ impl RecompressOptions {
     pub(super) fn check_group(&self) -> Result<(), RecompressError> {
         let is_plain = self.threshold == 0 && self.algo.is_none() && self.priority.is_none();
         if is_plain { Ok(()) } else { Err(RecompressError::Group) }
+    }
+
+    /// Returns an error if the options of a run that makes pages share objects contradict each other.
+    pub(super) fn check_dedup(&self) -> Result<(), RecompressError> {
+        let is_plain = self.check_group().is_ok() && !self.group;
+        if is_plain { Ok(()) } else { Err(RecompressError::Dedup) }
     }
 
     pub(super) fn wants(&self, word: Word) -> bool {

@@ -44,7 +44,7 @@ use crate::ram::memory::groups;
 use crate::ram::memory::layer::Layer;
 use crate::ram::waiting::job::Job;
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::{FlightResult, Kind, SlotGuard, Word};
+use freestone_core::slot::{FlightResult, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 use freestone_spill::clean_copies::CopyContent;
 use freestone_spill::objects::{ReadGroup, Spilled};
@@ -352,7 +352,7 @@ impl FaultIn {
                     groups.leave_device(&self.pages.pool, landed.held, keeps_copies.then_some(object));
                 }
                 // Before the waiters: a client that reads a neighbour next must find it in memory.
-                if back.kind() == Kind::Grouped {
+                if back.is_grouped() {
                     self.load_neighbours(owner, word, object);
                 }
             }

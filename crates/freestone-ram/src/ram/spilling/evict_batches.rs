@@ -26,7 +26,7 @@ use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
 use crate::ram::memory::pages::Pages;
 use freestone_core::device::{Error, IoBuf};
-use freestone_core::slot::{Kind, Word};
+use freestone_core::slot::Word;
 use freestone_spill::layout::Packer;
 use freestone_spill::space::BLOCK_BYTES;
 use freestone_spill::store::{Store, WRITE_BLOCKS_MAX, WRITES_MAX};
@@ -117,7 +117,7 @@ impl<'a> Eviction<'a> {
         eviction
     }
 
-    /// Adds a page in memory to a batch, if its slot holds an object or is in a group, and the slot and
+    /// Adds a page in memory to a batch, if its slot holds an object, shares one or is in a group, and the slot and
     /// its word are `wanted`. May add other pages of the group, too.
     ///
     /// # Errors
@@ -129,7 +129,7 @@ impl<'a> Eviction<'a> {
         wanted: impl Fn(u64, Word) -> bool,
     ) -> Result<OfferOutcome, WritebackError> {
         let at = self.layer_index(layer);
-        let is_grouped = layer.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot).kind() == Kind::Grouped);
+        let is_grouped = layer.table().leaf(slot).is_some_and(|leaf| leaf.peek(slot).is_grouped());
         if !self.stopped && !is_grouped {
             if let Some(charged) = self.evict_clean(at, slot, &wanted) {
                 self.count_clean(1);

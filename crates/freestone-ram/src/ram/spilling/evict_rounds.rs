@@ -197,8 +197,10 @@ impl Evict {
         });
     }
 
+    /// Returns the bytes of pool memory of all objects.
     fn charged(&self) -> u64 {
-        self.pages.layers.all().iter().map(|layer| layer.charged()).sum()
+        let charged: u64 = self.pages.layers.all().iter().map(|layer| layer.charged()).sum();
+        charged.saturating_sub(self.pages.saved_bytes())
     }
 
     fn is_hanging(&self) -> bool {
@@ -277,6 +279,12 @@ impl Evict {
         self.pages.ages.advance(now_ms());
         let ranks = self.pages.ages.ranks();
         let rank = |word: Word| ranks[usize::from(word.age())];
+        // A device's own limit counts the whole object of each page, the family's counts a shared
+        // object once.
+        let gain = |word: Word| match only {
+            Some(_) => Pool::charged_bytes(word.memory_bytes()),
+            None => self.pages.evictable_bytes(word),
+        };
         let layers = self.spillable_layers(only);
         let mut by_rank = [0_u64; AGES];
         for (layer, _) in &layers {
@@ -284,7 +292,7 @@ impl Evict {
                 for slot in start..start + LEAF_SLOTS {
                     let word = leaf.peek(slot);
                     if is_spillable(word) && !word.is_picked() {
-                        by_rank[usize::from(rank(word))] += Pool::charged_bytes(word.memory_bytes());
+                        by_rank[usize::from(rank(word))] += gain(word);
                     }
                 }
             });
@@ -301,7 +309,9 @@ impl Evict {
         let mut eviction = Eviction::of_cold_pages(&self.pages, store);
         let mut taken = 0;
         let mut outcome = Ok(());
-        let cold = |word: Word| is_spillable(word) && rank(word) <= last;
+        let is_cold = |word: Word| rank(word) <= last;
+        // Shared objects follow below, if other pages do not suffice.
+        let cold = |word: Word| is_spillable(word) && is_cold(word) && (only.is_some() || !word.is_shared());
         for (layer, most) in &layers {
             let mut of_layer = 0;
             layer.for_each_candidate(&[0..=MAX_SLOTS - 1], &cold, |slot, word| {
@@ -331,6 +341,11 @@ impl Evict {
             if taken >= need || outcome.is_err() {
                 break;
             }
+        }
+        if taken < need && outcome.is_ok() && only.is_none() {
+            let shared = self.spill_shared(&mut eviction, &layers, &is_cold, need - taken);
+            taken += shared.0;
+            outcome = shared.1;
         }
         let (done, ended) = eviction.end();
         EvictionRound { taken, freed: done.pages, outcome: outcome.and(ended) }

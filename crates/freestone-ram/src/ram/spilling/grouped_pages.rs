@@ -29,7 +29,7 @@ use crate::ram::memory::groups::device::Hold;
 use crate::ram::memory::groups::{Groups, OBJECT_BYTES_MAX};
 use crate::ram::memory::outcome::WritebackError;
 use freestone_core::PAGE_BYTES;
-use freestone_core::slot::{Kind, Word};
+use freestone_core::slot::Word;
 use freestone_spill::blocks::BLOCK_UNITS;
 use freestone_spill::layout::GROUP_ALGORITHM;
 use freestone_spill::space::BLOCK_BYTES;
@@ -85,7 +85,7 @@ impl Eviction<'_> {
         let leaf = layer.table().leaf(slot)?;
         let guard = leaf.lock(slot);
         let word = guard.word();
-        if word.kind() != Kind::Grouped || word.is_picked() || !wanted(slot, word) || layer.is_retired() {
+        if !word.is_grouped() || word.is_picked() || !wanted(slot, word) || layer.is_retired() {
             return None;
         }
         let hold = groups.hold(word);
@@ -308,7 +308,7 @@ impl Eviction<'_> {
         let leaf = layer.table().leaf(slot).ok_or(PickError::Unwanted)?;
         let guard = leaf.lock(slot);
         let word = guard.word();
-        let fits = word.kind() == Kind::Grouped && !word.is_picked() && wanted(slot, word);
+        let fits = word.is_grouped() && !word.is_picked() && wanted(slot, word);
         let mut page = [0; PAGE_BYTES];
         // Readers of a damaged page report the damage.
         if layer.is_retired() || !fits || self.pages.load(&guard, &mut page).is_err() {

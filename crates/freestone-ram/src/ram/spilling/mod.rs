@@ -11,4 +11,5 @@ pub(in crate::ram) mod evict_rounds;
 mod grouped_pages;
 mod picked_slots;
 pub(in crate::ram) mod reclaim;
+mod shared_pages;
 pub(in crate::ram) mod writeback;

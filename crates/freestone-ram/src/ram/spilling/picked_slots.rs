@@ -24,6 +24,9 @@ impl Eviction<'_> {
         slot: u64,
         wanted: &impl Fn(u64, Word) -> bool,
     ) -> Result<u64, PickError> {
+        if self.layers[layer].table().leaf(slot).is_some_and(|leaf| leaf.peek(slot).is_shared()) {
+            return self.copy_shared(batch, layer, slot, wanted);
+        }
         // Only the plain layout needs a copy of the object, to decompress it after the slot is
         // unlocked.
         let mut object = if self.store.is_packed() { None } else { Some([0; PAGE_BYTES]) };

@@ -10,7 +10,7 @@ use super::evict_rounds::{Evict, RECLAIMED_MIN_BLOCKS};
 use crate::ram::geometry::PAGE;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
-use crate::ram::memory::page_search::{Sizes, has_own_object, is_spillable};
+use crate::ram::memory::page_search::{Sizes, is_spillable};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::Instant;
@@ -209,7 +209,7 @@ impl Layer {
             blocks += 1;
             // A group is written as a whole if half of its pages are selected, and pages alone
             // otherwise: assume twice the share of a page.
-            let bytes = if has_own_object(word) { word.stored_bytes() } else { word.memory_bytes() * 2 };
+            let bytes = if word.is_grouped() { word.memory_bytes() * 2 } else { word.memory_bytes() };
             units += u64::from(layout::units(bytes.min(PAGE_BYTES)));
             true
         });

@@ -26,7 +26,8 @@ pub struct Line {
     #[arg(value_name = "KEY=VALUE")]
     #[arg(
         help = "type=idle|huge|huge_idle, threshold=BYTES (only objects of at least this size), max_pages=N, \
-                algo=NAME, priority=1..3, group=yes (compress neighbouring pages together) [default: all pages]"
+                algo=NAME, priority=1..3, group=yes (compress neighbouring pages together), \
+                dedup=yes (store pages of the family with the same content once) [default: all pages]"
     )]
     words: Vec<String>,
 }
@@ -51,6 +52,10 @@ pub struct Params {
     /// Compresses neighbouring pages together, without `threshold`, `algo` and `priority`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     group: Option<bool>,
+    /// Stores pages with the same content once, in all devices of the family, without `threshold`, `algo`, `priority`
+    /// and `group`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dedup: Option<bool>,
 }
 
 /// Type of the pages to recompress.
@@ -63,7 +68,7 @@ enum Type {
 }
 
 const TYPES: [(&str, Type); 3] = [("idle", Type::Idle), ("huge", Type::Huge), ("huge_idle", Type::HugeIdle)];
-const ALLOWED: &str = "allowed are type=idle|huge|huge_idle, threshold=BYTES, max_pages=N, algo=NAME, priority=1..3 and group=yes";
+const ALLOWED: &str = "allowed are type=idle|huge|huge_idle, threshold=BYTES, max_pages=N, algo=NAME, priority=1..3, group=yes and dedup=yes";
 
 impl TryFrom<Line> for Params {
     type Error = Usage;
@@ -96,13 +101,14 @@ impl TryFrom<Line> for Params {
                     let priority = value.parse().map_err(|_| refuse("must be 1 to 3"))?;
                     params.priority.replace(priority).is_some()
                 }
-                "group" => {
-                    let group = match value {
+                "group" | "dedup" => {
+                    let wanted = match value {
                         "yes" => true,
                         "no" => false,
                         _ => return Err(refuse("must be yes or no")),
                     };
-                    params.group.replace(group).is_some()
+                    let param = if key == "group" { &mut params.group } else { &mut params.dedup };
+                    param.replace(wanted).is_some()
                 }
                 _ => return Err(refuse(&format!("unknown; {ALLOWED}"))),
             };
@@ -137,7 +143,7 @@ impl Verb for Recompress {
 
     // The device is not claimed (locked against other verbs), because it may be in use and the verb may take long.
     fn run(service: &Service, params: Params) -> Result<Reply, RpcError> {
-        let Params { name, kind, threshold, max_pages, algo, priority, group } = params;
+        let Params { name, kind, threshold, max_pages, algo, priority, group, dedup } = params;
         let ram = service.find_ram(&name, "is recompressed")?;
         let algo = algo.map(|text| {
             parse_algorithm(&text)
@@ -154,6 +160,7 @@ impl Verb for Recompress {
             algo: algo.transpose()?,
             priority,
             group: group.unwrap_or(false),
+            dedup: dedup.unwrap_or(false),
         };
         let job = service.jobs.begin(&name, Self::METHOD, JobKind::CONCURRENT)?;
         let done = ram.recompress_with_progress(&request, &mut |done, total| job.advance(done, total));

@@ -50,7 +50,7 @@ impl Params {
 /// Result for one device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":,
 /// "keep": {..}, "content_of":, "limits": {..}, "base":, "mm_stat": {..}, "io_stat": {..},
 /// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "latency": {..}, "backing": {..},
-/// "auto_recompress": {..}, "groups": {..}, "over_stat": {..}, "ops": {..}, "failed": {..},
+/// "auto_recompress": {..}, "groups": {..}, "dedup": {..}, "over_stat": {..}, "ops": {..}, "failed": {..},
 /// "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`.
 /// Sections that the kind does not have are omitted. Result for all devices:
 /// `{"server": {..}, "devices": [..]}`. Sizes are in bytes.
@@ -213,6 +213,9 @@ fn device_section(
         }
         if let Some(groups) = kinds::groups(ram) {
             reply.insert("groups".into(), groups);
+        }
+        if let Some(dedup) = kinds::dedup(ram) {
+            reply.insert("dedup".into(), dedup);
         }
         reply.insert("over_stat".into(), kinds::over_stat(ram));
         reply.insert("full".into(), kinds::full_stat(ram));

@@ -150,7 +150,7 @@ pub(in crate::kinds) fn skip_wipe(ram: &Ram, counters: bool) -> bool {
 // ---- attributes ---------------------------------------------------------------------------------
 
 /// Names of the attributes of a RAM disk, in the order in which they are listed.
-const NAMES: [&str; 23] = [
+const NAMES: [&str; 24] = [
     "disksize",
     "readonly",
     "initstate",
@@ -159,6 +159,7 @@ const NAMES: [&str; 23] = [
     "recomp_algorithm",
     "auto_recompress",
     "auto_group",
+    "auto_dedup",
     "mem_limit",
     "mem_used_max",
     "backing_dev",
@@ -186,6 +187,7 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
         "recomp_algorithm" => recomp_algorithm(&ram.config()),
         "auto_recompress" => json!(ram.config().auto_recompress.map_or(0, |idle| idle.as_secs())),
         "auto_group" => json!(ram.config().auto_group.map_or(0, |idle| idle.as_secs())),
+        "auto_dedup" => json!(ram.config().auto_dedup.map_or(0, |idle| idle.as_secs())),
         "mem_limit" => json!(ram.config().mem_limit),
         "mem_used_max" => json!(ram.mm_stat().mem_used_max),
         "backing_dev" => match ram.config().backing {
@@ -336,6 +338,21 @@ pub fn groups(ram: &Ram) -> Option<Value> {
         "table_bytes": s.table_bytes,
         "grouped": s.grouped,
         "ungrouped": s.ungrouped,
+    }))
+}
+
+/// Returns the statistics of the objects that pages share, or `None` if the family has not compared
+/// pages.
+pub fn dedup(ram: &Ram) -> Option<Value> {
+    let s = ram.dedup_stat()?;
+    Some(json!({
+        "objects": s.objects,
+        "pages": s.pages,
+        "bytes": s.bytes,
+        "saved_bytes": s.saved_bytes,
+        "table_bytes": s.table_bytes,
+        "fingerprint_bytes": s.fingerprint_bytes,
+        "shared": s.shared,
     }))
 }
 

@@ -145,7 +145,7 @@ fn invalid_fork_and_snapshot_keys_are_refused() {
 fn refusal_names_device_key_and_allowed_values() {
     let form = "a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G";
     let ram = "the keys of a ram device are disksize, readonly, on_data_loss, keep, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
-               auto_recompress, auto_group, backing_dev, backing_size, compressed_writeback, writeback_limit, \
+               auto_recompress, auto_group, auto_dedup, backing_dev, backing_size, compressed_writeback, writeback_limit, \
                writeback_limit_enable, writeback_batch_size, full, full_timeout, mem_warn_threshold, zoned, zone_size, \
                zone_capacity, zone_nr_conv, zone_max_open, zone_max_active, zone_append_max_sectors, zone_full, zone_readonly, zone_offline, \
                zone_state, faults, seed, power_cut, power_cut_unit, record, publish, tls_clients; \
@@ -297,7 +297,10 @@ fn secondary_algorithms_parse() {
     assert!(ram("auto_recompress=60,recomp_algorithm=zstd priority=2").auto_recompress.is_some());
     let groups = |text: &str| ram(&format!("auto_group={text}")).auto_group.map(|d| d.as_secs());
     assert_eq!((groups("no"), groups("600")), (None, Some(600)));
-    assert_eq!(ram("comp_algorithm=lz4").auto_group, None);
+    let dedup = |text: &str| ram(&format!("auto_dedup={text}")).auto_dedup.map(|d| d.as_secs());
+    assert_eq!((dedup("no"), dedup("600")), (None, Some(600)));
+    let plain = ram("comp_algorithm=lz4");
+    assert_eq!((plain.auto_group, plain.auto_dedup), (None, None));
 }
 
 #[test]
@@ -395,6 +398,7 @@ fn invalid_writeback_keys_are_refused() {
         ("auto_recompress=yes", &format!("auto_recompress=yes: {numbers}")),
         ("auto_recompress=86401", &format!("auto_recompress=86401: {numbers}")),
         ("auto_group=yes", &format!("auto_group=yes: {numbers}")),
+        ("auto_dedup=86401", &format!("auto_dedup=86401: {numbers}")),
         (
             "auto_recompress=60,recomp_algorithm=zstd priority=3",
             "auto_recompress=60: takes priority 3 for a dictionary of its own, and recomp_algorithm has an algorithm there",

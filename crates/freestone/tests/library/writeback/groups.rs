@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use freestone::device::{Blocking, Error, Op};
-use freestone::ram::{Config, ForkConfig, GroupStat, Ram, RecompressOptions, Writeback, WritebackError};
+use freestone::ram::{
+    Config, DedupStat, ForkConfig, GroupStat, Ram, RecompressOptions, Writeback, WritebackError,
+};
 use freestone_testkit::{FaultEffect, FaultSchedule, FaultyDisk};
 
-use crate::writeback::disk::{Disk, NONE, PAGE, content, eventually};
+use crate::writeback::disk::{Disk, LAYOUTS, NONE, PAGE, content, eventually};
 
 /// Number of pages of a disk, and of a group.
 const PAGES: u64 = 64;
@@ -363,4 +365,100 @@ fn groups_are_evicted_at_the_memory_limit() {
     }
     assert_eq!(disk.ram.io_stat().failed_reads, 0);
     disk.check_clean_end();
+}
+
+/// Pages of [`mixed`] that share objects, and all of its pages. The others are in groups.
+const SHARED: u64 = 32;
+const MIXED: u64 = 128;
+
+fn mixed_text(page: u64) -> Vec<u8> {
+    if page < SHARED { text(page % (SHARED / 2)) } else { text(page) }
+}
+
+fn dedup_stat(disk: &Disk) -> DedupStat {
+    disk.ram.dedup_stat().unwrap()
+}
+
+/// Makes pages with the same content share objects, and groups the others.
+fn share_and_group(disk: &Disk) {
+    disk.ram.recompress(&RecompressOptions { dedup: true, ..RecompressOptions::default() }).unwrap();
+    group(disk);
+    let (shared, groups) = (dedup_stat(disk), stat(disk));
+    assert_eq!((shared.objects, shared.pages), (SHARED / 2, SHARED));
+    assert_eq!(
+        (groups.groups, groups.pages, groups.spilled_pages),
+        ((MIXED - SHARED) / GROUP, MIXED - SHARED, 0)
+    );
+}
+
+/// Returns a disk of 512 pages, of which the first 128 share objects or are in groups.
+fn mixed(packed: bool) -> Disk {
+    let disk = Disk::manual(4 * MIXED * PAGE, 8 * MIXED, packed);
+    for page in 0..MIXED {
+        disk.write(page, &mixed_text(page));
+    }
+    share_and_group(&disk);
+    disk
+}
+
+#[track_caller]
+fn check_mixed(disk: &Disk) {
+    // In no order: 37 and 128 have no common divisor.
+    for page in (0..MIXED).map(|at| at * 37 % MIXED) {
+        assert!(disk.read(page, 1).unwrap() == mixed_text(page), "page {page}");
+    }
+}
+
+#[test]
+fn shared_pages_and_groups_are_spilled_together() {
+    for packed in LAYOUTS {
+        let disk = mixed(packed);
+        // Half of the shared pages, and half of a group.
+        write_back(&disk, SHARED / 2, SHARED + GROUP / 2 - 1);
+        assert_eq!((dedup_stat(&disk).objects, dedup_stat(&disk).pages), (SHARED / 2, SHARED / 2));
+        assert_eq!(disk.spilled_pages(), SHARED / 2 + GROUP / 2);
+        write_back(&disk, 0, MIXED - 1);
+        assert_eq!(disk.spilled_pages(), MIXED);
+        // The pass that takes pages out of sparse groups may have met the divided group.
+        let in_groups = MIXED - SHARED - GROUP..=MIXED - SHARED;
+        assert!(if packed {
+            in_groups.contains(&stat(&disk).spilled_pages)
+        } else {
+            stat(&disk).spilled_pages == 0
+        });
+        assert_eq!((dedup_stat(&disk).objects, dedup_stat(&disk).pages, stat(&disk).pages), (0, 0, 0));
+        assert_eq!(disk.ram.mm_stat().compr_data_size, 0);
+        check_mixed(&disk);
+        if packed {
+            // All pages are in memory again: groups as groups, and the others alone until they are
+            // compared.
+            eventually("all pages are in memory", || disk.spilled_pages() == 0);
+            assert!(stat(&disk).pages >= MIXED - SHARED - GROUP && dedup_stat(&disk).pages == 0);
+            share_and_group(&disk);
+            check_mixed(&disk);
+        }
+        disk.check_clean_end();
+    }
+}
+
+#[test]
+fn memory_limit_evicts_shared_pages_and_groups() {
+    for packed in LAYOUTS {
+        let disk = mixed(packed);
+        disk.ram.compact();
+        disk.ram.set_mem_limit(disk.ram.mm_stat().mem_used_total + 16 * PAGE);
+        for page in MIXED..4 * MIXED {
+            disk.write(page, &content(5, page, PAGE as usize));
+        }
+        // The new pages take more than the limit, so that old pages of both kinds had to leave.
+        let (shared, groups) = (dedup_stat(&disk), stat(&disk));
+        assert!(shared.pages < SHARED && groups.pages < MIXED - SHARED, "{shared:?} {groups:?}");
+        assert!(groups.spilled_pages > 0 || !packed, "{groups:?}");
+        check_mixed(&disk);
+        for page in MIXED..4 * MIXED {
+            assert!(disk.read(page, 1).unwrap() == content(5, page, PAGE as usize), "page {page}");
+        }
+        disk.check_clean_end();
+        assert_eq!((dedup_stat(&disk).objects, stat(&disk).groups), (0, 0));
+    }
 }

@@ -180,6 +180,23 @@ fn pages_are_recompressed() {
     let groups = serve.json(&["stat", "r"])["groups"].take();
     assert_eq!((&groups["count"], &groups["pages"]), (&json!(128), &json!(1024)));
     assert_eq!(read(&mut nbd, 0, written.len()), written);
+    // Two copies share objects. The first half is the same data again, compressed anew.
+    assert_eq!(serve.json(&["stat", "r"]).get("dedup"), None);
+    write(&mut nbd, 0, &written[..written.len() / 2]);
+    write(&mut nbd, written.len() as u64 / 2, &written[..written.len() / 2]);
+    let charged = serve.json(&["stat", "r"])["over_stat"]["charged_bytes"].take();
+    let shared = serve.json(&["recompress", "r", "dedup=yes"]);
+    assert_eq!((&shared["tried"], &shared["shrunk"]), (&json!(1024), &json!(512)));
+    let stat = serve.json(&["stat", "r"]);
+    let dedup = &stat["dedup"];
+    assert_eq!(
+        (&dedup["objects"], &dedup["pages"], &dedup["shared"]),
+        (&json!(512), &json!(1024), &json!(512))
+    );
+    assert!(dedup["saved_bytes"].as_u64() >= shared["saved_bytes"].as_u64(), "{stat}");
+    assert_eq!(stat["over_stat"]["charged_bytes"], charged);
+    let half = &written[..written.len() / 2];
+    assert_eq!(read(&mut nbd, 0, written.len()), [half, half].concat());
     let all = serve.text(&["get", "r"]);
     let second = format!("\nrecomp_algorithm        #1: lz4 lz4hc lzo [zstd] store\n{:24}#2: lz4 ", "");
     assert!(all.contains(&second), "{all}");
@@ -193,7 +210,7 @@ fn writeback_verbs_refuse_invalid_arguments() {
         "n=null,size=1M",
     ]);
     let types = "allowed are idle, huge, huge_idle, incompressible, page_index=N and page_indexes=LO-HI";
-    let keys = "allowed are type=idle|huge|huge_idle, threshold=BYTES, max_pages=N, algo=NAME, priority=1..3 and group=yes";
+    let keys = "allowed are type=idle|huge|huge_idle, threshold=BYTES, max_pages=N, algo=NAME, priority=1..3, group=yes and dedup=yes";
     let range = "the pages are 0 to 16383";
     for (status, args, sentence) in [
         (1, &["idle", "n", "all"][..], "n: only a ram device has pages to mark".to_owned()),

@@ -45,7 +45,7 @@ impl Hold {
 
     /// Returns true if this is the word of a page of the group in memory.
     pub fn has(&self, word: Word) -> bool {
-        word.kind() == Kind::Grouped && group_of(word) == self.group
+        word.is_grouped() && group_of(word) == self.group
     }
 }
 
@@ -53,7 +53,7 @@ impl Groups {
     /// Holds the group of a page in memory, whose slot is locked. If the group is on the device too,
     /// it stays there.
     pub fn hold(&self, word: Word) -> Hold {
-        debug_assert_eq!(word.kind(), Kind::Grouped);
+        debug_assert!(word.is_grouped());
         let group = group_of(word);
         let (_, header) = self.lock_header(group);
         let pages = header.get().pages;

@@ -9,7 +9,7 @@
 //! * Group `n` has the slots from `n * GROUP_SLOTS` on. The first is the [`Header`], which counts the
 //!   users of the group; the others refer to the pieces. A group without users has no pieces, and
 //!   its number is reused.
-//! * The word of a page in a group ([`Kind::Grouped`]) states the group's number and the position
+//! * The word of a page in a group ([`Word::grouped`]) states the group's number and the position
 //!   of the page in the group. The word can move to another table, as every word. The page's owner
 //!   is charged for a share of the group's bytes.
 //! * On the backing device, the object is one object of the packed layout, whose owner is the header.
@@ -62,7 +62,7 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::percpu::{self, Counters, PerCpu};
-use freestone_core::slot::{Common, Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, SlotGuard, Table, Word};
+use freestone_core::slot::{Common, LEAF_SLOTS, Leaf, SlotGuard, Table, Word};
 use freestone_core::sync::{AtomicU64, Mutex, Ordering};
 use freestone_spill::blocks;
 use freestone_spill::store::Store;
@@ -146,8 +146,8 @@ pub(in crate::ram) fn share(charged: u64, pages: usize, position: usize) -> u32 
 
 /// Returns true if both words are of pages of one group.
 pub(in crate::ram) fn is_same_group(a: Word, b: Word) -> bool {
-    let is_grouped = |word: Word| word.kind() == Kind::Grouped || word.is_spilled_in_group();
-    is_grouped(a) && is_grouped(b) && group_of(a) == group_of(b)
+    let has_group = |word: Word| word.is_grouped() || word.is_spilled_in_group();
+    has_group(a) && has_group(b) && group_of(a) == group_of(b)
 }
 
 /// Returns the owner in the header of a spilled group's object, for the word of a page of the group.
@@ -161,7 +161,7 @@ pub(in crate::ram) fn position_of(word: Word) -> usize {
 }
 
 fn group_of(word: Word) -> u64 {
-    debug_assert!(word.kind() == Kind::Grouped || word.is_spilled_in_group());
+    debug_assert!(word.is_grouped() || word.is_spilled_in_group());
     word.location() / GROUP_SLOTS
 }
 
@@ -240,7 +240,7 @@ impl Groups {
     }
 
     fn leave_with(&self, pool: &Pool, word: Word, object: Option<&[u8]>) {
-        let users = if word.kind() == Kind::Grouped {
+        let users = if word.is_grouped() {
             self.counters.add(counter::PAGES, -1);
             (1, 0)
         } else {
@@ -304,7 +304,7 @@ impl Groups {
             return Some(number);
         }
         let next = numbers.next;
-        numbers.next += u64::from(next < MAX_SLOTS / GROUP_SLOTS);
+        numbers.next += u64::from(next < Word::PLACES / GROUP_SLOTS);
         (next < numbers.next).then_some(next)
     }
 
