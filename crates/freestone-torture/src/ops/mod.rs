@@ -27,7 +27,7 @@ pub enum Op {
         /// Memory limit of the pool in KiB; 0 means no limit.
         limit_kib: u32,
         /// Compression algorithm: an index, modulo the number of algorithms. The quotient selects whether cold pages are
-        /// compressed in groups.
+        /// compressed in groups, and whether cold pages with the same content are stored once.
         algorithm: u8,
         /// Backing device for spilled pages; `None` if the pool does not spill.
         backing: Option<Backing>,
@@ -351,7 +351,7 @@ pub struct Io {
     /// Aligns the start and the end of the request to pages.
     pub pages: bool,
     pub fua: bool,
-    /// Fill pattern of a write: an index, modulo the number of patterns.
+    /// Fill pattern of a write: a number for [`Fill::drawn`](crate::oracle::Fill::drawn).
     pub fill: u8,
     /// Submits the request without a preceding try.
     pub submit: bool,

@@ -2,6 +2,7 @@
 //! be judged without storing data, and bytes found can be identified.
 
 use std::fmt;
+use std::sync::LazyLock;
 
 use freestone_testkit::{Rng, first_difference};
 
@@ -14,6 +15,10 @@ const MAGIC: u32 = 0x464f_5254;
 const TAG_BYTES: usize = 24;
 /// The remainder of a write's id modulo this number encodes its fill pattern.
 const FILLS: u64 = 8;
+/// Number of different pages of [`Fill::Common`].
+const COMMON_PAGES: u64 = 4;
+/// Number of sectors of a page.
+const PAGE_SECTORS: u64 = 8;
 
 /// Fill pattern of a write. Devices treat contents differently by how well they compress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,10 +33,21 @@ pub enum Fill {
     Half,
     /// The same word in the whole write, without tags, so all pages are same-filled.
     Same,
+    /// Words without a tag, the same in each page of a write, and one of few pages. So pages of
+    /// different writes and devices are equal.
+    Common,
 }
 
 impl Fill {
+    /// All fill patterns with content of their own.
     pub const ALL: [Self; 5] = [Self::Text, Self::Noise, Self::Repeat, Self::Half, Self::Same];
+
+    /// Returns the fill pattern of a write for which this number was drawn: an eighth of all numbers
+    /// select [`Fill::Common`].
+    pub const fn drawn(number: u8) -> Self {
+        let number = number as usize;
+        if number / Self::ALL.len() % 8 == 7 { Self::Common } else { Self::ALL[number % Self::ALL.len()] }
+    }
 
     pub const fn of(id: u64) -> Self {
         match id % FILLS {
@@ -39,7 +55,8 @@ impl Fill {
             2 | 3 => Self::Noise,
             4 => Self::Repeat,
             5 => Self::Half,
-            _ => Self::Same,
+            6 => Self::Same,
+            _ => Self::Common,
         }
     }
 
@@ -51,6 +68,7 @@ impl Fill {
             Self::Repeat => 4,
             Self::Half => 5,
             Self::Same => 6,
+            Self::Common => 7,
         };
         serial * FILLS + low
     }
@@ -60,22 +78,24 @@ impl Fill {
 pub fn content(id: u64, sector: u64) -> [u8; SECTOR_BYTES] {
     let mut out = [0; SECTOR_BYTES];
     let fill = Fill::of(id);
-    if fill == Fill::Same {
-        repeat(&mut out, pattern(id));
-        return out;
+    match fill {
+        Fill::Same => {
+            repeat(&mut out, pattern(id));
+            return out;
+        }
+        Fill::Common => return *common(common_page(id), sector % PAGE_SECTORS),
+        _ => {}
     }
     let mut rng = Rng::new(id ^ sector.rotate_left(32));
     let body = &mut out[TAG_BYTES..];
     match fill {
         Fill::Text => {
-            for chunk in body.chunks_mut(8) {
-                chunk.copy_from_slice(&WORDS[rng.below(WORDS.len() as u64) as usize][..chunk.len()]);
-            }
+            words(&mut rng, body);
         }
         Fill::Noise => rng.fill(body),
         Fill::Repeat => repeat(body, rng.word()),
         Fill::Half => rng.fill(&mut body[..SECTOR_BYTES / 2 - TAG_BYTES]),
-        Fill::Same => unreachable!("it has no tag"),
+        Fill::Same | Fill::Common => unreachable!("they have no tag"),
     }
     out[..4].copy_from_slice(&MAGIC.to_le_bytes());
     out[4..8].copy_from_slice(&check(id, sector).to_le_bytes());
@@ -110,6 +130,30 @@ const WORDS: [&[u8; 8]; 16] = [
     b"marl    ",
     b"shale\n  ",
 ];
+
+fn words(rng: &mut Rng, out: &mut [u8]) {
+    for chunk in out.chunks_mut(8) {
+        chunk.copy_from_slice(&WORDS[rng.below(WORDS.len() as u64) as usize][..chunk.len()]);
+    }
+}
+
+/// Returns the sector `part` of the common page number `page`.
+fn common(page: u64, part: u64) -> &'static [u8; SECTOR_BYTES] {
+    static SECTORS: LazyLock<Vec<[u8; SECTOR_BYTES]>> = LazyLock::new(|| {
+        let sector = |number| {
+            let mut out = [0; SECTOR_BYTES];
+            words(&mut Rng::new(number), &mut out);
+            out
+        };
+        (0..COMMON_PAGES * PAGE_SECTORS).map(sector).collect()
+    });
+    &SECTORS[(page * PAGE_SECTORS + part) as usize]
+}
+
+/// Returns the number of the common page of a write with this id.
+const fn common_page(id: u64) -> u64 {
+    id / FILLS % COMMON_PAGES
+}
 
 fn repeat(out: &mut [u8], word: u64) {
     let word = word.to_le_bytes();
@@ -175,6 +219,11 @@ pub enum IdentifiedBytes {
     },
     /// One repeated word, from a write without tags. The write can be identified only by comparing.
     Pattern(u64),
+    /// A sector of a common page, from any write with this page.
+    Common {
+        page: u64,
+        part: u64,
+    },
     /// Unknown content, with its first bytes.
     Garbage([u8; 16]),
 }
@@ -196,6 +245,11 @@ impl IdentifiedBytes {
         if bytes.chunks(8).all(|chunk| chunk == &bytes[..8]) {
             return Self::Pattern(word(0));
         }
+        let is_common = |&(page, part): &(u64, u64)| bytes == &common(page, part)[..bytes.len()];
+        let parts = (0..COMMON_PAGES).flat_map(|page| (0..PAGE_SECTORS).map(move |part| (page, part)));
+        if let Some((page, part)) = parts.into_iter().find(is_common) {
+            return Self::Common { page, part };
+        }
         Self::Garbage(bytes[..16].try_into().expect("sixteen bytes"))
     }
 
@@ -205,6 +259,9 @@ impl IdentifiedBytes {
             (Self::Zero, Content::Zero) => true,
             (Self::Tagged { id, sector }, Content::Data(of)) => *id == of && *sector == at,
             (Self::Pattern(word), Content::Data(of)) => Fill::of(of) == Fill::Same && pattern(of) == *word,
+            (Self::Common { page, part }, Content::Data(of)) => {
+                Fill::of(of) == Fill::Common && common_page(of) == *page && at % PAGE_SECTORS == *part
+            }
             _ => false,
         }
     }
@@ -216,7 +273,7 @@ mod tests {
 
     #[test]
     fn every_fill_is_identified() {
-        for fill in Fill::ALL {
+        for fill in Fill::ALL.into_iter().chain([Fill::Common]) {
             for serial in [1, 2, 77, 1 << 40] {
                 let id = fill.id(serial);
                 assert_eq!(Fill::of(id), fill);

@@ -120,6 +120,7 @@ impl Oracle {
                     None => format!("the repeated word {word:#018x}"),
                 }
             }
+            IdentifiedBytes::Common { page, part } => format!("sector {part} of the common page {page}"),
             IdentifiedBytes::Garbage(bytes) => {
                 format!("garbage that begins with {:032x}", u128::from_be_bytes(bytes))
             }

@@ -52,7 +52,7 @@ pub fn empty_server(world: &World, dir: &Path) -> Result<(Resources, u64), Strin
         control::ask(&server.control, method, params).map_err(|error| format!("{method} {params}: {error:?}"))
     };
     for device in [
-        "r=ram,disksize=1M,mem_limit=1M,backing_dev=./x.spill,backing_size=8M,auto_recompress=1,auto_group=1",
+        "r=ram,disksize=1M,mem_limit=1M,backing_dev=./x.spill,backing_size=8M,auto_recompress=1,auto_group=1,auto_dedup=1",
         "f=file,path=./f.img,size=1M,faults=none,power_cut=yes",
         "h=file,path=./h.img,size=1M",
         "g=file,path=./x.img,readonly=yes",

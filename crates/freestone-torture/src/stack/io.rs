@@ -129,7 +129,7 @@ impl World {
             DeviceOp::Read => Token::Read(oracle.begin_read()),
             DeviceOp::Flush => Token::Flush(oracle.begin_flush()),
             DeviceOp::Write => {
-                let write = Fill::ALL[usize::from(fill) % Fill::ALL.len()].id(serial);
+                let write = Fill::drawn(fill).id(serial);
                 data.resize(request.len as usize, 0);
                 oracle::fill(write, sectors.start, &mut data);
                 Token::Write(oracle.begin_write(write, sectors, oracle::Kind::Write))

@@ -42,13 +42,14 @@ impl World {
         let secondary = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
         let (algorithm, rest) =
             (usize::from(algorithm) % Algorithm::ALL.len(), usize::from(algorithm) / Algorithm::ALL.len());
-        let has_groups = rest.is_multiple_of(4);
+        let (has_groups, has_dedup) = (rest.is_multiple_of(4), (rest / 4).is_multiple_of(3));
         let config = ram::Config {
             comp_algorithm: Algorithm::ALL[algorithm],
             mem_limit: u64::from(limit_kib) << 10,
             recomp_algorithms: [Some(secondary), None, None],
             auto_recompress: auto.then_some(Duration::from_secs(1)),
             auto_group: has_groups.then_some(Duration::from_secs(1)),
+            auto_dedup: has_dedup.then_some(Duration::from_secs(1)),
             ..ram::Config::default()
         };
         let seed = self.next_write();
@@ -393,25 +394,30 @@ impl World {
             let (stat, memory) = (family.family.stat(), family.probe.memory_overhead());
             let backing = family.probe.backing().unwrap_or_default();
             let groups = family.probe.group_stat().unwrap_or_default();
+            let dedup = family.probe.dedup_stat().unwrap_or_default();
             let left = [
                 stat.mem_used_total,
                 stat.charged,
                 stat.retiring,
                 stat.guaranteed,
                 stat.layers - 1,
-                memory.leaves_bytes - groups.table_bytes,
+                memory.leaves_bytes - groups.table_bytes - dedup.table_bytes,
                 groups.groups,
                 groups.pages,
                 groups.bytes,
                 groups.spilled_pages,
+                dedup.objects,
+                dedup.pages,
+                dedup.bytes,
+                dedup.saved_bytes,
                 backing.used_bytes,
                 backing.live_bytes,
                 backing.spilled_pages,
                 u64::from(backing.abandoned_writes),
             ];
-            if left != [0; 14] {
+            if left != [0; 18] {
                 return finding(format!(
-                    "family {at} did not release everything: {stat:?} {memory:?} {groups:?} {backing:?}"
+                    "family {at} did not release everything: {stat:?} {memory:?} {groups:?} {dedup:?} {backing:?}"
                 ));
             }
         }

@@ -169,8 +169,9 @@ impl World {
         let (ram, family) = self.ram(id)?;
         act(move || {
             let kind = Some(RecompressKind::Huge).filter(|_| id.is_multiple_of(2));
-            let group = id.is_multiple_of(3);
-            let outcome = ram.recompress(&RecompressOptions { kind, group, ..RecompressOptions::default() });
+            let (group, dedup) = (id.is_multiple_of(3), id % 3 == 1);
+            let options = RecompressOptions { kind, group, dedup, ..RecompressOptions::default() };
+            let outcome = ram.recompress(&options);
             finish(move |world| {
                 world.count("recompressions");
                 match outcome {

@@ -221,8 +221,8 @@ impl SharedObjects {
             object.publish(Word::EMPTY);
             if let Some(location) = stored.object() {
                 pool.free(location);
+                self.count_object_gone(stored);
             }
-            self.count_object_gone(stored);
         } else {
             // Compaction may move the object now, which does not change its size.
             self.count_user(leaf.peek(first + 1).stored_bytes(), -1);

@@ -144,7 +144,7 @@ impl Session<'_> {
         let mut sent = (flag, offset, len);
         let (command, intent) = match rng.below(100) {
             0..35 if writable => {
-                let id = self.world.write_id(Fill::ALL[rng.below(5) as usize]);
+                let id = self.world.write_id(Fill::drawn(rng.below(40) as u8));
                 data = vec![0; len as usize];
                 fill(id, first, &mut data);
                 (protocol::WRITE, Intent::Write { id, sectors: first..last, kind: Write::Write, fua })

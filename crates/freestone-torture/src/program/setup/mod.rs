@@ -120,7 +120,7 @@ fn packing(rng: &mut Rng) -> String {
         device_args += ",recomp_algorithm=algo=zstd priority=1";
     }
     if rng.chance(30) {
-        device_args += ",auto_recompress=1,auto_group=1";
+        device_args += ",auto_recompress=1,auto_group=1,auto_dedup=1";
     }
     device_args
 }

@@ -47,6 +47,8 @@ enum Step {
     Recompress(Option<RecompressKind>),
     /// Compresses neighbouring pages together.
     Group,
+    /// Stores pages with the same content once.
+    Dedup,
     Compact,
     MemLimit(u64),
     BatchSize(u32),
@@ -55,7 +57,7 @@ enum Step {
 
 fn io() -> impl Strategy<Value = Step> {
     prop_oneof![
-        6 => (any::<u8>(), any::<u64>()).prop_map(|(kind, seed)| Step::Write { kind, seed }),
+        6 => (any::<u8>(), prop_oneof![any::<u64>(), 0..4_u64]).prop_map(|(kind, seed)| Step::Write { kind, seed }),
         5 => Just(Step::Read),
         2 => Just(Step::Discard),
         1 => Just(Step::WriteZeroes),
@@ -71,6 +73,7 @@ fn upkeep() -> impl Strategy<Value = Step> {
         1 => prop::sample::select(vec![None, Some(RecompressKind::Idle), Some(RecompressKind::Huge)])
             .prop_map(Step::Recompress),
         2 => Just(Step::Group),
+        2 => Just(Step::Dedup),
         1 => Just(Step::Compact),
     ]
 }
@@ -152,6 +155,9 @@ fn keep(ram: &Ram, step: Step) {
         Step::Group => {
             // Groups may find no space, too.
             let _ = ram.recompress(&RecompressOptions { group: true, ..RecompressOptions::default() });
+        }
+        Step::Dedup => {
+            ram.recompress(&RecompressOptions { dedup: true, ..RecompressOptions::default() }).unwrap();
         }
         Step::MemLimit(bytes) => ram.set_mem_limit(bytes),
         Step::BatchSize(blocks) => ram.set_writeback_batch_size(blocks),

@@ -158,6 +158,10 @@ impl World {
         let mut data = vec![0; len as usize];
         for page in data.chunks_mut(PAGE) {
             self.rng.content(page);
+            // Some pages are equal to others, so that they can share objects.
+            if self.rng.chance(30) {
+                Rng::new(self.rng.below(8)).content(page);
+            }
         }
         self.log.push(format!("write {at} {offset}+{len}"));
         let before = self.live[at].shown.copy();
@@ -306,8 +310,9 @@ impl World {
             }
             1 => {
                 self.log.push(format!("recompress {at}"));
-                let group = self.rng.below(2) == 0;
-                match ram.recompress(&RecompressOptions { group, ..RecompressOptions::default() }) {
+                let (group, dedup) =
+                    [(false, false), (true, false), (false, true)][self.rng.below(3) as usize];
+                match ram.recompress(&RecompressOptions { group, dedup, ..RecompressOptions::default() }) {
                     Ok(_) | Err((_, freestone::ram::RecompressError::NoSpace)) => {}
                     Err((_, error)) => panic!("recompress: {error}"),
                 }
@@ -380,23 +385,28 @@ impl World {
         loop {
             let (stat, memory) = (self.family.stat(), self.probe.memory_overhead());
             let backing = self.probe.backing().unwrap_or_default();
+            let (groups, dedup) =
+                (self.probe.group_stat().unwrap_or_default(), self.probe.dedup_stat().unwrap_or_default());
             let left = [
                 stat.mem_used_total,
                 stat.charged,
                 stat.retiring,
                 stat.guaranteed,
                 stat.layers - 1,
-                memory.leaves_bytes,
+                memory.leaves_bytes - groups.table_bytes - dedup.table_bytes,
+                groups.bytes,
+                dedup.pages,
+                dedup.bytes,
                 backing.used_bytes,
                 backing.live_bytes,
                 backing.spilled_pages,
             ];
-            if left == [0; 9] {
+            if left == [0; 12] {
                 return;
             }
             assert!(
                 began.elapsed() < Duration::from_secs(60),
-                "left behind: {stat:?} {memory:?} {backing:?}"
+                "left behind: {stat:?} {memory:?} {groups:?} {dedup:?} {backing:?}"
             );
             std::thread::sleep(Duration::from_millis(1));
         }
