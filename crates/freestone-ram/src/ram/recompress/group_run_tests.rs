@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::super::groups::tests::{
-    PAGES, check_books, config_with_groups, grouped, is_grouped, read, stat, steps, text, wait_until_free,
-    write,
+    PAGES, check_books, check_saved, config_with_groups, grouped, is_grouped, read, stat, steps, text,
+    wait_until_free, write,
 };
 use super::*;
 use crate::codec::Algorithm;
@@ -12,8 +12,6 @@ use crate::effort::effort;
 use crate::ram::memory::ages::renumber_ages;
 use crate::ram::tests::{MIB, config, word};
 use crate::ram::{Config, IdleSelection, Ram, RecompressKind, Writeback};
-use crate::transfer::{CollectedPages, ReadStored as _, StoredForm};
-use freestone_core::PAGE_BYTES;
 use freestone_core::clock;
 use freestone_core::device::Blocking;
 use freestone_core::slot::Kind;
@@ -93,27 +91,6 @@ fn grouped_pages_are_written_back_and_read_again() {
         }
         check_books(&ram);
     }
-}
-
-/// Checks the content of a saved snapshot of the disk.
-fn check_saved(ram: &Ram) {
-    let snapshot = ram.snapshot().unwrap();
-    let mut collected = CollectedPages::default();
-    snapshot.copy_pages(0..PAGES, None, &mut collected).unwrap();
-    let mut slots = 0..PAGES;
-    for (slot, form, bytes) in collected.iter() {
-        assert_eq!(Some(slot), slots.next());
-        let mut page = [0; PAGE_BYTES];
-        match form {
-            StoredForm::Compressed(0) => ram.0.pages.codecs.decompress(0, bytes, &mut page).unwrap(),
-            form => {
-                assert_eq!(form, StoredForm::Huge);
-                page.copy_from_slice(bytes);
-            }
-        }
-        assert!(page == text(slot)[..], "slot {slot}");
-    }
-    assert_eq!(slots.next(), None);
 }
 
 #[test]

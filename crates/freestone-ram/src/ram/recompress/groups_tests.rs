@@ -292,9 +292,8 @@ fn removed_snapshot_passes_grouped_pages_on() {
     wait_until_free(&ram);
 }
 
-#[test]
-fn saved_pages_leave_the_form_of_the_group() {
-    let ram = grouped(config_with_groups());
+/// Checks the content of a saved snapshot of the disk.
+pub fn check_saved(ram: &Ram) {
     let snapshot = ram.snapshot().unwrap();
     let mut collected = CollectedPages::default();
     snapshot.copy_pages(0..PAGES, None, &mut collected).unwrap();
@@ -312,6 +311,12 @@ fn saved_pages_leave_the_form_of_the_group() {
         assert!(page == text(slot)[..], "slot {slot}");
     }
     assert_eq!(slots.next(), None);
+}
+
+#[test]
+fn saved_pages_leave_the_form_of_the_group() {
+    let ram = grouped(config_with_groups());
+    check_saved(&ram);
     assert!((0..PAGES).all(|slot| word(&ram, slot).age() == 0), "ages do not change");
 }
 

@@ -32,7 +32,6 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::slot::Word;
 use freestone_spill::blocks::BLOCK_UNITS;
 use freestone_spill::layout::GROUP_ALGORITHM;
-use freestone_spill::space::BLOCK_BYTES;
 
 /// A group whose object was added to a batch.
 struct PickedGroup {
@@ -314,35 +313,17 @@ impl Eviction<'_> {
         if layer.is_retired() || !fits || self.pages.load(&guard, &mut page).is_err() {
             return Err(PickError::Unwanted);
         }
-        let mut entry = PageEntry { layer: at, slot, unit: 0, stored: 0, algorithm: 0, age: word.age() };
+        let entry = PageEntry { layer: at, slot, unit: 0, stored: 0, algorithm: 0, age: word.age() };
         guard.publish(word.picked(batch.tag));
         // Compress without the slot's lock, as that takes long.
         let mut scratch = Scratch::new();
-        let placed = match &mut batch.content {
-            Content::Packed(packer) => {
-                let (priority, streams) = self.pages.codecs.strongest();
-                let (algorithm, object) = match streams.compress(&page, &mut scratch) {
-                    Some(object) => (priority as u8, object),
-                    None => (0, &page[..]),
-                };
-                let unit = packer.push(layer.header_owner(slot), algorithm, object);
-                unit.map(|unit| (unit, object.len(), algorithm))
-            }
-            Content::Plain { buffer, blocks } if *blocks < batch.run.blocks => {
-                let block = *blocks as usize * BLOCK_BYTES;
-                buffer[block..block + BLOCK_BYTES].copy_from_slice(&page);
-                *blocks += 1;
-                Some(((batch.run.start + u64::from(*blocks) - 1) * BLOCK_UNITS, PAGE_BYTES, 0))
-            }
-            Content::Plain { .. } | Content::Submitted => None,
-        };
-        let Some((unit, stored, algorithm)) = placed else {
-            self.unpick_page(batch.tag, &entry);
-            return Err(PickError::BatchFull);
-        };
-        self.store.place(unit, stored);
-        (entry.unit, entry.stored, entry.algorithm) = (unit, stored as u32, algorithm);
-        batch.entries.push(Entry::Page(entry));
+        let (priority, streams) = self.pages.codecs.strongest();
+        let compressed = if self.store.is_packed() { streams.compress(&page, &mut scratch) } else { None };
+        let form = compressed.map_or((0, &page[..]), |object| (priority as u8, object));
+        self.add_copied(batch, entry, form, |into| {
+            into.copy_from_slice(&page);
+            Ok(())
+        })?;
         Ok(Pool::charged_bytes(word.memory_bytes()))
     }
 }

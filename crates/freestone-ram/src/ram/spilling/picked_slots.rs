@@ -8,6 +8,7 @@ use crate::pool::{BackRef, Pool};
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::page_search::{has_own_object, is_spillable};
 use freestone_core::PAGE_BYTES;
+use freestone_core::device;
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{Kind, SlotGuard, Word};
 use freestone_spill::blocks::BLOCK_UNITS;
@@ -148,6 +149,44 @@ impl Eviction<'_> {
         let entry = PageEntry { layer, slot, unit, stored, algorithm, age: word.age() };
         batch.entries.push(Entry::Page(entry));
         guard.publish(word.picked(batch.tag));
+    }
+
+    /// Adds a picked page whose object is not that of its slot. The packed layout stores the object
+    /// (its algorithm and bytes), the plain one the page, which `unpack` writes. If the page does not
+    /// fit, or is damaged, unpicks its slot.
+    pub(super) fn add_copied(
+        &self,
+        batch: &mut Batch,
+        mut entry: PageEntry,
+        (algorithm, object): (u8, &[u8]),
+        unpack: impl FnOnce(&mut [u8]) -> device::Result<()>,
+    ) -> Result<(), PickError> {
+        let placed = match &mut batch.content {
+            Content::Packed(packer) => {
+                entry.algorithm = algorithm;
+                let owner = self.layers[entry.layer].header_owner(entry.slot);
+                let unit = packer.push(owner, algorithm, object);
+                unit.map(|unit| (unit, object.len())).ok_or(PickError::BatchFull)
+            }
+            Content::Plain { buffer, blocks } if *blocks < batch.run.blocks => {
+                let (block, unit) = (*blocks as usize, (batch.run.start + u64::from(*blocks)) * BLOCK_UNITS);
+                match unpack(&mut buffer[block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES]) {
+                    Ok(()) => {
+                        *blocks += 1;
+                        Ok((unit, PAGE_BYTES))
+                    }
+                    // The object is damaged: leave the page in memory, where its readers report the
+                    // error.
+                    Err(_) => Err(PickError::Unwanted),
+                }
+            }
+            Content::Plain { .. } | Content::Submitted => Err(PickError::BatchFull),
+        };
+        let (unit, stored) = placed.inspect_err(|_| self.unpick_page(batch.tag, &entry))?;
+        self.store.place(unit, stored);
+        (entry.unit, entry.stored) = (unit, stored as u32);
+        batch.entries.push(Entry::Page(entry));
+        Ok(())
     }
 
     /// Publishes an object of a written batch.

@@ -5,7 +5,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::batch::{Batch, Content, Entry, PageEntry, PickError};
+use super::batch::{Batch, PageEntry, PickError};
 use super::evict_batches::Eviction;
 use super::evict_rounds::Evict;
 use crate::pool::Pool;
@@ -13,8 +13,6 @@ use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::WritebackError;
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{MAX_SLOTS, Word};
-use freestone_spill::blocks::BLOCK_UNITS;
-use freestone_spill::space::BLOCK_BYTES;
 
 /// Maximum number of objects that a round chooses from. The list takes some MiB of memory.
 const OBJECTS_MAX: usize = 1 << 16;
@@ -89,32 +87,9 @@ impl Eviction<'_> {
         let object = self.pages.copy_shared(word, &mut copy).map_err(|_| PickError::Unwanted)?;
         let bytes = &copy[..object.stored_bytes()];
         guard.publish(word.picked(batch.tag));
-        let mut entry = PageEntry { layer: at, slot, unit: 0, stored: 0, algorithm: 0, age: word.age() };
-        let placed = match &mut batch.content {
-            Content::Packed(packer) => {
-                entry.algorithm = object.algorithm() as u8;
-                let unit = packer.push(layer.header_owner(slot), entry.algorithm, bytes);
-                unit.map(|unit| (unit, bytes.len())).ok_or(PickError::BatchFull)
-            }
-            Content::Plain { buffer, blocks } if *blocks < batch.run.blocks => {
-                let (block, unit) = (*blocks as usize, (batch.run.start + u64::from(*blocks)) * BLOCK_UNITS);
-                let page = &mut buffer[block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES];
-                match self.pages.unpack(object, bytes, page) {
-                    Ok(()) => {
-                        *blocks += 1;
-                        Ok((unit, PAGE_BYTES))
-                    }
-                    // The object is damaged: leave the page in memory, where its readers report the
-                    // error.
-                    Err(_) => Err(PickError::Unwanted),
-                }
-            }
-            Content::Plain { .. } | Content::Submitted => Err(PickError::BatchFull),
-        };
-        let (unit, stored) = placed.inspect_err(|_| self.unpick_page(batch.tag, &entry))?;
-        self.store.place(unit, stored);
-        (entry.unit, entry.stored) = (unit, stored as u32);
-        batch.entries.push(Entry::Page(entry));
+        let entry = PageEntry { layer: at, slot, unit: 0, stored: 0, algorithm: 0, age: word.age() };
+        let form = (object.algorithm() as u8, bytes);
+        self.add_copied(batch, entry, form, |page| self.pages.unpack(object, bytes, page))?;
         Ok(Pool::charged_bytes(word.memory_bytes()))
     }
 }
