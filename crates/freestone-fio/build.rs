@@ -63,7 +63,8 @@ fn source() -> Result<PathBuf> {
     let fio = fio.context("the fio engine needs fio: there is no such program; run: cargo xtask fio")?;
     let version = String::from_utf8(fio.stdout).context("fio --version does not print text")?;
     // The source is in one place, independent of the target directory.
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let package = env::var_os("CARGO_MANIFEST_DIR").context("cargo has not set CARGO_MANIFEST_DIR")?;
+    let root = Path::new(&package).join("../..");
     let path = root.join("target/fio").join(version.trim());
     println!("cargo:rerun-if-changed={}", path.display());
     if !path.join(CONFIGURED).is_file() {

@@ -107,7 +107,8 @@ pub fn environment(name: &str, wanted: &[&str]) -> Result<PathBuf> {
     let version = cargo::output(Command::new(python).arg("--version"))?;
     let dir = std::path::absolute(target_dir().join("python").join(name))?;
     let (programs, stamp) = (dir.join("bin"), dir.join(STAMP));
-    let installed = format!("{version}\n{}\n", wanted.join("\n"));
+    // The programs of an environment name its directory, so an environment that was moved is made again.
+    let installed = format!("{version}\n{}\n{}\n", dir.display(), wanted.join("\n"));
     if fs::read_to_string(&stamp).is_ok_and(|text| text == installed) {
         return Ok(programs);
     }
