@@ -250,18 +250,17 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
 pub fn run_side_by_side<const N: usize>(commands: [Command; N]) -> Result<[(bool, String); N]> {
     let dir = target_dir().join("side-by-side");
     fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    let ends = thread::scope(|scope| {
-        let mut number = 0..;
-        let start = |command| {
-            let file = dir.join(number.next().unwrap_or(N).to_string());
-            scope.spawn(move || run_into(command, &file))
-        };
-        commands.map(start).map(|thread| thread.join().expect("no command panics"))
-    });
-    let mut results = Vec::new();
-    for end in ends {
-        results.push(end?);
-    }
+    let results = thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (number, command) in commands.into_iter().enumerate() {
+            let file = dir.join(number.to_string());
+            threads.push(scope.spawn(move || run_into(command, &file)));
+        }
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no command panics"))
+            .collect::<Result<Vec<_>>>()
+    })?;
     Ok(results.try_into().expect("each command has a result"))
 }
 
