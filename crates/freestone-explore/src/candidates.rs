@@ -47,6 +47,11 @@ impl<'a> Candidates<'a> {
         Self { epoch, loss, all, order: spread(&writes), seed: [seed, point] }
     }
 
+    /// Returns true if the sequence consists of all choices of the window.
+    pub const fn has_all_choices(&self) -> bool {
+        self.all.is_some()
+    }
+
     /// Returns the choice with this index, or `None` after the last one.
     pub fn get(&self, index: u64) -> Option<Lost> {
         if let Some(all) = self.all {

@@ -26,7 +26,7 @@ const FAILING_WINDOWS_MAX: usize = 50;
 const FAILING_MAX: usize = 16;
 /// Maximum number of flaky states that are reported.
 const FLAKY_MAX: usize = 50;
-/// Number of rounds without a new state after which an exploration ends.
+/// Number of rounds without a new state after which an exploration ends, if only random choices are left.
 const IDLE_ROUNDS_MAX: u32 = 3;
 
 /// Limit of an exploration, without the reduction of failures.
@@ -315,6 +315,16 @@ impl Verdicts {
 type Offer<'a> =
     dyn FnMut(u128, &mut dyn FnMut() -> Result<(State, bool)>) -> Result<ControlFlow<Option<End>>> + 'a;
 
+/// Candidates that are left after a round.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Rest {
+    None,
+    /// Random ones, of windows with many choices.
+    Random,
+    /// Some windows still have choices of which all are tried.
+    All,
+}
+
 /// Producer of the states, round by round.
 struct Rounds<'a> {
     timeline: &'a Arc<Timeline>,
@@ -366,12 +376,15 @@ impl Rounds<'_> {
                 self.report(count, *duplicates, verdicts);
                 Ok(ControlFlow::Continue(()))
             };
-            let is_exhausted = match self.round(round, &mut offer)? {
+            let rest = match self.round(round, &mut offer)? {
                 ControlFlow::Break(end) => return Ok(end),
-                ControlFlow::Continue(is_exhausted) => is_exhausted,
+                ControlFlow::Continue(rest) => rest,
             };
-            idle = if count == before && self.schedule.is_covered(round) { idle + 1 } else { 0 };
-            if is_exhausted && self.schedule.is_covered(round) || idle == IDLE_ROUNDS_MAX {
+            if !self.schedule.is_covered(round) {
+                continue;
+            }
+            idle = if count == before && rest == Rest::Random { idle + 1 } else { 0 };
+            if rest == Rest::None || idle == IDLE_ROUNDS_MAX {
                 break;
             }
         }
@@ -390,13 +403,13 @@ impl Rounds<'_> {
         self.watch.report(&Progress { phase: Phase::Explore, done, total, failing, duplicates });
     }
 
-    /// Offers the states of a round. Returns the end that an offer returned, or true if no window has
-    /// further candidates.
-    fn round(&self, round: u32, offer: &mut Offer<'_>) -> Result<ControlFlow<Option<End>, bool>> {
+    /// Offers the states of a round. Returns the end that an offer returned, or the candidates that are
+    /// left.
+    fn round(&self, round: u32, offer: &mut Offer<'_>) -> Result<ControlFlow<Option<End>, Rest>> {
         let mut walk = Walk::new(self.timeline, &self.units.lost, self.units.digest)?;
         let windows = self.timeline.windows();
         let mut next = 0;
-        let mut is_exhausted = true;
+        let mut rest = Rest::None;
         for point in 0..=self.timeline.entries() {
             walk.advance(point)?;
             if self.schedule.has_prefix(round, point)
@@ -422,9 +435,11 @@ impl Rounds<'_> {
                         return Ok(ControlFlow::Break(end));
                     }
                 }
-                is_exhausted &= candidates.get(indices.end).is_none();
+                if candidates.get(indices.end).is_some() {
+                    rest = rest.max(if candidates.has_all_choices() { Rest::All } else { Rest::Random });
+                }
             }
         }
-        Ok(ControlFlow::Continue(is_exhausted))
+        Ok(ControlFlow::Continue(rest))
     }
 }

@@ -99,6 +99,13 @@ fn compare(ops: &[Op], model: Model, unit: Option<u64>) -> Result<(), TestCaseEr
     Ok(())
 }
 
+/// The first half of the choices makes states that are known: blocks of a discard that changed nothing are
+/// lost.
+#[test]
+fn later_choices_are_tried_after_rounds_without_new_states() {
+    compare(&[Op::Write(10, 1), Op::Discard(8, 2)], Model::Torn, Some(512)).unwrap();
+}
+
 proptest! {
     #![proptest_config(config())]
 
