@@ -68,8 +68,8 @@ pub(in crate::ram) struct SharedObjects {
     slots: Table,
     numbers: Mutex<Numbers>,
     counters: Counters<{ counter::COUNT }>,
-    /// Time in milliseconds of the clock. All pages that were not accessed since then have been
-    /// compared with others.
+    /// Time in milliseconds of the clock, or 0 before the first pass. All pages that were not accessed
+    /// since then have been compared with others.
     compared_ms: AtomicU64,
     /// Bytes of the table of fingerprints.
     fingerprint_bytes: AtomicU64,
@@ -316,11 +316,11 @@ impl SharedObjects {
 
     // ---- passes and statistics --------------------------------------------------------------------
 
-    /// Returns a time in milliseconds of the clock. Pages that were not accessed since then have
-    /// been compared with others, or no pass compares them.
-    pub fn compared_ms(&self) -> u64 {
+    /// Returns a time in milliseconds of the clock, or `None` before the first pass. Pages that were
+    /// not accessed since then have been compared with others, or no pass compares them.
+    pub fn compared_ms(&self) -> Option<u64> {
         // Relaxed: an earlier time only delays other passes.
-        self.compared_ms.load(Ordering::Relaxed)
+        Some(self.compared_ms.load(Ordering::Relaxed)).filter(|ms| *ms > 0)
     }
 
     /// Records that a pass compared all pages that were not accessed since `ms`.

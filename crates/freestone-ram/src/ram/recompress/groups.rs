@@ -192,6 +192,9 @@ impl AutoGroup {
     /// over all pages.
     pub fn step(&self) -> bool {
         let Some(groups) = self.pages.groups() else { return false };
+        // Pages with the same content should share an object first: pages in groups cannot.
+        let compared_ms = self.pages.shared().map_or(Some(u64::MAX), SharedObjects::compared_ms);
+        let Some(compared_ms) = compared_ms else { return false };
         let Some(_one) = self.pages.background.try_lock() else { return false };
         let began = Instant::now();
         let mut state = self.state.lock();
@@ -208,8 +211,6 @@ impl AutoGroup {
         let Some(work) = work else { return false };
         let ages = &self.pages.ages;
         // Without an age, groups were formed on request, and steps only take pages out.
-        // Pages with the same content should share an object first: pages in groups cannot.
-        let compared_ms = self.pages.shared().map_or(u64::MAX, SharedObjects::compared_ms);
         let cold_ms = self.age.map_or(0, |age| now_ms.saturating_sub(clock::millis(age)).min(compared_ms));
         let pass = *pass_ms.get_or_insert(cold_ms);
         let ages = PassAges {

@@ -274,21 +274,25 @@ impl AutoDedup {
             Some(place) => number_of(place).or_else(|| self.share(shared, place, (word, object), is_wanted)),
             None => None,
         };
-        let joined = number.and_then(|number| {
-            let guard = page.leaf.lock(page.slot);
-            // The page may have changed meanwhile.
-            if is_wanted(guard.word()) { shared.join(&pages.pool, number, guard) } else { None }
-        });
-        if let (Some(number), Some(change)) = (number, joined) {
-            page.layer.account(&pages.layers, change.old, change.new);
-            fingerprints.insert(key, owner_of(number));
-            // Relaxed: a statistic that orders nothing.
-            self.shared.fetch_add(1, Ordering::Relaxed);
-            Attempt::Shrunk { from: change.old.stored_bytes(), to: 0 }
-        } else {
+        let Some(number) = number else {
             fingerprints.insert(key, own);
-            Attempt::Failed
+            return Attempt::Failed;
+        };
+        let guard = page.leaf.lock(page.slot);
+        if !is_wanted(guard.word()) {
+            // The page has changed meanwhile. Its former object may be the one that is shared now.
+            fingerprints.insert(key, owner_of(number));
+            return Attempt::Skipped;
         }
+        let Some(change) = shared.join(&pages.pool, number, guard) else {
+            fingerprints.insert(key, own);
+            return Attempt::Failed;
+        };
+        page.layer.account(&pages.layers, change.old, change.new);
+        fingerprints.insert(key, owner_of(number));
+        // Relaxed: a statistic that orders nothing.
+        self.shared.fetch_add(1, Ordering::Relaxed);
+        Attempt::Shrunk { from: change.old.stored_bytes(), to: 0 }
     }
 
     /// Makes the object of the page at `place` a shared one, if it equals `object` and the page is
