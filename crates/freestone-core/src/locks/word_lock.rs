@@ -107,6 +107,12 @@ impl<W: Word> Guard<'_, W> {
         self.word
     }
 
+    /// Returns the address of the word in memory, which no other word has.
+    #[inline]
+    pub fn address(&self) -> usize {
+        key(self.place)
+    }
+
     /// Stores a new word and unlocks it, in one atomic step.
     #[inline]
     pub fn publish(self, new: W) {

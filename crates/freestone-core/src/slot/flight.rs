@@ -2,14 +2,15 @@
 //! its own. Requests that need the page wait in its *flight*, the record of this I/O.
 //!
 //! # Protocol
-//! * [`depart`](Flights::depart): under the slot's lock, the word becomes `InFlight(n)` and flight `n` opens.
-//! * [`wait`](Flights::wait): under the lock of a slot in flight, a waiter is added to flight `n`.
-//! * [`land`](Flights::land): under the slot's lock, flight `n` closes and the new word is published. The
+//! * [`depart`](Flights::depart): under the slot's lock, the word becomes [in flight](Word::in_flight) and a
+//!   flight opens. The word keeps all other fields, so that the slot alone tells where the page is.
+//! * [`wait`](Flights::wait): under the lock of a slot in flight, a waiter is added to its flight.
+//! * [`land`](Flights::land): under the slot's lock, the flight closes and the new word is published. The
 //!   caller continues the waiters in order of arrival.
 //!
 //! All three hold the slot's lock, so a waiter is either in the list that `land` removes, or its request sees
-//! the new word. A flight ends once: a completion after its deadline finds another word in the slot. A number
-//! is reused only after all other numbers, 2^36 for all CPUs together.
+//! the new word. A flight ends once: after a deadline the slot may be in another flight, with another number,
+//! when the completion comes.
 //!
 //! Lock order: slot, then the flight's shard. Slots share shards by chance, and rarely with other CPUs, so
 //! shards are hardly contended.
@@ -19,14 +20,14 @@ use std::collections::HashMap;
 use crossbeam_utils::CachePadded;
 
 use super::lock::SlotGuard;
-use super::word::{Kind, LOCATION_BITS, Word};
+use super::word::{Kind, Word};
 use crate::percpu::{self, PerCpu};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
 #[cfg(not(loom))]
-const SHARDS: u64 = 64;
+const SHARDS: usize = 64;
 #[cfg(loom)]
-const SHARDS: u64 = 1;
+const SHARDS: usize = 1;
 
 /// The flights (I/O in flight on slots) of one family of page tables. `W` is a waiter.
 pub struct Flights<W> {
@@ -39,14 +40,22 @@ pub struct Flights<W> {
 
 type Shards<W> = Box<[CachePadded<Mutex<Shard<W>>>]>;
 
-/// Open flights by number.
-type Shard<W> = HashMap<u64, Flight<W>>;
+/// Open flights by the address of the slot.
+type Shard<W> = HashMap<usize, Flight<W>>;
 
 struct Flight<W> {
+    number: u64,
     held: Word,
     /// Page table and slot in flight, encoded by the caller.
     owner: u64,
     waiting: Vec<W>,
+}
+
+/// Identifies a flight among all flights of a family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FlightId {
+    slot: usize,
+    number: u64,
 }
 
 /// Result of the end of a flight.
@@ -64,70 +73,82 @@ impl<W> Default for Flights<W> {
 }
 
 impl<W> Flights<W> {
-    fn shard(&self, number: u64) -> MutexGuard<'_, Shard<W>> {
+    fn shard(&self, slot: usize) -> MutexGuard<'_, Shard<W>> {
         let shards = self.shards.get_or_init(|| (0..SHARDS).map(|_| CachePadded::default()).collect());
-        shards[(number % SHARDS) as usize].lock()
+        shards[slot / size_of::<Word>() % SHARDS].lock()
     }
 
-    /// Puts a slot in flight and unlocks it. Returns the flight's number.
+    /// Calls `with` with a flight and returns its result, or `None` if the flight has ended.
+    fn with<R>(&self, id: FlightId, with: impl FnOnce(&mut Flight<W>) -> R) -> Option<R> {
+        self.shard(id.slot).get_mut(&id.slot).filter(|flight| flight.number == id.number).map(with)
+    }
+
+    /// Puts a slot in flight and unlocks it. Returns the flight's id.
     ///
     /// A background pass that has picked the slot finds it in flight and skips it. So `depart` clears the
     /// "picked" mark, which would otherwise remain forever. The caller that ends the flight sets the age.
-    pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, waiting: Vec<W>) -> u64 {
+    pub fn depart(&self, guard: SlotGuard<'_>, owner: u64, waiting: Vec<W>) -> FlightId {
         let held = guard.word();
         let held = if held.is_picked() { held.unpicked(0) } else { held };
         debug_assert_ne!(held.kind(), Kind::InFlight, "a slot is in at most one flight");
         let (cpu, cpus) = (percpu::current(), percpu::cpus() as u64);
         // Relaxed: the number must only be unique.
-        let count = self.next[cpu].fetch_add(1, Ordering::Relaxed);
-        // Each CPU has an equal share of the numbers.
-        let number = count % ((1 << LOCATION_BITS) / cpus) * cpus + cpu as u64;
-        let previous = self.shard(number).insert(number, Flight { held, owner, waiting });
-        debug_assert!(previous.is_none(), "flight {number} is open already");
-        guard.publish(Word::in_flight(number));
-        number
+        let number = self.next[cpu].fetch_add(1, Ordering::Relaxed) * cpus + cpu as u64;
+        let slot = guard.address();
+        let previous = self.shard(slot).insert(slot, Flight { number, held, owner, waiting });
+        debug_assert!(previous.is_none(), "the slot is in flight already");
+        guard.publish(held.in_flight());
+        FlightId { slot, number }
     }
 
     /// Adds a waiter to the flight of a locked slot.
     pub fn wait(&self, guard: &SlotGuard<'_>, waiter: W) {
-        match self.shard(number(guard)).get_mut(&number(guard)) {
+        debug_assert_eq!(guard.word().kind(), Kind::InFlight);
+        match self.shard(guard.address()).get_mut(&guard.address()) {
             Some(flight) => flight.waiting.push(waiter),
-            None => unreachable!("flight {} of a slot is not open", number(guard)),
+            None => unreachable!("the flight of a slot is not open"),
         }
     }
 
     /// Returns true if requests wait in the flight of a locked slot.
     pub fn has_waiters(&self, guard: &SlotGuard<'_>) -> bool {
-        self.shard(number(guard)).get(&number(guard)).is_some_and(|flight| !flight.waiting.is_empty())
+        let shard = self.shard(guard.address());
+        shard.get(&guard.address()).is_some_and(|flight| !flight.waiting.is_empty())
     }
 
     /// Ends the flight of a locked slot: calls `new` with the word before the flight, publishes the returned
     /// word, and unlocks the slot.
     pub fn land(&self, guard: SlotGuard<'_>, new: impl FnOnce(Word) -> Word) -> FlightResult<W> {
-        let number = number(&guard);
-        let flight = self.shard(number).remove(&number);
+        debug_assert_eq!(guard.word().kind(), Kind::InFlight);
+        let flight = self.shard(guard.address()).remove(&guard.address());
         let Some(Flight { held, waiting, .. }) = flight else {
-            unreachable!("flight {number} of a slot is not open")
+            unreachable!("the flight of a slot is not open")
         };
         guard.publish(new(held));
         FlightResult { held, waiting }
     }
 
-    /// Returns the slot's word before the flight, or `None` if the flight is not open.
-    pub fn held(&self, number: u64) -> Option<Word> {
-        self.shard(number).get(&number).map(|flight| flight.held)
+    /// Returns true if a locked slot is in this flight.
+    pub fn is_in(&self, guard: &SlotGuard<'_>, id: FlightId) -> bool {
+        guard.address() == id.slot && self.held(id).is_some()
     }
 
-    /// Returns the owner of the slot in flight, or `None` if the flight is not open.
-    pub fn owner(&self, number: u64) -> Option<u64> {
-        self.shard(number).get(&number).map(|flight| flight.owner)
+    /// Returns the slot's word before the flight, or `None` if the flight has ended.
+    pub fn held(&self, id: FlightId) -> Option<Word> {
+        self.with(id, |flight| flight.held)
+    }
+
+    /// Returns the owner of the slot in flight, or `None` if the flight has ended.
+    pub fn owner(&self, id: FlightId) -> Option<u64> {
+        self.with(id, |flight| flight.owner)
     }
 
     /// Removes and returns the first waiter that satisfies the predicate, or `None` if there is none.
-    pub fn take_waiter(&self, number: u64, matches: impl FnMut(&W) -> bool) -> Option<W> {
-        let mut shard = self.shard(number);
-        let waiting = &mut shard.get_mut(&number)?.waiting;
-        waiting.iter().position(matches).map(|at| waiting.remove(at))
+    pub fn take_waiter(&self, id: FlightId, matches: impl FnMut(&W) -> bool) -> Option<W> {
+        self.with(id, |flight| {
+            let at = flight.waiting.iter().position(matches)?;
+            Some(flight.waiting.remove(at))
+        })?
     }
 
     /// Returns true if no slot is in flight.
@@ -135,9 +156,4 @@ impl<W> Flights<W> {
     pub fn is_empty(&self) -> bool {
         self.shards.get().is_none_or(|shards| shards.iter().all(|shard| shard.lock().is_empty()))
     }
-}
-
-fn number(guard: &SlotGuard<'_>) -> u64 {
-    debug_assert_eq!(guard.word().kind(), Kind::InFlight);
-    guard.word().location()
 }

@@ -17,7 +17,7 @@ mod models;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-pub use flight::{FlightResult, Flights};
+pub use flight::{FlightId, FlightResult, Flights};
 pub use lock::SlotGuard;
 #[cfg(loom)]
 pub use lock::lock;

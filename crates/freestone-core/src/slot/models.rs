@@ -6,7 +6,7 @@ use loom::cell::UnsafeCell;
 use loom::thread;
 
 use super::lock::lock;
-use super::{Common, Flights, Kind, Table, Word};
+use super::{Common, FlightId, Flights, Kind, Table, Word};
 use crate::parking::Parking;
 use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
 
@@ -147,7 +147,7 @@ fn late_request_does_not_wait_for_landed_flight() {
         let shared = Arc::new((shared(), Flights::<Arc<AtomicU32>>::default(), Arc::new(AtomicU32::new(0))));
         let (s, flights, answered) = (&shared.0, &shared.1, &shared.2);
         lock(&s.slot, &s.parking).publish(Word::spilled(3, 0, 0));
-        let number = flights.depart(lock(&s.slot, &s.parking), 9, Vec::new());
+        let flight = flights.depart(lock(&s.slot, &s.parking), 9, Vec::new());
         let request = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
@@ -160,7 +160,7 @@ fn late_request_does_not_wait_for_landed_flight() {
                 }
             })
         };
-        assert_eq!(flights.owner(number), Some(9));
+        assert_eq!(flights.owner(flight), Some(9));
         let landed = flights.land(lock(&s.slot, &s.parking), |_| Word::same(5));
         assert_eq!(landed.held, Word::spilled(3, 0, 0));
         for waiter in landed.waiting {
@@ -181,10 +181,10 @@ fn flight_lands_once() {
         let s = &shared.0;
         lock(&s.slot, &s.parking).publish(Word::spilled(3, 0, 0));
         let first = shared.1.depart(lock(&s.slot, &s.parking), 0, vec![1]);
-        let land = |shared: &(_, Flights<u32>, AtomicU32), number: u64, new: Option<Word>| {
+        let land = |shared: &(_, Flights<u32>, AtomicU32), flight: FlightId, new: Option<Word>| {
             let (s, flights, notified): (&Arc<Shared>, _, _) = (&shared.0, &shared.1, &shared.2);
             let guard = lock(&s.slot, &s.parking);
-            if guard.word() == Word::in_flight(number) {
+            if flights.is_in(&guard, flight) {
                 let landed = flights.land(guard, |held| new.unwrap_or(held));
                 notified.fetch_add(landed.waiting.len() as u32, Ordering::SeqCst);
             }

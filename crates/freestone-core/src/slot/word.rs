@@ -11,7 +11,7 @@
 //! | 9     | incompressible | all algorithms failed to compress the page |
 //! | 10-15 | age            | epoch of the last access (see `age`); in a picked slot, the tag of the pass |
 //! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page or a page of a group; in a grouped slot, the bytes charged for the page |
-//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number; a page of a group, in memory or spilled: the place in the group; with the highest bit set, in memory: the number of a shared object |
+//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: as before the flight; a page of a group, in memory or spilled: the place in the group; with the highest bit set, in memory: the number of a shared object |
 //!
 //! A word of kind [`Kind::Base`] has the kind field of an empty slot, and a size, which an empty slot does not have.
 
@@ -129,10 +129,10 @@ impl Word {
         Self::new(Kind::Huge, 0, 0, location)
     }
 
-    /// Returns the word of a slot whose page is being read from a disk. `flight` is the flight's number,
-    /// below 2^36.
-    pub const fn in_flight(flight: u64) -> Self {
-        Self::new(Kind::InFlight, 0, 0, flight)
+    /// Returns the word while the page is being read from a disk. Only the kind differs.
+    #[must_use]
+    pub const fn in_flight(self) -> Self {
+        Self(self.0 & !KIND_MASK | (Kind::InFlight as u64) << KIND_SHIFT)
     }
 
     /// Returns the word of a page whose object of `size` bytes (0 means a whole page) is at `location` on the
@@ -239,8 +239,7 @@ impl Word {
         }
     }
 
-    /// Returns the location field: depending on the kind an object's location, a pattern or a flight's
-    /// number.
+    /// Returns the location field: depending on the kind an object's location or a pattern.
     #[inline]
     pub const fn location(self) -> u64 {
         self.0 >> LOCATION_SHIFT
@@ -427,7 +426,8 @@ mod tests {
     #[test]
     fn only_stored_kinds_have_objects() {
         assert_eq!(Word::same(7).object(), None);
-        assert_eq!(Word::in_flight(7).object(), None);
+        assert_eq!(Word::huge(7).in_flight().object(), None);
+        assert_eq!(Word::spilled(7, 17, 1).in_flight().location(), 7);
         assert_eq!(Word::EMPTY.object(), None);
         assert_eq!(Word::pattern(7).object(), Some(7));
         assert_eq!(Word::huge(7).object(), Some(7));

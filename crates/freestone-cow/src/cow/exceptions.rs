@@ -3,7 +3,7 @@
 //! | word               | exception |
 //! |--------------------|-----------|
 //! | `Empty`            | none: the snapshot shows the origin's content |
-//! | `InFlight(flight)` | pending: the chunk is being copied; the flight holds the waiters |
+//! | `InFlight`         | pending: the chunk is being copied; the slot's flight holds the waiters |
 //! | `Spilled(chunk)`   | complete: this chunk of the COW device holds the snapshot's content |
 //! | the same, idle     | being merged: like complete, but writes wait |
 //!

@@ -6,7 +6,7 @@ use crate::ram::memory::pages::Pages;
 use crate::ram::waiting::job::Job;
 use freestone_core::device::{Error, Result};
 use freestone_core::log_limit::LogLimit;
-use freestone_core::slot::Flights;
+use freestone_core::slot::{FlightId, Flights};
 use freestone_core::sync::{Arc, AtomicU64, Mutex, Ordering};
 use freestone_spill::objects::Spilled;
 use freestone_spill::reads::ReadError;
@@ -32,7 +32,7 @@ impl FaultIn {
 
 /// A page to read from the backing device.
 pub(in crate::ram) struct PageToRead {
-    pub flight: u64,
+    pub flight: FlightId,
     /// Location of the page on the device, from its slot.
     pub spilled: Spilled,
 }

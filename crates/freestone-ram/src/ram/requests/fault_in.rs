@@ -44,7 +44,7 @@ use crate::ram::memory::groups;
 use crate::ram::memory::layer::Layer;
 use crate::ram::waiting::job::Job;
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::{FlightResult, SlotGuard, Word};
+use freestone_core::slot::{FlightId, FlightResult, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 use freestone_spill::clean_copies::CopyContent;
 use freestone_spill::objects::{ReadGroup, Spilled};
@@ -211,7 +211,7 @@ impl FaultIn {
         &self,
         ram: &Ram,
         owner: u64,
-        flight: u64,
+        flight: FlightId,
         changed: Word,
         content: Result<Content<'_>>,
     ) -> Option<Result<()>> {
@@ -221,7 +221,7 @@ impl FaultIn {
             // Do nothing if a rewind replaced the layer, or writers are frozen for a snapshot.
             let layer = Some(&view.layer).filter(|layer| layer.id() == place.table() && !view.is_frozen())?;
             let guard = layer.table().leaf(place.slot())?.lock(place.slot());
-            if guard.word() != Word::in_flight(flight) {
+            if !self.flights.is_in(&guard, flight) {
                 return None;
             }
             let held = self.flights.held(flight)?;
@@ -314,12 +314,12 @@ impl FaultIn {
     /// Ends a flight and passes the content or error to the waiters. `back` is the page's new word
     /// if the page is in memory again. Returns false if the flight had already ended; then `back`
     /// is freed.
-    fn land(&self, owner: u64, flight: u64, back: Option<Word>, content: Result<Content<'_>>) -> bool {
+    fn land(&self, owner: u64, flight: FlightId, back: Option<Word>, content: Result<Content<'_>>) -> bool {
         let owner = BackRef::from_bits(owner);
         let slot = owner.slot();
         let mut unpacked = None;
         let landed = self.pages.with_owner_slot(owner, |layer, guard| {
-            if guard.word() != Word::in_flight(flight) {
+            if !self.flights.is_in(&guard, flight) {
                 return None;
             }
             if let Ok(Content::Group(object, word)) = content

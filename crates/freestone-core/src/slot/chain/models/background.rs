@@ -3,7 +3,7 @@
 
 use super::{ChainFamily as _, Family, Fixture, SLOT, bounded, spawn};
 use crate::pin::pinned;
-use crate::slot::{Table, Word};
+use crate::slot::{FlightId, Table, Word};
 use crate::sync::{Arc, AtomicU32, Ordering};
 
 /// Tag with which the background pass picks slots.
@@ -49,16 +49,16 @@ impl Family {
         self.free(Word::huge(unused));
     }
 
-    /// Starts to read a page from the backing device. Returns the flight's number.
-    fn depart(&self, layer: &Table) -> u64 {
+    /// Starts to read a page from the backing device. Returns the flight.
+    fn depart(&self, layer: &Table) -> FlightId {
         let guard = layer.leaf(SLOT).unwrap().lock(SLOT);
         self.flights.depart(guard, layer.id().into(), Vec::new())
     }
 
     /// Ends the read without a change of the page.
-    fn land(&self, layer: &Table, flight: u64) {
+    fn land(&self, layer: &Table, flight: FlightId) {
         let guard = layer.leaf(SLOT).unwrap().lock(SLOT);
-        if guard.word() == Word::in_flight(flight) {
+        if self.flights.is_in(&guard, flight) {
             self.flights.land(guard, |held| held);
         }
     }
@@ -67,14 +67,14 @@ impl Family {
 impl Fixture {
     /// Ends the read and changes the page in one step. Returns false, without an effect, if writers are
     /// frozen.
-    fn land_changed(&self, flight: u64, object: u64) -> bool {
+    fn land_changed(&self, flight: FlightId, object: u64) -> bool {
         pinned(|pin| {
             let view = self.device.view.load(pin);
             if view.is_frozen() {
                 return false;
             }
             let guard = view.layer.leaf(SLOT).unwrap().lock(SLOT);
-            assert_eq!(guard.word(), Word::in_flight(flight));
+            assert!(self.family.flights.is_in(&guard, flight));
             let held = self.family.flights.held(flight).unwrap();
             let new = self.family.store(object, &view.layer);
             let land = || self.family.flights.land(guard, |_| new);
