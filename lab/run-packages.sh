@@ -236,7 +236,7 @@ runs_in_kubernetes() {
   name=$(pod ps --all --format '{{.Names}}' | grep -- -freestone) || wrong "the second pod has no container"
   ready "$name"
   timeout 120 nbdcopy "nbd://127.0.0.1:$nbd/scratch" "$dir/back" && cmp -n "$(stat -c %s "$dir/data")" "$dir/data" "$dir/back" ||
-    wrong "the disk of the pod is lost when the pod is made again"
+    { pod logs "$name" >&2; pod exec "$name" freestone list >&2; wrong "the disk of the pod is lost when the pod is made again"; }
   play --down
   pod volume rm freestone >/dev/null
   ok "the pod of the manifest serves by its rights, has metrics, and keeps its disk when it is made again"
