@@ -19,7 +19,8 @@
 //!   [`unix_socket`], [`allow`], [`clock`], [`descriptor_reserve`], [`eventfd`], [`log_limit`], [`unique`].
 //!
 //! The rooms use one another in one direction: `system` and `locks`; `requests`; [`limits`]; [`device`];
-//! `memory` and `reader`; [`slot`], `access` and [`exports`]. [`sync`], [`mutants`] and [`trail`] are below all.
+//! `memory` and `reader`; [`slot`], `access` and [`exports`]. [`sync`], [`mutants`], [`kill_points`] and [`trail`] are below
+//! all.
 //!
 //! Only [`device`] is a stable interface. The other modules are internal to this workspace.
 
@@ -38,6 +39,7 @@ mod access;
 pub mod device;
 #[cfg(not(loom))]
 pub mod exports;
+pub mod kill_points;
 pub mod limits;
 mod locks;
 #[cfg(not(loom))]

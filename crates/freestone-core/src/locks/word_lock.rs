@@ -113,6 +113,15 @@ impl<W: Word> Guard<'_, W> {
         key(self.place)
     }
 
+    /// Stores a new word, which stays locked.
+    #[inline]
+    pub fn store(&mut self, new: W) {
+        // As in `unlock`, with the lock bit kept.
+        // Release: pairs with the Acquire of readers.
+        self.place.fetch_xor(self.word.bits() ^ new.bits(), Ordering::Release);
+        self.word = new;
+    }
+
     /// Stores a new word and unlocks it, in one atomic step.
     #[inline]
     pub fn publish(self, new: W) {

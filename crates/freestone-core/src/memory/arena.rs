@@ -6,10 +6,11 @@
 #![expect(unsafe_code)]
 // UNSAFETY: maps memory and computes addresses in it.
 
-use std::os::fd::OwnedFd;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
@@ -52,6 +53,80 @@ impl Arena {
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
         let segments = (0..SEGMENTS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
         Ok(Self { file, unit_bytes, segments, state: Mutex::default() })
+    }
+
+    /// Creates an arena on the file of another process's arena, which has ended. All units up to the last one
+    /// with memory count as allocated, until [`keep_units`](Self::keep_units).
+    ///
+    /// # Errors
+    /// EINVAL if no arena has made the file; errors of the file and of `mmap(2)`.
+    pub fn adopt(file: OwnedFd, unit_bytes: u64) -> rustix::io::Result<Self> {
+        assert!(unit_bytes.is_power_of_two() && (4096..=SEGMENT_BYTES).contains(&unit_bytes));
+        let bytes = rustix::fs::fstat(&file)?.st_size as u64;
+        if bytes > ARENA_BYTES || !bytes.is_multiple_of(SEGMENT_BYTES) {
+            return Err(Errno::INVAL);
+        }
+        let segments = (0..SEGMENTS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
+        let arena = Self { file, unit_bytes, segments, state: Mutex::default() };
+        for index in 0..bytes / SEGMENT_BYTES {
+            arena.map_segment(index as usize).map_err(|_| Errno::NOMEM)?;
+        }
+        let end = arena.data_in(0..bytes)?.last().map_or(0, |data| data.end);
+        arena.state.lock().next_new = end.div_ceil(unit_bytes) as u32;
+        Ok(arena)
+    }
+
+    /// Returns the file, for a process that [adopts](Self::adopt) the memory.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Returns the parts of a byte range that have memory, in order. Other bytes read as zeroes, and an access
+    /// to them allocates memory.
+    ///
+    /// # Errors
+    /// Errors of `lseek(2)`.
+    pub fn data_in(&self, range: Range<u64>) -> rustix::io::Result<Vec<Range<u64>>> {
+        let (mut found, mut at) = (Vec::new(), range.start);
+        while at < range.end {
+            match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
+                Ok(data) if data < range.end => {
+                    at = rustix::fs::seek(&self.file, SeekFrom::Hole(data))?.min(range.end);
+                    found.push(data..at);
+                }
+                // ENXIO: only a hole follows.
+                Ok(_) | Err(Errno::NXIO) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(found)
+    }
+
+    /// Frees all units but the given ones, in ascending order, and releases their memory.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`] if the system has no memory for the list of free units.
+    ///
+    /// # Safety
+    /// The caller owns the arena, and uses no other unit.
+    pub unsafe fn keep_units(&self, used: &[u32]) -> Result<()> {
+        let mut state = self.state.lock();
+        let (end, mut next) = (state.next_new, 0);
+        let mut free = Vec::new();
+        free.try_reserve(end as usize - used.len().min(end as usize)).map_err(|_| Error::NoMemory)?;
+        for &unit in used.iter().chain([&end]) {
+            if next < unit {
+                free.extend(next..unit);
+                let (at, len) = (u64::from(next) * self.unit_bytes, u64::from(unit - next) * self.unit_bytes);
+                for step in (at..at + len).step_by(RELEASE_STEP_BYTES as usize) {
+                    // SAFETY: the caller uses none of these units.
+                    unsafe { self.release(step, RELEASE_STEP_BYTES.min(at + len - step)) };
+                }
+            }
+            next = unit + 1;
+        }
+        state.free = free;
+        Ok(())
     }
 
     /// Allocates a unit and returns its number. The memory is zero unless the unit's last owner left data in
@@ -254,6 +329,31 @@ mod tests {
         arena.release_all(&mut |done, all| reported.push((done >> 20, all >> 20)));
         assert_eq!(reported, [(0, 70), (32, 70), (64, 70), (70, 70)]);
         assert_eq!(blocks(&arena), 0);
+    }
+
+    #[test]
+    fn adopted_arena_has_content_and_kept_units() {
+        let arena = Arena::new("freestone-test", 4096).unwrap();
+        for unit in 0..6 {
+            assert_eq!(arena.alloc().unwrap(), unit);
+            // SAFETY: the test owns the unit.
+            unsafe { arena.at(u64::from(unit) * 4096).as_ptr().write(unit as u8 + 1) };
+        }
+        let file = arena.file().try_clone_to_owned().unwrap();
+        drop(arena);
+        let arena = Arena::adopt(file, 4096).unwrap();
+        assert_eq!(arena.units_ever_allocated(), 6);
+        // SAFETY: the test uses no other unit.
+        unsafe { arena.keep_units(&[1, 4]) }.unwrap();
+        // SAFETY: the file was mapped up to its end.
+        let byte = |unit: u64| unsafe { arena.at(unit * 4096).as_ptr().read() };
+        assert_eq!([0, 1, 2, 3, 4, 5].map(byte), [0, 2, 0, 0, 5, 0]);
+        let mut units: Vec<_> = (0..5).map(|_| arena.alloc().unwrap()).collect();
+        units.sort_unstable();
+        assert_eq!(units, [0, 2, 3, 5, 6]);
+        let other = rustix::fs::memfd_create("freestone-test", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&other, 4096).unwrap();
+        assert!(Arena::adopt(other, 4096).is_err(), "not a file of an arena");
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! being read from disk), `nodes` and `table` (the tree that contains the words), [`chain`] (words that move
 //! from one table to another).
 
+#[cfg(not(loom))]
+pub mod adoption;
 pub mod chain;
 mod flight;
 mod lock;

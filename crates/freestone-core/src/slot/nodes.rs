@@ -31,6 +31,30 @@ mod real {
             Ok(Self { arena: Arena::new("freestone-slots", NODE_BYTES)?, used: AtomicU64::new(0) })
         }
 
+        /// Returns the nodes of another process, which has ended.
+        ///
+        /// # Errors
+        /// As [`Arena::adopt`].
+        pub fn adopt(file: std::os::fd::OwnedFd) -> rustix::io::Result<Self> {
+            Ok(Self { arena: Arena::adopt(file, NODE_BYTES)?, used: AtomicU64::new(0) })
+        }
+
+        pub const fn arena(&self) -> &Arena {
+            &self.arena
+        }
+
+        /// Frees all nodes but `used`, in ascending order. No table may refer to other nodes.
+        ///
+        /// # Errors
+        /// As [`Arena::keep_units`].
+        pub fn keep(&self, used: &[u32]) -> Result<()> {
+            // SAFETY: nodes are accessed only as atomics.
+            unsafe { self.arena.keep_units(used) }?;
+            // Relaxed: the number of nodes is a statistic.
+            self.used.store(used.len() as u64, Ordering::Relaxed);
+            Ok(())
+        }
+
         /// Allocates a zeroed node and returns its number.
         pub fn alloc(&self) -> Result<u32> {
             let node = self.arena.alloc()?;

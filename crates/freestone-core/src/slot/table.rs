@@ -13,9 +13,10 @@
 
 use super::lock::{SlotGuard, lock};
 use super::nodes::{FANOUT_BITS, Nodes};
-use super::root::Root;
+use super::root::{Record, Root, Roots};
 use super::word::Word;
 use crate::device::Result;
+use crate::kill_points::{self, KillPoint};
 use crate::parking::Parking;
 use crate::sync::{Arc, AtomicU64, Ordering};
 use crate::word_lock::Word as _;
@@ -33,13 +34,15 @@ pub const MAX_SLOTS: u64 = 1 << 36;
 pub const MAX_SLOTS: u64 = 8;
 /// Bit of a leaf's entry that marks a leaf of same-filled pages. The bit is above the bits of a node's
 /// number.
-const SAME_FILLED_LEAF: u64 = 1 << 63;
-const ROOT_ENTRIES: usize = (MAX_SLOTS / ROOT_SLOTS) as usize;
+pub(super) const SAME_FILLED_LEAF: u64 = 1 << 63;
+pub(super) const ROOT_ENTRIES: usize = (MAX_SLOTS / ROOT_SLOTS) as usize;
 
 /// State shared by the page tables of a family (a base and its forks): nodes and waiting threads.
 pub struct Common {
     /// Allocator of directory and leaf nodes.
     pub nodes: Nodes,
+    /// Roots, if another process may adopt the tables.
+    pub(super) roots: Option<Roots>,
     /// Threads that wait for slot locks.
     pub parking: Parking,
     /// Number of leaves that were [created for same-filled pages](Table::same_filled_leaf), or contain only such
@@ -53,18 +56,22 @@ impl Common {
     /// # Errors
     /// Errors of `memfd_create(2)`.
     pub fn new() -> rustix::io::Result<Self> {
+        Ok(Self::with(Nodes::new()?, None))
+    }
+
+    pub(super) fn with(nodes: Nodes, roots: Option<Roots>) -> Self {
         let same_filled_leaves = Arc::new(AtomicU64::new(0));
-        Ok(Self { nodes: Nodes::new()?, parking: Parking::default(), same_filled_leaves })
+        Self { nodes, roots, parking: Parking::default(), same_filled_leaves }
     }
 }
 
 /// Page table of one device.
 pub struct Table {
     id: u32,
-    root: Root,
+    pub(super) root: Root,
     /// Index from which on all root entries are empty. Walks stop at this index.
     root_end: AtomicU64,
-    common: Arc<Common>,
+    pub(super) common: Arc<Common>,
 }
 
 /// The slots of a leaf, for one page each.
@@ -78,7 +85,28 @@ impl Table {
     /// Creates an empty table. `id` identifies the table in the pool's back-references and must be unique in
     /// the family.
     pub fn new(id: u32, common: Arc<Common>) -> Result<Self> {
-        Ok(Self { id, root: Root::new(ROOT_ENTRIES)?, root_end: AtomicU64::new(0), common })
+        let root = match &common.roots {
+            Some(roots) => roots.alloc(ROOT_ENTRIES)?,
+            None => Root::new(ROOT_ENTRIES)?,
+        };
+        Ok(Self::with(id, root, 0, common))
+    }
+
+    pub(super) fn with(id: u32, root: Root, end: u64, common: Arc<Common>) -> Self {
+        Self { id, root, root_end: AtomicU64::new(end), common }
+    }
+
+    /// Leaves an adopted table as it is in its files, for another process.
+    #[cfg(not(loom))]
+    pub fn leave(mut self) {
+        // Relaxed: `self` excludes other threads. Without entries, the drop frees no node.
+        self.root_end.store(0, Ordering::Relaxed);
+        self.root.leave();
+    }
+
+    /// Returns the record of the table for a process that adopts it; `None` if no process can.
+    pub fn record(&self) -> Option<&Record> {
+        Some(self.common.roots.as_ref()?.record(self.root.unit()?))
     }
 
     /// Returns the id given to [`new`](Self::new).
@@ -211,6 +239,10 @@ impl Drop for Table {
             }
         }
         self.common.nodes.free(nodes);
+        kill_points::pass(KillPoint::NodesFreed);
+        if let (Some(roots), Some(unit)) = (&self.common.roots, self.root.unit()) {
+            roots.free(unit);
+        }
         // Relaxed: a counter, which orders no other data.
         self.common.same_filled_leaves.fetch_sub(same_filled, Ordering::Relaxed);
     }

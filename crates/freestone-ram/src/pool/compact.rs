@@ -5,6 +5,7 @@ use super::class::{CLASS, CLASSES};
 use super::spans::OwnedSpan;
 use super::{BackRef, NewObject, Place, Pool, pages_to_hold};
 use freestone_core::PAGE_BYTES;
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::slot::SlotGuard;
 use freestone_core::sync::Ordering;
 
@@ -157,6 +158,7 @@ impl Pool {
             if word.object() == Some(from) {
                 self.fill(&mut taken, self.object(&guard));
                 guard.publish(word.moved_to(place.location()));
+                kill_points::pass(KillPoint::ObjectMoved);
                 unused = from;
             }
         });

@@ -25,12 +25,15 @@ mod compact;
 mod limits;
 mod object_bytes;
 mod rebuild;
+pub mod redo;
 mod span_life;
 mod span_table;
 mod spans;
 
 #[cfg(test)]
 mod tests;
+
+use std::os::fd::OwnedFd;
 
 use crossbeam_utils::CachePadded;
 
@@ -121,8 +124,25 @@ impl Pool {
     /// Creates an empty pool without a limit. `outside_pages` is a number of pages outside the pool
     /// that count against a limit.
     pub fn with_outside_pages(outside_pages: Arc<AtomicU64>) -> rustix::io::Result<Self> {
-        Ok(Self {
-            arena: Arena::new("freestone-pool", SPAN_BYTES)?,
+        Ok(Self::with(Arena::new("freestone-pool", SPAN_BYTES)?, outside_pages))
+    }
+
+    /// Takes over the objects of a process that has ended. [`rebuild`](Self::rebuild) must follow.
+    ///
+    /// # Errors
+    /// As [`Arena::adopt`].
+    pub fn adopt(file: OwnedFd, outside_pages: Arc<AtomicU64>) -> rustix::io::Result<Self> {
+        Ok(Self::with(Arena::adopt(file, SPAN_BYTES)?, outside_pages))
+    }
+
+    /// Returns the file of the objects, for a process that adopts it.
+    pub const fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    fn with(arena: Arena, outside_pages: Arc<AtomicU64>) -> Self {
+        Self {
+            arena,
             spans: Spans::new(CLASSES),
             backrefs: BackRefs::new(),
             current: (0..percpu::cpus()).map(|_| OnceLock::new()).collect(),
@@ -136,7 +156,7 @@ impl Pool {
             outside_pages,
             alarm_pages: AtomicU64::new(u64::MAX),
             alarm: OnceLock::new(),
-        })
+        }
     }
 
     // ---- the request path -----------------------------------------------------------------------

@@ -60,6 +60,34 @@ impl Pool {
         }
     }
 
+    /// Overwrites the first half of a locked slot's object, as a process that is killed during
+    /// [`overwrite`](Self::overwrite) does.
+    pub fn overwrite_half(&self, guard: &mut SlotGuard<'_>, data: &[u8]) {
+        if let Some(location) = guard.word().object() {
+            let half = &data[..data.len().min(guard.word().stored_bytes()).div_ceil(2)];
+            // SAFETY: the object's slot is locked, and `&mut` excludes any slice of it.
+            unsafe { self.put(location, half) };
+        }
+    }
+
+    /// Completes the overwrite of an object by another process, from `word` to `new`, before the pool is
+    /// rebuilt. Returns false, and changes nothing, if the words do not belong together.
+    pub fn complete_overwrite(&self, word: Word, new: Word, data: &[u8]) -> bool {
+        let Some(location) = word.object().filter(|location| new.object() == Some(*location)) else {
+            return false;
+        };
+        let at = location * CLASS_STEP_BYTES as u64;
+        let is_whole = new.stored_bytes() == data.len() && Self::same_class(data.len(), word.stored_bytes());
+        let is_mapped = |at| self.arena.find(at).is_some();
+        // A segment of the arena is a multiple of a span, so both ends are in mapped segments together.
+        if !is_whole || !is_mapped(at) || !is_mapped(at + data.len() as u64 - 1) {
+            return false;
+        }
+        // SAFETY: no other thread uses the pool, and the bytes are mapped.
+        unsafe { self.put(location, data) };
+        true
+    }
+
     /// # Safety
     /// The object must have room for the data, be resident and belong to the caller: its bit is
     /// set, and its location is in no slot, or in one that the caller has locked.

@@ -1,10 +1,6 @@
 //! Rebuilds the allocation state of a pool from the slot tables of the family.
 
-#![cfg_attr(
-    not(test),
-    expect(dead_code, reason = "for a process that adopts the tables of another; so far only tests do")
-)]
-
+use super::backrefs::BackRefs;
 use super::class::{CLASS, SPAN_PAGES, class_of};
 use super::spans::UnusedSpan;
 use super::{BackRef, Place, Pool, UNITS_PER_SPAN, pages_to_hold};
@@ -82,9 +78,7 @@ impl Pool {
     /// spans as unused.
     fn forget(&mut self) -> Vec<UnusedSpan> {
         let spans = self.all_unused();
-        for span in &spans {
-            self.backrefs.close(span);
-        }
+        self.backrefs = BackRefs::new();
         for count in &self.population {
             // Relaxed: `&mut self` excludes other threads.
             count.store(0, Ordering::Relaxed);

@@ -7,6 +7,7 @@ use std::sync::{Arc as Handle, Weak};
 use super::{ChainFamily, Dirty, List, Member, Role, View, move_word, receiver};
 use crate::device::Result;
 use crate::held_requests::HeldRequests;
+use crate::kill_points::{self, KillPoint};
 use crate::pin::{Pin, Swap};
 use crate::slot::{Kind, Word};
 use crate::sync::{Arc, Mutex};
@@ -67,19 +68,30 @@ impl<K: ChainFamily> MembersState<K> {
 impl<K: ChainFamily> Chain<K> {
     /// Creates the chain of a live device, without snapshots.
     pub fn new(origin: Arc<K::Layer>, parent: K::Parent) -> Arc<Self> {
-        let list = List { origin: Arc::clone(&origin), snapshots: Vec::new(), dirty: None };
+        Self::with_snapshots(origin, Vec::new(), parent)
+    }
+
+    /// Creates a chain whose snapshots exist already, given with their numbers in ascending order.
+    pub fn with_snapshots(
+        origin: Arc<K::Layer>,
+        snapshots: Vec<(u64, Arc<K::Layer>)>,
+        parent: K::Parent,
+    ) -> Arc<Self> {
+        let next_number = snapshots.last().map_or(0, |(number, _)| number + 1);
+        let member = |(number, layer)| Member { number, layer, dying: false };
+        let state = MembersState {
+            origin,
+            device: None,
+            snapshots: snapshots.into_iter().map(member).collect(),
+            next_number,
+            freezes: 0,
+            dirty: None,
+            suppliers: 0,
+        };
         Arc::new(Self {
-            list: Swap::new(Box::new(list)),
+            list: Swap::new(Box::new(state.list())),
             parent,
-            state: Mutex::new(MembersState {
-                origin,
-                device: None,
-                snapshots: Vec::new(),
-                next_number: 0,
-                freezes: 0,
-                dirty: None,
-                suppliers: 0,
-            }),
+            state: Mutex::new(state),
             held: HeldRequests::default(),
         })
     }
@@ -151,6 +163,11 @@ impl<K: ChainFamily> Chain<K> {
         let device = this.publish(&state);
         drop(state);
         drop(device);
+        Self::snapshot_view(this, layer, number)
+    }
+
+    /// Returns the view of the snapshot with this layer and number.
+    pub fn snapshot_view(this: &Arc<Self>, layer: Arc<K::Layer>, number: u64) -> View<K> {
         View { layer, parent: this.parent.clone(), role: Role::Snapshot { chain: Arc::clone(this), number } }
     }
 
@@ -293,7 +310,7 @@ impl<K: ChainFamily> Chain<K> {
         let Some(leaf) = K::table(&from).leaf(start) else { return Ok(false) };
         let target = older.iter().rev().find(|member| !member.dying);
         if let Some(target) = target {
-            // Allocates the leaf first, because nothing may fail while a word is in no slot.
+            // Allocates the leaf before the first slot is locked.
             K::table(&target.layer).leaf_or_new(start)?;
         }
         let mut has_flights = false;
@@ -310,10 +327,13 @@ impl<K: ChainFamily> Chain<K> {
                 Kind::Empty => {}
                 Kind::InFlight => has_flights = true,
                 _ => {
-                    guard.publish(Word::EMPTY);
+                    // The word is in its new slot before it leaves this one, so that it is always in a slot.
                     if let Some(target) = receiver(older.iter().rev(), slot) {
                         move_word(family, &from, target, slot, word)?;
+                        guard.publish(Word::EMPTY);
+                        kill_points::pass(KillPoint::WordPassedOn);
                     } else {
+                        guard.publish(Word::EMPTY);
                         family.update_stats(&from, word, Word::EMPTY);
                         family.free(word);
                     }

@@ -32,8 +32,9 @@
 //! This file reads and changes pages; `members` adds and removes snapshots. The RAM disk and the loom models
 //! implement [`ChainFamily`] for their families.
 //!
-//! Lock order: the origin's slot, then one slot of a snapshot at a time. A fork's slot is locked before the
-//! slots of the chain that the fork is based on.
+//! Lock order: the origin's slot, then one slot of a snapshot at a time; the slot of a dying snapshot before
+//! that of the snapshot that receives its word. A fork's slot is locked before the slots of the chain that the
+//! fork is based on.
 
 mod dirty;
 mod members;
@@ -45,6 +46,7 @@ pub use members::{Chain, CurrentChain};
 
 use super::{Kind, LEAF_SLOTS, SlotGuard, Table, Word};
 use crate::device::Result;
+use crate::kill_points::{self, KillPoint};
 use crate::mutants::{self, Mutant};
 use crate::pin::{Pin, Swap};
 use crate::sync::Arc;
@@ -184,6 +186,7 @@ fn move_word<K: ChainFamily>(
         family.set_owner(object, to, slot);
     }
     guard.publish(new);
+    kill_points::pass(KillPoint::WordMoved);
     family.update_stats(from, word, Word::EMPTY);
     family.update_stats(to, Word::EMPTY, new);
     Ok(())

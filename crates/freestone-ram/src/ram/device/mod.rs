@@ -27,7 +27,9 @@ use crate::ram::memory::config::SetupError;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::limits::Limits;
 use crate::ram::memory::pages::Pages;
+use crate::ram::memory::record::{LayerRecord, LayerState};
 use crate::ram::waiting::job::{Job, WaitingRequest};
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::percpu::Counters;
 use freestone_core::pin::{self, Swap};
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
@@ -79,11 +81,21 @@ impl Ram {
         freestone_core::trail::step!();
         retire::throttle_creation();
         let layer = family.pages.layers.make(&family.pages.common, Arc::clone(&limits))?;
+        layer.record(&LayerRecord::of_device(layer.id(), size));
         let of_device = parent.of_device();
-        let chain = Chain::new(layer, parent);
-        let parent = of_device;
+        Ok(Self::on_chain(family, Chain::new(layer, parent), of_device, size, limits))
+    }
+
+    /// Creates the live device of a chain.
+    pub(in crate::ram) fn on_chain(
+        family: &Arc<FamilyParts>,
+        chain: Arc<Chain>,
+        parent: Parent,
+        size: u64,
+        limits: Arc<Limits>,
+    ) -> Self {
         let plain = AtomicU32::new(matches!(parent, Parent::Nothing).into());
-        Ok(Self(Arc::new_cyclic(|this| Inner {
+        Self(Arc::new_cyclic(|this| Inner {
             pages: Arc::clone(&family.pages),
             family: Arc::clone(family),
             view: Swap::new(Box::new(chain.first_view(this.clone()))),
@@ -95,7 +107,25 @@ impl Ram {
             plain,
             chain: Current::new(chain),
             changing: Mutex::default(),
-        })))
+        }))
+    }
+
+    /// Creates the device of a snapshot that is attached to its chain. `view` is the snapshot's view.
+    pub(in crate::ram) fn on_snapshot(family: &Arc<FamilyParts>, view: View, size: u64) -> Self {
+        let Role::Snapshot { chain, .. } = &view.role else { unreachable!("only snapshots are attached") };
+        Self(Arc::new(Inner {
+            pages: Arc::clone(&family.pages),
+            family: Arc::clone(family),
+            size: AtomicU64::new(size),
+            is_snapshot: true,
+            counters: Counters::default(),
+            limits: Arc::default(),
+            parent: view.parent.clone(),
+            plain: AtomicU32::new(0),
+            chain: Current::new(Arc::clone(chain)),
+            changing: Mutex::default(),
+            view: Swap::new(Box::new(view)),
+        }))
     }
 
     pub(in crate::ram) fn layer_id(&self) -> u32 {
@@ -153,25 +183,6 @@ impl Inner {
     pub(in crate::ram) fn layer(&self) -> Arc<Layer> {
         pin::pinned(|pin| Arc::clone(&self.view.load(pin).layer))
     }
-
-    /// Creates the device of a snapshot that was just attached to the chain. `view` is the
-    /// snapshot's view.
-    fn snapshot_device(&self, view: View) -> Ram {
-        let Role::Snapshot { chain, .. } = &view.role else { unreachable!("only snapshots are attached") };
-        Ram(Arc::new(Self {
-            pages: Arc::clone(&self.pages),
-            family: Arc::clone(&self.family),
-            size: AtomicU64::new(self.size()),
-            is_snapshot: true,
-            counters: Counters::default(),
-            limits: Arc::default(),
-            parent: view.parent.clone(),
-            plain: AtomicU32::new(0),
-            chain: Current::new(Arc::clone(chain)),
-            changing: Mutex::default(),
-            view: Swap::new(Box::new(view)),
-        }))
-    }
 }
 
 impl Drop for Inner {
@@ -187,6 +198,10 @@ impl Drop for Inner {
         // Return the guaranteed memory to the family at once, not when the layer is freed.
         self.limits.set_guarantee(0);
         layer.update_reservation(&self.pages.layers);
+        if number.is_some() {
+            layer.record_state(LayerState::Dying);
+            kill_points::pass(KillPoint::RemovalRecorded);
+        }
         let parent = std::mem::replace(&mut self.parent, Parent::Nothing);
         retire::retire_device(&self.pages, self.chain.get(), number, parent);
     }

@@ -7,7 +7,7 @@ use super::flights::FaultIn;
 use super::parent::Parent;
 use crate::ram::memory::config::{Config, ForkConfig, SetupError, round_fork_size};
 use crate::ram::memory::limits::{Guarantees, Limits};
-use crate::ram::memory::pages::Pages;
+use crate::ram::memory::pages::{Memory, Pages};
 use crate::ram::recompress::auto::AutoRecompress;
 use crate::ram::recompress::dedup::AutoDedup;
 use crate::ram::recompress::groups::AutoGroup;
@@ -27,7 +27,13 @@ pub(in crate::ram) struct FamilyParts {
 
 impl FamilyParts {
     pub fn new(config: Config) -> Result<Arc<Self>, SetupError> {
-        let pages = Pages::new(&config)?;
+        let memory = Memory::new(config.adoptable)?;
+        Self::with_memory(config, memory)
+    }
+
+    /// Creates the parts of a family whose memory may have content already.
+    pub fn with_memory(config: Config, memory: Memory) -> Result<Arc<Self>, SetupError> {
+        let pages = Pages::new(&config, memory)?;
         Ok(Arc::new(Self {
             fault_in: Arc::new(FaultIn::new(Arc::clone(&pages))),
             evict: Evict::new(Arc::clone(&pages)),

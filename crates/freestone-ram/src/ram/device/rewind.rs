@@ -9,6 +9,8 @@ use super::retire;
 use super::stats::counter;
 use crate::ram::memory::config::SetupError;
 use crate::ram::memory::layer::stored;
+use crate::ram::memory::record::LayerRecord;
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::sync::Ordering;
 
 impl Ram {
@@ -62,6 +64,15 @@ impl Ram {
         }
         let _one = inner.changing.lock();
         let layer = inner.pages.layers.make(&inner.pages.common, Arc::clone(&inner.limits))?;
+        if let Some(former) = inner.layer().recorded() {
+            layer.record(&LayerRecord {
+                id: layer.id(),
+                chain: layer.id(),
+                rewinds: former.rewinds + 1,
+                ..former
+            });
+        }
+        kill_points::pass(KillPoint::RewindRecorded);
         let new = Chain::new(layer, inner.parent.loaded().clone());
         if let Parent::Staged(staged) = &inner.parent {
             // Detach the device from its file of pages not loaded yet, before the first write to
@@ -72,6 +83,7 @@ impl Ram {
         // such a write waits for memory instead of failing.
         inner.pages.begin_removal();
         let (unused, held) = inner.chain.rewind(&inner.pages, &new, &self.0);
+        kill_points::pass(KillPoint::Rewound);
         if let Some(layer) = unused {
             retire::retire_layer(&inner.pages, layer);
         }

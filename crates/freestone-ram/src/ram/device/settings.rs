@@ -42,6 +42,7 @@ impl Ram {
         if wanted < present {
             return Err(SetupError::Shrinks { wanted, present });
         }
+        self.0.layer().record_size(wanted);
         // Release: pairs with the Acquire in `size`.
         self.0.size.store(wanted, Ordering::Release);
         Ok(())

@@ -4,12 +4,14 @@
 use std::sync::Arc;
 
 use super::Ram;
-use super::chain::{Chain, resume_held_requests};
+use super::chain::{Chain, Role, resume_held_requests};
 use super::parent::{BELOW_DEPTH_MAX, Parent};
 use super::retire;
 use crate::ram::memory::config::{ForkConfig, SetupError};
 use crate::ram::memory::layer::Layer;
+use crate::ram::memory::record::LayerRecord;
 use freestone_core::consistency_group::{self, FreezeTimeout, GroupMember};
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::slot::chain::Dirty;
 use freestone_core::sync::Instant;
 
@@ -102,7 +104,12 @@ impl GroupMember for PendingSnapshot {
             }
             self.origin.0.pages.layers.join(&self.layer, chain.origin().id());
             let view = Chain::attach(chain, Arc::clone(&self.layer));
-            self.snapshot = Some(self.origin.0.snapshot_device(view));
+            kill_points::pass(KillPoint::SnapshotAttached);
+            let origin = &*self.origin.0;
+            if let (Role::Snapshot { number, .. }, Some(of)) = (&view.role, chain.origin().recorded()) {
+                self.layer.record(&LayerRecord::of_snapshot(&of, self.layer.id(), *number));
+            }
+            self.snapshot = Some(Ram::on_snapshot(&origin.family, view, origin.size()));
         }
     }
 

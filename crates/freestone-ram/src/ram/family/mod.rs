@@ -4,9 +4,13 @@
 //! Each device is charged for its own objects. A device can have its own memory limit, and
 //! guaranteed memory: family memory that other devices leave to it.
 //!
-//! The room owns the public handle and the keeper thread. The rooms of content and maintenance use it.
+//! The room owns the public handle, the keeper thread, and the adoption of a family by another
+//! process. The rooms of content and maintenance use it.
 
+mod adopt;
 pub(in crate::ram) mod threads;
+
+pub use self::adopt::{AdoptError, Adopted, FamilyFiles};
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -60,8 +64,12 @@ impl Family {
     /// # Errors
     /// Fails if the parameters or the backing device is unusable, or memory is short.
     pub fn new(config: Config) -> Result<Self, SetupError> {
-        let mem_limit = config.mem_limit;
-        let parts = FamilyParts::new(config)?;
+        config.check_adoptable()?;
+        Self::start(FamilyParts::new(config)?)
+    }
+
+    fn start(parts: Arc<FamilyParts>) -> Result<Self, SetupError> {
+        let mem_limit = parts.config.mem_limit;
         threads::prepare_keeper(&parts);
         let Config { auto_recompress, auto_group, auto_dedup, .. } = &parts.config;
         let is_automatic = [auto_recompress, auto_group, auto_dedup].iter().any(|age| age.is_some());

@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
+use crate::pool::redo::RedoError;
 use crate::ram::geometry::{DISKSIZE_BYTES_MAX, LOGICAL_BLOCK_BYTES, PAGE};
 use crate::ram::waiting::full_policy::FullPolicy;
 use freestone_core::consistency_group::FreezeTimeout;
@@ -42,9 +43,27 @@ pub struct Config {
     pub backing: Option<Backing>,
     /// Policy for writes that find no space: wait or fail.
     pub full_policy: FullPolicy,
+    /// True if another process can [adopt](crate::ram::Family::adopt) the family after this one has
+    /// ended or was killed. Objects that are overwritten in place are copied twice then. Not with `auto_recompress`, `auto_group`, `auto_dedup` or `backing`.
+    pub adoptable: bool,
 }
 
 impl Config {
+    /// Checks that an adoptable family has only what another process can adopt.
+    pub(in crate::ram) const fn check_adoptable(&self) -> Result<(), SetupError> {
+        if !self.adoptable {
+            return Ok(());
+        }
+        let excluded = match self {
+            Self { backing: Some(_), .. } => "backing",
+            Self { auto_recompress: Some(_), .. } => "auto_recompress",
+            Self { auto_group: Some(_), .. } => "auto_group",
+            Self { auto_dedup: Some(_), .. } => "auto_dedup",
+            _ => return Ok(()),
+        };
+        Err(SetupError::AdoptableExcludes(excluded))
+    }
+
     /// Returns these settings with `device` as backing device.
     #[must_use]
     pub fn backed_by(self, device: Arc<dyn Device>, compressed_writeback: bool) -> Self {
@@ -177,6 +196,9 @@ pub enum SetupError {
     /// A background thread cannot be started, for this reason.
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
+    /// The family is [adoptable](Config::adoptable), which excludes the setting with this name.
+    #[error("adoptable excludes {0}")]
+    AdoptableExcludes(&'static str),
     /// The memory file (memfd) of the pool or of the slot tables cannot be created.
     #[error("cannot create a memory file: {0}")]
     MemoryFile(Errno),
@@ -188,6 +210,15 @@ pub enum SetupError {
 impl From<device::Error> for SetupError {
     fn from(_: device::Error) -> Self {
         Self::NoMemory
+    }
+}
+
+impl From<RedoError> for SetupError {
+    fn from(error: RedoError) -> Self {
+        match error {
+            RedoError::File(errno) => Self::MemoryFile(errno),
+            _ => Self::NoMemory,
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::limits::{Limits, high_mark};
 use super::outcome::EvictionHistory;
+use super::record::LayerState;
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
 use crate::ram::waiting::keeper::Keeper;
@@ -68,6 +69,19 @@ pub(in crate::ram) mod stored {
 }
 
 impl Layer {
+    fn new(table: Table, limits: Arc<Limits>) -> Arc<Self> {
+        Arc::new(Self {
+            chain: AtomicU32::new(table.id()),
+            table,
+            counters: Counters::default(),
+            charged: AtomicU64::new(0),
+            limits,
+            reservation: Reservation::default(),
+            history: Mutex::default(),
+            state: AtomicU32::new(LIVE),
+        })
+    }
+
     pub fn table(&self) -> &Table {
         &self.table
     }
@@ -105,6 +119,11 @@ impl Layer {
         (self.state.load(Ordering::Relaxed) == LIVE).then_some(&*self.limits)
     }
 
+    /// Returns the limits of the layer's device.
+    pub fn shared_limits(&self) -> Arc<Limits> {
+        Arc::clone(&self.limits)
+    }
+
     pub fn guarantee(&self) -> u64 {
         self.limits().map_or(0, Limits::guarantee)
     }
@@ -122,11 +141,13 @@ impl Layer {
 
     /// Marks the layer as one that no device uses any more and that snapshots still read.
     pub fn mark_unused(&self, layers: &Layers) {
+        self.record_state(LayerState::Loose);
         self.set_state(layers, LOOSE);
     }
 
     /// Marks the layer as unused and about to be freed.
     pub fn retire(&self, layers: &Layers) {
+        self.record_state(LayerState::Retired);
         self.set_state(layers, RETIRED);
     }
 
@@ -344,20 +365,20 @@ impl Layers {
         }
         let id = map.next;
         map.next = (id + 1) % LAYER_IDS;
-        let layer = Arc::new(Layer {
-            table: Table::new(id, Arc::clone(common))?,
-            chain: AtomicU32::new(id),
-            counters: Counters::default(),
-            charged: AtomicU64::new(0),
-            limits,
-            reservation: Reservation::default(),
-            history: Mutex::default(),
-            state: AtomicU32::new(LIVE),
-        });
+        let layer = Layer::new(Table::new(id, Arc::clone(common))?, limits);
         map.by_id.insert(id, Arc::clone(&layer));
         drop(map);
         layer.update_reservation(self);
         Ok(layer)
+    }
+
+    /// Adds a layer whose table was adopted from another process.
+    pub fn adopt(&self, table: Table, limits: Arc<Limits>) -> Arc<Layer> {
+        let layer = Layer::new(table, limits);
+        let mut map = self.map.write();
+        map.next = map.next.max((layer.id() + 1) % LAYER_IDS);
+        map.by_id.insert(layer.id(), Arc::clone(&layer));
+        layer
     }
 
     /// Adds an empty layer to a chain, as a snapshot of the origin with table id `chain`.

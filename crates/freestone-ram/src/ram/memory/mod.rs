@@ -16,6 +16,7 @@ pub(in crate::ram) mod outcome;
 pub(in crate::ram) mod page_search;
 pub(in crate::ram) mod pages;
 pub(in crate::ram) mod read;
+pub(in crate::ram) mod record;
 pub(in crate::ram) mod retiring;
 pub(in crate::ram) mod shared;
 mod space_watch;

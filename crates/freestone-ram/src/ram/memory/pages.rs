@@ -12,6 +12,7 @@ use super::retiring::Retiring;
 use super::shared::SharedObjects;
 use crate::age::Ages;
 use crate::codec::{Codecs, PRIORITIES, Streams};
+use crate::pool::redo::Redo;
 use crate::pool::{self, BackRef, Pool};
 use crate::ram::geometry::PAGE;
 use crate::ram::waiting::full_policy::SpacePolicy;
@@ -38,6 +39,8 @@ pub(in crate::ram) struct Pages {
     pub common: Arc<Common>,
     pub layers: Layers,
     pub pool: Pool,
+    /// Copies of objects that are being overwritten, if another process can adopt the family.
+    pub redo: Option<Redo>,
     pub codecs: Codecs,
     /// Groups of pages that are compressed together; unset until the family forms groups.
     groups: OnceLock<Groups>,
@@ -57,8 +60,27 @@ pub(in crate::ram) struct Pages {
     pub background: Mutex<()>,
 }
 
+/// Slot tables and objects of a family.
+pub(in crate::ram) struct Memory {
+    pub common: Arc<Common>,
+    pub pool: Pool,
+    /// Copies of objects that are being overwritten, if another process can adopt the family.
+    pub redo: Option<Redo>,
+}
+
+impl Memory {
+    pub fn new(is_adoptable: bool) -> Result<Self, SetupError> {
+        let common = if is_adoptable { Common::adoptable() } else { Common::new() };
+        let common = Arc::new(common.map_err(SetupError::MemoryFile)?);
+        let pool = Pool::with_outside_pages(Arc::clone(&common.same_filled_leaves))
+            .map_err(SetupError::MemoryFile)?;
+        let redo = if is_adoptable { Some(Redo::new()?) } else { None };
+        Ok(Self { common, pool, redo })
+    }
+}
+
 impl Pages {
-    pub fn new(config: &Config) -> Result<Arc<Self>, SetupError> {
+    pub fn new(config: &Config, memory: Memory) -> Result<Arc<Self>, SetupError> {
         let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
         for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
             if let Some(Secondary { algorithm, params }) = secondary {
@@ -78,14 +100,13 @@ impl Pages {
             }
         };
         let keeper = Arc::<Keeper>::default();
-        let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
-        let pool = Pool::with_outside_pages(Arc::clone(&common.same_filled_leaves))
-            .map_err(SetupError::MemoryFile)?;
+        let Memory { common, pool, redo } = memory;
         let pages = Self {
             name: OnceLock::new(),
             common,
             layers: Layers::new(Arc::clone(&keeper)),
             pool,
+            redo,
             codecs,
             groups: OnceLock::new(),
             shared: OnceLock::new(),

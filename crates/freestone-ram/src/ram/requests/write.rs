@@ -3,7 +3,8 @@
 //! A new object of the same size class overwrites the old one under the slot's lock. The overwrite
 //! needs no allocation, and halves the time of a rewrite if the old and the new content compress
 //! alike. The overwrite cannot fail, as the new object is complete before it starts. A process that
-//! dies during the copy leaves a torn page of a write that was never completed.
+//! dies during the copy leaves a torn page of a write that was never completed; in a family that
+//! another process can adopt, [`redo`](crate::pool::redo) completes the copy.
 
 use std::cell::Cell;
 
@@ -52,7 +53,7 @@ impl Pages {
                 return Err(MustWait);
             }
             if self.fits(&packed, guard.word()) && !view.must_preserve(slot) {
-                self.overwrite(&view.layer, guard, &packed);
+                self.overwrite(&view.layer, slot, guard, &packed);
                 return Ok(Ok(()));
             }
         }
@@ -104,7 +105,7 @@ impl Pages {
         let mut scratch = Scratch::new();
         let packed = self.pack(page, &mut scratch);
         if self.fits(&packed, guard.word()) && !view.must_preserve(slot) {
-            self.overwrite(&view.layer, guard, &packed);
+            self.overwrite(&view.layer, slot, guard, &packed);
             return Ok(Ok(()));
         }
         match self.store(&view.layer, slot, &packed) {
@@ -322,10 +323,13 @@ impl Pages {
     /// Overwrites the old object with content that [`fits`](Self::fits). Readers see the old or the
     /// new content, never a mix, as they take the slot's lock.
     #[inline]
-    fn overwrite(&self, layer: &Layer, mut guard: SlotGuard<'_>, packed: &Packed<'_>) {
+    fn overwrite(&self, layer: &Layer, slot: u64, mut guard: SlotGuard<'_>, packed: &Packed<'_>) {
         let old = guard.word();
         let new = packed.word(old.location()).with_age(self.ages.now());
-        self.pool.overwrite(&mut guard, packed.bytes());
+        match &self.redo {
+            None => self.pool.overwrite(&mut guard, packed.bytes()),
+            Some(redo) => redo.overwrite(&self.pool, &mut guard, layer.owner(slot), new, packed.bytes()),
+        }
         guard.publish(new);
         layer.account(&self.layers, old, new);
     }

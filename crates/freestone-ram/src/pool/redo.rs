@@ -1,0 +1,175 @@
+//! Copies of objects while they are overwritten in place, for a process that adopts the pool after this one
+//! was killed.
+//!
+//! Before an object is overwritten, its new bytes, the new word and the slot are recorded. So a kill during
+//! the copy loses neither the old nor the new page: the adopting process copies again.
+//!
+//! # Protocol
+//! An entry is written, then marked as valid. The object is copied, the word is stored while the slot stays
+//! locked, and only then the mark is cleared and the slot unlocked. So a valid entry always belongs to a
+//! locked slot, and no other thread has changed the slot since.
+//!
+//! Lock order: a slot, then an entry.
+#![expect(unsafe_code)]
+// UNSAFETY: copies bytes to and from shared memory.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::compiler_fence;
+
+use super::{BackRef, Pool};
+use freestone_core::PAGE_BYTES;
+use freestone_core::arena::Arena;
+use freestone_core::kill_points::{self, KillPoint};
+use freestone_core::percpu::PerCpu;
+use freestone_core::slot::{SlotGuard, Word};
+use freestone_core::sync::{AtomicU64, Mutex, Ordering};
+use freestone_core::word_lock::Word as _;
+
+/// Bytes of an entry in the file: its words, and room for a page.
+const ENTRY_BYTES: u64 = 8192;
+const WORDS: usize = 3;
+/// Place of the object's bytes in an entry.
+const OBJECT: u64 = ENTRY_BYTES - PAGE_BYTES as u64;
+
+/// First words of the file: what it is, and the version of the layout of all files of a family.
+const MAGIC: u64 = u64::from_le_bytes(*b"freeston");
+/// Version of the layout of a family's files.
+pub const LAYOUT: u64 = 1;
+
+/// Entries of objects that are being overwritten, one for each CPU.
+pub struct Redo {
+    arena: Arena,
+    entries: PerCpu<Mutex<Entry>>,
+}
+
+/// File of a process that has ended. Its entries are still valid.
+pub struct RedoFile(Arena);
+
+/// Number of an entry's unit in the file.
+struct Entry(u32);
+
+/// An object that was being overwritten when its process was killed.
+pub struct Interrupted {
+    pub owner: BackRef,
+    pub word: Word,
+    pub object: Vec<u8>,
+}
+
+/// Reasons why the file cannot be used.
+#[derive(Debug)]
+pub enum RedoError {
+    File(rustix::io::Errno),
+    NoMemory,
+    /// The file is not one of a family.
+    Foreign,
+    /// The layout has this version.
+    Layout(u64),
+}
+
+impl Redo {
+    /// Creates a file without valid entries.
+    pub fn new() -> Result<Self, RedoError> {
+        let arena = Arena::new("freestone-family", ENTRY_BYTES).map_err(RedoError::File)?;
+        let redo = Self::with(arena)?;
+        let [magic, layout, _] = words(&redo.arena, 0);
+        // Relaxed: the file is not shared yet.
+        layout.store(LAYOUT, Ordering::Relaxed);
+        // Release: the version is stored before.
+        magic.store(MAGIC, Ordering::Release);
+        Ok(redo)
+    }
+
+    /// Reads the file of a process that has ended. Returns the objects that it was overwriting.
+    pub fn read(file: OwnedFd) -> Result<(RedoFile, Vec<Interrupted>), RedoError> {
+        let arena = Arena::adopt(file, ENTRY_BYTES).map_err(RedoError::File)?;
+        let units = arena.units_ever_allocated();
+        if units == 0 {
+            return Err(RedoError::Foreign);
+        }
+        // Relaxed: the process that stored the words has ended.
+        let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        let [magic, layout, _] = words(&arena, 0).each_ref().map(load);
+        if magic != MAGIC {
+            return Err(RedoError::Foreign);
+        }
+        if layout != LAYOUT {
+            return Err(RedoError::Layout(layout));
+        }
+        let mut interrupted = Vec::new();
+        for unit in 1..units {
+            let [len, owner, word] = words(&arena, unit).each_ref().map(load);
+            if (1..=PAGE_BYTES as u64).contains(&len) {
+                // SAFETY: no other thread uses the file.
+                let object = unsafe { object(&arena, unit).as_ref() }[..len as usize].to_vec();
+                let (owner, word) = (BackRef::from_bits(owner), Word::from_bits(word));
+                interrupted.push(Interrupted { owner, word, object });
+            }
+        }
+        Ok((RedoFile(arena), interrupted))
+    }
+
+    /// Allocates the entries, behind the header.
+    fn with(arena: Arena) -> Result<Self, RedoError> {
+        let alloc = || {
+            let unit = arena.alloc().map_err(|_| RedoError::NoMemory)?;
+            arena.populate(u64::from(unit) * ENTRY_BYTES, ENTRY_BYTES).map_err(|_| RedoError::NoMemory)?;
+            Ok(unit)
+        };
+        if arena.units_ever_allocated() == 0 {
+            alloc()?;
+        }
+        let entries = PerCpu::try_new(|| Ok(Mutex::new(Entry(alloc()?))))?;
+        Ok(Self { arena, entries })
+    }
+
+    /// Returns the file, for a process that adopts it.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.arena.file()
+    }
+
+    /// Overwrites the object of a locked slot in place, as [`Pool::overwrite`], and stores the slot's new
+    /// word, which refers to the same object.
+    pub fn overwrite(&self, pool: &Pool, guard: &mut SlotGuard<'_>, owner: BackRef, new: Word, data: &[u8]) {
+        let entry = self.entries.lock();
+        let [len, to, word] = words(&self.arena, entry.0);
+        let room = object(&self.arena, entry.0).as_ptr().cast();
+        // SAFETY: the entry is locked, and its room holds a page.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), room, data.len()) };
+        // Relaxed: the next store publishes both.
+        to.store(owner.bits(), Ordering::Relaxed);
+        // Relaxed: as above.
+        word.store(new.bits(), Ordering::Relaxed);
+        // Release: the entry is complete before it is valid.
+        len.store(data.len() as u64, Ordering::Release);
+        // A kill ends all threads between two instructions: the order of the program is enough.
+        compiler_fence(Ordering::SeqCst);
+        kill_points::pass(KillPoint::OverwriteRecorded);
+        kill_points::pass_with(KillPoint::HalfOverwritten, || pool.overwrite_half(guard, data));
+        pool.overwrite(guard, data);
+        guard.store(new);
+        kill_points::pass(KillPoint::Overwritten);
+        compiler_fence(Ordering::SeqCst);
+        // Release: the object and its word are stored before.
+        len.store(0, Ordering::Release);
+    }
+}
+
+impl RedoFile {
+    /// Removes all entries, and continues with the file.
+    pub fn adopt(self) -> Result<Redo, RedoError> {
+        // SAFETY: entries are allocated anew; the first unit is the header.
+        unsafe { self.0.keep_units(&[0]) }.map_err(|_| RedoError::NoMemory)?;
+        Redo::with(self.0)
+    }
+}
+
+fn words(arena: &Arena, unit: u32) -> &[AtomicU64; WORDS] {
+    let address = arena.at(u64::from(unit) * ENTRY_BYTES).cast();
+    // SAFETY: mapped and aligned, accessed only as atomics; it lives as long as the arena.
+    unsafe { address.as_ref() }
+}
+
+fn object(arena: &Arena, unit: u32) -> NonNull<[u8; PAGE_BYTES]> {
+    arena.at(u64::from(unit) * ENTRY_BYTES + OBJECT).cast()
+}

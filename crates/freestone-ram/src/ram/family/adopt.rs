@@ -1,0 +1,416 @@
+//! Takes over a family from a process that has ended or was killed.
+//!
+//! The memory of an [adoptable](crate::ram::Config::adoptable) family is in files without names (memfds), whose
+//! descriptors somebody holds beside the process that uses them. What only speeds up the use of this memory
+//! (lists of free space, counters, back-references) is built again from the slots.
+//!
+//! # What a kill can leave
+//! * An object or a node that no slot or entry refers to: it is free.
+//! * A locked slot: the lock is removed. If its object was being overwritten, the copy is [completed](redo).
+//! * The same object in two slots of a chain, since a word is stored in its new slot before it leaves the
+//!   former one: the slot of the older snapshot is emptied. It then reads the same page from the younger one.
+//! * Two live layers of one device, since a rewind records the new layer first: the new one is the device's.
+//! * A snapshot that was being removed: its removal begins anew.
+//! * A layer that was being freed, or was not recorded yet: its memory is free.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use thiserror::Error;
+
+use super::Family;
+use crate::pool::redo::{self, Interrupted, Redo, RedoError};
+use crate::pool::{BackRef, Pool};
+use crate::ram::device::Ram;
+use crate::ram::device::chain::Chain;
+use crate::ram::device::parent::{BELOW_DEPTH_MAX, Base, Parent};
+use crate::ram::device::parts::FamilyParts;
+use crate::ram::memory::config::{Config, SetupError};
+use crate::ram::memory::layer::Layer;
+use crate::ram::memory::limits::Limits;
+use crate::ram::memory::pages::Memory;
+use crate::ram::memory::record::{LayerRecord, LayerState};
+use freestone_core::device::Device;
+use freestone_core::slot::adoption::{Adoption, AdoptionError, TableFiles};
+use freestone_core::slot::{Kind, LEAF_SLOTS, Table, Word};
+
+/// The files with the memory of a family. Whoever holds their descriptors keeps the memory.
+#[derive(Debug, Clone)]
+pub struct FamilyFiles<F> {
+    /// Version of the layout, and objects that are being overwritten.
+    pub family: F,
+    /// Roots of slot tables, and records of devices.
+    pub roots: F,
+    /// Slot tables.
+    pub nodes: F,
+    /// Compressed pages.
+    pub pool: F,
+}
+
+/// A device of an adopted family.
+pub struct Adopted {
+    /// Key of the device: see [`Ram::set_keys`]; 0 if it has none, because the process was killed first.
+    pub key: u64,
+    /// The device.
+    pub ram: Ram,
+}
+
+/// Reasons why a family cannot be adopted. Another attempt, by any process, can succeed.
+#[derive(Debug, Error)]
+pub enum AdoptError {
+    /// A file cannot be used.
+    #[error("cannot use a memory file: {0}")]
+    File(Errno),
+    /// The first file is not one of a family.
+    #[error("the memory file is not one of a family of RAM disks")]
+    Foreign,
+    /// Another version of the program has written the files.
+    #[error("the memory has layout {found}; this program knows layout {known}")]
+    Layout {
+        /// Version of the layout of the files.
+        found: u64,
+        /// Version that this program knows.
+        known: u64,
+    },
+    /// The content contradicts itself.
+    #[error("the memory is damaged: {0}")]
+    Damaged(String),
+    /// A device reads from one with this key, which neither the family nor the caller has.
+    #[error("the base with key {0} is missing")]
+    NoBase(u64),
+    /// The family cannot be created.
+    #[error(transparent)]
+    Setup(#[from] SetupError),
+}
+
+impl From<RedoError> for AdoptError {
+    fn from(error: RedoError) -> Self {
+        match error {
+            RedoError::File(errno) => Self::File(errno),
+            RedoError::Foreign => Self::Foreign,
+            RedoError::Layout(found) => Self::Layout { found, known: redo::LAYOUT },
+            RedoError::NoMemory => Self::Setup(SetupError::NoMemory),
+        }
+    }
+}
+
+impl From<AdoptionError> for AdoptError {
+    fn from(error: AdoptionError) -> Self {
+        match error {
+            AdoptionError::File(errno) => Self::File(errno),
+            AdoptionError::Node(root) => Self::Damaged(format!("slot table {root} refers to a wrong node")),
+            AdoptionError::NoMemory => Self::Setup(SetupError::NoMemory),
+        }
+    }
+}
+
+/// A chain of adopted layers.
+struct AdoptedChain {
+    origin: (LayerRecord, Arc<Layer>),
+    /// Snapshots, oldest first.
+    snapshots: Vec<(LayerRecord, Arc<Layer>)>,
+}
+
+impl Family {
+    /// Returns the files of the family's memory, for a process that [adopts](Self::adopt) the family;
+    /// `None` if it is not [adoptable](Config::adoptable).
+    pub fn files(&self) -> Option<FamilyFiles<BorrowedFd<'_>>> {
+        let pages = &self.0.pages;
+        let TableFiles { nodes, roots } = pages.common.files()?;
+        Some(FamilyFiles {
+            family: pages.redo.as_ref()?.file(),
+            roots,
+            nodes,
+            pool: pages.pool.arena().file(),
+        })
+    }
+
+    /// Takes over the family of a process that has ended. All writes that the process had completed are
+    /// there; of a write that it had not, each page has the old or the new content. Memory limits of
+    /// devices are not adopted.
+    ///
+    /// `config` must have the algorithms of the family; the size of the disk is ignored. `base` returns the
+    /// device with a key from which forks of other families' devices read. A device that the caller drops is
+    /// removed.
+    ///
+    /// # Errors
+    /// Fails if the files are unusable, a base is missing, or memory is short.
+    pub fn adopt(
+        config: Config,
+        files: FamilyFiles<OwnedFd>,
+        base: &mut dyn FnMut(u64) -> Option<Arc<dyn Device>>,
+    ) -> Result<(Self, Vec<Adopted>), AdoptError> {
+        config.check_adoptable()?;
+        let FamilyFiles { family, roots, nodes, pool } = files;
+        let (redo, interrupted) = Redo::read(family)?;
+        let mut adoption = Adoption::begin(TableFiles { nodes, roots })?;
+        let records = used_records(adoption.records()?)?;
+        let bases = find_bases(&records, base)?;
+        let mut pool =
+            Pool::adopt(pool, Arc::clone(&adoption.common().same_filled_leaves)).map_err(AdoptError::File)?;
+        let mut tables = Tables::adopt(&mut adoption, &records, &pool, interrupted)?;
+        let common = adoption.finish()?;
+        for of_chain in records.chunk_by(|(_, a), (_, b)| a.chain == b.chain) {
+            tables.empty_older_duplicates(of_chain);
+        }
+        let slots = tables.0.values().flat_map(words);
+        pool.rebuild(slots).map_err(|error| AdoptError::Damaged(error.to_string()))?;
+        // Until here the process can be killed, or fail, and another one can adopt the same files.
+        let memory = Memory { common, pool, redo: Some(redo.adopt()?) };
+        let family = Self::start(FamilyParts::with_memory(config, memory)?)?;
+        if !bases.is_empty() {
+            family.0.pages.keeper.start_over_base().map_err(SetupError::Thread)?;
+        }
+        let chains = family.adopt_layers(&records, &mut tables);
+        let devices = family.adopt_devices(chains, bases);
+        Ok((family, devices))
+    }
+
+    /// Adds the adopted layers to the family. Returns their chains.
+    fn adopt_layers(&self, records: &[(u32, LayerRecord)], tables: &mut Tables) -> Vec<AdoptedChain> {
+        let layers = &self.0.pages.layers;
+        let mut chains: Vec<AdoptedChain> = Vec::new();
+        for (_, record) in records {
+            let Some(table) = tables.0.remove(&record.id) else { continue };
+            let layer = layers.adopt(table, Arc::new(Limits::default()));
+            for (_, word) in words(layer.table()) {
+                layer.account(layers, Word::EMPTY, word);
+            }
+            match chains.last_mut().filter(|_| record.chain != record.id) {
+                Some(chain) => {
+                    layers.join(&layer, record.chain);
+                    chain.snapshots.push((*record, layer));
+                }
+                None => chains.push(AdoptedChain { origin: (*record, layer), snapshots: Vec::new() }),
+            }
+        }
+        chains
+    }
+
+    /// Creates the devices of the chains, those that others read from first.
+    fn adopt_devices(&self, mut chains: Vec<AdoptedChain>, bases: HashMap<u64, Base>) -> Vec<Adopted> {
+        let mut parents: HashMap<_, _> =
+            bases.into_iter().map(|(key, base)| (key, Parent::Device(base))).collect();
+        parents.insert(0, Parent::Nothing);
+        let mut devices = Vec::new();
+        while !chains.is_empty() {
+            let left = chains.len();
+            for chain in std::mem::take(&mut chains) {
+                match parents.get(&chain.origin.0.parent).cloned() {
+                    Some(parent) => self.adopt_chain(chain, parent, &mut parents, &mut devices),
+                    None => chains.push(chain),
+                }
+            }
+            assert!(chains.len() < left, "checked by `find_bases`");
+        }
+        devices
+    }
+
+    fn adopt_chain(
+        &self,
+        adopted: AdoptedChain,
+        parent: Parent,
+        parents: &mut HashMap<u64, Parent>,
+        devices: &mut Vec<Adopted>,
+    ) {
+        let AdoptedChain { origin: (of, origin), snapshots } = adopted;
+        let members = snapshots.iter().map(|(of, layer)| (of.number, Arc::clone(layer))).collect();
+        let chain = Chain::with_snapshots(Arc::clone(&origin), members, parent.clone());
+        if of.state == LayerState::Live {
+            let ram = Ram::on_chain(&self.0, Arc::clone(&chain), parent, of.size, origin.shared_limits());
+            devices.push(Adopted { key: of.key, ram });
+        } else {
+            origin.mark_unused(&self.0.pages.layers);
+        }
+        for (of, layer) in snapshots {
+            let view = Chain::snapshot_view(&chain, layer, of.number);
+            let ram = Ram::on_snapshot(&self.0, view, of.size);
+            // The removal of another one continues when it is dropped here.
+            if of.state == LayerState::Snapshot {
+                parents.entry(of.key).or_insert_with(|| Parent::Snapshot(ram.clone()));
+                devices.push(Adopted { key: of.key, ram });
+            }
+        }
+    }
+}
+
+impl Ram {
+    /// Records keys that identify this device, and the device that it reads from, for a process that
+    /// [adopts](Family::adopt) the family. Keys are chosen by the caller, and not 0; `base` is 0 for a device
+    /// that reads from no other. A fork of a snapshot of its own family has the snapshot's key as `base`.
+    pub fn set_keys(&self, key: u64, base: u64) {
+        self.0.layer().record_keys(key, base);
+    }
+}
+
+/// Returns the records of layers that are in use, by chain, with the origin first and the oldest snapshot
+/// next.
+fn used_records(all: Vec<(u32, [u64; 8])>) -> Result<Vec<(u32, LayerRecord)>, AdoptError> {
+    let damaged = |root: u32| AdoptError::Damaged(format!("slot table {root} has no valid record"));
+    let mut records = Vec::new();
+    for (root, words) in all {
+        let record = LayerRecord::decode(&words).ok_or_else(|| damaged(root))?;
+        if record.state != LayerState::Retired {
+            records.push((root, record));
+        }
+    }
+    // A rewind was interrupted: the layer with fewer rewinds is the former one.
+    let mut newest: HashMap<u64, u64> = HashMap::new();
+    let is_live = |record: &LayerRecord| record.state == LayerState::Live && record.key != 0;
+    for (_, record) in records.iter().filter(|(_, record)| is_live(record)) {
+        let rewinds = newest.entry(record.key).or_default();
+        *rewinds = record.rewinds.max(*rewinds);
+    }
+    for (_, record) in &mut records {
+        if is_live(record) && newest.get(&record.key).is_some_and(|rewinds| *rewinds > record.rewinds) {
+            record.state = LayerState::Loose;
+        }
+    }
+    let is_origin = |record: &LayerRecord| record.chain == record.id;
+    records.sort_by_key(|(_, record)| (record.chain, !is_origin(record), record.number));
+    let (mut used, mut ids) = (Vec::new(), HashSet::new());
+    if let Some((root, _)) = records.iter().find(|(_, record)| !ids.insert(record.id)) {
+        return Err(damaged(*root));
+    }
+    for chain in records.chunk_by(|(_, a), (_, b)| a.chain == b.chain) {
+        let (root, origin) = chain[0];
+        let is_repeated = chain.windows(2).any(|pair| {
+            let [(_, a), (_, b)] = pair else { return false };
+            is_origin(b) || !is_origin(a) && a.number == b.number
+        });
+        let is_wrong = |record: &LayerRecord| match record.state {
+            LayerState::Live | LayerState::Loose => !is_origin(record),
+            _ => is_origin(record),
+        };
+        if !is_origin(&origin) || is_repeated || chain.iter().any(|(_, record)| is_wrong(record)) {
+            return Err(damaged(root));
+        }
+        // A former layer that no snapshot reads is unused.
+        if origin.state == LayerState::Live || chain.len() > 1 {
+            used.extend_from_slice(chain);
+        }
+    }
+    Ok(used)
+}
+
+/// Returns the devices outside the family from which its devices read, by key. Checks that each device of
+/// the family reads from one of these in the end, or from none.
+fn find_bases(
+    records: &[(u32, LayerRecord)],
+    base: &mut dyn FnMut(u64) -> Option<Arc<dyn Device>>,
+) -> Result<HashMap<u64, Base>, AdoptError> {
+    let snapshots = records.iter().filter(|(_, record)| record.state == LayerState::Snapshot);
+    let inside: HashSet<_> = snapshots.map(|(_, record)| record.key).chain([0]).collect();
+    let mut bases = HashMap::new();
+    for key in records.iter().map(|(_, record)| record.parent).filter(|key| !inside.contains(key)) {
+        if let Entry::Vacant(entry) = bases.entry(key) {
+            entry.insert(Base::new(base(key).ok_or(AdoptError::NoBase(key))?));
+        }
+    }
+    let parents: HashMap<_, _> = records.iter().map(|(_, record)| (record.key, record.parent)).collect();
+    for (_, record) in records {
+        let ancestors = std::iter::successors(Some(record.parent), |key| parents.get(key).copied());
+        let mut ancestors = ancestors.take(BELOW_DEPTH_MAX as usize + 2);
+        if !ancestors.any(|key| key == 0 || bases.contains_key(&key)) {
+            return Err(AdoptError::Damaged("forks are based on one another".into()));
+        }
+    }
+    Ok(bases)
+}
+
+/// Adopted slot tables by id. Those that the family does not take stay in their files.
+struct Tables(BTreeMap<u32, Table>);
+
+impl Drop for Tables {
+    fn drop(&mut self) {
+        while let Some((_, table)) = self.0.pop_first() {
+            table.leave();
+        }
+    }
+}
+
+impl Tables {
+    /// Adopts the slot tables of the records, and completes interrupted copies.
+    fn adopt(
+        adoption: &mut Adoption,
+        records: &[(u32, LayerRecord)],
+        pool: &Pool,
+        interrupted: Vec<Interrupted>,
+    ) -> Result<Self, AdoptError> {
+        let copies: HashMap<_, _> = interrupted.into_iter().map(|copy| (copy.owner.bits(), copy)).collect();
+        let mut tables = Self(BTreeMap::new());
+        for (root, record) in records {
+            let mut unknown = None;
+            let table = adoption.table(*root, record.id, |slot, word, is_locked| {
+                let copy = copies.get(&BackRef::new(record.id, slot).bits()).filter(|_| is_locked);
+                let word = match copy {
+                    Some(copy) if pool.complete_overwrite(word, copy.word, &copy.object) => copy.word,
+                    _ => word,
+                };
+                match word.kind() {
+                    Kind::Empty | Kind::Base => word,
+                    Kind::Same | Kind::Pattern | Kind::Compressed | Kind::Huge => {
+                        word.with_idle(false).unpicked(0)
+                    }
+                    Kind::InFlight | Kind::Spilled | Kind::Grouped => {
+                        unknown = Some(slot);
+                        word
+                    }
+                }
+            })?;
+            tables.0.insert(record.id, table);
+            if let Some(slot) = unknown {
+                return Err(AdoptError::Damaged(format!("slot {slot} of table {root} has an unknown word")));
+            }
+        }
+        Ok(tables)
+    }
+
+    /// Empties slots of snapshots whose object a younger layer of the chain has, too.
+    fn empty_older_duplicates(&self, of_chain: &[(u32, LayerRecord)]) {
+        let of_chain: Vec<_> = of_chain.iter().filter_map(|(_, record)| self.0.get(&record.id)).collect();
+        let [origin, snapshots @ ..] = &of_chain[..] else { return };
+        for (index, older) in snapshots.iter().enumerate() {
+            let younger = || snapshots[index + 1..].iter().chain([origin]);
+            for (owner, word) in words(older).filter(|(_, word)| word.object().is_some()) {
+                let slot = owner.slot();
+                let has_object = |table: &&Table| {
+                    table.leaf(slot).is_some_and(|leaf| leaf.peek(slot).object() == word.object())
+                };
+                if younger().any(has_object)
+                    && let Some(leaf) = older.leaf(slot)
+                {
+                    leaf.lock(slot).publish(Word::EMPTY);
+                }
+            }
+        }
+    }
+}
+
+/// Returns all slots of a table that are not empty.
+fn words(table: &Table) -> impl Iterator<Item = (BackRef, Word)> {
+    let mut from = 0;
+    let leaves = std::iter::from_fn(move || {
+        let start = table.next_present(from, freestone_core::slot::MAX_SLOTS)? & !(LEAF_SLOTS - 1);
+        from = start + LEAF_SLOTS;
+        Some(start)
+    });
+    let of_leaf = move |start: u64| {
+        let leaf = table.leaf(start);
+        (start..start + LEAF_SLOTS).filter_map(move |slot| {
+            let word = leaf.as_ref()?.peek(slot);
+            (word != Word::EMPTY).then(|| (BackRef::new(table.id(), slot), word))
+        })
+    };
+    leaves.flat_map(of_leaf)
+}
+
+#[cfg(test)]
+#[path = "kill_tests.rs"]
+mod kill_tests;
+#[cfg(test)]
+#[path = "adopt_tests.rs"]
+mod tests;
