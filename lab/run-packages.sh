@@ -228,7 +228,9 @@ runs_in_kubernetes() {
   keeps "nbd://127.0.0.1:$nbd/scratch" "$dir/data"
   python3 -c 'import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())' "http://127.0.0.1:$metrics/metrics" |
     grep -q '^freestone_.*scratch' || wrong "the pod has no metrics"
-  play --down; ended "$pid" 60
+  # This podman kills the server with --down, and Kubernetes lets it end.
+  pod pod stop --time 60 "${name%-freestone}" >/dev/null || wrong "the pod does not stop"
+  ended "$pid" 60; play --down
   # This podman refuses a claim whose volume exists. The pod finds the volume by its name.
   awk 'BEGIN { RS = ORS = "---\n" } !/kind: PersistentVolumeClaim/' "$dir/pod.yaml" >"$dir/again.yaml"
   mv "$dir/again.yaml" "$dir/pod.yaml"
