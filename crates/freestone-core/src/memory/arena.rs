@@ -69,7 +69,7 @@ impl Arena {
         let segments = (0..SEGMENTS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
         let arena = Self { file, unit_bytes, segments, state: Mutex::default() };
         for index in 0..bytes / SEGMENT_BYTES {
-            arena.map_segment(index as usize).map_err(|_| Errno::NOMEM)?;
+            arena.map(index as usize)?;
         }
         let end = arena.data_in(0..bytes)?.last().map_or(0, |data| data.end);
         arena.state.lock().next_new = end.div_ceil(unit_bytes) as u32;
@@ -155,12 +155,17 @@ impl Arena {
         if !self.segments[index].load(Ordering::Relaxed).is_null() {
             return Ok(());
         }
-        let start = index as u64 * SEGMENT_BYTES;
-        rustix::fs::ftruncate(&self.file, start + SEGMENT_BYTES).map_err(|errno| match errno {
+        let end = (index as u64 + 1) * SEGMENT_BYTES;
+        rustix::fs::ftruncate(&self.file, end).map_err(|errno| match errno {
             // EFBIG: the file exceeds RLIMIT_FSIZE, which applies to memfds, too.
             Errno::FBIG => Error::NoSpace,
             _ => Error::NoMemory,
         })?;
+        self.map(index).map_err(|_| Error::NoMemory)
+    }
+
+    /// Maps a segment of the file, which has its size.
+    fn map(&self, index: usize) -> rustix::io::Result<()> {
         // SAFETY: a new mapping at an address of the kernel's choice.
         let address = unsafe {
             rustix::mm::mmap(
@@ -169,10 +174,9 @@ impl Arena {
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED,
                 &self.file,
-                start,
+                index as u64 * SEGMENT_BYTES,
             )
-        };
-        let address = address.map_err(|_| Error::NoMemory)?;
+        }?;
         // Release: pairs with the Acquire in `find`, for threads that learn of the unit without the state
         // lock.
         self.segments[index].store(address.cast(), Ordering::Release);
@@ -351,6 +355,17 @@ mod tests {
         let mut units: Vec<_> = (0..5).map(|_| arena.alloc().unwrap()).collect();
         units.sort_unstable();
         assert_eq!(units, [0, 2, 3, 5, 6]);
+        // Two segments.
+        let large = Arena::new("freestone-test", SEGMENT_BYTES).unwrap();
+        for unit in 0..2 {
+            assert_eq!(large.alloc().unwrap(), unit);
+            // SAFETY: the test owns the unit.
+            unsafe { large.at(u64::from(unit) * SEGMENT_BYTES + 7).as_ptr().write(unit as u8 + 1) };
+        }
+        let adopted = Arena::adopt(large.file().try_clone_to_owned().unwrap(), SEGMENT_BYTES).unwrap();
+        // SAFETY: the file was mapped up to its end.
+        let byte = |unit: u64| unsafe { adopted.at(unit * SEGMENT_BYTES + 7).as_ptr().read() };
+        assert_eq!(([0, 1].map(byte), adopted.units_ever_allocated()), ([1, 2], 2));
         let other = rustix::fs::memfd_create("freestone-test", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&other, 4096).unwrap();
         assert!(Arena::adopt(other, 4096).is_err(), "not a file of an arena");
