@@ -1,8 +1,8 @@
 //! Takes over the page tables of a process that has ended, from their files.
 //!
 //! The process may have been killed at any moment. Its threads published each word, entry and record by one
-//! atomic store, so all of them are whole. What the process held only in its heap is gone: locks and their
-//! waiters, lists of free nodes, flights. A node that no entry refers to is free.
+//! atomic store, so all of them are whole. Waiters of locks, lists of free nodes and flights were in the heap,
+//! and are gone. A node that no entry refers to is free.
 //!
 //! Nothing in the files is believed: an entry that refers to no node, or to the node of another entry, ends
 //! the adoption.
@@ -187,6 +187,7 @@ mod tests {
     }
 
     fn record(table: &Table, word: u64) {
+        // Release: as the owner of a table does.
         table.record().unwrap()[0].store(word, Ordering::Release);
     }
 
@@ -254,6 +255,7 @@ mod tests {
             table.leaf_or_new(0).unwrap();
             record(&table, 1);
             // Nodes 1 and 2 are the directory and the leaf; no node 3 exists, and node 2 has a user.
+            // Relaxed: no other thread.
             table.root[1].store(bad, Ordering::Relaxed);
             let mut adoption = Adoption::begin(clone_files(&common)).unwrap();
             assert_eq!(
@@ -261,6 +263,7 @@ mod tests {
                 Some(AdoptionError::Node(0)),
                 "{bad:#x}"
             );
+            // Relaxed: no other thread.
             table.root[1].store(0, Ordering::Relaxed);
         }
         let other = rustix::fs::memfd_create("freestone-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();

@@ -3,7 +3,7 @@
 //!
 //! # Protocol
 //! * [`depart`](Flights::depart): under the slot's lock, the word becomes [in flight](Word::in_flight) and a
-//!   flight opens. The word keeps all other fields, so that the slot alone tells where the page is.
+//!   flight opens. The word keeps all other fields, so that the slot alone has the place of the page.
 //! * [`wait`](Flights::wait): under the lock of a slot in flight, a waiter is added to its flight.
 //! * [`land`](Flights::land): under the slot's lock, the flight closes and the new word is published. The
 //!   caller continues the waiters in order of arrival.

@@ -27,7 +27,7 @@ use crate::ram::memory::config::SetupError;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::limits::Limits;
 use crate::ram::memory::pages::Pages;
-use crate::ram::memory::record::{LayerRecord, LayerState};
+use crate::ram::memory::record::{self, LayerRecord, LayerState};
 use crate::ram::waiting::job::{Job, WaitingRequest};
 use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::percpu::Counters;
@@ -81,7 +81,7 @@ impl Ram {
         freestone_core::trail::step!();
         retire::throttle_creation();
         let layer = family.pages.layers.make(&family.pages.common, Arc::clone(&limits))?;
-        layer.record(&LayerRecord::of_device(layer.id(), size));
+        record::write(layer.table(), &LayerRecord::of_device(layer.id(), size));
         let of_device = parent.of_device();
         Ok(Self::on_chain(family, Chain::new(layer, parent), of_device, size, limits))
     }
@@ -199,7 +199,7 @@ impl Drop for Inner {
         self.limits.set_guarantee(0);
         layer.update_reservation(&self.pages.layers);
         if number.is_some() {
-            layer.record_state(LayerState::Dying);
+            record::set_state(layer.table(), LayerState::Dying);
             kill_points::pass(KillPoint::RemovalRecorded);
         }
         let parent = std::mem::replace(&mut self.parent, Parent::Nothing);

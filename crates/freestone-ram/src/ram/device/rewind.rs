@@ -9,7 +9,7 @@ use super::retire;
 use super::stats::counter;
 use crate::ram::memory::config::SetupError;
 use crate::ram::memory::layer::stored;
-use crate::ram::memory::record::LayerRecord;
+use crate::ram::memory::record::{self, LayerRecord};
 use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::sync::Ordering;
 
@@ -64,13 +64,10 @@ impl Ram {
         }
         let _one = inner.changing.lock();
         let layer = inner.pages.layers.make(&inner.pages.common, Arc::clone(&inner.limits))?;
-        if let Some(former) = inner.layer().recorded() {
-            layer.record(&LayerRecord {
-                id: layer.id(),
-                chain: layer.id(),
-                rewinds: former.rewinds + 1,
-                ..former
-            });
+        if let Some(former) = record::read(inner.layer().table()) {
+            let rewinds = former.rewinds + 1;
+            let of = LayerRecord { id: layer.id(), chain: layer.id(), rewinds, ..former };
+            record::write(layer.table(), &of);
         }
         kill_points::pass(KillPoint::RewindRecorded);
         let new = Chain::new(layer, inner.parent.loaded().clone());

@@ -2,6 +2,7 @@
 
 use super::Ram;
 use crate::ram::memory::config::{Config, SetupError, round_fork_size, round_size};
+use crate::ram::memory::record;
 use freestone_core::sync::Ordering;
 
 /// Guard that disables waiting for space. While the guard exists, writes of the device that find no
@@ -42,7 +43,7 @@ impl Ram {
         if wanted < present {
             return Err(SetupError::Shrinks { wanted, present });
         }
-        self.0.layer().record_size(wanted);
+        record::set_size(self.0.layer().table(), wanted);
         // Release: pairs with the Acquire in `size`.
         self.0.size.store(wanted, Ordering::Release);
         Ok(())

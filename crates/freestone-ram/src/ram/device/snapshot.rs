@@ -9,7 +9,7 @@ use super::parent::{BELOW_DEPTH_MAX, Parent};
 use super::retire;
 use crate::ram::memory::config::{ForkConfig, SetupError};
 use crate::ram::memory::layer::Layer;
-use crate::ram::memory::record::LayerRecord;
+use crate::ram::memory::record::{self, LayerRecord};
 use freestone_core::consistency_group::{self, FreezeTimeout, GroupMember};
 use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::slot::chain::Dirty;
@@ -106,8 +106,11 @@ impl GroupMember for PendingSnapshot {
             let view = Chain::attach(chain, Arc::clone(&self.layer));
             kill_points::pass(KillPoint::SnapshotAttached);
             let origin = &*self.origin.0;
-            if let (Role::Snapshot { number, .. }, Some(of)) = (&view.role, chain.origin().recorded()) {
-                self.layer.record(&LayerRecord::of_snapshot(&of, self.layer.id(), *number));
+            if let (Role::Snapshot { number, .. }, Some(of)) =
+                (&view.role, record::read(chain.origin().table()))
+            {
+                let of = LayerRecord::of_snapshot(&of, self.layer.id(), *number);
+                record::write(self.layer.table(), &of);
             }
             self.snapshot = Some(Ram::on_snapshot(&origin.family, view, origin.size()));
         }

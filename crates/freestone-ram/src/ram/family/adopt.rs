@@ -1,8 +1,8 @@
 //! Takes over a family from a process that has ended or was killed.
 //!
 //! The memory of an [adoptable](crate::ram::Config::adoptable) family is in files without names (memfds), whose
-//! descriptors somebody holds beside the process that uses them. What only speeds up the use of this memory
-//! (lists of free space, counters, back-references) is built again from the slots.
+//! descriptors another process holds, too. Lists of free space, counters and back-references are in the heap,
+//! and are built again from the slots.
 //!
 //! # What a kill can leave
 //! * An object or a node that no slot or entry refers to: it is free.
@@ -29,15 +29,15 @@ use crate::ram::device::chain::Chain;
 use crate::ram::device::parent::{BELOW_DEPTH_MAX, Base, Parent};
 use crate::ram::device::parts::FamilyParts;
 use crate::ram::memory::config::{Config, SetupError};
-use crate::ram::memory::layer::Layer;
+use crate::ram::memory::layer::{LAYER_IDS, Layer};
 use crate::ram::memory::limits::Limits;
 use crate::ram::memory::pages::Memory;
-use crate::ram::memory::record::{LayerRecord, LayerState};
+use crate::ram::memory::record::{self, LayerRecord, LayerState};
 use freestone_core::device::Device;
 use freestone_core::slot::adoption::{Adoption, AdoptionError, TableFiles};
 use freestone_core::slot::{Kind, LEAF_SLOTS, Table, Word};
 
-/// The files with the memory of a family. Whoever holds their descriptors keeps the memory.
+/// The files with the memory of a family, which exists while any process has their descriptors.
 #[derive(Debug, Clone)]
 pub struct FamilyFiles<F> {
     /// Version of the layout, and objects that are being overwritten.
@@ -128,9 +128,8 @@ impl Family {
         })
     }
 
-    /// Takes over the family of a process that has ended. All writes that the process had completed are
-    /// there; of a write that it had not, each page has the old or the new content. Memory limits of
-    /// devices are not adopted.
+    /// Takes over the family of a process that has ended. No write that the process had completed is lost; of
+    /// another write, each page has the old or the new content. Memory limits of devices are not adopted.
     ///
     /// `config` must have the algorithms of the family; the size of the disk is ignored. `base` returns the
     /// device with a key from which forks of other families' devices read. A device that the caller drops is
@@ -242,7 +241,7 @@ impl Ram {
     /// [adopts](Family::adopt) the family. Keys are chosen by the caller, and not 0; `base` is 0 for a device
     /// that reads from no other. A fork of a snapshot of its own family has the snapshot's key as `base`.
     pub fn set_keys(&self, key: u64, base: u64) {
-        self.0.layer().record_keys(key, base);
+        record::set_keys(self.0.layer().table(), key, base);
     }
 }
 
@@ -252,7 +251,8 @@ fn used_records(all: Vec<(u32, [u64; 8])>) -> Result<Vec<(u32, LayerRecord)>, Ad
     let damaged = |root: u32| AdoptError::Damaged(format!("slot table {root} has no valid record"));
     let mut records = Vec::new();
     for (root, words) in all {
-        let record = LayerRecord::decode(&words).ok_or_else(|| damaged(root))?;
+        let record = LayerRecord::decode(&words).filter(|record| record.id < LAYER_IDS);
+        let record = record.ok_or_else(|| damaged(root))?;
         if record.state != LayerState::Retired {
             records.push((root, record));
         }
@@ -321,7 +321,7 @@ fn find_bases(
     Ok(bases)
 }
 
-/// Adopted slot tables by id. Those that the family does not take stay in their files.
+/// Adopted slot tables by id. Tables that the family does not take stay in their files.
 struct Tables(BTreeMap<u32, Table>);
 
 impl Drop for Tables {

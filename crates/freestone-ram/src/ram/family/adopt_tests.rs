@@ -97,7 +97,7 @@ fn adopted_family_has_devices_content_and_statistics() {
     write(&unnamed, 0, 1);
     disk.grow((PAGES + 1) * PAGE).unwrap();
     let end = Instant::now() + Duration::from_secs(20);
-    while remains.0.chain.get().origin().recorded().unwrap().state != LayerState::Loose {
+    while record::read(remains.0.chain.get().origin().table()).unwrap().state != LayerState::Loose {
         assert!(Instant::now() < end);
         thread::sleep(Duration::from_millis(1));
     }

@@ -31,6 +31,8 @@ const DISK: u64 = 1;
 const SCRATCH: u64 = 2;
 /// Pages that are written to it after each rewind.
 const SCRATCH_PAGES: u64 = 8;
+/// Test in which the processes run.
+const TEST: &str = "killed_processes_lose_nothing";
 /// Environment variable with the directory of a process to be killed, and its files.
 const DIRECTORY: &str = "FREESTONE_TEST_KILLED_IN";
 const FILES: &str = "FREESTONE_TEST_KILLED_FILES";
@@ -155,14 +157,11 @@ fn check_all(devices: Vec<Adopted>, directory: &Path) -> (Ram, Ram, BTreeMap<u64
 }
 
 /// Writes, takes and removes snapshots, and compacts, until the process is killed.
-#[test]
-#[ignore = "a process that killed_processes_lose_nothing starts"]
-fn process_to_be_killed() {
-    let directory = PathBuf::from(std::env::var_os(DIRECTORY).unwrap());
+fn run_until_killed(directory: &Path) {
     let (family, disk, scratch, mut snapshots) = if let Ok(paths) = std::env::var(FILES) {
         let files = open(paths.split_whitespace()).unwrap();
         let (family, devices) = Family::adopt(settings(), files, &mut |_| None).unwrap();
-        let (disk, scratch, snapshots) = check_all(devices, &directory);
+        let (disk, scratch, snapshots) = check_all(devices, directory);
         (family, disk, scratch, snapshots)
     } else {
         let family = Family::new(settings()).unwrap();
@@ -172,7 +171,7 @@ fn process_to_be_killed() {
         scratch.set_keys(SCRATCH, 0);
         (family, disk, scratch, BTreeMap::new())
     };
-    let versions = Versions::open(&directory);
+    let versions = Versions::open(directory);
     let FamilyFiles { family: header, roots, nodes, pool } = family.files().unwrap();
     let fds = [header, roots, nodes, pool].map(|file| file.as_raw_fd().to_string());
     println!("\nready {}", fds.join(" "));
@@ -195,7 +194,7 @@ fn process_to_be_killed() {
             });
         }
         scope.spawn(|| {
-            let versions = Versions::scratch(&directory);
+            let versions = Versions::scratch(directory);
             for version in versions.begun()[0] + 1.. {
                 versions.set(0, 0, version);
                 scratch.rewind().unwrap();
@@ -219,13 +218,13 @@ fn process_to_be_killed() {
             let bounds: Vec<u8> = oldest.into_iter().chain(newest).flat_map(u64::to_le_bytes).collect();
             let new = directory.join("new");
             fs::write(&new, bounds).unwrap();
-            fs::rename(new, path_of_snapshot(&directory, next_key)).unwrap();
+            fs::rename(new, path_of_snapshot(directory, next_key)).unwrap();
             snapshots.insert(next_key, snapshot);
             next_key += 1;
             if snapshots.len() > SNAPSHOTS {
                 // Any of them, so that pages move to older ones.
                 let key = *snapshots.keys().nth(next_key as usize % SNAPSHOTS).unwrap();
-                fs::remove_file(path_of_snapshot(&directory, key)).unwrap();
+                fs::remove_file(path_of_snapshot(directory, key)).unwrap();
                 snapshots.remove(&key);
             }
             thread::sleep(Duration::from_millis(1));
@@ -249,8 +248,8 @@ fn start(
 ) -> (Child, Option<FamilyFiles<OwnedFd>>) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let (_, module) = module_path!().split_once("::").unwrap();
-    let name = format!("{module}::process_to_be_killed");
-    command.args(["--exact", &name, "--ignored", "--nocapture"]).env(DIRECTORY, directory);
+    let name = format!("{module}::{TEST}");
+    command.args(["--exact", &name, "--nocapture"]).env(DIRECTORY, directory);
     if let Some(FamilyFiles { family, roots, nodes, pool }) = files {
         let own = std::process::id();
         let paths = [family, roots, nodes, pool].map(|file| format!("/proc/{own}/fd/{}", file.as_raw_fd()));
@@ -264,7 +263,7 @@ fn start(
     let ready = lines.find_map(|line| line.strip_prefix("ready ").map(ToOwned::to_owned));
     let Some(ready) = ready else { return (child, None) };
     let paths: Vec<_> = ready.split(' ').map(|fd| format!("/proc/{}/fd/{fd}", child.id())).collect();
-    // Its background work can meet the kill point at any moment.
+    // Background work of the child can meet the kill point at any moment.
     let Ok(files) = open(paths.iter().map(String::as_str)) else { return (child, None) };
     let _ = child.stdin.take().unwrap().write_all(b"\n");
     (child, Some(files))
@@ -285,8 +284,12 @@ fn finish(directory: &Path, files: FamilyFiles<OwnedFd>) {
     assert_eq!(family.stat().mem_used_total, 0);
 }
 
+/// The processes to be killed run this test, too.
 #[test]
 fn killed_processes_lose_nothing() {
+    if let Some(directory) = std::env::var_os(DIRECTORY) {
+        return run_until_killed(Path::new(&directory));
+    }
     let directory = tempfile::tempdir().unwrap();
     let mut files = None;
     for round in 0..effort(12, 1000_u64) {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::limits::{Limits, high_mark};
 use super::outcome::EvictionHistory;
-use super::record::LayerState;
+use super::record::{self, LayerState};
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
 use crate::ram::waiting::keeper::Keeper;
@@ -25,7 +25,7 @@ const CHARGE_FOLD_BYTES: u64 = 64 << 10;
 
 /// Number of table ids for layers. The ids above are those of the tables of groups and of shared
 /// objects.
-pub(super) const LAYER_IDS: u32 = MAX_TABLE_ID - 1;
+pub(in crate::ram) const LAYER_IDS: u32 = MAX_TABLE_ID - 1;
 
 /// A version of a device's content: a slot table with its counters.
 pub(in crate::ram) struct Layer {
@@ -141,13 +141,13 @@ impl Layer {
 
     /// Marks the layer as one that no device uses any more and that snapshots still read.
     pub fn mark_unused(&self, layers: &Layers) {
-        self.record_state(LayerState::Loose);
+        record::set_state(&self.table, LayerState::Loose);
         self.set_state(layers, LOOSE);
     }
 
     /// Marks the layer as unused and about to be freed.
     pub fn retire(&self, layers: &Layers) {
-        self.record_state(LayerState::Retired);
+        record::set_state(&self.table, LayerState::Retired);
         self.set_state(layers, RETIRED);
     }
 

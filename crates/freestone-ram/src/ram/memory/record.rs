@@ -4,7 +4,7 @@
 //! layer belongs to a device, and each change of the state is one store. So a process that is killed at any
 //! moment leaves each layer in one state.
 
-use super::layer::Layer;
+use freestone_core::slot::Table;
 use freestone_core::slot::adoption::RECORD_WORDS;
 use freestone_core::sync::Ordering;
 
@@ -23,7 +23,7 @@ pub(in crate::ram) enum LayerState {
     Dying = 5,
 }
 
-/// What is recorded of a layer.
+/// Record of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::ram) struct LayerRecord {
     pub state: LayerState,
@@ -78,9 +78,7 @@ impl LayerRecord {
         };
         Some(Self {
             state,
-            id: u32::try_from(words[word::STATE] >> ID_SHIFT)
-                .ok()
-                .filter(|id| *id < super::layer::LAYER_IDS)?,
+            id: u32::try_from(words[word::STATE] >> ID_SHIFT).ok()?,
             chain: u32::try_from(words[word::CHAIN]).ok()?,
             number: words[word::NUMBER],
             key: words[word::KEY],
@@ -91,53 +89,51 @@ impl LayerRecord {
     }
 }
 
-/// Records of layers do nothing in a family that no process can adopt.
-impl Layer {
-    /// Records that the layer belongs to a device.
-    pub fn record(&self, of: &LayerRecord) {
-        let Some(words) = self.table().record() else { return };
-        let values = [0, u64::from(of.chain), of.number, of.key, of.size, of.parent, of.rewinds];
-        for (word, value) in words.iter().zip(values).skip(1) {
-            // Relaxed: the state, which is stored last, publishes them.
-            word.store(value, Ordering::Relaxed);
-        }
-        // Release: the other words are stored before.
-        words[word::STATE].store(of.state as u64 | u64::from(of.id) << ID_SHIFT, Ordering::Release);
+/// Records that the layer with this table belongs to a device. Does nothing in a family that no process can
+/// adopt, as the other functions.
+pub(in crate::ram) fn write(table: &Table, of: &LayerRecord) {
+    let Some(words) = table.record() else { return };
+    let values = [0, u64::from(of.chain), of.number, of.key, of.size, of.parent, of.rewinds];
+    for (word, value) in words.iter().zip(values).skip(1) {
+        // Relaxed: the state, which is stored last, publishes them.
+        word.store(value, Ordering::Relaxed);
     }
+    // Release: the other words are stored before.
+    words[word::STATE].store(of.state as u64 | u64::from(of.id) << ID_SHIFT, Ordering::Release);
+}
 
-    /// Returns the record; `None` if the layer belongs to no device.
-    pub fn recorded(&self) -> Option<LayerRecord> {
-        // Relaxed: only the device's own thread changes the record, apart from the state.
-        let words = self.table().record()?.each_ref().map(|word| word.load(Ordering::Relaxed));
-        LayerRecord::decode(&words)
+/// Returns the record of a layer; `None` if the layer belongs to no device.
+pub(in crate::ram) fn read(table: &Table) -> Option<LayerRecord> {
+    // Relaxed: only the device's own thread changes the record, apart from the state.
+    let words = table.record()?.each_ref().map(|word| word.load(Ordering::Relaxed));
+    LayerRecord::decode(&words)
+}
+
+/// Records a change of the state of a layer that belongs to a device.
+pub(in crate::ram) fn set_state(table: &Table, state: LayerState) {
+    // Relaxed: see `read`.
+    if let Some(word) = table.record().map(|words| &words[word::STATE])
+        && word.load(Ordering::Relaxed) != 0
+    {
+        // Release: all changes of the layer in its former state are stored before.
+        word.store(state as u64 | u64::from(table.id()) << ID_SHIFT, Ordering::Release);
     }
+}
 
-    /// Records a change of the state of a layer that belongs to a device.
-    pub fn record_state(&self, state: LayerState) {
-        // Relaxed: see `recorded`.
-        if let Some(word) = self.table().record().map(|words| &words[word::STATE])
-            && word.load(Ordering::Relaxed) != 0
-        {
-            // Release: all changes of the layer in its former state are stored before.
-            word.store(state as u64 | u64::from(self.id()) << ID_SHIFT, Ordering::Release);
-        }
+/// Records the keys of a layer's device and of the device that its empty slots read from.
+pub(in crate::ram) fn set_keys(table: &Table, key: u64, parent: u64) {
+    if let Some(words) = table.record() {
+        // Relaxed: each word alone is consistent.
+        words[word::PARENT].store(parent, Ordering::Relaxed);
+        // Relaxed: as above.
+        words[word::KEY].store(key, Ordering::Relaxed);
     }
+}
 
-    /// Records the keys of the layer's device and of the device that its empty slots read from.
-    pub fn record_keys(&self, key: u64, parent: u64) {
-        if let Some(words) = self.table().record() {
-            // Relaxed: each word alone is consistent.
-            words[word::PARENT].store(parent, Ordering::Relaxed);
-            // Relaxed: as above.
-            words[word::KEY].store(key, Ordering::Relaxed);
-        }
-    }
-
-    /// Records the size of the layer's device in bytes.
-    pub fn record_size(&self, size: u64) {
-        if let Some(words) = self.table().record() {
-            // Relaxed: the word alone is consistent.
-            words[word::SIZE].store(size, Ordering::Relaxed);
-        }
+/// Records the size of a layer's device in bytes.
+pub(in crate::ram) fn set_size(table: &Table, size: u64) {
+    if let Some(words) = table.record() {
+        // Relaxed: the word alone is consistent.
+        words[word::SIZE].store(size, Ordering::Relaxed);
     }
 }
