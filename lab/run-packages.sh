@@ -3,6 +3,7 @@
 #   lintian    reports no error and no warning for the packages of the other parts
 #   root       in a clean root (minbase): install, run a server as its own user, access it with a client, reinstall under the running
 #              server, remove and purge; no files are left
+#   archive    the archive of the static program in a root without any library: several kinds, codecs, TLS, shutdown
 #   arm64      run the program for arm64 in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, shutdown
 #   container  the image of packaging/Containerfile on a base of the clean root's packages: an unprivileged server without capabilities,
 #              TLS, a state that survives a restart, shutdown; no containers or volumes are left. The manifest for Kubernetes: checked by the
@@ -16,10 +17,12 @@ set -eu
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "run-packages: only root can make a clean root: run this as root" >&2; exit 1; }
 debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
-[ $# -gt 0 ] || set -- lintian root arm64 container wheel wheel-arm64 types
+[ $# -gt 0 ] || set -- lintian root archive arm64 container wheel wheel-arm64 types
 if [ -z "${DEBS:-}" ]; then
   rm -rf "$debs"
   case " $* " in *\ root\ * | *\ container\ *) cargo xtask package ;; esac
+  # The optimised build takes most of the time that a piece has.
+  case " $* " in *\ archive\ *) cargo xtask package archive --profile test ;; esac
   case " $* " in *\ arm64\ *) cargo xtask package --arch arm64 ;; esac
   case " $* " in *\ wheel\ *) cargo xtask package wheel ;; esac
   case " $* " in *\ wheel-arm64\ *) cargo xtask package wheel --arch arm64 ;; esac
@@ -133,15 +136,33 @@ ended() { # PID SECONDS
 some_data() { { seq 200000; head -c 2M /dev/urandom; } >"$dir/data"; truncate -s %4096 "$dir/data"; }
 
 runs_on_arm64() {
-  deb=$(one "freestone_*_arm64.deb") root=$dir/arm64 said=$dir/said
+  deb=$(one "freestone_*_arm64.deb") root=$dir/arm64
   [ "$(dpkg-deb --field "$deb" Architecture)" = arm64 ] || wrong "the package is for $(dpkg-deb --field "$deb" Architecture)"
   dpkg-deb --field "$deb" Description | grep -q experimental || wrong "the package is not called experimental"
   apt-get install --simulate --no-install-recommends "$(realpath "$deb")" >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "dependencies are not available"; }
   dpkg-deb --extract "$deb" "$root"
   readelf --file-header "$root/usr/bin/freestone" | grep -q 'Machine: *AArch64' || wrong "the program is not for arm64"
-  freestone() { timeout 60 qemu-aarch64-static "$root/usr/bin/freestone" "$@" --control "$dir/control.sock"; }
+  serves_each_kind qemu-aarch64-static "$root/usr/bin/freestone"
+  ok "arm64, in an emulator: RAM disks of three codecs, a file, a fork, an image in a store and TLS keep what clients write; ended by SIGTERM"
+}
+
+runs_without_libraries() {
+  archive=$(one "freestone-*-x86_64-linux-musl.tar.gz") root=$dir/static
+  mkdir "$root"; tar --extract --file "$archive" --directory "$root" --strip-components 1
+  readelf --program-headers --dynamic "$root/bin/freestone" | grep -q -e INTERP -e NEEDED && wrong "the program of the archive loads libraries"
+  # The root has the files of the archive and nothing else.
+  title=$(chroot "$root" /bin/freestone --version) || wrong "the program of the archive needs other files"
+  serves_each_kind "$root/bin/freestone"
+  ok "$title without libraries: RAM disks of three codecs, a file, a fork, an image in a store and TLS keep what clients write; ended by SIGTERM"
+}
+
+# Checks devices of each kind, TLS and an image in a store with a program, and its end by SIGTERM.
+serves_each_kind() { # PROGRAM, WITH WORDS BEFORE IT
+  said=$dir/said
+  program=("$@")
+  freestone() { timeout 60 "${program[@]}" "$@" --control "$dir/control.sock"; }
   certificates "$dir/tls"; some_data; truncate -s 64M "$dir/image"
-  qemu-aarch64-static "$root/usr/bin/freestone" serve lz4=ram,disksize=64M zstd=ram,disksize=64M,comp_algorithm=zstd \
+  "${program[@]}" serve lz4=ram,disksize=64M zstd=ram,disksize=64M,comp_algorithm=zstd \
     lzo=ram,disksize=64M,comp_algorithm=lzo image="file,path=$dir/image" golden="file,path=$dir/data,readonly=yes" job=fork,base=golden \
     zoned=null,size=1G,zoned=1,memory_backed=1 --nbd "unix:$dir/nbd.sock" --nbd tcp:127.0.0.1:0 --control "$dir/control.sock" \
     --tls on --tls-cert "$dir/tls/server-cert.pem" --tls-key "$dir/tls/server-key.pem" >"$said" 2>&1 &
@@ -164,7 +185,6 @@ runs_on_arm64() {
   kill -TERM "$server"; wait "$server" || wrong "the server ended with $?"
   server=
   [ ! -e "$dir/nbd.sock" ] && [ ! -e "$dir/control.sock" ] || wrong "sockets are left"
-  ok "arm64, in an emulator: RAM disks of three codecs, a file, a fork, an image in a store and TLS keep what clients write; ended by SIGTERM"
 }
 
 runs_in_a_container() {
@@ -303,7 +323,7 @@ types_are_strict() {
 
 for part; do
   case $part in
-    lintian) lintian_says_nothing ;; root) installed_and_gone ;; arm64) runs_on_arm64 ;; container) runs_in_a_container ;;
+    lintian) lintian_says_nothing ;; root) installed_and_gone ;; archive) runs_without_libraries ;; arm64) runs_on_arm64 ;; container) runs_in_a_container ;;
     wheel) wheel_is_used ;; wheel-arm64) wheel_runs_on_arm64 ;; types) types_are_strict ;;
     *) wrong "unknown part: $part" ;;
   esac

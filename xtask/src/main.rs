@@ -101,7 +101,8 @@ enum Command {
     /// Build the engine for fio; fetch the source of the installed fio first if it is missing
     Fio,
     /// Build the Debian package and the package of its debug symbols, see docs/how-to/install.md; the wheel of the
-    /// Python package, see docs/how-to/python.md; or the packages of the published crates
+    /// Python package, see docs/how-to/python.md; the packages of the published crates; or an archive of the static
+    /// program
     Package {
         /// Form of the package
         #[arg(value_enum, default_value = "deb")]
@@ -109,7 +110,7 @@ enum Command {
         /// Architecture; arm64 is cross-compiled with Debian's compilers
         #[arg(long, value_enum, default_value = "amd64")]
         arch: package::arch::Arch,
-        /// Cargo's profile for the program in a wheel, to try a wheel without waiting for the build of packages
+        /// Cargo's profile for the program, to try a package without waiting for the build of packages
         #[arg(long)]
         profile: Option<String>,
     },

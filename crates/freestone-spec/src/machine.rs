@@ -36,7 +36,7 @@ pub fn memory() -> Result<u64, MachineError> {
 }
 
 mod heap {
-    #![expect(unsafe_code)]
+    #![cfg_attr(target_env = "gnu", expect(unsafe_code))]
     // UNSAFETY: a libc call without a safe wrapper.
 
     /// Size in bytes from which the allocator uses a separate mapping for an allocation.

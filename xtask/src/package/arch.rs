@@ -5,18 +5,21 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::build::packages::{self, Tool};
 use crate::cargo::output;
 
-/// Architecture of a package, by its Debian name.
+/// Architecture of a package, by its Debian name, or the target of the static program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Arch {
     Amd64,
     /// Built on amd64 and tested in an emulator, so the package is called experimental.
     Arm64,
+    /// amd64 with the C library musl, which is linked into the program: for machines that are not Debian's.
+    #[value(skip)]
+    Musl,
 }
 
 /// Tools that packages of every architecture need, besides cargo.
@@ -35,11 +38,14 @@ const ARM64_COMPILER: [Tool; 2] = [
     ("/var/lib/dpkg/info/libstd-rust-web-dev:arm64.list", "libstd-rust-web-dev:arm64"),
 ];
 const DEBIANS_COMPILER: &str = "/usr/bin/rustc";
+/// Additional tools for a static program: a C compiler with the headers of musl. Rust brings the library itself.
+const MUSL_TOOLS: [Tool; 1] = [(MUSL_COMPILER, "musl-tools")];
+const MUSL_COMPILER: &str = "musl-gcc";
 
 impl Arch {
     pub fn debian(self) -> &'static str {
         match self {
-            Self::Amd64 => "amd64",
+            Self::Amd64 | Self::Musl => "amd64",
             Self::Arm64 => "arm64",
         }
     }
@@ -48,6 +54,7 @@ impl Arch {
         match self {
             Self::Amd64 => "x86_64-unknown-linux-gnu",
             Self::Arm64 => "aarch64-unknown-linux-gnu",
+            Self::Musl => "x86_64-unknown-linux-musl",
         }
     }
 
@@ -58,7 +65,7 @@ impl Arch {
     /// Returns the name of a binutils or gcc program for this architecture.
     pub fn tool(self, name: &str) -> String {
         match self {
-            Self::Amd64 => name.to_owned(),
+            Self::Amd64 | Self::Musl => name.to_owned(),
             Self::Arm64 => format!("aarch64-linux-gnu-{name}"),
         }
     }
@@ -75,11 +82,22 @@ impl Arch {
                 packages::ensure(&ARM64_COMPILER)?;
             }
         }
+        if self == Self::Musl {
+            packages::ensure(&MUSL_TOOLS)?;
+            if !self.is_known_to_compiler()? {
+                let added = Command::new("rustup").args(["target", "add", self.triple()]).status();
+                let added = added.is_ok_and(|status| status.success()) && self.is_known_to_compiler()?;
+                ensure!(added, "the Rust compiler has no standard library for {}", self.triple());
+            }
+        }
         Ok(())
     }
 
-    /// Returns the environment variables of cargo builds for this architecture; none for amd64.
+    /// Returns the environment variables of cargo builds for this architecture; empty for amd64.
     pub fn environment(self) -> Result<Vec<(&'static str, OsString)>> {
+        if self == Self::Musl {
+            return Ok(vec![("CC_x86_64_unknown_linux_musl", MUSL_COMPILER.into())]);
+        }
         let Self::Arm64 = self else { return Ok(Vec::new()) };
         let mut all = vec![
             ("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", self.tool("gcc").into()),

@@ -22,6 +22,10 @@ const PREFERRED: [&str; 7] = ["MIT", "Apache-2.0", "BSD-3-Clause", "BSD-2-Clause
 const BUNDLED: [(&str, &str, &str); 2] =
     [("lz4-sys", "liblz4/lib/LICENSE", "BSD-2-Clause"), ("zstd-sys", "zstd/LICENSE", "BSD-3-Clause")];
 
+/// Libraries in a static program besides the crates: files, owners, licence.
+const STATIC: [(&str, &str, &str); 2] =
+    [("musl/*", "2005-2020 Rich Felker, et al.", "MIT"), ("libunwind/*", "the LLVM Project", "Apache-2.0")];
+
 /// A package in the output of `cargo metadata`.
 #[derive(Debug, Deserialize)]
 struct Package {
@@ -59,6 +63,13 @@ pub fn file(root: &Path, target: &str) -> Result<String> {
         copyright: ["The Rust Project Developers".to_owned()].into(),
         licence: "MIT".to_owned(),
     });
+    if target.ends_with("-musl") {
+        stanzas.extend(STATIC.map(|(files, owners, licence)| Stanza {
+            files: files.to_owned(),
+            copyright: [owners.to_owned()].into(),
+            licence: licence.to_owned(),
+        }));
+    }
     for package in built_in(root, target)? {
         stanzas.extend(of_package(&package)?);
     }
@@ -237,6 +248,9 @@ mod tests {
         );
         // Procedural macros and dependencies of tests are not in the program.
         assert!(!text.contains("Files: syn-") && !text.contains("Files: proptest-"), "{text}");
+        assert!(!text.contains("Files: musl/"), "{text}");
+        let text = file(Path::new(".."), "x86_64-unknown-linux-musl").unwrap();
+        assert!(text.contains("Files: musl/*\nCopyright: 2005-2020 Rich Felker"), "{text}");
         for licence in text.lines().filter_map(|line| line.strip_prefix("License: ")) {
             for name in licence.split(" and ").flat_map(|names| names.split(" or ")) {
                 assert!(text.contains(&format!("\n\nLicense: {name}\n ")), "{name} has no text");

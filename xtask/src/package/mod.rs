@@ -1,7 +1,9 @@
 //! `cargo xtask package`: builds the Debian package of the program, with manual pages, completions, units and udev rules,
-//! and the package of its debug symbols; or the wheel of the Python package; or the packages of the published crates.
+//! and the package of its debug symbols; or the wheel of the Python package; or the packages of the published crates; or an
+//! archive of the static program.
 
 pub mod arch;
+mod archive;
 mod changelog;
 mod control;
 mod copyright;
@@ -20,8 +22,12 @@ use clap::ValueEnum;
 use self::arch::Arch;
 use crate::cargo::{self, cargo, output};
 
+pub use archive::TARGET as ARCHIVE_TARGET;
+
 /// Name of the package and of the program.
 const NAME: &str = "freestone";
+/// Program that writes manual pages and completions.
+const MANUALS: &str = "freestone-manuals";
 /// Version of the workspace and of the package.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -34,8 +40,11 @@ pub enum Form {
     Wheel,
     /// Packages of the published crates, as the registry of cargo gets them.
     Crates,
+    /// Archive of the program with the C library musl, which needs no library of the machine. For amd64.
+    Archive,
 }
 
+/// Makes a form of package. `profile` replaces cargo's profile for packages.
 pub fn run(form: Form, arch: Arch, profile: Option<&str>) -> Result<bool> {
     // Every user must be able to read the files of the package.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
@@ -43,24 +52,48 @@ pub fn run(form: Form, arch: Arch, profile: Option<&str>) -> Result<bool> {
         println!("crates: {}", crates::pack()?.display());
         return Ok(true);
     }
-    arch.ensure()?;
-    if form == Form::Wheel {
-        let wheel = wheel::build(arch, profile.unwrap_or(program::PROFILE))?;
-        println!("wheel: {} ({:.1} MB)", wheel.display(), fs::metadata(&wheel)?.len() as f64 / 1e6);
-        return Ok(true);
+    let profile = profile.unwrap_or(program::PROFILE);
+    match form {
+        Form::Archive if arch != Arch::Amd64 => bail!("the archive is for amd64 only"),
+        Form::Archive => print("archive", &archive::build(profile)?)?,
+        _ => {
+            arch.ensure()?;
+            if form == Form::Wheel {
+                print("wheel", &wheel::build(arch, profile)?)?;
+            } else {
+                debian(arch, profile)?;
+            }
+        }
     }
-    if profile.is_some() {
-        bail!("--profile is for the wheel; the Debian package has the profile {}", program::PROFILE);
-    }
+    Ok(true)
+}
+
+fn print(what: &str, file: &Path) -> Result<()> {
+    println!("{what}: {} ({:.1} MB)", file.display(), fs::metadata(file)?.len() as f64 / 1e6);
+    Ok(())
+}
+
+/// Returns the directory of all packages, which it creates.
+fn out_dir() -> Result<PathBuf> {
     let out = cargo::target_dir().join("package");
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
-    let out = out.canonicalize()?;
-    let built = program::build(arch)?;
+    out.canonicalize().context("cannot find the directory of packages")
+}
+
+/// Returns the time of the last commit, in seconds since 1970. No file in a package is newer, so builds are reproducible.
+fn changed() -> Result<String> {
+    output(Command::new("git").args(["log", "-1", "--format=%ct"]))
+}
+
+/// Makes the package of the program and that of its debug symbols.
+fn debian(arch: Arch, profile: &str) -> Result<()> {
+    let out = out_dir()?;
+    let built = program::build(arch, profile)?;
     let manuals = out.join("manuals");
-    write_manuals(&manuals)?;
+    write_manuals(&manuals, profile)?;
 
     let maintainer = maintainer()?;
-    let changed = output(Command::new("git").args(["log", "-1", "--format=%ct"]))?;
+    let changed = changed()?;
     let work = out.join(arch.debian());
     let program = tree::Program { parts: program::parts(arch, &built, &work)?, manuals: &manuals };
     let root = empty_dir(&work.join(NAME))?;
@@ -78,10 +111,8 @@ pub fn run(form: Form, arch: Arch, profile: Option<&str>) -> Result<bool> {
 
     let bytes = fs::metadata(&program.parts.stripped)?.len();
     println!("program: {:.1} MB without symbols", bytes as f64 / 1e6);
-    for package in [package, symbols] {
-        println!("package: {} ({:.1} MB)", package.display(), fs::metadata(&package)?.len() as f64 / 1e6);
-    }
-    Ok(true)
+    print("package", &package)?;
+    print("package", &symbols)
 }
 
 pub fn empty_dir(dir: &Path) -> Result<PathBuf> {
@@ -93,12 +124,18 @@ pub fn empty_dir(dir: &Path) -> Result<PathBuf> {
 }
 
 /// Writes manual pages and completions with the program `freestone-manuals`, which contains the definition of the
-/// command line.
-fn write_manuals(dir: &Path) -> Result<()> {
+/// command line. `profile` is that of the package.
+fn write_manuals(dir: &Path, profile: &str) -> Result<()> {
     empty_dir(dir)?;
-    let mut run = cargo();
-    run.args(["run", "--package", "freestone-manuals", "--"]).arg(dir);
-    if !run.status().context("cannot start cargo")?.success() {
+    let mut run = if profile == program::TESTS {
+        Command::new(program::tests(MANUALS)?)
+    } else {
+        let mut run = cargo();
+        run.args(["run", "--package", MANUALS, "--"]);
+        run
+    };
+    run.arg(dir).stdin(Stdio::null());
+    if !run.status().context("cannot start freestone-manuals")?.success() {
         bail!("the manual pages were not written");
     }
     Ok(())
@@ -113,8 +150,7 @@ fn maintainer() -> Result<String> {
     output(Command::new("git").args(["log", "-1", "--format=%cn <%ce>"]))
 }
 
-/// Packs the tree `root` and returns the path of the package. No file in the package is newer than `changed` (seconds
-/// since 1970), so builds are reproducible.
+/// Packs the tree `root` and returns the path of the package. `changed` is the time of the newest file.
 fn build(arch: Arch, root: &Path, out: &Path, name: &str, changed: &str) -> Result<PathBuf> {
     let package = out.join(format!("{name}_{VERSION}_{}.deb", arch.debian()));
     let mut command = Command::new("dpkg-deb");

@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 use super::arch::Arch;
 use super::{NAME, empty_dir};
+use crate::build::workspace;
 use crate::cargo::{cargo, output, target_dir};
 
 /// Profile of cargo for packages.
@@ -25,9 +26,17 @@ pub fn commit() -> Result<String> {
     output(Command::new("git").args(["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]))
 }
 
-pub fn build(arch: Arch) -> Result<PathBuf> {
+/// Profile of the tests, whose program a package can have as well.
+pub const TESTS: &str = "test";
+
+/// Builds the program with a profile of cargo and returns its path. With that of the tests, it is the program of the tests,
+/// which usually is built already: alone, cargo would select other features of dependencies, and build them again.
+pub fn build(arch: Arch, profile: &str) -> Result<PathBuf> {
+    if profile == TESTS && !arch.is_cross() {
+        return tests(NAME);
+    }
     let mut cargo = cargo();
-    cargo.args(["build", "--locked", "--profile", PROFILE]);
+    cargo.args(["build", "--locked", "--profile", profile]);
     cargo.args(["--package", "freestone-cli", "--bin", NAME, "--features", "full"]);
     cargo.env("FREESTONE_COMMIT", commit()?).envs(arch.environment()?);
     let mut dir = target_dir();
@@ -38,7 +47,21 @@ pub fn build(arch: Arch) -> Result<PathBuf> {
     if !cargo.status().context("cannot start cargo")?.success() {
         bail!("the program was not built");
     }
-    Ok(dir.join(PROFILE).join(NAME))
+    Ok(dir.join(directory(profile)).join(NAME))
+}
+
+/// Returns the path of a program that the tests use, and builds it if necessary.
+pub fn tests(name: &str) -> Result<PathBuf> {
+    Ok(workspace::programs()?.context("the programs of the tests were not built")?.join(name))
+}
+
+/// Returns the directory of a profile below the target directory.
+fn directory(profile: &str) -> &str {
+    match profile {
+        "dev" | "test" => "debug",
+        "bench" => "release",
+        own => own,
+    }
 }
 
 /// Splits the program `built` into a stripped program and its symbols, both below `work`.

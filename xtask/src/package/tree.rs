@@ -79,6 +79,22 @@ pub fn fill(root: &Path, program: &Program<'_>, changelog: &str, copyright: &str
     gzip(&doc.join("changelog"))
 }
 
+/// Fills the tree of an archive, which can be copied to a prefix such as `/usr/local`.
+pub fn fill_archive(root: &Path, program: &Program<'_>, copyright: &str) -> Result<()> {
+    put(&program.parts.stripped, root, &format!("bin/{NAME}"), 0o755)?;
+    for section in MANUAL_SECTIONS {
+        let pages = files_of(&program.manuals.join("man"), section)?;
+        put_each(&pages, root, &format!("share/man/man{section}"), 0o644)?;
+    }
+    for (from, to) in COMPLETIONS {
+        put(&program.manuals.join(from), root, to.trim_start_matches("usr/"), 0o644)?;
+    }
+    for page in ["README.md", "CHANGELOG.md"] {
+        put(Path::new(page), root, &format!("share/doc/{NAME}/{page}"), 0o644)?;
+    }
+    write(&root.join("share/doc").join(NAME).join("copyright"), copyright)
+}
+
 pub fn fill_symbols(root: &Path, parts: &Parts) -> Result<()> {
     let (first, rest) = parts.build_id.split_at(2);
     put(&parts.symbols, root, &format!("usr/lib/debug/.build-id/{first}/{rest}.debug"), 0o644)?;

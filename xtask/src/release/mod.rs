@@ -38,6 +38,8 @@ pub enum Part {
     Wheel,
     /// Wheel of the Python package for arm64
     WheelArm64,
+    /// Archive of the static program for amd64
+    Archive,
     /// Image for containers, as an archive in the format of the Open Container Initiative
     Image,
     /// List of the components built into the program, in the format `CycloneDX`
@@ -73,6 +75,7 @@ pub fn run(version: &str, only: &[Part], base: Option<&str>) -> Result<()> {
         (Part::DebArm64, Form::Deb, Arch::Arm64),
         (Part::Wheel, Form::Wheel, Arch::Amd64),
         (Part::WheelArm64, Form::Wheel, Arch::Arm64),
+        (Part::Archive, Form::Archive, Arch::Amd64),
     ];
     for (_, form, arch) in forms.into_iter().filter(|(part, ..)| has(*part)) {
         make(form, arch)?;
@@ -116,6 +119,7 @@ fn made(form: Form, arch: Arch, version: &str) -> Result<Vec<PathBuf>> {
     let (dir, wanted) = match form {
         Form::Crates => (package.join("crates"), format!("-{version}.crate")),
         Form::Deb => (package, format!("_{version}_{}.deb", arch.debian())),
+        Form::Archive => (package, format!("-{version}-{}.tar.gz", package::ARCHIVE_TARGET)),
         Form::Wheel => (package.join("wheels").join(arch.debian()), ".whl".to_owned()),
     };
     let mut files = Vec::new();

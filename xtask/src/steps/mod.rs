@@ -123,6 +123,8 @@ pub enum Step {
     Site,
     /// Slow: the Debian package: lintian; installed, used, updated and purged in a clean root
     PackageRoot,
+    /// Slow: the archive of the static program, used without any library
+    PackageArchive,
     /// Slow: the Debian package for arm64: lintian; its program in an emulator
     PackageArm64,
     /// Slow: the image for containers, and the manifest for Kubernetes
@@ -225,6 +227,9 @@ impl Step {
             Self::Site => site::run(),
             Self::PackageRoot => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "root"]])
+            }
+            Self::PackageArchive => {
+                slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "archive"]])
             }
             Self::PackageArm64 => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "arm64"]])
