@@ -106,6 +106,10 @@ runs_the_template() {
   npm install --silent --no-save --no-audit --no-fund --prefix "$dir" gitlab-ci-local@4.60.0 >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "npm fails"; }
   mkdir -p "$dir/artifacts"
   project gitlab-ci.yml .gitlab-ci.yml
+  # gitlab-ci-local uploads the artifacts of a failed job only with `always`, GitLab also with `on_failure`.
+  grep -q '^    when: on_failure$' "$ci/gitlab-template.yml" || wrong "GitLab: the template does not upload artifacts of failed jobs"
+  sed -i 's/^    when: on_failure$/    when: always/' "$dir/project/packaging/ci/gitlab-template.yml"
+  commit
   jobs GitLab .gitlab-ci.yml "cp -r '$dir/project' /tmp/project; cd /tmp/project; status=0
     '$dir/node_modules/.bin/gitlab-ci-local' test || status=\$?
     find . -name disk.qcow2 -path '*artifacts*' -exec cp {} '$dir/artifacts/' \;
