@@ -73,15 +73,24 @@ pub fn check() -> Result<bool> {
     );
     let oldest =
         published()?.into_iter().find_map(|package| package.rust_version).context("no rust-version")?;
-    let has_oldest = Command::new("rustup").args(["run", &oldest, "rustc", "--version"]).output();
-    if has_oldest.is_ok_and(|output| output.status.success()) {
+    if has_toolchain(&oldest) {
         build(&workspace, Some(&oldest))?;
         println!("Rust {oldest}: builds the packages as well");
     } else {
-        println!("Rust {oldest}: not tried, as rustup has no such toolchain");
+        println!("Rust {oldest}: not tried, as rustup cannot install it");
     }
     fs::remove_dir_all(workspace).context("cannot remove the workspace of the packages")?;
     Ok(true)
+}
+
+/// Returns true if rustup has a toolchain, which it installs if it can.
+fn has_toolchain(version: &str) -> bool {
+    let rustup = |arguments: &[&str]| {
+        let output = Command::new("rustup").args(arguments).stdin(Stdio::null()).output();
+        output.is_ok_and(|output| output.status.success())
+    };
+    rustup(&["run", version, "rustc", "--version"])
+        || rustup(&["toolchain", "install", version, "--profile", "minimal"])
 }
 
 fn published() -> Result<Vec<Package>> {
