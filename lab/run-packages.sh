@@ -3,6 +3,7 @@
 #   lintian    reports no error and no warning for the packages of the other parts
 #   root       in a clean root (minbase): install, run a server as its own user, access it with a client, reinstall under the running
 #              server, remove and purge; no files are left
+#   upgrade    from the package of an earlier commit to this one and back, with a state, kept content, a COW store, saved files and images
 #   archive    the archive of the static program in a root without any library: several kinds, codecs, TLS, shutdown
 #   arm64      run the program for arm64 in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, shutdown
 #   container  the image of packaging/Containerfile on a base of the clean root's packages: an unprivileged server without capabilities,
@@ -17,11 +18,12 @@ set -eu
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "run-packages: only root can make a clean root: run this as root" >&2; exit 1; }
 debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
-[ $# -gt 0 ] || set -- lintian root archive arm64 container wheel wheel-arm64 types
+[ $# -gt 0 ] || set -- lintian root upgrade archive arm64 container wheel wheel-arm64 types
 if [ -z "${DEBS:-}" ]; then
   rm -rf "$debs"
-  case " $* " in *\ root\ * | *\ container\ *) cargo xtask package ;; esac
-  # The optimised build takes most of the time that a piece has.
+  case " $* " in *\ root\ * | *\ container\ *) cargo xtask package ;;
+    # The optimised build takes most of the time that a piece has.
+    *\ upgrade\ *) cargo xtask package --profile test ;; esac
   case " $* " in *\ archive\ *) cargo xtask package archive --profile test ;; esac
   case " $* " in *\ arm64\ *) cargo xtask package --arch arm64 ;; esac
   case " $* " in *\ wheel\ *) cargo xtask package wheel ;; esac
@@ -37,6 +39,7 @@ trap 'exit 1' HUP INT TERM
 wrong() { echo "run-packages: $*" >&2; exit 1; }
 ok() { echo "ok   $*"; }
 . lab/container-image.sh
+. lab/package-upgrade.sh
 one() { set -- "$debs"/$1; [ $# = 1 ] && [ -e "$1" ] || wrong "not exactly one package: $*"; echo "$1"; }
 
 # Executes a command in a root with /proc and a minimal environment, in place of this process.
@@ -323,7 +326,7 @@ types_are_strict() {
 
 for part; do
   case $part in
-    lintian) lintian_says_nothing ;; root) installed_and_gone ;; archive) runs_without_libraries ;; arm64) runs_on_arm64 ;; container) runs_in_a_container ;;
+    lintian) lintian_says_nothing ;; root) installed_and_gone ;; upgrade) upgraded_and_back ;; archive) runs_without_libraries ;; arm64) runs_on_arm64 ;; container) runs_in_a_container ;;
     wheel) wheel_is_used ;; wheel-arm64) wheel_runs_on_arm64 ;; types) types_are_strict ;;
     *) wrong "unknown part: $part" ;;
   esac

@@ -123,6 +123,8 @@ pub enum Step {
     Site,
     /// Slow: the Debian package: lintian; installed, used, updated and purged in a clean root
     PackageRoot,
+    /// Slow: upgrade from the package of an earlier commit and back, with a state, saved files and stores
+    PackageUpgrade,
     /// Slow: the archive of the static program, used without any library
     PackageArchive,
     /// Slow: the Debian package for arm64: lintian; its program in an emulator
@@ -227,6 +229,9 @@ impl Step {
             Self::Site => site::run(),
             Self::PackageRoot => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "lintian", "root"]])
+            }
+            Self::PackageUpgrade => {
+                slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "upgrade"]])
             }
             Self::PackageArchive => {
                 slow_scripts(&packages::PACKAGING, &[&["lab/run-packages.sh", "archive"]])
