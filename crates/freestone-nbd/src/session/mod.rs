@@ -13,6 +13,7 @@ mod operations;
 mod receive;
 mod reply;
 pub mod requests;
+mod send_buffer;
 mod stall;
 mod tls_receive;
 
@@ -27,6 +28,7 @@ use rustix::event::PollFlags;
 use self::operations::Operations;
 use self::requests::partial_request::PartialRequest;
 use self::requests::sweeps::{MAX_SWEEPS, Sweeps};
+use self::send_buffer::SendBuffer;
 use crate::handshake::Negotiation;
 use crate::limits::MAX_IN_FLIGHT_BYTES;
 use crate::link::{CompletedPart, Link};
@@ -123,6 +125,7 @@ pub struct Session<'a> {
     workers: Workers,
     /// Measured costs of large requests, by which they are handed to workers or executed inline.
     costs: Arc<Costs>,
+    send_buffer: SendBuffer,
     /// Set if the input held more data behind the last large write, which predicts that more requests follow.
     more_follows: bool,
     tally: Tally,
@@ -164,6 +167,7 @@ impl<'a> Session<'a> {
             window: None,
             sweeps: Sweeps::default(),
             costs: Arc::default(),
+            send_buffer: SendBuffer::default(),
             more_follows: false,
             tally: Tally::default(),
             finished: Vec::new(),

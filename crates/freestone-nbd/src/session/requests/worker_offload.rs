@@ -93,6 +93,7 @@ impl Session<'_> {
         let large = self.begin_large();
         let step = self.read_piece(tag, request, part)?;
         self.end_large(&request, large, step);
+        self.send_buffer.fit(self.link, self.costs.is_worker_worthwhile(&request, 1, true));
         Ok(step)
     }
 
