@@ -55,6 +55,28 @@ impl SlotGuard<'_> {
         }
     }
 
+    /// Returns the address of the slot in memory.
+    #[inline]
+    pub fn address(&self) -> usize {
+        match &self.0 {
+            Guard::Ours(guard) => guard.address(),
+            Guard::Other(guard) => std::ptr::from_ref(guard.slot) as usize,
+        }
+    }
+
+    /// Replaces the word of the slot, which stays locked.
+    #[inline]
+    pub fn store(&mut self, new: Word) {
+        match &mut self.0 {
+            Guard::Ours(guard) => guard.store(new),
+            Guard::Other(guard) => {
+                // Release: pairs with the Acquire of readers.
+                guard.slot.fetch_xor(guard.word.bits() ^ new.bits(), Ordering::Release);
+                guard.word = new;
+            }
+        }
+    }
+
     /// Replaces the word of the slot and unlocks it.
     #[inline]
     pub fn publish(self, new: Word) {
