@@ -130,11 +130,12 @@ impl Draw {
                 ops.push(Op::Heal(None));
             }
         }
-        for _ in 0..4 + self.below(8) {
+        // Writes to chunks whose exceptions a failed step may have removed on disk.
+        for _ in 0..16 + self.below(32) {
             ops.push(self.near());
         }
         if self.crashes {
-            if self.chance(50) {
+            if self.chance(80) {
                 ops.push(Op::Io(Io { wait: true, ..self.io_of(IoKind::Flush) }));
             }
             ops.push(Op::Crash { tree: self.any(), power: self.chance(60), seed: self.rng.word() });
