@@ -49,10 +49,13 @@ impl Arena {
     /// # Errors
     /// Errors of `memfd_create(2)`, such as EMFILE.
     pub fn new(name: &str, unit_bytes: u64) -> rustix::io::Result<Self> {
+        Ok(Self::on(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?, unit_bytes))
+    }
+
+    fn on(file: OwnedFd, unit_bytes: u64) -> Self {
         assert!(unit_bytes.is_power_of_two() && (4096..=SEGMENT_BYTES).contains(&unit_bytes));
-        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
         let segments = (0..SEGMENTS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
-        Ok(Self { file, unit_bytes, segments, state: Mutex::default() })
+        Self { file, unit_bytes, segments, state: Mutex::default() }
     }
 
     /// Creates an arena on the file of another process's arena, which has ended. All units up to the last one
@@ -61,13 +64,11 @@ impl Arena {
     /// # Errors
     /// EINVAL if no arena has made the file; errors of the file and of `mmap(2)`.
     pub fn adopt(file: OwnedFd, unit_bytes: u64) -> rustix::io::Result<Self> {
-        assert!(unit_bytes.is_power_of_two() && (4096..=SEGMENT_BYTES).contains(&unit_bytes));
         let bytes = rustix::fs::fstat(&file)?.st_size as u64;
         if bytes > ARENA_BYTES || !bytes.is_multiple_of(SEGMENT_BYTES) {
             return Err(Errno::INVAL);
         }
-        let segments = (0..SEGMENTS).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect();
-        let arena = Self { file, unit_bytes, segments, state: Mutex::default() };
+        let arena = Self::on(file, unit_bytes);
         for index in 0..bytes / SEGMENT_BYTES {
             arena.map(index as usize)?;
         }
@@ -118,10 +119,8 @@ impl Arena {
             if next < unit {
                 free.extend(next..unit);
                 let (at, len) = (u64::from(next) * self.unit_bytes, u64::from(unit - next) * self.unit_bytes);
-                for step in (at..at + len).step_by(RELEASE_STEP_BYTES as usize) {
-                    // SAFETY: the caller uses none of these units.
-                    unsafe { self.release(step, RELEASE_STEP_BYTES.min(at + len - step)) };
-                }
+                // SAFETY: the caller uses none of these units.
+                unsafe { self.release(at, len) };
             }
             next = unit + 1;
         }
@@ -147,6 +146,22 @@ impl Arena {
         }
         self.map_segment((offset / SEGMENT_BYTES) as usize)?;
         state.next_new += 1;
+        Ok(unit)
+    }
+
+    /// Allocates a unit whose first `bytes` bytes (whole pages) are populated. Returns its number.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc) and [`populate`](Self::populate).
+    pub fn alloc_populated(&self, bytes: u64) -> Result<u32> {
+        let unit = self.alloc()?;
+        let at = u64::from(unit) * self.unit_bytes;
+        self.populate(at, bytes).inspect_err(|_| {
+            // SAFETY: the unit was just allocated and is not used.
+            unsafe { self.release(at, self.unit_bytes) };
+            // SAFETY: as above.
+            unsafe { self.free(unit) };
+        })?;
         Ok(unit)
     }
 
@@ -249,8 +264,22 @@ impl Arena {
         // fallocate can fail for lack of kernel memory. The range must read as zeroes even then, so it is
         // overwritten.
         if rustix::fs::fallocate(&self.file, flags, offset, len).is_err() {
+            // SAFETY: guaranteed by the caller.
+            unsafe { self.overwrite(offset, len) };
+        }
+    }
+
+    /// Overwrites a range with zeroes. Segments are not mapped side by side, so each one is written by itself.
+    ///
+    /// # Safety
+    /// As for [`release`](Self::release).
+    unsafe fn overwrite(&self, offset: u64, len: u64) {
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let next = ((at / SEGMENT_BYTES + 1) * SEGMENT_BYTES).min(end);
             // SAFETY: the range lies in a mapped segment and belongs to the caller.
-            unsafe { std::ptr::write_bytes(self.at(offset).as_ptr(), 0, len as usize) };
+            unsafe { std::ptr::write_bytes(self.at(at).as_ptr(), 0, (next - at) as usize) };
+            at = next;
         }
     }
 
@@ -369,6 +398,21 @@ mod tests {
         let other = rustix::fs::memfd_create("freestone-test", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&other, 4096).unwrap();
         assert!(Arena::adopt(other, 4096).is_err(), "not a file of an arena");
+    }
+
+    #[test]
+    fn range_in_two_segments_is_overwritten() {
+        let arena = Arena::new("freestone-test", SEGMENT_BYTES).unwrap();
+        let units = [arena.alloc().unwrap(), arena.alloc().unwrap()];
+        assert_eq!(units, [0, 1]);
+        let place = |at: u64| arena.at(at).as_ptr();
+        let places = [-4097, -4096, -1, 0, 4095, 4096].map(|at: i64| SEGMENT_BYTES.saturating_add_signed(at));
+        // SAFETY: the test owns both units.
+        places.iter().for_each(|at| unsafe { place(*at).write(7) });
+        // SAFETY: as above.
+        unsafe { arena.overwrite(SEGMENT_BYTES - 4096, 8192) };
+        // SAFETY: as above.
+        assert_eq!(places.map(|at| unsafe { place(at).read() }), [7, 0, 0, 0, 0, 7]);
     }
 
     #[test]

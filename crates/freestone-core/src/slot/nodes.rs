@@ -57,14 +57,7 @@ mod real {
 
         /// Allocates a zeroed node and returns its number.
         pub fn alloc(&self) -> Result<u32> {
-            let node = self.arena.alloc()?;
-            if let Err(error) = self.arena.populate(u64::from(node) * NODE_BYTES, NODE_BYTES) {
-                // SAFETY: the node was just allocated and is not used.
-                unsafe { self.arena.release(u64::from(node) * NODE_BYTES, NODE_BYTES) };
-                // SAFETY: the node was just allocated and is not used.
-                unsafe { self.arena.free(node) };
-                return Err(error);
-            }
+            let node = self.arena.alloc_populated(NODE_BYTES)?;
             // Relaxed: the number of nodes is a statistic.
             self.used.fetch_add(1, Ordering::Relaxed);
             Ok(node)

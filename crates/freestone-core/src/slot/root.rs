@@ -136,14 +136,9 @@ mod real {
 
         /// Allocates a root of `len` zero entries. The caller frees it with [`free`](Self::free).
         pub fn alloc(&self, len: usize) -> Result<Root> {
-            let unit = self.0.alloc()?;
-            let at = u64::from(unit) * UNIT_BYTES;
-            // The memory of the record and of the first entries exists then; a fault could not report that
-            // the system has none.
-            if let Err(error) = self.0.populate(at, crate::PAGE_BYTES as u64) {
-                self.release(unit);
-                return Err(error);
-            }
+            // The memory of the record and of the first entries exists from now on; a fault could not report
+            // that the system has none.
+            let unit = self.0.alloc_populated(crate::PAGE_BYTES as u64)?;
             Ok(self.root(unit, len))
         }
 
@@ -202,10 +197,6 @@ mod real {
         pub fn free(&self, unit: u32) {
             // Release: an adopting process finds the root unused before its entries are gone.
             self.record(unit)[0].store(0, Ordering::Release);
-            self.release(unit);
-        }
-
-        fn release(&self, unit: u32) {
             let at = u64::from(unit) * UNIT_BYTES;
             // SAFETY: roots are accessed only as atomics.
             unsafe { self.0.release(at, UNIT_BYTES) };

@@ -111,11 +111,7 @@ impl Redo {
 
     /// Allocates the entries, behind the header.
     fn with(arena: Arena) -> Result<Self, RedoError> {
-        let alloc = || {
-            let unit = arena.alloc().map_err(|_| RedoError::NoMemory)?;
-            arena.populate(u64::from(unit) * ENTRY_BYTES, ENTRY_BYTES).map_err(|_| RedoError::NoMemory)?;
-            Ok(unit)
-        };
+        let alloc = || arena.alloc_populated(ENTRY_BYTES).map_err(|_| RedoError::NoMemory);
         if arena.units_ever_allocated() == 0 {
             alloc()?;
         }

@@ -4,6 +4,7 @@
 //! and finds nothing to free then.
 
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt as _;
 use std::time::{Duration, Instant};
 
@@ -38,16 +39,16 @@ fn assert_pages(ram: &Ram, expected: impl Fn(u64) -> Vec<u8>) {
     }
 }
 
-fn files(family: &Family) -> FamilyFiles<OwnedFd> {
-    let clone = |file: BorrowedFd<'_>| file.try_clone_to_owned().unwrap();
-    let FamilyFiles { family, roots, nodes, pool } = family.files().unwrap();
-    FamilyFiles { family: clone(family), roots: clone(roots), nodes: clone(nodes), pool: clone(pool) }
+/// Returns other descriptors of the files.
+fn clone(files: &FamilyFiles<impl AsFd>) -> FamilyFiles<OwnedFd> {
+    let FamilyFiles { family, roots, nodes, pool } = files;
+    let [family, roots, nodes, pool] =
+        [family, roots, nodes, pool].map(|file| file.as_fd().try_clone_to_owned().unwrap());
+    FamilyFiles { family, roots, nodes, pool }
 }
 
-fn clone(files: &FamilyFiles<OwnedFd>) -> FamilyFiles<OwnedFd> {
-    let clone = |file: &OwnedFd| file.try_clone().unwrap();
-    let FamilyFiles { family, roots, nodes, pool } = files;
-    FamilyFiles { family: clone(family), roots: clone(roots), nodes: clone(nodes), pool: clone(pool) }
+fn files(family: &Family) -> FamilyFiles<OwnedFd> {
+    clone(&family.files().unwrap())
 }
 
 fn adopt(files: FamilyFiles<OwnedFd>) -> (Family, BTreeMap<u64, Ram>) {
