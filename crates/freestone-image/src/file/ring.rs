@@ -49,10 +49,12 @@ use crate::handover::Submission;
 /// Maximum number of jobs whose entries are queued or in the kernel; other jobs wait in the
 /// schedule.
 const DEPTH_JOBS: usize = 128;
-/// Number of entries in the submission queue; each job uses one. The completion queue has twice as
+/// Number of entries in the submission queue. Each job uses one, and a second one while the kernel
+/// takes a batch: it frees the places of entries only when it has taken all, and the next entry of a
+/// job whose first has completed meanwhile needs another place. The completion queue has twice as
 /// many entries, so it never overflows.
-const RING_ENTRIES: u32 = 128;
-const _: () = assert!(DEPTH_JOBS <= RING_ENTRIES as usize);
+const RING_ENTRIES: u32 = 256;
+const _: () = assert!(2 * DEPTH_JOBS <= RING_ENTRIES as usize);
 /// Maximum number of submission calls that the ring's thread makes in one hand-over: enough for
 /// every entry that can be queued.
 const REAPER_CALLS: usize = RING_ENTRIES as usize;
@@ -318,9 +320,8 @@ impl RingShared {
         // descriptor stays open while `self` lives; the kernel takes its own reference when it
         // accepts the entry.
         let pushed = unsafe { queue.push(entry) };
-        // `push` cannot fail: each job has one entry at a time, and the queue has an entry for
-        // every job.
-        debug_assert!(pushed.is_ok(), "the submission queue has {RING_ENTRIES} entries");
+        // A lost entry would leave its request without an end.
+        assert!(pushed.is_ok(), "the submission queue has room for two entries of each job");
         drop(queue);
         state.queued.push_back(id);
     }

@@ -1,5 +1,5 @@
 use super::*;
-use freestone_core::device::{Completion, IoBuf, Request};
+use freestone_core::device::{Completion, IoBuf, Op, Request};
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc;
 
@@ -44,6 +44,33 @@ fn thread_submits_entries_left_by_submitter() {
         }
     }
     assert!(ring.shared.lock().schedule.is_empty());
+}
+
+/// The kernel frees the places of entries in the queue only when it has taken a whole batch. Requests of the batch
+/// may complete before, in threads of the kernel, and the ring's thread queues the next ones.
+#[test]
+fn queue_has_room_for_entries_of_a_batch_and_the_next() {
+    const BLOCKS: u64 = SIZE / 4096;
+    let ring = ring();
+    let (tx, rx) = mpsc::channel();
+    for round in 0..500 {
+        {
+            let mut state = ring.shared.lock();
+            for block in 0..BLOCKS {
+                let tx = tx.clone();
+                let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
+                let discard = Request::new(Op::Discard, block * 4096, 4096);
+                let mut job = Job::new(discard, IoBuf::zeroed(0).unwrap(), done);
+                assert!(matches!(job.begin(&ring.shared.backing), Step::Io(_)));
+                state.schedule.add(job);
+            }
+            ring.shared.start_ready(&mut state);
+        }
+        ring.shared.submit_queued();
+        for _ in 0..BLOCKS {
+            assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())), "round {round}");
+        }
+    }
 }
 
 /// The thread that has the claim also submits entries that other threads queue meanwhile.
