@@ -17,7 +17,7 @@ use crate::explore;
 use crate::help::examples;
 use crate::mounts::{mount, umount};
 use crate::serve::ServeArgs;
-use crate::verbs::{images, prune, shutdown, stat, top, ublk_owner, wait};
+use crate::verbs::{hold, images, prune, shutdown, stat, top, ublk_owner, wait};
 
 /// Display order of global options in the help: after the options of the subcommand.
 const LAST: usize = 900;
@@ -165,6 +165,9 @@ pub enum Command {
     /// Remove exports of a device
     #[command(after_help = examples::UNPUBLISH)]
     Unpublish(Call<unpublish::Params>),
+    /// Hold the memory of a server's devices; started by `serve --recoverable`
+    #[command(hide = true)]
+    Hold(hold::Line),
     /// Print owner and group of a ublk device, for udev rules
     #[command(after_help = examples::UBLK_OWNER)]
     UblkOwner(ublk_owner::Line),

@@ -105,6 +105,7 @@ pub fn device_help() -> String {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Serve(args) => return serve::serve(&args),
+        Command::Hold(line) => verbs::hold::hold(&line),
         Command::UblkOwner(line) => return verbs::ublk_owner::print_owner(&line),
         Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
         Command::Shutdown(call) => verbs::shutdown::ask(&call.args, &call.common),

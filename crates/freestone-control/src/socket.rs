@@ -58,9 +58,14 @@ impl SocketPath {
         Ok(Self { path: path.into(), identity: identity(path)? })
     }
 
+    /// Returns true if the file at the path is still this socket.
+    pub fn is_there(&self) -> bool {
+        identity(&self.path).is_ok_and(|found| found == self.identity)
+    }
+
     /// Removes the path if the file there is still this socket.
     pub fn remove(&self) {
-        if identity(&self.path).is_ok_and(|found| found == self.identity) {
+        if self.is_there() {
             let _ = fs::remove_file(&self.path);
         }
     }

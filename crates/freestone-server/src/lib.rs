@@ -32,6 +32,8 @@ pub mod observe;
 #[doc(hidden)]
 pub mod persistence;
 mod process_memory;
+#[doc(hidden)]
+pub mod recovery;
 mod server;
 #[doc(hidden)]
 pub mod service;

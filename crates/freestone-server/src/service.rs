@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use freestone::ram::Ram;
+use freestone::ram::{Family, Ram};
 use freestone_control::protocol::RpcError;
 use freestone_nbd::Limits;
 use freestone_spec::attrs;
@@ -26,6 +26,7 @@ use crate::exports::{Exports, check_not_connection_fork};
 use crate::jobs::Jobs;
 use crate::persistence::records::{self, Records};
 use crate::persistence::saves::Saves;
+use crate::recovery::RemoteHolder;
 use crate::settings::access::ServerAccess;
 use crate::settings::tls::Tls;
 
@@ -47,6 +48,8 @@ pub struct Service {
     pub pending_removals: PendingRemovals,
     /// State directory, which records devices and exports for the next start.
     pub records: Records,
+    /// Holder of the memory of devices, if they are recoverable.
+    pub recovery: OnceLock<Arc<RemoteHolder>>,
     /// Saves of devices with `keep=yes`, restored by the next start.
     pub saves: Saves,
     /// Limits of NBD connections.
@@ -80,6 +83,7 @@ impl Service {
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
             records: Records::default(),
+            recovery: OnceLock::new(),
             saves: Saves::default(),
             limits: limits.clone(),
             control: OnceLock::new(),
@@ -339,7 +343,24 @@ impl Service {
 
     /// Adds a device to the registry. Fails, for example, if the name is in use.
     pub fn add(&self, entry: &Arc<Entry>) -> Result<(), RpcError> {
-        Ok(self.registry.add(entry).map_err(|why| why.of(entry.name()))?)
+        self.registry.add(entry).map_err(|why| why.of(entry.name()))?;
+        // Recorded before the device is in the state, and before clients can use it.
+        if let Some(ram) = entry.kind.ram().filter(|_| self.recovery.get().is_some())
+            && !self.saves.is_loading(&ram.family())
+        {
+            entry.record_key();
+        }
+        Ok(())
+    }
+
+    /// Records the keys of a family's devices, which [`add`](Self::add) has left out: until all their content is in
+    /// memory, the saved content is the one to restore after a kill.
+    pub fn record_keys(&self, family: &Family) {
+        for entry in self.registry.all() {
+            if entry.kind.ram().is_some_and(|ram| ram.family().is_same(family)) {
+                entry.record_key();
+            }
+        }
     }
 
     /// Removes a device that the same verb has created.

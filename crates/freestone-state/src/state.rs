@@ -4,8 +4,9 @@ use std::fs::{DirBuilder, File, remove_dir};
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use freestone_core::sync::{Condvar, Mutex, MutexGuard};
+use freestone_core::sync::{Condvar, Instant, Mutex, MutexGuard, thread};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -15,6 +16,8 @@ use crate::log::{InterruptedVerb, Log, TOPOLOGY_FILE, open_file};
 use crate::topology::{Device, Topology};
 
 const LOCK_FILE: &str = "lock";
+/// Pause between attempts to lock the state directory.
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// State of a server. The state directory is locked while this value exists, unless [`release`](State::release) is
 /// called before.
@@ -57,6 +60,18 @@ impl State {
         let (log, interrupted) = Log::open(dir)?;
         let state = Self { dir: dir.to_owned(), log: Mutex::new(log), synced: Condvar::new(), lock };
         Ok((state, interrupted))
+    }
+
+    /// Waits until no server uses the state in a directory, at most for `longest`: a server that was killed uses it
+    /// until the kernel has freed its memory.
+    pub fn wait_until_free(dir: &Path, longest: Duration) {
+        let Ok(lock) = File::open(dir.join(LOCK_FILE)) else { return };
+        let end = Instant::now() + longest;
+        while flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
+            && Instant::now() < end
+        {
+            thread::sleep(LOCK_PAUSE);
+        }
     }
 
     /// Returns the path of the state directory.

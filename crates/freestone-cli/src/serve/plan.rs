@@ -123,6 +123,9 @@ pub(super) fn plan(args: &ServeArgs) -> Result<(Plan, Option<TempDir>)> {
     }
     let home = allow.as_ref().map(|(list, _)| list);
     declared::check_lists(&devices, &addresses, home)?;
+    let is_recoverable = state.as_ref().is_some_and(|state| state.recoverable);
+    // The link refers to this program even if the package manager has replaced its file.
+    let holder = is_recoverable.then(|| vec!["/proc/self/exe".into(), "hold".into()]);
     let plan = Plan {
         devices,
         addresses,
@@ -135,6 +138,7 @@ pub(super) fn plan(args: &ServeArgs) -> Result<(Plan, Option<TempDir>)> {
         limits,
         ublk: args.ublk,
         state,
+        holder,
         metrics,
         page,
     };

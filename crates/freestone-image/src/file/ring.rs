@@ -49,10 +49,9 @@ use crate::handover::Submission;
 /// Maximum number of jobs whose entries are queued or in the kernel; other jobs wait in the
 /// schedule.
 const DEPTH_JOBS: usize = 128;
-/// Number of entries in the submission queue. Each job uses one, and a second one while the kernel
-/// takes a batch: it frees the places of entries only when it has taken all, and the next entry of a
-/// job whose first has completed meanwhile needs another place. The completion queue has twice as
-/// many entries, so it never overflows.
+/// Number of entries in the submission queue. Each job uses one, and another while the kernel takes a
+/// batch, whose places it frees at the end: an entry may complete before, and the next one follows.
+/// The completion queue has twice as many entries, so it never overflows.
 const RING_ENTRIES: u32 = 256;
 const _: () = assert!(2 * DEPTH_JOBS <= RING_ENTRIES as usize);
 /// Maximum number of submission calls that the ring's thread makes in one hand-over: enough for

@@ -10,6 +10,8 @@
 //! locked slot, and no other thread has changed the slot since.
 //!
 //! Lock order: a slot, then an entry.
+//!
+//! The header of the file has room for a note of the family's user.
 #![expect(unsafe_code)]
 // UNSAFETY: copies bytes to and from shared memory.
 
@@ -29,7 +31,7 @@ use freestone_core::word_lock::Word as _;
 /// Bytes of an entry in the file: its words, and room for a page.
 const ENTRY_BYTES: u64 = 8192;
 const WORDS: usize = 3;
-/// Place of the object's bytes in an entry.
+/// Place of the object's bytes in an entry, and of the note in the header.
 const OBJECT: u64 = ENTRY_BYTES - PAGE_BYTES as u64;
 
 /// First words of the file: what it is, and the version of the layout of all files of a family.
@@ -44,7 +46,10 @@ pub struct Redo {
 }
 
 /// File of a process that has ended. Its entries are still valid.
-pub struct RedoFile(Arena);
+pub struct RedoFile {
+    arena: Arena,
+    note: Vec<u8>,
+}
 
 /// Number of an entry's unit in the file.
 struct Entry(u32);
@@ -89,7 +94,7 @@ impl Redo {
         }
         // Relaxed: the process that stored the words has ended.
         let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
-        let [magic, layout, _] = words(&arena, 0).each_ref().map(load);
+        let [magic, layout, note_len] = words(&arena, 0).each_ref().map(load);
         if magic != MAGIC {
             return Err(RedoError::Foreign);
         }
@@ -100,13 +105,13 @@ impl Redo {
         for unit in 1..units {
             let [len, owner, word] = words(&arena, unit).each_ref().map(load);
             if (1..=PAGE_BYTES as u64).contains(&len) {
-                // SAFETY: no other thread uses the file.
-                let object = unsafe { object(&arena, unit).as_ref() }[..len as usize].to_vec();
+                let object = bytes(&arena, unit, len);
                 let (owner, word) = (BackRef::from_bits(owner), Word::from_bits(word));
                 interrupted.push(Interrupted { owner, word, object });
             }
         }
-        Ok((RedoFile(arena), interrupted))
+        let note = bytes(&arena, 0, note_len);
+        Ok((RedoFile { arena, note }, interrupted))
     }
 
     /// Allocates the entries, behind the header.
@@ -122,6 +127,21 @@ impl Redo {
     /// Returns the file, for a process that adopts it.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.arena.file()
+    }
+
+    /// Stores a note in the header, for the process that adopts the file. Returns false if the note is longer
+    /// than a page. Must be called before another process can have the file.
+    pub fn set_note(&self, note: &[u8]) -> bool {
+        if note.len() > PAGE_BYTES {
+            return false;
+        }
+        let room = object(&self.arena, 0).as_ptr().cast();
+        // SAFETY: the room holds a page, and no other thread uses it.
+        unsafe { std::ptr::copy_nonoverlapping(note.as_ptr(), room, note.len()) };
+        let [_, _, len] = words(&self.arena, 0);
+        // Release: the note is complete before its length.
+        len.store(note.len() as u64, Ordering::Release);
+        true
     }
 
     /// Overwrites the object of a locked slot in place, as [`Pool::overwrite`], and stores the slot's new
@@ -152,11 +172,16 @@ impl Redo {
 }
 
 impl RedoFile {
+    /// Returns the [note](Redo::set_note), empty if there is none.
+    pub fn note(&self) -> &[u8] {
+        &self.note
+    }
+
     /// Removes all entries, and continues with the file.
     pub fn adopt(self) -> Result<Redo, RedoError> {
         // SAFETY: entries are allocated anew; the first unit is the header.
-        unsafe { self.0.keep_units(&[0]) }.map_err(|_| RedoError::NoMemory)?;
-        Redo::with(self.0)
+        unsafe { self.arena.keep_units(&[0]) }.map_err(|_| RedoError::NoMemory)?;
+        Redo::with(self.arena)
     }
 }
 
@@ -164,6 +189,14 @@ fn words(arena: &Arena, unit: u32) -> &[AtomicU64; WORDS] {
     let address = arena.at(u64::from(unit) * ENTRY_BYTES).cast();
     // SAFETY: mapped and aligned, accessed only as atomics; it lives as long as the arena.
     unsafe { address.as_ref() }
+}
+
+/// Returns the first `len` bytes of an entry's object, at most a page.
+fn bytes(arena: &Arena, unit: u32, len: u64) -> Vec<u8> {
+    let len = len.min(PAGE_BYTES as u64) as usize;
+    // SAFETY: mapped; the process that wrote the bytes has ended.
+    let object = unsafe { object(arena, unit).as_ref() };
+    object[..len].to_vec()
 }
 
 fn object(arena: &Arena, unit: u32) -> NonNull<[u8; PAGE_BYTES]> {

@@ -47,7 +47,7 @@ pub use self::device::Ram;
 pub use self::device::settings::NoWaitGuard;
 pub use self::device::snapshot::PendingSnapshot;
 pub use self::device::stats::{DebugStat, IoStat, MemoryOverhead, MmStat, OverStat};
-pub use self::family::{AdoptError, Adopted, Family, FamilyFiles, FamilyStat};
+pub use self::family::{AdoptError, Adopted, Family, FamilyFiles, FamilyMemory, FamilyStat, WeakFamily};
 pub use self::geometry::DISKSIZE_BYTES_MAX;
 pub use self::memory::ages::IdleSelection;
 pub use self::memory::config::{Backing, Config, ForkConfig, Secondary, SetupError};

@@ -141,10 +141,11 @@ fn device(service: &Service, entry: &Entry) -> Device {
 }
 
 /// Returns the files of a device's base, each with its identity, if the content of the device is kept over
-/// restarts (`keep`). Returns an empty list otherwise: the content ends with the server, so its base may
-/// change.
+/// restarts (`keep`) or recoverable. Returns an empty list otherwise: the content ends with the server, so its base
+/// may change.
 pub fn base_identities(service: &Service, spec: &Spec, keep: bool) -> Vec<(PathBuf, String)> {
-    let base = spec.kind.parent_name().filter(|_| keep).and_then(|base| service.registry.find(base));
+    let survives = keep || service.recovery.get().is_some();
+    let base = spec.kind.parent_name().filter(|_| survives).and_then(|base| service.registry.find(base));
     base.map(|base| base.kind.file_identities()).unwrap_or_default()
 }
 

@@ -64,13 +64,14 @@ const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 /// Allowed values of `max_connections`, the maximum number of NBD connections.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
-const TOP_KEYS: [&str; 38] = [
+const TOP_KEYS: [&str; 39] = [
     "nbd",
     "allow",
     "ublk",
     "control",
     "control_read_only",
     "state",
+    "recoverable",
     "save_every",
     "save_after",
     "save_timeout",
@@ -122,6 +123,8 @@ pub struct FileConfig {
     /// Path of the state directory, from which the next start of the server restores devices and
     /// exports.
     pub state: Option<PathBuf>,
+    /// True if devices in memory survive a killed server.
+    pub recoverable: bool,
     /// Interval between saves of the content of devices with `keep=yes`.
     pub save_every: Option<Duration>,
     /// Number of changed bytes after which a save starts before the interval ends.
@@ -226,7 +229,10 @@ impl FileConfig {
             ("nbd", value) => self.nbd = string_list(key, &value).map_err(|why| (None, why))?,
             ("allow", value) => self.allow = Some(string_list(key, &value).map_err(|why| (None, why))?),
             ("ublk", DeValue::Boolean(yes)) => self.ublk = yes,
-            ("ublk", _) => return error_at_key("ublk: must be true or false"),
+            ("recoverable", DeValue::Boolean(yes)) => self.recoverable = yes,
+            (key @ ("ublk" | "recoverable"), _) => {
+                return error_at_key(format!("{key}: must be true or false"));
+            }
             ("control", DeValue::String(path)) => self.control = Some(PathBuf::from(&*path)),
             ("control_read_only", DeValue::String(path)) => {
                 self.control_read_only = Some(PathBuf::from(&*path));

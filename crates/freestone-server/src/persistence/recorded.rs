@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use freestone_spec::entries::Entries;
-use freestone_spec::kinds::{RESTORED, Spec};
+use freestone_spec::kinds::{Identity, RESTORED, Spec};
 use freestone_state::{Device, Topology};
+use uuid::Uuid;
 
 use crate::exports::UnparsedExport;
 use crate::exports::export_spec::ExportSet;
@@ -28,6 +29,7 @@ pub struct RecordedDevice {
 pub struct RecordedDevices {
     all: Vec<Arc<RecordedDevice>>,
     by_name: HashMap<String, usize>,
+    by_key: HashMap<u64, usize>,
 }
 
 impl RecordedDevices {
@@ -36,12 +38,19 @@ impl RecordedDevices {
         let all: Vec<_> = topology.devices().map(|device| Arc::new(RecordedDevice::parse(device))).collect();
         let names = all.iter().map(|device| device.record.name.clone());
         let by_name = names.enumerate().map(|(index, name)| (name, index)).collect();
-        Self { all, by_name }
+        let keys = all.iter().map(|device| device.identity().map(Identity::key));
+        let by_key = keys.enumerate().filter_map(|(index, key)| Some((key?, index))).collect();
+        Self { all, by_name, by_key }
     }
 
     /// Returns the devices in order of creation: a device comes after the devices it is based on.
     pub fn all(&self) -> &[Arc<RecordedDevice>] {
         &self.all
+    }
+
+    /// Returns the device with this [key](Identity::key).
+    pub fn find_by_key(&self, key: u64) -> Option<&RecordedDevice> {
+        self.by_key.get(&key).map(|index| &*self.all[*index])
     }
 
     /// Returns the device with this name.
@@ -51,6 +60,12 @@ impl RecordedDevices {
 }
 
 impl RecordedDevice {
+    /// Returns the identity of the device, or `None` if its UUID is damaged.
+    pub fn identity(&self) -> Option<Identity> {
+        let uuid = Uuid::parse_str(&self.record.uuid).ok()?;
+        Some(Identity { uuid, generation: self.record.generation })
+    }
+
     fn parse(record: &Device) -> Self {
         let mut export_set = ExportSet { at_server_addresses: record.home, exports: Vec::new() };
         let mut unparsed = Vec::new();

@@ -164,7 +164,7 @@ fn own_family(
         }
     }
     let backing = registry.backing(&family)?;
-    let family = registry.new_family(request.name, &family, size, backing.as_ref())?;
+    let family = registry.new_family(request.name, &family, size, backing.as_ref(), true)?;
     Ok((family, backing))
 }
 

@@ -24,6 +24,10 @@ pub struct StateArgs {
     /// Change devices of the state that differ from the command line and file; without it they are refused
     #[arg(long)]
     pub apply: bool,
+    /// Keep RAM disks, forks and snapshots in memory if the server is killed: the next server with this option
+    /// adopts them
+    #[arg(long)]
+    pub recoverable: bool,
     /// Save changed devices with keep=yes at this interval: a whole number with s, m or h
     #[arg(long, value_name = "TIME", value_parser = config::parse_save_every)]
     pub save_every: Option<Duration>,
@@ -43,6 +47,8 @@ pub struct StateSettings {
     pub saves: SaveSchedule,
     /// True to change devices of the state that differ from the command line and file (`--apply`).
     pub apply: bool,
+    /// True if devices in memory survive a killed server (`--recoverable`).
+    pub recoverable: bool,
     /// True if a configuration file was given: with `apply`, devices that it no longer declares are removed.
     pub has_file: bool,
 }
@@ -70,12 +76,14 @@ impl StateArgs {
             after: self.save_after.or(file.and_then(|file| file.save_after)),
             timeout: self.save_timeout.or(file.and_then(|file| file.save_timeout)).unwrap_or(usual.timeout),
         };
-        Ok(Some(StateSettings { dir, saves, apply: self.apply, has_file: file.is_some() }))
+        let recoverable = self.recoverable || file.is_some_and(|file| file.recoverable);
+        Ok(Some(StateSettings { dir, saves, apply: self.apply, recoverable, has_file: file.is_some() }))
     }
 
     fn check_stateless(&self, file: Option<&FileConfig>, devices: &[DeclaredDevice]) -> Result<(), Usage> {
         let said = |of_file: fn(&FileConfig) -> bool, of_line: bool| of_line || file.is_some_and(of_file);
         for (key, said) in [
+            ("recoverable", said(|file| file.recoverable, self.recoverable)),
             ("save_every", said(|file| file.save_every.is_some(), self.save_every.is_some())),
             ("save_after", said(|file| file.save_after.is_some(), self.save_after.is_some())),
             ("save_timeout", said(|file| file.save_timeout.is_some(), self.save_timeout.is_some())),

@@ -15,6 +15,7 @@ use freestone_control::socket::{PrivateSocket, SocketPath};
 use freestone_core::work_queue::OwnedQueue;
 use freestone_nbd::{Access, Address};
 use freestone_spec::kinds::Entry;
+use freestone_state::State;
 use tracing::warn;
 
 use super::plan::Plan;
@@ -24,6 +25,7 @@ use crate::observe::metrics::{MetricsConfig, MetricsSite};
 use crate::observe::page::PageSite;
 use crate::persistence::saves::Saves;
 use crate::persistence::state_args::StateSettings;
+use crate::recovery::{self, HeldFamilies};
 use crate::service::Service;
 use crate::startup::pending_devices;
 use crate::startup::start;
@@ -31,6 +33,8 @@ use crate::verbs::{ReadOnly, left_behind};
 
 /// Longest wait of the shutdown for requests in flight.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+/// Longest wait of a recoverable server for the end of one that was killed.
+const KILLED_MAX: Duration = Duration::from_secs(5);
 /// Longest wait of the shutdown for running jobs.
 const JOBS_GRACE: Duration = Duration::from_secs(2);
 
@@ -81,12 +85,24 @@ impl Running {
         on_service: impl FnOnce(&Arc<Service>),
         report_step: ReportStep,
     ) -> Result<Self> {
-        let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, .. } = plan;
-        let Plan { metrics, page, control_read_only, allow, .. } = plan;
-        let (control_access, read_only_access) = (access.control.resolved, access.control_read_only.resolved);
-        let service = Service::new(limits, access, tls);
+        let service = Service::new(plan.limits.clone(), plan.access.clone(), plan.tls.clone());
         on_service(&service);
+        Self::start_service(plan, &service, report_step).inspect_err(|_| {
+            if service.recovery.get().is_some() {
+                // The next start adopts the content again.
+                recovery::leave(&service.registry.all());
+            }
+        })
+    }
+
+    fn start_service(plan: Plan, service: &Arc<Service>, report_step: ReportStep) -> Result<Self> {
+        let Plan { devices, addresses, sockets, control, access, ublk, state: asked, .. } = plan;
+        let Plan { metrics, page, control_read_only, allow, holder, .. } = plan;
+        let (control_access, read_only_access) = (access.control.resolved, access.control_read_only.resolved);
         service.exports.tls.begin(&service.exports.nbd)?;
+        if let Some(asked) = asked.as_ref().filter(|asked| asked.recoverable) {
+            State::wait_until_free(&asked.dir, KILLED_MAX);
+        }
         if let Some(control) = &control {
             // The control socket is cleared first, because that fails if another server is running.
             PrivateSocket::clear(control)?;
@@ -102,18 +118,22 @@ impl Running {
             service.exports.init_server_allow_list(Some(list), is_fixed);
         }
         let mut running = Self {
-            service: Arc::clone(&service),
+            service: Arc::clone(service),
             is_in_use: false,
             controls: Vec::new(),
             http: Vec::new(),
             sockets: Vec::new(),
             report_step,
         };
-        let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
+        let known = asked.as_ref().map(|asked| start::open(service, asked, &devices)).transpose()?;
+        if let Some(asked) = &asked {
+            recovery::begin(service, &asked.dir, holder)?;
+        }
         if let Some(empty) = known.as_ref().filter(|recorded| recorded.all().is_empty()) {
             // No device is recorded, so this only marks saved content as unused, or removes it if it was marked long
-            // ago.
+            // ago, and frees memory that a killed server has left.
             service.saves.find(empty)?;
+            drop(HeldFamilies::open(service, empty));
         }
         let known = known.filter(|recorded| !recorded.all().is_empty());
         let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
@@ -122,13 +142,13 @@ impl Running {
             Some(recorded) => {
                 // Devices must exist before `--apply` can change them, so the start waits for all remote servers.
                 let until = (!is_applied).then(|| Instant::now() + pending_devices::GRACE);
-                let (created, pending) = pending_devices::set_up_state(&service, recorded, until)?;
+                let (created, pending) = pending_devices::set_up_state(service, recorded, until)?;
                 (created, Some(pending), is_applied.then_some(devices))
             }
-            None => (start::set_up_declared(&service, devices)?, None, None),
+            None => (start::set_up_declared(service, devices)?, None, None),
         };
         if of_state && mutants::on(Mutant::GoesOnEarly) {
-            start::record_devices(&service, &created);
+            start::record_devices(service, &created);
         }
         // Steps that can fail come first. Then the state records that its devices are in use, and clients can
         // connect.
@@ -143,29 +163,29 @@ impl Running {
             service.exports.adopt_server_socket(socket)?;
         }
         if let Some(MetricsConfig { at, forks }) = metrics {
-            let server = HttpServer::start(at, MetricsSite::new(&service, forks))?;
+            let server = HttpServer::start(at, MetricsSite::new(service, forks))?;
             let _ = service.metrics_url.set(server.url().to_owned());
             running.http.push(server);
         }
         if let Some(at) = page {
-            let server = HttpServer::start(at, PageSite::new(&service))?;
+            let server = HttpServer::start(at, PageSite::new(service))?;
             let _ = service.http_url.set(server.url().to_owned());
             running.http.push(server);
         }
-        Saves::run(&service).context("cannot start the thread that saves")?;
-        if created.iter().any(|entry| start::has_block_device(&service, entry)) {
+        Saves::run(service).context("cannot start the thread that saves")?;
+        if created.iter().any(|entry| start::has_block_device(service, entry)) {
             remove_stale_block_devices();
         }
         running.is_in_use = true;
         if of_state {
-            start::record_devices(&service, &created);
-            start::begin_merges(&service, &created);
+            start::record_devices(service, &created);
+            start::begin_merges(service, &created);
         } else {
-            start::publish_new(&service, &created)?;
+            start::publish_new(service, &created)?;
         }
         running.publish(&created, of_state, changes.zip(asked), &control_access, &read_only_access)?;
         if let Some(pending) = pending {
-            pending.begin(&service);
+            pending.begin(service);
         }
         Ok(running)
     }
@@ -201,8 +221,8 @@ impl Running {
     }
 
     /// Begins the shutdown: refuses new work. Returns a function that ends exports and verbs, and saves and flushes the
-    /// devices; it may block.
-    fn begin_end(&mut self) -> impl FnOnce() -> FlushResult + Send + 'static + use<> {
+    /// devices; it may block. With `frees_memory`, the memory of the devices is no longer held for the next server.
+    fn begin_end(&mut self, frees_memory: bool) -> impl FnOnce() -> FlushResult + Send + 'static + use<> {
         self.is_in_use = false;
         self.service.jobs.end_all();
         self.service.registry.parallel_open.abandon();
@@ -235,6 +255,11 @@ impl Running {
             let end = Instant::now() + shutdown::FLUSH_MAX;
             let failed =
                 unsaved + shutdown::flush(&service.registry.all(), end) + service.pending_removals.wait(end);
+            match service.recovery.get() {
+                Some(holder) if frees_memory => holder.end(),
+                Some(_) => recovery::leave(&service.registry.all()),
+                None => {}
+            }
             drop((service, no_waiting));
             FlushResult { failed, end }
         }
@@ -247,7 +272,7 @@ impl Running {
         thread: &OwnedQueue,
         ended: impl FnOnce() + Send + 'static,
     ) -> Receiver<FlushResult> {
-        let finish = self.begin_end();
+        let finish = self.begin_end(true);
         let (sender, flushed) = mpsc::channel();
         thread.push(move || {
             let _ended = CallAtEnd(Some(ended));
@@ -303,7 +328,8 @@ impl<F: FnOnce()> Drop for CallAtEnd<F> {
 impl Drop for Running {
     fn drop(&mut self) {
         if self.is_in_use {
-            let finish = self.begin_end();
+            // After a panic or an error, the next start adopts devices in memory.
+            let finish = self.begin_end(false);
             if finish().failed == 0
                 && let Some(state) = self.service.records.state()
             {

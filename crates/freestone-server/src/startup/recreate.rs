@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use freestone::mutants::{self, Mutant};
 use freestone_control::protocol::RpcError;
@@ -11,12 +12,12 @@ use freestone_spec::kinds::{self, DataLossPolicy, Entry, Identity, Spec};
 use freestone_spec::size;
 use freestone_state::Device;
 use tracing::{error, warn};
-use uuid::Uuid;
 
 use crate::changes::recording;
 use crate::exports::Withheld;
 use crate::persistence::recorded::{RecordedDevice, RecordedDevices};
-use crate::persistence::saves::start::SavedContents;
+use crate::persistence::saves::start::{SavedContent, SavedContents};
+use crate::recovery::HeldFamilies;
 use crate::service::Service;
 use crate::settings::paths::parse_address;
 
@@ -27,6 +28,7 @@ pub(super) const NOT_YET: &str = "the device has just been created";
 pub struct RestartContext {
     pub(super) recorded: RecordedDevices,
     pub(super) saved: SavedContents,
+    pub(super) held: HeldFamilies,
     /// Names of the devices that are missing or have lost content.
     pub(super) lost: HashSet<String>,
     /// True once the control sockets are open: a verb may remove a missing device, or create another one with
@@ -43,7 +45,8 @@ impl RestartContext {
                 service.exports.reserve_default(address, name);
             }
         }
-        Ok(Self { recorded, saved, lost: HashSet::new(), is_late: false })
+        let held = HeldFamilies::open(service, &recorded);
+        Ok(Self { recorded, saved, held, lost: HashSet::new(), is_late: false })
     }
 }
 
@@ -59,7 +62,7 @@ pub(super) fn recreate(
     recorded_device: &RecordedDevice,
     restart: &mut RestartContext,
 ) -> Result<(Arc<Entry>, bool), RpcError> {
-    let RestartContext { recorded, saved, lost, is_late } = restart;
+    let RestartContext { recorded, saved, held, lost, is_late } = restart;
     let device = &recorded_device.record;
     let invalid = |why: String| rpc_error!(EINVAL, "{why}");
     let mut spec = recorded_device.spec.clone().map_err(invalid)?;
@@ -77,10 +80,19 @@ pub(super) fn recreate(
         words.pairs.retain(|(key, _)| key != "record");
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
     }
-    let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is invalid: {why}")))?;
+    let known = recorded_device.identity().ok_or_else(|| invalid("its UUID is invalid".to_owned()))?;
     // Checked before anything is opened: if the check fails, no client could use the device.
     service.exports.tls.check_device(&spec)?;
-    let content = if spec.keep { saved.take(service, recorded, device, &spec)? } else { None };
+    let adopted = held.find(service, recorded, &spec, known.key())?;
+    let is_adopted = adopted.is_some();
+    let content = match adopted {
+        Some(ram) => {
+            saved.supersede(service, device, &ram);
+            Some(SavedContent { ram, when: SystemTime::now(), is_exact: true })
+        }
+        None if spec.keep => saved.take(service, recorded, device, &spec)?,
+        None => None,
+    };
     let changed = content.as_ref().and_then(|_| changed_base(service, device, &spec));
     if let Some(file) = &changed {
         warn!(device = %device.name, file = %file.display(), "its base changed while no server ran");
@@ -104,7 +116,7 @@ pub(super) fn recreate(
         // accepted the loss of the COW device at the end of the server.
         spec = with_key(spec, "force", "yes")?;
     }
-    let identity = Identity { uuid, generation: device.generation + u64::from(is_lost) };
+    let identity = Identity { generation: known.generation + u64::from(is_lost), ..known };
     let _claim = service.claim_new("serve", [&spec])?;
     if *is_late && !is_missing(service, device) {
         return Err(invalid("was removed or replaced meanwhile".to_owned()));
@@ -117,8 +129,10 @@ pub(super) fn recreate(
             }
             let mut entry = kinds::build_kept(spec, content.ram, &service.registry)?;
             entry.identity = identity;
+            entry.is_adopted = is_adopted;
             let entry = Arc::new(entry);
             service.add(&entry)?;
+            held.remove(known.key());
             entry
         }
     };

@@ -3,6 +3,7 @@
 //! their forks join. The forks of any other base form a family of their own.
 
 mod algorithms;
+mod note;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -184,6 +185,15 @@ fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
     }))
 }
 
+/// Hands the memory of families to a process that holds it.
+pub trait FamilyHolder: Send + Sync {
+    /// Has the memory of a family held for as long as the family exists.
+    ///
+    /// # Errors
+    /// Fails if the holding process cannot be reached, or holds too many families.
+    fn hold(&self, family: &Family) -> Result<(), Refusal>;
+}
+
 // ---- numbers ------------------------------------------------------------------------------------
 
 /// Parses the value of `auto_recompress`, `auto_group` or `auto_dedup`: the idle time in seconds, or `no` (returns `None`).
@@ -229,13 +239,15 @@ pub(crate) struct BackingDevice<'a> {
 }
 
 /// Creates a family. `size` is the size of its disks in bytes. `backing_device` must be set if
-/// `spec` names a device of the server as backing device. `others` returns the memory limits of the
+/// `spec` names a device of the server as backing device. `is_adoptable`: another process can take over
+/// the family, unless its settings exclude that. `others` returns the memory limits of the
 /// existing families. Logs warnings about probable mistakes.
 pub(crate) fn new(
     name: &str,
     spec: &FamilySpec,
     size: u64,
     backing_device: Option<&BackingDevice<'_>>,
+    is_adoptable: bool,
     others: impl FnOnce() -> Vec<u64>,
 ) -> Result<Family, Refusal> {
     // The location is examined before the family is created, because creating the family may create
@@ -247,9 +259,16 @@ pub(crate) fn new(
             free: None,
         },
     };
-    let config = config(spec, backing_device)?;
+    let mut config = config(spec, backing_device)?;
+    config.adoptable = is_adoptable;
+    if let Err(ram::SetupError::AdoptableExcludes(what)) = config.check_adoptable() {
+        warn!("{name}: has {what}, and therefore loses its content if the server is killed");
+        config.adoptable = false;
+    }
     let family = Family::new(config.clone()).map_err(setup_refusal)?;
     family.set_name(name);
+    // False only for a family that is not adoptable: the note is much shorter than a page.
+    let _ = family.set_note(note::of(spec).as_bytes());
     if let Some(backing) = &spec.backing {
         // Settings of a family are changed through one of its disks, so a temporary disk is
         // created.
@@ -283,6 +302,11 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, location: Backi
             warn!("{warning}");
         }
     }
+}
+
+/// Returns the settings for taking over the family of a server that has ended.
+pub(crate) fn adoptable_config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
+    Ok(ram::Config { adoptable: true, ..config(spec, None)? })
 }
 
 fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Result<ram::Config, Refusal> {

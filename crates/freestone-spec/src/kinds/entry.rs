@@ -25,6 +25,8 @@ pub struct Entry {
     pub identity: Identity,
     /// Kind-specific part of the device.
     pub kind: Box<dyn KindInstance>,
+    /// True if the device was adopted from a server that was killed.
+    pub is_adopted: bool,
     /// Template name of a connection's fork, which is removed when the connection ends.
     pub template: Option<String>,
     /// Open layers over the data, such as zones and faults.
@@ -79,6 +81,7 @@ impl Entry {
             restart: Mutex::new(RestartPolicy { keep: spec.keep, on_data_loss: spec.on_data_loss }),
             spec,
             kind,
+            is_adopted: false,
             template: None,
             layers: Layers::default(),
             device,

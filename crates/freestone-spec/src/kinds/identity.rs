@@ -84,4 +84,12 @@ impl Identity {
     pub(super) fn new() -> Self {
         Self { uuid: Uuid::new_v4(), generation: 1 }
     }
+
+    /// Returns the key of the content in the memory of a family. A server that starts without the content gives
+    /// the device another generation, and so another key.
+    pub const fn key(self) -> u64 {
+        /// Odd, with bits of all weights: 2^64 divided by the golden ratio.
+        const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
+        self.uuid.as_u64_pair().1 ^ self.generation.wrapping_mul(SPREAD)
+    }
 }

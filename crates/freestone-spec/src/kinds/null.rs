@@ -328,7 +328,7 @@ fn data(
         }
         NullBacking::Compressed(family) => {
             // Null devices do not support `backing_dev`, so there is none.
-            let family = registry.new_family(&device_spec.name, family, spec.size, None)?;
+            let family = registry.new_family(&device_spec.name, family, spec.size, None, false)?;
             let ram = Arc::new(family.ram(spec.size).map_err(family::setup_refusal)?);
             let device = GeometryView::new(Arc::clone(&ram) as Arc<dyn Device>, |geometry| {
                 geometry.logical_block = config.logical_block;

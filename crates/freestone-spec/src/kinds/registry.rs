@@ -1,14 +1,14 @@
 //! Registry of a server's devices by name, with the dependencies between devices.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use freestone::ram::Family;
 use freestone::sync::Mutex;
 
 use super::Entry;
 use super::parallel_open::ParallelOpen;
-use crate::family::{self, BackingDevice, FamilySpec};
+use crate::family::{self, BackingDevice, FamilyHolder, FamilySpec};
 use crate::refusal::Refusal;
 
 /// Maximum number of devices of one server.
@@ -52,6 +52,8 @@ pub struct Registry {
     tables: Mutex<Tables>,
     /// Remote devices that are opened in parallel in advance when the server starts.
     pub parallel_open: Arc<ParallelOpen>,
+    /// Holder of the memory of families, set before devices exist if the server has one.
+    pub holder: OnceLock<Arc<dyn FamilyHolder>>,
 }
 
 #[derive(Default)]
@@ -83,13 +85,15 @@ impl Registry {
     }
 
     /// Creates a family of RAM disks of `size` bytes. `backing` is the device that
-    /// [`backing`](Self::backing) returned. Logs warnings about probable mistakes.
+    /// [`backing`](Self::backing) returned. With `is_held`, the server's holder of families holds its memory, if
+    /// there is one. Logs warnings about probable mistakes.
     pub fn new_family(
         &self,
         name: &str,
         spec: &FamilySpec,
         size: u64,
         backing: Option<&Arc<Entry>>,
+        is_held: bool,
     ) -> Result<Family, Refusal> {
         let backing_device = backing.and_then(|entry| {
             Some(BackingDevice {
@@ -100,7 +104,15 @@ impl Registry {
                 in_memory: entry.spec.is_volatile(),
             })
         });
-        family::new(name, spec, size, backing_device.as_ref(), || self.limits())
+        let holder = self.holder.get().filter(|_| is_held);
+        let family =
+            family::new(name, spec, size, backing_device.as_ref(), holder.is_some(), || self.limits())?;
+        if let Some(holder) = holder
+            && family.files().is_some()
+        {
+            holder.hold(&family)?;
+        }
+        Ok(family)
     }
 
     /// Returns the memory limits of all existing families in bytes.

@@ -5,6 +5,7 @@ mod former_keys;
 mod kept;
 mod lost_content;
 mod random;
+mod recovery;
 mod unkept_devices;
 
 use crate::harness::prelude::*;

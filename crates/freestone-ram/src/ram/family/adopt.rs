@@ -21,8 +21,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use thiserror::Error;
 
-use super::Family;
-use crate::pool::redo::{self, Interrupted, Redo, RedoError};
+use super::{Family, WeakFamily};
+use crate::pool::redo::{self, Interrupted, Redo, RedoError, RedoFile};
 use crate::pool::{BackRef, Pool};
 use crate::ram::device::Ram;
 use crate::ram::device::chain::Chain;
@@ -50,6 +50,15 @@ pub struct FamilyFiles<F> {
     pub pool: F,
 }
 
+/// The memory of a family whose process has ended, before this one takes it over.
+pub struct FamilyMemory {
+    redo: RedoFile,
+    interrupted: Vec<Interrupted>,
+    adoption: Adoption,
+    records: Vec<(u32, LayerRecord)>,
+    pool: OwnedFd,
+}
+
 /// A device of an adopted family.
 pub struct Adopted {
     /// Key of the device: see [`Ram::set_keys`]; 0 if it has none, because the process was killed first.
@@ -58,7 +67,7 @@ pub struct Adopted {
     pub ram: Ram,
 }
 
-/// Reasons why a family cannot be adopted. Another attempt, by any process, can succeed.
+/// Reasons why a family cannot be adopted.
 #[derive(Debug, Error)]
 pub enum AdoptError {
     /// A file cannot be used.
@@ -114,39 +123,48 @@ struct AdoptedChain {
     snapshots: Vec<(LayerRecord, Arc<Layer>)>,
 }
 
-impl Family {
-    /// Returns the files of the family's memory, for a process that [adopts](Self::adopt) the family;
-    /// `None` if it is not [adoptable](Config::adoptable).
-    pub fn files(&self) -> Option<FamilyFiles<BorrowedFd<'_>>> {
-        let pages = &self.0.pages;
-        let TableFiles { nodes, roots } = pages.common.files()?;
-        Some(FamilyFiles {
-            family: pages.redo.as_ref()?.file(),
-            roots,
-            nodes,
-            pool: pages.pool.arena().file(),
-        })
+impl FamilyMemory {
+    /// Opens the memory. Changes nothing in it.
+    ///
+    /// # Errors
+    /// Fails if the files are unusable.
+    pub fn open(files: FamilyFiles<OwnedFd>) -> Result<Self, AdoptError> {
+        let FamilyFiles { family, roots, nodes, pool } = files;
+        let (redo, interrupted) = Redo::read(family)?;
+        let adoption = Adoption::begin(TableFiles { nodes, roots })?;
+        let records = used_records(adoption.records()?)?;
+        Ok(Self { redo, interrupted, adoption, records, pool })
     }
 
-    /// Takes over the family of a process that has ended. No write that the process had completed is lost; of
-    /// another write, each page has the old or the new content. Memory limits of devices are not adopted.
+    /// Returns the [note](Family::set_note), empty if there is none.
+    pub fn note(&self) -> &[u8] {
+        self.redo.note()
+    }
+
+    /// Returns the keys of the family's devices; see [`Ram::set_keys`].
+    pub fn keys(&self) -> impl Iterator<Item = u64> {
+        let is_device = |state| matches!(state, LayerState::Live | LayerState::Snapshot);
+        let devices = self.records.iter().filter(move |(_, record)| is_device(record.state));
+        devices.map(|(_, record)| record.key).filter(|key| *key != 0)
+    }
+
+    /// Takes over the family. No write that its process had completed is lost; of another write, each page has
+    /// the old or the new content. Memory limits of devices are not adopted.
     ///
     /// `config` must have the algorithms of the family; the size of the disk is ignored. `base` returns the
     /// device with a key from which forks of other families' devices read. A device that the caller drops is
     /// removed.
     ///
     /// # Errors
-    /// Fails if the files are unusable, a base is missing, or memory is short.
+    /// Fails if the content is damaged, a base is missing, or memory is short. Another attempt, by any process,
+    /// can succeed.
     pub fn adopt(
+        self,
         config: Config,
-        files: FamilyFiles<OwnedFd>,
         base: &mut dyn FnMut(u64) -> Option<Arc<dyn Device>>,
-    ) -> Result<(Self, Vec<Adopted>), AdoptError> {
+    ) -> Result<(Family, Vec<Adopted>), AdoptError> {
         config.check_adoptable()?;
-        let FamilyFiles { family, roots, nodes, pool } = files;
-        let (redo, interrupted) = Redo::read(family)?;
-        let mut adoption = Adoption::begin(TableFiles { nodes, roots })?;
-        let records = used_records(adoption.records()?)?;
+        let Self { redo, interrupted, mut adoption, records, pool } = self;
         let bases = find_bases(&records, base)?;
         let mut pool =
             Pool::adopt(pool, Arc::clone(&adoption.common().same_filled_leaves)).map_err(AdoptError::File)?;
@@ -159,13 +177,40 @@ impl Family {
         pool.rebuild(slots).map_err(|error| AdoptError::Damaged(error.to_string()))?;
         // Until here the process can be killed, or fail, and another one can adopt the same files.
         let memory = Memory { common, pool, redo: Some(redo.adopt()?) };
-        let family = Self::start(FamilyParts::with_memory(config, memory)?)?;
+        let family = Family::start(FamilyParts::with_memory(config, memory)?)?;
         if !bases.is_empty() {
             family.0.pages.keeper.start_over_base().map_err(SetupError::Thread)?;
         }
         let chains = family.adopt_layers(&records, &mut tables);
         let devices = family.adopt_devices(chains, bases);
         Ok((family, devices))
+    }
+}
+
+impl Family {
+    /// Returns the files of the family's memory, for a process that [adopts](FamilyMemory) the family;
+    /// `None` if it is not [adoptable](Config::adoptable).
+    pub fn files(&self) -> Option<FamilyFiles<BorrowedFd<'_>>> {
+        let pages = &self.0.pages;
+        let TableFiles { nodes, roots } = pages.common.files()?;
+        Some(FamilyFiles {
+            family: pages.redo.as_ref()?.file(),
+            roots,
+            nodes,
+            pool: pages.pool.arena().file(),
+        })
+    }
+
+    /// Stores a note of up to 4096 bytes for the process that adopts the family, such as the settings with
+    /// which to do so. Returns false if the note is too long, or the family not adoptable. Must be called
+    /// before another process has the [files](Self::files).
+    pub fn set_note(&self, note: &[u8]) -> bool {
+        self.0.pages.redo.as_ref().is_some_and(|redo| redo.set_note(note))
+    }
+
+    /// Returns a handle that does not keep the family alive.
+    pub fn downgrade(&self) -> WeakFamily {
+        WeakFamily(Arc::downgrade(&self.0))
     }
 
     /// Adds the adopted layers to the family. Returns their chains.
@@ -238,10 +283,22 @@ impl Family {
 
 impl Ram {
     /// Records keys that identify this device, and the device that it reads from, for a process that
-    /// [adopts](Family::adopt) the family. Keys are chosen by the caller, and not 0; `base` is 0 for a device
+    /// [adopts](FamilyMemory::adopt) the family. Keys are chosen by the caller, and not 0; `base` is 0 for a device
     /// that reads from no other. A fork of a snapshot of its own family has the snapshot's key as `base`.
     pub fn set_keys(&self, key: u64, base: u64) {
+        let _one = self.0.changing.lock();
         record::set_keys(self.0.layer().table(), key, base);
+    }
+
+    /// As [`set_keys`](Self::set_keys), with the key of another device of the family, which this one replaces.
+    /// If the process is killed before the former device is dropped, only this one is adopted. Does nothing if
+    /// the other device has no key.
+    pub fn succeed(&self, former: &Self, key: u64, base: u64) {
+        let former = record::read(former.0.layer().table()).filter(|former| former.key != 0);
+        if let Some(former) = former {
+            record::set_rewinds(self.0.layer().table(), former.rewinds + 1);
+            self.set_keys(key, base);
+        }
     }
 }
 

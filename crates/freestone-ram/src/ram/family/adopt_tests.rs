@@ -51,8 +51,16 @@ fn files(family: &Family) -> FamilyFiles<OwnedFd> {
     clone(&family.files().unwrap())
 }
 
+fn adopt_with(
+    config: Config,
+    files: FamilyFiles<OwnedFd>,
+    base: &mut dyn FnMut(u64) -> Option<Arc<dyn Device>>,
+) -> Result<(Family, Vec<Adopted>), AdoptError> {
+    FamilyMemory::open(files)?.adopt(config, base)
+}
+
 fn adopt(files: FamilyFiles<OwnedFd>) -> (Family, BTreeMap<u64, Ram>) {
-    let (family, devices) = Family::adopt(adoptable(), files, &mut |_| None).unwrap();
+    let (family, devices) = adopt_with(adoptable(), files, &mut |_| None).unwrap();
     (family, devices.into_iter().map(|device| (device.key, device.ram)).collect())
 }
 
@@ -106,11 +114,11 @@ fn adopted_family_has_devices_content_and_statistics() {
     let used = first.stat().charged;
     let files = files(&first);
     let _old = (first, disk, snapshot, fork, over_base, rewound, of_rewound, remains, unnamed);
-    let refused = Family::adopt(adoptable(), clone(&files), &mut |_| None);
+    let refused = adopt_with(adoptable(), clone(&files), &mut |_| None);
     assert!(matches!(refused, Err(AdoptError::NoBase(77))));
 
     let bases = &mut |key| (key == 77).then(|| Arc::clone(&base));
-    let (family, devices) = Family::adopt(adoptable(), files, bases).unwrap();
+    let (family, devices) = adopt_with(adoptable(), files, bases).unwrap();
     let mut devices: BTreeMap<_, _> = devices.into_iter().map(|device| (device.key, device.ram)).collect();
     assert_eq!(devices.keys().copied().collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5, 6, 7]);
     assert_eq!([1, 2, 3, 4, 5].map(|key| stat(&devices[&key])).to_vec(), before);
@@ -172,7 +180,7 @@ fn object_in_two_slots_of_a_chain_is_kept_once() {
 
 #[track_caller]
 fn refused(files: FamilyFiles<OwnedFd>) -> AdoptError {
-    match Family::adopt(adoptable(), files, &mut |_| None) {
+    match adopt_with(adoptable(), files, &mut |_| None) {
         Ok(_) => panic!("adopted"),
         Err(error) => error,
     }

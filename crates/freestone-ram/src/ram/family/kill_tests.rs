@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::{Adopted, Family, FamilyFiles};
+use super::{Adopted, Family, FamilyFiles, FamilyMemory};
 use crate::effort::effort;
 use crate::ram::tests::{config, content};
 use crate::ram::{Config, Ram};
@@ -160,7 +160,7 @@ fn check_all(devices: Vec<Adopted>, directory: &Path) -> (Ram, Ram, BTreeMap<u64
 fn run_until_killed(directory: &Path) {
     let (family, disk, scratch, mut snapshots) = if let Ok(paths) = std::env::var(FILES) {
         let files = open(paths.split_whitespace()).unwrap();
-        let (family, devices) = Family::adopt(settings(), files, &mut |_| None).unwrap();
+        let (family, devices) = FamilyMemory::open(files).unwrap().adopt(settings(), &mut |_| None).unwrap();
         let (disk, scratch, snapshots) = check_all(devices, directory);
         (family, disk, scratch, snapshots)
     } else {
@@ -271,7 +271,7 @@ fn start(
 
 /// Adopts a family for the last time, checks it, and frees all of its memory.
 fn finish(directory: &Path, files: FamilyFiles<OwnedFd>) {
-    let (family, devices) = Family::adopt(settings(), files, &mut |_| None).unwrap();
+    let (family, devices) = FamilyMemory::open(files).unwrap().adopt(settings(), &mut |_| None).unwrap();
     let (disk, scratch, snapshots) = check_all(devices, directory);
     drop((scratch, snapshots));
     disk.reset().unwrap();

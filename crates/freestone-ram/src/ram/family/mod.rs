@@ -10,7 +10,7 @@
 mod adopt;
 pub(in crate::ram) mod threads;
 
-pub use self::adopt::{AdoptError, Adopted, FamilyFiles};
+pub use self::adopt::{AdoptError, Adopted, FamilyFiles, FamilyMemory};
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -39,6 +39,22 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// family.
 #[derive(Clone)]
 pub struct Family(pub(in crate::ram) Arc<FamilyParts>);
+
+/// Handle to a family that does not keep it alive.
+#[derive(Clone)]
+pub struct WeakFamily(Weak<FamilyParts>);
+
+impl WeakFamily {
+    /// Returns the family; `None` if it has no handle and no device any more.
+    pub fn upgrade(&self) -> Option<Family> {
+        self.0.upgrade().map(Family)
+    }
+
+    /// Returns true if the family has a handle or a device.
+    pub fn exists(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+}
 
 /// Statistics of a family, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -43,19 +43,26 @@ pub struct Config {
     pub backing: Option<Backing>,
     /// Policy for writes that find no space: wait or fail.
     pub full_policy: FullPolicy,
-    /// True if another process can [adopt](crate::ram::Family::adopt) the family after this one has
-    /// ended or was killed. Objects that are overwritten in place are copied twice then. Not with `auto_recompress`, `auto_group`, `auto_dedup` or `backing`.
+    /// True if another process can [adopt](crate::ram::FamilyMemory) the family after this one has
+    /// ended or was killed. Objects that are overwritten in place are copied twice then. Not with
+    /// `auto_recompress`, `auto_group`, `auto_dedup`, `backing`, or a dictionary in the parameters.
     pub adoptable: bool,
 }
 
 impl Config {
-    /// Checks that an adoptable family has only what another process can adopt.
-    pub(in crate::ram) const fn check_adoptable(&self) -> Result<(), SetupError> {
+    /// Checks that an [adoptable](Self::adoptable) family has only what another process can adopt.
+    ///
+    /// # Errors
+    /// [`SetupError::AdoptableExcludes`].
+    pub fn check_adoptable(&self) -> Result<(), SetupError> {
         if !self.adoptable {
             return Ok(());
         }
+        let has_dictionary = |params: &Params| params.dictionary.is_some();
+        let secondary = self.recomp_algorithms.iter().flatten().any(|one| has_dictionary(&one.params));
         let excluded = match self {
-            Self { backing: Some(_), .. } => "backing",
+            _ if secondary || has_dictionary(&self.algorithm_params) => "a dictionary",
+            Self { backing: Some(_), .. } => "backing_dev",
             Self { auto_recompress: Some(_), .. } => "auto_recompress",
             Self { auto_group: Some(_), .. } => "auto_group",
             Self { auto_dedup: Some(_), .. } => "auto_dedup",

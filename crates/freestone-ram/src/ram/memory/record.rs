@@ -123,10 +123,18 @@ pub(in crate::ram) fn set_state(table: &Table, state: LayerState) {
 /// Records the keys of a layer's device and of the device that its empty slots read from.
 pub(in crate::ram) fn set_keys(table: &Table, key: u64, parent: u64) {
     if let Some(words) = table.record() {
-        // Relaxed: each word alone is consistent.
+        // Relaxed: the next store publishes it.
         words[word::PARENT].store(parent, Ordering::Relaxed);
-        // Relaxed: as above.
-        words[word::KEY].store(key, Ordering::Relaxed);
+        // Release: the other words are stored before.
+        words[word::KEY].store(key, Ordering::Release);
+    }
+}
+
+/// Records the number of rewinds of a layer's device.
+pub(in crate::ram) fn set_rewinds(table: &Table, rewinds: u64) {
+    if let Some(words) = table.record() {
+        // Relaxed: the key, which is stored later, publishes it.
+        words[word::REWINDS].store(rewinds, Ordering::Relaxed);
     }
 }
 

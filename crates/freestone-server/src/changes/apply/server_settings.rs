@@ -56,6 +56,9 @@ pub(super) fn check_server(service: &Service, file: &FileConfig, path: &Path) ->
             return differs("state", is.map_or_else(|| "none".into(), |dir| dir.display().to_string()));
         }
     }
+    if file.recoverable && service.recovery.get().is_none() {
+        return differs("recoverable", "false".to_owned());
+    }
     let (now, asked) = (service.saves.keys(), SaveSchedule::keys_of(file));
     for (key, value) in asked {
         same(key, &value, now.iter().find(|(known, _)| *known == key).map(|(_, is)| is))?;

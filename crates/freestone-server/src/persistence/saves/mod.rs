@@ -232,6 +232,12 @@ impl Saves {
         Ok(())
     }
 
+    /// Returns true while saved content of devices of a family is only in files.
+    pub fn is_loading(&self, family: &Family) -> bool {
+        let groups = self.groups.lock();
+        groups.iter().any(|group| group.family.is_same(family) && group.status.lock().loading.is_some())
+    }
+
     fn group_of(&self, ram: &Ram) -> Option<Arc<Group>> {
         let family = ram.family();
         self.groups.lock().iter().find(|group| group.family.is_same(&family)).cloned()

@@ -124,6 +124,16 @@ impl SavedContents {
         self.dirs.push(dir);
     }
 
+    /// Has the next saves of the family of `ram`, the adopted content of a device, replace the saved content.
+    pub fn supersede(&mut self, service: &Service, device: &Device, ram: &Ram) {
+        let Some(dir) = self.by_uuid.get(&device.uuid).map(|number| &mut self.dirs[*number]) else { return };
+        if let Content::Closed(_) = dir.state
+            && let Content::Closed(keep) = std::mem::replace(&mut dir.state, Content::Open(HashMap::new()))
+        {
+            service.saves.add(ram.family(), dir.path.clone(), *keep);
+        }
+    }
+
     /// Returns the saved content of a device, or `None` if it was not saved. The first call for a directory restores
     /// all devices in that directory.
     pub fn take(
@@ -222,7 +232,7 @@ fn own_family(
     let of = |refusal: Refusal| refusal.of(&spec.name);
     let backing = service.registry.backing(family).map_err(of)?;
     let size = spec.kind.size().unwrap_or_default();
-    Ok(service.registry.new_family(&spec.name, family, size, backing.as_ref()).map_err(of)?)
+    Ok(service.registry.new_family(&spec.name, family, size, backing.as_ref(), true).map_err(of)?)
 }
 
 /// Loads restored content into memory in the background. Pages that are not loaded yet are read from the files.
@@ -237,6 +247,9 @@ fn load(service: &Service, group: &Arc<Group>, mut loading: BackgroundLoad, name
             LoadOutcome::Complete => {
                 group.status.lock().loading = None;
                 info!("{name}: all saved content is in memory");
+                if let Some(service) = weak.upgrade() {
+                    service.record_keys(&group.family);
+                }
             }
             LoadOutcome::Incomplete(pages) => {
                 error!(

@@ -36,6 +36,7 @@ fn shutdown_releases_state_of_held_service() {
                 dir: dir.path().join("state"),
                 saves: SaveSchedule::default(),
                 apply: false,
+                recoverable: false,
                 has_file: false,
             }),
             ..Plan::default()

@@ -80,6 +80,9 @@ fn server_table(service: &Service) -> Table {
     if let Some(state) = service.records.state() {
         file.insert("state".into(), path_text::text(state.dir()).into());
     }
+    if service.recovery.get().is_some() {
+        file.insert("recoverable".into(), true.into());
+    }
     for (key, value) in service.saves.keys() {
         file.insert(key.into(), value.into());
     }

@@ -91,6 +91,9 @@ pub struct Row {
     /// Time of the content, if the server that ended had newer content, which is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     content_of: Option<String>,
+    /// True if the device was adopted from a server that was killed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    adopted: bool,
     /// True if the device is zoned.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
@@ -255,6 +258,7 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         },
         saved: service.saves.saved(entry),
         content_of: service.saves.stale_since(entry.name()),
+        adopted: entry.is_adopted,
         zoned: entry.layers.zones.is_some(),
         orig_data_size: stat.map(|stat| stat.orig_data_size),
         compr_data_size: stat.map(|stat| stat.compr_data_size),
@@ -318,6 +322,9 @@ fn kind(row: &Row) -> String {
     let mut text = row.kind.clone();
     if row.zoned {
         text.push_str(" zoned");
+    }
+    if row.adopted {
+        text.push_str(" adopted");
     }
     if row.withheld {
         let has_content = row.content_of.is_some() || row.changed.is_some() || row.withheld_because.is_some();

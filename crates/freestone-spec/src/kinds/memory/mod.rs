@@ -4,6 +4,7 @@
 
 pub(super) mod fork;
 pub(super) mod ram;
+pub(super) mod recoverable;
 pub(super) mod restored;
 pub(super) mod shared_family;
 pub(super) mod template;

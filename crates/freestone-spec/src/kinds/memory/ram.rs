@@ -45,7 +45,7 @@ impl RamSpec {
 impl KindConfig for RamSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<DataDevice, Refusal> {
         let backing = registry.backing(&self.family)?;
-        let family = registry.new_family(&spec.name, &self.family, self.disksize, backing.as_ref())?;
+        let family = registry.new_family(&spec.name, &self.family, self.disksize, backing.as_ref(), true)?;
         let ram = Arc::new(family.ram(self.disksize).map_err(family::setup_refusal)?);
         Ok(DataDevice {
             backing,

@@ -59,7 +59,7 @@ impl Entry {
         };
         // `new_family` reads the limits of the other families with `try_lock`, so it skips this
         // one, which is locked.
-        let family = registry.new_family(self.name(), spec, self.size(), self.backing.as_ref());
+        let family = registry.new_family(self.name(), spec, self.size(), self.backing.as_ref(), true);
         let family = family.map_err(|refusal| refusal.of(self.name()))?;
         *slot = Some(family.clone());
         Ok(family)

@@ -212,7 +212,7 @@ fn private_cow(
 ) -> Result<Ram, Refusal> {
     let chunk = chunk_in_memory(spec);
     let disksize = size.next_multiple_of(chunk).saturating_add(chunk).min(DISKSIZE_BYTES_MAX);
-    let family = registry.new_family(name, &spec.family, disksize, backing)?;
+    let family = registry.new_family(name, &spec.family, disksize, backing, false)?;
     family.ram(disksize).map_err(family::setup_refusal)
 }
 

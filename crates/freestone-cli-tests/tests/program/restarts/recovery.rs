@@ -1,0 +1,244 @@
+//! Servers whose devices in memory survive a kill (`serve --recoverable`).
+
+use std::io::{Seek as _, SeekFrom};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::net::UnixListener;
+
+use rustix::process::{Pid, kill_process};
+
+use super::kept::row;
+use super::{GOLDEN, image, is_served, serve, stat};
+use crate::harness::prelude::*;
+
+/// Returns the process id of the holder of a server's state directory.
+fn holder(dir: &Path) -> Option<Pid> {
+    let path = dir.join("state/holder");
+    let found = fs::read_dir("/proc").unwrap().flatten().find(|process| {
+        let line = fs::read(process.path().join("cmdline")).unwrap_or_default();
+        line.split(|byte| *byte == 0).eq([b"freestone", &b"hold"[..], path.as_os_str().as_bytes(), b""])
+    });
+    Pid::from_raw(found?.file_name().to_str()?.parse().ok()?)
+}
+
+/// Waits until the holder is another process than `former`. Returns it.
+fn next_holder(dir: &Path, former: Pid) -> Pid {
+    let next = || holder(dir).filter(|holder| *holder != former);
+    wait_until("there is another holder", || next().is_some());
+    next().unwrap()
+}
+
+/// Returns the number of families that a holder has.
+fn held_families(holder: Pid) -> usize {
+    let open = fs::read_dir(format!("/proc/{}/fd", holder.as_raw_nonzero())).unwrap().flatten();
+    let is_pool = |file: &fs::DirEntry| {
+        fs::read_link(file.path()).is_ok_and(|target| target.to_string_lossy().contains("freestone-family"))
+    };
+    open.filter(is_pool).count()
+}
+
+#[test]
+fn killed_server_leaves_devices_to_the_next() {
+    let disks = ["disk=ram,disksize=16M,comp_algorithm=zstd", "other=ram,disksize=1M"];
+    let server = serve(image(8 << 20), &[&["--recoverable", GOLDEN][..], &disks].concat());
+    let home = format!("unix:{}", server.path("nbd").display());
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M", "write -P 2 8M 64k"]);
+    for verb in [
+        &["snapshot", "disk", "monday"][..],
+        &["fork", "monday", "trial", "--nbd", &home],
+        &["fork", "golden", "job", "size=12M", "mem_limit=4M", "--nbd", &home],
+        &["fork", "golden", "gone", "--nbd", &home],
+        &["publish", "monday", "--nbd", &home],
+        &["create", "zones=ram,disksize=16M,zoned=1,zone_size=1M"],
+        &["remove", "gone"],
+    ] {
+        server.text(verb);
+    }
+    qemu_io(&uri(&server, "disk"), &["write -P 3 1M 64k", "discard 8M 64k"]);
+    qemu_io(&uri(&server, "trial"), &["write -P 4 64k 64k"]);
+    qemu_io(&uri(&server, "job"), &["write -P 5 1M 64k", "write -z 2M 64k", "write -P 6 9M 64k"]);
+    server.text(&["set", "job", "disksize=16M"]);
+    server.text(&["set", "disk", "mem_limit=20M"]);
+    let check = |server: &Serve| {
+        let reads = ["read -P 1 0 1M", "read -P 3 1M 64k", "read -P 1 1088k 64k", "read -P 0 8M 64k"];
+        qemu_io(&uri(server, "disk"), &reads);
+        qemu_io(&uri(server, "monday"), &["read -P 1 0 4M", "read -P 2 8M 64k", "read -P 0 9M 1M"]);
+        qemu_io(&uri(server, "trial"), &["read -P 1 0 64k", "read -P 4 64k 64k", "read -P 2 8M 64k"]);
+        let reads = ["read -P 7 0 1M", "read -P 5 1M 64k", "read -P 0 2M 64k", "read -P 6 9M 64k"];
+        qemu_io(&uri(server, "job"), &reads);
+    };
+    let used = stat(&server, "disk", "mm_stat")["compr_data_size"].clone();
+    let mut dir = server.kill();
+    for round in 0..3 {
+        let server = serve(dir, &["--recoverable"]);
+        check(&server);
+        for name in ["disk", "monday", "trial", "job", "other"] {
+            let row = row(&server, name);
+            assert_eq!((&row["adopted"], &row["withheld"]), (&Value::Bool(true), &Value::Null), "{row}");
+            assert_eq!(server.json(&["stat", name])["generation"], 1);
+        }
+        assert!(server.text(&["list"]).contains("ram adopted"));
+        // The conditions of zones are not in memory that survives.
+        assert_eq!(row(&server, "zones")["withheld"], true, "{round}");
+        assert_eq!(stat(&server, "disk", "mm_stat")["compr_data_size"], used);
+        assert_eq!(stat(&server, "disk", "mm_stat")["mem_limit"], 20 << 20);
+        assert_eq!(stat(&server, "job", "over_stat")["mem_limit"], 4 << 20);
+        // New devices join the adopted families.
+        let name = format!("new-{round}");
+        server.text(&["fork", "monday", &name, "--nbd", &home]);
+        qemu_io(&uri(&server, &name), &["write -P 9 0 4k", "read -P 1 64k 64k"]);
+        server.text(&["rewind", "trial"]);
+        qemu_io(&uri(&server, "trial"), &["read -P 1 64k 64k", "write -P 4 64k 64k"]);
+        server.text(&["remove", &name]);
+        dir = server.kill();
+    }
+    // An orderly end frees the memory, and the holder ends.
+    let server = serve(dir, &["--recoverable"]);
+    check(&server);
+    let dir = server.end();
+    wait_until("the holder ends", || holder(dir.path()).is_none());
+    let server = serve(dir, &["--recoverable"]);
+    assert_eq!(row(&server, "disk")["withheld"], true);
+    drop(server.end());
+}
+
+#[test]
+fn rewind_to_snapshot_survives_kill() {
+    let server = serve(tempfile::tempdir().unwrap(), &["--recoverable", "disk=ram,disksize=4M"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 1M"]);
+    server.text(&["snapshot", "disk", "before"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 2 0 1M"]);
+    server.text(&["rewind", "disk", "--to", "before"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 1M", "write -P 3 512k 64k"]);
+    let server = serve(server.kill(), &["--recoverable"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 512k", "read -P 3 512k 64k"]);
+}
+
+#[test]
+fn holder_is_replaced_and_frees_removed_devices() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = serve(dir, &["--recoverable", "disk=ram,disksize=16M", "second=ram,disksize=1M"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
+    let first = holder(server.dir.path()).unwrap();
+    assert_eq!(held_families(first), 2);
+    server.text(&["remove", "second"]);
+    wait_until("the memory of the removed disk is free", || held_families(first) == 1);
+    kill_process(first, Signal::KILL).unwrap();
+    let second = next_holder(server.dir.path(), first);
+    wait_until("the next holder has the family", || held_families(second) == 1);
+    // A device that is created while there is no holder starts one.
+    kill_process(second, Signal::KILL).unwrap();
+    server.text(&["create", "third=ram,disksize=1M"]);
+    let third = next_holder(server.dir.path(), second);
+    wait_until("the next holder has both families", || held_families(third) == 2);
+    let server = serve(server.kill(), &["--recoverable"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M"]);
+    assert_eq!(row(&server, "third")["adopted"], true);
+    // The holder ends when its state directory has gone, even if nobody adopts the memory.
+    let dir = server.kill();
+    let path = dir.path().to_owned();
+    drop(dir);
+    wait_until("the holder ends", || holder(&path).is_none());
+}
+
+#[test]
+fn failed_start_leaves_memory_to_the_next() {
+    let server = serve(tempfile::tempdir().unwrap(), &["--recoverable", "disk=ram,disksize=16M"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
+    let dir = server.kill();
+    // Each start fails after the adoption, or before it.
+    let taken = UnixListener::bind(dir.path().join("taken")).unwrap();
+    fs::create_dir(dir.path().join("directory")).unwrap();
+    for args in [
+        &["--recoverable", "--control", "taken", "--nbd", "unix:nbd"][..],
+        &["--recoverable", "--control", "control", "--nbd", "unix:directory"],
+        &[
+            "--recoverable",
+            "--control",
+            "control",
+            "--nbd",
+            "unix:nbd",
+            "--metrics",
+            "203.0.113.1:1",
+            "--metrics-open",
+        ],
+        &["--recoverable", "--control", "control", "--nbd", "unix:nbd", "disk=ram,disksize=8M"],
+    ] {
+        let (status, _, error) = finish(freestone(dir.path()).args(["serve", "--state", "state"]).args(args));
+        assert_ne!(status, 0, "{args:?}: {error}");
+    }
+    drop(taken);
+    // A server without the option would lose the content.
+    let pid = holder(dir.path()).unwrap().as_raw_nonzero();
+    let command = ["serve", "--state", "state", "--control", "control", "--nbd", "unix:nbd"];
+    let (status, _, error) = finish(freestone(dir.path()).args(command));
+    let state = dir.path().join("state");
+    let why = "; --recoverable adopts them, the end of that process frees them";
+    let found =
+        format!("{}: a killed server has left devices in memory, held by process {pid}", state.display());
+    assert_eq!((status, sentence(&error)), (1, found + why));
+    let server = serve(dir, &["--recoverable"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M"]);
+    drop(server.end());
+}
+
+#[test]
+fn memory_of_another_layout_is_refused_and_stays() {
+    let server = serve(tempfile::tempdir().unwrap(), &["--recoverable", "disk=ram,disksize=1M"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 1M"]);
+    let dir = server.kill();
+    let files = format!("/proc/{}/fd", holder(dir.path()).unwrap().as_raw_nonzero());
+    let is_family =
+        |path: &PathBuf| fs::read_link(path).unwrap().to_string_lossy().contains("freestone-family");
+    let path = fs::read_dir(files).unwrap().map(|file| file.unwrap().path()).find(is_family).unwrap();
+    let mut family = fs::OpenOptions::new().write(true).open(path).unwrap();
+    let mut set_layout = |layout: u64| {
+        family.seek(SeekFrom::Start(8)).unwrap();
+        family.write_all(&layout.to_le_bytes()).unwrap();
+    };
+    set_layout(99);
+    let server = serve(dir, &["--recoverable"]);
+    assert!(!is_served(&server.path("nbd"), "disk"));
+    let missing = server.json(&["list"])["missing"][0]["why"].as_str().unwrap().to_owned();
+    assert!(missing.contains("the memory has layout 99; this program knows layout 1"), "{missing}");
+    let dir = server.end();
+    set_layout(1);
+    let server = serve(dir, &["--recoverable"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 1M"]);
+    drop(server.end());
+}
+
+/// Content that is kept (`keep=yes`) is adopted if all of it was in memory; else its last save is restored.
+#[test]
+fn kept_content_is_adopted_and_saved_again() {
+    let disks = ["disk=ram,disksize=16M,keep=yes", "--save-every", "1h"];
+    let server = serve(tempfile::tempdir().unwrap(), &[&["--recoverable"][..], &disks].concat());
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
+    let server = serve(server.end(), &["--recoverable"]);
+    wait_until("the content is in memory", || stat(&server, "disk", "keep")["loaded_percent"].is_null());
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M", "write -P 2 0 1M"]);
+    let server = serve(server.kill(), &["--recoverable"]);
+    assert_eq!(row(&server, "disk")["adopted"], true);
+    qemu_io(&uri(&server, "disk"), &["read -P 2 0 1M", "read -P 1 1M 3M", "write -P 3 1M 1M"]);
+    let server = serve(server.end(), &["--recoverable"]);
+    assert_eq!(row(&server, "disk")["adopted"], Value::Null);
+    qemu_io(&uri(&server, "disk"), &["read -P 2 0 1M", "read -P 3 1M 1M", "read -P 1 2M 2M"]);
+    drop(server.end());
+}
+
+#[test]
+fn settings_that_exclude_recovery_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Serve::logged_in(
+        dir,
+        &["--state", "state", "--recoverable", "d=ram,disksize=1M,backing_dev=spill,backing_size=4M"],
+    );
+    server.log_with("d: has backing_dev, and therefore loses its content if the server is killed");
+    let dir = tempfile::tempdir().unwrap();
+    let (status, _, error) = finish(freestone(dir.path()).args(["serve", "--recoverable"]));
+    assert_eq!((status, sentence(&error)), (2, "recoverable: needs a state: --state DIR".to_owned()));
+    let server = serve(dir, &["--recoverable", "disk=ram,disksize=1M"]);
+    let refused = server.refused(2, &["recompress", "disk", "group=yes"]);
+    assert!(refused.contains("survives a killed process"), "{refused}");
+    assert!(server.text(&["dump"]).contains("recoverable = true"));
+    drop(server.end());
+}

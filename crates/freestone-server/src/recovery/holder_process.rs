@@ -1,0 +1,98 @@
+//! The holder: a process that keeps descriptors of the families of a server.
+//!
+//! It serves one connection at a time, of its own user. It ends when the connection ends and it holds nothing,
+//! or when its socket has gone from its path, for example with the state directory.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use freestone_control::socket::SocketPath;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use uuid::Uuid;
+
+use super::messages::{FILES, Kind, Message, check_peer, receive, send};
+
+/// Interval of checks whether the socket is still at its path.
+const CHECK_EVERY: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
+
+/// Files of the held families, by the id that the server has chosen.
+type Families = HashMap<Uuid, [OwnedFd; FILES]>;
+
+/// Raises the limit of open descriptors of this process to the allowed maximum.
+pub fn raise_open_files() {
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    // A failure leaves the limit unchanged.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
+/// Holds families for servers that connect to `listener`, whose socket is at `path`. Returns when no server
+/// needs the process any more.
+///
+/// # Errors
+/// Fails if the socket cannot be used.
+pub fn hold(listener: &OwnedFd, path: &Path) -> io::Result<()> {
+    let own = SocketPath::adopt(path)?;
+    let mut families = Families::new();
+    loop {
+        let ready = rustix::io::retry_on_intr(|| {
+            poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&CHECK_EVERY))
+        })?;
+        if !own.is_there() {
+            return Ok(());
+        }
+        if ready == 0 {
+            continue;
+        }
+        let client = match accept_with(listener, SocketFlags::CLOEXEC) {
+            Ok(client) => client,
+            // The client has left, or another one can be accepted once descriptors are free.
+            Err(Errno::CONNABORTED | Errno::INTR | Errno::MFILE | Errno::NFILE | Errno::NOBUFS) => continue,
+            Err(errno) => return Err(errno.into()),
+        };
+        if check_peer(&client).is_err() {
+            continue;
+        }
+        serve(&client, &mut families);
+        if families.is_empty() {
+            return Ok(());
+        }
+    }
+}
+
+/// Answers the requests of a server, until the connection ends or fails.
+fn serve(client: &OwnedFd, families: &mut Families) {
+    let done = Kind::Done(std::process::id());
+    loop {
+        let answer = match receive(client) {
+            Ok(Some(Message { kind: Kind::List, .. })) => {
+                list(client, families).map_or_else(Kind::Failed, |()| done)
+            }
+            Ok(Some(Message { kind: Kind::Hold(id), files: Some(files) })) => {
+                families.insert(id, files);
+                done
+            }
+            Ok(Some(Message { kind: Kind::Release(id), .. })) => {
+                families.remove(&id);
+                done
+            }
+            Ok(Some(_)) => Kind::Failed(Errno::PROTO),
+            Err(errno @ (Errno::PROTO | Errno::MFILE)) => Kind::Failed(errno),
+            Ok(None) | Err(_) => return,
+        };
+        if send(client, answer, None).is_err() {
+            return;
+        }
+    }
+}
+
+fn list(client: &OwnedFd, families: &Families) -> Result<(), Errno> {
+    families.iter().try_for_each(|(id, files)| {
+        let files: [BorrowedFd<'_>; FILES] = files.each_ref().map(AsFd::as_fd);
+        send(client, Kind::Family(*id), Some(&files))
+    })
+}
