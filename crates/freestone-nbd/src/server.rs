@@ -387,6 +387,20 @@ impl Server {
         Stats { denied, ..self.shared.tables.lock().stats() }
     }
 
+    /// Pauses accepting: clients that connect wait until [`resume`](Self::resume), so that they find all exports that
+    /// are published before.
+    pub fn pause(&self) {
+        self.shared.tables.lock().is_paused = true;
+    }
+
+    /// Ends a [pause](Self::pause).
+    pub fn resume(&self) {
+        self.shared.tables.lock().is_paused = false;
+        if let Some(acceptor) = self.shared.acceptor() {
+            acceptor.wake();
+        }
+    }
+
     /// Shuts the server down for good: stops listening, removes the sockets, completes the requests that were
     /// received, and closes all connections. Connections that have not ended after `grace` are cut. A second
     /// call does nothing.

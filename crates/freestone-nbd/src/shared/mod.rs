@@ -235,6 +235,9 @@ impl ServerShared {
     }
 }
 
+/// Longest wait of the accepting thread while the server is paused, until it is woken.
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+
 impl ServerShared {
     /// Ends the connections whose deadline has passed, and decides what the accepting thread does next.
     pub fn run_deadlines(&self) -> AcceptorAction {
@@ -247,6 +250,7 @@ impl ServerShared {
             let (expired, until) = tables.take_expired(now);
             let Limits { max_pending_handshakes, handshake_grace, max_connect_rate, .. } = self.limits;
             let admission = match tables.connect_rate.next_accept(max_connect_rate, now) {
+                _ if tables.is_paused => Admission::Wait(now + PAUSE_MAX),
                 Some(due) => Admission::Wait(due),
                 None => tables.pending_handshakes.admit(max_pending_handshakes, handshake_grace, now),
             };

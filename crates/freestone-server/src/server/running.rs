@@ -152,6 +152,8 @@ impl Running {
         }
         // Steps that can fail come first. Then the state records that its devices are in use, and clients can
         // connect.
+        // A client that reconnects after a restart must not be told that its export does not exist.
+        service.exports.nbd.pause();
         for address in &addresses {
             if let Address::Unix(path) = service.exports.listen_at_server_address(address)? {
                 let socket =
@@ -203,6 +205,7 @@ impl Running {
         if of_state {
             start::publish(service, created)?;
         }
+        service.exports.nbd.resume();
         if let Some((devices, asked)) = changes {
             start::apply_declared(service, &devices, asked.has_file)?;
         }

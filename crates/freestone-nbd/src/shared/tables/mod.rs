@@ -93,6 +93,8 @@ pub struct Tables {
     next_id: u64,
     /// Set at shutdown: the server accepts, listens and publishes no more.
     pub shutting_down: bool,
+    /// True while connections wait in the backlogs of the listening sockets.
+    pub is_paused: bool,
     /// See [`Stats::accepted`].
     pub accepted: u64,
     /// See [`Stats::refused`].

@@ -59,6 +59,26 @@ fn listen_replaces_stale_socket() {
 }
 
 #[test]
+fn clients_of_paused_server_wait_for_exports() {
+    let directory = tempfile::tempdir().unwrap();
+    let address = unix(directory.path().join("nbd.sock"));
+    let server = Server::new(Limits::default());
+    server.pause();
+    server.listen(&address).unwrap();
+    let mut clients = [connect(&address), connect(&address)];
+    assert_eq!(server.stats().accepted, 0);
+    server.publish(&address, "disk", MemDevice::new(4096), ExportOptions::default()).unwrap();
+    server.resume();
+    for client in &mut clients {
+        client.greet(3);
+        assert_eq!(client.go("disk").0, 4096);
+    }
+    // The end of a server does not wait for the end of a pause.
+    server.pause();
+    drop(server);
+}
+
+#[test]
 fn listen_at_live_socket_fails() {
     let directory = tempfile::tempdir().unwrap();
     let address = unix(directory.path().join("nbd.sock"));
