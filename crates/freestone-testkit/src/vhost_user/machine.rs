@@ -1,6 +1,7 @@
 //! A virtual machine with one disk, connected to a vhost-user-blk server.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -70,6 +71,14 @@ impl Machine {
         self.start()?;
         self.queues.iter().for_each(Queue::kick);
         Ok(())
+    }
+
+    /// Asks the server to end the connection, which it does when no request is being executed any more.
+    ///
+    /// # Errors
+    /// Fails if the connection has ended.
+    pub fn hang_up(&self) -> io::Result<()> {
+        self.front.socket.shutdown(Shutdown::Write)
     }
 
     /// Negotiates the features, and returns the configuration space.

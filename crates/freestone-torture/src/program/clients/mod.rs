@@ -103,6 +103,9 @@ fn use_device(world: &World, slot: &WatchedThread, disk: &Arc<Disk>, rng: &mut R
             Purpose::Sweep => session.read_device(),
         })
     };
+    if outcome.is_err() {
+        session.hang_up();
+    }
     let sent_requests = session.end_requests();
     let link = session.link;
     match outcome {

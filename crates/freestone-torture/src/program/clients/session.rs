@@ -323,6 +323,16 @@ impl Session<'_> {
         }
     }
 
+    /// Ends the connection of a machine, which may still be open: the server must not execute a request after the
+    /// oracle has ended it. Does not judge the requests that complete before.
+    pub(super) fn hang_up(&mut self) {
+        let Connection::Machine(driver) = &mut self.link else { return };
+        let completed = driver.hang_up();
+        let completed = completed.iter().filter_map(|cookie| self.sent_requests.remove_entry(cookie));
+        let completed = completed.collect();
+        end_requests(&mut self.oracle(), completed);
+    }
+
     /// Ends the requests in flight, which will not complete. Returns them for a reconnection.
     pub(super) fn end_requests(&mut self) -> Vec<(u64, Request)> {
         let sent_requests = std::mem::take(&mut self.sent_requests);

@@ -64,6 +64,13 @@ impl MachineClient {
         Ok(())
     }
 
+    /// Ends the connection. Returns the cookies of the requests that the server has completed before.
+    pub fn hang_up(&mut self) -> Vec<u64> {
+        // An error only means that the server has already ended the connection.
+        let _ = self.machine.hang_up();
+        std::iter::from_fn(|| self.reply().ok()).map(|reply| reply.cookie).collect()
+    }
+
     /// Returns true if the server has ended the connection, all completions were taken, and the
     /// requests in flight are logged.
     pub fn can_reconnect(&self) -> bool {
