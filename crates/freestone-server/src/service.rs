@@ -26,7 +26,7 @@ use crate::exports::{Exports, check_not_connection_fork};
 use crate::jobs::Jobs;
 use crate::persistence::records::{self, Records};
 use crate::persistence::saves::Saves;
-use crate::recovery::RemoteHolder;
+use crate::recovery::RemoteFamilies;
 use crate::settings::access::ServerAccess;
 use crate::settings::tls::Tls;
 
@@ -49,7 +49,7 @@ pub struct Service {
     /// State directory, which records devices and exports for the next start.
     pub records: Records,
     /// Holder of the memory of devices, if they are recoverable.
-    pub recovery: OnceLock<Arc<RemoteHolder>>,
+    pub recovery: OnceLock<Arc<RemoteFamilies>>,
     /// Saves of devices with `keep=yes`, restored by the next start.
     pub saves: Saves,
     /// Limits of NBD connections.

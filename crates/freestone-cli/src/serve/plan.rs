@@ -2,19 +2,21 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use freestone_nbd::{Address, Limits};
 use freestone_server::config::FileConfig;
 use freestone_server::declared::{self, DeclaredDevice};
 use freestone_server::exports::export_spec::ExportAddress;
 use freestone_server::plan::{Plan, add_devices, parse_addresses};
+use freestone_server::recovery::{HolderChoice, ServiceManager};
 use freestone_server::settings::access::ServerAccess;
 use freestone_server::settings::tls::Tls;
 use freestone_server::settings::{allow, paths};
 use freestone_server::usage::Usage;
 use tempfile::TempDir;
 
-use super::{DEFAULT_DEVICE, ServeArgs, supervisor};
+use super::supervisor::{self, Descriptors, ManagerStore};
+use super::{DEFAULT_DEVICE, ServeArgs};
 
 /// Combines the command line and the configuration file that it names. Also returns the temporary directory of the
 /// sockets, to be removed at the end.
@@ -74,7 +76,8 @@ pub(super) fn plan(args: &ServeArgs) -> Result<(Plan, Option<TempDir>)> {
     };
     let mut private = None;
     // With --single, the socket of the service manager is the connection of the client.
-    let sockets = if args.single { Vec::new() } else { supervisor::take_listen_sockets()? };
+    let Descriptors { sockets, stored } =
+        if args.single { Descriptors::default() } else { supervisor::take_descriptors()? };
     if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none()) {
         let dir = if args.run.is_some() {
             private.insert(paths::private_dir()?).path().to_path_buf()
@@ -124,8 +127,15 @@ pub(super) fn plan(args: &ServeArgs) -> Result<(Plan, Option<TempDir>)> {
     let home = allow.as_ref().map(|(list, _)| list);
     declared::check_lists(&devices, &addresses, home)?;
     let is_recoverable = state.as_ref().is_some_and(|state| state.recoverable);
-    // The link refers to this program even if the package manager has replaced its file.
-    let holder = is_recoverable.then(|| vec!["/proc/self/exe".into(), "hold".into()]);
+    if !stored.is_empty() && !is_recoverable {
+        let why = "the service manager has stored devices of a killed server: --recoverable adopts them";
+        bail!("{why}, `systemctl clean --what=fdstore` of the stopped service frees them");
+    }
+    let holder = is_recoverable.then(|| match supervisor::max_stored() {
+        Some(max) => HolderChoice::Manager(ServiceManager { store: Box::new(ManagerStore), max, stored }),
+        // The link refers to this program even if the package manager has replaced its file.
+        None => HolderChoice::Process(vec!["/proc/self/exe".into(), "hold".into()]),
+    });
     let plan = Plan {
         devices,
         addresses,

@@ -39,7 +39,7 @@ pub struct Client {
 /// Takes over the connection of the client from standard input or the service manager. Afterwards no output
 /// or log line can reach the client.
 pub fn take() -> Result<Client> {
-    let mut handed = supervisor::take_listen_sockets()?;
+    let mut handed = supervisor::take_descriptors()?.sockets;
     match handed.len() {
         0 => take_standard_streams(),
         1 => Client::of_socket(handed.remove(0), "LISTEN_FDS"),

@@ -3,7 +3,9 @@
 #![expect(unsafe_code)]
 // UNSAFETY: takes over sockets of the service manager, which are passed as descriptor numbers.
 
-use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -11,6 +13,10 @@ use std::time::Duration;
 use std::{env, fs, io, thread};
 
 use anyhow::{Context as _, Result, bail};
+use freestone_server::recovery::{self, DescriptorStore};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, sendmsg_addr};
+use rustix::pipe::PipeFlags;
 use rustix::process::{
     Pid, PidfdFlags, Signal, getpid, getppid, kill_process, pidfd_open, set_parent_process_death_signal,
 };
@@ -20,7 +26,10 @@ use tracing::warn;
 use crate::pidfd;
 
 /// Environment variables of the service manager, which child processes must not inherit.
-pub const VARIABLES: [&str; 4] = ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
+pub const VARIABLES: [&str; 5] = ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "FDSTORE"];
+
+/// Longest wait until the service manager has stored descriptors.
+const STORE_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 
 /// Longest wait to send a message to a service manager that does not read its socket.
 const NOTIFY_TIMEOUT: Duration = Duration::from_millis(250);
@@ -78,12 +87,82 @@ pub fn notify_stopping_within(step: &str, time: Duration) {
     notify(&[NotifyState::Stopping, NotifyState::Status(step), NotifyState::ExtendTimeoutUsec(micros)]);
 }
 
-/// Takes over the listening sockets of the service manager (`sd_listen_fds(3)`). Must be called only once,
-/// because the result owns the descriptors.
-pub fn take_listen_sockets() -> Result<Vec<OwnedFd>> {
-    let sockets = sd_notify::listen_fds().context("LISTEN_FDS, the sockets of the service manager")?;
-    // SAFETY: the manager has opened the descriptors for this process, and no other code in it uses them.
-    Ok(sockets.map(|socket| unsafe { OwnedFd::from_raw_fd(socket) }).collect())
+/// Descriptors of the service manager.
+#[derive(Default)]
+pub struct Descriptors {
+    /// Listening sockets.
+    pub sockets: Vec<OwnedFd>,
+    /// Files that a killed server has stored, by name.
+    pub stored: Vec<(String, OwnedFd)>,
+}
+
+/// Takes over the descriptors of the service manager (`sd_listen_fds(3)`). Must be called only once, because the
+/// result owns the descriptors.
+pub fn take_descriptors() -> Result<Descriptors> {
+    let all = sd_notify::listen_fds().context("LISTEN_FDS, the sockets of the service manager")?;
+    let names = env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let names = names.split(':').chain(std::iter::repeat("")).map(str::to_owned);
+    let mut taken = Descriptors::default();
+    for (descriptor, name) in all.zip(names) {
+        // SAFETY: the manager has opened the descriptor for this process, and no other code in it uses it.
+        let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
+        if recovery::is_family_file(&name) {
+            taken.stored.push((name, descriptor));
+        } else {
+            taken.sockets.push(descriptor);
+        }
+    }
+    Ok(taken)
+}
+
+/// Returns the number of descriptors that the service manager stores for this service (`FileDescriptorStoreMax=`),
+/// or `None` if it stores none. systemd reports the number since version 254.
+pub fn max_stored() -> Option<usize> {
+    env::var("FDSTORE").ok()?.parse().ok().filter(|max| *max > 0 && env::var_os("NOTIFY_SOCKET").is_some())
+}
+
+/// The service manager's store of descriptors.
+pub struct ManagerStore;
+
+impl DescriptorStore for ManagerStore {
+    fn store(&self, descriptors: &[(String, BorrowedFd<'_>)]) -> io::Result<()> {
+        for (name, descriptor) in descriptors {
+            // A file is always readable, so the manager must not poll it.
+            let states = [NotifyState::Custom("FDSTORE=1"), NotifyState::Custom("FDPOLL=0")];
+            send_with(&states, name, Some(*descriptor))?;
+        }
+        // The manager has handled all earlier messages when it closes the pipe of this one.
+        let (waits, passed) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        send_message("BARRIER=1\n", Some(passed.as_fd()))?;
+        drop(passed);
+        let closed = poll(&mut [PollFd::new(&waits, PollFlags::empty())], Some(&STORE_TIMEOUT))?;
+        if closed > 0 { Ok(()) } else { Err(io::ErrorKind::TimedOut.into()) }
+    }
+
+    fn remove(&self, names: &[String]) -> io::Result<()> {
+        names.iter().try_for_each(|name| send_with(&[NotifyState::Custom("FDSTOREREMOVE=1")], name, None))
+    }
+}
+
+fn send_with(states: &[NotifyState<'_>], name: &str, descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let text = states.iter().fold(format!("FDNAME={name}\n"), |text, state| text + &state.to_string() + "\n");
+    send_message(&text, descriptor)
+}
+
+/// Sends a message, with a descriptor if there is one, to the service manager.
+fn send_message(text: &str, descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let Ok(Some((socket, address))) = &*MANAGER else { return Err(io::ErrorKind::NotConnected.into()) };
+    let address = SocketAddrUnix::new(address.as_pathname().ok_or(io::ErrorKind::Unsupported)?)?;
+    let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut room);
+    let descriptors = descriptor.as_slice();
+    if !descriptors.is_empty() {
+        // The room is sized for it.
+        let _ = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+    }
+    let text = [IoSlice::new(text.as_bytes())];
+    sendmsg_addr(socket, &address, &text, &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
 }
 
 /// Guard of the pidfile. Dropping it removes the file.

@@ -1,8 +1,9 @@
 //! Recovery of RAM disks, forks and snapshots in memory after the server was killed (`serve --recoverable`).
 //!
 //! The memory of each family is in four files without names (memfds). The server sends their descriptors to a
-//! holder, a process of its own that does nothing else, so that the memory outlives the server. The next server
-//! on the same state directory gets the descriptors from the holder and adopts the families.
+//! holder, so that the memory outlives the server: to the service manager if it stores descriptors for the service,
+//! else to a process that does nothing else. The next server gets the descriptors from the holder and adopts the
+//! families.
 //!
 //! The room enters the registry as the holder of its families, and hands adopted devices to `startup`.
 
@@ -14,24 +15,39 @@ use freestone_control::protocol::RpcError;
 use crate::service::Service;
 
 mod adoption;
+mod families;
 mod holder_process;
+mod manager;
 mod messages;
-mod remote;
+mod process;
 
 pub use self::adoption::{HeldFamilies, leave};
+pub use self::families::RemoteFamilies;
 pub use self::holder_process::{hold, raise_open_files};
-pub use self::remote::{HolderProgram, RemoteHolder};
+pub use self::manager::{DescriptorStore, ServiceManager, is_family_file};
+pub use self::process::HolderProgram;
 
-/// Has the families of a server held by the holder of its state directory, or by a new one with `program`. Called
-/// once, before devices exist.
+use self::families::Holder;
+use self::manager::ManagerHolder;
+use self::process::{HolderProcess, pid_of_holder};
+
+/// Process that holds the memory of a server's devices.
+pub enum HolderChoice {
+    /// A process that the server starts.
+    Process(HolderProgram),
+    /// The service manager.
+    Manager(ServiceManager),
+}
+
+/// Has the families of a server held. Called once, before devices exist.
 ///
 /// # Errors
-/// Fails if no holder can be started. Without `program`, fails if there is a holder: a killed server has left
-/// devices in memory, which this server would not adopt.
-pub fn begin(service: &Service, state: &Path, program: Option<HolderProgram>) -> Result<(), RpcError> {
+/// Fails if no holder can be started. Without `holder`, fails if there is one: a killed server has left devices in
+/// memory, which this server would not adopt.
+pub fn begin(service: &Service, state: &Path, holder: Option<HolderChoice>) -> Result<(), RpcError> {
     let at = state.display();
-    let Some(program) = program else {
-        if let Some(pid) = remote::pid_of_holder(state) {
+    let Some(holder) = holder else {
+        if let Some(pid) = pid_of_holder(state) {
             let found = format!("{at}: a killed server has left devices in memory, held by process {pid}");
             return Err(rpc_error!(
                 EBUSY,
@@ -40,7 +56,11 @@ pub fn begin(service: &Service, state: &Path, program: Option<HolderProgram>) ->
         }
         return Ok(());
     };
-    let holder = RemoteHolder::start(state, program);
+    let holder: Box<dyn Holder> = match holder {
+        HolderChoice::Process(program) => Box::new(HolderProcess::new(state, program)),
+        HolderChoice::Manager(manager) => Box::new(ManagerHolder::new(manager)),
+    };
+    let holder = RemoteFamilies::start(holder);
     let holder =
         holder.map_err(|why| rpc_error!(EIO, "{at}: recoverable: cannot start the holder: {why}"))?;
     let _ = service.registry.holder.set(Arc::clone(&holder) as _);

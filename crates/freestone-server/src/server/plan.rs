@@ -14,7 +14,7 @@ use freestone_spec::kinds::Spec;
 use crate::declared::DeclaredDevice;
 use crate::observe::metrics::MetricsConfig;
 use crate::persistence::state_args::StateSettings;
-use crate::recovery::HolderProgram;
+use crate::recovery::HolderChoice;
 use crate::settings::access::ServerAccess;
 use crate::settings::paths;
 use crate::settings::tls::Tls;
@@ -40,8 +40,8 @@ pub struct Plan {
     pub ublk: bool,
     /// State directory and its settings, or `None` without one.
     pub state: Option<StateSettings>,
-    /// Program that holds the memory of recoverable devices, or `None` if they are not recoverable.
-    pub holder: Option<HolderProgram>,
+    /// Process that holds the memory of recoverable devices, or `None` if they are not recoverable.
+    pub holder: Option<HolderChoice>,
     /// Address and settings of the metrics, or `None` without metrics.
     pub metrics: Option<MetricsConfig>,
     /// Address of the web page, or `None` without one.

@@ -152,7 +152,7 @@ impl Running {
         }
         // Steps that can fail come first. Then the state records that its devices are in use, and clients can
         // connect.
-        // A client that reconnects after a restart must not be told that its export does not exist.
+        // A client that reconnects after a restart must find its export.
         service.exports.nbd.pause();
         for address in &addresses {
             if let Address::Unix(path) = service.exports.listen_at_server_address(address)? {

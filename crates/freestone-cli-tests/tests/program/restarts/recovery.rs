@@ -1,9 +1,12 @@
 //! Servers whose devices in memory survive a kill (`serve --recoverable`).
 
-use std::io::{Seek as _, SeekFrom};
+use std::io::{IoSliceMut, Seek as _, SeekFrom};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixDatagram, UnixListener};
 
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, kill_process};
 
 use super::kept::row;
@@ -241,4 +244,88 @@ fn settings_that_exclude_recovery_are_reported() {
     assert!(refused.contains("survives a killed process"), "{refused}");
     assert!(server.text(&["dump"]).contains("recoverable = true"));
     drop(server.end());
+}
+
+/// A service manager that stores descriptors for a server, and passes them to the next one.
+struct Manager {
+    socket: UnixDatagram,
+    stored: Vec<(String, OwnedFd)>,
+}
+
+impl Manager {
+    fn at(path: &Path) -> Self {
+        let socket = UnixDatagram::bind(path).unwrap();
+        socket.set_read_timeout(Some(ANSWER_MAX)).unwrap();
+        Self { socket, stored: Vec::new() }
+    }
+
+    /// Handles messages until one makes `is_last` true.
+    fn handle_until(&mut self, is_last: impl Fn(&str) -> bool) {
+        loop {
+            let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut room);
+            let mut text = [0; 4096];
+            let into = &mut [IoSliceMut::new(&mut text)];
+            // Without CLOEXEC, so that the next server inherits the descriptors.
+            let received = recvmsg(&self.socket, into, &mut ancillary, RecvFlags::empty()).unwrap();
+            let text = std::str::from_utf8(&text[..received.bytes]).unwrap();
+            let name = text.lines().find_map(|line| line.strip_prefix("FDNAME="));
+            let files = ancillary.drain().flat_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(files) => files.collect(),
+                _ => Vec::new(),
+            });
+            if text.contains("FDSTORE=1") {
+                let name = name.unwrap();
+                self.stored.extend(files.map(|file| (name.to_owned(), file)));
+            } else if text.contains("FDSTOREREMOVE=1") {
+                self.stored.retain(|(stored, _)| Some(stored.as_str()) != name);
+            }
+            if is_last(text) {
+                return;
+            }
+        }
+    }
+
+    /// Starts a server with the stored descriptors.
+    fn serve(&mut self, dir: TempDir, args: &[&str]) -> Serve {
+        let names: Vec<_> = self.stored.iter().map(|(name, _)| name.as_str()).collect();
+        // By way of high numbers, as the descriptors may have low ones.
+        let apart =
+            (100..).zip(&self.stored).map(|(to, (_, file))| format!("exec {to}<&{}; ", file.as_raw_fd()));
+        let moves = (0..self.stored.len()).map(|n| format!("exec {}<&{}; ", n + 3, n + 100));
+        let script = apart.chain(moves).collect::<String>() + r#"LISTEN_PID=$$ exec "$0" "$@""#;
+        let mut command = Command::new("bash");
+        command.current_dir(dir.path()).args(["-c", &script]).arg(program());
+        command.args(["serve", "--state", "state", "--nbd", "unix:nbd", "--control", "control"]).args(args);
+        command.env("NOTIFY_SOCKET", dir.path().join("notify")).env("FDSTORE", "16");
+        command.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+        thread::scope(|scope| {
+            scope.spawn(|| self.handle_until(|text| text.contains("READY=1")));
+            Serve::ready(dir, command)
+        })
+    }
+}
+
+#[test]
+fn service_manager_holds_devices_of_a_killed_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = Manager::at(&dir.path().join("notify"));
+    let server = manager.serve(dir, &["--recoverable", "disk=ram,disksize=4M", "other=ram,disksize=1M"]);
+    assert_eq!((manager.stored.len(), holder(server.dir.path())), (8, None));
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 1M"]);
+    server.text(&["remove", "other"]);
+    (0..4).for_each(|_| manager.handle_until(|text| text.contains("FDSTOREREMOVE=1")));
+    assert_eq!(manager.stored.len(), 4);
+    let server = manager.serve(server.kill(), &["--recoverable"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 1M"]);
+    assert_eq!(row(&server, "disk")["adopted"], true);
+    // Without the option, the content would be lost.
+    let dir = server.kill();
+    let names: Vec<_> = manager.stored.iter().map(|(name, _)| name.clone()).collect();
+    assert_eq!(names.len(), 4);
+    let server = manager.serve(dir, &["--recoverable"]);
+    server.signal(Signal::TERM);
+    manager.handle_until(|text| text.contains("closing devices"));
+    assert!(manager.stored.is_empty());
+    assert_eq!(server.wait().0, Some(0));
 }

@@ -158,7 +158,8 @@ fn connect(
     drop(oracle);
     if let Err(error) = driver.reconnect(path) {
         // The number of requests that the server has completed is unknown, so this machine gives
-        // up.
+        // up, once the server executes none of them.
+        driver.hang_up();
         end_requests(&mut disk.oracle(), sent_requests);
         return Err(error);
     }

@@ -58,8 +58,8 @@ impl MachineClient {
 
     /// Connects again, to the same server or the next one, and offers it the requests in flight.
     pub fn reconnect(&mut self, path: &Path) -> Result<(), ConnectionError> {
-        self.machine.reconnect(path, REQUEST_MAX)?;
         self.has_ended = false;
+        self.machine.reconnect(path, REQUEST_MAX)?;
         self.properties.size = self.machine.config().capacity() * 512;
         Ok(())
     }
