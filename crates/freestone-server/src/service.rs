@@ -348,7 +348,7 @@ impl Service {
         if let Some(ram) = entry.kind.ram().filter(|_| self.recovery.get().is_some())
             && !self.saves.is_loading(&ram.family())
         {
-            entry.record_key();
+            entry.record_key(&self.registry);
         }
         Ok(())
     }
@@ -358,7 +358,7 @@ impl Service {
     pub fn record_keys(&self, family: &Family) {
         for entry in self.registry.all() {
             if entry.kind.ram().is_some_and(|ram| ram.family().is_same(family)) {
-                entry.record_key();
+                entry.record_key(&self.registry);
             }
         }
     }

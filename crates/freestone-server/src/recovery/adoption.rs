@@ -1,6 +1,6 @@
 //! Families that the holder has from a server that was killed, at the start of the next one.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::mem;
 use std::sync::Arc;
 
@@ -21,6 +21,8 @@ pub struct HeldFamilies {
     families: Vec<HeldFamily>,
     /// Index in `families`, by the key of a device in the state.
     by_key: HashMap<u64, usize>,
+    /// Keys of devices whose content this start has lost.
+    lost: HashSet<u64>,
     /// Error of a family that cannot be opened. A device that is in no other family may be in that one.
     damaged: Option<String>,
 }
@@ -71,6 +73,11 @@ impl HeldFamilies {
         all
     }
 
+    /// Records that the content of a device is lost, and so is that of all devices that read from it.
+    pub fn lose(&mut self, key: u64) {
+        self.lost.insert(key);
+    }
+
     /// Returns the adopted content of a device, or `None` if no family has it. The first call for a family adopts
     /// all its devices.
     ///
@@ -99,10 +106,16 @@ impl HeldFamilies {
             let Adoption::Held(memory) = mem::replace(state, Adoption::Adopted(HashMap::new())) else {
                 unreachable!("matched above");
             };
-            *state = match adopt(service, recorded, spec, *id, *memory) {
-                Ok(devices) => Adoption::Adopted(devices),
-                Err(why) => Adoption::Failed(why),
-            };
+            if memory.base_keys().any(|base| self.lost.contains(&base)) {
+                if let Some(holder) = service.recovery.get() {
+                    holder.release(*id);
+                }
+            } else {
+                *state = match adopt(service, recorded, spec, *id, *memory) {
+                    Ok(devices) => Adoption::Adopted(devices),
+                    Err(why) => Adoption::Failed(why),
+                };
+            }
         }
         match state {
             Adoption::Adopted(devices) => Ok(devices.get(&key).cloned()),

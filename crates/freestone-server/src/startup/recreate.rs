@@ -103,6 +103,9 @@ pub(super) fn recreate(
     let is_own = is_behind || is_base_newly_changed || (content.is_none() && spec.is_volatile());
     let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));
     let is_lost = is_own || gone(spec.kind.parent_name()) || gone(spec.kind.cow_device_name());
+    if is_lost {
+        held.lose(known.key());
+    }
     if content.is_none()
         && let Some(size) = grown_base_size(service, &spec)
     {

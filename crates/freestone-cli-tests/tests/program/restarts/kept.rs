@@ -8,7 +8,8 @@ use crate::harness::prelude::*;
 /// Returns the paths of the files with kept content in the state directory, sorted.
 pub(super) fn content(dir: &Path) -> Vec<PathBuf> {
     let Ok(groups) = fs::read_dir(dir.join("state/content")) else { return Vec::new() };
-    let files = groups.flat_map(|group| fs::read_dir(group.unwrap().path()).unwrap());
+    // The server may remove a directory meanwhile.
+    let files = groups.filter_map(|group| fs::read_dir(group.unwrap().path()).ok()).flatten();
     let mut files: Vec<_> = files.map(|file| file.unwrap().path()).collect();
     files.sort();
     files

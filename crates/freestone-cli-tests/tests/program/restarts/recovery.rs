@@ -112,8 +112,57 @@ fn rewind_to_snapshot_survives_kill() {
     qemu_io(&uri(&server, "disk"), &["write -P 2 0 1M"]);
     server.text(&["rewind", "disk", "--to", "before"]);
     qemu_io(&uri(&server, "disk"), &["read -P 1 0 1M", "write -P 3 512k 64k"]);
+    let mut dir = server.kill();
+    for _ in 0..2 {
+        let server = serve(dir, &["--recoverable"]);
+        qemu_io(&uri(&server, "disk"), &["read -P 1 0 512k", "read -P 3 512k 64k", "read -P 1 576k 448k"]);
+        dir = server.kill();
+    }
+}
+
+/// A transient exception store is lost, and so are all devices over it, whose memory is freed.
+#[test]
+fn fork_of_lost_snapshot_is_lost() {
+    let disks = ["file=file,path=file.img,size=4M"];
+    let server = serve(tempfile::tempdir().unwrap(), &[&["--recoverable"][..], &disks].concat());
+    for verb in [
+        &["create", "s=snapshot,origin=file,cow=./cow.img,cow_size=8M,store=N,readonly=yes"][..],
+        &["fork", "s", "job"],
+        &["fork", "s", "gone"],
+        &["snapshot", "job", "monday"],
+        &["snapshot", "gone", "orphan"],
+        &["remove", "gone"],
+    ] {
+        server.text(verb);
+    }
     let server = serve(server.kill(), &["--recoverable"]);
-    qemu_io(&uri(&server, "disk"), &["read -P 1 0 512k", "read -P 3 512k 64k"]);
+    for name in ["s", "job", "monday"] {
+        assert_eq!(row(&server, name)["withheld"], true);
+    }
+    assert_eq!(server.json(&["list"])["missing"][0]["name"], "orphan");
+    let dir = server.end();
+    wait_until("the holder ends", || holder(dir.path()).is_none());
+}
+
+/// The records of a removed device are not in its saved content, but its snapshot still needs the base.
+#[test]
+fn kept_snapshot_of_removed_fork_survives_kill() {
+    let server = serve(image(8 << 20), &["--recoverable", GOLDEN]);
+    let home = format!("unix:{}", server.path("nbd").display());
+    server.text(&["fork", "golden", "job", "keep=yes", "--nbd", &home]);
+    qemu_io(&uri(&server, "job"), &["write -P 1 0 1M"]);
+    server.text(&["create", "monday=snapshot,origin=job,keep=yes"]);
+    server.text(&["publish", "monday", "--nbd", &home]);
+    server.text(&["remove", "job"]);
+    let server = serve(server.end(), &["--recoverable"]);
+    wait_until("the content is in memory", || stat(&server, "monday", "keep")["loaded_percent"].is_null());
+    let mut dir = server.kill();
+    for _ in 0..2 {
+        let server = serve(dir, &["--recoverable"]);
+        qemu_io(&uri(&server, "monday"), &["read -P 1 0 1M", "read -P 7 1M 1M"]);
+        assert!(server.refused(1, &["remove", "golden"]).contains("monday"), "its base");
+        dir = server.kill();
+    }
 }
 
 #[test]

@@ -87,6 +87,24 @@ impl Base {
     }
 }
 
+impl Ram {
+    /// Returns true if pages that the device does not have are read from another one.
+    pub fn has_base(&self) -> bool {
+        !matches!(self.0.parent.loaded(), Parent::Nothing)
+    }
+
+    /// Returns true if pages that the device does not have are read from this snapshot of its family.
+    pub fn is_based_on(&self, snapshot: &Self) -> bool {
+        matches!(self.0.parent.loaded(), Parent::Snapshot(base) if base == snapshot)
+    }
+
+    /// Returns true if pages that the device does not have are read from this device outside its family.
+    pub fn is_based_on_device(&self, device: &Arc<dyn Device>) -> bool {
+        let is_same = |base: &Base| std::ptr::addr_eq(Arc::as_ptr(&base.device), Arc::as_ptr(device));
+        matches!(self.0.parent.loaded(), Parent::Device(base) if is_same(base))
+    }
+}
+
 impl Parent {
     /// Returns true if the parent can have content at this page; false if the page reads as zeroes.
     pub fn reaches(&self, slot: u64) -> bool {

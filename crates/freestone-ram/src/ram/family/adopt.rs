@@ -148,6 +148,12 @@ impl FamilyMemory {
         devices.map(|(_, record)| record.key).filter(|key| *key != 0)
     }
 
+    /// Returns the keys of devices outside the family from which its devices read.
+    pub fn base_keys(&self) -> impl Iterator<Item = u64> {
+        let inside = keys_inside(&self.records);
+        self.records.iter().map(|(_, record)| record.parent).filter(move |key| !inside.contains(key))
+    }
+
     /// Takes over the family. No write that its process had completed is lost; of another write, each page has
     /// the old or the new content. Memory limits of devices are not adopted.
     ///
@@ -287,6 +293,8 @@ impl Ram {
     /// that reads from no other. A fork of a snapshot of its own family has the snapshot's key as `base`.
     pub fn set_keys(&self, key: u64, base: u64) {
         let _one = self.0.changing.lock();
+        // The origin of a snapshot was perhaps removed, or rewound, before it had keys.
+        record::set_parent_of_unnamed(self.0.chain.get().origin().table(), base);
         record::set_keys(self.0.layer().table(), key, base);
     }
 
@@ -353,14 +361,19 @@ fn used_records(all: Vec<(u32, [u64; 8])>) -> Result<Vec<(u32, LayerRecord)>, Ad
     Ok(used)
 }
 
+/// Returns the keys of snapshots, from which forks of the family read, and 0.
+fn keys_inside(records: &[(u32, LayerRecord)]) -> HashSet<u64> {
+    let snapshots = records.iter().filter(|(_, record)| record.state == LayerState::Snapshot);
+    snapshots.map(|(_, record)| record.key).chain([0]).collect()
+}
+
 /// Returns the devices outside the family from which its devices read, by key. Checks that each device of
 /// the family reads from one of these in the end, or from none.
 fn find_bases(
     records: &[(u32, LayerRecord)],
     base: &mut dyn FnMut(u64) -> Option<Arc<dyn Device>>,
 ) -> Result<HashMap<u64, Base>, AdoptError> {
-    let snapshots = records.iter().filter(|(_, record)| record.state == LayerState::Snapshot);
-    let inside: HashSet<_> = snapshots.map(|(_, record)| record.key).chain([0]).collect();
+    let inside = keys_inside(records);
     let mut bases = HashMap::new();
     for key in records.iter().map(|(_, record)| record.parent).filter(|key| !inside.contains(key)) {
         if let Entry::Vacant(entry) = bases.entry(key) {

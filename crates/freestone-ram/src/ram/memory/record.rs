@@ -130,6 +130,17 @@ pub(in crate::ram) fn set_keys(table: &Table, key: u64, parent: u64) {
     }
 }
 
+/// Records the key of the device that the empty slots of a layer without a key read from.
+pub(in crate::ram) fn set_parent_of_unnamed(table: &Table, parent: u64) {
+    if let Some(words) = table.record()
+        // Relaxed: a key that another thread stores comes with the same parent.
+        && words[word::KEY].load(Ordering::Relaxed) == 0
+    {
+        // Release: stored before the key of the snapshot that reads the layer.
+        words[word::PARENT].store(parent, Ordering::Release);
+    }
+}
+
 /// Records the number of rewinds of a layer's device.
 pub(in crate::ram) fn set_rewinds(table: &Table, rewinds: u64) {
     if let Some(words) = table.record() {

@@ -245,11 +245,16 @@ fn load(service: &Service, group: &Arc<Group>, mut loading: BackgroundLoad, name
         let loaded = loading.run(&stops, &mut |done, all| group.status.lock().loading = Some((done, all)));
         match loaded {
             LoadOutcome::Complete => {
+                // Before the end of loading is visible, and after it for devices that were added meanwhile.
+                let record_keys = || {
+                    if let Some(service) = weak.upgrade() {
+                        service.record_keys(&group.family);
+                    }
+                };
+                record_keys();
                 group.status.lock().loading = None;
+                record_keys();
                 info!("{name}: all saved content is in memory");
-                if let Some(service) = weak.upgrade() {
-                    service.record_keys(&group.family);
-                }
             }
             LoadOutcome::Incomplete(pages) => {
                 error!(

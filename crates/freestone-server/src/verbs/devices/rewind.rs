@@ -167,10 +167,10 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     // limit belong to the old content. Therefore both fail.
     let _now = service.exports.fail_waiting(&entry);
     let (ended, replaced) = service.exports.restart(&name, || {
-        new.record_key_after(&entry);
+        new.record_key_after(&entry, &service.registry);
         service.registry.replace(&entry, &new).map_err(|why| why.of(&name))?;
         // Again, because the key may have been recorded only now: see `Service::record_keys`.
-        new.record_key_after(&entry);
+        new.record_key_after(&entry, &service.registry);
         service.exports.replace(&new);
         Ok::<(), Refusal>(())
     });

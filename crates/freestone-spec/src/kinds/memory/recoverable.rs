@@ -37,28 +37,43 @@ impl Registry {
     fn find_by_key(&self, key: u64) -> Option<Arc<Entry>> {
         self.all().into_iter().find(|entry| entry.identity.key() == key)
     }
+
+    /// Returns the device from which pages are read that `ram` does not have.
+    pub(crate) fn base_of(&self, ram: &Ram) -> Option<Arc<Entry>> {
+        self.all().into_iter().filter(|_| ram.has_base()).find(|entry| entry.is_base_of(ram))
+    }
 }
 
 impl Entry {
     /// Records in the memory of the family which device this is, and from which one it reads, so that the next
-    /// server can adopt it. Has no effect on other families.
-    pub fn record_key(&self) {
-        if let Some(ram) = self.kind.ram() {
-            ram.set_keys(self.identity.key(), self.base_key());
+    /// server can adopt it. Has no effect on other families, and on a device that was adopted.
+    pub fn record_key(&self, registry: &Registry) {
+        if let Some(ram) = self.kind.ram().filter(|_| !self.is_adopted) {
+            ram.set_keys(self.identity.key(), self.base_key(ram, registry));
         }
     }
 
     /// Records that the device replaces `former`, which has the same identity.
-    pub fn record_key_after(&self, former: &Self) {
+    pub fn record_key_after(&self, former: &Self, registry: &Registry) {
         if let (Some(ram), Some(former)) = (self.kind.ram(), former.kind.ram()) {
-            ram.succeed(former, self.identity.key(), self.base_key());
+            ram.succeed(former, self.identity.key(), self.base_key(ram, registry));
         }
     }
 
     /// Returns the key of the device from which pages are read that this one does not have; 0 if there is none.
-    fn base_key(&self) -> u64 {
-        // The other dependency of a device in memory, a backing device, excludes families that are held.
-        self.dependencies.first().map_or(0, |base| base.identity.key())
+    fn base_key(&self, ram: &Ram, registry: &Registry) -> u64 {
+        // A device that was restored after it was rewound to a snapshot does not depend on this base.
+        let dependency = self.dependencies.iter().find(|base| base.is_base_of(ram)).cloned();
+        let base = dependency.or_else(|| registry.base_of(ram));
+        // An unknown base has a key that no device has: the next server must not read zeroes instead.
+        base.map_or(u64::from(ram.has_base()), |base| base.identity.key())
+    }
+
+    fn is_base_of(&self, ram: &Ram) -> bool {
+        match self.kind.memory_snapshot() {
+            Some(snapshot) => ram.is_based_on(snapshot),
+            None => self.device().is_some_and(|device| ram.is_based_on_device(device)),
+        }
     }
 
     /// Makes an adopted family the one of this base's forks.

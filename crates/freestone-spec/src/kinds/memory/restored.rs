@@ -138,7 +138,10 @@ pub fn build_kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Re
         }
         KindSpec::Snapshot(snapshot) => {
             let origin = registry.find(&snapshot.origin);
-            let dependencies = origin.as_ref().map_or_else(Vec::new, |origin| origin.dependencies().to_vec());
+            let dependencies = match &origin {
+                Some(origin) => origin.dependencies().to_vec(),
+                None => registry.base_of(&ram).into_iter().collect(),
+            };
             let backing = origin.as_ref().and_then(|origin| origin.backing.clone());
             let origin =
                 origin.map(|origin| (Arc::downgrade(&origin), origin.rewinds.load(Ordering::SeqCst)));
