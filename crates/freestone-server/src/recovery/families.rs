@@ -127,8 +127,16 @@ impl FamilyHolder for RemoteFamilies {
     fn hold(&self, family: &Family) -> Result<(), Refusal> {
         let id = Uuid::new_v4();
         let mut held = self.held.lock();
-        let connected = if held.holder.has_ended() { held.reconnect() } else { Ok(()) };
-        connected.and_then(|()| held.hold(id, family)).map_err(|why| {
+        let attempt = |held: &mut Held| {
+            if held.holder.has_ended() {
+                held.reconnect()?;
+            }
+            held.hold(id, family)
+        };
+        // The holder may end meanwhile; then there is another one at the second attempt.
+        let done = attempt(&mut held)
+            .or_else(|why| if held.holder.has_ended() { attempt(&mut held) } else { Err(why) });
+        done.map_err(|why| {
             let errno = Errno::of_file(&why);
             Refusal::failed(errno, format!("its memory cannot be held for the next server: {why}"))
         })?;
