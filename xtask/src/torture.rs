@@ -61,7 +61,7 @@ pub enum Mode {
 }
 
 /// Known faults (`freestone::mutants`), the mode that finds each, and options: the failing calls or the first seed.
-const MUTANTS: [(&str, Mode, &[&str]); 33] = [
+const MUTANTS: [(&str, Mode, &[&str]); 34] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
     ("TooManyReads", Mode::Exact, &[]),
@@ -85,6 +85,7 @@ const MUTANTS: [(&str, Mode, &[&str]); 33] = [
     ("AnsweredInFlight", Mode::Program, &[]),
     ("ExportsForgotten", Mode::Lives, &[]),
     ("LostIsShown", Mode::Lives, &[]),
+    ("KeysForgotten", Mode::Lives, &[]),
     ("StoreIsBelieved", Mode::Exact, &[]),
     ("PackedPagesShifted", Mode::Exact, &[]),
     ("PruneForgetsTag", Mode::Exact, &[]),

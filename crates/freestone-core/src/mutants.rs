@@ -50,6 +50,8 @@ pub enum Mutant {
     ExportsForgotten,
     /// A device that lost its content in a server crash is not withheld (content not restored after a crash).
     LostIsShown,
+    /// The memory of a fork does not record which device it is, so the next server cannot adopt the fork.
+    KeysForgotten,
     /// Stored objects from an image store are not verified against the hashes in their names.
     StoreIsBelieved,
     /// Pages of a packed image delta are located one position further than the page map says.
@@ -76,7 +78,7 @@ pub enum Mutant {
 
 /// All faults, from which `FREESTONE_MUTANT` selects one by name.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 33] = [
+pub const ALL: [Mutant; 34] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -99,6 +101,7 @@ pub const ALL: [Mutant; 33] = [
     Mutant::AnsweredInFlight,
     Mutant::ExportsForgotten,
     Mutant::LostIsShown,
+    Mutant::KeysForgotten,
     Mutant::StoreIsBelieved,
     Mutant::PackedPagesShifted,
     Mutant::PruneForgetsTag,

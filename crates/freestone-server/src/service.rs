@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
+use freestone::mutants::{self, Mutant};
 use freestone::ram::{Family, Ram};
 use freestone_control::protocol::RpcError;
 use freestone_nbd::Limits;
@@ -347,6 +348,7 @@ impl Service {
         // Recorded before the device is in the state, and before clients can use it.
         if let Some(ram) = entry.kind.ram().filter(|_| self.recovery.get().is_some())
             && !self.saves.is_loading(&ram.family())
+            && !(mutants::on(Mutant::KeysForgotten) && entry.kind.fork().is_some())
         {
             entry.record_key(&self.registry);
         }

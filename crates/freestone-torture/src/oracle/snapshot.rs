@@ -80,6 +80,18 @@ impl Oracle {
         self.replace_head(verb, self.size, other, old_returns);
     }
 
+    /// Records that the content of `other` may have replaced that of the device, or any part of it.
+    pub fn replace_doubtfully(&mut self, other: &Self) {
+        let (ended, size) = (self.next(), self.size);
+        let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();
+        for at in all.into_iter().filter(|&at| at < size) {
+            let theirs = other.sector(at).now;
+            let new = theirs.iter().map(|version| Version { state: State::Doubtful, ended, ..*version });
+            self.sector_mut(at).now.extend(new);
+            self.drop_unneeded(at);
+        }
+    }
+
     /// Like [`replace_content`](Self::replace_content), but replaces only the first `size` sectors.
     pub fn replace_head(&mut self, verb: ReadToken, size: u64, other: &Self, old_returns: bool) {
         let tick = self.next();

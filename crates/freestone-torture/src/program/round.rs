@@ -20,7 +20,7 @@ use super::setup::images;
 use super::transport::Address;
 use super::verbs::{cli_verbs, stall};
 use super::watch::VERB_MAX;
-use super::world::{Disk, Kind, KnownState, World};
+use super::world::{ContentEnd, Disk, Kind, KnownState, World};
 use super::{clients, setup, verbs};
 
 /// Longest wait for the end of a server. Its own limits are 5 s for clients that hang, 2 s for verbs, and 60 s for
@@ -144,7 +144,13 @@ fn restart_devices(world: &World, dir: &Path, killed: bool) {
         }
         let of = disk.parent.as_ref().map(|of| &of.name);
         let of = of.and_then(|of| disks.iter().find(|disk| disk.name == *of)).cloned();
-        disks.push(Arc::new(disk.after_restart(killed, of, at.clone(), KnownState::default(), None)));
+        disks.push(Arc::new(disk.after_restart(
+            ContentEnd::of(killed),
+            of,
+            at.clone(),
+            KnownState::default(),
+            None,
+        )));
     }
     world.set_disks(disks);
 }

@@ -54,6 +54,21 @@ fn snapshot_loses_unflushed_origin_data_in_crash() {
 }
 
 #[test]
+fn replace_doubtfully_allows_both_contents() {
+    let mut bench = Bench::new(Durability::Completed);
+    bench.write(1, DONE);
+    let snapshot = bench.0.snapshot("taken", Durability::Completed);
+    bench.write(2, DONE);
+    let flying = bench.begin(3);
+    bench.write(4, DONE);
+    bench.0.replace_doubtfully(&snapshot);
+    bench.0.end(flying, DONE);
+    bench.may_see(&[1, 3, 4]);
+    bench.0.crash();
+    bench.may_see(&[1, 3, 4]);
+}
+
+#[test]
 fn replace_content_takes_other_content() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);

@@ -13,6 +13,8 @@ const VERBS_MAX: u64 = 40;
 const VISITS_MAX: u64 = 8;
 /// Base-2 logarithm of a bound: a life ends after fewer completions than the bound.
 const AFTER_LOG_MAX: u64 = 11;
+/// Upper limit of the time from a start to a kill, in microseconds: about as long as most starts take.
+const KILLED_TWICE_MICROS: u64 = 150_000;
 
 /// A step of a run. Steps of one thread run in order; the threads run concurrently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +33,12 @@ pub enum Op {
     },
     /// Reads all devices, before any verb or client of this life starts.
     Sweep,
+    /// Kills the process that holds the memory of a recoverable server after this number of completions, and waits
+    /// for the next one.
+    KillHolder {
+        /// Number of completed requests and verbs.
+        after: u64,
+    },
     /// Ends the life of a server after this number of completions, or earlier if all steps are done.
     End {
         /// Number of completed requests and verbs.
@@ -57,6 +65,8 @@ pub enum End {
 pub struct Case {
     /// Seed of the devices and their files.
     pub devices: u64,
+    /// Devices in memory survive a kill of the server (`serve --recoverable`).
+    pub recoverable: bool,
     pub ops: Vec<Op>,
 }
 
@@ -64,21 +74,25 @@ impl Case {
     pub fn draw(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let devices = rng.word();
+        let recoverable = rng.chance(50);
         let mut ops = Vec::new();
         let lives = 2 + rng.below(LIVES_MAX - 1);
         for _ in 0..lives {
             add_life(&mut ops, &mut rng);
             let most = 2 << rng.below(AFTER_LOG_MAX);
             let after = rng.below(most);
+            if recoverable && rng.chance(20) {
+                ops.push(Op::KillHolder { after: rng.below(after + 1) });
+            }
             let how = match rng.below(10) {
                 0..6 => End::Killed,
-                6 => End::KilledTwice { micros: rng.below(60_000) },
+                6 => End::KilledTwice { micros: rng.below(KILLED_TWICE_MICROS) },
                 _ => End::Terminated,
             };
             ops.push(Op::End { after, how });
         }
         add_life(&mut ops, &mut rng);
-        Self { devices, ops }
+        Self { devices, recoverable, ops }
     }
 
     /// Returns for each life the steps, and the number of completions and the way in which it ends. The last

@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use super::case::{CLIENTS, Case, End, Op, VERB_THREADS};
-use super::restart;
+use super::{holder, restart};
 use crate::program::round::{self, END_MAX, wait_orderly_end};
 use crate::program::server::control;
 use crate::program::server::{self, Server};
@@ -27,7 +27,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Runs a case with the program at `binary`.
 pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>> {
     let began = Instant::now();
-    let world = Arc::new(World::with_state(binary));
+    let world = Arc::new(World::with_state(binary, case.recoverable));
     let dir = match tempfile::Builder::new().prefix("torture-lives-").tempdir() {
         Ok(dir) => dir,
         Err(error) => return Err(failed(&world, seed, began, error.to_string())),
@@ -41,6 +41,7 @@ pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>
         Ok(()) => Ok(Report::of(&world, 1)),
         Err(what) => {
             let failure = failed(&world, seed, began, what);
+            holder::kill(dir.path());
             // Keep the directory of the run for the analysis of the failure.
             let _ = dir.keep();
             Err(failure)
@@ -60,43 +61,59 @@ fn run_lives(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> 
     let mut rng = Rng::new(case.devices);
     let far = setup::make(world, dir, &mut rng).map_err(|e| format!("the files of a run: {e}"))?;
     let mut far = FarServer::start(&world.program, dir, far)?;
-    let mut before = None;
+    let mut before: Option<Ending> = None;
     for (ops, end) in case.lives() {
         if rng.chance(30) {
             far.restart(world)?;
         }
-        let server = start(world, dir, before)?;
+        let server = start(world, dir, before.as_ref())?;
+        let must_load = matches!(end, Some((_, End::KilledTwice { .. }))) || rng.chance(50);
+        let is_loaded = restart::is_loaded(world, must_load)?;
         run_life(world, &server, ops, end)?;
         if world.first_failure().is_some() {
             return Ok(());
         }
-        before = end.map(|(_, how)| how);
+        before = end.map(|(_, how)| Ending { how, is_loaded });
     }
     // All devices were removed, so the next server must have none.
-    let server = Server::start(&world.program, dir, &state(), false)?;
+    let server = Server::start(&world.program, dir, &state(world), false)?;
     let list =
         control::ask(&server.control, "list", &json!({})).map_err(|error| format!("list: {error:?}"))?;
     if list["devices"] != json!([]) || !list["missing"].is_null() {
         return Err(format!("after all was removed, the next server has {list}"));
     }
     server.signal(Signal::TERM);
-    wait_orderly_end(world, &server)?;
+    wait_end(world, &server)?;
     images::settle_all(world)?;
     round::check_files(world, dir)
 }
 
-fn state() -> Vec<String> {
-    vec!["--state".into(), server::STATE.into()]
+/// How the last life of a server ended.
+struct Ending {
+    how: End,
+    /// All saved content was in memory before.
+    is_loaded: bool,
+}
+
+fn state(world: &World) -> Vec<String> {
+    let recoverable = world.is_recoverable.then(|| "--recoverable".into());
+    ["--state".into(), server::STATE.into()].into_iter().chain(recoverable).collect()
+}
+
+/// Waits for the orderly end of a server, and for the end of its holder.
+fn wait_end(world: &World, server: &Server) -> Result<(), String> {
+    wait_orderly_end(world, server)?;
+    holder::wait_ended(&world.dir())
 }
 
 /// Starts a server and judges its devices. `before`: how the last server ended; `None` for the
 /// first server.
-fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, String> {
+fn start(world: &World, dir: &Path, before: Option<&Ending>) -> Result<Server, String> {
     world.set_stop(false);
     world.set_server_ending(false);
     world.completions.clear();
     let Some(before) = before else {
-        let device_args: Vec<String> = state().into_iter().chain(round::device_args(world)).collect();
+        let device_args: Vec<String> = state(world).into_iter().chain(round::device_args(world)).collect();
         world.note(format!("a server starts: {device_args:?}"));
         let server = Server::start(&world.program, dir, &device_args, false)
             .map_err(|e| format!("{device_args:?}: {e}"))?;
@@ -104,14 +121,15 @@ fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, Strin
         return Ok(server);
     };
     let mut starts = 1;
-    if let End::KilledTwice { micros } = before {
-        server::killed_at_start(&world.program, dir, &state(), Duration::from_micros(micros))?;
+    if let End::KilledTwice { micros } = before.how {
+        server::killed_at_start(&world.program, dir, &state(world), Duration::from_micros(micros))?;
         world.counts.add("ends", "kill -9 at the start", 1);
         starts += 1;
     }
     world.note("a server starts on its state".into());
-    let server = Server::start(&world.program, dir, &state(), false)?;
-    restart::judge(world, before != End::Terminated, starts)?;
+    let server = Server::start(&world.program, dir, &state(world), false)?;
+    let adopts = world.is_recoverable && before.how != End::Terminated;
+    restart::judge(world, before.how != End::Terminated, adopts.then_some(before.is_loaded), starts)?;
     images::settle_all(world)?;
     Ok(server)
 }
@@ -139,9 +157,21 @@ fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, E
             let seeds: Vec<u64> = ops.iter().filter_map(of).collect();
             threads.push(scope.spawn(move || visits(world, by, &seeds)));
         }
-        if let Some((after, how)) = end {
-            let all_done = || threads.iter().all(thread::ScopedJoinHandle::is_finished);
+        let all_done = || threads.iter().all(thread::ScopedJoinHandle::is_finished);
+        let wait_until = |after| {
             while !world.completions.wait_for(after, POLL_INTERVAL) && !world.is_stopped() && !all_done() {}
+        };
+        for op in ops {
+            if let Op::KillHolder { after } = op
+                && world.is_recoverable
+            {
+                wait_until(*after);
+                // A kill of both processes loses the memory, so the server lives until the next holder has it.
+                holder::replace(world, server).unwrap_or_else(|why| world.fail(why));
+            }
+        }
+        if let Some((after, how)) = end {
+            wait_until(after);
             if world.first_failure().is_none() {
                 let _no_kill_guard = world.no_kill.write().unwrap_or_else(PoisonError::into_inner);
                 world.set_server_ending(true);
@@ -182,10 +212,10 @@ fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, E
             Some(status) if server::was_killed(status) => Ok(()),
             status => Err(format!("killed, the server ended with {status:?}")),
         },
-        Some((_, End::Terminated)) => wait_orderly_end(world, server),
+        Some((_, End::Terminated)) => wait_end(world, server),
         None => {
             server.signal(Signal::TERM);
-            wait_orderly_end(world, server)?;
+            wait_end(world, server)?;
             world.counts.add("ends", "emptied", 1);
             Ok(())
         }

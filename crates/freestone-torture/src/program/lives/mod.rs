@@ -1,6 +1,7 @@
 //! Mode lives: servers with a state directory end in the middle of verbs and requests, and are
 //! started again. Every completed write and verb must still have its effect. A device that lost its
-//! content must be withheld (not served) until a verb releases it.
+//! content must be withheld (not served) until a verb releases it. In half of the runs, the servers are
+//! recoverable: after a kill, the next one adopts devices in memory with their content.
 //!
 //! A run is a list of ops drawn from its seed; each life of a server executes a part of the list. A
 //! server ends after a given number of completions. Threads and servers are real: which ops run
@@ -8,6 +9,7 @@
 //! is therefore repeated to measure how often it fails, and shortened with repeated runs.
 
 mod case;
+mod holder;
 mod life;
 mod restart;
 

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use freestone_testkit::Rng;
 use serde_json::{Value, json};
@@ -12,10 +14,11 @@ use crate::program::server::control;
 use crate::program::setup;
 use crate::program::transport::{Address, Connection};
 use crate::program::world::interrupted_verb::InterruptedVerb;
-use crate::program::world::{Disk, Kind, KnownState, World};
+use crate::program::world::{ContentEnd, Disk, Kind, KnownState, World};
 
 /// Text that replaces the addresses of the server itself in sets of addresses.
 const HOME: &str = "home";
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A device as a server reports it.
 #[derive(Debug)]
@@ -23,6 +26,7 @@ struct ListedDevice {
     uuid: String,
     generation: u64,
     withheld: bool,
+    adopted: bool,
     /// Number of addresses at which clients find the device now.
     seen: usize,
     bytes: u64,
@@ -44,6 +48,8 @@ struct KeptState {
     is_limit_unknown: bool,
     /// Size in bytes; `None` if it is unknown.
     bytes: Option<u64>,
+    /// The device is withheld, even if the restart did not lose its content.
+    withheld: bool,
 }
 
 /// The reported devices by name, and the names of those that the server could not create again.
@@ -65,9 +71,9 @@ pub fn check_first_start(world: &World) -> Result<(), String> {
 }
 
 /// Compares the reported devices with the expected ones, and updates the devices of the world.
-/// `killed`: the last server was killed and wrote nothing at its end. `starts`: number of servers
-/// started since then.
-pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
+/// `killed`: the last server was killed and wrote nothing at its end. `adopts`: content in memory survived the kill; true
+/// if all of it was in memory. `starts`: number of servers started since then.
+pub fn judge(world: &World, killed: bool, adopts: Option<bool>, starts: u64) -> Result<(), String> {
     let (mut listed, missing) = list_devices(world)?;
     let mut changes = HashMap::new();
     for verb in world.take_interrupted() {
@@ -99,8 +105,18 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
         // A snapshot in memory survives the removal of its origin, but after a restart it cannot be
         // created again.
         let is_gone = |of: &Arc<Disk>| of.is_removed() || missed.iter().any(|disk| disk.name == of.name);
-        // A device with saved content can be created without its base or origin.
-        let has_content = disk.keeps && (!killed || disk.saved.is_some());
+        let mut below = std::iter::successors(parent, |of| of.parent.as_ref());
+        let is_parent_lost = below.any(|of| lost.contains(of.name.as_str()) || is_in(&unchecked, of));
+        let survives = adopts.is_some() && disk.is_adoptable() && !is_parent_lost;
+        let is_adopted = found.as_ref().is_some_and(|found| found.adopted);
+        // A server that was killed at its start may have left devices with lost content.
+        if is_adopted != survives && if survives { adopts == Some(true) } else { starts == 1 } {
+            let not = if survives { "" } else { " not" };
+            return Err(format!("{name} should{not} be adopted: {found:?}\n  {}", disk.describe()));
+        }
+        let survives = survives && is_adopted;
+        // A device with saved or adopted content can be created without its base or origin.
+        let has_content = survives || disk.keeps && (!killed || disk.saved.is_some());
         if parent.is_some_and(is_gone) && !has_content {
             if found.is_some() || !missing.contains(name) {
                 return Err(format!(
@@ -117,8 +133,8 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
             unchecked.push(Arc::clone(disk));
             continue;
         }
-        let is_own = disk.is_lost && (killed || !disk.keeps);
-        if is_own || parent.is_some_and(|of| lost.contains(of.name.as_str())) {
+        let is_own = disk.is_lost && !survives && (killed || !disk.keeps);
+        if is_own || is_parent_lost {
             lost.insert(name);
         }
         let is_lost = lost.contains(name);
@@ -137,14 +153,18 @@ pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
             .map_err(|why| format!("{name}: {why}\n  it is {found:?}\n  {}", disk.describe()))?;
         world.counts.add("restarts", if known.withheld { "devices withheld" } else { "devices seen" }, 1);
         if has_content {
-            let what = if killed { "devices with an older content" } else { "devices with their content" };
+            let what = match (survives, killed) {
+                (true, _) => "devices adopted",
+                (_, true) => "devices with an older content",
+                _ => "devices with their content",
+            };
             world.counts.add("restarts", what, 1);
         }
         let addresses = addresses_of(world, &found);
         let removed_parent = parent.filter(|of| is_gone(of)).cloned();
         let parent = parent_now.or(removed_parent);
         now.push(Arc::new(disk.after_restart(
-            killed,
+            if survives { ContentEnd::Adopted } else { ContentEnd::of(killed) },
             parent,
             addresses,
             known,
@@ -227,9 +247,15 @@ fn resolve_interrupted(
         }
         InterruptedVerb::Publishes(disk, addresses) => {
             let addresses: Vec<String> = addresses.iter().map(|place| address_text(world, place)).collect();
-            may(&disk, &|allowed_state| allowed_state.addresses.extend(addresses.iter().cloned()))
+            may(&disk, &|allowed_state| {
+                allowed_state.addresses.extend(addresses.iter().cloned());
+                allowed_state.withheld = false;
+            })
         }
-        InterruptedVerb::Unpublishes(disk) => may(&disk, &|allowed_state| allowed_state.addresses.clear()),
+        InterruptedVerb::Unpublishes(disk) => may(&disk, &|allowed_state| {
+            allowed_state.addresses.clear();
+            allowed_state.withheld = false;
+        }),
         InterruptedVerb::Limits(disk, bytes) => may(&disk, &|allowed_state| {
             (allowed_state.limit, allowed_state.is_limit_unknown) = (Some(bytes), false);
         }),
@@ -266,14 +292,14 @@ fn check_device(
         return Err(format!("should have generation {generations:?}"));
     }
     // A withheld device stays withheld until a verb releases it.
-    let withheld = (is_lost || known.withheld) && !disk.serves_lost;
-    if listed.withheld != withheld {
-        return Err(format!("should{} be withheld", if withheld { "" } else { " not" }));
+    let withheld = |allowed: &KeptState| (is_lost || allowed.withheld) && !disk.serves_lost;
+    if allowed.iter().all(|allowed| withheld(allowed) != listed.withheld) {
+        return Err(format!("should{} be withheld", if listed.withheld { " not" } else { "" }));
     }
-    if !allowed.iter().any(|allowed_state| allowed_state.matches(listed)) {
+    if !allowed.iter().any(|allowed| allowed.matches(listed) && withheld(allowed) == listed.withheld) {
         return Err(format!("should be one of {allowed:?}"));
     }
-    if listed.seen != if withheld { 0 } else { listed.addresses.len() } {
+    if listed.seen != if listed.withheld { 0 } else { listed.addresses.len() } {
         return Err(format!("is found at {} addresses", listed.seen));
     }
     if disk.image.is_some() && disk.image != listed.image {
@@ -291,15 +317,15 @@ fn check_device(
         // Remember the size only if a verb has set it: otherwise it may change with the device
         // below.
         size: known.size.map(|_| listed.bytes),
-        withheld,
+        withheld: listed.withheld,
     })
 }
 
 /// Returns the settings that a server must keep for a device, given the verbs that were answered.
 fn kept_state(world: &World, disk: &Disk) -> KeptState {
     let addresses = disk.all_addresses().iter().map(|place| address_text(world, place)).collect();
-    let KnownState { limit, is_limit_unknown, size: bytes, .. } = disk.known();
-    KeptState { addresses, limit, is_limit_unknown, bytes }
+    let KnownState { limit, is_limit_unknown, size: bytes, withheld, .. } = disk.known();
+    KeptState { addresses, limit, is_limit_unknown, bytes, withheld }
 }
 
 /// Checks that clients cannot connect to a withheld device at any of its addresses.
@@ -337,6 +363,19 @@ fn ask(world: &World, method: &str, params: &Value) -> Result<Value, String> {
     control::ask(&world.control(), method, params).map_err(|error| format!("{method} {params}: {error:?}"))
 }
 
+/// Returns true if all saved content is in memory. If `waits` is set, waits until it is.
+pub fn is_loaded(world: &World, waits: bool) -> Result<bool, String> {
+    loop {
+        let stat = ask(world, "stat", &json!({}))?;
+        let mut devices = stat["devices"].as_array().into_iter().flatten();
+        let is_loaded = devices.all(|device| device["keep"]["loaded_percent"].is_null());
+        if is_loaded || !waits {
+            return Ok(is_loaded);
+        }
+        thread::sleep(POLL_INTERVAL);
+    }
+}
+
 /// Returns the devices that a server reports, read right after its start.
 fn list_devices(world: &World) -> Result<ListedDevices, String> {
     let list = ask(world, "list", &json!({}))?;
@@ -372,6 +411,7 @@ fn list_devices(world: &World) -> Result<ListedDevices, String> {
             uuid: stat["uuid"].as_str().unwrap_or_default().to_owned(),
             generation: stat["generation"].as_u64().unwrap_or_default(),
             withheld: row["withheld"] == true,
+            adopted: row["adopted"] == true,
             seen: row["exports"].as_array().map_or(0, Vec::len),
             bytes: row["disksize"].as_u64().unwrap_or_default(),
             below: text("base").or_else(|| text("origin")).map(str::to_owned),

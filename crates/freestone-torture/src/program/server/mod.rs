@@ -28,7 +28,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 pub struct Server {
     process: Mutex<KillOnDrop>,
-    pid: Pid,
+    pub pid: Pid,
     dir: PathBuf,
     pub control: PathBuf,
 }

@@ -203,6 +203,8 @@ impl VerbThread<'_> {
         }
         if self.ask("publish", &json!({ "name": disk.name })).is_some() {
             disk.update_known(|known| known.withheld = false);
+        } else if self.interrupted {
+            self.world.add_interrupted(InterruptedVerb::Publishes(Arc::clone(&disk), Vec::new()));
         }
     }
 
@@ -326,8 +328,13 @@ impl VerbThread<'_> {
     /// Reports to the oracle that a verb replaced the content of the device by that of `new`, unless `done` is false.
     fn end_replacement(&self, disk: &Disk, done: bool, since: ReadToken, new: &Oracle) {
         let judged = disk.end_replacement(|oracle| {
-            // A killed server may have completed the verb, but the content in memory is then never read.
-            if done { oracle.replace_content(since, new, false) } else { oracle.abandon(since) }
+            if done {
+                return oracle.replace_content(since, new, false);
+            }
+            oracle.abandon(since);
+            if self.interrupted {
+                oracle.replace_doubtfully(new);
+            }
         });
         if let Err(why) = judged
             && !self.world.is_server_ending()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::{SECTOR, VerbThread, has_no_volatile_cache, root};
-use crate::oracle::Oracle;
+use crate::oracle::{Durability, Oracle};
 use crate::program::world::interrupted_verb::InterruptedVerb;
 use crate::program::world::{Disk, Kind};
 
@@ -96,13 +96,14 @@ impl VerbThread<'_> {
         let _ = std::fs::remove_file(&file);
     }
 
+    /// Creates a fork of `base`, and applies a saved delta to it.
     fn apply_delta(&mut self, base: &Arc<Disk>, fork: &Disk, name: &str, file: &Path, oracle: Oracle) {
         let (spills, created_by) = (base.spills, format!("delta of {}", fork.describe()));
         let parent = Some(Arc::clone(base));
         let disk = Disk { parent, spills, created_by, ..Disk::new(name, Kind::Fork, oracle, Vec::new()) };
         if self.ask("fork", &json!({ "base": base.name, "name": name })).is_none() {
             if self.interrupted {
-                self.world.add_interrupted(InterruptedVerb::Creates(vec![disk]));
+                self.add_half_applied(base, disk);
             }
             return;
         }
@@ -112,8 +113,15 @@ impl VerbThread<'_> {
         }
         // Remove the device without judging its content: part of the delta may have been applied.
         if self.interrupted || self.ask("remove", &json!({ "name": name })).is_none() {
-            self.world.add_interrupted(InterruptedVerb::Creates(vec![disk]));
+            self.add_half_applied(base, disk);
         }
+    }
+
+    /// Records that a fork may exist, with any part of its delta.
+    fn add_half_applied(&self, base: &Disk, disk: Disk) {
+        let below = base.oracle().snapshot(&disk.name, Durability::Completed);
+        disk.oracle().replace_doubtfully(&below);
+        self.world.add_interrupted(InterruptedVerb::Creates(vec![disk]));
     }
 }
 

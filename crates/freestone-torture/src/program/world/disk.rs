@@ -134,6 +134,23 @@ pub struct KnownState {
     pub withheld: bool,
 }
 
+/// Effect of the end of a server on the content of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ContentEnd {
+    /// An orderly end flushed and saved the device.
+    Saved,
+    /// The server was killed, and wrote nothing at its end.
+    Killed,
+    /// The server was killed, and the next one has adopted the device.
+    Adopted,
+}
+
+impl ContentEnd {
+    pub fn of(killed: bool) -> Self {
+        if killed { Self::Killed } else { Self::Saved }
+    }
+}
+
 /// A read that is judged when the verbs that replace the content have ended.
 pub struct DeferredRead {
     pub read: ReadToken,
@@ -366,11 +383,22 @@ impl Disk {
         if self.has_volatile_cache { Durability::Flushed } else { Durability::Completed }
     }
 
-    /// Returns the device as it must be after a restart. `killed`: the server was killed and wrote nothing at its end.
-    /// `size`: size in sectors, if known.
+    /// Returns true if the next recoverable server adopts the device after a kill: the settings of its family allow it.
+    pub fn is_adoptable(&self) -> bool {
+        let mut root = self;
+        while let Some(of) = root.parent.as_deref() {
+            root = of;
+        }
+        let has_auto = |device_args: &String| device_args.contains("auto_");
+        matches!(self.kind, Kind::Ram | Kind::Fork | Kind::Frozen | Kind::Restored)
+            && !root.spills
+            && !root.device_args.as_ref().is_some_and(has_auto)
+    }
+
+    /// Returns the device as it must be after a restart. `size`: size in sectors, if known.
     pub fn after_restart(
         &self,
-        killed: bool,
+        end: ContentEnd,
         parent: Option<Arc<Disk>>,
         at: Vec<Address>,
         known: KnownState,
@@ -380,7 +408,12 @@ impl Disk {
         let name = self.name.as_str();
         let mut saved = self.saved.clone();
         let fresh = match self.kind {
-            _ if self.keeps && !killed => {
+            _ if end == ContentEnd::Adopted => {
+                oracle.crash();
+                oracle.grow(size.unwrap_or_default());
+                oracle.clone()
+            }
+            _ if self.keeps && end == ContentEnd::Saved => {
                 let flush = oracle.begin_flush();
                 oracle.end_flush(flush, true);
                 oracle.crash();
@@ -395,7 +428,7 @@ impl Disk {
                 fresh
             }
             Kind::File | Kind::Cow | Kind::Base | Kind::Image if self.survives_restart => {
-                if !killed {
+                if end == ContentEnd::Saved {
                     let flush = oracle.begin_flush();
                     oracle.end_flush(flush, true);
                 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use super::watch::Watch;
 use crate::oracle::Fill;
-pub use disk::{ConnectionMark, DeferredRead, Disk, Kind, KnownState, PossibleImage, TAGS};
+pub use disk::{ConnectionMark, ContentEnd, DeferredRead, Disk, Kind, KnownState, PossibleImage, TAGS};
 use interrupted_verb::{Completions, InterruptedVerb};
 use requests::WaitingMachine;
 
@@ -63,6 +63,8 @@ pub struct World {
     /// The kernel and the user's rights allow ublk block devices.
     pub has_ublk: bool,
     pub has_state: bool,
+    /// Devices in memory survive a kill of the server, if their settings allow it (`serve --recoverable`).
+    pub is_recoverable: bool,
     /// Directory of the current round.
     pub dir: Mutex<PathBuf>,
     disks: Mutex<Vec<Arc<Disk>>>,
@@ -93,6 +95,7 @@ impl World {
             program: program.to_owned(),
             has_ublk: std::fs::File::options().read(true).write(true).open("/dev/ublk-control").is_ok(),
             has_state: false,
+            is_recoverable: false,
             dir: Mutex::new(PathBuf::new()),
             disks: Mutex::new(Vec::new()),
             tags: Default::default(),
@@ -112,8 +115,8 @@ impl World {
     }
 
     /// Creates the state of a run whose servers have a state directory.
-    pub fn with_state(program: &Path) -> Self {
-        Self { has_state: true, has_ublk: false, ..Self::new(program) }
+    pub fn with_state(program: &Path, is_recoverable: bool) -> Self {
+        Self { has_state: true, is_recoverable, has_ublk: false, ..Self::new(program) }
     }
 
     pub fn dir(&self) -> PathBuf {
