@@ -166,7 +166,7 @@ pub enum Command {
     #[command(after_help = examples::UNPUBLISH)]
     Unpublish(Call<unpublish::Params>),
     /// Hold the memory of a server's devices; started by `serve --recoverable`
-    #[command(hide = true)]
+    #[command(after_help = examples::HOLD)]
     Hold(hold::Line),
     /// Print owner and group of a ublk device, for udev rules
     #[command(after_help = examples::UBLK_OWNER)]

@@ -374,6 +374,10 @@ Without --tags the rules apply to all tags. If the rules would keep none of the 
 none. Objects younger than the store's grace time (a day, or what its first push set) stay: a push in progress may use
 them.";
 
+pub const HOLD: &str = "\
+Without a server, ends when its socket is removed from the state directory; the
+memory is free then.";
+
 pub const UBLK_OWNER: &str = "\
 Example:
   freestone ublk-owner ublkb0";

@@ -62,7 +62,7 @@ fn refusal_names_line_and_key() {
     for (text, sentence) in [
         (
             "ndb = 'unix:/a'",
-            "unknown key \"ndb\"; nbd?; the keys are nbd, allow, ublk, control, control_read_only, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, control_read_only_mode, control_read_only_user, control_read_only_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, max_pending_handshakes, handshake_grace, max_connect_rate, handshake_idle_timeout, handshake_timeout, handshake_bytes, metrics, metrics_open, metrics_forks, http, http_open, device",
+            "unknown key \"ndb\"; nbd?; the keys are nbd, allow, ublk, control, control_read_only, state, recoverable, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, control_read_only_mode, control_read_only_user, control_read_only_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, max_pending_handshakes, handshake_grace, max_connect_rate, handshake_idle_timeout, handshake_timeout, handshake_bytes, metrics, metrics_open, metrics_forks, http, http_open, device",
         ),
         ("http = 1.5", "http: must be a port, or an address as a text, for example '127.0.0.1:9100'"),
         ("http_open = 1", "http_open: must be true or false"),

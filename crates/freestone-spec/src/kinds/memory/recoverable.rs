@@ -40,7 +40,7 @@ impl Registry {
 
     /// Returns the device from which pages are read that `ram` does not have.
     pub(crate) fn base_of(&self, ram: &Ram) -> Option<Arc<Entry>> {
-        self.all().into_iter().filter(|_| ram.has_base()).find(|entry| entry.is_base_of(ram))
+        if ram.has_base() { self.all().into_iter().find(|entry| entry.is_base_of(ram)) } else { None }
     }
 }
 
