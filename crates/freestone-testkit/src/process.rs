@@ -1,9 +1,16 @@
-//! Child processes of tests.
+//! Child processes of tests, and the processes that hold the memory of servers.
 
+use std::collections::BTreeSet;
+use std::fs;
 use std::io::BufRead;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+
+use rustix::process::Pid;
 
 const READY_MAX: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -56,4 +63,28 @@ pub fn wait_for_exit(child: &mut Child, at_most: Duration) -> Option<ExitStatus>
         }
         sleep(POLL_INTERVAL);
     }
+}
+
+/// Name of the file with the records of a family, in the list of descriptors of a process.
+const FAMILY: &str = "freestone-family";
+
+/// Returns the process that holds the memory of the recoverable servers with this state directory
+/// (`freestone hold`), or `None` if there is none.
+pub fn holder_of(state: &Path) -> Option<Pid> {
+    let path = state.join("holder");
+    let command = ["freestone".as_bytes(), b"hold", path.as_os_str().as_bytes(), b""];
+    let found = fs::read_dir("/proc").ok()?.flatten().find(|process| {
+        let line = fs::read(process.path().join("cmdline")).unwrap_or_default();
+        line.split(|byte| *byte == 0).eq(command)
+    });
+    Pid::from_raw(found?.file_name().to_str()?.parse().ok()?)
+}
+
+/// Returns the inodes of the families whose memory a process has.
+pub fn families_of(process: Pid) -> BTreeSet<u64> {
+    let open = fs::read_dir(format!("/proc/{}/fd", process.as_raw_nonzero()));
+    let is_family =
+        |path: &Path| fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains(FAMILY));
+    let files = open.into_iter().flatten().flatten().map(|file| file.path());
+    files.filter(|path| is_family(path)).filter_map(|path| Some(fs::metadata(path).ok()?.ino())).collect()
 }

@@ -4,7 +4,7 @@
 pub mod announce;
 pub mod events;
 mod plan;
-mod process;
+pub mod process;
 mod reload;
 mod single;
 mod supervisor;

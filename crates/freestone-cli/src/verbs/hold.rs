@@ -7,6 +7,8 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use freestone_server::recovery;
 
+use crate::serve::process;
+
 /// The command line of `hold`.
 #[derive(Debug, Args)]
 pub struct Line {
@@ -17,7 +19,7 @@ pub struct Line {
 
 /// Holds the memory of devices until no server needs it.
 pub fn hold(line: &Line) -> Result<()> {
-    recovery::raise_open_files();
+    process::raise_open_files();
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("standard input is not a socket")?;
     recovery::hold(&listener, &line.socket).with_context(|| line.socket.display().to_string())
 }

@@ -4,7 +4,7 @@
 //! closed.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -17,33 +17,20 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::{error, warn};
 use uuid::Uuid;
 
-use super::messages::{FILES, in_order};
+use super::holder::{HeldFiles, Holder};
+use super::manager::{ManagerHolder, ServiceManager};
+use super::messages::in_order;
+use super::process::{HolderProcess, HolderProgram};
 
 /// Interval in which the thread looks for removed families, and retries to start a holder.
 const CHECK_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// A family that the holder has, with its files.
-pub type HeldFiles = (Uuid, [OwnedFd; FILES]);
-
-/// The process that holds files of families, and the way to it. All methods answer within seconds.
-pub(super) trait Holder: Send {
-    /// Connects to the process, or starts it. Returns the families that it has.
-    fn connect(&mut self) -> io::Result<Vec<HeldFiles>>;
-
-    /// Returns true if there is no connection to the process.
-    fn has_ended(&self) -> bool;
-
-    /// Returns a descriptor that hangs up when the process ends, or `None` if there is none.
-    fn watched(&self) -> Option<OwnedFd>;
-
-    /// Has the files of a family held.
-    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>; FILES]) -> io::Result<()>;
-
-    /// Has the files of a family closed.
-    fn release(&mut self, id: Uuid) -> io::Result<()>;
-
-    /// Ends the connection.
-    fn leave(&mut self);
+/// Process that holds the memory of a server's devices.
+pub enum HolderChoice {
+    /// A process that the server starts.
+    Process(HolderProgram),
+    /// The service manager.
+    Manager(ServiceManager),
 }
 
 /// The families of a server, and their holder.
@@ -63,11 +50,15 @@ struct Held {
 }
 
 impl RemoteFamilies {
-    /// Connects to the holder.
+    /// Connects to the holder of the server with this state directory, or starts one.
     ///
     /// # Errors
-    /// Fails if there is no holder.
-    pub(super) fn start(mut holder: Box<dyn Holder>) -> io::Result<Arc<Self>> {
+    /// Fails if there is no holder, and none can be started.
+    pub fn start(state: &Path, holder: HolderChoice) -> io::Result<Arc<Self>> {
+        let mut holder: Box<dyn Holder> = match holder {
+            HolderChoice::Process(program) => Box::new(HolderProcess::new(state, program)),
+            HolderChoice::Manager(manager) => Box::new(ManagerHolder::new(manager)),
+        };
         let found = Mutex::new(holder.connect()?);
         let held = Mutex::new(Held { holder, families: Vec::new(), is_ended: false });
         let all = Arc::new(Self { found, held });

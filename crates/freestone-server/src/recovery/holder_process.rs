@@ -1,18 +1,19 @@
 //! The holder: a process that keeps descriptors of the families of a server.
 //!
-//! It serves one connection at a time, of its own user. It ends when the connection ends and it holds nothing,
-//! or when its socket has gone from its path, for example with the state directory.
+//! The process serves one connection at a time, of its own user. The process ends when a connection ends and no
+//! family is held, or when its socket has gone from its path, for example with the state directory.
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 use freestone_control::socket::SocketPath;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use uuid::Uuid;
 
 use super::messages::{FILES, Kind, Message, check_peer, receive, send};
@@ -20,15 +21,11 @@ use super::messages::{FILES, Kind, Message, check_peer, receive, send};
 /// Interval of checks whether the socket is still at its path.
 const CHECK_EVERY: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 
+/// Pause after an accept that failed because descriptors or memory were short.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
 /// Files of the held families, by the id that the server has chosen.
 type Families = HashMap<Uuid, [OwnedFd; FILES]>;
-
-/// Raises the limit of open descriptors of this process to the allowed maximum.
-pub fn raise_open_files() {
-    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // A failure leaves the limit unchanged.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-}
 
 /// Holds families for servers that connect to `listener`, whose socket is at `path`. Returns when no server
 /// needs the process any more.
@@ -50,8 +47,13 @@ pub fn hold(listener: &OwnedFd, path: &Path) -> io::Result<()> {
         }
         let client = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(client) => client,
-            // The client has left, or another one can be accepted once descriptors are free.
-            Err(Errno::CONNABORTED | Errno::INTR | Errno::MFILE | Errno::NFILE | Errno::NOBUFS) => continue,
+            // The client has left.
+            Err(Errno::CONNABORTED | Errno::INTR) => continue,
+            // The client can be accepted once descriptors are free.
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS) => {
+                thread::sleep(ACCEPT_PAUSE);
+                continue;
+            }
             Err(errno) => return Err(errno.into()),
         };
         if check_peer(&client).is_err() {

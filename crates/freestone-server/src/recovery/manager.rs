@@ -10,7 +10,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use uuid::Uuid;
 
-use super::families::{HeldFiles, Holder};
+use super::holder::{HeldFiles, Holder};
 use super::messages::FILES;
 
 const PREFIX: &str = "freestone-";

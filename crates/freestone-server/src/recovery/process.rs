@@ -1,5 +1,5 @@
-//! A process of this program as the holder. It outlives the server that has started it, and listens at a socket in
-//! the state directory.
+//! A process of this program as the holder. The process outlives the server that has started it, and listens at a
+//! socket in the state directory.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -19,7 +19,7 @@ use rustix::net::{
 };
 use uuid::Uuid;
 
-use super::families::{HeldFiles, Holder};
+use super::holder::{HeldFiles, Holder};
 use super::messages::{FILES, Kind, Message, check_peer, receive, send};
 
 /// Name of the holder's socket in the state directory.
@@ -67,8 +67,8 @@ impl HolderProcess {
         listen(&socket, 1)?;
         let [program, args @ ..] = &self.program[..] else { return Err(NotFound.into()) };
         let mut command = Command::new(program);
-        // In a process group of its own, so that Ctrl-C does not end it with the server. Without the server's
-        // output, whose readers wait for its end.
+        // The process has a group of its own, so that Ctrl-C does not end it with the server. The server's output
+        // stays with the server, because readers wait for its end.
         command.args(args).arg(self.state.join(SOCKET)).arg0("freestone").process_group(0).current_dir("/");
         command.env_clear().stdin(socket).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn()
@@ -99,7 +99,7 @@ impl Holder for HolderProcess {
             self.child = None;
         }
         let Found { socket, families, .. } = match connect_to(&self.state) {
-            // There is none, or it is ending.
+            // No process listens, or the process is ending.
             Err(error)
                 if matches!(error.kind(), NotFound | ConnectionRefused | ConnectionReset | BrokenPipe) =>
             {
@@ -138,7 +138,7 @@ impl Holder for HolderProcess {
 }
 
 /// Returns the process id of the holder of a state directory, or `None` if no process holds families for it.
-pub(super) fn pid_of_holder(state: &Path) -> Option<u32> {
+pub(crate) fn pid_of_holder(state: &Path) -> Option<u32> {
     let Found { families, pid, .. } = connect_to(state).ok()?;
     (!families.is_empty()).then_some(pid)
 }

@@ -25,8 +25,8 @@ use crate::observe::metrics::{MetricsConfig, MetricsSite};
 use crate::observe::page::PageSite;
 use crate::persistence::saves::Saves;
 use crate::persistence::state_args::StateSettings;
-use crate::recovery::{self, HeldFamilies};
 use crate::service::Service;
+use crate::startup::adoption::{self, HeldFamilies};
 use crate::startup::pending_devices;
 use crate::startup::start;
 use crate::verbs::{ReadOnly, left_behind};
@@ -90,7 +90,7 @@ impl Running {
         Self::start_service(plan, &service, report_step).inspect_err(|_| {
             if service.recovery.get().is_some() {
                 // The next start adopts the content again.
-                recovery::leave(&service.registry.all());
+                adoption::leave(&service.registry.all());
             }
         })
     }
@@ -127,7 +127,7 @@ impl Running {
         };
         let known = asked.as_ref().map(|asked| start::open(service, asked, &devices)).transpose()?;
         if let Some(asked) = &asked {
-            recovery::begin(service, &asked.dir, holder)?;
+            adoption::begin_holding(service, &asked.dir, holder)?;
         }
         if let Some(empty) = known.as_ref().filter(|recorded| recorded.all().is_empty()) {
             // No device is recorded, so this only marks saved content as unused, or removes it if it was marked long
@@ -260,7 +260,7 @@ impl Running {
                 unsaved + shutdown::flush(&service.registry.all(), end) + service.pending_removals.wait(end);
             match service.recovery.get() {
                 Some(holder) if frees_memory => holder.end(),
-                Some(_) => recovery::leave(&service.registry.all()),
+                Some(_) => adoption::leave(&service.registry.all()),
                 None => {}
             }
             drop((service, no_waiting));

@@ -17,9 +17,9 @@ use crate::changes::recording;
 use crate::exports::Withheld;
 use crate::persistence::recorded::{RecordedDevice, RecordedDevices};
 use crate::persistence::saves::start::{SavedContent, SavedContents};
-use crate::recovery::HeldFamilies;
 use crate::service::Service;
 use crate::settings::paths::parse_address;
+use crate::startup::adoption::HeldFamilies;
 
 /// Reason of an absent export of a device that has just been created.
 pub(super) const NOT_YET: &str = "the device has just been created";

@@ -267,8 +267,10 @@ pub(crate) fn new(
     }
     let family = Family::new(config.clone()).map_err(setup_refusal)?;
     family.set_name(name);
-    // False only for a family that is not adoptable: the note is much shorter than a page.
-    let _ = family.set_note(note::of(spec).as_bytes());
+    if config.adoptable {
+        // The note is much shorter than a page.
+        let _ = family.set_note(note::of(spec).as_bytes());
+    }
     if let Some(backing) = &spec.backing {
         // Settings of a family are changed through one of its disks, so a temporary disk is
         // created.

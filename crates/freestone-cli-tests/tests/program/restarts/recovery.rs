@@ -3,9 +3,9 @@
 use std::io::{IoSliceMut, Seek as _, SeekFrom};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 
+use freestone_testkit::process::{families_of, holder_of};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, kill_process};
 
@@ -15,12 +15,7 @@ use crate::harness::prelude::*;
 
 /// Returns the process id of the holder of a server's state directory.
 fn holder(dir: &Path) -> Option<Pid> {
-    let path = dir.join("state/holder");
-    let found = fs::read_dir("/proc").unwrap().flatten().find(|process| {
-        let line = fs::read(process.path().join("cmdline")).unwrap_or_default();
-        line.split(|byte| *byte == 0).eq([b"freestone", &b"hold"[..], path.as_os_str().as_bytes(), b""])
-    });
-    Pid::from_raw(found?.file_name().to_str()?.parse().ok()?)
+    holder_of(&dir.join("state"))
 }
 
 /// Waits until the holder is another process than `former`. Returns it.
@@ -28,15 +23,6 @@ fn next_holder(dir: &Path, former: Pid) -> Pid {
     let next = || holder(dir).filter(|holder| *holder != former);
     wait_until("there is another holder", || next().is_some());
     next().unwrap()
-}
-
-/// Returns the number of families that a holder has.
-fn held_families(holder: Pid) -> usize {
-    let open = fs::read_dir(format!("/proc/{}/fd", holder.as_raw_nonzero())).unwrap().flatten();
-    let is_pool = |file: &fs::DirEntry| {
-        fs::read_link(file.path()).is_ok_and(|target| target.to_string_lossy().contains("freestone-family"))
-    };
-    open.filter(is_pool).count()
 }
 
 #[test]
@@ -171,17 +157,17 @@ fn holder_is_replaced_and_frees_removed_devices() {
     let server = serve(dir, &["--recoverable", "disk=ram,disksize=16M", "second=ram,disksize=1M"]);
     qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
     let first = holder(server.dir.path()).unwrap();
-    assert_eq!(held_families(first), 2);
+    assert_eq!(families_of(first).len(), 2);
     server.text(&["remove", "second"]);
-    wait_until("the memory of the removed disk is free", || held_families(first) == 1);
+    wait_until("the memory of the removed disk is free", || families_of(first).len() == 1);
     kill_process(first, Signal::KILL).unwrap();
     let second = next_holder(server.dir.path(), first);
-    wait_until("the next holder has the family", || held_families(second) == 1);
+    wait_until("the next holder has the family", || families_of(second).len() == 1);
     // A device that is created while there is no holder starts one.
     kill_process(second, Signal::KILL).unwrap();
     server.text(&["create", "third=ram,disksize=1M"]);
     let third = next_holder(server.dir.path(), second);
-    wait_until("the next holder has both families", || held_families(third) == 2);
+    wait_until("the next holder has both families", || families_of(third).len() == 2);
     let server = serve(server.kill(), &["--recoverable"]);
     qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M"]);
     assert_eq!(row(&server, "third")["adopted"], true);

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::mem;
+use std::path::Path;
 use std::sync::Arc;
 
 use freestone::ram::{FamilyMemory, Ram};
@@ -11,9 +12,34 @@ use freestone_spec::kinds::{Entry, KindSpec, Spec};
 use tracing::{error, info};
 use uuid::Uuid;
 
-use super::messages::of_family;
 use crate::persistence::recorded::RecordedDevices;
+use crate::recovery::{HolderChoice, RemoteFamilies, of_family, pid_of_holder};
 use crate::service::Service;
+
+/// Has the families of a server held. Called once, before devices exist.
+///
+/// # Errors
+/// Fails if no holder can be started. Without `holder`, fails if there is one: a killed server has left devices in
+/// memory, which this server would not adopt.
+pub fn begin_holding(service: &Service, state: &Path, holder: Option<HolderChoice>) -> Result<(), RpcError> {
+    let at = state.display();
+    let Some(holder) = holder else {
+        if let Some(pid) = pid_of_holder(state) {
+            let found = format!("{at}: a killed server has left devices in memory, held by process {pid}");
+            return Err(rpc_error!(
+                EBUSY,
+                "{found}; --recoverable adopts them, the end of that process frees them"
+            ));
+        }
+        return Ok(());
+    };
+    let holder = RemoteFamilies::start(state, holder);
+    let holder =
+        holder.map_err(|why| rpc_error!(EIO, "{at}: recoverable: cannot start the holder: {why}"))?;
+    let _ = service.registry.holder.set(Arc::clone(&holder) as _);
+    let _ = service.recovery.set(holder);
+    Ok(())
+}
 
 /// Held families, needed until all devices of the state are created.
 #[derive(Default)]

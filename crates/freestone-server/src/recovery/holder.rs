@@ -1,0 +1,32 @@
+//! The way of a server to the process that holds its families.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use uuid::Uuid;
+
+use super::messages::FILES;
+
+/// A family that the holder has, with its files.
+pub type HeldFiles = (Uuid, [OwnedFd; FILES]);
+
+/// The process that holds files of families, and the way to it. All methods answer within seconds.
+pub(super) trait Holder: Send {
+    /// Connects to the process, or starts it. Returns the families that it has.
+    fn connect(&mut self) -> io::Result<Vec<HeldFiles>>;
+
+    /// Returns true if there is no connection to the process.
+    fn has_ended(&self) -> bool;
+
+    /// Returns a descriptor that hangs up when the process ends, or `None` if there is none.
+    fn watched(&self) -> Option<OwnedFd>;
+
+    /// Has the files of a family held.
+    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>; FILES]) -> io::Result<()>;
+
+    /// Has the files of a family closed.
+    fn release(&mut self, id: Uuid) -> io::Result<()>;
+
+    /// Ends the connection.
+    fn leave(&mut self);
+}
