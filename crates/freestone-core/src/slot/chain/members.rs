@@ -329,8 +329,9 @@ impl<K: ChainFamily> Chain<K> {
                 _ => {
                     // The word is in its new slot before it leaves this one, so that it is always in a slot.
                     if let Some(target) = receiver(older.iter().rev(), slot) {
-                        move_word(family, &from, target, slot, word)?;
+                        let moved = move_word(family, &from, target, slot, word)?;
                         guard.publish(Word::EMPTY);
+                        drop(moved);
                         kill_points::pass(KillPoint::WordPassedOn);
                     } else {
                         guard.publish(Word::EMPTY);

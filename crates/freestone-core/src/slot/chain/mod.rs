@@ -165,16 +165,17 @@ fn receiver<'a, K: ChainFamily + 'a>(
     None
 }
 
-/// Moves a word to an empty slot of a snapshot. The word's present slot is locked, or the word was just
-/// removed from that slot under the lock of the origin's slot.
-fn move_word<K: ChainFamily>(
+/// Moves a word to an empty slot of a snapshot. The word's present slot is locked. Returns the locked new slot,
+/// which the caller unlocks when the word has left the present one: while both slots have the word, no other
+/// thread may move the object. A process that adopts the tables could otherwise find a word that is out of date.
+fn move_word<'t, K: ChainFamily>(
     family: &K,
     from: &K::Layer,
-    to: &K::Layer,
+    to: &'t K::Layer,
     slot: u64,
     word: Word,
-) -> Result<()> {
-    let guard = K::table(to).leaf_or_new(slot)?.lock(slot);
+) -> Result<SlotGuard<'t>> {
+    let mut guard = K::table(to).leaf_or_new(slot)?.lock(slot);
     debug_assert_eq!(guard.word(), Word::EMPTY, "a snapshot's slot is filled once");
     let new = match word {
         Word::EMPTY => Word::BASE,
@@ -185,11 +186,11 @@ fn move_word<K: ChainFamily>(
     if let Some(object) = word.object() {
         family.set_owner(object, to, slot);
     }
-    guard.publish(new);
+    guard.store(new);
     kill_points::pass(KillPoint::WordMoved);
     family.update_stats(from, word, Word::EMPTY);
     family.update_stats(to, Word::EMPTY, new);
-    Ok(())
+    Ok(guard)
 }
 
 /// Frees the pages in a leaf of a layer without users. The first result is true if any page was freed, the
@@ -313,24 +314,24 @@ impl<K: ChainFamily> View<K> {
     }
 
     /// Moves the word of a locked slot to the snapshot that needs it, if any. Returns the word that the
-    /// caller must free.
+    /// caller must free, and the snapshot's slot, which is unlocked after the present slot has changed.
     #[inline]
-    fn preserve(&self, family: &K, slot: u64, held: Word) -> Result<Word> {
+    fn preserve(&self, family: &K, slot: u64, held: Word) -> Result<(Word, Option<SlotGuard<'_>>)> {
         match &self.role {
             Role::Live { snapshots: Some(list), .. } => {
                 list.record_change(slot);
                 match receiver(list.snapshots.iter().rev(), slot) {
                     Some(to) => {
-                        move_word(family, &self.layer, to, slot, held)?;
+                        let moved = move_word(family, &self.layer, to, slot, held)?;
                         if held != Word::EMPTY {
                             family.count_preserved_page(&self.layer);
                         }
-                        Ok(Word::EMPTY)
+                        Ok((Word::EMPTY, Some(moved)))
                     }
-                    None => Ok(held),
+                    None => Ok((held, None)),
                 }
             }
-            _ => Ok(held),
+            _ => Ok((held, None)),
         }
     }
 
@@ -354,8 +355,9 @@ impl<K: ChainFamily> View<K> {
         new: Word,
         publish: impl FnOnce() -> R,
     ) -> Result<R> {
-        let unused = self.preserve(family, slot, held)?;
+        let (unused, moved) = self.preserve(family, slot, held)?;
         let published = publish();
+        drop(moved);
         family.free(unused);
         family.update_stats(&self.layer, unused, new);
         Ok(published)
