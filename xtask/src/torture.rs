@@ -61,7 +61,7 @@ pub enum Mode {
 }
 
 /// Known faults (`freestone::mutants`), the mode that finds each, and options: the failing calls or the first seed.
-const MUTANTS: [(&str, Mode, &[&str]); 34] = [
+const MUTANTS: [(&str, Mode, &[&str]); 35] = [
     ("PinnedCall", Mode::Exact, &[]),
     ("FalseNoSpace", Mode::Exact, &[]),
     ("TooManyReads", Mode::Exact, &[]),
@@ -86,6 +86,7 @@ const MUTANTS: [(&str, Mode, &[&str]); 34] = [
     ("ExportsForgotten", Mode::Lives, &[]),
     ("LostIsShown", Mode::Lives, &[]),
     ("KeysForgotten", Mode::Lives, &[]),
+    ("AdoptedBlocksFree", Mode::Lives, &[]),
     ("StoreIsBelieved", Mode::Exact, &[]),
     ("PackedPagesShifted", Mode::Exact, &[]),
     ("PruneForgetsTag", Mode::Exact, &[]),

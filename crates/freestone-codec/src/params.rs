@@ -128,6 +128,21 @@ impl Params {
         Ok(Self { level, dictionary, algo })
     }
 
+    /// Parses like [`parse_with`](Self::parse_with), with `content` as that of the dictionary file, which is not
+    /// read.
+    ///
+    /// # Errors
+    /// Fails if a word is invalid, or the dictionary has another size than 1 byte to 1 MiB.
+    pub fn parse_stored(
+        text: &str,
+        path: impl Fn(&str) -> PathBuf,
+        content: &[u8],
+    ) -> Result<Self, ParamsError> {
+        let Words { level, dict, algo } = Words::parse(text)?;
+        let dictionary = dict.map(|dict| stored_dictionary(&path(&dict), content.to_vec())).transpose()?;
+        Ok(Self { level, dictionary, algo })
+    }
+
     /// Checks that `text` can be parsed and fits `algorithm`, without reading the dictionary file.
     ///
     /// # Errors
@@ -203,10 +218,18 @@ fn fits(
 fn read_dictionary(path: &Path) -> Result<Dictionary, ParamsError> {
     let failed = |error| ParamsError::Dictionary { path: path.into(), error };
     let bytes = std::fs::metadata(path).map_err(failed)?.len();
-    if !(1..=DICTIONARY_BYTES_MAX).contains(&bytes) {
-        return Err(ParamsError::DictionarySize { path: path.into(), bytes });
-    }
-    Ok(Dictionary::of_file(path, std::fs::read(path).map_err(failed)?))
+    check_size(path, bytes)?;
+    stored_dictionary(path, std::fs::read(path).map_err(failed)?)
+}
+
+fn stored_dictionary(path: &Path, content: Vec<u8>) -> Result<Dictionary, ParamsError> {
+    check_size(path, content.len() as u64)?;
+    Ok(Dictionary::of_file(path, content))
+}
+
+fn check_size(path: &Path, bytes: u64) -> Result<(), ParamsError> {
+    let fits = (1..=DICTIONARY_BYTES_MAX).contains(&bytes);
+    fits.then_some(()).ok_or_else(|| ParamsError::DictionarySize { path: path.into(), bytes })
 }
 
 /// Prints the words that [`Params::parse`] accepts. A trained dictionary is printed as

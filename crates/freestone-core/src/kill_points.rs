@@ -32,11 +32,25 @@ pub enum KillPoint {
     Rewound,
     /// The nodes of a page table are free, and its root is not.
     NodesFreed,
+    /// Pages are on the backing device, and their slots do not refer to it yet.
+    PagesWritten,
+    /// A slot refers to the backing device, and the object in memory is not free yet.
+    PageWrittenBack,
+    /// A slot is in flight: its page is being read from the backing device.
+    PageInFlight,
+    /// A slot refers to the object that was read from the backing device, whose space there is not free yet.
+    PageRead,
+    /// The object of a group is stored, and no page refers to it.
+    GroupStored,
+    /// An object is in the table of shared objects, and its page has it still.
+    ObjectShared,
+    /// A page has its object again, which is still in the table of shared objects.
+    ObjectTakenBack,
 }
 
 impl KillPoint {
     /// All points.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 18] = [
         Self::OverwriteRecorded,
         Self::HalfOverwritten,
         Self::Overwritten,
@@ -48,6 +62,13 @@ impl KillPoint {
         Self::RewindRecorded,
         Self::Rewound,
         Self::NodesFreed,
+        Self::PagesWritten,
+        Self::PageWrittenBack,
+        Self::PageInFlight,
+        Self::PageRead,
+        Self::GroupStored,
+        Self::ObjectShared,
+        Self::ObjectTakenBack,
     ];
 }
 

@@ -52,6 +52,8 @@ pub enum Mutant {
     LostIsShown,
     /// The memory of a fork does not record which device it is, so the next server cannot adopt the fork.
     KeysForgotten,
+    /// A server that adopts pages on a backing device takes their blocks for free ones.
+    AdoptedBlocksFree,
     /// Stored objects from an image store are not verified against the hashes in their names.
     StoreIsBelieved,
     /// Pages of a packed image delta are located one position further than the page map says.
@@ -78,7 +80,7 @@ pub enum Mutant {
 
 /// All faults, from which `FREESTONE_MUTANT` selects one by name.
 #[cfg(freestone_mutants)]
-pub const ALL: [Mutant; 34] = [
+pub const ALL: [Mutant; 35] = [
     Mutant::PinnedCall,
     Mutant::FalseNoSpace,
     Mutant::TooManyReads,
@@ -102,6 +104,7 @@ pub const ALL: [Mutant; 34] = [
     Mutant::ExportsForgotten,
     Mutant::LostIsShown,
     Mutant::KeysForgotten,
+    Mutant::AdoptedBlocksFree,
     Mutant::StoreIsBelieved,
     Mutant::PackedPagesShifted,
     Mutant::PruneForgetsTag,

@@ -91,6 +91,22 @@ impl Blocks {
         }
     }
 
+    /// As [`place`](Self::place), for an object that a process which has ended has written. Calls `opened` with
+    /// each block that had no object before. Returns false, and places nothing, if the object does not fit.
+    pub fn restore(&self, unit: u64, units: u32, mut opened: impl FnMut(u64)) -> bool {
+        let fits = |(block, part): (usize, u32)| {
+            block < self.0.len() && self.live(block as u64) + part <= BLOCK_UNITS as u32
+        };
+        if !parts(unit, units).all(fits) {
+            return false;
+        }
+        for (block, _) in parts(unit, units).filter(|(block, _)| self.live(*block as u64) == 0) {
+            opened(block as u64);
+        }
+        self.place(unit, units);
+        true
+    }
+
     /// Removes an object that [was placed](Self::place) and is no longer read. Calls `freed` with
     /// each block in which that object was the last one. Exactly one caller receives a block, and
     /// then owns it.

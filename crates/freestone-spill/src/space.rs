@@ -87,6 +87,13 @@ impl Space {
         Some(run)
     }
 
+    /// Marks a free block as used.
+    pub fn occupy(&self, block: u64) {
+        self.map.lock().set(block, block + 1);
+        // Relaxed: a statistic, which orders no other memory access.
+        self.used.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Frees used blocks. A run may be freed in any pieces.
     pub fn free_run(&self, start: u64, blocks: u32) {
         let end = start + u64::from(blocks);

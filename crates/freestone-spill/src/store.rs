@@ -1,10 +1,10 @@
 //! The backing device of a family: writes runs of blocks, reads pages back, and counts both.
 //!
 //! Any [`Device`] can be a backing device; how the device processes requests (threads, `io_uring`)
-//! does not matter to this module. The content of the device is not used after this process ends,
-//! so nothing is flushed. Some devices can lose completed writes while this process lives (such as
-//! the server of an export). On such a device each write is durable (FUA) before its pages leave
-//! memory.
+//! does not matter to this module. The content of the device is used while this process lives, and by
+//! a process that adopts the family after a kill, but never after a restart of the machine. So nothing
+//! is flushed. Some devices can lose completed writes while this process lives (such as the server of
+//! an export). On such a device each write is durable (FUA) before its pages leave memory.
 //!
 //! A write that times out is abandoned: its pages stay in memory. The blocks are not reused until
 //! the device completes the write after all. `deadline` defines the time-outs.
@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::blocks::{BLOCK_UNITS, Blocks};
+use super::blocks::{BLOCK_UNITS, Blocks, OBJECT_BYTES_MAX};
 use super::budget::Budget;
 use super::clean_copies::{CleanCopies, CleanCopy, CopyContent};
 use super::deadline::Deadline;
@@ -21,6 +21,7 @@ use super::reads::{QueuedRead, ReadError, Reads, SpareBuffers, TimedOutRead};
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Space};
 use freestone_core::clock::now_ms;
 use freestone_core::device::{Completion, Device, Error, Flags, IoBuf, Request};
+use freestone_core::mutants::{self, Mutant};
 use freestone_core::percpu::Counters;
 use freestone_core::sync::{AtomicU32, Ordering};
 
@@ -153,6 +154,22 @@ impl Store {
     /// live pages out of blocks with holes.
     pub fn reserve(&self) -> u64 {
         if self.packed { (self.space.blocks() / 16).min(u64::from(WRITE_BLOCKS_MAX)) } else { 0 }
+    }
+
+    /// Marks the space of an object as used that a process which has ended had written for `pages` pages. Returns
+    /// false if no object of `stored` bytes can be at `unit`. Called before other threads use the device.
+    pub fn adopt_object(&self, unit: u64, stored: usize, pages: u64) -> bool {
+        let can_be = stored <= OBJECT_BYTES_MAX && (self.packed || unit.is_multiple_of(BLOCK_UNITS));
+        let occupy = |block| {
+            if !mutants::on(Mutant::AdoptedBlocksFree) {
+                self.space.occupy(block);
+            }
+        };
+        let is_there = can_be && self.blocks.restore(unit, self.units(stored), occupy);
+        if is_there {
+            self.count_written_back(pages, stored as u64);
+        }
+        is_there
     }
 
     /// Counts pages whose slots now refer to the device, and the bytes of their stored form.

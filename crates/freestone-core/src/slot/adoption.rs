@@ -62,6 +62,14 @@ impl Common {
     }
 }
 
+impl Common {
+    /// Completes an adoption. Until then, tables that are dropped stay in their files, for another process.
+    pub fn own_tables(&self) {
+        // Relaxed: tables are handed to other threads later.
+        self.leaves_tables.store(0, Ordering::Relaxed);
+    }
+}
+
 impl Adoption {
     /// Maps the files of a process that has ended.
     ///
@@ -74,7 +82,10 @@ impl Adoption {
         let mut is_node_used = Vec::new();
         is_node_used.try_reserve_exact(count).map_err(|_| AdoptionError::NoMemory)?;
         is_node_used.resize(count, false);
-        Ok(Self { common: Arc::new(Common::with(nodes, Some(roots))), is_node_used, used_roots: Vec::new() })
+        let common = Common::with(nodes, Some(roots));
+        // Relaxed: no other thread uses it yet.
+        common.leaves_tables.store(1, Ordering::Relaxed);
+        Ok(Self { common: Arc::new(common), is_node_used, used_roots: Vec::new() })
     }
 
     /// Returns the state of the family. No table may be created before the [end](Self::finish).
@@ -229,6 +240,7 @@ mod tests {
         });
         assert_eq!(seen, [slots, slots].concat());
         let common = adoption.finish().unwrap();
+        common.own_tables();
         let word = adopted[0].leaf(0).unwrap().peek(0);
         assert_eq!((word.kind(), word.location()), (Kind::InFlight, 77));
         for (table, first) in adopted.iter().zip([10, 30]) {

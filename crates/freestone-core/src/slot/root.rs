@@ -34,17 +34,8 @@ mod real {
     pub struct Root {
         entries: NonNull<AtomicU64>,
         len: usize,
-        place: Place,
-    }
-
-    /// Place of a root's memory.
-    enum Place {
-        /// A mapping of its own.
-        Own,
-        /// The unit with this number in the file of [`Roots`].
-        File(u32),
-        /// A file whose content stays as it is.
-        Left,
+        /// Number of the root in the file of [`Roots`]; `None` if it is a mapping of its own.
+        unit: Option<u32>,
     }
 
     impl Root {
@@ -67,17 +58,12 @@ mod real {
             // SAFETY: the range was just mapped; the advice changes no content.
             let _ = unsafe { rustix::mm::madvise(address, bytes, Advice::LinuxNoHugepage) };
             let entries = NonNull::new(address.cast()).ok_or(Error::NoMemory)?;
-            Ok(Self { entries, len, place: Place::Own })
+            Ok(Self { entries, len, unit: None })
         }
 
-        /// Returns the number of the root in its file; `None` if it does not own a part of a file.
+        /// Returns the number of the root in its file; `None` if it is not in one.
         pub const fn unit(&self) -> Option<u32> {
-            if let Place::File(unit) = self.place { Some(unit) } else { None }
-        }
-
-        /// Leaves the root in its file, for another process.
-        pub const fn leave(&mut self) {
-            self.place = Place::Left;
+            self.unit
         }
     }
 
@@ -94,7 +80,7 @@ mod real {
 
     impl Drop for Root {
         fn drop(&mut self) {
-            if !matches!(self.place, Place::Own) {
+            if self.unit.is_some() {
                 return;
             }
             // SAFETY: mapped in `new` with this length; no borrows exist.
@@ -174,7 +160,7 @@ mod real {
         pub fn root(&self, unit: u32, len: usize) -> Root {
             assert!(RECORD_BYTES + len as u64 * 8 <= UNIT_BYTES);
             let entries = self.0.at(u64::from(unit) * UNIT_BYTES + RECORD_BYTES).cast();
-            Root { entries, len, place: Place::File(unit) }
+            Root { entries, len, unit: Some(unit) }
         }
 
         /// Returns the record of a root.

@@ -48,6 +48,8 @@ pub struct Common {
     /// Number of leaves that were [created for same-filled pages](Table::same_filled_leaf), or contain only such
     /// pages.
     pub same_filled_leaves: Arc<AtomicU64>,
+    /// 1 while tables that are dropped stay in their files, because their adoption can still fail; otherwise 0.
+    pub(super) leaves_tables: AtomicU64,
 }
 
 impl Common {
@@ -61,7 +63,13 @@ impl Common {
 
     pub(super) fn with(nodes: Nodes, roots: Option<Roots>) -> Self {
         let same_filled_leaves = Arc::new(AtomicU64::new(0));
-        Self { nodes, roots, parking: Parking::default(), same_filled_leaves }
+        Self {
+            nodes,
+            roots,
+            parking: Parking::default(),
+            same_filled_leaves,
+            leaves_tables: AtomicU64::new(0),
+        }
     }
 }
 
@@ -94,14 +102,6 @@ impl Table {
 
     pub(super) fn with(id: u32, root: Root, end: u64, common: Arc<Common>) -> Self {
         Self { id, root, root_end: AtomicU64::new(end), common }
-    }
-
-    /// Leaves an adopted table as it is in its files, for another process.
-    #[cfg(not(loom))]
-    pub fn leave(mut self) {
-        // Relaxed: `self` excludes other threads. Without entries, the drop frees no node.
-        self.root_end.store(0, Ordering::Relaxed);
-        self.root.leave();
     }
 
     /// Returns the record of the table for a process that adopts it; `None` if no process can.
@@ -215,6 +215,12 @@ impl Table {
         None
     }
 
+    /// Returns the number of leaves of a table whose leaves were allocated in order.
+    pub fn leaves_in_order(&self) -> u64 {
+        let is_present = |leaf: &u64| self.next_present(leaf * LEAF_SLOTS, (leaf + 1) * LEAF_SLOTS).is_some();
+        (0..MAX_SLOTS / LEAF_SLOTS).take_while(is_present).count() as u64
+    }
+
     /// Returns the exclusive end of the slots that can have leaves.
     fn end(&self) -> u64 {
         // Acquire: pairs with the Release in make_leaf.
@@ -224,6 +230,10 @@ impl Table {
 
 impl Drop for Table {
     fn drop(&mut self) {
+        // Relaxed: the thread that adopts the tables drops them, or has handed them on.
+        if self.common.leaves_tables.load(Ordering::Relaxed) != 0 {
+            return;
+        }
         let (mut nodes, mut same_filled) = (Vec::new(), 0);
         let end = (self.end() >> (2 * FANOUT_BITS)) as usize;
         for entry in &self.root[..end] {

@@ -135,6 +135,13 @@ impl Word {
         Self(self.0 & !KIND_MASK | (Kind::InFlight as u64) << KIND_SHIFT)
     }
 
+    /// Returns the word of a page in flight as it was before the flight.
+    #[must_use]
+    pub const fn before_flight(self) -> Self {
+        debug_assert!(self.0 & KIND_MASK == (Kind::InFlight as u64) << KIND_SHIFT);
+        Self(self.0 & !KIND_MASK | (Kind::Spilled as u64) << KIND_SHIFT)
+    }
+
     /// Returns the word of a page whose object of `size` bytes (0 means a whole page) is at `location` on the
     /// backing device.
     pub const fn spilled(location: u64, size: u32, algorithm: u8) -> Self {

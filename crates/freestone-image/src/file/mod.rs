@@ -42,8 +42,12 @@ mod threads;
 mod watch;
 mod xattrs;
 
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use rustix::fs::{Mode, OFlags};
 
 use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, TryResult,
@@ -150,17 +154,48 @@ impl File {
         path: impl Into<PathBuf>,
         size: Option<u64>,
     ) -> std::result::Result<Self, SetupError> {
-        let mut config = Config::new(path);
-        (config.size, config.nameless, config.direct) = (size, true, Direct::On);
-        match Self::open(&config) {
+        let config = Config { size, nameless: true, ..Config::new(path) };
+        Self::open_direct_if_possible(config, &|config| Self::open(config))
+    }
+
+    /// Opens a file of [`second_descriptor`](Self::second_descriptor) as a backing device again, after the
+    /// process that had opened it as [`open_for_writeback`](Self::open_for_writeback) was killed. Waits up to
+    /// ten seconds until the kernel has ended the requests of that process, so none of its writes can follow.
+    /// `path` is for messages.
+    pub fn open_again_for_writeback(
+        file: BorrowedFd<'_>,
+        path: impl Into<PathBuf>,
+    ) -> std::result::Result<Self, SetupError> {
+        Self::open_direct_if_possible(Config::new(path), &|config| {
+            Self::start(config, open::open_again(config, file)?)
+        })
+    }
+
+    fn open_direct_if_possible(
+        mut config: Config,
+        open: &dyn Fn(&Config) -> std::result::Result<Self, SetupError>,
+    ) -> std::result::Result<Self, SetupError> {
+        config.direct = Direct::On;
+        match open(&config) {
             Err(SetupError::Direct { .. }) => {
                 let path = config.path.display();
                 tracing::warn!("{path}: no O_DIRECT support; written-back pages go through the page cache");
                 config.direct = Direct::Off;
-                Self::open(&config)
+                open(&config)
             }
             opened => opened,
         }
+    }
+
+    /// Returns a descriptor with which another process can open the file again, even if it has no name. The
+    /// descriptor has no lock, and no request uses it.
+    ///
+    /// # Errors
+    /// Errors of `open(2)`. Needs `/proc`.
+    pub fn second_descriptor(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let path = open::descriptor_path(self.backing.fd.as_fd());
+        Ok(rustix::fs::open(path, flags, Mode::empty())?)
     }
 
     /// Opens a file like [`open`](Self::open), but accepts a file that ends within a block. The

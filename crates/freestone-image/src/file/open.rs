@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -32,6 +32,8 @@ const MAX_BLOCK_BYTES: u32 = 4096;
 const MAX_PREFERRED_BYTES: u32 = 1 << 20;
 /// Maximum number of attempts to open a file that is in use: one second in total.
 const IN_USE_TRIES: u32 = 100;
+/// As [`IN_USE_TRIES`], for a file that nobody but a killed process can use: ten seconds.
+const ENDING_TRIES: u32 = 1000;
 const IN_USE_PAUSE: Duration = Duration::from_millis(10);
 /// Preferred request size (`io_opt`) in bytes, above which streaming is not faster.
 const STREAM_BYTES: u32 = 1 << 20;
@@ -149,18 +151,33 @@ pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
     {
         return Err(SetupError::InvalidSize { path: config.path.clone(), size });
     }
-    for _ in 1..IN_USE_TRIES {
-        match open_once(config, tail) {
+    open_when_free(config, &config.path, tail, IN_USE_TRIES)
+}
+
+/// Opens a file again that a killed process had open at `config.path`. Waits until the kernel has ended the
+/// requests of that process: until then they keep its lock.
+pub(super) fn open_again(config: &Config, file: BorrowedFd<'_>) -> Setup<Backing> {
+    open_when_free(config, &descriptor_path(file), Tail::Refused, ENDING_TRIES)
+}
+
+/// Returns a path at which the file of a descriptor can be opened again, even if it has no name.
+pub(super) fn descriptor_path(file: BorrowedFd<'_>) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+fn open_when_free(config: &Config, at: &Path, tail: Tail, tries: u32) -> Setup<Backing> {
+    for _ in 1..tries {
+        match open_once(config, at, tail) {
             Err(SetupError::InUse { .. }) => thread::sleep(IN_USE_PAUSE),
             opened => return opened,
         }
     }
-    open_once(config, tail)
+    open_once(config, at, tail)
 }
 
-fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
+fn open_once(config: &Config, at: &Path, tail: Tail) -> Setup<Backing> {
     let mut unnamed = None;
-    let backing = OpenAttempt::new(config, &mut unnamed)?.finish(tail)?;
+    let backing = OpenAttempt::new(config, at, &mut unnamed)?.finish(tail)?;
     // Name the new file last, so that a failed or interrupted open leaves no file behind.
     if let Some(NewFile { place, file }) = unnamed {
         place.put_new(file).map_err(|source| match source.kind() {
@@ -195,12 +212,12 @@ struct OpenAttempt<'a> {
 }
 
 impl<'a> OpenAttempt<'a> {
-    fn new(config: &'a Config, unnamed: &mut Option<NewFile>) -> Setup<Self> {
+    fn new(config: &'a Config, at: &Path, unnamed: &mut Option<NewFile>) -> Setup<Self> {
         let path = &config.path;
         let call = |what| move |errno: Errno| failed(path, what, errno);
         // Check the type before opening, as opening a pipe blocks, and opening a tape device
         // rewinds it.
-        let found = match rustix::fs::stat(path) {
+        let found = match rustix::fs::stat(at) {
             Ok(stat) => Some(kind(path, &stat)?),
             Err(Errno::NOENT) if config.size.is_some() && !config.read_only => None,
             Err(errno) => return Err(failed(path, "open", errno)),
@@ -218,7 +235,7 @@ impl<'a> OpenAttempt<'a> {
             flags |= OFlags::EXCL;
         }
         let opened = if found.is_some() {
-            rustix::fs::open(path, flags, Mode::empty())
+            rustix::fs::open(at, flags, Mode::empty())
         } else {
             let made = NewFile::begin(path).and_then(|new| {
                 let fd = new.file.as_file().try_clone()?;
@@ -253,8 +270,8 @@ impl<'a> OpenAttempt<'a> {
         let held = FileRegistration::new(&stat);
         // Another process may have replaced the file before the lock was taken.
         if found.is_some() {
-            match rustix::fs::stat(path) {
-                Ok(at) if is_same(&at, &stat) => {}
+            match rustix::fs::stat(at) {
+                Ok(present) if is_same(&present, &stat) => {}
                 Ok(_) | Err(Errno::NOENT) => return Err(SetupError::InUse { path: path.clone() }),
                 Err(errno) => return Err(failed(path, "examine", errno)),
             }

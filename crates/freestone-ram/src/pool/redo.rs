@@ -11,10 +11,12 @@
 //!
 //! Lock order: a slot, then an entry.
 //!
-//! The header of the file has room for a note of the family's user.
+//! The header of the file has room for a note of the family's user. Other units have the pieces of dictionaries,
+//! without which objects cannot be decompressed.
 #![expect(unsafe_code)]
 // UNSAFETY: copies bytes to and from shared memory.
 
+use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::compiler_fence;
@@ -31,13 +33,21 @@ use freestone_core::word_lock::Word as _;
 /// Bytes of an entry in the file: its words, and room for a page.
 const ENTRY_BYTES: u64 = 8192;
 const WORDS: usize = 3;
-/// Place of the object's bytes in an entry, and of the note in the header.
+/// Place of the object's bytes in an entry, of the note in the header, and of a piece of a dictionary.
 const OBJECT: u64 = ENTRY_BYTES - PAGE_BYTES as u64;
 
 /// First words of the file: what it is, and the version of the layout of all files of a family.
 const MAGIC: u64 = u64::from_le_bytes(*b"freeston");
 /// Version of the layout of a family's files.
 pub const LAYOUT: u64 = 1;
+
+/// First word of a unit with a piece of a dictionary: this mark, the priority of its algorithm from bit
+/// [`PRIORITY_SHIFT`] on, and the length of the piece. The second word is the number of the piece, the third the
+/// length of the dictionary.
+const DICTIONARY: u64 = 1 << 62;
+const PRIORITY_SHIFT: u32 = 32;
+/// Priority of the last algorithm.
+const PRIORITY_MAX: u64 = crate::codec::PRIORITIES as u64;
 
 /// Entries of objects that are being overwritten, one for each CPU.
 pub struct Redo {
@@ -49,6 +59,13 @@ pub struct Redo {
 pub struct RedoFile {
     arena: Arena,
     note: Vec<u8>,
+    dictionaries: BTreeMap<u64, StoredDictionary>,
+}
+
+#[derive(Default)]
+struct StoredDictionary {
+    bytes: Vec<u8>,
+    units: Vec<u32>,
 }
 
 /// Number of an entry's unit in the file.
@@ -101,17 +118,20 @@ impl Redo {
         if layout != LAYOUT {
             return Err(RedoError::Layout(layout));
         }
-        let mut interrupted = Vec::new();
+        let (mut interrupted, mut pieces) = (Vec::new(), Vec::new());
         for unit in 1..units {
-            let [len, owner, word] = words(&arena, unit).each_ref().map(load);
+            let [len, second, third] = words(&arena, unit).each_ref().map(load);
             if (1..=PAGE_BYTES as u64).contains(&len) {
                 let object = bytes(&arena, unit, len);
-                let (owner, word) = (BackRef::from_bits(owner), Word::from_bits(word));
+                let (owner, word) = (BackRef::from_bits(second), Word::from_bits(third));
                 interrupted.push(Interrupted { owner, word, object });
+            } else if len & DICTIONARY != 0 {
+                pieces.push((len, second, third, unit));
             }
         }
         let note = bytes(&arena, 0, note_len);
-        Ok((RedoFile { arena, note }, interrupted))
+        let dictionaries = read_dictionaries(&arena, pieces);
+        Ok((RedoFile { arena, note, dictionaries }, interrupted))
     }
 
     /// Allocates the entries, behind the header.
@@ -142,6 +162,41 @@ impl Redo {
         // Release: the note is complete before its length.
         len.store(note.len() as u64, Ordering::Release);
         true
+    }
+
+    /// Stores the dictionary of the algorithm with this priority, for the process that adopts the file; an empty one
+    /// if the algorithm has none. Called once for a priority, before an object needs the dictionary.
+    ///
+    /// # Errors
+    /// Fails if memory is short. Nothing is stored then.
+    pub fn store_dictionary(&self, priority: usize, dictionary: &[u8]) -> Result<(), RedoError> {
+        let count = dictionary.len().div_ceil(PAGE_BYTES).max(1);
+        let mut units = Vec::new();
+        while units.len() < count {
+            let Ok(unit) = self.arena.alloc_populated(ENTRY_BYTES) else {
+                // SAFETY: the units were just allocated, and have no content.
+                units.into_iter().for_each(|unit| unsafe { self.arena.free(unit) });
+                return Err(RedoError::NoMemory);
+            };
+            units.push(unit);
+        }
+        let pieces = dictionary.chunks(PAGE_BYTES).chain(dictionary.is_empty().then_some(&[][..]));
+        for ((number, piece), unit) in (0..).zip(pieces).zip(units) {
+            let room = object(&self.arena, unit).as_ptr().cast();
+            // SAFETY: the room holds a page, and no other thread uses the unit.
+            unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), room, piece.len()) };
+            let [first, second, third] = words(&self.arena, unit);
+            // Relaxed: the next store publishes both.
+            second.store(number, Ordering::Relaxed);
+            // Relaxed: as above.
+            third.store(dictionary.len() as u64, Ordering::Relaxed);
+            // Release: the piece is complete before it is valid.
+            first.store(
+                DICTIONARY | (priority as u64) << PRIORITY_SHIFT | piece.len() as u64,
+                Ordering::Release,
+            );
+        }
+        Ok(())
     }
 
     /// Overwrites the object of a locked slot in place, as [`Pool::overwrite`], and stores the slot's new
@@ -177,12 +232,43 @@ impl RedoFile {
         &self.note
     }
 
+    /// Returns the [dictionary](Redo::store_dictionary) of the algorithm with a priority; `None` if none is stored.
+    pub fn dictionary(&self, priority: usize) -> Option<&[u8]> {
+        self.dictionaries.get(&(priority as u64)).map(|dictionary| &dictionary.bytes[..])
+    }
+
     /// Removes all entries, and continues with the file.
     pub fn adopt(self) -> Result<Redo, RedoError> {
+        let of_dictionaries = self.dictionaries.values().flat_map(|dictionary| &dictionary.units);
+        let mut kept: Vec<u32> = of_dictionaries.copied().chain([0]).collect();
+        kept.sort_unstable();
         // SAFETY: entries are allocated anew; the first unit is the header.
-        unsafe { self.arena.keep_units(&[0]) }.map_err(|_| RedoError::NoMemory)?;
+        unsafe { self.arena.keep_units(&kept) }.map_err(|_| RedoError::NoMemory)?;
         Redo::with(self.arena)
     }
+}
+
+/// Returns the complete dictionaries: the process may have been killed while it stored another one.
+fn read_dictionaries(
+    arena: &Arena,
+    mut pieces: Vec<(u64, u64, u64, u32)>,
+) -> BTreeMap<u64, StoredDictionary> {
+    let mut found: BTreeMap<u64, StoredDictionary> = BTreeMap::new();
+    let mut total = BTreeMap::new();
+    pieces.sort_unstable_by_key(|(_, number, ..)| *number);
+    for (first, number, len, unit) in pieces {
+        let priority = (first & !DICTIONARY) >> PRIORITY_SHIFT;
+        let dictionary = found.entry(priority).or_default();
+        if number == dictionary.units.len() as u64 {
+            dictionary.bytes.extend(bytes(arena, unit, first & u64::from(u32::MAX)));
+            dictionary.units.push(unit);
+            total.insert(priority, len);
+        }
+    }
+    found.retain(|priority, dictionary| {
+        *priority <= PRIORITY_MAX && total.get(priority) == Some(&(dictionary.bytes.len() as u64))
+    });
+    found
 }
 
 fn words(arena: &Arena, unit: u32) -> &[AtomicU64; WORDS] {

@@ -3,12 +3,11 @@
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use freestone::ram::FamilyFiles;
 use uuid::Uuid;
 
-use super::messages::FILES;
-
 /// A family that the holder has, with its files.
-pub type HeldFiles = (Uuid, [OwnedFd; FILES]);
+pub type HeldFiles = (Uuid, FamilyFiles<OwnedFd>);
 
 /// The process that holds files of families, and the way to it. All methods answer within seconds.
 pub(super) trait Holder: Send {
@@ -22,7 +21,7 @@ pub(super) trait Holder: Send {
     fn watched(&self) -> Option<OwnedFd>;
 
     /// Has the files of a family held.
-    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>; FILES]) -> io::Result<()>;
+    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>]) -> io::Result<()>;
 
     /// Has the files of a family closed.
     fn release(&mut self, id: Uuid) -> io::Result<()>;

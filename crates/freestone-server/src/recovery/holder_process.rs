@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use uuid::Uuid;
 
-use super::messages::{FILES, Kind, Message, check_peer, receive, send};
+use super::messages::{Kind, Message, check_peer, receive, send};
 
 /// Interval of checks whether the socket is still at its path.
 const CHECK_EVERY: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
@@ -25,7 +25,7 @@ const CHECK_EVERY: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Files of the held families, by the id that the server has chosen.
-type Families = HashMap<Uuid, [OwnedFd; FILES]>;
+type Families = HashMap<Uuid, Vec<OwnedFd>>;
 
 /// Holds families for servers that connect to `listener`, whose socket is at `path`. Returns when no server
 /// needs the process any more.
@@ -94,7 +94,7 @@ fn serve(client: &OwnedFd, families: &mut Families) {
 
 fn list(client: &OwnedFd, families: &Families) -> Result<(), Errno> {
     families.iter().try_for_each(|(id, files)| {
-        let files: [BorrowedFd<'_>; FILES] = files.each_ref().map(AsFd::as_fd);
+        let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
         send(client, Kind::Family(*id), Some(&files))
     })
 }

@@ -1,17 +1,18 @@
 //! The service manager as the holder: systemd's store of descriptors (`FileDescriptorStoreMax=`), which outlives a
 //! killed service until it is stopped.
 //!
-//! Each file has a name of its own: the prefix, the family and the number of the file. The manager does not
-//! acknowledge a descriptor, so the limit of the store is checked here.
+//! Each file has a name of its own: the prefix, the family and the number of the file. A family of which the
+//! manager has the first file is complete, since that one is stored last. The manager does not acknowledge a
+//! descriptor, so the limit of the store is checked here.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use uuid::Uuid;
 
 use super::holder::{HeldFiles, Holder};
-use super::messages::FILES;
+use super::messages::{FILES, of_family};
 
 const PREFIX: &str = "freestone-";
 
@@ -48,7 +49,7 @@ pub fn is_family_file(name: &str) -> bool {
 /// Returns the family and the number of the file with this name.
 fn parse(name: &str) -> Option<(Uuid, usize)> {
     let (id, number) = name.strip_prefix(PREFIX)?.rsplit_once('-')?;
-    let number = number.parse().ok().filter(|number| *number < FILES)?;
+    let number = number.parse().ok().filter(|number| number < FILES.end())?;
     Some((Uuid::try_parse(id).ok()?, number))
 }
 
@@ -59,33 +60,36 @@ fn name_of(id: Uuid, number: usize) -> String {
 /// The holder, which has the families in the store.
 pub(super) struct ManagerHolder {
     manager: ServiceManager,
-    /// Number of families in the store.
-    families: usize,
+    /// Numbers of files in the store.
+    families: HashMap<Uuid, usize>,
 }
 
 impl ManagerHolder {
     pub fn new(manager: ServiceManager) -> Self {
-        Self { manager, families: 0 }
+        Self { manager, families: HashMap::new() }
     }
 }
 
 impl Holder for ManagerHolder {
     fn connect(&mut self) -> io::Result<Vec<HeldFiles>> {
-        let mut found: HashMap<Uuid, [Option<OwnedFd>; FILES]> = HashMap::new();
+        let mut found: HashMap<Uuid, BTreeMap<usize, OwnedFd>> = HashMap::new();
         for (name, file) in self.manager.stored.drain(..) {
             if let Some((id, number)) = parse(&name) {
-                found.entry(id).or_default()[number] = Some(file);
+                found.entry(id).or_default().insert(number, file);
             }
         }
         let mut families = Vec::new();
         for (id, files) in found {
-            match files {
-                [Some(a), Some(b), Some(c), Some(d)] => families.push((id, [a, b, c, d])),
+            let (count, has_all) = (files.len(), files.contains_key(&0));
+            match of_family(files.into_values().collect()).filter(|_| has_all) {
+                Some(files) => {
+                    self.families.insert(id, count);
+                    families.push((id, files));
+                }
                 // The server was killed before the manager had all files, and before clients had the device.
-                _ => self.manager.store.remove(&names(id))?,
+                None => self.manager.store.remove(&names(id))?,
             }
         }
-        self.families = families.len();
         Ok(families)
     }
 
@@ -97,22 +101,24 @@ impl Holder for ManagerHolder {
         None
     }
 
-    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>; FILES]) -> io::Result<()> {
-        let wanted = (self.families + 1) * FILES;
+    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let wanted = self.families.values().sum::<usize>() + files.len();
         if wanted > self.manager.max {
             let why =
                 format!("the service needs FileDescriptorStoreMax={wanted}, and has {}", self.manager.max);
             return Err(io::Error::other(why));
         }
-        let named: Vec<_> = (0..).zip(files).map(|(number, file)| (name_of(id, number), *file)).collect();
+        let named = (0..).zip(files).map(|(number, file)| (name_of(id, number), *file));
+        let mut named: Vec<_> = named.collect();
+        named.reverse();
         self.manager.store.store(&named)?;
-        self.families += 1;
+        self.families.insert(id, files.len());
         Ok(())
     }
 
     fn release(&mut self, id: Uuid) -> io::Result<()> {
         self.manager.store.remove(&names(id))?;
-        self.families = self.families.saturating_sub(1);
+        self.families.remove(&id);
         Ok(())
     }
 
@@ -120,7 +126,7 @@ impl Holder for ManagerHolder {
 }
 
 fn names(id: Uuid) -> Vec<String> {
-    (0..FILES).map(|number| name_of(id, number)).collect()
+    (0..*FILES.end()).map(|number| name_of(id, number)).collect()
 }
 
 #[cfg(test)]
@@ -165,22 +171,25 @@ mod tests {
         let mut first = holder(&stored);
         assert!(first.connect().unwrap().is_empty());
         let file = tempfile::tempfile().unwrap();
-        let files = [file.as_fd(); FILES];
+        let files = [file.as_fd(); 5];
         let [a, b, c] = [(); 3].map(|()| Uuid::new_v4());
-        first.hold(a, &files).unwrap();
+        first.hold(a, &files[..4]).unwrap();
         first.hold(b, &files).unwrap();
         let error = first.hold(c, &files).unwrap_err().to_string();
-        assert_eq!(error, "the service needs FileDescriptorStoreMax=12, and has 9");
+        assert_eq!(error, "the service needs FileDescriptorStoreMax=14, and has 9");
         first.release(a).unwrap();
-        first.hold(c, &files).unwrap();
+        first.hold(c, &files[..4]).unwrap();
         assert!(stored.lock().unwrap().iter().all(|(name, _)| is_family_file(name)));
         // The manager has only a part of a family's files.
         stored.lock().unwrap().pop();
         let mut second = holder(&stored);
-        let found: Vec<_> = second.connect().unwrap().into_iter().map(|(id, _)| id).collect();
-        assert_eq!(found, [b]);
-        assert_eq!(stored.lock().unwrap().len(), FILES);
-        for other in ["freestone.socket", "freestone-x-1", &format!("{PREFIX}{}-4", a.simple())] {
+        let found = second.connect().unwrap();
+        assert_eq!(
+            found.iter().map(|(id, files)| (*id, files.backing.is_some())).collect::<Vec<_>>(),
+            [(b, true)]
+        );
+        assert_eq!(stored.lock().unwrap().len(), 5);
+        for other in ["freestone.socket", "freestone-x-1", &format!("{PREFIX}{}-5", a.simple())] {
             assert!(!is_family_file(other), "{other}");
         }
     }

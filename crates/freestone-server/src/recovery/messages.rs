@@ -6,25 +6,28 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use freestone::ram::FamilyFiles;
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 use uuid::Uuid;
 
 const VERSION: u8 = 1;
 const BYTES: usize = 18;
-/// Number of files of a family.
-pub const FILES: usize = 4;
+/// Numbers of files of a family, without and with a backing device.
+pub const FILES: RangeInclusive<usize> = 4..=5;
+/// Maximum number of files of a message.
+const FILES_MAX: usize = *FILES.end();
 
 /// A message with the files of the family that it names, if it has any.
 pub struct Message {
     pub kind: Kind,
-    pub files: Option<[OwnedFd; FILES]>,
+    pub files: Option<Vec<OwnedFd>>,
 }
 
 /// Kind of a message, with its family.
@@ -76,8 +79,8 @@ impl Kind {
 }
 
 /// Sends a message, with the files of a family if it has any.
-pub fn send(socket: impl AsFd, kind: Kind, files: Option<&[BorrowedFd<'_>; FILES]>) -> Result<(), Errno> {
-    let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
+pub fn send(socket: impl AsFd, kind: Kind, files: Option<&[BorrowedFd<'_>]>) -> Result<(), Errno> {
+    let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut room);
     if let Some(files) = files {
         // The room is sized for them.
@@ -95,7 +98,7 @@ pub fn send(socket: impl AsFd, kind: Kind, files: Option<&[BorrowedFd<'_>; FILES
 /// # Errors
 /// `MFILE` if this process has no descriptors left for the files; `PROTO` for an unknown message.
 pub fn receive(socket: impl AsFd) -> Result<Option<Message>, Errno> {
-    let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
+    let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut room);
     let mut bytes = [0; BYTES + 1];
     let received = rustix::io::retry_on_intr(|| {
@@ -112,22 +115,26 @@ pub fn receive(socket: impl AsFd) -> Result<Option<Message>, Errno> {
         }
     }
     let kind = Kind::decode(&bytes[..received.bytes]).ok_or(Errno::PROTO)?;
-    let files = match kind {
-        Kind::Hold(_) | Kind::Family(_) => Some(files.try_into().map_err(|_| Errno::MFILE)?),
-        _ => None,
-    };
+    let has_files = matches!(kind, Kind::Hold(_) | Kind::Family(_));
+    let is_cut = received.flags.contains(ReturnFlags::CTRUNC);
+    if has_files && (is_cut || !FILES.contains(&files.len())) {
+        return Err(Errno::MFILE);
+    }
+    let files = has_files.then_some(files);
     Ok(Some(Message { kind, files }))
 }
 
 /// Returns the files of a family in the order of a message.
-pub fn in_order<F>(files: FamilyFiles<F>) -> [F; FILES] {
-    let FamilyFiles { family, roots, nodes, pool } = files;
-    [family, roots, nodes, pool]
+pub fn in_order<F>(files: FamilyFiles<F>) -> Vec<F> {
+    let FamilyFiles { family, roots, nodes, pool, backing } = files;
+    [family, roots, nodes, pool].into_iter().chain(backing).collect()
 }
 
-/// Returns the files of a message as those of a family.
-pub fn of_family([family, roots, nodes, pool]: [OwnedFd; FILES]) -> FamilyFiles<OwnedFd> {
-    FamilyFiles { family, roots, nodes, pool }
+/// Returns the files of a message as those of a family; `None` if there are too few.
+pub fn of_family(files: Vec<OwnedFd>) -> Option<FamilyFiles<OwnedFd>> {
+    let mut files = files.into_iter();
+    let [family, roots, nodes, pool] = [files.next()?, files.next()?, files.next()?, files.next()?];
+    Some(FamilyFiles { family, roots, nodes, pool, backing: files.next() })
 }
 
 /// Checks that the process at the other end of a socket has this process's user.
@@ -158,12 +165,17 @@ mod tests {
             let message = receive(&other).unwrap().unwrap();
             assert!(message.kind == kind && message.files.is_none());
         }
-        let files = [one.as_fd(), other.as_fd(), one.as_fd(), other.as_fd()];
-        send(&one, Kind::Hold(id), Some(&files)).unwrap();
-        assert!(receive(&other).unwrap().unwrap().files.is_some());
-        // A message without the files that its kind has, one of another version, and a long one.
-        send(&one, Kind::Family(id), None).unwrap();
-        assert_eq!(receive(&other).err(), Some(Errno::MFILE));
+        let files = [one.as_fd(); 5];
+        for count in FILES {
+            send(&one, Kind::Hold(id), Some(&files[..count])).unwrap();
+            let received = receive(&other).unwrap().unwrap().files.unwrap();
+            assert_eq!(of_family(received).unwrap().backing.is_some(), count == 5);
+        }
+        // Messages without the files that their kind has, ones of another version, and a long one.
+        for files in [None, Some(&files[..3])] {
+            send(&one, Kind::Family(id), files).unwrap();
+            assert_eq!(receive(&other).err(), Some(Errno::MFILE));
+        }
         for bytes in [&[2; BYTES][..], &[VERSION; 3], &[VERSION; BYTES + 7]] {
             rustix::net::send(&one, bytes, SendFlags::empty()).unwrap();
             assert_eq!(receive(&other).err(), Some(Errno::PROTO));

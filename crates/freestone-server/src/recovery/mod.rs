@@ -17,6 +17,5 @@ mod process;
 pub use self::families::{HolderChoice, RemoteFamilies};
 pub use self::holder_process::hold;
 pub use self::manager::{DescriptorStore, ServiceManager, is_family_file};
-pub(crate) use self::messages::of_family;
 pub use self::process::HolderProgram;
 pub(crate) use self::process::pid_of_holder;

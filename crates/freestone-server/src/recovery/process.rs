@@ -20,7 +20,7 @@ use rustix::net::{
 use uuid::Uuid;
 
 use super::holder::{HeldFiles, Holder};
-use super::messages::{FILES, Kind, Message, check_peer, receive, send};
+use super::messages::{Kind, Message, check_peer, of_family, receive, send};
 
 /// Name of the holder's socket in the state directory.
 const SOCKET: &str = "holder";
@@ -76,7 +76,7 @@ impl HolderProcess {
 
     /// Sends a request and waits for its answer. Closes the connection if there is none: a late one would be
     /// taken for the answer of the next request.
-    fn request(&mut self, kind: Kind, files: Option<&[BorrowedFd<'_>; FILES]>) -> io::Result<()> {
+    fn request(&mut self, kind: Kind, files: Option<&[BorrowedFd<'_>]>) -> io::Result<()> {
         let socket = self.socket.as_ref().ok_or(NotConnected)?;
         let answer = send(socket, kind, files).and_then(|()| receive(socket));
         match answer.map(|message| message.map(|message| message.kind)) {
@@ -123,7 +123,7 @@ impl Holder for HolderProcess {
         self.socket.as_ref()?.try_clone().ok()
     }
 
-    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>; FILES]) -> io::Result<()> {
+    fn hold(&mut self, id: Uuid, files: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.request(Kind::Hold(id), Some(files))
     }
 
@@ -162,7 +162,9 @@ fn connect_to(state: &Path) -> io::Result<Found> {
     let mut families = Vec::new();
     loop {
         match receive(&socket)?.ok_or(ConnectionReset)? {
-            Message { kind: Kind::Family(id), files: Some(files) } => families.push((id, files)),
+            Message { kind: Kind::Family(id), files: Some(files) } => {
+                families.push((id, of_family(files).ok_or(Errno::PROTO)?));
+            }
             Message { kind: Kind::Done(pid), .. } => return Ok(Found { socket, families, pid }),
             Message { kind: Kind::Failed(errno), .. } => return Err(errno.into()),
             _ => return Err(Errno::PROTO.into()),

@@ -13,7 +13,7 @@ use tracing::{error, info};
 use uuid::Uuid;
 
 use crate::persistence::recorded::RecordedDevices;
-use crate::recovery::{HolderChoice, RemoteFamilies, of_family, pid_of_holder};
+use crate::recovery::{HolderChoice, RemoteFamilies, pid_of_holder};
 use crate::service::Service;
 
 /// Has the families of a server held. Called once, before devices exist.
@@ -74,7 +74,7 @@ impl HeldFamilies {
         let mut all = Self::default();
         let Some(holder) = service.recovery.get() else { return all };
         for (id, files) in holder.take_found() {
-            let memory = match FamilyMemory::open(of_family(files)) {
+            let memory = match FamilyMemory::open(files) {
                 Ok(memory) => memory,
                 Err(why) => {
                     let why = format!("the memory of its family cannot be adopted: {why}");

@@ -5,15 +5,18 @@
 mod algorithms;
 mod note;
 
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use freestone::PAGE_BYTES;
-use freestone::codec::{Algorithm, Params};
+use freestone::codec::{Algorithm, Params, ParamsError};
 use freestone::device::Device;
 use freestone::file::File;
-use freestone::ram::{self, Backing, Family, FamilyStat, FullPolicy, Ram, Secondary};
+use freestone::ram::{
+    self, AdoptError, Adopted, Backing, Family, FamilyMemory, FamilyStat, FullPolicy, Ram, Secondary,
+};
 use serde_json::{Value, json};
 use tracing::warn;
 
@@ -25,7 +28,7 @@ use crate::full;
 use crate::keys::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
 use crate::machine;
 use crate::path_text;
-use crate::refusal::Refusal;
+use crate::refusal::{Errno, Refusal};
 use crate::size;
 
 /// Attributes of a base that show the family of its forks.
@@ -259,10 +262,30 @@ pub(crate) fn new(
             free: None,
         },
     };
-    let mut config = config(spec, backing_device)?;
+    let backing = spec.backing.as_ref().map(|backing| match &backing.place {
+        BackingPlace::Path(path) => {
+            let file = spill_file(File::open_for_writeback(path, backing.size))?;
+            // Only another process needs the second descriptor.
+            let again = if is_adoptable { Some(second_descriptor(&file)?) } else { None };
+            Ok(Backing { file: again, ..of_file(backing, file) })
+        }
+        BackingPlace::Device { .. } => {
+            let Some(BackingDevice { device, write_through, .. }) = backing_device else {
+                unreachable!("the caller looked up the device")
+            };
+            let path = Some(backing.place.path());
+            Ok(Backing {
+                write_through: *write_through,
+                path,
+                ..Backing::new(Arc::clone(device), backing.compressed)
+            })
+        }
+    });
+    let params = |_, words: &str| Params::parse_with(words, path_text::path);
+    let mut config = config(spec, backing.transpose()?, &params)?;
     config.adoptable = is_adoptable;
-    if let Err(ram::SetupError::AdoptableExcludes(what)) = config.check_adoptable() {
-        warn!("{name}: has {what}, and therefore loses its content if the server is killed");
+    if config.check_adoptable().is_err() {
+        warn!("{name}: its backing_dev is no file, so that it loses its content if the server is killed");
         config.adoptable = false;
     }
     let family = Family::new(config.clone()).map_err(setup_refusal)?;
@@ -272,14 +295,7 @@ pub(crate) fn new(
         let _ = family.set_note(note::of(spec).as_bytes());
     }
     if let Some(backing) = &spec.backing {
-        // Settings of a family are changed through one of its disks, so a temporary disk is
-        // created.
-        let disk = family.ram(PAGE_BYTES as u64).map_err(setup_refusal)?;
-        disk.set_writeback_limit(backing.limit);
-        disk.set_writeback_limit_enable(backing.limit_enable);
-        if let Some(pages) = backing.batch_size {
-            disk.set_writeback_batch_size(pages);
-        }
+        let disk = set_writeback(&family, backing)?;
         warn_of_backing(name, &config, &disk, location);
     }
     // Without /proc the memory of the machine is unknown, and the warning is omitted.
@@ -306,14 +322,57 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, location: Backi
     }
 }
 
-/// Returns the settings for taking over the family of a server that has ended.
-pub(crate) fn adoptable_config(spec: &FamilySpec) -> Result<ram::Config, Refusal> {
-    Ok(ram::Config { adoptable: true, ..config(spec, None)? })
+/// Applies the settings of writeback. Returns a temporary disk: settings of a family are changed through one of
+/// its disks.
+fn set_writeback(family: &Family, backing: &BackingSpec) -> Result<Ram, Refusal> {
+    let disk = family.ram(PAGE_BYTES as u64).map_err(setup_refusal)?;
+    disk.set_writeback_limit(backing.limit);
+    disk.set_writeback_limit_enable(backing.limit_enable);
+    if let Some(pages) = backing.batch_size {
+        disk.set_writeback_batch_size(pages);
+    }
+    Ok(disk)
 }
 
-fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Result<ram::Config, Refusal> {
-    let params = |words: &str| {
-        Params::parse_with(words, path_text::path).map_err(|e| refusal!(EIO, "algorithm_params: {e}"))
+/// Takes over the family of a server that has ended.
+///
+/// # Errors
+/// As [`FamilyMemory::adopt`]; `EINVAL` if the settings are invalid. The memory stays as it was.
+pub(crate) fn adopt(
+    spec: &FamilySpec,
+    memory: FamilyMemory,
+    base: &mut dyn FnMut(u64) -> Option<Arc<dyn Device>>,
+) -> Result<(Family, Vec<Adopted>), Refusal> {
+    let backing = match (&spec.backing, memory.backing()) {
+        (Some(backing), Some(file)) => {
+            let device = spill_file(File::open_again_for_writeback(file.as_fd(), backing.place.path()))?;
+            Some(Backing { file: Some(Arc::clone(file)), ..of_file(backing, device) })
+        }
+        _ => None,
+    };
+    let params = |priority, words: &str| {
+        Params::parse_stored(words, path_text::path, memory.dictionary(priority).unwrap_or_default())
+    };
+    let config = ram::Config { adoptable: true, ..config(spec, backing, &params)? };
+    let (family, devices) = memory.adopt(config, base).map_err(|error| match error {
+        AdoptError::Setup(error) => setup_refusal(error),
+        AdoptError::NoBase(_) => refusal!(ENODEV, "its base does not exist"),
+        error => refusal!(EIO, "{error}"),
+    })?;
+    if let Some(backing) = &spec.backing {
+        set_writeback(&family, backing)?;
+    }
+    Ok((family, devices))
+}
+
+/// Returns the settings of a family. `parse` parses the parameters of the algorithm with a priority.
+fn config(
+    spec: &FamilySpec,
+    backing: Option<Backing>,
+    parse: &dyn Fn(usize, &str) -> Result<Params, ParamsError>,
+) -> Result<ram::Config, Refusal> {
+    let params = |priority, words: &str| {
+        parse(priority, words).map_err(|error| refusal!(EIO, "algorithm_params: {error}"))
     };
     let mem_limit = match spec.mem_limit {
         Some(bytes) => bytes,
@@ -321,44 +380,42 @@ fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Resu
     };
     let mut config = ram::Config {
         comp_algorithm: spec.comp_algorithm,
-        algorithm_params: params(&spec.algorithm_params)?,
+        algorithm_params: params(0, &spec.algorithm_params)?,
         mem_limit,
         auto_recompress: spec.auto_recompress,
         auto_group: spec.auto_group,
         auto_dedup: spec.auto_dedup,
         full_policy: spec.when_full,
+        backing,
         ..ram::Config::default()
     };
-    for (secondary, secondary_spec) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
-        if let Some(spec) = secondary_spec {
-            *secondary = Some(Secondary { algorithm: spec.algorithm, params: params(&spec.params)? });
+    for (priority, place) in (1..).zip(&mut config.recomp_algorithms) {
+        if let Some(spec) = &spec.recomp_algorithms[priority - 1] {
+            *place = Some(Secondary { algorithm: spec.algorithm, params: params(priority, &spec.params)? });
         }
-    }
-    if let Some(backing) = &spec.backing {
-        let (device, write_through) = match &backing.place {
-            BackingPlace::Path(path) => (spill_file(path, backing.size)?, false),
-            BackingPlace::Device { .. } => {
-                let Some(backing_device) = backing_device else {
-                    unreachable!("the caller looked up the device")
-                };
-                (Arc::clone(backing_device.device), backing_device.write_through)
-            }
-        };
-        let path = Some(backing.place.path());
-        config.backing =
-            Some(Backing { device, compressed_writeback: backing.compressed, write_through, path });
     }
     Ok(config)
 }
 
-fn spill_file(path: &Path, size: Option<u64>) -> Result<Arc<dyn Device>, Refusal> {
-    match File::open_for_writeback(path, size) {
-        Ok(file) => Ok(Arc::new(file)),
-        Err(error) => {
-            let why = format!("backing_dev: {}", error_text("backing_size", &error));
-            Err(Refusal::failed(errno_of(&error), why))
-        }
-    }
+fn of_file(spec: &BackingSpec, file: File) -> Backing {
+    Backing { path: Some(spec.place.path()), ..Backing::new(Arc::new(file), spec.compressed) }
+}
+
+fn spill_file(opened: Result<File, freestone::file::SetupError>) -> Result<File, Refusal> {
+    opened.map_err(|error| {
+        let why = format!("backing_dev: {}", error_text("backing_size", &error));
+        Refusal::failed(errno_of(&error), why)
+    })
+}
+
+fn second_descriptor(file: &File) -> Result<Arc<OwnedFd>, Refusal> {
+    let again = file.second_descriptor().map_err(|error| {
+        Refusal::failed(
+            Errno::of_file(&error),
+            format!("backing_dev: cannot be opened a second time: {error}"),
+        )
+    });
+    again.map(Arc::new)
 }
 
 /// Converts an error from creating a family or a RAM disk to a refusal with an errno.

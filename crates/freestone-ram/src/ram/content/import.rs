@@ -140,8 +140,12 @@ impl RestoreInto for Family {
         // No training can be in progress: it starts only when pages exist.
         let has_none = self.0.auto.is_on() && self.0.pages.codecs.get(PRIORITIES).is_none();
         if has_none && self.0.pages.layers.all().is_empty() {
-            // Streams that were set meanwhile take precedence.
-            let _ = self.0.pages.codecs.set(PRIORITIES, learned()?);
+            let streams = learned()?;
+            // Without memory for the dictionary, the family trains one of its own.
+            if self.0.auto.store_dictionary(&streams).is_ok() {
+                // Streams that were set meanwhile take precedence.
+                let _ = self.0.pages.codecs.set(PRIORITIES, streams);
+            }
         }
         Ok(())
     }

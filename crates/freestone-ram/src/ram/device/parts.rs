@@ -27,7 +27,7 @@ pub(in crate::ram) struct FamilyParts {
 
 impl FamilyParts {
     pub fn new(config: Config) -> Result<Arc<Self>, SetupError> {
-        let memory = Memory::new(config.adoptable)?;
+        let memory = Memory::new(&config)?;
         Self::with_memory(config, memory)
     }
 

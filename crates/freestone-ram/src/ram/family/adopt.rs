@@ -1,41 +1,46 @@
 //! Takes over a family from a process that has ended or was killed.
 //!
 //! The memory of an [adoptable](crate::ram::Config::adoptable) family is in files without names (memfds), whose
-//! descriptors another process holds, too. Lists of free space, counters and back-references are in the heap,
-//! and are built again from the slots.
+//! descriptors another process holds, too. Lists of free space, in memory and on the backing device, counters
+//! and back-references are in the heap, and are built again from the slots.
 //!
 //! # What a kill can leave
 //! * An object or a node that no slot or entry refers to: it is free.
 //! * A locked slot: the lock is removed. If its object was being overwritten, the copy is [completed](redo).
+//! * Objects of groups, and shared objects, that no page refers to: they are free.
 //! * The same object in two slots of a chain, since a word is stored in its new slot before it leaves the
 //!   former one: the slot of the older snapshot is emptied. It then reads the same page from the younger one.
 //! * Two live layers of one device, since a rewind records the new layer first: the new one is the device's.
+//! * A page that was being read from the backing device: it is still there.
+//! * An object on the backing device that no slot refers to, because it was still being written, or was kept
+//!   as a clean copy: its space is free.
 //! * A snapshot that was being removed: its removal begins anew.
 //! * A layer that was being freed, or was not recorded yet: its memory is free.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::io::Errno;
-use thiserror::Error;
-
+use super::adopt_error::AdoptError;
+use super::adopted_tables::{Tables, words};
 use super::{Family, WeakFamily};
-use crate::pool::redo::{self, Interrupted, Redo, RedoError, RedoFile};
-use crate::pool::{BackRef, Pool};
+use crate::codec::PRIORITIES;
+use crate::pool::Pool;
+use crate::pool::redo::{Interrupted, Redo, RedoFile};
 use crate::ram::device::Ram;
 use crate::ram::device::chain::Chain;
 use crate::ram::device::parent::{BELOW_DEPTH_MAX, Base, Parent};
 use crate::ram::device::parts::FamilyParts;
-use crate::ram::memory::config::{Config, SetupError};
+use crate::ram::memory::config::{Backing, Config, SetupError};
 use crate::ram::memory::layer::{LAYER_IDS, Layer};
 use crate::ram::memory::limits::Limits;
 use crate::ram::memory::pages::Memory;
-use crate::ram::memory::record::{self, LayerRecord, LayerState};
+use crate::ram::memory::record::{self, LayerRecord, LayerState, SharedTable};
+use crate::ram::recompress::auto;
 use freestone_core::device::Device;
-use freestone_core::slot::adoption::{Adoption, AdoptionError, TableFiles};
-use freestone_core::slot::{Kind, LEAF_SLOTS, Table, Word};
+use freestone_core::slot::Word;
+use freestone_core::slot::adoption::{Adoption, TableFiles};
 
 /// The files with the memory of a family, which exists while any process has their descriptors.
 #[derive(Debug, Clone)]
@@ -48,6 +53,8 @@ pub struct FamilyFiles<F> {
     pub nodes: F,
     /// Compressed pages.
     pub pool: F,
+    /// The [file](crate::ram::Backing::file) of the backing device, if the family has one.
+    pub backing: Option<F>,
 }
 
 /// The memory of a family whose process has ended, before this one takes it over.
@@ -56,7 +63,10 @@ pub struct FamilyMemory {
     interrupted: Vec<Interrupted>,
     adoption: Adoption,
     records: Vec<(u32, LayerRecord)>,
+    /// Tables that no layer has.
+    shared: Vec<(u32, SharedTable)>,
     pool: OwnedFd,
+    backing: Option<Arc<OwnedFd>>,
 }
 
 /// A device of an adopted family.
@@ -65,55 +75,6 @@ pub struct Adopted {
     pub key: u64,
     /// The device.
     pub ram: Ram,
-}
-
-/// Reasons why a family cannot be adopted.
-#[derive(Debug, Error)]
-pub enum AdoptError {
-    /// A file cannot be used.
-    #[error("cannot use a memory file: {0}")]
-    File(Errno),
-    /// The first file is not one of a family.
-    #[error("the memory file is not one of a family of RAM disks")]
-    Foreign,
-    /// Another version of the program has written the files.
-    #[error("the memory has layout {found}; this program knows layout {known}")]
-    Layout {
-        /// Version of the layout of the files.
-        found: u64,
-        /// Version that this program knows.
-        known: u64,
-    },
-    /// The content contradicts itself.
-    #[error("the memory is damaged: {0}")]
-    Damaged(String),
-    /// A device reads from one with this key, which neither the family nor the caller has.
-    #[error("the base with key {0} is missing")]
-    NoBase(u64),
-    /// The family cannot be created.
-    #[error(transparent)]
-    Setup(#[from] SetupError),
-}
-
-impl From<RedoError> for AdoptError {
-    fn from(error: RedoError) -> Self {
-        match error {
-            RedoError::File(errno) => Self::File(errno),
-            RedoError::Foreign => Self::Foreign,
-            RedoError::Layout(found) => Self::Layout { found, known: redo::LAYOUT },
-            RedoError::NoMemory => Self::Setup(SetupError::NoMemory),
-        }
-    }
-}
-
-impl From<AdoptionError> for AdoptError {
-    fn from(error: AdoptionError) -> Self {
-        match error {
-            AdoptionError::File(errno) => Self::File(errno),
-            AdoptionError::Node(root) => Self::Damaged(format!("slot table {root} refers to a wrong node")),
-            AdoptionError::NoMemory => Self::Setup(SetupError::NoMemory),
-        }
-    }
 }
 
 /// A chain of adopted layers.
@@ -129,16 +90,30 @@ impl FamilyMemory {
     /// # Errors
     /// Fails if the files are unusable.
     pub fn open(files: FamilyFiles<OwnedFd>) -> Result<Self, AdoptError> {
-        let FamilyFiles { family, roots, nodes, pool } = files;
+        let FamilyFiles { family, roots, nodes, pool, backing } = files;
         let (redo, interrupted) = Redo::read(family)?;
         let adoption = Adoption::begin(TableFiles { nodes, roots })?;
-        let records = used_records(adoption.records()?)?;
-        Ok(Self { redo, interrupted, adoption, records, pool })
+        let all = adoption.records()?;
+        let shared =
+            all.iter().filter_map(|(root, words)| Some((*root, SharedTable::decode(words)?))).collect();
+        let records = used_records(all)?;
+        Ok(Self { redo, interrupted, adoption, records, shared, pool, backing: backing.map(Arc::new) })
+    }
+
+    /// Returns the file of the backing device, if the family has one.
+    pub fn backing(&self) -> Option<&Arc<OwnedFd>> {
+        self.backing.as_ref()
     }
 
     /// Returns the [note](Family::set_note), empty if there is none.
     pub fn note(&self) -> &[u8] {
         self.redo.note()
+    }
+
+    /// Returns the content of the dictionary of the algorithm with this priority, 0 for the primary one. `None` if
+    /// the algorithm has none.
+    pub fn dictionary(&self, priority: usize) -> Option<&[u8]> {
+        self.redo.dictionary(priority).filter(|dictionary| !dictionary.is_empty())
     }
 
     /// Returns the keys of the family's devices; see [`Ram::set_keys`].
@@ -157,9 +132,10 @@ impl FamilyMemory {
     /// Takes over the family. No write that its process had completed is lost; of another write, each page has
     /// the old or the new content. Memory limits of devices are not adopted.
     ///
-    /// `config` must have the algorithms of the family; the size of the disk is ignored. `base` returns the
-    /// device with a key from which forks of other families' devices read. A device that the caller drops is
-    /// removed.
+    /// `config` must have the algorithms of the family with their [dictionaries](Self::dictionary), and its backing
+    /// device with the same layout; the size of the disk is ignored. No write of the former process to the backing device may be in progress. `base`
+    /// returns the device with a key from which forks of other families' devices read. A device that the caller
+    /// drops is removed.
     ///
     /// # Errors
     /// Fails if the content is damaged, a base is missing, or memory is short. Another attempt, by any process,
@@ -170,23 +146,34 @@ impl FamilyMemory {
         base: &mut dyn FnMut(u64) -> Option<Arc<dyn Device>>,
     ) -> Result<(Family, Vec<Adopted>), AdoptError> {
         config.check_adoptable()?;
-        let Self { redo, interrupted, mut adoption, records, pool } = self;
+        let Self { redo, interrupted, mut adoption, records, shared, pool, backing: _ } = self;
         let bases = find_bases(&records, base)?;
         let mut pool =
             Pool::adopt(pool, Arc::clone(&adoption.common().same_filled_leaves)).map_err(AdoptError::File)?;
-        let mut tables = Tables::adopt(&mut adoption, &records, &pool, interrupted)?;
+        let store = config.backing.as_ref().map(Backing::store).transpose()?;
+        let mut tables =
+            Tables::adopt(&mut adoption, &records, &shared, &pool, store.is_some(), interrupted)?;
         let common = adoption.finish()?;
         for of_chain in records.chunk_by(|(_, a), (_, b)| a.chain == b.chain) {
             tables.empty_older_duplicates(of_chain);
         }
-        let slots = tables.0.values().flat_map(words);
-        pool.rebuild(slots).map_err(|error| AdoptError::Damaged(error.to_string()))?;
-        // Until here the process can be killed, or fail, and another one can adopt the same files.
-        let memory = Memory { common, pool, redo: Some(redo.adopt()?) };
+        let settled = tables.settle()?;
+        pool.rebuild(tables.words()).map_err(|error| AdoptError::Damaged(error.to_string()))?;
+        if let Some(store) = &store {
+            tables.rebuild_store(store, &settled)?;
+        }
+        let trained = redo.dictionary(PRIORITIES).filter(|_| config.auto_recompress.is_some());
+        let trained = trained.map(auto::trained_streams).transpose().map_err(SetupError::from)?;
+        let redo = Some(redo.adopt()?);
+        let groups = tables.take_groups(store.clone(), &settled)?;
+        let shared = tables.take_shared(config.auto_dedup.is_some(), &settled);
+        let memory = Memory { common, pool, redo, store, groups, shared, trained, is_new: false };
         let family = Family::start(FamilyParts::with_memory(config, memory)?)?;
         if !bases.is_empty() {
             family.0.pages.keeper.start_over_base().map_err(SetupError::Thread)?;
         }
+        // Until here the process can be killed, or fail, and another one can adopt the same files.
+        family.0.pages.common.own_tables();
         let chains = family.adopt_layers(&records, &mut tables);
         let devices = family.adopt_devices(chains, bases);
         Ok((family, devices))
@@ -204,6 +191,7 @@ impl Family {
             roots,
             nodes,
             pool: pages.pool.arena().file(),
+            backing: self.0.config.backing.as_ref().and_then(|backing| Some(backing.file.as_ref()?.as_fd())),
         })
     }
 
@@ -224,7 +212,7 @@ impl Family {
         let layers = &self.0.pages.layers;
         let mut chains: Vec<AdoptedChain> = Vec::new();
         for (_, record) in records {
-            let Some(table) = tables.0.remove(&record.id) else { continue };
+            let Some(table) = tables.take(record.id) else { continue };
             let layer = layers.adopt(table, Arc::new(Limits::default()));
             for (_, word) in words(layer.table()) {
                 layer.account(layers, Word::EMPTY, word);
@@ -315,7 +303,7 @@ impl Ram {
 fn used_records(all: Vec<(u32, [u64; 8])>) -> Result<Vec<(u32, LayerRecord)>, AdoptError> {
     let damaged = |root: u32| AdoptError::Damaged(format!("slot table {root} has no valid record"));
     let mut records = Vec::new();
-    for (root, words) in all {
+    for (root, words) in all.into_iter().filter(|(_, words)| SharedTable::decode(words).is_none()) {
         let record = LayerRecord::decode(&words).filter(|record| record.id < LAYER_IDS);
         let record = record.ok_or_else(|| damaged(root))?;
         if record.state != LayerState::Retired {
@@ -389,93 +377,6 @@ fn find_bases(
         }
     }
     Ok(bases)
-}
-
-/// Adopted slot tables by id. Tables that the family does not take stay in their files.
-struct Tables(BTreeMap<u32, Table>);
-
-impl Drop for Tables {
-    fn drop(&mut self) {
-        while let Some((_, table)) = self.0.pop_first() {
-            table.leave();
-        }
-    }
-}
-
-impl Tables {
-    /// Adopts the slot tables of the records, and completes interrupted copies.
-    fn adopt(
-        adoption: &mut Adoption,
-        records: &[(u32, LayerRecord)],
-        pool: &Pool,
-        interrupted: Vec<Interrupted>,
-    ) -> Result<Self, AdoptError> {
-        let copies: HashMap<_, _> = interrupted.into_iter().map(|copy| (copy.owner.bits(), copy)).collect();
-        let mut tables = Self(BTreeMap::new());
-        for (root, record) in records {
-            let mut unknown = None;
-            let table = adoption.table(*root, record.id, |slot, word, is_locked| {
-                let copy = copies.get(&BackRef::new(record.id, slot).bits()).filter(|_| is_locked);
-                let word = match copy {
-                    Some(copy) if pool.complete_overwrite(word, copy.word, &copy.object) => copy.word,
-                    _ => word,
-                };
-                match word.kind() {
-                    Kind::Empty | Kind::Base => word,
-                    Kind::Same | Kind::Pattern | Kind::Compressed | Kind::Huge => {
-                        word.with_idle(false).unpicked(0)
-                    }
-                    Kind::InFlight | Kind::Spilled | Kind::Grouped => {
-                        unknown = Some(slot);
-                        word
-                    }
-                }
-            })?;
-            tables.0.insert(record.id, table);
-            if let Some(slot) = unknown {
-                return Err(AdoptError::Damaged(format!("slot {slot} of table {root} has an unknown word")));
-            }
-        }
-        Ok(tables)
-    }
-
-    /// Empties slots of snapshots whose object a younger layer of the chain has, too.
-    fn empty_older_duplicates(&self, of_chain: &[(u32, LayerRecord)]) {
-        let of_chain: Vec<_> = of_chain.iter().filter_map(|(_, record)| self.0.get(&record.id)).collect();
-        let [origin, snapshots @ ..] = &of_chain[..] else { return };
-        for (index, older) in snapshots.iter().enumerate() {
-            let younger = || snapshots[index + 1..].iter().chain([origin]);
-            for (owner, word) in words(older).filter(|(_, word)| word.object().is_some()) {
-                let slot = owner.slot();
-                let has_object = |table: &&Table| {
-                    table.leaf(slot).is_some_and(|leaf| leaf.peek(slot).object() == word.object())
-                };
-                if younger().any(has_object)
-                    && let Some(leaf) = older.leaf(slot)
-                {
-                    leaf.lock(slot).publish(Word::EMPTY);
-                }
-            }
-        }
-    }
-}
-
-/// Returns all slots of a table that are not empty.
-fn words(table: &Table) -> impl Iterator<Item = (BackRef, Word)> {
-    let mut from = 0;
-    let leaves = std::iter::from_fn(move || {
-        let start = table.next_present(from, freestone_core::slot::MAX_SLOTS)? & !(LEAF_SLOTS - 1);
-        from = start + LEAF_SLOTS;
-        Some(start)
-    });
-    let of_leaf = move |start: u64| {
-        let leaf = table.leaf(start);
-        (start..start + LEAF_SLOTS).filter_map(move |slot| {
-            let word = leaf.as_ref()?.peek(slot);
-            (word != Word::EMPTY).then(|| (BackRef::new(table.id(), slot), word))
-        })
-    };
-    leaves.flat_map(of_leaf)
 }
 
 #[cfg(test)]

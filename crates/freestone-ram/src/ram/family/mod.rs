@@ -8,9 +8,12 @@
 //! process. The rooms of content and maintenance use it.
 
 mod adopt;
+mod adopt_error;
+mod adopted_tables;
 pub(in crate::ram) mod threads;
 
-pub use self::adopt::{AdoptError, Adopted, FamilyFiles, FamilyMemory};
+pub use self::adopt::{Adopted, FamilyFiles, FamilyMemory};
+pub use self::adopt_error::AdoptError;
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;

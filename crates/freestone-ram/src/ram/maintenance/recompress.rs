@@ -35,9 +35,6 @@ impl Ram {
         watch: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<RecompressReport, (RecompressReport, RecompressError)> {
         let Inner { pages, family, .. } = &*self.0;
-        if (selection.dedup || selection.group) && pages.redo.is_some() {
-            return Err((RecompressReport::default(), RecompressError::Adoptable));
-        }
         if selection.dedup {
             return family.dedup.run(selection, watch);
         }

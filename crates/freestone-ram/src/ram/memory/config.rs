@@ -1,6 +1,7 @@
 //! Settings of RAM disks and forks, and the errors of creating or changing devices.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,40 +45,27 @@ pub struct Config {
     /// Policy for writes that find no space: wait or fail.
     pub full_policy: FullPolicy,
     /// True if another process can [adopt](crate::ram::FamilyMemory) the family after this one has
-    /// ended or was killed. Objects that are overwritten in place are copied twice then. Not with
-    /// `auto_recompress`, `auto_group`, `auto_dedup`, `backing`, or a dictionary in the parameters.
+    /// ended or was killed. Objects that are overwritten in place are copied twice then. A backing device
+    /// needs a [file](Backing::file).
     pub adoptable: bool,
 }
 
 impl Config {
-    /// Checks that an [adoptable](Self::adoptable) family has only what another process can adopt.
+    /// Checks that the backing device of an [adoptable](Self::adoptable) family has a file.
     ///
     /// # Errors
-    /// [`SetupError::AdoptableExcludes`].
+    /// [`SetupError::BackingWithoutFile`].
     pub fn check_adoptable(&self) -> Result<(), SetupError> {
-        if !self.adoptable {
-            return Ok(());
+        match &self.backing {
+            Some(Backing { file: None, .. }) if self.adoptable => Err(SetupError::BackingWithoutFile),
+            _ => Ok(()),
         }
-        let has_dictionary = |params: &Params| params.dictionary.is_some();
-        let secondary = self.recomp_algorithms.iter().flatten().any(|one| has_dictionary(&one.params));
-        let excluded = match self {
-            _ if secondary || has_dictionary(&self.algorithm_params) => "a dictionary",
-            Self { backing: Some(_), .. } => "backing_dev",
-            Self { auto_recompress: Some(_), .. } => "auto_recompress",
-            Self { auto_group: Some(_), .. } => "auto_group",
-            Self { auto_dedup: Some(_), .. } => "auto_dedup",
-            _ => return Ok(()),
-        };
-        Err(SetupError::AdoptableExcludes(excluded))
     }
 
     /// Returns these settings with `device` as backing device.
     #[must_use]
     pub fn backed_by(self, device: Arc<dyn Device>, compressed_writeback: bool) -> Self {
-        Self {
-            backing: Some(Backing { device, compressed_writeback, write_through: false, path: None }),
-            ..self
-        }
+        Self { backing: Some(Backing::new(device, compressed_writeback)), ..self }
     }
 }
 
@@ -91,7 +79,7 @@ pub struct Secondary {
 }
 
 /// A backing device for pages evicted from memory. The family overwrites the device's previous
-/// content. The new content is of use only to this family.
+/// content. The new content is of use only to this family, and to a process that adopts it.
 #[derive(Clone)]
 pub struct Backing {
     /// The device: must be writable, not zoned, and at least one page large.
@@ -106,11 +94,22 @@ pub struct Backing {
     pub write_through: bool,
     /// Path of the device, for display only; `None` if it has no path.
     pub path: Option<PathBuf>,
+    /// Descriptor of the device's file, with which a process that [adopts](crate::ram::FamilyMemory) the
+    /// family opens the device. `None` in a family that no process can adopt.
+    pub file: Option<Arc<OwnedFd>>,
+}
+
+impl Backing {
+    /// Returns the settings of a device without a path, whose completed writes are not lost while this
+    /// process runs.
+    pub fn new(device: Arc<dyn Device>, compressed_writeback: bool) -> Self {
+        Self { device, compressed_writeback, write_through: false, path: None, file: None }
+    }
 }
 
 impl fmt::Debug for Backing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { device: _, compressed_writeback, write_through, path } = self;
+        let Self { device: _, compressed_writeback, write_through, path, file: _ } = self;
         f.debug_struct("Backing")
             .field("compressed_writeback", compressed_writeback)
             .field("write_through", write_through)
@@ -203,9 +202,9 @@ pub enum SetupError {
     /// A background thread cannot be started, for this reason.
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
-    /// The family is [adoptable](Config::adoptable), which excludes the setting with this name.
-    #[error("adoptable excludes {0}")]
-    AdoptableExcludes(&'static str),
+    /// The family is [adoptable](Config::adoptable), and its backing device has no file.
+    #[error("a process that adopts the family cannot open a backing device without a file")]
+    BackingWithoutFile,
     /// The memory file (memfd) of the pool or of the slot tables cannot be created.
     #[error("cannot create a memory file: {0}")]
     MemoryFile(Errno),

@@ -11,7 +11,7 @@ use super::limits::{HIGH_PERCENT, LOW_PERCENT};
 use super::retiring::Retiring;
 use super::shared::SharedObjects;
 use crate::age::Ages;
-use crate::codec::{Codecs, PRIORITIES, Streams};
+use crate::codec::{Codecs, PRIORITIES, Params, Streams};
 use crate::pool::redo::Redo;
 use crate::pool::{self, BackRef, Pool};
 use crate::ram::geometry::PAGE;
@@ -66,41 +66,62 @@ pub(in crate::ram) struct Memory {
     pub pool: Pool,
     /// Copies of objects that are being overwritten, if another process can adopt the family.
     pub redo: Option<Redo>,
+    /// Objects on the backing device.
+    pub store: Option<Arc<Store>>,
+    pub groups: Option<Groups>,
+    pub shared: Option<SharedObjects>,
+    /// Algorithm of automatic recompression, if its dictionary is trained.
+    pub trained: Option<Streams>,
+    /// True if no process has used the memory.
+    pub is_new: bool,
 }
 
 impl Memory {
-    pub fn new(is_adoptable: bool) -> Result<Self, SetupError> {
+    pub fn new(config: &Config) -> Result<Self, SetupError> {
+        let is_adoptable = config.adoptable;
         let common = if is_adoptable { Common::adoptable() } else { Common::new() };
         let common = Arc::new(common.map_err(SetupError::MemoryFile)?);
         let pool = Pool::with_outside_pages(Arc::clone(&common.same_filled_leaves))
             .map_err(SetupError::MemoryFile)?;
         let redo = if is_adoptable { Some(Redo::new()?) } else { None };
-        Ok(Self { common, pool, redo })
+        let store = config.backing.as_ref().map(Backing::store).transpose()?;
+        Ok(Self { common, pool, redo, store, groups: None, shared: None, trained: None, is_new: true })
+    }
+}
+
+impl Backing {
+    /// Returns the device without any object.
+    pub(in crate::ram) fn store(&self) -> Result<Arc<Store>, SetupError> {
+        Store::new(Arc::clone(&self.device), self.compressed_writeback, self.write_through)
+            .map(Arc::new)
+            .map_err(SetupError::BackingKind)
     }
 }
 
 impl Pages {
     pub fn new(config: &Config, memory: Memory) -> Result<Arc<Self>, SetupError> {
+        let Memory { common, pool, redo, store, groups, shared, trained, is_new } = memory;
+        let store_dictionary = |priority: usize, params: &Params| match (&redo, &params.dictionary) {
+            (Some(redo), Some(dictionary)) if is_new => redo.store_dictionary(priority, dictionary.bytes()),
+            _ => Ok(()),
+        };
+        store_dictionary(0, &config.algorithm_params)?;
         let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
         for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
             if let Some(Secondary { algorithm, params }) = secondary {
                 if priority == PRIORITIES && config.auto_recompress.is_some() {
                     return Err(SetupError::PriorityTaken(*algorithm));
                 }
+                store_dictionary(priority, params)?;
                 codecs
                     .set(priority, Streams::shared(*algorithm, params)?)
                     .map_err(|_| SetupError::NoMemory)?;
             }
         }
-        let store = match &config.backing {
-            None => None,
-            Some(Backing { device, compressed_writeback, write_through, path: _ }) => {
-                let store = Store::new(Arc::clone(device), *compressed_writeback, *write_through);
-                Some(Arc::new(store.map_err(SetupError::BackingKind)?))
-            }
-        };
+        if let Some(trained) = trained {
+            codecs.set(PRIORITIES, Arc::new(trained)).map_err(|_| SetupError::NoMemory)?;
+        }
         let keeper = Arc::<Keeper>::default();
-        let Memory { common, pool, redo } = memory;
         let pages = Self {
             name: OnceLock::new(),
             common,
@@ -108,8 +129,8 @@ impl Pages {
             pool,
             redo,
             codecs,
-            groups: OnceLock::new(),
-            shared: OnceLock::new(),
+            groups: groups.map_or_else(OnceLock::new, OnceLock::from),
+            shared: shared.map_or_else(OnceLock::new, OnceLock::from),
             ages: Ages::default(),
             store,
             keeper,
@@ -144,7 +165,9 @@ impl Pages {
             return Ok(groups);
         }
         let new = Groups::new(&self.common, self.store.clone())?;
-        Ok(self.groups.get_or_init(|| new))
+        let groups = self.groups.get_or_init(|| new);
+        groups.record();
+        Ok(groups)
     }
 
     /// Returns the shared objects; `None` if the family has not compared pages.
@@ -163,7 +186,9 @@ impl Pages {
             return Ok(shared);
         }
         let new = SharedObjects::new(&self.common, is_automatic)?;
-        Ok(self.shared.get_or_init(|| new))
+        let shared = self.shared.get_or_init(|| new);
+        shared.record();
+        Ok(shared)
     }
 
     /// Returns the bytes of pool memory, rounded to size classes, that an eviction of the page

@@ -3,6 +3,8 @@
 //! The first word of a record has the layer's state and id. It is 0 until the other words are stored and the
 //! layer belongs to a device, and each change of the state is one store. So a process that is killed at any
 //! moment leaves each layer in one state.
+//!
+//! The tables of objects that several pages use have records with a [purpose](SharedTable) only.
 
 use freestone_core::slot::Table;
 use freestone_core::slot::adoption::RECORD_WORDS;
@@ -21,6 +23,18 @@ pub(in crate::ram) enum LayerState {
     Retired = 4,
     /// The layer of a removed snapshot, from which pages are moved to other snapshots.
     Dying = 5,
+}
+
+/// Purpose of a table that no layer has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(in crate::ram) enum SharedTable {
+    /// Headers of groups, and the pieces of their objects in memory.
+    GroupPieces = 6,
+    /// Places of the objects of groups on the backing device.
+    GroupPlaces = 7,
+    /// Objects of pages with the same content.
+    SharedObjects = 8,
 }
 
 /// Record of a layer.
@@ -86,6 +100,22 @@ impl LayerRecord {
             parent: words[word::PARENT],
             rewinds: words[word::REWINDS],
         })
+    }
+}
+
+impl SharedTable {
+    /// Returns the purpose in a record; `None` if the record is one of a layer.
+    pub fn decode(words: &[u64; RECORD_WORDS]) -> Option<Self> {
+        let all = [Self::GroupPieces, Self::GroupPlaces, Self::SharedObjects];
+        all.into_iter().find(|purpose| *purpose as u64 == words[word::STATE] & 0xFF)
+    }
+
+    /// Records the purpose of a table.
+    pub fn record(self, table: &Table) {
+        if let Some(words) = table.record() {
+            // Release: as for a layer.
+            words[word::STATE].store(self as u64 | u64::from(table.id()) << ID_SHIFT, Ordering::Release);
+        }
     }
 }
 

@@ -34,18 +34,20 @@
 use std::sync::Arc;
 
 use super::layer::LAYER_IDS;
+use super::record::SharedTable;
 use crate::codec::Page;
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::{BackRef, Pool};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::percpu::Counters;
 use freestone_core::slot::{Common, Kind, LEAF_SLOTS, SlotGuard, Table, Word};
 use freestone_core::sync::{AtomicU64, Mutex, Ordering};
 
 /// Table id of the shared objects.
-const TABLE_ID: u32 = MAX_TABLE_ID - 1;
+pub(in crate::ram) const TABLE_ID: u32 = MAX_TABLE_ID - 1;
 /// Number of slots for each object: the header, and the object.
 const OBJECT_SLOTS: u64 = 2;
 /// Bytes that a page is charged for an uncompressed object: as many as a word can state. They are
@@ -99,6 +101,44 @@ pub(in crate::ram) struct SharedSizes {
     pub fingerprint_bytes: u64,
 }
 
+/// Users of each shared object of a family that is adopted from another process, by number. The words of pages
+/// show them; other objects are free, whatever their headers state.
+pub(in crate::ram) struct ObjectUsers(Vec<u32>);
+
+impl ObjectUsers {
+    /// Returns the objects in a table, without users.
+    pub fn new(slots: &Table) -> Self {
+        let objects = slots.leaves_in_order() * LEAF_SLOTS / OBJECT_SLOTS;
+        Self(vec![0; objects as usize])
+    }
+
+    /// Counts a page with this word, which shares an object. Returns false if the object does not exist.
+    pub fn count(&mut self, word: Word) -> bool {
+        let users = usize::try_from(word.shared_number()).ok().and_then(|number| self.0.get_mut(number));
+        users.is_some_and(|users| {
+            *users = users.saturating_add(1);
+            true
+        })
+    }
+
+    /// Stores the users in the headers, and empties the slots of objects without users. Returns the number of an
+    /// object that has users and does not exist as the error.
+    pub fn settle(&self, slots: &Table) -> std::result::Result<(), u64> {
+        for (number, &users) in (0..).zip(&self.0) {
+            let first = number * OBJECT_SLOTS;
+            let leaf = slots.leaf(first).ok_or(number)?;
+            if users > 0 && leaf.peek(first + 1).object().is_none() {
+                return Err(number);
+            }
+            leaf.lock(first).publish(Word::same(users));
+            if users == 0 {
+                leaf.lock(first + 1).publish(Word::EMPTY);
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A change of a page's word, for the accounts of its layer.
 pub(in crate::ram) struct WordChange {
     pub old: Word,
@@ -146,13 +186,45 @@ impl SharedObjects {
     /// # Errors
     /// [`Error::NoMemory`] if memory is short.
     pub fn new(common: &Arc<Common>, is_automatic: bool) -> Result<Self> {
-        Ok(Self {
-            slots: Table::new(TABLE_ID, Arc::clone(common))?,
+        Ok(Self::with(Table::new(TABLE_ID, Arc::clone(common))?, is_automatic))
+    }
+
+    fn with(slots: Table, is_automatic: bool) -> Self {
+        Self {
+            slots,
             numbers: Mutex::default(),
             counters: Counters::default(),
             compared_ms: AtomicU64::new(if is_automatic { 0 } else { u64::MAX }),
             fingerprint_bytes: AtomicU64::new(0),
-        })
+        }
+    }
+
+    /// Records the purpose of the table for a process that adopts the family. Called before a page shares an
+    /// object.
+    pub fn record(&self) {
+        SharedTable::SharedObjects.record(&self.slots);
+    }
+
+    /// Takes over a table that was [settled](ObjectUsers::settle).
+    pub fn adopt(slots: Table, is_automatic: bool, users: &ObjectUsers) -> Self {
+        let objects = Self::with(slots, is_automatic);
+        let mut free = Vec::new();
+        for (number, &users) in (0..).zip(&users.0) {
+            let first = number * OBJECT_SLOTS;
+            let Some(leaf) = objects.slots.leaf(first).filter(|_| users > 0) else {
+                free.push(number);
+                continue;
+            };
+            let stored = leaf.peek(first + 1).stored_bytes();
+            objects.counters.add(counter::OBJECTS, 1);
+            objects.counters.add(counter::PAGES, 1);
+            objects.counters.add(counter::BYTES, Pool::charged_bytes(stored) as i64);
+            objects.count_users(stored, i64::from(users) - 1);
+        }
+        // The lowest numbers are used first.
+        free.reverse();
+        *objects.numbers.lock() = Numbers { free, next: users.0.len() as u64 };
+        objects
     }
 
     // ---- life of an object ------------------------------------------------------------------------
@@ -172,6 +244,7 @@ impl SharedObjects {
         let object = leaf.lock(first + 1);
         pool.set_owner(location, owner_of(number));
         object.publish(object_word(old));
+        kill_points::pass(KillPoint::ObjectShared);
         header.publish(Word::same(1));
         let new = page_word(number, old);
         page.publish(new);
@@ -203,7 +276,7 @@ impl SharedObjects {
         let new = page_word(number, old);
         page.publish(new);
         pool.free(location);
-        self.count_user(old.stored_bytes(), 1);
+        self.count_users(old.stored_bytes(), 1);
         Some(WordChange { old, new })
     }
 
@@ -225,7 +298,7 @@ impl SharedObjects {
             }
         } else {
             // Compaction may move the object now, which does not change its size.
-            self.count_user(leaf.peek(first + 1).stored_bytes(), -1);
+            self.count_users(leaf.peek(first + 1).stored_bytes(), -1);
         }
         header.publish(Word::same(left));
         if is_last {
@@ -235,7 +308,7 @@ impl SharedObjects {
 
     /// Gives a locked page its object back, with `owner` as owner, if the page is the only user.
     /// Otherwise returns `None` and changes nothing.
-    pub fn take_back(&self, pool: &Pool, page: SlotGuard<'_>, owner: BackRef) -> Option<WordChange> {
+    pub fn take_back(&self, pool: &Pool, mut page: SlotGuard<'_>, owner: BackRef) -> Option<WordChange> {
         let old = page.word();
         let number = old.shared_number();
         let first = number * OBJECT_SLOTS;
@@ -247,10 +320,13 @@ impl SharedObjects {
         let object = leaf.lock(first + 1);
         let stored = object.word();
         pool.set_owner(stored.object()?, owner);
+        let new = marked_as(old, stored);
+        // First, so that the object is always in a slot.
+        page.store(new);
+        kill_points::pass(KillPoint::ObjectTakenBack);
         object.publish(Word::EMPTY);
         header.publish(Word::same(0));
-        let new = marked_as(old, stored);
-        page.publish(new);
+        drop(page);
         self.count_object_gone(stored);
         self.numbers.lock().free.push(number);
         Some(WordChange { old, new })
@@ -266,8 +342,8 @@ impl SharedObjects {
         (next < numbers.next).then_some(next)
     }
 
-    /// Counts a user, besides the first, of an object of `stored` bytes that joined (1) or left (-1).
-    fn count_user(&self, stored: usize, delta: i64) {
+    /// Counts users, besides the first, of an object of `stored` bytes that joined or (negative) left.
+    fn count_users(&self, stored: usize, delta: i64) {
         self.counters.add(counter::PAGES, delta);
         self.counters.add(counter::SAVED_BYTES, delta * Pool::charged_bytes(stored) as i64);
         self.counters.add(counter::SAVED_STORED, delta * stored.min(HUGE_CHARGE) as i64);

@@ -17,8 +17,9 @@ use super::cursor::Cursor;
 use super::sample::AutoState;
 use super::space::{Attempt, RecompressSpace};
 use super::target::Target;
-use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams};
+use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams, StreamsError};
 use crate::pool::class::{CLASSES, class_of};
+use crate::pool::redo::RedoError;
 use crate::ram::geometry::PAGE;
 use crate::ram::memory::layer::Layer;
 use crate::ram::memory::pages::Pages;
@@ -82,12 +83,11 @@ impl AutoRecompress {
 
     pub fn stat(&self) -> AutoRecompressStat {
         let streams = self.age.and_then(|_| self.pages.codecs.get(PRIORITIES));
-        let dictionary = streams.and_then(Streams::dictionary);
         AutoRecompressStat {
             // Relaxed: statistics that order nothing.
             pages: self.shrunk.load(Ordering::Relaxed),
             saved_bytes: self.saved_bytes.load(Ordering::Relaxed),
-            dictionary_bytes: dictionary.map_or(0, |dictionary| dictionary.bytes().len() as u64),
+            dictionary_bytes: streams.map_or(0, |streams| dictionary_of(streams).len() as u64),
         }
     }
 
@@ -119,8 +119,9 @@ impl AutoRecompress {
 
     fn learn(&self, state: &mut AutoState, now_ms: u64, old: &[bool; AGES]) {
         if let Some(training) = state.training.take_if(|training| training.is_finished()) {
-            if let Ok(Some(streams)) = training.join() {
-                let bytes = streams.dictionary().map_or(0, |dictionary| dictionary.bytes().len());
+            let trained = training.join().ok().flatten();
+            if let Some(streams) = trained.filter(|streams| self.store_dictionary(streams).is_ok()) {
+                let bytes = dictionary_of(&streams).len();
                 tracing::info!(bytes, "auto_recompress: trained a dictionary on the disk's pages");
                 // The priority is unused: creation fails for a disk with another algorithm there.
                 let set = self.pages.codecs.set(PRIORITIES, Arc::new(streams));
@@ -155,6 +156,12 @@ impl AutoRecompress {
                 state.retry_ms = now_ms + RETRY_MS;
             }
         }
+    }
+
+    /// Stores the dictionary for a process that adopts the family.
+    pub fn store_dictionary(&self, streams: &Streams) -> Result<(), RedoError> {
+        let redo = self.pages.redo.as_ref();
+        redo.map_or(Ok(()), |redo| redo.store_dictionary(PRIORITIES, dictionary_of(streams)))
     }
 
     /// Reads the sample pages, given as layer id and slot. Omits pages that were freed or moved to
@@ -229,6 +236,20 @@ impl AutoRecompress {
 /// mostly noise.
 fn is_sample(word: Word) -> bool {
     word.kind() == Kind::Compressed
+}
+
+/// Returns the dictionary of compression streams; empty if they have none.
+fn dictionary_of(streams: &Streams) -> &[u8] {
+    streams.dictionary().map_or(&[], Dictionary::bytes)
+}
+
+/// Returns compression streams with a dictionary that another process has trained; without one if it is empty.
+///
+/// # Errors
+/// Fails if memory is short.
+pub(in crate::ram) fn trained_streams(dictionary: &[u8]) -> Result<Streams, StreamsError> {
+    let dictionary = Dictionary::trained(dictionary);
+    Streams::new(Algorithm::Zstd, &Params { level: Some(LEVEL), dictionary, ..Params::default() })
 }
 
 /// Trains a dictionary and returns compression streams that use it, or streams without a dictionary

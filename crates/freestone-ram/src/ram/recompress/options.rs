@@ -87,9 +87,6 @@ pub enum RecompressError {
     /// Pages that share objects keep their form.
     #[error("dedup=yes compares pages as they are stored; omit threshold, algo, priority and group")]
     Dedup,
-    /// The family is [adoptable](crate::ram::Config::adoptable).
-    #[error("group=yes and dedup=yes are not possible for a disk that survives a killed process")]
-    Adoptable,
     /// The memory limit leaves no space for the new objects (ENOSPC; ENOMEM in the kernel).
     #[error("mem_limit leaves no space to store the smaller objects; raise it temporarily")]
     NoSpace,
@@ -114,8 +111,7 @@ impl RecompressError {
             | Self::Mismatch { .. }
             | Self::Threshold(_)
             | Self::Group
-            | Self::Dedup
-            | Self::Adoptable => libc::EINVAL,
+            | Self::Dedup => libc::EINVAL,
             Self::NoSpace => libc::ENOSPC,
             Self::NoMemory => libc::ENOMEM,
             Self::Media => libc::EIO,

@@ -44,6 +44,7 @@ use crate::ram::memory::groups;
 use crate::ram::memory::layer::Layer;
 use crate::ram::waiting::job::Job;
 use freestone_core::device::{Error, Result};
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::slot::{FlightId, FlightResult, SlotGuard, Word};
 use freestone_core::{PAGE_BYTES, pin};
 use freestone_spill::clean_copies::CopyContent;
@@ -115,7 +116,9 @@ impl FaultIn {
         waiting: Vec<Waiter>,
     ) -> PageToRead {
         let spilled = self.pages.spilled(slot, guard.word(), layer.header_owner(slot));
-        PageToRead { flight: self.flights.depart(guard, layer.owner(slot).bits(), waiting), spilled }
+        let flight = self.flights.depart(guard, layer.owner(slot).bits(), waiting);
+        kill_points::pass(KillPoint::PageInFlight);
+        PageToRead { flight, spilled }
     }
 
     /// Ends the flight of one page when the read that includes it completes. `first` is the first
@@ -345,6 +348,9 @@ impl FaultIn {
             }
             return false;
         };
+        if back.is_some() {
+            kill_points::pass(KillPoint::PageRead);
+        }
         match (back, content, &self.pages.store) {
             (None, ..) => {}
             (Some(back), Ok(Content::Group(object, word)), _) => {

@@ -26,6 +26,7 @@ use crate::ram::memory::layer::Layer;
 use crate::ram::memory::outcome::{WritebackError, WritebackReport};
 use crate::ram::memory::pages::Pages;
 use freestone_core::device::{Error, IoBuf};
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::slot::Word;
 use freestone_spill::layout::Packer;
 use freestone_spill::space::BLOCK_BYTES;
@@ -282,6 +283,7 @@ impl<'a> Eviction<'a> {
         let Some((batch, write)) = self.in_flight.pop_front() else { return };
         match self.store.finish(write) {
             WriteOutcome::Done(mut buffer) => {
+                kill_points::pass(KillPoint::PagesWritten);
                 self.done.blocks += u64::from(batch.run.blocks);
                 let mut left = EvictionCounts::default();
                 // Newest first: a page that was changed and added again is in the batch twice, and

@@ -9,6 +9,7 @@ use crate::ram::memory::layer::Layer;
 use crate::ram::memory::page_search::{has_own_object, is_spillable};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device;
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::slot::{Kind, SlotGuard, Word};
 use freestone_spill::blocks::BLOCK_UNITS;
@@ -215,6 +216,7 @@ impl Eviction<'_> {
         } else {
             old.spilled_to(entry.unit, !self.store.is_packed())
         });
+        kill_points::pass(KillPoint::PageWrittenBack);
         self.pages.release(old);
         layer.account_spilled(&self.pages.layers, old);
         left.pages += 1;

@@ -2,10 +2,12 @@
 
 mod concurrent;
 mod contents;
+mod file_disk;
 mod full_policy;
 mod models;
 mod parent_zeroes;
 
+pub(in crate::ram) use self::file_disk::file_backing;
 use crate::codec::{Algorithm, Params};
 use crate::ram::geometry::PAGE;
 use crate::ram::*;

@@ -181,8 +181,7 @@ fn loading_with_backing_device_stays_within_limit() {
     let dir = tempfile::tempdir().unwrap();
     let before = content(&numbered(dir.path(), 1024, Algorithm::Lz4));
     let backing = family().ram(16 * MIB).unwrap();
-    let backing =
-        Backing { device: Arc::new(backing), compressed_writeback: true, write_through: false, path: None };
+    let backing = Backing::new(Arc::new(backing), true);
     let family = Family::new(Config { mem_limit: MIB, backing: Some(backing), ..Config::default() }).unwrap();
     let (_keep, devices, mut loading) = restored(dir.path(), &family, &[]);
     load(&mut loading);

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use freestone::ram::{AdoptError, Family, FamilyMemory, Ram};
+use freestone::ram::{Family, FamilyMemory, Ram};
 
 use crate::family::{self, FamilySpec};
 use crate::kinds::Entry;
@@ -22,13 +22,8 @@ impl Registry {
         spec: &FamilySpec,
         memory: FamilyMemory,
     ) -> Result<(Family, HashMap<u64, Ram>), Refusal> {
-        let config = family::adoptable_config(spec)?;
         let base = &mut |key| self.find_by_key(key).and_then(|entry| entry.device().cloned());
-        let (family, devices) = memory.adopt(config, base).map_err(|error| match error {
-            AdoptError::Setup(error) => family::setup_refusal(error),
-            AdoptError::NoBase(_) => refusal!(ENODEV, "its base does not exist"),
-            error => refusal!(EIO, "{error}"),
-        })?;
+        let (family, devices) = family::adopt(spec, memory, base)?;
         family.set_name(name);
         Ok((family, devices.into_iter().map(|device| (device.key, device.ram)).collect()))
     }

@@ -154,7 +154,8 @@ fn open_device(
                 }
                 CowPlace::Device(cow_name) => {
                     let (entry, device) = cow_device(&spec.origin, cow_name, cow.store, registry)?;
-                    config.may_end |= entry.layers.can_cut;
+                    // An adopted device has outlived a process, with the store.
+                    config.may_end |= entry.layers.can_cut || entry.is_adopted;
                     dependencies.cow = Some(entry);
                     device
                 }

@@ -98,8 +98,11 @@ pub fn judge(world: &World, killed: bool, adopts: Option<bool>, starts: u64) -> 
     for disk in &disks {
         let name = disk.name.as_str();
         let is_in = |disks: &[Arc<Disk>], of: &Disk| disks.iter().any(|disk| disk.name == of.name);
+        // The COW device of a snapshot can be a RAM disk, which is adopted.
+        let cow = listed.get(&name.replacen('s', "c", 1));
+        let has_copies = disk.kind == Kind::Cow && adopts.is_some() && cow.is_some_and(|cow| cow.adopted);
         // A new snapshot of a half merged origin has unknown content.
-        let is_new = disk.kind == Kind::Cow && !disk.survives_restart;
+        let is_new = disk.kind == Kind::Cow && !disk.survives_restart && !has_copies;
         let parent = disk.parent.as_ref();
         let found = listed.remove(name);
         // A snapshot in memory survives the removal of its origin, but after a restart it cannot be
@@ -133,7 +136,7 @@ pub fn judge(world: &World, killed: bool, adopts: Option<bool>, starts: u64) -> 
             unchecked.push(Arc::clone(disk));
             continue;
         }
-        let is_own = disk.is_lost && !survives && (killed || !disk.keeps);
+        let is_own = disk.is_lost && !survives && !has_copies && (killed || !disk.keeps);
         if is_own || is_parent_lost {
             lost.insert(name);
         }
@@ -164,7 +167,7 @@ pub fn judge(world: &World, killed: bool, adopts: Option<bool>, starts: u64) -> 
         let removed_parent = parent.filter(|of| is_gone(of)).cloned();
         let parent = parent_now.or(removed_parent);
         now.push(Arc::new(disk.after_restart(
-            if survives { ContentEnd::Adopted } else { ContentEnd::of(killed) },
+            if survives || has_copies { ContentEnd::Adopted } else { ContentEnd::of(killed) },
             parent,
             addresses,
             known,

@@ -126,10 +126,8 @@ fn packing(rng: &mut Rng) -> String {
     device_args
 }
 
-/// Returns the share of families that spill, in percent. They are not recoverable.
-fn spill_percent(world: &World) -> u8 {
-    if world.is_recoverable { 20 } else { 60 }
-}
+/// Share of families that spill, in percent.
+const SPILL_PERCENT: u8 = 60;
 
 /// Draws the device arguments for a memory limit and a backing file.
 pub fn spilling(name: &str, rng: &mut Rng) -> String {
@@ -137,7 +135,7 @@ pub fn spilling(name: &str, rng: &mut Rng) -> String {
 }
 
 fn spilling_to(backing: &str, rng: &mut Rng) -> String {
-    let limit = 256 << rng.below(4);
+    let limit = 64 << rng.below(5);
     let packed = ["yes", "no"][rng.below(2) as usize];
     let mut device_args = format!(",mem_limit={limit}K,backing_dev={backing},compressed_writeback={packed}");
     if rng.chance(50) {
@@ -186,7 +184,7 @@ fn ram(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng) 
     let (over, cut, fails) = layers(rng);
     let mut own = String::new();
     let (limit, tight, spills) = match rng.below(4) {
-        _ if rng.chance(spill_percent(world)) => {
+        _ if rng.chance(SPILL_PERCENT) => {
             let (backing, keys) = spilling_anywhere(dir, &name, far, rng);
             own = backing;
             (keys, false, true)
@@ -293,7 +291,7 @@ fn base(world: &World, dir: &Path, far: &mut Vec<String>, rng: &mut Rng) -> io::
     fs::write(dir.join(BASE), &content)?;
     let mut own = String::new();
     let (limit, tight, spills) = match rng.below(4) {
-        _ if rng.chance(spill_percent(world)) => {
+        _ if rng.chance(SPILL_PERCENT) => {
             let (backing, keys) = spilling_anywhere(dir, "g", far, rng);
             own = backing;
             (keys, false, true)

@@ -389,10 +389,9 @@ impl Disk {
         while let Some(of) = root.parent.as_deref() {
             root = of;
         }
-        let has_auto = |device_args: &String| device_args.contains("auto_");
+        let is_excluded = |device_args: &String| device_args.contains("backing_dev=device:");
         matches!(self.kind, Kind::Ram | Kind::Fork | Kind::Frozen | Kind::Restored)
-            && !root.spills
-            && !root.device_args.as_ref().is_some_and(has_auto)
+            && !root.device_args.as_ref().is_some_and(is_excluded)
     }
 
     /// Returns the device as it must be after a restart. `size`: size in sectors, if known.

@@ -2,12 +2,12 @@
 
 use super::header::{Header, HeaderGuard};
 use super::{
-    GROUP_SLOTS, Groups, PIECE_BYTES, charged_bytes, counter, group_of, header_of, pieces_of, position_of,
+    GROUP_SLOTS, Groups, bytes_in, charged_bytes, counter, group_of, header_of, pieces_of, position_of,
     publish_pieces, share, store_pieces,
 };
 use crate::pool::{BackRef, Pool};
 use freestone_core::device::{Error, Result};
-use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
+use freestone_core::slot::{Kind, LEAF_SLOTS, Table, Word};
 use freestone_spill::clean_copies::CopyContent;
 use freestone_spill::layout::{self, GROUP_ALGORITHM, Place, UNIT_BYTES};
 
@@ -135,9 +135,7 @@ impl Groups {
         }
         self.counters.add(counter::PAGES, 1);
         // A user now, so the pieces stay.
-        let last = leaf.peek(group * GROUP_SLOTS + u64::from(pieces)).stored_bytes();
-        let bytes = (pieces as usize - 1) * PIECE_BYTES + last;
-        let share = share(charged_bytes(bytes), pages as usize, position_of(word));
+        let share = share(charged_bytes(bytes_in(leaf, group, pieces)), pages as usize, position_of(word));
         Some(Word::grouped(word.location(), share))
     }
 
@@ -199,8 +197,7 @@ impl Groups {
     }
 
     pub(super) fn place_of(&self, group: u64) -> Option<Place> {
-        let word = self.places.leaf(group)?.peek(group);
-        (word.kind() == Kind::Spilled).then(|| place_at(word.location(), word.spilled_bytes() * UNIT_BYTES))
+        place_in(&self.places, group)
     }
 
     fn set_place(&self, group: u64, place: Place) {
@@ -217,6 +214,12 @@ impl Groups {
             None => {}
         }
     }
+}
+
+/// Returns the place of a group's object from the table of places.
+pub(super) fn place_in(places: &Table, group: u64) -> Option<Place> {
+    let word = places.leaf(group)?.peek(group);
+    (word.kind() == Kind::Spilled).then(|| place_at(word.location(), word.spilled_bytes() * UNIT_BYTES))
 }
 
 /// Returns the place of a group's object of `bytes` bytes.

@@ -29,7 +29,8 @@
 //! [`enter`](Groups::enter). If all pages return to memory, the object stays on the device as the
 //! [clean copy](freestone_spill::clean_copies) of the header's slot.
 //!
-//! The tables keep their leaves until the family ends, and reuse them.
+//! The tables keep their leaves until the family ends, and reuse them. A process that [adopts](adopt) the
+//! family counts the users of each group again.
 //!
 //! A group frees no memory before its last page has left.
 //! [`recompress::groups`](crate::ram::recompress::groups) forms groups, and takes the pages out of
@@ -45,21 +46,24 @@
 
 use std::sync::Arc;
 
+pub(in crate::ram) mod adopt;
 pub(in crate::ram) mod device;
 mod header;
 pub(in crate::ram) mod object_reader;
 mod read;
 
-use self::device::clean_copy;
+use self::device::{clean_copy, place_in};
 use self::header::{Header, HeaderGuard};
 use self::object_reader::ObjectReader;
 use self::read::Reader;
+use super::record::SharedTable;
 use crate::codec::{GROUP_PAGES, Scratch};
 use crate::pool::backrefs::MAX_TABLE_ID;
 use crate::pool::class::CLASS_STEP_BYTES;
 use crate::pool::{BackRef, Pool};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
+use freestone_core::kill_points::{self, KillPoint};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::percpu::{self, Counters, PerCpu};
 use freestone_core::slot::{Common, LEAF_SLOTS, Leaf, SlotGuard, Table, Word};
@@ -175,14 +179,26 @@ impl Groups {
     /// # Errors
     /// [`Error::NoMemory`] if memory is short.
     pub fn new(common: &Arc<Common>, store: Option<Arc<Store>>) -> Result<Self> {
+        let table = || Table::new(TABLE_ID, Arc::clone(common));
+        Self::with(table()?, table()?, store)
+    }
+
+    /// Records the purpose of the tables for a process that adopts the family. Called before a page is in a
+    /// group.
+    pub fn record(&self) {
+        SharedTable::GroupPieces.record(&self.pieces);
+        SharedTable::GroupPlaces.record(&self.places);
+    }
+
+    fn with(pieces: Table, places: Table, store: Option<Arc<Store>>) -> Result<Self> {
         let mut cpus = 0..;
         let reader = || {
             let cpu = cpus.next().unwrap_or_default();
             Ok(Mutex::new(Reader { cpu, object: None }))
         };
         Ok(Self {
-            pieces: Table::new(TABLE_ID, Arc::clone(common))?,
-            places: Table::new(TABLE_ID, Arc::clone(common))?,
+            pieces,
+            places,
             store,
             numbers: Mutex::default(),
             readers: PerCpu::try_new(reader)?,
@@ -211,6 +227,7 @@ impl Groups {
         let header =
             Header { in_memory: pages + 1, on_device: 0, pieces: pieces_of(object.len()) as u32, pages };
         leaf.lock(first).publish(header.word());
+        kill_points::pass(KillPoint::GroupStored);
         self.counters.add(counter::GROUPS, 1);
         self.counters.add(counter::PAGES, i64::from(pages));
         self.counters.add(counter::BYTES, charged_bytes(object.len()) as i64);
@@ -359,6 +376,12 @@ impl Groups {
         let bytes = |reader: &Mutex<Reader>| reader.lock().object.as_ref().map_or(0, ObjectReader::bytes);
         self.readers.iter().map(|reader| bytes(reader) as u64).sum()
     }
+}
+
+/// Returns the size in bytes of the object of a group in memory, which has `pieces` pieces.
+fn bytes_in(leaf: Leaf<'_>, group: u64, pieces: u32) -> usize {
+    let last = leaf.peek(group * GROUP_SLOTS + u64::from(pieces)).stored_bytes();
+    (pieces as usize - 1) * PIECE_BYTES + last
 }
 
 /// Returns the number of pieces of an object of `bytes` bytes.
