@@ -16,10 +16,11 @@ use crate::device_thread::{self, DeviceThreadConfig, START_DEADLINE, StartError}
 use crate::format::params;
 use crate::format::zones;
 use crate::kernel::abi::feature;
-use crate::kernel::control::{Control, ControlError, Target};
+use crate::kernel::control::{Control, ControlError, RECOVERY_FEATURES, Target};
 use crate::kernel::deadline::run_with_deadline;
 use crate::kernel::system::System;
 use crate::kernel::{Kernel, NodeClaim};
+use crate::recovery::Recovery;
 use crate::shared::{Shared, State};
 
 /// Longest time for which dropping an export waits for requests in flight.
@@ -55,13 +56,24 @@ pub struct Options {
     pub queues: u16,
     /// Queue depth, 1 to [`MAX_DEPTH`].
     pub depth: u16,
+    /// Set if the block device survives the end of this server, and the next one serves it again. Requests to the
+    /// device must be idempotent. Has no effect on zoned devices and without `CAP_SYS_ADMIN`.
+    pub recovery: Option<Recovery>,
 }
 
 impl Options {
     /// Returns the default options, with the workers of the process.
     pub fn new(budget: Arc<Budget>) -> Self {
         let workers = Workers::process().clone();
-        Self { read_only: false, failures: Arc::default(), budget, workers, queues: 0, depth: MAX_DEPTH }
+        Self {
+            read_only: false,
+            failures: Arc::default(),
+            budget,
+            workers,
+            queues: 0,
+            depth: MAX_DEPTH,
+            recovery: None,
+        }
     }
 }
 
@@ -135,7 +147,8 @@ impl Export {
     /// Exports `device` as `name`, and returns when the block device exists.
     ///
     /// # Errors
-    /// See [`StartError`]. On error the block device is removed.
+    /// See [`StartError`]. On error the block device is removed, except for one that still waits for a server: see
+    /// [`Options::recovery`].
     pub fn new(name: &str, device: Arc<dyn Device>, options: Options) -> Result<Self, StartError> {
         Self::with(Arc::new(System::default()), START_DEADLINE, name, device, options)
     }
@@ -149,7 +162,7 @@ impl Export {
         options: Options,
     ) -> Result<Self, StartError> {
         zones::check(&device.geometry())?;
-        let Options { read_only, failures, budget, workers, queues, depth } = options;
+        let Options { read_only, failures, budget, workers, queues, depth, recovery } = options;
         let disk = Disk::new(name, read_only, device, failures);
         let shared = Arc::new(Shared::new(disk, State::default()));
         let cpus = || std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(DEFAULT_QUEUES));
@@ -163,6 +176,7 @@ impl Export {
             max_bytes: MAX_REQUEST_BYTES,
             budget,
             workers,
+            recovery,
         };
         let (sender, started) = channel();
         let thread = std::thread::Builder::new().name("ublk".to_owned());
@@ -275,7 +289,7 @@ impl Export {
 
     /// Starts to end the export. The block device is removed when the requests in flight are done.
     pub fn begin_shutdown(&self) {
-        self.shared.update(|state| state.ending = true);
+        self.shared.update(|state| state.ending |= !state.own.is_left);
     }
 
     /// Ends the export and waits until it has ended. After `grace`, requests still in flight fail with
@@ -286,12 +300,29 @@ impl Export {
     pub fn shutdown(&self, grace: Duration) -> bool {
         let end = Instant::now() + grace;
         self.begin_shutdown();
+        if self.shared.lock().own.is_left {
+            return true;
+        }
         if self.shared.wait_until(end, |state| state.ended) {
             return true;
         }
         self.shared.update_and_wake(|state| state.own.dead = true);
         self.shared.wait_until(end + REMOVE_GRACE, |state| state.own.removed);
         self.shared.lock().ended
+    }
+
+    /// Leaves a recoverable block device to the next process: its requests are served until this process ends, even
+    /// after the export was dropped, and then wait in the kernel. Otherwise this is
+    /// [`begin_shutdown`](Self::begin_shutdown).
+    ///
+    /// The rings are not closed before, because the driver of Linux 6.12 may complete a command twice if a ring is closed
+    /// while requests arrive. The end of a thread cancels its commands in another way.
+    pub fn begin_leave(&self) {
+        self.shared.update(|state| {
+            let is_recoverable = state.own.features & RECOVERY_FEATURES == RECOVERY_FEATURES;
+            state.own.is_left |= is_recoverable && !state.ending;
+            state.ending |= !state.own.is_left;
+        });
     }
 
     /// Ends the export like [`shutdown`](Self::shutdown), unless the block device is in use. From Linux 7.0

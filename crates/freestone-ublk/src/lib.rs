@@ -44,9 +44,15 @@
 //! fails requests if the process is killed. [`remove_stale_devices`] removes the dead device that a killed
 //! process leaves.
 //!
+//! # Recovery
+//! With [`Options::recovery`], the block device survives the end of its process without an orderly end. Requests then
+//! wait in the kernel. The next server [finds](WaitingDevices) the block device by its [`RecoveryTag`], and serves it
+//! again with the same id, number of queues and queue depth. Requests that the former server has not completed
+//! arrive again.
+//!
 //! # Not supported
-//! Recovery (a new server that takes over a block device in use), zones for unprivileged users,
-//! write zeroes on zoned devices, and zero copy, which would hide the data from the server.
+//! Zones for unprivileged users, recovery of zoned devices and for unprivileged users, write zeroes on zoned
+//! devices, and zero copy, which would hide the data from the server.
 
 mod device_thread;
 mod export;
@@ -56,6 +62,7 @@ mod format;
 mod kernel;
 mod owner;
 mod queue;
+mod recovery;
 mod shared;
 mod stale_devices;
 #[cfg(test)]
@@ -69,6 +76,7 @@ pub use export::{
 pub use format::zones::UnsupportedZones;
 pub use kernel::control::ControlError;
 pub use owner::OwnerError;
+pub use recovery::{Recovery, RecoveryTag, WaitingDevices};
 pub use stale_devices::StaleDeviceError;
 
 /// Removes unused devices that killed Freestone processes left behind, and returns their ids. Devices of

@@ -19,6 +19,8 @@ pub struct State {
     pub cuts: u64,
     /// True once the grace period is over: all requests fail.
     pub dead: bool,
+    /// True if the block device is served until the process ends, for the next one to recover.
+    pub is_left: bool,
     /// True once the kernel has removed the device.
     pub removed: bool,
     pub id: Option<u32>,

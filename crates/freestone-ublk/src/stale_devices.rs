@@ -41,6 +41,12 @@ impl RegisteredDevice {
         ids.insert(id);
         Ok((device, Self(id)))
     }
+
+    /// Adds a device of a former server to the list.
+    pub fn add(id: u32) -> Self {
+        IDS.lock().insert(id);
+        Self(id)
+    }
 }
 
 impl Drop for RegisteredDevice {
@@ -63,6 +69,9 @@ pub enum StaleDeviceError {
         /// Error of the driver.
         source: ControlError,
     },
+    /// A device that should be removed has a server.
+    #[error("ublk device {0}: another server serves it")]
+    Served(u32),
     /// A device was not removed in time because a process still has it open.
     #[error("ublk: devices that were left behind are still in use")]
     Deadline,

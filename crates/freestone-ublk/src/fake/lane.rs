@@ -11,6 +11,7 @@ use super::{ABORT, Outcome};
 use crate::kernel::abi::{IoDesc, ZoneRow, op};
 use crate::kernel::{RingEvent, RingEventKind};
 
+#[expect(clippy::struct_excessive_bools, reason = "independent conditions of a queue")]
 pub struct Lane {
     pub tags: Vec<Tag>,
     pub queued: VecDeque<Pending>,
@@ -24,6 +25,8 @@ pub struct Lane {
     pub requests: u64,
     pub is_open: bool,
     pub aborted: bool,
+    /// True while requests wait for the next server.
+    pub quiesced: bool,
     pub user_copy: bool,
 }
 
@@ -34,6 +37,8 @@ pub struct Tag {
     pub busy: Option<u64>,
     pub descriptor: IoDesc,
     data: Vec<u8>,
+    /// Data of a write, which the next server gets if this one does not complete it.
+    sent: Vec<u8>,
 }
 
 pub struct Pending {
@@ -67,6 +72,7 @@ impl Lane {
             requests: 0,
             is_open: false,
             aborted: false,
+            quiesced: false,
             user_copy,
         }
     }
@@ -75,8 +81,35 @@ impl Lane {
         !self.queued.is_empty() || self.tags.iter().any(|tag| tag.busy.is_some())
     }
 
+    /// Puts the requests that the server has not completed into the queue again.
+    pub fn requeue(&mut self) {
+        for tag in self.tags.iter_mut().rev() {
+            tag.fetched = None;
+            if let Some(ticket) = tag.busy.take() {
+                let data = std::mem::take(&mut tag.sent);
+                self.queued.push_front(Pending { ticket, descriptor: tag.descriptor, data });
+            }
+        }
+    }
+
+    /// Fails the requests in the queue.
+    pub fn fail_all(&mut self) {
+        self.done.extend(self.queued.drain(..).map(|pending| (pending.ticket, (-5, Vec::new()))));
+    }
+
+    /// Prepares the queue for the next server.
+    pub fn reset(&mut self) {
+        assert!(!self.is_open && self.tags.iter().all(|tag| tag.fetched.is_none() && tag.busy.is_none()));
+        self.aborted = false;
+        self.arrived.clear();
+        self.fetched.clear();
+    }
+
     /// Assigns queued requests to fetched tags.
     pub fn dispatch(&mut self) {
+        if self.quiesced {
+            return;
+        }
         for (number, tag) in self.tags.iter_mut().enumerate() {
             if tag.fetched.is_none() {
                 continue;
@@ -85,6 +118,7 @@ impl Lane {
             let addr = tag.fetched.take().unwrap();
             tag.busy = Some(pending.ticket);
             tag.descriptor = IoDesc { addr, ..pending.descriptor };
+            tag.sent.clone_from(&pending.data);
             if self.user_copy {
                 tag.data = pending.data;
             } else if pending.descriptor.op() == op::WRITE {

@@ -2,22 +2,21 @@
 //! delivers requests to the queues like the block layer.
 
 mod lane;
+mod ring;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::kernel::abi::{CtrlCmd, DevInfo, IoDesc, Params, ZoneRow, control, feature, op, param, state};
-use crate::kernel::{
-    BlockDevice, COMMIT_CANCELLED, CharDevice, Kernel, NodeClaim, Ring, RingEvent, RingEventKind, Wait,
-};
+use crate::kernel::control::RECOVERY_FEATURES;
+use crate::kernel::{BlockDevice, CharDevice, Kernel, NodeClaim, RingEvent, RingEventKind};
 use lane::{Lane, Pending, ring_bell};
 
 pub const ID: u32 = 7;
@@ -30,8 +29,13 @@ const ROWS_ASKED: u32 = 5;
 
 pub type Outcome = (i32, Vec<u8>);
 
+/// The driver as a process uses it.
 #[derive(Clone, Default)]
-pub struct Driver(Arc<Inner>);
+pub struct Driver {
+    inner: Arc<Inner>,
+    /// True once the process was killed.
+    is_killed: Arc<AtomicBool>,
+}
 
 #[derive(Default)]
 struct Inner {
@@ -47,6 +51,10 @@ pub struct State {
     /// Feature bits that the driver lacks.
     pub lacks: u64,
     pub refused: HashMap<u32, Errno>,
+    /// Number of attempts to recover the device that fail, because the former server's files are still open.
+    pub still_open: u32,
+    /// True if the device goes when its recovery is tried.
+    pub goes: bool,
     pub no_node: bool,
     pub no_fetch: bool,
     /// True if `START_DEV` reads a sector, like a partition scan.
@@ -78,7 +86,7 @@ pub struct State {
 
 impl Driver {
     pub fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap()
+        self.inner.state.lock().unwrap()
     }
 
     /// Waits until `look` returns a value, and returns that value.
@@ -91,7 +99,7 @@ impl Driver {
             }
             let left = end.saturating_duration_since(Instant::now());
             assert!(!left.is_zero(), "timed out waiting for the fake driver");
-            state = self.0.changed.wait_timeout(state, left).unwrap().0;
+            state = self.inner.changed.wait_timeout(state, left).unwrap().0;
         }
     }
 
@@ -159,7 +167,30 @@ impl Driver {
         self.state().log.contains(&command)
     }
 
+    /// Kills the process, and returns the driver as the next process uses it.
+    pub fn kill(&self) -> Self {
+        self.is_killed.store(true, Ordering::SeqCst);
+        self.state().lanes.iter().for_each(|lane| ring_bell(&lane.bell));
+        self.wait_for(|state| (!state.lanes.iter().any(|lane| lane.is_open)).then_some(()));
+        Self { inner: Arc::clone(&self.inner), is_killed: Arc::default() }
+    }
+
+    fn check_alive(&self) -> Result<(), Errno> {
+        if self.is_killed.load(Ordering::SeqCst) { Err(Errno::CANCELED) } else { Ok(()) }
+    }
+
+    /// Waits until all tags of all queues are fetched.
+    fn wait_until_fetched(&self) {
+        let all = |lane: &Lane| lane.is_open && lane.tags.iter().all(|tag| tag.fetched.is_some());
+        self.wait_for(|state| state.lanes.iter().all(all).then_some(()));
+    }
+
     fn stop(&self) {
+        // Requests that wait for a server fail.
+        for lane in self.state().lanes.iter_mut().filter(|lane| lane.quiesced) {
+            lane.quiesced = false;
+            lane.fail_all();
+        }
         // Waits for open requests, then fails new ones.
         self.wait_for(|state| (!state.lanes.iter().any(Lane::is_busy)).then_some(()));
         let mut state = self.state();
@@ -191,10 +222,32 @@ impl State {
         ticket
     }
 
+    fn start_recovery(&mut self) -> Result<(), Errno> {
+        if self.goes {
+            self.info = None;
+            return Err(Errno::NODEV);
+        }
+        let is_open = self.lanes.iter().any(|lane| lane.is_open) || self.still_open > 0;
+        self.still_open = self.still_open.saturating_sub(1);
+        if is_open || self.info.is_none_or(|info| info.state != state::QUIESCED) {
+            return Err(Errno::BUSY);
+        }
+        self.lanes.iter_mut().for_each(Lane::reset);
+        Ok(())
+    }
+
+    /// Returns true if requests wait for the next server when the rings are closed.
+    fn is_recoverable(&self) -> bool {
+        self.info.is_some_and(|info| {
+            info.flags & RECOVERY_FEATURES == RECOVERY_FEATURES && info.state != state::DEAD
+        })
+    }
+
     fn features(&self) -> u64 {
+        let of_recovery = feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE;
         let of_zones = feature::USER_COPY | feature::ZONED;
         let others = feature::UPDATE_SIZE | feature::SAFE_STOP_DEV | feature::UNPRIVILEGED_DEV | 1 << 40;
-        (feature::CMD_IOCTL_ENCODE | others | of_zones) & !self.lacks
+        (feature::CMD_IOCTL_ENCODE | others | of_zones | of_recovery) & !self.lacks
     }
 }
 
@@ -208,11 +261,12 @@ impl Kernel for Driver {
     }
 
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
+        self.check_alive()?;
         let (path, payload) = payload.split_at_mut(header.dev_path_len.into());
         {
             let mut state = self.state();
             state.log.push(command);
-            self.0.changed.notify_all();
+            self.inner.changed.notify_all();
             if let Some(errno) = state.refused.get(&command) {
                 return Err(*errno);
             }
@@ -249,6 +303,8 @@ impl Kernel for Driver {
                     info.flags &= !feature::UNPRIVILEGED_DEV;
                 } else if info.flags & feature::UNPRIVILEGED_DEV == 0 {
                     return Err(Errno::PERM);
+                } else {
+                    info.flags &= !RECOVERY_FEATURES;
                 }
                 (info.owner_uid, info.owner_gid) = OWNER;
                 let user_copy = info.flags & feature::USER_COPY != 0;
@@ -276,8 +332,7 @@ impl Kernel for Driver {
                 state.params = Some(params);
             }
             control::START_DEV => {
-                let all = |lane: &Lane| lane.is_open && lane.tags.iter().all(|tag| tag.fetched.is_some());
-                self.wait_for(|state| state.lanes.iter().all(all).then_some(()));
+                self.wait_until_fetched();
                 assert_eq!(header.data, u64::from(std::process::id()));
                 if self.state().params.unwrap().types & param::ZONED != 0 {
                     let zones = self.report()?;
@@ -294,14 +349,40 @@ impl Kernel for Driver {
                 let mut state = self.state();
                 assert!(state.lanes.iter().all(|lane| !lane.is_open), "rings are closed first");
                 state.info = None;
+                // The requests that waited for a server fail.
+                state.lanes.iter_mut().for_each(Lane::fail_all);
             }
-            control::UPDATE_SIZE => self.state().sectors = header.data,
+            control::UPDATE_SIZE => {
+                let mut state = self.state();
+                state.sectors = header.data;
+                state.params.as_mut().unwrap().basic.dev_sectors = header.data;
+            }
+            control::GET_PARAMS => {
+                let params = self.state().params.unwrap();
+                assert_eq!(payload[..4], params.len.to_ne_bytes(), "the driver returns `len` bytes");
+                payload.copy_from_slice(params.as_bytes());
+            }
+            control::START_USER_RECOVERY => self.state().start_recovery()?,
+            control::END_USER_RECOVERY => {
+                self.wait_until_fetched();
+                assert_eq!(header.data, u64::from(std::process::id()));
+                let mut state = self.state();
+                let info = state.info.as_mut().unwrap();
+                if info.state != state::QUIESCED {
+                    return Err(Errno::BUSY);
+                }
+                info.state = state::LIVE;
+                for lane in &mut state.lanes {
+                    lane.quiesced = false;
+                    lane.dispatch();
+                }
+            }
             control::GET_DEV_INFO | control::GET_DEV_INFO2 => {
                 payload.copy_from_slice(self.state().info.unwrap().as_bytes());
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
-        self.0.changed.notify_all();
+        self.inner.changed.notify_all();
         Ok(())
     }
 
@@ -313,6 +394,9 @@ impl Kernel for Driver {
         assert_eq!(id, ID);
         if self.state().not_given {
             return Err(Errno::ACCESS.into());
+        }
+        if self.state().lanes.iter().any(|lane| lane.is_open) {
+            return Err(Errno::BUSY.into());
         }
         if self.state().no_node { Err(Errno::NOENT.into()) } else { Ok(Arc::new(self.clone())) }
     }
@@ -362,137 +446,5 @@ impl NodeClaim for FakeClaim {
 impl Drop for FakeClaim {
     fn drop(&mut self) {
         self.0.state().claimed = false;
-    }
-}
-
-impl CharDevice for Driver {
-    fn ring(&self, queue: u16, _: u16, user_copy: bool, wake: &OwnedFd) -> io::Result<Box<dyn Ring>> {
-        let lane = usize::from(queue);
-        let mut state = self.state();
-        assert_eq!(state.lanes[lane].user_copy, user_copy);
-        state.lanes[lane].is_open = true;
-        drop(state);
-        Ok(Box::new(FakeRing { driver: self.clone(), lane, queued: Vec::new(), wake: wake.try_clone()? }))
-    }
-}
-
-enum Entry {
-    Fetch(u16, u64),
-    Commit(u16, i32, u64),
-    FetchData(u16, u64, usize),
-    SendData(u16, u64, usize),
-}
-
-struct FakeRing {
-    driver: Driver,
-    lane: usize,
-    queued: Vec<Entry>,
-    wake: OwnedFd,
-}
-
-impl Ring for FakeRing {
-    fn fetch(&mut self, tag: u16, buffer: u64) {
-        self.queued.push(Entry::Fetch(tag, buffer));
-    }
-
-    fn commit(&mut self, tag: u16, result: i32, buffer: u64) {
-        self.queued.push(Entry::Commit(tag, result, buffer));
-    }
-
-    fn fetch_data(&mut self, tag: u16, to: u64, len: usize) {
-        self.queued.push(Entry::FetchData(tag, to, len));
-    }
-
-    fn send_data(&mut self, tag: u16, from: u64, len: usize) {
-        self.queued.push(Entry::SendData(tag, from, len));
-    }
-
-    fn has_queued(&mut self) -> bool {
-        !self.queued.is_empty()
-    }
-
-    fn enter(&mut self, wait: Wait) -> io::Result<()> {
-        let bell = {
-            let mut state = self.driver.state();
-            let (refuses, holds) = (state.no_fetch, state.holds_fetched);
-            let mut copies = std::mem::take(&mut state.copies);
-            let lane = &mut state.lanes[self.lane];
-            lane.enters += 1;
-            // The tag whose send failed; its commit follows and is canceled.
-            let mut broken = None;
-            for entry in self.queued.drain(..) {
-                let arrived = |tag, event, result| RingEvent { tag, kind: event, result };
-                match entry {
-                    Entry::Fetch(tag, _) if refuses => {
-                        lane.arrived.push_back(arrived(tag, RingEventKind::Command, -22));
-                    }
-                    Entry::Fetch(tag, buffer) => lane.fetch(tag, buffer),
-                    Entry::Commit(tag, ..) if broken.take() == Some(tag) => {
-                        lane.arrived.push_back(arrived(tag, RingEventKind::Command, COMMIT_CANCELLED));
-                    }
-                    Entry::Commit(tag, result, buffer) => lane.commit(tag, result, buffer),
-                    Entry::FetchData(tag, to, len) => {
-                        let result = lane.fetch_data(tag, to, len, copies.pop_front());
-                        let into = if holds { &mut lane.fetched } else { &mut lane.arrived };
-                        into.push_back(arrived(tag, RingEventKind::Fetched, result));
-                    }
-                    Entry::SendData(tag, from, len) => {
-                        let result = lane.send_data(tag, from, len, copies.pop_front());
-                        lane.arrived.push_back(arrived(tag, RingEventKind::Sent, result));
-                        broken = (result != len as i32).then_some(tag);
-                    }
-                }
-            }
-            lane.dispatch();
-            self.driver.0.changed.notify_all();
-            let bell = if wait == Wait::No || !lane.arrived.is_empty() {
-                None
-            } else {
-                Some(lane.bell.try_clone()?)
-            };
-            state.copies = copies;
-            let Some(bell) = bell else { return Ok(()) };
-            bell
-        };
-        let time = match wait {
-            Wait::AtMost(time) => Some(Timespec::try_from(time).unwrap()),
-            Wait::No | Wait::Forever => None,
-        };
-        let mut fds = [&bell, &self.wake].map(|fd| PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN));
-        let _ = poll(&mut fds, time.as_ref());
-        for fd in [&bell, &self.wake] {
-            let _ = rustix::io::read(fd, &mut [0_u8; 8]);
-        }
-        Ok(())
-    }
-
-    fn take_events(&mut self, into: &mut Vec<RingEvent>) {
-        into.extend(self.driver.state().lanes[self.lane].arrived.drain(..));
-    }
-
-    fn descriptor(&self, tag: u16) -> IoDesc {
-        self.driver.state().lanes[self.lane].tags[usize::from(tag)].descriptor
-    }
-
-    fn is_deferred(&self) -> bool {
-        true
-    }
-}
-
-impl Drop for FakeRing {
-    fn drop(&mut self) {
-        let mut state = self.driver.state();
-        let lane = &mut state.lanes[self.lane];
-        (lane.is_open, lane.aborted) = (false, true);
-        // Requests that the server has not completed then fail.
-        for tag in &mut lane.tags {
-            tag.fetched = None;
-            if let Some(ticket) = tag.busy.take() {
-                lane.done.insert(ticket, (-5, Vec::new()));
-            }
-        }
-        let lost: Vec<_> = lane.queued.drain(..).collect();
-        lane.done.extend(lost.into_iter().map(|pending| (pending.ticket, (-5, Vec::new()))));
-        self.driver.0.changed.notify_all();
     }
 }

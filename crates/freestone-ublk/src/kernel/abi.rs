@@ -43,6 +43,9 @@ pub mod control {
     pub const START_DEV: u32 = command(READ_WRITE, 0x06);
     pub const STOP_DEV: u32 = command(READ_WRITE, 0x07);
     pub const SET_PARAMS: u32 = command(READ_WRITE, 0x08);
+    pub const GET_PARAMS: u32 = command(READ, 0x09);
+    pub const START_USER_RECOVERY: u32 = command(READ_WRITE, 0x10);
+    pub const END_USER_RECOVERY: u32 = command(READ_WRITE, 0x11);
     pub const GET_FEATURES: u32 = command(READ, 0x13);
     pub const DEL_DEV_ASYNC: u32 = command(READ, 0x14);
     pub const UPDATE_SIZE: u32 = command(READ_WRITE, 0x15);
@@ -65,6 +68,10 @@ const _: () = assert!(io::FETCH_REQ == 0xc010_7520 && io::COMMIT_AND_FETCH_REQ =
 
 /// Feature bits (`UBLK_F_*`).
 pub mod feature {
+    /// The device survives its server, and waits for the next one.
+    pub const USER_RECOVERY: u64 = 1 << 3;
+    /// The next server gets the requests that the former one has not completed.
+    pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// The device belongs to an unprivileged user.
     pub const UNPRIVILEGED_DEV: u64 = 1 << 5;
     /// Commands are encoded like ioctl numbers.
@@ -84,6 +91,8 @@ pub mod state {
     #[cfg(test)]
     pub const DEAD: u16 = 0;
     pub const LIVE: u16 = 1;
+    /// The server has ended, and requests wait for the next one.
+    pub const QUIESCED: u16 = 2;
 }
 
 /// Operations of a request.

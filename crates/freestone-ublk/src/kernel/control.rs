@@ -91,6 +91,25 @@ impl Control<'_> {
         self.command("SET_PARAMS", control::SET_PARAMS, target, 0, params.as_mut_bytes())
     }
 
+    /// Returns the parameters of a device, with its present size.
+    pub fn params(&self, target: Target) -> Result<Params, ControlError> {
+        // The driver returns as many bytes as `len` says.
+        let mut params = Params { len: size_of::<Params>() as u32, ..Params::default() };
+        self.command("GET_PARAMS", control::GET_PARAMS, target, 0, params.as_mut_bytes())?;
+        Ok(params)
+    }
+
+    /// Begins the recovery of a block device without a server. Fails with [`Errno::BUSY`] while a process has the
+    /// character device open, and if the device is not [quiesced](crate::kernel::abi::state::QUIESCED).
+    pub fn start_recovery(&self, target: Target) -> Result<(), ControlError> {
+        self.command("START_USER_RECOVERY", control::START_USER_RECOVERY, target, 0, &mut [])
+    }
+
+    /// Ends the recovery. The command waits until every tag has been fetched; the requests that waited then arrive.
+    pub fn end_recovery(&self, target: Target, pid: u32) -> Result<(), ControlError> {
+        self.command("END_USER_RECOVERY", control::END_USER_RECOVERY, target, pid.into(), &mut [])
+    }
+
     /// Starts the block device. The command waits until every tag has been fetched. It scans for
     /// partitions before it returns, except on unprivileged devices.
     pub fn start(&self, target: Target, pid: u32) -> Result<(), ControlError> {
@@ -140,6 +159,10 @@ impl Control<'_> {
         known.map(|()| info)
     }
 }
+
+/// Features of a block device that survives its server. The driver grants them only to processes with
+/// `CAP_SYS_ADMIN`.
+pub const RECOVERY_FEATURES: u64 = feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE;
 
 /// Optional features, requested if the driver supports them.
 ///

@@ -2,6 +2,7 @@
 
 mod conformance;
 mod life;
+mod recovery;
 mod serving;
 mod unprivileged;
 mod zones;

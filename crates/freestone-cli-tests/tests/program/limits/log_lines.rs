@@ -14,10 +14,13 @@ const SOURCES: [&str; 4] = [
     "../freestone-control/src",
 ];
 /// Log calls that need no rate limiter: a part of the text of each call, and the reason.
-const OTHERS: [(&str, &str); 8] = [
+const OTHERS: [(&str, &str); 11] = [
     ("{name}: {cause}{held_back}", "limited by the failures of the export"),
     ("ublk: io_uring failed", "a queue ends"),
     ("lack CAP_SYS_RESOURCE", "once for each device"),
+    ("even if that is killed", "once for each device"),
+    ("of the former server is removed", "once for each device"),
+    ("keeps its old size: ublk", "once for each device"),
     ("shared.name());", "the end of a device"),
     ("ublk: requests are still in flight", "the end of an export"),
     ("vhost-user: requests are still in flight", "the end of an export"),

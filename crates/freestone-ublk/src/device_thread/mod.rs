@@ -1,6 +1,8 @@
-//! The device thread of an export: creates the block device, starts its queues, and removes the
-//! device at the end. Only the device thread waits for control commands that take as long as client
-//! requests.
+//! The device thread of an export: creates the block device or recovers that of a former server,
+//! starts its queues, and removes the device at the end. Only the device thread waits for control
+//! commands that take as long as client requests.
+
+mod recover;
 
 use std::io;
 use std::sync::Arc;
@@ -19,10 +21,13 @@ use thiserror::Error;
 use crate::format::params;
 use crate::format::zones::{self, UnsupportedZones};
 use crate::kernel::abi::{DevInfo, feature};
-use crate::kernel::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
+use crate::kernel::control::{
+    Control, ControlError, RECOVERY_FEATURES, Target, WANTED_FEATURES, delete, mark,
+};
 use crate::kernel::{CharDevice, Kernel};
 use crate::queue::Queue;
 use crate::queue::resources::QueueResources;
+use crate::recovery::Recovery;
 use crate::shared::{QueueState, Shared};
 use crate::stale_devices::RegisteredDevice;
 
@@ -100,6 +105,8 @@ pub struct DeviceThreadConfig {
     pub budget: Arc<Budget>,
     /// Threads that run expensive requests.
     pub workers: Workers,
+    /// Set if the block device survives the end of this server.
+    pub recovery: Option<Recovery>,
 }
 
 /// The parts of a device created so far, for removal.
@@ -149,13 +156,23 @@ fn begin(
     created: &mut CreatedDevice,
 ) -> Result<(), StartError> {
     let until = Instant::now() + config.deadline;
-    let control = Control(&*config.kernel);
+    let features = check_driver(config, disk)?;
+    if let Some(Recovery { tag, waiting: Some(id) }) = config.recovery
+        && recover::recover(config, disk, (tag, id), created, until)?
+    {
+        return Ok(());
+    }
+    add(config, disk, features, created, until)
+}
+
+/// Checks that the driver supports the disk, and returns its [`feature`] bits.
+fn check_driver(config: &DeviceThreadConfig, disk: &Arc<Disk>) -> Result<u64, StartError> {
     config.kernel.check().map_err(|errno| match errno {
         Errno::NOENT | Errno::NODEV | Errno::NXIO => StartError::NoDriver,
         Errno::ACCESS | Errno::PERM => StartError::PermissionDenied,
         errno => StartError::ControlDevice(errno),
     })?;
-    let features = control.features().map_err(|error| match error.errno {
+    let features = Control(&*config.kernel).features().map_err(|error| match error.errno {
         Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY => StartError::DriverTooOld,
         Errno::ACCESS | Errno::PERM => StartError::PermissionDenied,
         _ => error.into(),
@@ -163,7 +180,7 @@ fn begin(
     if features & feature::CMD_IOCTL_ENCODE == 0 {
         return Err(StartError::DriverTooOld);
     }
-    let needed = if params::is_zoned(disk) { zones::FEATURES } else { 0 };
+    let needed = needed_features(disk);
     if features & needed != needed {
         return Err(StartError::NoZones);
     }
@@ -172,14 +189,31 @@ fn begin(
     if needed != 0 && !config.kernel.is_admin() {
         return Err(StartError::UnprivilegedZones);
     }
+    Ok(features)
+}
+
+fn needed_features(disk: &Disk) -> u64 {
+    if params::is_zoned(disk) { zones::FEATURES } else { 0 }
+}
+
+/// Creates the block device.
+fn add(
+    config: &DeviceThreadConfig,
+    disk: &Arc<Disk>,
+    features: u64,
+    created: &mut CreatedDevice,
+    until: Instant,
+) -> Result<(), StartError> {
+    let (control, needed) = (Control(&*config.kernel), needed_features(disk));
+    let recovery = recovery_of(config, disk, features);
     let pid = std::process::id();
     let requested = DevInfo {
         nr_hw_queues: config.queues,
         queue_depth: config.depth,
         max_io_buf_bytes: config.max_bytes,
         ublksrv_pid: pid as i32,
-        flags: features & WANTED_FEATURES | needed,
-        ublksrv_flags: mark(pid),
+        flags: features & WANTED_FEATURES | needed | recovery.map_or(0, |_| RECOVERY_FEATURES),
+        ublksrv_flags: recovery.map_or(mark(pid), |recovery| recovery.tag.flags()),
         ..DevInfo::default()
     };
     let added = RegisteredDevice::create(|| control.add(requested).map(|info| (info.dev_id, info)));
@@ -199,15 +233,9 @@ fn begin(
         return Err(StartError::NoZones);
     }
     let given = || if target.by_path { until.min(Instant::now() + NODE_OWNER_DEADLINE) } else { until };
-    let node = |name: String| {
-        move |source: io::Error| match source.kind() {
-            io::ErrorKind::PermissionDenied if target.by_path => StartError::NodeNotOwned(name),
-            _ => StartError::Node { node: name, source },
-        }
-    };
     // Opened before other commands: the kernel checks an unprivileged user's permissions on this
     // node.
-    let char = config.kernel.open(id, given()).map_err(node(format!("ublkc{id}")))?;
+    let char = config.kernel.open(id, given()).map_err(node_error(format!("ublkc{id}"), target))?;
     created.char = Some(Arc::clone(&char));
     control.set_params(target, &params::for_disk(disk, info.max_io_buf_bytes))?;
     start_queues(config, disk, &char, info, created, until)?;
@@ -217,9 +245,34 @@ fn begin(
     }
     // The queues already serve requests: the command scans for partitions before it returns.
     control.start(target, pid)?;
-    let block = config.kernel.block(id, given()).map_err(node(format!("ublkb{id}")))?;
+    let block = config.kernel.block(id, given()).map_err(node_error(format!("ublkb{id}"), target))?;
     config.shared.update(|state| state.own.block = Some(block));
     Ok(())
+}
+
+/// Returns the error for a node of the device that cannot be opened.
+fn node_error(name: String, target: Target) -> impl FnOnce(io::Error) -> StartError {
+    move |source| match source.kind() {
+        io::ErrorKind::PermissionDenied if target.by_path => StartError::NodeNotOwned(name),
+        _ => StartError::Node { node: name, source },
+    }
+}
+
+/// Returns the recovery settings, or `None` if the driver does not let this process recover the block
+/// device.
+fn recovery_of(config: &DeviceThreadConfig, disk: &Disk, features: u64) -> Option<Recovery> {
+    let recovery = config.recovery?;
+    let why = if params::is_zoned(disk) {
+        "it has zones"
+    } else if features & RECOVERY_FEATURES != RECOVERY_FEATURES {
+        "the kernel's ublk driver is too old"
+    } else if !config.kernel.is_admin() {
+        "the server lacks CAP_SYS_ADMIN"
+    } else {
+        return Some(recovery);
+    };
+    tracing::warn!("{}: its block device ends with the server, even if that is killed: {why}", disk.name);
+    None
 }
 
 /// Starts a thread for each queue, and waits until all queues have fetched their tags.
