@@ -1,18 +1,19 @@
 #!/bin/bash
 # run-ublk.sh [PART] [KERNEL..] - tests block devices with the ublk driver of stock kernels (default: 6.12 and 7). Parts (default: all):
 # every operation on a RAM disk (device, see ublk.sh), block devices of the program (program, see ublk-program.sh), file systems (use, see
-# ublk-use.sh), a hundred block devices (many, see ublk-many.sh), an unprivileged user (user, see ublk-user.sh), and low memory (memory,
-# see ublk-memory.sh). UBLK_SERVE and FREESTONE name the programs; by default they are built.
+# ublk-use.sh), recoverable servers that are killed (recovery, see ublk-recovery.sh), a hundred block devices (many, see ublk-many.sh), an
+# unprivileged user (user, see ublk-user.sh), and low memory (memory, see ublk-memory.sh). UBLK_SERVE and FREESTONE name the programs; by
+# default they are built.
 set -eu
 cd "$(dirname "$0")/.."
-parts="device program use many user memory"
-case ${1:-} in device|program|use|many|user|memory) parts=$1; shift;; esac
+parts="device program use recovery many user memory"
+case ${1:-} in device|program|use|recovery|many|user|memory) parts=$1; shift;; esac
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
 built=${CARGO_TARGET_DIR:-target}/debug
 case $parts in *device*)
   [ -n "${UBLK_SERVE:-}" ] || cargo build --quiet --package freestone-ublk --example serve
   strip -o "$dir/serve" "${UBLK_SERVE:-$built/examples/serve}"; esac
-case $parts in *program*|*use*|*many*|*memory*)
+case $parts in *program*|*use*|*recovery*|*many*|*memory*)
   [ -n "${FREESTONE:-}" ] || cargo build --quiet --package freestone-cli
   strip -o "$dir/freestone" "${FREESTONE:-$built/freestone}"; esac
 [ $# -gt 0 ] || set -- 6.12 7
@@ -30,6 +31,9 @@ for kernel in "$@"; do
         lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules xfs btrfs f2fs" -t 1200 -i lab/disk-use.sh:/lab/disk-use.sh \
           -b "dd md5sum fio blockdev mkfs.ext4 e2fsck mkfs.xfs xfs_repair mkfs.btrfs btrfs mkfs.f2fs fsck.f2fs $dir/freestone" \
           lab/ublk-use.sh;;
+      recovery)
+        lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 1200 \
+          -b "dd md5sum fio blockdev mkfs.ext4 e2fsck $dir/freestone" lab/ublk-recovery.sh;;
       many)
         lab/kernel-lab.sh -k "$kernel" -f gen -m "$modules" -t 600 -b "awk dd $dir/freestone" lab/ublk-many.sh;;
       user)

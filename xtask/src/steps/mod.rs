@@ -91,7 +91,7 @@ pub enum Step {
     LabVhostUser,
     /// Slow: every operation on a ublk RAM disk, two kernels
     LabUblkDevice,
-    /// Slow: ublk disks of the program, a hundred of them, little memory, an unprivileged user; two kernels
+    /// Slow: ublk disks of the program, killed servers, a hundred disks, little memory, an unprivileged user; two kernels
     LabUblk,
     /// Slow: ublk disks under four file systems, two kernels
     LabUblkUse,
@@ -267,6 +267,7 @@ impl Step {
             Self::LabUblkDevice => lab(&[&["lab/run-ublk.sh", "device"]]),
             Self::LabUblk => lab(&[
                 &["lab/run-ublk.sh", "program"],
+                &["lab/run-ublk.sh", "recovery"],
                 &["lab/run-ublk.sh", "many"],
                 &["lab/run-ublk.sh", "user"],
                 &["lab/run-ublk.sh", "memory"],

@@ -60,6 +60,11 @@ pub struct ExportSet {
 }
 
 impl ExportSet {
+    /// Returns true if one of the exports is a ublk block device.
+    pub fn has_block_device(&self) -> bool {
+        self.exports.iter().any(|export| matches!(export.address, ExportAddress::Ublk(_)))
+    }
+
     /// Returns true if both sets have the same exports, in any order.
     pub fn is_same(&self, other: &Self) -> bool {
         let all_there = self.exports.iter().all(|export| other.exports.contains(export));

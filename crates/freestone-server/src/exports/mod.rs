@@ -4,6 +4,7 @@
 //! [`Exports`] owns the NBD server and the local exports (vhost-user and ublk), which have one device each. Verbs
 //! call it with a claim of the device.
 
+mod block_recovery;
 mod blocks;
 mod checks;
 mod device_changes;
@@ -18,8 +19,8 @@ mod table;
 mod template;
 mod unpublish;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use freestone_control::protocol::RpcError;
 use freestone_core::sync::{Mutex, MutexGuard};
@@ -27,6 +28,7 @@ use freestone_nbd::{Access, Address, ExportInfo, Limits, Server};
 use freestone_spec::kinds::Spec;
 use freestone_spec::kinds::registry::Registry;
 
+pub use self::block_recovery::BlockRecovery;
 pub use self::checks::{DISCONNECT_MAX, FORCE, check_not_connection_fork};
 pub use self::export::Export;
 use self::export_spec::{ExportAddress, ExportSet, ExportSpec};
@@ -46,6 +48,8 @@ pub struct Exports {
     pub tls: Tls,
     /// Mode, owner and group of the Unix sockets of exports.
     access: Access,
+    /// Recovery of block devices, if the server is recoverable.
+    pub block_recovery: OnceLock<BlockRecovery>,
     claims: Claims,
     table: Mutex<Table>,
     /// True while a thread retries the absent exports.
@@ -60,6 +64,7 @@ impl Exports {
             nbd: Server::new(limits),
             tls,
             access,
+            block_recovery: OnceLock::new(),
             claims: Claims::default(),
             table: Mutex::default(),
             is_retried: AtomicBool::new(false),

@@ -180,12 +180,13 @@ impl Exports {
             places: vec![Arc::clone(&entry.clients)],
             ..vhost_user::Options::new(Arc::clone(self.nbd.budget()))
         };
+        let limits = join_limits(name, &device, wanted.limits)?;
         let export = vhost_user::Export::new(path, name, Arc::clone(&device) as _, options);
         let export = export.map_err(|error| {
             let why = format!("{name}: cannot listen at vhost-user:{error}");
             rpc_error!(EADDRNOTAVAIL, "{why}")
         })?;
-        live_standalone(name, StandaloneExport::VhostUser(export), &device, wanted.limits)
+        Ok(live_standalone(StandaloneExport::VhostUser(export), &device, limits))
     }
 
     /// Publishes a device as a ublk block device of this machine with this number of queues; 0 means one queue for each
@@ -198,16 +199,22 @@ impl Exports {
     ) -> Result<LiveExport, RpcError> {
         let name = entry.name();
         let device = self.local_access_path(entry)?;
+        let recovery = self.block_recovery.get().and_then(|blocks| Some((blocks, blocks.of(entry)?)));
+        let limits = join_limits(name, &device, wanted.limits)?;
         let options = ublk::Options {
             read_only: wanted.read_only || entry.is_read_only(),
             failures: Arc::clone(&entry.failures),
             queues,
+            recovery: recovery.map(|(_, recovery)| recovery),
             ..ublk::Options::new(Arc::clone(self.nbd.budget()))
         };
         let export = ublk::Export::new(name, Arc::clone(&device) as _, options);
         let export =
             export.map_err(|error| RpcError::failed(errno_of(&error), format!("{name}: {error}")))?;
-        live_standalone(name, StandaloneExport::Ublk(export), &device, wanted.limits)
+        if let Some((blocks, recovery)) = recovery {
+            blocks.end(recovery);
+        }
+        Ok(live_standalone(StandaloneExport::Ublk(export), &device, limits))
     }
 
     /// Returns a new access path for a local export. Fails if the device must not be published, or is a template.
@@ -240,18 +247,26 @@ impl Exports {
     }
 }
 
-/// Returns the record of a vhost-user or ublk export, with its limits applied to its access path.
-fn live_standalone(
+/// Applies the limits of a vhost-user or ublk export to its access path.
+fn join_limits(
     name: &str,
-    export: StandaloneExport,
     access_path: &Arc<Counting>,
     limits: LimitSpec,
-) -> Result<LiveExport, RpcError> {
-    access_path.tally().set_address(&export.address());
+) -> Result<Arc<ExportLimits>, RpcError> {
     let limits = Arc::new(ExportLimits::new(limits));
     limits.join(access_path).map_err(|e| rpc_error!(ENOMEM, "{name}: {e}"))?;
+    Ok(limits)
+}
+
+/// Returns the record of a vhost-user or ublk export.
+fn live_standalone(
+    export: StandaloneExport,
+    access_path: &Arc<Counting>,
+    limits: Arc<ExportLimits>,
+) -> LiveExport {
+    access_path.tally().set_address(&export.address());
     let (at, read_only) = (export.place(), export.is_read_only());
-    Ok(LiveExport { at, read_only, limits, standalone: Some(Arc::new(export)) })
+    LiveExport { at, read_only, limits, standalone: Some(Arc::new(export)) }
 }
 
 /// Returns a new access path into a device for the export at an address, or None for a template.

@@ -127,6 +127,15 @@ impl StandaloneExport {
         }
     }
 
+    /// Ends the export in the background like [`begin_to_end`](Self::begin_to_end), but leaves a recoverable block
+    /// device in the kernel for the next server.
+    pub fn begin_to_leave(&self) {
+        match self {
+            Self::VhostUser(export) => export.begin_shutdown(),
+            Self::Ublk(export) => export.begin_leave(),
+        }
+    }
+
     /// Ends the export and waits until it has ended. Returns false if requests are still in flight after
     /// `grace`.
     pub fn end(&self, grace: Duration) -> bool {

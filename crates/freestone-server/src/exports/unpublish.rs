@@ -9,7 +9,7 @@ use tracing::warn;
 
 use super::checks::{FORCE, in_use};
 use super::export_spec::ExportAddress;
-use super::standalone_export::end_all;
+use super::standalone_export::{StandaloneExport, end_all};
 use super::table::ExportRecord;
 use super::{DeviceExports, Exports};
 use crate::devices::claims::Claim;
@@ -110,13 +110,23 @@ impl Exports {
     /// Stops listening everywhere, completes the requests in flight, and closes all connections. Cuts connections with
     /// requests still in flight after `grace`.
     pub fn shutdown(&self, grace: Duration) {
+        self.end_all(grace, StandaloneExport::begin_to_end);
+    }
+
+    /// Ends all exports like [`shutdown`](Self::shutdown), but leaves recoverable block devices in the kernel for the
+    /// next server.
+    pub fn leave(&self, grace: Duration) {
+        self.end_all(grace, StandaloneExport::begin_to_leave);
+    }
+
+    fn end_all(&self, grace: Duration, begin: fn(&StandaloneExport)) {
         let records = |device: &mut DeviceExports| std::mem::take(&mut device.records);
         let records: Vec<_> = self.table().devices.values_mut().flat_map(records).collect();
         let live = records.into_iter().filter_map(|record| record.published.ok());
         let local: Vec<_> = live.filter_map(|live| live.standalone).collect();
         // Begins here, so that local exports and NBD connections end in parallel.
         for export in &local {
-            export.begin_to_end();
+            begin(export);
         }
         let end = Instant::now() + grace;
         self.nbd.shutdown(grace);

@@ -126,8 +126,9 @@ impl Running {
             report_step,
         };
         let known = asked.as_ref().map(|asked| start::open(service, asked, &devices)).transpose()?;
-        if let Some(asked) = &asked {
+        if let Some((asked, recorded)) = asked.as_ref().zip(known.as_ref()) {
             adoption::begin_holding(service, &asked.dir, holder)?;
+            adoption::find_block_devices(service, &asked.dir, recorded)?;
         }
         if let Some(empty) = known.as_ref().filter(|recorded| recorded.all().is_empty()) {
             // No device is recorded, so this only marks saved content as unused, or removes it if it was marked long
@@ -244,7 +245,11 @@ impl Running {
         let report_step = Arc::clone(&self.report_step);
         move || {
             // Exports end first, because the following steps may need the threads and descriptors of connections.
-            service.exports.shutdown(SHUTDOWN_GRACE);
+            if frees_memory {
+                service.exports.shutdown(SHUTDOWN_GRACE);
+            } else {
+                service.exports.leave(SHUTDOWN_GRACE);
+            }
             // Control sockets stop before the flush, because verbs write to devices as well.
             for control in controls {
                 control.stop();

@@ -9,9 +9,10 @@ use freestone::ram::{FamilyMemory, Ram};
 use freestone_control::protocol::RpcError;
 use freestone_spec::family::FamilySpec;
 use freestone_spec::kinds::{Entry, KindSpec, Spec};
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use uuid::Uuid;
 
+use crate::exports::BlockRecovery;
 use crate::persistence::recorded::RecordedDevices;
 use crate::recovery::{HolderChoice, RemoteFamilies, pid_of_holder};
 use crate::service::Service;
@@ -38,6 +39,31 @@ pub fn begin_holding(service: &Service, state: &Path, holder: Option<HolderChoic
         holder.map_err(|why| rpc_error!(EIO, "{at}: recoverable: cannot start the holder: {why}"))?;
     let _ = service.registry.holder.set(Arc::clone(&holder) as _);
     let _ = service.recovery.set(holder);
+    Ok(())
+}
+
+/// Finds the block devices that a killed server has left for its successor. A server that is not recoverable removes
+/// them.
+///
+/// # Errors
+/// Fails if a recoverable server cannot list them.
+pub fn find_block_devices(
+    service: &Service,
+    state: &Path,
+    recorded: &RecordedDevices,
+) -> Result<(), RpcError> {
+    let found = BlockRecovery::find(state);
+    if service.recovery.get().is_some() {
+        let _ = service.exports.block_recovery.set(found?);
+        return Ok(());
+    }
+    let warn = |fault: RpcError| warn!("{}", fault.message);
+    let found = found.map_err(warn);
+    for device in recorded.all() {
+        if let (Ok(blocks), Some(identity)) = (&found, device.identity()) {
+            let _ = blocks.remove(&device.record.name, identity, false).map_err(warn);
+        }
+    }
     Ok(())
 }
 

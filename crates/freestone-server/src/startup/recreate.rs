@@ -106,6 +106,12 @@ pub(super) fn recreate(
     if is_lost {
         held.lose(known.key());
     }
+    if let Some(blocks) = service.exports.block_recovery.get() {
+        // Before the content can be used: a failed removal leaves the device missing, with its content.
+        let keeps =
+            is_adopted && !is_lost && !device.withheld && recorded_device.export_set.has_block_device();
+        blocks.remove(&device.name, known, keeps)?;
+    }
     if content.is_none()
         && let Some(size) = grown_base_size(service, &spec)
     {

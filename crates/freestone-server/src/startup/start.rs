@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use freestone_control::protocol::RpcError;
 use freestone_nbd::{Address, AllowList};
@@ -24,8 +25,7 @@ use crate::startup::recreate::{NOT_YET, RestartContext, is_missing, recreate};
 
 /// Returns true if the exports to publish contain a ublk block device.
 pub fn has_block_device(service: &Service, entry: &Entry) -> bool {
-    let export_set = service.exports.read(entry.name(), DeviceExports::to_publish);
-    export_set.exports.iter().any(|wanted| matches!(wanted.address, ExportAddress::Ublk(_)))
+    service.exports.read(entry.name(), DeviceExports::to_publish).has_block_device()
 }
 
 /// Opens the state directory, in which the server then records changes. Returns the recorded devices.
@@ -240,6 +240,8 @@ pub fn publish_new(service: &Service, created: &[Arc<Entry>]) -> Result<(), RpcE
         service.publish_exports(claim, entry, export_set)
     });
     published.inspect_err(|_| {
+        // Not left for the next start, because the state will not know these devices.
+        service.exports.shutdown(Duration::ZERO);
         let names: Vec<&str> = created.iter().map(|entry| entry.name()).collect();
         if let Err(fault) = service.records.forget_all(&names) {
             error!("{}", fault.message);
