@@ -30,7 +30,7 @@ writer() {
     dd if=new of=mnt/$f bs=64k conv=fsync status=none || return 1
     echo "$(md5sum <new | cut -d' ' -f1)  $f" >>durable
     [ $((n % 10)) != 0 ] || rm mnt/f$((n % 37)) 2>/dev/null && sed -i "/ f$((n % 37))\$/d" durable || true
-    echo $n >count; done; }
+    echo $n >count.new; mv count.new count; done; }
 touch durable; echo 0 >count
 (writer 2>writer.err && echo ended >writer.end) & writer=$!
 # The client writes random blocks and verifies each by reading it again.
@@ -68,6 +68,13 @@ io_errors && wrong "the kernel's log"
 umount mnt; kill -TERM $server; wait $server || wrong "the server ends with $?"
 soon no_disk; [ -z "$(holder)" ] || wrong "a holder is left"
 echo "ok   an orderly end leaves no block device and no holder"
+
+# A device that cannot be created again keeps its block device, until it is removed.
+rm -rf state; begin --recoverable golden=file,path=golden.img,readonly=yes,publish=no; ready
+freestone fork golden job >/dev/null; job=$(freestone publish job --ublk); killed; mv golden.img away
+begin --recoverable; ready; freestone list | grep -q '^job .*adopted' && wrong "job exists without its base"; [ -b "$job" ] || wrong "no $job"
+freestone remove job; soon no_disk; kill -9 $(holder); kill -TERM $server; wait $server || wrong "the server ends with $?"
+echo "ok   a missing device keeps its block device until it is removed"
 
 # Without its content, the block device of a killed server is removed: requests fail, and nothing hangs.
 lost() { # options of the next server

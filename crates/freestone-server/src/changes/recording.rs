@@ -15,6 +15,7 @@ use freestone_state::{Change, Device, State};
 
 use crate::devices::claims::Claim;
 use crate::exports::Withheld;
+use crate::persistence::recorded;
 use crate::persistence::records::{PendingChange, export_record, shutdown_error, state_error};
 use crate::service::Service;
 use crate::settings::paths::address_text;
@@ -60,6 +61,16 @@ impl<'a> Recording<'a> {
         let mut found = Vec::new();
         for name in names {
             let old = state.find(name);
+            // A missing device is removed or replaced. Afterwards no server would know its block device of a killed
+            // server.
+            if let Some(blocks) = service.exports.block_recovery.get()
+                && let Some(identity) = old.as_ref().and_then(recorded::identity)
+                && service.registry.find(name).map_or(self.removes_missing_records, |entry| {
+                    entry.template.is_none() && entry.identity.uuid != identity.uuid
+                })
+            {
+                blocks.remove(name, identity, false)?;
+            }
             match (service.registry.find(name).filter(|entry| entry.template.is_none()), old) {
                 (Some(entry), old) => {
                     found.push(name);

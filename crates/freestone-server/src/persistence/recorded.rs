@@ -62,8 +62,7 @@ impl RecordedDevices {
 impl RecordedDevice {
     /// Returns the identity of the device, or `None` if its UUID is damaged.
     pub fn identity(&self) -> Option<Identity> {
-        let uuid = Uuid::parse_str(&self.record.uuid).ok()?;
-        Some(Identity { uuid, generation: self.record.generation })
+        identity(&self.record)
     }
 
     fn parse(record: &Device) -> Self {
@@ -77,6 +76,12 @@ impl RecordedDevice {
         }
         Self { spec: parse_spec(&record.words), record: record.clone(), export_set, unparsed }
     }
+}
+
+/// Returns the identity in the record of a device, or `None` if its UUID is damaged.
+pub fn identity(record: &Device) -> Option<Identity> {
+    let uuid = Uuid::parse_str(&record.uuid).ok()?;
+    Some(Identity { uuid, generation: record.generation })
 }
 
 fn parse_spec(words: &str) -> Result<Spec, String> {
