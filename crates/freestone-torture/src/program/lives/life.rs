@@ -121,7 +121,9 @@ fn start(world: &World, dir: &Path, before: Option<&Ending>) -> Result<Server, S
         return Ok(server);
     };
     let mut starts = 1;
-    if let End::KilledTwice { micros } = before.how {
+    if let End::KilledTwice { micros } = before.how
+        && before.is_loaded
+    {
         server::killed_at_start(&world.program, dir, &state(world), Duration::from_micros(micros))?;
         world.counts.add("ends", "kill -9 at the start", 1);
         starts += 1;

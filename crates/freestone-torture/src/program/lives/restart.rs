@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use freestone_testkit::Rng;
 use serde_json::{Value, json};
@@ -19,6 +19,7 @@ use crate::program::world::{ContentEnd, Disk, Kind, KnownState, World};
 /// Text that replaces the addresses of the server itself in sets of addresses.
 const HOME: &str = "home";
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+const LOAD_MAX: Duration = Duration::from_secs(5);
 
 /// A device as a server reports it.
 #[derive(Debug)]
@@ -366,13 +367,15 @@ fn ask(world: &World, method: &str, params: &Value) -> Result<Value, String> {
     control::ask(&world.control(), method, params).map_err(|error| format!("{method} {params}: {error:?}"))
 }
 
-/// Returns true if all saved content is in memory. If `waits` is set, waits until it is.
+/// Returns true if all saved content is in memory. If `waits` is set, waits for it, but not long: content that was
+/// saved in groups, or shared objects, can be too large for a memory limit when it is loaded page by page.
 pub fn is_loaded(world: &World, waits: bool) -> Result<bool, String> {
+    let end = Instant::now() + LOAD_MAX;
     loop {
         let stat = ask(world, "stat", &json!({}))?;
         let mut devices = stat["devices"].as_array().into_iter().flatten();
         let is_loaded = devices.all(|device| device["keep"]["loaded_percent"].is_null());
-        if is_loaded || !waits {
+        if is_loaded || !waits || Instant::now() > end {
             return Ok(is_loaded);
         }
         thread::sleep(POLL_INTERVAL);
