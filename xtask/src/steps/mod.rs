@@ -91,8 +91,10 @@ pub enum Step {
     LabVhostUser,
     /// Slow: every operation on a ublk RAM disk, two kernels
     LabUblkDevice,
-    /// Slow: ublk disks of the program, killed servers, a hundred disks, little memory, an unprivileged user; two kernels
+    /// Slow: ublk disks of the program, a hundred of them, little memory, an unprivileged user; two kernels
     LabUblk,
+    /// Slow: recoverable servers that are killed under ublk disks, two kernels
+    LabUblkRecovery,
     /// Slow: ublk disks under four file systems, two kernels
     LabUblkUse,
     /// Slow: zoned ublk devices under file systems, two kernels
@@ -267,11 +269,11 @@ impl Step {
             Self::LabUblkDevice => lab(&[&["lab/run-ublk.sh", "device"]]),
             Self::LabUblk => lab(&[
                 &["lab/run-ublk.sh", "program"],
-                &["lab/run-ublk.sh", "recovery"],
                 &["lab/run-ublk.sh", "many"],
                 &["lab/run-ublk.sh", "user"],
                 &["lab/run-ublk.sh", "memory"],
             ]),
+            Self::LabUblkRecovery => lab(&[&["lab/run-ublk.sh", "recovery"]]),
             Self::LabUblkUse => lab(&[&["lab/run-ublk.sh", "use"]]),
             Self::LabUblkZones => lab(&[&["lab/run-ublk-zones.sh"]]),
             Self::LabUblkZbd => lab(&[&["lab/run-ublk-zbd.sh"]]),
