@@ -295,7 +295,10 @@ pub(crate) fn new(
         let _ = family.set_note(note::of(spec).as_bytes());
     }
     if let Some(backing) = &spec.backing {
-        let disk = set_writeback(&family, backing)?;
+        // Settings of a family are changed through one of its disks, so a temporary disk is
+        // created.
+        let disk = family.ram(PAGE_BYTES as u64).map_err(setup_refusal)?;
+        set_writeback(&disk, backing);
         warn_of_backing(name, &config, &disk, location);
     }
     // Without /proc the memory of the machine is unknown, and the warning is omitted.
@@ -322,16 +325,13 @@ fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, location: Backi
     }
 }
 
-/// Applies the settings of writeback. Returns a temporary disk: settings of a family are changed through one of
-/// its disks.
-fn set_writeback(family: &Family, backing: &BackingSpec) -> Result<Ram, Refusal> {
-    let disk = family.ram(PAGE_BYTES as u64).map_err(setup_refusal)?;
+/// Applies the settings of writeback to the family of a disk.
+fn set_writeback(disk: &Ram, backing: &BackingSpec) {
     disk.set_writeback_limit(backing.limit);
     disk.set_writeback_limit_enable(backing.limit_enable);
     if let Some(pages) = backing.batch_size {
         disk.set_writeback_batch_size(pages);
     }
-    Ok(disk)
 }
 
 /// Takes over the family of a server that has ended.
@@ -359,8 +359,9 @@ pub(crate) fn adopt(
         AdoptError::NoBase(_) => refusal!(ENODEV, "its base does not exist"),
         error => refusal!(EIO, "{error}"),
     })?;
-    if let Some(backing) = &spec.backing {
-        set_writeback(&family, backing)?;
+    // From here on nothing may fail: devices that are dropped are removed.
+    if let (Some(backing), Some(first)) = (&spec.backing, devices.first()) {
+        set_writeback(&first.ram, backing);
     }
     Ok((family, devices))
 }
