@@ -60,9 +60,7 @@ impl Common {
         let roots = self.roots.as_ref()?.arena().file();
         Some(TableFiles { nodes: self.nodes.arena().file(), roots })
     }
-}
 
-impl Common {
     /// Completes an adoption. Until then, tables that are dropped stay in their files, for another process.
     pub fn own_tables(&self) {
         // Relaxed: tables are handed to other threads later.

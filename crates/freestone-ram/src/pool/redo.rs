@@ -46,8 +46,6 @@ pub const LAYOUT: u64 = 1;
 /// length of the dictionary.
 const DICTIONARY: u64 = 1 << 62;
 const PRIORITY_SHIFT: u32 = 32;
-/// Priority of the last algorithm.
-const PRIORITY_MAX: u64 = crate::codec::PRIORITIES as u64;
 
 /// Entries of objects that are being overwritten, one for each CPU.
 pub struct Redo {
@@ -64,6 +62,8 @@ pub struct RedoFile {
 
 #[derive(Default)]
 struct StoredDictionary {
+    /// Length of the whole dictionary.
+    len: u64,
     bytes: Vec<u8>,
     units: Vec<u32>,
 }
@@ -254,7 +254,6 @@ fn read_dictionaries(
     mut pieces: Vec<(u64, u64, u64, u32)>,
 ) -> BTreeMap<u64, StoredDictionary> {
     let mut found: BTreeMap<u64, StoredDictionary> = BTreeMap::new();
-    let mut total = BTreeMap::new();
     pieces.sort_unstable_by_key(|(_, number, ..)| *number);
     for (first, number, len, unit) in pieces {
         let priority = (first & !DICTIONARY) >> PRIORITY_SHIFT;
@@ -262,12 +261,10 @@ fn read_dictionaries(
         if number == dictionary.units.len() as u64 {
             dictionary.bytes.extend(bytes(arena, unit, first & u64::from(u32::MAX)));
             dictionary.units.push(unit);
-            total.insert(priority, len);
+            dictionary.len = len;
         }
     }
-    found.retain(|priority, dictionary| {
-        *priority <= PRIORITY_MAX && total.get(priority) == Some(&(dictionary.bytes.len() as u64))
-    });
+    found.retain(|_, dictionary| dictionary.bytes.len() as u64 == dictionary.len);
     found
 }
 

@@ -133,9 +133,9 @@ impl FamilyMemory {
     /// the old or the new content. Memory limits of devices are not adopted.
     ///
     /// `config` must have the algorithms of the family with their [dictionaries](Self::dictionary), and its backing
-    /// device with the same layout; the size of the disk is ignored. No write of the former process to the backing device may be in progress. `base`
-    /// returns the device with a key from which forks of other families' devices read. A device that the caller
-    /// drops is removed.
+    /// device with the same layout; the size of the disk is ignored. No write of the former process to the backing
+    /// device may be in progress. `base` returns the device with a key from which forks of other families' devices
+    /// read. A device that the caller drops is removed.
     ///
     /// # Errors
     /// Fails if the content is damaged, a base is missing, or memory is short. Another attempt, by any process,
