@@ -15,6 +15,7 @@ mod completion;
 mod count;
 #[cfg(not(loom))]
 mod disk;
+mod drop_signal;
 mod error;
 #[cfg(not(loom))]
 mod failures;
@@ -34,6 +35,7 @@ pub use count::{
 };
 #[cfg(not(loom))]
 pub use disk::Disk;
+pub use drop_signal::{DropObserver, DropSignal};
 pub use error::{Error, Result};
 #[cfg(not(loom))]
 pub use failures::{FailureKind, Failures};

@@ -11,7 +11,7 @@ use super::events::EventCounter;
 use super::queue::Queue;
 use super::record::EntryKind;
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, TryResult,
+    Buffer, Completion, Device, DropSignal, Error, Flags, IoBuf, Op, Request, Result, TryResult,
 };
 use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering::SeqCst};
@@ -45,6 +45,8 @@ pub struct PowerShared {
     /// 1 if the power is off only for a reset of the device, which is not a power loss, else 0. New
     /// requests then wait, and older ones finish. Changed under `change`, while the gate is open.
     pub wiping: AtomicU32,
+    /// The last field, so that the log is complete before.
+    pub drop_signal: DropSignal,
 }
 
 /// Failed writes of unflushed blocks: their number and the last error. The blocks stay cached and
@@ -69,6 +71,7 @@ impl PowerShared {
             countdown: Countdown::default(),
             change: Mutex::default(),
             wiping: AtomicU32::new(0),
+            drop_signal: DropSignal::default(),
         }
     }
 

@@ -47,8 +47,8 @@ pub use countdown::CutTrigger;
 use drain::PowerShared;
 use events::EventCounter;
 use freestone_core::device::{
-    self, Buffer, Completion, Device, Error as DeviceError, Extent, Geometry, IoBuf, Request, Result,
-    TryResult,
+    self, Buffer, Completion, Device, DropObserver, Error as DeviceError, Extent, Geometry, IoBuf, Request,
+    Result, TryResult,
 };
 use freestone_core::sync::{
     mpsc,
@@ -186,6 +186,11 @@ impl Power {
         };
         let worker = thread::Builder::new().name("freestone-power".into()).spawn(work)?;
         Ok(Self { shared, worker: Some(worker) })
+    }
+
+    /// Returns an observer of the end of this layer, when its log is complete.
+    pub fn drop_observer(&self) -> DropObserver {
+        self.shared.drop_signal.observer()
     }
 
     /// Returns the number of bytes of the cache's capacity in use.

@@ -36,8 +36,8 @@ use durable::file::StateFile;
 use durable::mark::Mark;
 use freestone_core::device::zoned::{AppendCompletion, Zone, ZoneCondition, ZoneOp, Zoned};
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, OpCounts, Request, Result,
-    TryResult,
+    Buffer, Completion, Device, DropObserver, DropSignal, Error, Extent, Flags, Geometry, IoBuf, Op,
+    OpCounts, Request, Result, TryResult,
 };
 use freestone_core::percpu::Counters;
 use freestone_core::replace::CreatedFile;
@@ -96,6 +96,8 @@ struct Inner {
     syncer: Arc<WorkQueue>,
     ops: OpCounts,
     zone_ops: Counters<{ counts::COUNTERS }>,
+    /// The last field, so that the state of the zones is stored before.
+    drop_signal: DropSignal,
 }
 
 type SyncCallback = Box<dyn FnOnce(Result<()>) + Send>;
@@ -159,6 +161,7 @@ impl Zones {
             syncer: WorkQueue::new("zones-sync"),
             ops: OpCounts::default(),
             zone_ops: Counters::default(),
+            drop_signal: DropSignal::default(),
         };
         let zones = Self { inner: Arc::new(inner), made };
         // The threads are started now, since the last flush of a server may happen when no thread
@@ -194,6 +197,11 @@ impl Zones {
     /// offline, resets it to empty instead. Same as `zone_offline` of `null_blk`.
     pub fn set_offline(&self, offset: u64) -> Result<()> {
         self.count_error(self.inner.set_condition(offset, ZoneCondition::Offline))
+    }
+
+    /// Returns an observer of the end of this device, when the state of its zones is stored.
+    pub fn drop_observer(&self) -> DropObserver {
+        self.inner.drop_signal.observer()
     }
 
     /// Returns the number of zones per condition, and the operation counters.

@@ -50,7 +50,8 @@ use std::sync::Arc;
 use rustix::fs::{Mode, OFlags};
 
 use freestone_core::device::{
-    Buffer, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, TryResult,
+    Buffer, Completion, Device, DropObserver, DropSignal, Error, Extent, Geometry, IoBuf, Op, Request,
+    Result, TryResult,
 };
 
 use backing::Backing;
@@ -132,6 +133,8 @@ pub struct File {
     /// Declared before `backing`, so that the engine's threads end before the file is closed.
     engine: engine::ActiveEngine,
     backing: Arc<Backing>,
+    /// The last field, so that the file is closed before.
+    drop_signal: DropSignal,
 }
 
 impl File {
@@ -214,7 +217,12 @@ impl File {
         let backing = Arc::new(backing);
         let engine = engine::ActiveEngine::start(config.engine, &backing)
             .map_err(|source| SetupError::Engine { path: config.path.clone(), source })?;
-        Ok(Self { engine, backing })
+        Ok(Self { engine, backing, drop_signal: DropSignal::default() })
+    }
+
+    /// Returns an observer of the end of this device, when the file is closed.
+    pub fn drop_observer(&self) -> DropObserver {
+        self.drop_signal.observer()
     }
 
     /// Picks up growth of the file, and returns the size of the device in bytes.

@@ -1,13 +1,13 @@
 //! Server shutdown: flushes and closes all devices within a deadline, even if verbs still hold devices or a
 //! disk hangs. Also tracks devices whose removal has not finished.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use freestone::device::{Completion, Device, Error, IoBuf, Request};
+use freestone::device::{Completion, Device, DropObserver, Error, IoBuf, Request};
 use freestone_core::sync::{Condvar, Mutex};
 use freestone_spec::kinds::Entry;
 use freestone_spec::machine::trim_heap;
@@ -83,23 +83,32 @@ fn flush_target(entry: &Entry) -> Option<Arc<dyn Device>> {
     }
 }
 
-/// Devices that record a clean close beside their data when they are dropped: files, origins and the COW
-/// devices of their snapshots. The thread that drops the last reference writes that record. This can be a
-/// thread that ends a merge or completes a request, after all entries have been dropped.
-pub struct Closing(Vec<(String, Weak<dyn Device>)>);
+/// Devices that complete something outside of this process when they are dropped. Files, origins and the COW
+/// devices of their snapshots record a clean close, power layers the last entries of their logs, and zoned
+/// devices the state of their zones. The thread that drops the last reference does this. It can be a thread
+/// that ends a merge or completes a request, after all entries have been dropped.
+pub struct Closing(Vec<(String, Vec<DropObserver>)>);
 
 impl Closing {
-    /// Returns the devices of `entries` that record a clean close.
+    /// Returns the devices of `entries` whose drop completes something.
     pub fn of(entries: &[Arc<Entry>]) -> Self {
-        let closes = |entry: &Arc<Entry>| Some((entry.name().to_owned(), entry.kind.closing_device()?));
-        Self(entries.iter().filter_map(closes).collect())
+        let observers = |entry: &Arc<Entry>| {
+            let (power, zones) = (&entry.layers.power, &entry.layers.zones);
+            let observers = [
+                entry.kind.drop_observer(),
+                power.as_ref().map(|power| power.drop_observer()),
+                zones.as_ref().map(|zones| zones.drop_observer()),
+            ];
+            (entry.name().to_owned(), observers.into_iter().flatten().collect())
+        };
+        Self(entries.iter().map(observers).collect())
     }
 
-    /// Waits until all devices are closed, until `end` at most. Logs each device that is not closed, and
+    /// Waits until all devices are dropped, until `end` at most. Logs each device that is not closed, and
     /// returns the number of these devices.
     pub fn wait(mut self, end: Instant) -> usize {
         loop {
-            self.0.retain(|(_, device)| device.strong_count() > 0);
+            self.0.retain(|(_, observers)| !observers.iter().all(DropObserver::is_dropped));
             if self.0.is_empty() || Instant::now() >= end {
                 break;
             }
@@ -176,9 +185,10 @@ impl Drop for PendingRemoval<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::sync::atomic::AtomicUsize;
 
-    use freestone::device::{Buffer, Result, TryResult, forward_device};
+    use freestone::device::{Blocking as _, Buffer, Flags, Result, TryResult, forward_device};
 
     use super::*;
     use freestone_spec::kinds::NullData;
@@ -248,6 +258,25 @@ mod tests {
             drop(entry);
         });
         assert_eq!(waits.wait(Instant::now() + Duration::from_secs(3600)), 0);
+        late.join().unwrap();
+    }
+
+    #[test]
+    fn closing_waits_for_the_end_of_a_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
+        let spec = format!("r=ram,disksize=1M,power_cut=yes,record={}", log.display());
+        let entry = Arc::new(build(spec.parse().unwrap(), &Arc::new(Registry::default())).unwrap());
+        let device = Arc::clone(entry.device().unwrap());
+        device.write_at(0, &vec![1; 1 << 20], Flags::default()).unwrap();
+        let closing = Closing::of(&[entry]);
+        let late = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            drop(device);
+        });
+        assert_eq!(closing.wait(Instant::now() + Duration::from_secs(3600)), 0);
+        // The header counts the write, and the flush of the close.
+        assert_eq!(fs::read(&log).unwrap()[16..24], 2_u64.to_le_bytes());
         late.join().unwrap();
     }
 

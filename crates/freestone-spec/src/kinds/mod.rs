@@ -27,10 +27,10 @@ mod words;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use freestone::cow;
-use freestone::device::{self, Device};
+use freestone::device::{self, Device, DropObserver};
 use freestone::file::FileChange;
 use freestone::qcow2::Format;
 use freestone::ram::{Family, Ram};
@@ -438,8 +438,8 @@ pub trait KindInstance: Send + Sync {
         None
     }
 
-    /// Returns the device that records a clean shutdown when it is dropped.
-    fn closing_device(&self) -> Option<Weak<dyn Device>> {
+    /// Returns an observer of the end of the device, if the device records a clean close when it is dropped.
+    fn drop_observer(&self) -> Option<DropObserver> {
         None
     }
 

@@ -26,8 +26,8 @@ use crate::cow::requests::{reads, writes};
 use crate::cow::state::{Snap, counter};
 use crate::cow::{MissedWrites, Status};
 use freestone_core::device::{
-    Buffer, Change, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result,
-    TryResult,
+    Buffer, Change, Changes, Completion, Device, DropObserver, Error, Extent, Geometry, IoBuf, Op, Request,
+    Result, TryResult,
 };
 use freestone_core::per_cpu_arc::PerCpuArc;
 
@@ -101,6 +101,11 @@ impl Snapshot {
     /// Returns the COW device.
     pub fn cow(&self) -> &Arc<dyn Device> {
         self.0.snap.store.device()
+    }
+
+    /// Returns an observer of the end of the exception store, when it is closed.
+    pub fn drop_observer(&self) -> DropObserver {
+        self.0.snap.store.drop_observer()
     }
 
     /// Returns the configuration with which the snapshot was opened.

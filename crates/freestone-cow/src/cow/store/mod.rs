@@ -24,7 +24,7 @@ use crate::cow::{SetupError, StoreKind, Usage};
 use area::Area;
 use format::CHUNK_BYTES_DEFAULT;
 use format::{Layout, Mark};
-use freestone_core::device::{self, Device, Geometry};
+use freestone_core::device::{self, Device, DropObserver, DropSignal, Geometry};
 use freestone_core::sync::{
     Condvar, Mutex,
     thread::{self, JoinHandle},
@@ -48,6 +48,8 @@ pub struct Store {
     /// Mark of the merge in progress, as it is on disk.
     mark: Mutex<Option<Mark>>,
     core: StoreCore,
+    /// The last field, so that the thread has ended and the device is released before.
+    drop_signal: DropSignal,
 }
 
 enum StoreCore {
@@ -91,8 +93,8 @@ impl Store {
             let chunk = chunk_bytes.unwrap_or(CHUNK_BYTES_DEFAULT);
             let layout = Layout::new(chunk, &geometry, origin)?;
             let core = StoreCore::Transient(Box::new(Transient::new(layout)));
-            let mark = Mutex::default();
-            return Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), Vec::new()));
+            let (mark, drop_signal) = (Mutex::default(), DropSignal::default());
+            return Ok((Arc::new(Self { kind, layout, device: cow, mark, core, drop_signal }), Vec::new()));
         }
         let LoadedStore { layout, header, valid, mark, end, next_free, exceptions } =
             load::load(&*cow, chunk_bytes, origin)?;
@@ -112,8 +114,13 @@ impl Store {
             .spawn(move || run.run())
             .map_err(SetupError::Thread)?;
         let core = StoreCore::Persistent { committer, thread: Some(thread) };
-        let mark = Mutex::new(mark);
-        Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), exceptions))
+        let (mark, drop_signal) = (Mutex::new(mark), DropSignal::default());
+        Ok((Arc::new(Self { kind, layout, device: cow, mark, core, drop_signal }), exceptions))
+    }
+
+    /// Returns an observer of the end of this store, when it is closed.
+    pub fn drop_observer(&self) -> DropObserver {
+        self.drop_signal.observer()
     }
 
     /// Returns the chunk size in bytes.

@@ -1,10 +1,10 @@
 //! Kind `file`: devices over raw image files and block devices.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use freestone::cow;
-use freestone::device::Device;
+use freestone::device::{Device, DropObserver};
 use freestone::file::{self, Direct, File, FileChange};
 use freestone::qcow2::Format;
 use serde_json::{Value, json};
@@ -138,8 +138,8 @@ impl KindInstance for FileDisk {
         })
     }
 
-    fn closing_device(&self) -> Option<Weak<dyn Device>> {
-        (!self.file.geometry().read_only).then(|| Arc::downgrade(&self.file) as _)
+    fn drop_observer(&self) -> Option<DropObserver> {
+        (!self.file.geometry().read_only).then(|| self.file.drop_observer())
     }
 
     fn attrs(&self) -> &'static [&'static str] {

@@ -1,10 +1,10 @@
 //! Snapshots of any device with a COW device, which stores the copies, as in dm-snapshot.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use freestone::consistency_group::GroupMember;
 use freestone::cow::{self, MergeStatus};
-use freestone::device::Device;
+use freestone::device::{Device, DropObserver};
 use freestone::file;
 use freestone::quiesce::Quiesce;
 use freestone::ram::{DISKSIZE_BYTES_MAX, Family, Ram};
@@ -287,8 +287,8 @@ impl KindInstance for CowSnapshot {
         read_only
     }
 
-    fn closing_device(&self) -> Option<Weak<dyn Device>> {
-        Some(Arc::downgrade(self.0.cow()))
+    fn drop_observer(&self) -> Option<DropObserver> {
+        Some(self.0.drop_observer())
     }
 
     fn begin_merge(&self, entry: &Arc<Entry>, registry: &Registry) -> Result<(), Refusal> {
