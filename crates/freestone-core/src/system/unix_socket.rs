@@ -3,6 +3,7 @@
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -81,11 +82,42 @@ impl Access {
         }
         // The mode is set after chown, so that its group bits never apply to another group.
         if self.mode != OWN_MODE {
-            // The mode is set through /proc, because fchmod rejects O_PATH descriptors.
-            chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(self.mode))?;
+            set_mode(&file, self.mode)?;
         }
         Ok(())
     }
+
+    /// Sets owner and mode of a socket's file that a predecessor of this process created, perhaps with another
+    /// owner. Changes nothing if the file has them already.
+    ///
+    /// # Errors
+    /// The path is not a socket, or a system call failed.
+    pub fn reapply(&self, path: &Path) -> io::Result<()> {
+        let file = openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let found = fstat(&file)?;
+        // A user with write access to the directory may have replaced the file.
+        if FileType::from_raw_mode(found.st_mode) != FileType::Socket || found.st_nlink != 1 {
+            return Err(io::Error::other("another file has replaced the socket"));
+        }
+        let user = self.user.unwrap_or(rustix::process::geteuid().as_raw());
+        let group = self.group.unwrap_or(rustix::process::getegid().as_raw());
+        let has_owner = (found.st_uid, found.st_gid) == (user, group);
+        if has_owner && found.st_mode & 0o7777 == self.mode {
+            return Ok(());
+        }
+        if !has_owner {
+            // Without this, the old mode would apply to the new group until the mode is set.
+            set_mode(&file, OWN_MODE)?;
+            let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
+            chownat(&file, "", Some(user), Some(group), AtFlags::EMPTY_PATH)?;
+        }
+        set_mode(&file, self.mode)
+    }
+}
+
+fn set_mode(file: &OwnedFd, mode: u32) -> io::Result<()> {
+    // The mode is set through /proc, because fchmod rejects O_PATH descriptors.
+    Ok(chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(mode))?)
 }
 
 /// Error from [`bind_to`].
@@ -175,11 +207,10 @@ pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, S
         socket = new_socket()?;
         bind(&socket, &name)?;
     }
-    let metadata = fs::symlink_metadata(path).inspect_err(|_| {
+    let file = SocketFile::adopt(path).inspect_err(|_| {
         // No other process can have replaced the new file yet.
         let _ = fs::remove_file(path);
     })?;
-    let file = SocketFile { path: path.to_path_buf(), identity: (metadata.dev(), metadata.ino()) };
     // The rights are set before `listen`, because clients cannot connect until then.
     access.apply(path).map_err(|source| BindError::Access { access: *access, source })?;
     listen(&socket, backlog)?;
@@ -255,6 +286,26 @@ fn lock_directory(directory: Option<&Path>) -> Result<Option<File>, Errno> {
     }
 }
 
+impl SocketFile {
+    /// Takes over the file of a socket that this process, or a predecessor of this process, created.
+    ///
+    /// # Errors
+    /// The metadata cannot be read, or the path is not a socket.
+    pub fn adopt(path: &Path) -> io::Result<Self> {
+        let metadata = fs::symlink_metadata(path)?;
+        if !metadata.file_type().is_socket() {
+            return Err(io::Error::other("the path exists and is not a socket"));
+        }
+        Ok(Self { path: path.to_path_buf(), identity: (metadata.dev(), metadata.ino()) })
+    }
+
+    /// Drops the value without removing the file, which belongs to a successor of this process from now on.
+    pub fn keep(self) {
+        let mut kept = ManuallyDrop::new(self);
+        drop(std::mem::take(&mut kept.path));
+    }
+}
+
 impl Drop for SocketFile {
     fn drop(&mut self) {
         // The path may refer to another server's socket by now.
@@ -326,6 +377,36 @@ mod tests {
                 );
             }
         });
+    }
+
+    #[test]
+    fn kept_file_is_adopted_with_other_rights() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let (socket, file) = bind_to(&path, 1, &Access { mode: 0o660, ..Access::default() }).unwrap();
+        file.keep();
+        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        for mode in [0o660, 0o600, 0o666] {
+            Access { mode, user: Some(uid), group: None }.reapply(&path).unwrap();
+            let found = fs::metadata(&path).unwrap();
+            assert_eq!((found.permissions().mode() & 0o7777, found.uid(), found.gid()), (mode, uid, gid));
+        }
+        if rustix::process::geteuid().is_root() {
+            let access = Access { mode: 0o660, user: Some(65534), group: Some(65533) };
+            // The file has the configured owner the second time.
+            for _ in 0..2 {
+                access.reapply(&path).unwrap();
+            }
+            let found = fs::metadata(&path).unwrap();
+            assert_eq!((found.uid(), found.gid()), (65534, 65533));
+        }
+        drop(SocketFile::adopt(&path).unwrap());
+        assert!(!path.exists());
+        assert!(SocketFile::adopt(&path).is_err());
+        fs::write(&path, "").unwrap();
+        assert!(SocketFile::adopt(&path).is_err());
+        assert!(Access::default().reapply(&path).is_err());
+        drop(socket);
     }
 
     #[test]
