@@ -12,7 +12,7 @@ use rustix::thread::set_name;
 
 use crate::accept::acceptor::describe_peer;
 use crate::address::Address;
-use crate::connection;
+use crate::connection::{self, AdoptedSession, Start};
 use crate::link::Link;
 use crate::shared::ServerShared;
 
@@ -41,26 +41,42 @@ pub fn start(shared: &Arc<ServerShared>) -> io::Result<JoinHandle<()>> {
 fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: String) {
     let Some(link) = shared.add_connection(listener, socket, peer) else { return };
     let Err(link) = shared.idle_threads.assign(link) else { return };
-    let spawned = {
-        let (shared, link) = (Arc::clone(shared), Arc::clone(&link));
-        thread::Builder::new().name("nbd".to_owned()).spawn(move || serve_many(&shared, link))
-    };
-    if let Err(error) = spawned {
+    if let Err(error) = spawn(shared, &link, Start::Handshake) {
         client_log!(warn, address = %link.address, %error, "no thread for a connection");
-        shared.remove_connection(&link, false);
         shared.tables.lock().refused += 1;
     }
 }
 
-/// Serves connections on this thread, one after the other, until no further one arrives in time.
-fn serve_many(shared: &ServerShared, first: Arc<Link>) {
+/// Continues a connection of the server's predecessor on a new thread.
+///
+/// # Errors
+/// The thread cannot be created. The connection is removed from the server.
+pub fn resume(shared: &Arc<ServerShared>, link: &Arc<Link>, session: AdoptedSession) -> io::Result<()> {
+    spawn(shared, link, Start::Adopted(Box::new(session)))
+}
+
+/// Serves a connection on a new thread. Removes the connection if the thread cannot be created.
+fn spawn(shared: &Arc<ServerShared>, link: &Arc<Link>, start: Start) -> io::Result<()> {
+    let spawned = {
+        let (shared, link) = (Arc::clone(shared), Arc::clone(link));
+        thread::Builder::new().name("nbd".to_owned()).spawn(move || serve_many(&shared, link, start))
+    };
+    if spawned.is_err() {
+        shared.remove_connection(link, false);
+    }
+    spawned.map(drop)
+}
+
+/// Serves connections on this thread, one after the other, until no further one arrives in time. `start`
+/// belongs to the first one; the others are new.
+fn serve_many(shared: &ServerShared, first: Arc<Link>, mut start: Start) {
     let mut next = Some(first);
     while let Some(link) = next {
         if let Ok(name) = CString::new(format!("nbd-{}", link.id)) {
             // The name is for ps and debuggers. On failure the thread keeps the name nbd.
             let _ = set_name(&name);
         }
-        connection::run(shared, &link);
+        connection::run(shared, &link, std::mem::replace(&mut start, Start::Handshake));
         // Closes the socket, unless another thread still holds the link.
         drop(link);
         next = shared.idle_threads.next_connection();
@@ -73,6 +89,6 @@ pub fn serve_socket(shared: &ServerShared, address: &Address, socket: OwnedFd) {
     let peer = describe_peer(&socket, getpeername(&socket).ok().flatten());
     let link = listener.and_then(|listener| shared.add_connection(listener, socket, peer));
     if let Some(link) = link {
-        connection::run(shared, &link);
+        connection::run(shared, &link, Start::Handshake);
     }
 }

@@ -11,6 +11,10 @@
 //!
 //! [`Server::enable_tls`] enables TLS.
 //!
+//! A server can pass its listening sockets and its connections to a successor, for example to a newer version
+//! of the program in the same process ([`Server::pass_on`], [`Server::adopt_connection`]). Clients notice a
+//! pause only.
+//!
 //! The protocol code is part of this crate, because no existing Rust crate supported structured replies. A
 //! connection that is idle for a second returns the memory of its buffers to the kernel.
 //!
@@ -28,6 +32,7 @@ mod session;
 mod shared;
 mod stats;
 mod stream;
+mod successor;
 mod wire;
 
 use freestone_nbd_proto as proto;
@@ -47,6 +52,7 @@ pub use session::CONNECTION_MEMORY_BYTES;
 pub use session::requests::status::MAX_DESCRIPTORS;
 pub use session::requests::sweeps::{MAX_SWEEPS, SWEEP_STEP_BYTES};
 pub use shared::export::{Client, ExportInfo, ExportOptions, TemplateOptions, Visibility};
+pub use shared::passed::{AdoptError, ConnectionState, Passed, PassedConnection};
 pub use shared::tables::PublishError;
 pub use shared::template::{ConnectionDevice, DeviceFactory};
 pub use stats::Stats;

@@ -1,7 +1,7 @@
 //! The state that the server and the thread of a connection share.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use freestone_core::allow::socket_peer;
@@ -27,6 +27,17 @@ pub struct CompletedPart {
     pub buffer: IoBuf,
 }
 
+/// The connection serves its client.
+const SERVING: u8 = 0;
+/// The connection stops at the next boundary of a request, to be passed to a successor.
+const PASSING: u8 = 1;
+/// The connection replies to the requests it has received, and ends.
+const DRAINING: u8 = 2;
+/// The connection ends at once.
+const CUT: u8 = 3;
+/// The socket belongs to a successor.
+const PASSED: u8 = 4;
+
 /// A connection: its socket, its completion queue, and its state for the server.
 #[derive(Debug)]
 pub struct Link {
@@ -37,7 +48,8 @@ pub struct Link {
     peer: String,
     socket: OwnedFd,
     queue: Arc<CompletionQueue<CompletedPart>>,
-    draining: AtomicBool,
+    /// [`SERVING`], [`PASSING`], [`DRAINING`], [`CUT`] or [`PASSED`]. Grows only; [`CUT`] and [`PASSED`] are final.
+    phase: AtomicU8,
     /// The names in the client's certificate, set when TLS has started.
     certificate_names: OnceLock<Vec<String>>,
     counters: Counters,
@@ -50,9 +62,9 @@ impl Link {
     /// No file descriptor is left for the completion queue.
     pub fn new(id: u64, address: Address, peer: String, socket: OwnedFd) -> std::io::Result<Self> {
         let queue = Arc::new(CompletionQueue::new()?);
-        let draining = AtomicBool::new(false);
+        let phase = AtomicU8::new(SERVING);
         let (client, counters) = (OnceLock::new(), Counters::default());
-        Ok(Self { id, address, peer, socket, queue, draining, certificate_names: client, counters })
+        Ok(Self { id, address, peer, socket, queue, phase, certificate_names: client, counters })
     }
 
     /// Returns the description of the peer, for logs.
@@ -89,17 +101,55 @@ impl Link {
         &self.counters
     }
 
-    /// Starts the end of the connection, which first replies to the requests it has received.
+    /// Starts the end of the connection, which first replies to the requests it has received. Does nothing if
+    /// the connection was cut or passed to a successor.
     pub fn drain(&self) {
-        self.draining.store(true, Ordering::SeqCst);
-        // Wakes a thread that waits to receive; data already received can still be read. Fails if the peer is
-        // gone, in which case the connection ends anyway.
-        let _ = shutdown(&self.socket, Shutdown::Read);
+        if self.enter(DRAINING, |phase| phase < DRAINING) {
+            // Wakes a thread that waits to receive; data already received can still be read. Fails if the peer
+            // is gone, in which case the connection ends anyway.
+            let _ = shutdown(&self.socket, Shutdown::Read);
+        }
     }
 
     /// Returns true once [`drain`](Self::drain) was called.
     pub fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::SeqCst)
+        self.phase.load(Ordering::SeqCst) == DRAINING
+    }
+
+    /// Asks the connection to stop at the next boundary of a request, so that it can be passed to a successor.
+    /// The socket is not changed.
+    pub fn begin_pass(&self) {
+        if self.enter(PASSING, |phase| phase == SERVING) {
+            self.queue.wake();
+        }
+    }
+
+    /// Returns true after [`begin_pass`](Self::begin_pass), until the connection ends or is passed.
+    pub fn is_passing(&self) -> bool {
+        self.phase.load(Ordering::SeqCst) == PASSING
+    }
+
+    /// Gives the socket to a successor: from now on, neither [`drain`](Self::drain) nor [`cut`](Self::cut)
+    /// changes the socket. Returns false if one of them was called before.
+    pub fn complete_pass(&self) -> bool {
+        self.enter(PASSED, |phase| phase == PASSING)
+    }
+
+    /// Returns true after [`complete_pass`](Self::complete_pass).
+    pub fn is_passed(&self) -> bool {
+        self.phase.load(Ordering::SeqCst) == PASSED
+    }
+
+    /// Returns true if the connection should stop to serve its client, for any reason.
+    #[inline]
+    pub fn is_ending(&self) -> bool {
+        self.phase.load(Ordering::SeqCst) != SERVING
+    }
+
+    /// Changes the phase if `may_change` returns true for the current one. Returns true if it did.
+    fn enter(&self, next: u8, may_change: impl Fn(u8) -> bool) -> bool {
+        let change = |phase| may_change(phase).then_some(next);
+        self.phase.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change).is_ok()
     }
 
     /// Returns true if the client has closed the connection, or the side on which it sends.
@@ -109,9 +159,69 @@ impl Link {
         !fds[0].revents().is_empty()
     }
 
-    /// Ends the connection at once. Wakes its thread from any wait except a device call.
+    /// Ends the connection at once. Wakes its thread from any wait except a device call. Does nothing if the
+    /// connection was passed to a successor.
     pub fn cut(&self) {
-        self.queue.shut_down();
-        let _ = shutdown(&self.socket, Shutdown::Both);
+        if self.enter(CUT, |phase| phase != PASSED) {
+            self.queue.shut_down();
+            let _ = shutdown(&self.socket, Shutdown::Both);
+        }
+    }
+
+    /// Ends the use of the socket by this process, unless the socket belongs to a successor.
+    pub fn close(&self) {
+        if !self.is_passed() {
+            let _ = shutdown(&self.socket, Shutdown::Both);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn link() -> (Link, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Link::new(1, Address::Stdin, String::new(), ours.into()).unwrap(), theirs)
+    }
+
+    #[test]
+    fn passed_socket_is_never_shut_down() {
+        let (link, mut client) = link();
+        assert!(!link.complete_pass(), "not asked to pass");
+        link.begin_pass();
+        assert!(link.is_ending() && link.is_passing());
+        let mut successor = UnixStream::from(link.socket().try_clone_to_owned().unwrap());
+        assert!(link.complete_pass());
+        for end in [Link::begin_pass, Link::drain, Link::cut, Link::close] {
+            end(&link);
+            assert!(link.is_passed());
+        }
+        drop(link);
+        client.write_all(b"request").unwrap();
+        successor.read_exact(&mut [0; 7]).unwrap();
+        successor.write_all(b"reply").unwrap();
+        client.read_exact(&mut [0; 5]).unwrap();
+    }
+
+    #[test]
+    fn ended_connection_cannot_be_passed() {
+        for end in [Link::drain, Link::cut] {
+            let (link, mut client) = link();
+            link.begin_pass();
+            end(&link);
+            link.begin_pass();
+            assert!(link.is_ending() && !link.is_passing() && !link.complete_pass());
+            assert!(client.write_all(b"request").is_err());
+        }
+        // A drain does not undo a cut.
+        let (link, mut client) = link();
+        link.cut();
+        link.drain();
+        assert!(!link.is_draining());
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
     }
 }

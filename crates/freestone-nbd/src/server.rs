@@ -33,7 +33,7 @@ use crate::stream::tls::settings::{Credentials, Policy, TlsMode};
 /// One thread accepts connections at all addresses. All methods may be called from any thread, except from
 /// the completion of a device request and from the functions of a template.
 pub struct Server {
-    shared: Arc<ServerShared>,
+    pub(crate) shared: Arc<ServerShared>,
     /// The accepting thread, started with the first address. Leaf lock: taken under `binding` to start the
     /// thread, and with no other lock held to take the handle for the join.
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -87,7 +87,10 @@ impl Server {
         allow: Option<AllowList>,
     ) -> Result<Address, ListenError> {
         let address = address.absolute();
-        self.listen_with(&address, allow, || listen::bind_to(&address, access))
+        self.listen_with(&address, allow, || match self.inherited_sockets(&address, access)? {
+            Some(bound) => Ok(bound),
+            None => listen::bind_to(&address, access),
+        })
     }
 
     /// Replaces the allow list of an address; `None` allows all peers. Existing connections continue. Returns
@@ -119,6 +122,21 @@ impl Server {
         self.listen_with(&address, allow, || Ok(bound))
     }
 
+    /// Returns the sockets of a predecessor at an address, if any. On error they stay inherited. Called with
+    /// `binding` locked.
+    fn inherited_sockets(
+        &self,
+        address: &Address,
+        access: &Access,
+    ) -> Result<Option<BoundSockets>, ListenError> {
+        // The lock is not held for `inherit`, which makes system calls.
+        let Some(sockets) = self.shared.tables.lock().take_inherited(address) else { return Ok(None) };
+        listen::inherit(address, sockets, access).map_err(|(error, sockets)| {
+            self.shared.tables.lock().inherited.push((address.clone(), sockets));
+            error
+        })
+    }
+
     fn listen_with(
         &self,
         address: &Address,
@@ -128,7 +146,7 @@ impl Server {
         let _binding = self.shared.binding.lock();
         {
             let tables = self.shared.tables.lock();
-            if tables.shutting_down {
+            if tables.is_ending() {
                 return Err(ListenError::ShuttingDown);
             }
             if tables.listener(address).is_some() {
@@ -145,7 +163,7 @@ impl Server {
             }
         }
         let mut tables = self.shared.tables.lock();
-        if tables.shutting_down {
+        if tables.is_ending() {
             return Err(ListenError::ShuttingDown);
         }
         let id = tables.add_listener(address.clone(), bound.file, allow);
@@ -413,6 +431,18 @@ impl Server {
         for (id, listener) in listeners {
             self.stop(id, listener);
         }
+        self.close_unused_listeners();
+        self.stop_accepting();
+        let links = {
+            let tables = self.shared.tables.lock();
+            tables.links(tables.connections.keys())
+        };
+        self.shared.end_connections(links, grace);
+        self.shared.idle_threads.end();
+    }
+
+    /// Ends the accepting thread. Called after the tables were marked as ending.
+    pub(crate) fn stop_accepting(&self) {
         if let Some(acceptor) = self.shared.acceptor() {
             acceptor.wake();
         }
@@ -421,12 +451,6 @@ impl Server {
             // The panic hook has already reported a panic of the thread.
             let _ = thread.join();
         }
-        let links = {
-            let tables = self.shared.tables.lock();
-            tables.links(tables.connections.keys())
-        };
-        self.shared.end_connections(links, grace);
-        self.shared.idle_threads.end();
     }
 }
 

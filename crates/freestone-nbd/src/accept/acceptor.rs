@@ -75,13 +75,14 @@ impl Acceptor {
         Ok(())
     }
 
-    /// Removes a listener and closes its sockets. No further connection is accepted there when this returns.
-    pub fn remove(&self, listener: u64) {
-        let removed = self.sockets.lock().remove(&listener);
-        for socket in removed.iter().flatten() {
+    /// Removes a listener and returns its sockets. No further connection is accepted there when this returns.
+    pub fn remove(&self, listener: u64) -> Vec<OwnedFd> {
+        let removed = self.sockets.lock().remove(&listener).unwrap_or_default();
+        for socket in &removed {
             // Closing alone would keep the epoll entry if another process has a copy of the socket.
             let _ = epoll::delete(&self.epoll, socket);
         }
+        removed
     }
 
     /// Wakes the accepting thread, which then calls `next`.

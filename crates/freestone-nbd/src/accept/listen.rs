@@ -134,10 +134,59 @@ pub fn adopt_socket(socket: OwnedFd) -> Result<BoundSockets, ListenError> {
             source: io::Error::other("the socket does not listen; a connection is served with --single"),
         });
     }
-    let flags = rustix::fs::fcntl_getfl(&socket).map_err(|error| other(error.into()))?;
-    rustix::fs::fcntl_setfl(&socket, flags | rustix::fs::OFlags::NONBLOCK)
-        .map_err(|error| other(error.into()))?;
+    prepare(&socket).map_err(other)?;
     Ok(BoundSockets { address, sockets: vec![socket], file: None })
+}
+
+/// Takes over the listening sockets of a predecessor at `address`, and the file of a Unix socket. Returns None
+/// and closes the sockets if the file does not exist, as clients cannot connect to them.
+///
+/// # Errors
+/// Also returns the sockets, to which the file still belongs.
+pub fn inherit(
+    address: &Address,
+    sockets: Vec<OwnedFd>,
+    access: &Access,
+) -> Result<Option<BoundSockets>, (ListenError, Vec<OwnedFd>)> {
+    if let Err(source) = sockets.iter().try_for_each(check_listening) {
+        return Err((ListenError::Other { address: address.clone(), source }, sockets));
+    }
+    let Address::Unix(path) = address else {
+        return Ok(Some(BoundSockets { address: address.clone(), sockets, file: None }));
+    };
+    match access.reapply(path).and_then(|()| SocketFile::adopt(path)) {
+        Ok(file) => Ok(Some(BoundSockets { address: address.clone(), sockets, file: Some(file) })),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => {
+            let error = ListenError::Access { address: address.clone(), access: *access, source };
+            Err((error, sockets))
+        }
+    }
+}
+
+/// Checks that a socket of a predecessor listens, and prepares it for this process.
+fn check_listening(socket: &OwnedFd) -> io::Result<()> {
+    if !sockopt::socket_acceptconn(socket)? {
+        return Err(io::Error::other("the socket of the predecessor does not listen"));
+    }
+    prepare(socket)
+}
+
+/// Makes a listening socket nonblocking, and closes it on exec.
+fn prepare(socket: &OwnedFd) -> io::Result<()> {
+    rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::CLOEXEC)?;
+    let flags = rustix::fs::fcntl_getfl(socket)?;
+    rustix::fs::fcntl_setfl(socket, flags | rustix::fs::OFlags::NONBLOCK)?;
+    Ok(())
+}
+
+/// Closes the listening sockets of a predecessor, and removes the file of a Unix socket.
+pub fn discard(address: &Address, sockets: Vec<OwnedFd>) {
+    if let Address::Unix(path) = address {
+        // Fails if the file was removed or replaced.
+        drop(SocketFile::adopt(path));
+    }
+    drop(sockets);
 }
 
 /// Returns the local address of a TCP socket, or of a Unix socket with a path.

@@ -28,13 +28,13 @@ const REPLY_TIME: Duration = Duration::from_secs(1);
 /// Maps the reason for a refused export to an error reply.
 impl From<JoinError> for Refusal {
     fn from(error: JoinError) -> Self {
-        match error {
-            JoinError::Unknown => (reply::ERR_UNKNOWN, "no such export here".into()),
-            JoinError::ShuttingDown => (reply::ERR_SHUTDOWN, "the server is shutting down".into()),
-            JoinError::TlsRequired => (reply::ERR_TLS_REQD, "this export requires TLS (nbds://)".into()),
-            JoinError::ClientLimit(most) => (reply::ERR_POLICY, limit_message(most).into()),
-            JoinError::Failed(text) => (reply::ERR_POLICY, text.into()),
-        }
+        let kind = match error {
+            JoinError::Unknown => reply::ERR_UNKNOWN,
+            JoinError::ShuttingDown => reply::ERR_SHUTDOWN,
+            JoinError::TlsRequired => reply::ERR_TLS_REQD,
+            JoinError::ClientLimit(_) | JoinError::Failed(_) => reply::ERR_POLICY,
+        };
+        (kind, error.into_message())
     }
 }
 
@@ -74,8 +74,9 @@ impl Handshake<'_> {
             .to_owned();
         self.input.consume(len);
         let (export, device) = self.choose_export(&name).map_err(|error| match error {
-            JoinError::ClientLimit(most) => HandshakeError::NoDevice(limit_message(most)),
-            JoinError::Failed(text) => HandshakeError::NoDevice(text),
+            JoinError::ClientLimit(_) | JoinError::Failed(_) => {
+                HandshakeError::NoDevice(error.into_message().into_owned())
+            }
             JoinError::TlsRequired => {
                 HandshakeError::Violation("an export that requires TLS was chosen without TLS")
             }
@@ -217,11 +218,6 @@ fn block_sizes(geometry: &Geometry) -> (u32, u32) {
     let preferred = preferred.checked_next_power_of_two().unwrap_or(MAX_PAYLOAD_BYTES);
     let most = 1 << maximum.max(1).ilog2();
     (preferred.min(most), maximum)
-}
-
-/// Returns the error message for an export whose client limit is reached.
-fn limit_message(most: u64) -> String {
-    format!("client limit reached: {most} (max_clients)")
 }
 
 /// Truncates a message to [`MAX_STRING_BYTES`], the longest string that the protocol allows.

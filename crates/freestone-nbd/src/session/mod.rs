@@ -10,6 +10,7 @@
 
 mod in_flight;
 mod operations;
+mod pass;
 mod receive;
 mod reply;
 pub mod requests;
@@ -82,6 +83,8 @@ enum Step {
     Stalled,
     /// The client disconnects, or violated the protocol.
     Close,
+    /// The current request is finished, and no other begins: the connection is passed to a successor.
+    Boundary,
 }
 
 /// The state of the receiving side of a connection.
@@ -89,16 +92,17 @@ enum Step {
 enum ClientState {
     /// The client may send requests.
     Active,
-    /// The client is idle, and the connection has freed its memory.
-    Idle,
     /// The client will send nothing more: its last request is a disconnect.
     Disconnecting,
+    /// The client may send requests, but none begins: the connection is passed to a successor.
+    Passing,
     /// The connection receives nothing more.
     Ended,
 }
 
 /// A connection in its transmission phase.
 pub struct Session<'a> {
+    shared: &'a ServerShared,
     link: &'a Link,
     export: Arc<Export>,
     device: Bytes,
@@ -136,9 +140,9 @@ pub struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Creates a session. `input` may hold data that the handshake did not consume.
+    /// Creates a session. `input` may hold data that the handshake, or a predecessor, did not consume.
     pub fn new(
-        shared: &ServerShared,
+        shared: &'a ServerShared,
         link: &'a Link,
         negotiated: Negotiation,
         input: Input,
@@ -149,6 +153,7 @@ impl<'a> Session<'a> {
         let granted = Arc::clone(link.queue()) as Arc<dyn GrantReceiver>;
         let share = shared.budget.share(&negotiated.export.failures, granted);
         Self {
+            shared,
             link,
             read_only: negotiated.export.read_only || geometry.read_only,
             export: negotiated.export,
@@ -176,10 +181,10 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Serves the client until it leaves or violates the protocol, or the server ends the connection. Waits
-    /// for parts in flight in every case except [`Link::cut`], so that the memory limits hold.
+    /// Serves the client until it leaves or violates the protocol, or the server ends or passes the connection.
+    /// Waits for parts in flight in every case except [`Link::cut`], so that the memory limits hold.
     pub fn run(mut self) {
-        self.set_idle_timeout(true);
+        self.limit_receives();
         // Bytes sent in the handshake are not counted.
         self.replies.sends = 0;
         self.replies.sent_bytes = 0;
@@ -201,7 +206,11 @@ impl<'a> Session<'a> {
             if self.sweeps.has_ready() {
                 self.sweep()?;
             }
-            let step = if self.client_state == ClientState::Ended { Step::Close } else { self.work()? };
+            let step = match self.client_state {
+                ClientState::Active | ClientState::Disconnecting => self.work()?,
+                ClientState::Passing => self.finish_current()?,
+                ClientState::Ended => Step::Close,
+            };
             if self.replies.is_empty() {
                 self.replies.plug = None;
             } else {
@@ -212,18 +221,24 @@ impl<'a> Session<'a> {
                 self.return_budget();
             }
             match step {
+                Step::Yield | Step::Stalled if self.stop_for_successor() => {}
                 Step::Done | Step::Yield => {}
                 Step::NeedInput(need) => self.receive(need)?,
                 Step::Stalled if self.sweeps.has_ready() => {}
                 Step::Stalled if self.operations.in_flight == 0 && !self.share.is_waiting() => {}
                 Step::Stalled => self.wait_stalled()?,
-                Step::Close => {
-                    self.client_state = ClientState::Ended;
+                Step::Close | Step::Boundary => {
+                    if step == Step::Close {
+                        self.client_state = ClientState::Ended;
+                    }
                     if self.sweeps.has_ready() {
                         continue;
                     }
                     if self.operations.in_flight == 0 {
-                        return Ok(());
+                        if step == Step::Close || self.pass() {
+                            return Ok(());
+                        }
+                        continue;
                     }
                     self.wait(PollFlags::empty()).ok_or(ConnectionLost)?;
                 }

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use freestone_core::stack;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
@@ -14,18 +14,37 @@ use super::requests::partial_request::PartialRequest;
 use super::{ClientState, ConnectionLost, Session};
 use crate::stream::input::ReceiveResult;
 
-/// A client that sends nothing for this long counts as idle.
-const IDLE_TIME: Duration = Duration::from_secs(1);
+/// Longest time for which the thread waits in a receive call, from which only data wakes it. Then it polls
+/// the completion queue too. A poll before each receive would delay every request.
+const RECEIVE_TIME: Duration = Duration::from_millis(20);
+/// A client that sends nothing for this long, after [`RECEIVE_TIME`], counts as idle.
+const IDLE_TIME: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// Why a wait ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wakeup {
+    /// The time was over, or a signal arrived.
+    Timeout,
+    /// The completion queue was woken.
+    Queue,
+    /// An event occurred at the socket.
+    Socket,
+}
 
 impl Session<'_> {
     /// Returns the number of bytes still to receive if the server ends the connection, else None. The first
     /// call after [`Link::drain`] sets this limit to the bytes in the socket's buffer.
     #[inline]
     pub(super) fn begin_drain(&mut self) -> Option<u64> {
-        if self.drain.is_none() && self.link.is_draining() {
-            self.drain = Some(rustix::io::ioctl_fionread(self.link.socket()).unwrap_or(0));
+        if self.drain.is_none() && self.link.is_ending() { self.begin_end() } else { self.drain }
+    }
+
+    /// Receives nothing more: the connection ends, or stops for a successor.
+    #[cold]
+    pub(super) fn stop_receiving(&mut self) {
+        if self.client_state != ClientState::Passing {
+            self.client_state = ClientState::Ended;
         }
-        self.drain
     }
 
     /// Receives once, so that the input can hold `need` bytes. Sets [`ClientState::Ended`] if nothing more
@@ -36,7 +55,7 @@ impl Session<'_> {
         }
         let limit = self.begin_drain().unwrap_or(u64::MAX);
         if limit == 0 {
-            self.client_state = ClientState::Ended;
+            self.stop_receiving();
             return Ok(());
         }
         let mut flags = RecvFlags::empty();
@@ -73,16 +92,13 @@ impl Session<'_> {
             ReceiveResult::Data => {
                 freestone_core::trail::arrive!();
                 self.tally.receives += 1;
-                if self.client_state == ClientState::Idle {
-                    self.set_idle_timeout(true);
-                }
                 if let Some(left) = &mut self.drain {
                     *left = left.saturating_sub(n as u64);
                 }
             }
             ReceiveResult::WouldBlock if self.drain.is_some() => self.client_state = ClientState::Ended,
-            // The receive timeout IDLE_TIME has expired.
-            ReceiveResult::WouldBlock if flags.is_empty() => self.free_idle_memory(),
+            // The receive timeout RECEIVE_TIME has expired.
+            ReceiveResult::WouldBlock if flags.is_empty() => self.wait_idle()?,
             ReceiveResult::WouldBlock => {}
             ReceiveResult::Ended => self.handle_client_end()?,
         }
@@ -108,6 +124,17 @@ impl Session<'_> {
         self.link.has_left()
     }
 
+    /// Waits for data or a wakeup, and frees memory if the client is idle.
+    #[cold]
+    fn wait_idle(&mut self) -> Result<(), ConnectionLost> {
+        let wakeup = self.wait_at_most(PollFlags::IN, Some(&IDLE_TIME)).ok_or(ConnectionLost)?;
+        if wakeup == Wakeup::Timeout {
+            self.free_idle_memory();
+            self.wait(PollFlags::IN).ok_or(ConnectionLost)?;
+        }
+        Ok(())
+    }
+
     /// Returns memory used by earlier requests to the kernel, because the client is idle.
     #[cold]
     fn free_idle_memory(&mut self) {
@@ -119,21 +146,25 @@ impl Session<'_> {
         self.operations = Operations::default();
         self.finished = Vec::new();
         self.share.release_all();
-        self.set_idle_timeout(false);
         stack::release_unused_stack();
     }
 
-    /// Enables or disables the receive timeout that detects an idle client.
-    pub(super) fn set_idle_timeout(&mut self, enabled: bool) {
-        // On failure an idle connection only keeps its memory.
-        let _ = set_socket_timeout(self.link.socket(), Timeout::Recv, enabled.then_some(IDLE_TIME));
-        self.client_state = if enabled { ClientState::Active } else { ClientState::Idle };
+    /// Limits the time of each blocking receive.
+    pub(super) fn limit_receives(&self) {
+        // On failure an idle connection keeps its memory, and cannot be passed to a successor.
+        let _ = set_socket_timeout(self.link.socket(), Timeout::Recv, Some(RECEIVE_TIME));
     }
 
     /// Waits for a completion, a wakeup, or one of `events` at the socket. Returns true if one of `events`
     /// occurred, and None if the connection was cut.
     #[inline]
     pub(super) fn wait(&mut self, events: PollFlags) -> Option<bool> {
+        self.wait_at_most(events, None).map(|wakeup| wakeup == Wakeup::Socket)
+    }
+
+    /// Waits like [`wait`](Self::wait), at most for `time`.
+    #[inline]
+    fn wait_at_most(&mut self, events: PollFlags, time: Option<&Timespec>) -> Option<Wakeup> {
         let queue = self.link.queue();
         // A cut after this check wakes the poll. The wakeup of an earlier cut may have been consumed already.
         if queue.is_shut_down() {
@@ -142,10 +173,15 @@ impl Session<'_> {
         let wake = PollFd::new(queue.wake_fd(), PollFlags::IN);
         let mut fds = [wake, PollFd::from_borrowed_fd(self.link.socket(), events)];
         // A signal may end the wait early; every caller checks its condition again.
-        let _ = poll(&mut fds[..if events.is_empty() { 1 } else { 2 }], None);
+        let _ = poll(&mut fds[..if events.is_empty() { 1 } else { 2 }], time);
+        let mut wakeup = Wakeup::Timeout;
         if !fds[0].revents().is_empty() {
             queue.rearm();
+            wakeup = Wakeup::Queue;
         }
-        (!queue.is_shut_down()).then(|| !fds[1].revents().is_empty())
+        if !fds[1].revents().is_empty() {
+            wakeup = Wakeup::Socket;
+        }
+        (!queue.is_shut_down()).then_some(wakeup)
     }
 }

@@ -4,7 +4,7 @@ use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
 use super::requests::partial_request::PartialRequest;
-use crate::session::{ClientState, ConnectionLost, Session};
+use crate::session::{ConnectionLost, Session};
 use crate::stream::input::ReceiveResult;
 use crate::stream::tls::opener::TlsClosed;
 
@@ -36,7 +36,7 @@ impl Session<'_> {
     fn fetch(&mut self) -> Result<bool, ConnectionLost> {
         let limit = self.begin_drain().unwrap_or(u64::MAX);
         if limit == 0 {
-            self.client_state = ClientState::Ended;
+            self.stop_receiving();
             return Ok(false);
         }
         let mut flags = RecvFlags::empty();

@@ -1,5 +1,6 @@
 //! Exports: published devices and templates.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -70,6 +71,19 @@ pub enum JoinError {
     ClientLimit(u64),
     /// No device is available. The value is the message for the client.
     Failed(String),
+}
+
+impl JoinError {
+    /// Returns the message for the client.
+    pub fn into_message(self) -> Cow<'static, str> {
+        match self {
+            Self::Unknown => "no such export here".into(),
+            Self::ShuttingDown => "the server is shutting down".into(),
+            Self::TlsRequired => "this export requires TLS (nbds://)".into(),
+            Self::ClientLimit(most) => format!("client limit reached: {most} (max_clients)").into(),
+            Self::Failed(text) => text.into(),
+        }
+    }
 }
 
 /// Properties of an export, from [`Server::exports`](crate::Server::exports).

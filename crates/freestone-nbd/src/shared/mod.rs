@@ -5,6 +5,7 @@
 //! public server, handshakes, sessions and the accepting thread use it.
 
 pub mod export;
+pub mod passed;
 pub mod tables;
 pub mod template;
 
@@ -26,6 +27,7 @@ use crate::accept::pending_handshakes::Admission;
 use crate::limits::Limits;
 use crate::link::Link;
 use crate::shared::export::{Export, JoinError};
+use crate::shared::passed::PassedConnection;
 use crate::stream::tls::settings::Policy;
 
 /// Longest wait for cut connections to end. Only a blocked device call takes longer.
@@ -214,7 +216,7 @@ impl ServerShared {
 
     /// Makes the accepting thread check its deadlines. Does not block, so it may be called with the tables
     /// locked.
-    fn wake(&self) {
+    pub fn wake(&self) {
         if let Some(acceptor) = self.acceptor.get() {
             acceptor.wake();
         }
@@ -244,7 +246,7 @@ impl ServerShared {
         let now = Instant::now();
         let (expired, until, admission) = {
             let mut tables = self.tables.lock();
-            if tables.shutting_down {
+            if tables.is_ending() {
                 return AcceptorAction::Stop;
             }
             let (expired, until) = tables.take_expired(now);
@@ -280,41 +282,65 @@ impl ServerShared {
 
     /// Ends connections after replies to the requests they have received. Cuts those that take longer than
     /// `grace`.
-    pub fn end_connections(&self, mut links: Vec<Arc<Link>>, grace: Duration) {
-        for link in &links {
+    pub fn end_connections(&self, links: Vec<Arc<Link>>, grace: Duration) {
+        let mut left = ids(&links);
+        for link in links {
             link.drain();
         }
-        self.wait_for_end(&mut links, grace);
+        self.wait_for_end(&mut left, grace);
+        self.cut_late(&left);
+    }
+
+    /// Cuts connections that did not end in time, and waits until they have ended.
+    pub fn cut_late(&self, late: &[u64]) {
+        let links = self.tables.lock().links(late);
         for link in &links {
             client_log!(warn, peer = %link.peer(), "the connection did not end in time and is cut");
-            link.cut();
         }
-        self.wait_for_end(&mut links, CUT_WAIT);
+        self.cut_connections(links);
     }
 
-    pub fn cut_connections(&self, mut links: Vec<Arc<Link>>) {
-        for link in &links {
+    pub fn cut_connections(&self, links: Vec<Arc<Link>>) {
+        let mut left = ids(&links);
+        for link in links {
             link.cut();
         }
-        self.wait_for_end(&mut links, CUT_WAIT);
+        self.wait_for_end(&mut left, CUT_WAIT);
     }
 
-    /// Waits at most `time` for these connections to end. Removes those that have ended from `links`.
-    fn wait_for_end(&self, links: &mut Vec<Arc<Link>>, time: Duration) {
+    /// Waits at most `time` for these connections to end. Removes those that have ended from `left`.
+    pub fn wait_for_end(&self, left: &mut Vec<u64>, time: Duration) {
         let deadline = Instant::now().checked_add(time);
         let mut tables = self.tables.lock();
-        // Waits for one link at a time, so each wakeup checks one link, however many connections end.
-        while let Some(link) = links.last() {
-            if !tables.connections.contains_key(&link.id) {
-                links.pop();
+        // Waits for one connection at a time, so each wakeup checks one, however many connections end.
+        while let Some(id) = left.last() {
+            if !tables.connections.contains_key(id) {
+                left.pop();
                 continue;
             }
-            let left = deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                links.retain(|link| tables.connections.contains_key(&link.id));
+            let time = deadline.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
+            if time.is_zero() {
+                left.retain(|id| tables.connections.contains_key(id));
                 return;
             }
-            tables = self.ended.wait_timeout(tables, left).0;
+            tables = self.ended.wait_timeout(tables, time).0;
         }
     }
+
+    /// Gives a connection to the successor. Returns false if the connection was drained or cut before.
+    pub fn pass(&self, link: &Link, connection: PassedConnection) -> bool {
+        // Under one lock, so that a connection that cannot be cut any more is in the list.
+        let mut tables = self.tables.lock();
+        let is_passed = link.complete_pass();
+        if is_passed {
+            tables.passed.push(connection);
+        }
+        is_passed
+    }
+}
+
+/// Returns the identifiers of connections. Waits use them instead of links, so that the descriptors of a
+/// connection that has ended are closed during the wait.
+pub fn ids(links: &[Arc<Link>]) -> Vec<u64> {
+    links.iter().map(|link| link.id).collect()
 }

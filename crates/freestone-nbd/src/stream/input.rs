@@ -56,6 +56,18 @@ impl Input {
         }
     }
 
+    /// Puts bytes that a predecessor of the server received into the buffer, which must be empty.
+    ///
+    /// # Errors
+    /// More than [`RECEIVE_BUFFER_BYTES`].
+    pub fn fill(&mut self, bytes: &[u8]) -> io::Result<()> {
+        debug_assert!(self.start == self.end, "the buffer has unconsumed data");
+        let space = self.buf.get_mut(..bytes.len()).ok_or(io::ErrorKind::InvalidInput)?;
+        space.copy_from_slice(bytes);
+        (self.start, self.end) = (0, bytes.len());
+        Ok(())
+    }
+
     #[inline]
     pub fn data(&self) -> &[u8] {
         &self.buf[self.start..self.end]

@@ -52,6 +52,15 @@ impl Contexts {
         Some(chosen)
     }
 
+    /// Returns the contexts with these names.
+    ///
+    /// # Errors
+    /// Returns the first unknown name.
+    pub fn by_names(names: &[String]) -> Result<Self, &str> {
+        let known = |name| ALL.iter().find(|(_, known, _)| *known == name).map(|(context, ..)| *context);
+        names.iter().map(|name| known(name).ok_or(&name[..])).collect()
+    }
+
     /// Returns the name and identifier of each context in the set.
     pub fn names_and_ids(self) -> impl Iterator<Item = (&'static str, u32)> {
         ALL.iter().filter(move |(context, ..)| self.contains(*context)).map(|(_, name, id)| (*name, *id))

@@ -33,6 +33,22 @@ pub struct Tag {
 }
 
 impl Headers {
+    const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
+
+    /// Returns the name for the state of a passed connection.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Simple => "simple",
+            Self::Structured => "structured",
+            Self::Extended => "extended",
+        }
+    }
+
+    /// Returns the headers with a [`name`](Self::name).
+    pub fn by_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|headers| headers.name() == name)
+    }
+
     #[inline]
     pub const fn have_chunks(self) -> bool {
         !matches!(self, Self::Simple)

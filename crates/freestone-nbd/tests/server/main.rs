@@ -4,4 +4,5 @@
 mod common;
 mod connections;
 mod requests;
+mod successor;
 mod tls;

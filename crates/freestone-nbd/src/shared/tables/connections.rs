@@ -59,6 +59,12 @@ impl Tables {
         }))
     }
 
+    /// Returns the links of connections that have not chosen an export.
+    pub fn links_in_handshake(&self) -> Vec<Arc<Link>> {
+        let connections = self.connections.values().filter(|connection| connection.export.is_none());
+        connections.map(|connection| Arc::clone(&connection.link)).collect()
+    }
+
     /// Finds an export like [`find`](Self::find), and counts the connection as its user. Fails if a client
     /// limit is full.
     pub fn join_export(&mut self, link: &Link, name: &str) -> Result<Arc<Export>, JoinError> {
@@ -71,6 +77,24 @@ impl Tables {
         export.users.fetch_add(1, Ordering::SeqCst);
         self.names.entry(export.name.clone()).or_default().users.insert(link.id);
         Ok(export)
+    }
+
+    /// Counts a connection of a predecessor as a user of an export, which must not be a template. Unlike a
+    /// client in a handshake, the connection does not wait for the export or for a place.
+    pub fn adopt(&mut self, link: &Link, name: &str) -> Result<Arc<Export>, JoinError> {
+        let export = self.find(&link.address, name)?;
+        // The empty name selects the default export, but a session has the name of its export.
+        if export.name != name {
+            return Err(JoinError::Unknown);
+        }
+        export.check_visible(link)?;
+        if export.template().is_some() {
+            return Err(JoinError::Failed("the export creates a device for each connection".to_owned()));
+        }
+        if self.holds.contains_key(name) {
+            return Err(JoinError::Failed("the device is being replaced".to_owned()));
+        }
+        self.join_export(link, name)
     }
 
     /// Holds the exports of a name: clients that choose one wait until [`release`](Self::release). Returns

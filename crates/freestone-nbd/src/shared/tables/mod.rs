@@ -6,6 +6,7 @@
 pub mod connections;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -22,6 +23,7 @@ use crate::address::Address;
 use crate::link::Link;
 use crate::proto::MAX_STRING_BYTES;
 use crate::shared::export::{Export, ExportInfo, JoinError, Source, Visibility};
+use crate::shared::passed::PassedConnection;
 use crate::stats::Stats;
 
 /// Why an export cannot be published or unpublished.
@@ -93,6 +95,13 @@ pub struct Tables {
     next_id: u64,
     /// Set at shutdown: the server accepts, listens and publishes no more.
     pub shutting_down: bool,
+    /// Set when the server passes its connections to a successor. Handshakes in progress may still choose an
+    /// export.
+    pub is_passing: bool,
+    /// Connections for the successor.
+    pub passed: Vec<PassedConnection>,
+    /// Listening sockets of a predecessor at addresses at which the server does not listen yet.
+    pub inherited: Vec<(Address, Vec<OwnedFd>)>,
     /// True while connections wait in the backlogs of the listening sockets.
     pub is_paused: bool,
     /// See [`Stats::accepted`].
@@ -135,6 +144,11 @@ impl Tables {
     fn new_id(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id
+    }
+
+    /// Returns true if the server accepts and listens no more.
+    pub fn is_ending(&self) -> bool {
+        self.shutting_down || self.is_passing
     }
 
     pub fn listener(&self, address: &Address) -> Option<&Listener> {
@@ -184,6 +198,12 @@ impl Tables {
         }
         let links = self.links(&listener.connections);
         Some((id, listener, links))
+    }
+
+    /// Removes and returns the listening sockets of a predecessor at an address.
+    pub fn take_inherited(&mut self, address: &Address) -> Option<Vec<OwnedFd>> {
+        let at = self.inherited.iter().position(|(inherited, _)| inherited == address)?;
+        Some(self.inherited.remove(at).1)
     }
 
     /// Removes all listeners with their exports, at shutdown.
