@@ -125,6 +125,9 @@ impl Vring {
         let name = format!("vhost-q{index}");
         let thread = std::thread::Builder::new().name(name).spawn(move || queue::run(resources))?;
         self.running = Some(RunningQueue { answers, thread });
+        // A killed server may have published completions without the notification. With event indices,
+        // the notification of later completions would be missing, too.
+        self.notify_driver();
         Ok(())
     }
 
@@ -152,9 +155,20 @@ impl Vring {
         }
     }
 
-    /// Sets the eventfd that notifies the driver.
+    /// Sets the eventfd that notifies the driver. QEMU does that again after it has enabled the queue, which
+    /// may have notified the former eventfd by then.
     pub fn set_call(&self, call: Option<OwnedFd>) {
         *self.call.lock() = call;
+        if self.running.is_some() {
+            self.notify_driver();
+        }
+    }
+
+    /// Notifies the driver, which then finds the completions that it has not seen.
+    fn notify_driver(&self) {
+        if let Some(call) = &*self.call.lock() {
+            freestone_core::eventfd::wake(call);
+        }
     }
 }
 

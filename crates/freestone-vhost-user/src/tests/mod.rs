@@ -158,6 +158,7 @@ impl Client {
             assert!(self.ask(what, &0_u64.to_ne_bytes(), &[fd.as_fd()]));
         }
         assert!(self.state(message::SET_VRING_ENABLE, 0, 1));
+        assert!(rustix::io::read(&self.call, &mut [0; 8]).is_ok(), "the driver is notified of the start");
     }
 
     fn put(&self, at: u64, bytes: &[u8]) {

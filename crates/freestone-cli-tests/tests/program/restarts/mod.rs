@@ -4,6 +4,7 @@ mod failed_starts;
 mod former_keys;
 mod kept;
 mod lost_content;
+mod machines;
 mod random;
 mod recovery;
 mod unkept_devices;
