@@ -3,12 +3,13 @@
 #   boot     a root file system on a fork: the guest writes to it, and after `freestone rewind` the next boot finds the base
 #   use      ext4 on two disks with two queues each: filled while one of them grows, read back, checked, trimmed
 #   killed   the server is killed with SIGKILL under a write load and restarted: no data is lost, nothing hangs
+#   adopted  the same with a RAM disk, which the next server adopts (--recoverable)
 #   cut      the connection is cut repeatedly under a write load, and the disk grows: no data is lost, nothing hangs
 #   files    ext4, xfs, btrfs and f2fs are filled and checked, and fio verifies with 4 jobs on 2 queues
 # Runs all parts by default. FREESTONE names the program; by default it is built.
 set -eu
 cd "$(dirname "$0")/.."
-only=" ${*:-boot use killed cut files} "
+only=" ${*:-boot use killed adopted cut files} "
 dir=$(mktemp -d)
 server=
 end() { [ -z "$server" ] || kill -9 "$server" 2>/dev/null || true; rm -rf "$dir"; }
@@ -76,25 +77,33 @@ if wants use; then
   stop
 fi
 
-if wants killed; then
-  truncate -s 256M "$dir/disk"
-  file="f=file,path=$dir/disk,publish=no"
-  serve "$file"
-  "$FREESTONE" publish f --vhost-user "unix:$dir/f" >/dev/null
-  guest 300 killed -- "$dir/f" >"$dir/guest" & guest=$!
+killed() { # part, arguments of the first server, arguments of the next ones...
+  part=$1 first=$2; shift 2
+  serve $first "$@"
+  "$FREESTONE" publish d --vhost-user "unix:$dir/d" >/dev/null
+  guest 300 killed -- "$dir/d" >"$dir/guest" & guest=$!
   kills=0
   while kill -0 $guest 2>/dev/null && [ $kills -lt 5 ]; do
-    writes f || break
+    writes d || break
     kill -9 "$server"; wait "$server" || true
-    serve "$file"
-    "$FREESTONE" publish f --vhost-user "unix:$dir/f" >/dev/null
+    serve "$@"
     kills=$((kills + 1))
   done
-  wait $guest || { echo "killed: the guest ended with $?, after $kills kills" >&2; cat "$dir/guest" "$dir/log" >&2; exit 1; }
-  [ $kills -ge 2 ] || { echo "killed: only $kills kills" >&2; exit 1; }
+  wait $guest || { echo "$part: the guest ended with $?, after $kills kills" >&2; cat "$dir/guest" "$dir/log" >&2; exit 1; }
+  [ $kills -ge 2 ] || { echo "$part: only $kills kills" >&2; exit 1; }
   cat "$dir/guest"
   stop
-  echo "killed: the server was killed $kills times under a write load"
+  rm -rf "$dir/state"
+  echo "$part: the server was killed $kills times under a write load"
+}
+
+if wants killed; then
+  truncate -s 256M "$dir/disk"
+  killed killed "d=file,path=$dir/disk,publish=no" --state "$dir/state"
+fi
+
+if wants adopted; then
+  killed adopted d=ram,disksize=256M,publish=no --state "$dir/state" --recoverable
 fi
 
 if wants cut; then

@@ -258,7 +258,7 @@ impl Step {
             }
             Self::Lab => lab(&[
                 &["lab/run-writeback.sh", "first"],
-                &["lab/run-vhost-user.sh", "boot", "killed"],
+                &["lab/run-vhost-user.sh", "boot", "killed", "adopted"],
                 &["lab/run-ublk.sh", "program", "7"],
                 &["lab/run-ublk-zones.sh", "drive", "7"],
             ]),

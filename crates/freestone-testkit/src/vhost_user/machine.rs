@@ -131,9 +131,10 @@ impl Machine {
             front.send_acknowledged(wire::SET_VRING_BASE, &state(queue.used()), &[])?;
             front.send_acknowledged(wire::SET_VRING_ADDR, &wire::addresses(index, desc, used, avail), &[])?;
             let number = wire::u64s(&[index.into()]);
-            front.send_acknowledged(wire::SET_VRING_CALL, &number, &[queue.call.as_fd()])?;
             front.send_acknowledged(wire::SET_VRING_KICK, &number, &[queue.kick.as_fd()])?;
             front.send_acknowledged(wire::SET_VRING_ENABLE, &state(1), &[])?;
+            // As in QEMU, the server may have completed requests by now.
+            front.send_acknowledged(wire::SET_VRING_CALL, &number, &[queue.call.as_fd()])?;
         }
         Ok(())
     }
