@@ -1,5 +1,5 @@
 #!/bin/sh
-# ublk-recovery.sh - runs in the kernel lab (see run-ublk.sh): block devices of a recoverable server that is killed again and again, under a
+# ublk-recovery.sh - runs in the kernel lab (see run-ublk.sh): block devices of a recoverable server that is killed and upgraded again and again, under a
 # file system with a writer and under a verifying client. Ends at the first failure.
 set -eu
 export LC_ALL=C XDG_RUNTIME_DIR=/run
@@ -49,6 +49,13 @@ for n in 1 2 3 4 5 6 7 8 9 10; do
   freestone list | grep '^job ' | grep -q "adopted.* $job\$" || wrong "job is not at $job: $(freestone list)"; done
 [ "$(ls /sys/block/${disk#/dev/}/mq | wc -l)" = 2 ] || wrong "not two queues"
 echo "ok   a file system and a verifying client over 13 kills: the writer has written $(cat count) files"
+
+# Another program takes the place of the server, in the same process.
+for n in 1 2 3 4 5; do
+  freestone upgrade >/dev/null 2>&1 || wrong "an upgrade fails: $(freestone upgrade 2>&1)"; progress
+  freestone list | grep '^r ' | grep -q "adopted.* $disk\$" || wrong "r is not at $disk after an upgrade: $(freestone list)"; done
+ended $server && wrong "the server has another process"
+echo "ok   five upgrades: the writer has written $(cat count) files"
 
 # A start that fails leaves the block devices for the next one, before and after it has attached them.
 killed; freestone serve --state state --recoverable --nbd unix:/absent/nbd.sock >out 2>>err && wrong "a start without its address succeeds"

@@ -17,7 +17,7 @@ use crate::explore;
 use crate::help::examples;
 use crate::mounts::{mount, umount};
 use crate::serve::ServeArgs;
-use crate::verbs::{hold, images, prune, shutdown, stat, top, ublk_owner, wait};
+use crate::verbs::{hold, images, prune, shutdown, stat, top, ublk_owner, upgrade, wait};
 
 /// Display order of global options in the help: after the options of the subcommand.
 const LAST: usize = 900;
@@ -120,6 +120,9 @@ pub enum Command {
     /// Save and flush everything, then stop the server
     #[command(after_help = examples::SHUTDOWN)]
     Shutdown(Call<shutdown::Line>),
+    /// Replace the program of a running server, while clients stay connected
+    #[command(after_help = examples::UPGRADE)]
+    Upgrade(Call<upgrade::Line>),
     /// Show the state of each page of a ram device, in zram's format
     #[command(after_help = examples::BLOCK_STATE)]
     BlockState(Call<block_state::Params>),

@@ -108,6 +108,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Hold(line) => verbs::hold::hold(&line),
         Command::UblkOwner(line) => return verbs::ublk_owner::print_owner(&line),
         Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
+        Command::Upgrade(call) => verbs::upgrade::ask(&call.args, &call.common),
         Command::Shutdown(call) => verbs::shutdown::ask(&call.args, &call.common),
         Command::List(call) => ask::<status::list::List>(&call.args, &call.common),
         Command::Stat(call) => return verbs::stat::ask(&call.args, &call.common),

@@ -120,15 +120,20 @@ impl Connections {
     /// Stops accepting connections at `listener`, and reading requests. Running verbs finish and send their
     /// responses.
     pub fn close(&self, listener: impl AsFd) {
+        self.close_for_successor();
+        // Wakes the thread that waits in accept(), which then fails.
+        let _ = shutdown(listener, Shutdown::Both);
+    }
+
+    /// Closes the set like [`close`](Self::close), but leaves the listener open. Its thread stops when it has accepted
+    /// one more connection.
+    pub fn close_for_successor(&self) {
         let mut state = self.state.lock();
         state.closing = true;
         for connection in state.open.values() {
             let _ = shutdown(&connection.stream, Shutdown::Read);
         }
         self.changed.notify_all();
-        drop(state);
-        // Wakes the thread that waits in accept(), which then fails.
-        let _ = shutdown(listener, Shutdown::Both);
     }
 
     /// Waits until no connection is open, for at most `grace`.

@@ -4,8 +4,10 @@
 //! own client.
 
 use std::io::{self, BufRead, BufReader, BufWriter, Read as _, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Once};
 use std::thread::{self, JoinHandle};
@@ -80,6 +82,27 @@ impl ControlServer {
             self.connections.close(self.socket.listener());
             self.connections.wait_empty(STOP_GRACE);
         });
+    }
+
+    /// Stops like [`stop`](Self::stop), for a successor: the socket stays at its path, and clients that connect later
+    /// wait there for the successor. Returns the socket.
+    ///
+    /// # Errors
+    /// No descriptor is left. The server has stopped all the same.
+    pub fn pass_on(&self) -> io::Result<OwnedFd> {
+        let socket = self.socket.listener().try_clone();
+        self.stopped.call_once(|| {
+            self.connections.close_for_successor();
+            // Wakes the thread that accepts connections, which takes one more. A full backlog wakes it as well.
+            drop(self.socket.path().connect());
+            self.connections.wait_empty(STOP_GRACE);
+        });
+        socket.map(OwnedFd::from)
+    }
+
+    /// Returns the path of the socket.
+    pub fn path(&self) -> &Path {
+        self.socket.path().path()
     }
 
     /// Removes the socket's path without waiting for verbs.

@@ -5,7 +5,7 @@
 
 use std::fs::{self, File, Permissions};
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -15,6 +15,7 @@ use anyhow::{Context as _, Result, bail};
 use freestone_nbd::Access;
 use rustix::fs::{FlockOperation, flock};
 use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// Longest path of a Unix socket, in bytes: `sun_path` without its terminating zero.
 const MAX_PATH_BYTES: usize = 107;
@@ -58,9 +59,22 @@ impl SocketPath {
         Ok(Self { path: path.into(), identity: identity(path)? })
     }
 
+    /// Returns the path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Returns true if the file at the path is still this socket.
     pub fn is_there(&self) -> bool {
         identity(&self.path).is_ok_and(|found| found == self.identity)
+    }
+
+    /// Connects to the socket, without waiting for room in its backlog.
+    pub fn connect(&self) -> io::Result<OwnedFd> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        connect(&socket, &SocketAddrUnix::new(&self.path)?)?;
+        Ok(socket)
     }
 
     /// Removes the path if the file there is still this socket.
@@ -109,6 +123,17 @@ impl PrivateSocket {
         let path =
             SocketPath::adopt(path).with_context(|| format!("{at}: cannot look at the control socket"))?;
         Ok(Self { listener, path })
+    }
+
+    /// Takes over the socket of the predecessor in this process. Listens anew if no socket is at `path`.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind).
+    pub fn inherit(socket: OwnedFd, path: &Path, access: &Access) -> Result<Self> {
+        match SocketPath::adopt(path) {
+            Ok(path) => Ok(Self { listener: socket.into(), path }),
+            Err(_) => Self::bind(path, access),
+        }
     }
 
     /// Returns the listening socket.

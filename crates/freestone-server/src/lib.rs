@@ -6,7 +6,7 @@
 //! limits of the process, writes nothing on standard output, and logs with `tracing`.
 //!
 //! Modules, each of which uses only modules before it: `config`, `settings`, `devices`, `exports`, `jobs`, `declared`,
-//! `persistence`, `service`, `changes`, `startup`, `verbs`, `observe`, `server`. Only the saves of `persistence` also
+//! `persistence`, `upgrade`, `service`, `changes`, `startup`, `verbs`, `observe`, `server`. Only the saves of `persistence` also
 //! use `service`. The hidden modules are for the program `freestone`, and change without notice.
 
 #[macro_use]
@@ -40,6 +40,8 @@ pub mod service;
 #[doc(hidden)]
 pub mod settings;
 mod startup;
+#[doc(hidden)]
+pub mod upgrade;
 #[doc(hidden)]
 pub mod usage;
 #[doc(hidden)]

@@ -30,6 +30,7 @@ use crate::persistence::saves::Saves;
 use crate::recovery::RemoteFamilies;
 use crate::settings::access::ServerAccess;
 use crate::settings::tls::Tls;
+use crate::upgrade::Upgrades;
 
 /// The state of a running server, shared by all verbs.
 ///
@@ -69,6 +70,8 @@ pub struct Service {
     pub started_at: Instant,
     /// Rates of requests and bytes, for metrics and the web page.
     pub rates: Rates,
+    /// Upgrades of the server to another program.
+    pub upgrades: Upgrades,
     /// Function that requests the shutdown of the server, once `serve` has set it.
     pub end: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// True with `--ublk`: published devices of a configuration file that is applied also get a ublk export.
@@ -93,6 +96,7 @@ impl Service {
             http_url: OnceLock::new(),
             started_at: Instant::now(),
             rates: Rates::default(),
+            upgrades: Upgrades::default(),
             end: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),
             exports: Exports::new(limits, access.sockets.resolved, tls, Arc::clone(&registry)),

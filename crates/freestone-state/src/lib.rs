@@ -39,6 +39,7 @@ mod state;
 mod topology;
 
 pub use self::error::StateError;
+pub use self::lines::VERSION as STATE_VERSION;
 pub use self::log::InterruptedVerb;
 pub use self::state::{Change, State};
 pub use self::topology::{Device, Export, Topology};

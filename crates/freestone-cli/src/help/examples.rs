@@ -268,6 +268,15 @@ Examples:
   freestone shutdown
   freestone shutdown --timeout 10s";
 
+pub const UPGRADE: &str = "\
+Examples:
+  freestone upgrade                       the program at the path of the running one, after a package has replaced it
+  freestone upgrade ./freestone-2
+
+The server needs a state directory (serve --state), and --recoverable for the content of RAM disks, forks and snapshots in
+memory. The program takes its place in the same process. Requests wait until it has opened the devices; NBD clients without
+TLS stay connected, others connect again. If the program cannot take over, the server goes on, and the status is 1.";
+
 pub const BLOCK_STATE: &str = "\
 Examples:
   freestone block-state ram0                         page number, last access (seconds since boot), flags

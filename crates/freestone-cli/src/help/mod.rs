@@ -15,7 +15,7 @@ pub const GROUPS: &[(&str, &[&str])] = &[
         "Common commands",
         &["serve", "list", "stat", "create", "set", "fork", "snapshot", "rewind", "remove", "shutdown"],
     ),
-    ("Server", &["wait", "top", "apply", "dump", "jobs", "cancel", "hold"]),
+    ("Server", &["wait", "top", "apply", "dump", "jobs", "cancel", "upgrade", "hold"]),
     ("Devices", &["get", "mount", "umount", "publish", "unpublish", "reset", "ublk-owner"]),
     ("Snapshots and forks", &["merge", "delta", "save", "restore"]),
     ("RAM disk maintenance", &["compact", "idle", "writeback", "recompress", "block-state"]),

@@ -38,6 +38,8 @@ pub enum Event {
     Signal(i32),
     /// The verb `shutdown`.
     Verb,
+    /// The verb `upgrade`.
+    Upgrade,
     /// The kernel or the machine requests that the server ends, for this reason (SIGXCPU, SIGPWR). Unlike a second
     /// signal, a repeated request does not shorten a shutdown in progress.
     Emergency(&'static str),
@@ -131,6 +133,13 @@ impl Events {
         }
     }
 
+    /// Returns true if a signal, a verb or the machine has requested the end, and nobody has taken the event yet.
+    pub fn has_end_request(&self) -> bool {
+        self.receiver
+            .try_iter()
+            .any(|event| matches!(event, Event::Emergency(_) | Event::Verb | Event::Signal(SIGINT | SIGTERM)))
+    }
+
     /// Returns a sender with which other threads add events, such as [`Event::Ended`].
     pub fn sender(&self) -> Sender<Event> {
         self.sender.clone()
@@ -152,19 +161,20 @@ pub fn has_terminal() -> bool {
 
 /// Waits for an event that ends the server: a signal, the verb `shutdown`, an emergency, or the disconnect of the client of
 /// `--single`.
-/// SIGHUP is such an event only if `on_hangup` returns false.
-pub fn wait_for_end_request(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
+/// SIGHUP is such an event only if `on_hangup` returns false. Returns true if the event is [`Event::Upgrade`].
+pub fn wait_for_end_request(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<bool> {
     loop {
         match events.receiver.recv().context("the thread for signals is gone")? {
             Event::Signal(SIGHUP) if on_hangup() => {}
             Event::Signal(_) => {
                 events.has_signal.set(true);
-                return Ok(());
+                return Ok(false);
             }
-            Event::Verb | Event::Left => return Ok(()),
+            Event::Upgrade => return Ok(true),
+            Event::Verb | Event::Left => return Ok(false),
             Event::Emergency(why) => {
                 warn!("the server ends: {why}");
-                return Ok(());
+                return Ok(false);
             }
             Event::Child | Event::Ended => {}
         }
@@ -192,7 +202,7 @@ pub fn wait_for_end(events: &Events, until: Option<Instant>) -> WaitOutcome {
             Some(at) => events.receiver.recv_timeout(at.saturating_duration_since(Instant::now())),
         };
         match event {
-            Ok(Event::Child | Event::Left | Event::Verb | Event::Emergency(_)) => {}
+            Ok(Event::Child | Event::Left | Event::Verb | Event::Upgrade | Event::Emergency(_)) => {}
             Ok(Event::Signal(_)) if !events.has_signal.replace(true) => {
                 warn!("the server is ending; another signal ends it at once, without saving");
             }
@@ -232,7 +242,14 @@ pub fn run_to_exit(events: &Events, mut command: Command) -> Result<u8> {
                 pass_on(&child, SIGTERM);
                 kill_at = Some(Instant::now() + COMMAND_GRACE);
             }
-            Ok(Event::Child | Event::Left | Event::Ended | Event::Verb | Event::Emergency(_)) => {}
+            Ok(
+                Event::Child
+                | Event::Left
+                | Event::Ended
+                | Event::Verb
+                | Event::Upgrade
+                | Event::Emergency(_),
+            ) => {}
             Ok(Event::Signal(_)) | Err(_) => {
                 child.kill().context("--run: cannot kill the command")?;
                 let status = child.wait().context("--run: cannot wait for the command")?;

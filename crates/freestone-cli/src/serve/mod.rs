@@ -10,6 +10,8 @@ mod single;
 mod supervisor;
 #[cfg(test)]
 mod tests;
+mod upgrade;
+
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -30,6 +32,7 @@ use freestone_server::service::Service;
 use freestone_server::settings::access::AccessArgs;
 use freestone_server::settings::handshake::HandshakeArgs;
 use freestone_server::settings::tls::TlsArgs;
+use freestone_server::upgrade::Handover;
 use freestone_server::verbs::text::keys;
 use freestone_spec::machine::mmap_large_allocations;
 use tempfile::TempDir;
@@ -40,6 +43,7 @@ use self::events::{Event, Events, WaitOutcome};
 use self::plan::plan;
 pub use self::process::survive_file_size_limit;
 use self::supervisor::Pidfile;
+use self::upgrade::NextProgram;
 use crate::{help, output};
 
 /// Specification of the device that is served if no device is specified.
@@ -174,12 +178,27 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
         return Ok(help::print(&help::devices::all()));
     }
     if args.check {
-        let devices = plan(args)?.0.devices.len();
+        let answers = upgrade::answer_check()?;
+        let devices = plan(args, None)?.0.devices.len();
+        if answers {
+            upgrade::print_can_take_over();
+            return Ok(ExitCode::SUCCESS);
+        }
         let plural = if devices == 1 { "" } else { "s" };
         // A closed stdout is ignored.
         let _ = writeln!(io::stdout(), "{devices} device{plural}: the configuration is valid");
         return Ok(ExitCode::SUCCESS);
     }
+    let mut inherited = upgrade::take()?;
+    match (serve_after(args, &mut inherited), inherited) {
+        (Err(why), Some(inherited)) => Err(upgrade::execute_former(inherited, why)),
+        (outcome, _) => outcome,
+    }
+}
+
+/// Runs the server, as the successor of the program that has passed `inherited`, if there is one. Sets `inherited` to `None`
+/// once the server has started.
+fn serve_after(args: &ServeArgs, inherited: &mut Option<Handover>) -> Result<ExitCode> {
     let parent = supervisor::parent();
     process::become_io_flusher();
     mmap_large_allocations();
@@ -196,17 +215,34 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
         supervisor::end_with_parent(parent)?;
     }
     let client = args.single.then(single::take).transpose()?;
-    let (plan, private) = plan(args)?;
+    // The descriptors are duplicated, so that the predecessor gets them if this program cannot start.
+    let copy = inherited.as_ref().map(Handover::try_clone).transpose()?;
+    let (plan, private) = plan(args, copy)?;
     let control = plan.control.clone().unwrap_or_default();
     // The files are removed after the server has ended.
     let mut files = ProcessFiles { pidfile: None, private };
-    let mut running =
-        Running::start(plan, |service| abandon_at_signal(service, &events), Arc::new(report_step))?;
+    let next = NextProgram::default();
+    let on_service = |service: &Arc<Service>| {
+        abandon_at_signal(service, &events);
+        if args.run.is_none() && !args.single {
+            next.allow(service, events.sender());
+        }
+    };
+    let mut running = Running::start(plan, on_service, Arc::new(report_step))?;
+    if let Some(inherited) = inherited.take() {
+        upgrade::complete(&running.service, &inherited, running.adopted_connections);
+    }
     let end = events.sender();
     // A failed send is ignored: the main thread no longer waits for events.
     let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Verb)));
     // From here on, an error leads to a clean shutdown.
     let outcome = serve_until_end(&running, &mut files, args, client, &events, &control, open_files);
+    if let (Ok(None), Some(program)) = (&outcome, next.take()) {
+        upgrade::notify();
+        let mut handover = running.pass_on();
+        handover.ends = events.has_end_request();
+        return Err(upgrade::execute(&program, handover));
+    }
     info!("ending");
     supervisor::notify_stopping("waiting for requests");
     if mutants::on(Mutant::EndStartsThread) && OwnedQueue::started("shutdown").is_err() {
@@ -241,10 +277,14 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     replace::remove_temporary_files();
     // A device that was not closed in time lacks the record of a clean close, so the exit status must report it.
     let is_incomplete = unclosed > 0 || failed > 0 && !mutants::on(Mutant::EndHidesLoss);
-    outcome.map(|status| ExitCode::from(if is_incomplete && status == 0 { 1 } else { status }))
+    outcome.map(|status| {
+        let status = status.unwrap_or_default();
+        ExitCode::from(if is_incomplete && status == 0 { 1 } else { status })
+    })
 }
 
-/// Serves until an event ends the server. Returns the exit status of the command of `--run`, or 0.
+/// Serves until an event ends the server. Returns the exit status of the command of `--run`, or 0. Returns `None` if
+/// a successor takes its place.
 fn serve_until_end(
     running: &Running,
     files: &mut ProcessFiles,
@@ -253,7 +293,7 @@ fn serve_until_end(
     events: &Events,
     control: &Path,
     open_files: Option<u64>,
-) -> Result<u8> {
+) -> Result<Option<u8>> {
     files.pidfile = args.pidfile.as_deref().map(Pidfile::write).transpose()?;
     supervisor::notify_ready(running.service.registry.all().len());
     if args.run.is_some() || client.is_some() {
@@ -263,7 +303,8 @@ fn serve_until_end(
         }
     }
     if let Some(command) = &args.run {
-        return events::run_to_exit(events, run_command(command, open_files, &running.service, control));
+        return events::run_to_exit(events, run_command(command, open_files, &running.service, control))
+            .map(Some);
     }
     match client {
         Some(client) => client.serve(&running.service, events.sender())?,
@@ -280,7 +321,7 @@ fn serve_until_end(
         }
         is_reload
     };
-    events::wait_for_end_request(events, &on_hangup).map(|()| 0)
+    Ok((!events::wait_for_end_request(events, &on_hangup)?).then_some(0))
 }
 
 fn exit_at_once(status: i32) -> ! {

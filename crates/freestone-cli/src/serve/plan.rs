@@ -1,5 +1,6 @@
 //! The settings of `serve`: combines and checks the command line and the configuration file.
 
+use std::mem;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail};
@@ -12,24 +13,33 @@ use freestone_server::recovery::{HolderChoice, ServiceManager};
 use freestone_server::settings::access::ServerAccess;
 use freestone_server::settings::tls::Tls;
 use freestone_server::settings::{allow, paths};
+use freestone_server::upgrade::{Handover, PassedSocket};
 use freestone_server::usage::Usage;
 use tempfile::TempDir;
 
 use super::supervisor::{self, Descriptors, ManagerStore};
 use super::{DEFAULT_DEVICE, ServeArgs};
 
-/// Combines the command line and the configuration file that it names. Also returns the temporary directory of the
+/// Combines the command line and the configuration file that it names. A successor uses the
+/// addresses and devices of its predecessor (`inherited`). Also returns the temporary directory of the
 /// sockets, to be removed at the end.
 ///
 /// # Errors
 /// Fails if a setting is invalid, or if the directory of the sockets cannot be created.
-pub(super) fn plan(args: &ServeArgs) -> Result<(Plan, Option<TempDir>)> {
+pub(super) fn plan(args: &ServeArgs, mut inherited: Option<Handover>) -> Result<(Plan, Option<TempDir>)> {
     let file = args.config.as_deref().map(declared::read).transpose()?;
     let mut devices = devices(args, file.as_ref())?;
     if args.ublk || file.as_ref().is_some_and(|file| file.ublk) {
         declared::as_block_devices(&mut devices);
     }
-    let state = args.state.settings(file.as_ref(), &devices)?;
+    let mut state = args.state.settings(file.as_ref(), &devices)?;
+    if inherited.is_some() {
+        // The state has the devices as they are, with all changes since the start.
+        devices.clear();
+        if let Some(state) = &mut state {
+            (state.apply, state.has_file) = (false, false);
+        }
+    }
     let metrics = args.metrics.resolve(file.as_ref())?;
     let page = args.page.resolve(file.as_ref())?;
     let source = file.as_ref().zip(args.config.as_deref());
@@ -76,8 +86,21 @@ pub(super) fn plan(args: &ServeArgs) -> Result<(Plan, Option<TempDir>)> {
     };
     let mut private = None;
     // With --single, the socket of the service manager is the connection of the client.
-    let Descriptors { sockets, stored } =
-        if args.single { Descriptors::default() } else { supervisor::take_descriptors()? };
+    let Descriptors { sockets, stored } = match &mut inherited {
+        Some(inherited) => {
+            let taken = take_sockets(inherited);
+            let own = inherited
+                .addresses
+                .iter()
+                .filter(|(_, by_manager)| !by_manager)
+                .map(|(text, _)| text.clone());
+            addresses = parse_addresses(&own.collect::<Vec<_>>(), None, "--nbd")?;
+            control = inherited.control.as_ref().map(PassedSocket::path).or(control);
+            taken
+        }
+        None if args.single => Descriptors::default(),
+        None => supervisor::take_descriptors()?,
+    };
     if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none()) {
         let dir = if args.run.is_some() {
             private.insert(paths::private_dir()?).path().to_path_buf()
@@ -151,8 +174,27 @@ pub(super) fn plan(args: &ServeArgs) -> Result<(Plan, Option<TempDir>)> {
         holder,
         metrics,
         page,
+        inherited,
     };
     Ok((plan, private))
+}
+
+/// Takes the sockets that the service manager has created, and the files that it stores, out of `inherited`.
+fn take_sockets(inherited: &mut Handover) -> Descriptors {
+    let of_manager: Vec<_> = inherited
+        .addresses
+        .iter()
+        .filter(|(_, by_manager)| *by_manager)
+        .map(|(text, _)| text.clone())
+        .collect();
+    let (sockets, listeners) = mem::take(&mut inherited.listeners)
+        .into_iter()
+        .partition(|passed: &PassedSocket| of_manager.contains(&passed.name));
+    inherited.listeners = listeners;
+    let sockets = sockets.into_iter().map(|passed: PassedSocket| passed.socket).collect();
+    let stored =
+        mem::take(&mut inherited.stored).into_iter().map(|passed| (passed.name, passed.socket)).collect();
+    Descriptors { sockets, stored }
 }
 
 fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<DeclaredDevice>> {

@@ -59,3 +59,4 @@ pub use self::recompress::options::{RecompressError, RecompressKind, RecompressO
 pub use self::requests::extents::OverBaseView;
 pub use self::spilling::writeback::{BackingStat, BdStat, Writeback};
 pub use self::waiting::full_policy::FullPolicy;
+pub use crate::pool::redo::LAYOUT as FAMILY_LAYOUT;

@@ -1,9 +1,10 @@
 //! Unpublishing of devices, and the end of all exports.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use freestone_control::protocol::RpcError;
-use freestone_nbd::Address;
+use freestone_nbd::{Address, Passed};
 use freestone_spec::kinds::Entry;
 use tracing::warn;
 
@@ -119,17 +120,32 @@ impl Exports {
         self.end_all(grace, StandaloneExport::begin_to_leave);
     }
 
+    /// Ends all exports like [`leave`](Self::leave), and returns the listening sockets and connections of the NBD
+    /// server for the successor.
+    pub fn pass_on(&self, grace: Duration) -> Passed {
+        let local = self.begin_to_end_local(StandaloneExport::begin_to_leave);
+        let end = Instant::now() + grace;
+        let passed = self.nbd.pass_on(grace);
+        end_all(&local, end.saturating_duration_since(Instant::now()));
+        passed
+    }
+
     fn end_all(&self, grace: Duration, begin: fn(&StandaloneExport)) {
+        let local = self.begin_to_end_local(begin);
+        let end = Instant::now() + grace;
+        self.nbd.shutdown(grace);
+        end_all(&local, end.saturating_duration_since(Instant::now()));
+    }
+
+    /// Begins to end the exports of block devices and vhost-user, so that they end in parallel with NBD connections.
+    fn begin_to_end_local(&self, begin: fn(&StandaloneExport)) -> Vec<Arc<StandaloneExport>> {
         let records = |device: &mut DeviceExports| std::mem::take(&mut device.records);
         let records: Vec<_> = self.table().devices.values_mut().flat_map(records).collect();
         let live = records.into_iter().filter_map(|record| record.published.ok());
         let local: Vec<_> = live.filter_map(|live| live.standalone).collect();
-        // Begins here, so that local exports and NBD connections end in parallel.
         for export in &local {
             begin(export);
         }
-        let end = Instant::now() + grace;
-        self.nbd.shutdown(grace);
-        end_all(&local, end.saturating_duration_since(Instant::now()));
+        local
     }
 }

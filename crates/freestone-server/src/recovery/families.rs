@@ -4,6 +4,7 @@
 //! closed.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -93,6 +94,26 @@ impl RemoteFamilies {
             error!("the memory of the devices may remain in the process that holds it: {why}");
         }
         holder.leave();
+    }
+
+    /// Returns the files that the service manager stores, by name, for a successor in the same process: the manager passes
+    /// them only to a process that it starts.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn stored(&self) -> io::Result<Vec<(String, OwnedFd)>> {
+        let held = self.held.lock();
+        let mut stored = Vec::new();
+        for (id, family) in &held.families {
+            let (Some(family), Some(names)) = (family.upgrade(), held.holder.stored_names(*id)) else {
+                continue;
+            };
+            let files = family.files().map(in_order).unwrap_or_default();
+            for (name, file) in names.into_iter().zip(files) {
+                stored.push((name, file.try_clone_to_owned()?));
+            }
+        }
+        Ok(stored)
     }
 
     /// Connects again if the holder has ended, and has the files of removed families closed.

@@ -26,6 +26,10 @@ pub(super) trait Holder: Send {
     /// Has the files of a family closed.
     fn release(&mut self, id: Uuid) -> io::Result<()>;
 
+    /// Returns the names under which a family's files are stored, for a successor in the same process; `None` if it finds
+    /// them by itself.
+    fn stored_names(&self, id: Uuid) -> Option<Vec<String>>;
+
     /// Ends the connection.
     fn leave(&mut self);
 }

@@ -122,6 +122,10 @@ impl Holder for ManagerHolder {
         Ok(())
     }
 
+    fn stored_names(&self, id: Uuid) -> Option<Vec<String>> {
+        Some(names(id))
+    }
+
     fn leave(&mut self) {}
 }
 

@@ -131,6 +131,11 @@ impl Holder for HolderProcess {
         self.request(Kind::Release(id), None)
     }
 
+    fn stored_names(&self, _id: Uuid) -> Option<Vec<String>> {
+        // The successor connects to the process at its socket.
+        None
+    }
+
     fn leave(&mut self) {
         // A process that holds nothing ends then.
         self.socket = None;

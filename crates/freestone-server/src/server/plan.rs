@@ -18,6 +18,7 @@ use crate::recovery::HolderChoice;
 use crate::settings::access::ServerAccess;
 use crate::settings::paths;
 use crate::settings::tls::Tls;
+use crate::upgrade::Handover;
 use crate::usage::Usage;
 
 /// Settings of a server, checked as far as possible without opening devices and addresses.
@@ -46,6 +47,8 @@ pub struct Plan {
     pub metrics: Option<MetricsConfig>,
     /// Address of the web page, or `None` without one.
     pub page: Option<SocketAddr>,
+    /// Sockets and descriptors of the predecessor, if this program is a successor.
+    pub inherited: Option<Handover>,
 }
 
 /// Adds the devices with these specifications. Relative paths start at the working directory.

@@ -1,6 +1,9 @@
 //! A running server: the order of its start and of its end.
 
+mod succession;
+
 use std::collections::HashSet;
+use std::mem;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,10 +17,11 @@ use freestone_control::server::ControlServer;
 use freestone_control::socket::{PrivateSocket, SocketPath};
 use freestone_core::work_queue::OwnedQueue;
 use freestone_nbd::{Access, Address};
-use freestone_spec::kinds::Entry;
+use freestone_spec::kinds::{Entry, WaitBypass};
 use freestone_state::State;
 use tracing::warn;
 
+use self::succession::{Inherited, control_socket};
 use super::plan::Plan;
 use crate::declared::DeclaredDevice;
 use crate::devices::shutdown::{self, Closing};
@@ -71,6 +75,10 @@ pub struct Running {
     http: Vec<HttpServer>,
     /// Paths of the Unix sockets at the server's NBD addresses, removed when dropped.
     sockets: Vec<SocketPath>,
+    /// Addresses whose sockets the service manager has created.
+    sockets_of_manager: Vec<Address>,
+    /// Number of connections of the predecessor that continue.
+    pub adopted_connections: usize,
     report_step: ReportStep,
 }
 
@@ -97,7 +105,8 @@ impl Running {
 
     fn start_service(plan: Plan, service: &Arc<Service>, report_step: ReportStep) -> Result<Self> {
         let Plan { devices, addresses, sockets, control, access, ublk, state: asked, .. } = plan;
-        let Plan { metrics, page, control_read_only, allow, holder, .. } = plan;
+        let Plan { metrics, page, control_read_only, allow, holder, inherited, .. } = plan;
+        let mut inherited = Inherited::new(service, inherited);
         let (control_access, read_only_access) = (access.control.resolved, access.control_read_only.resolved);
         service.exports.tls.begin(&service.exports.nbd)?;
         if let Some(asked) = asked.as_ref().filter(|asked| asked.recoverable) {
@@ -105,11 +114,15 @@ impl Running {
         }
         if let Some(control) = &control {
             // The control socket is cleared first, because that fails if another server is running.
-            PrivateSocket::clear(control)?;
+            if inherited.control.is_none() {
+                PrivateSocket::clear(control)?;
+            }
             let _ = service.control.set(control.clone());
         }
         if let Some(control) = &control_read_only {
-            PrivateSocket::clear(control)?;
+            if inherited.control_read_only.is_none() {
+                PrivateSocket::clear(control)?;
+            }
             let _ = service.control_read_only.set(control.clone());
         }
         service.as_block_devices.store(ublk, Ordering::SeqCst);
@@ -123,6 +136,8 @@ impl Running {
             controls: Vec::new(),
             http: Vec::new(),
             sockets: Vec::new(),
+            sockets_of_manager: Vec::new(),
+            adopted_connections: 0,
             report_step,
         };
         let known = asked.as_ref().map(|asked| start::open(service, asked, &devices)).transpose()?;
@@ -163,7 +178,7 @@ impl Running {
             }
         }
         for socket in sockets {
-            service.exports.adopt_server_socket(socket)?;
+            running.sockets_of_manager.push(service.exports.adopt_server_socket(socket)?);
         }
         if let Some(MetricsConfig { at, forks }) = metrics {
             let server = HttpServer::start(at, MetricsSite::new(service, forks))?;
@@ -186,7 +201,18 @@ impl Running {
         } else {
             start::publish_new(service, &created)?;
         }
-        running.publish(&created, of_state, changes.zip(asked), &control_access, &read_only_access)?;
+        let connections = mem::take(&mut inherited.connections);
+        running.publish(
+            &created,
+            of_state,
+            changes.zip(asked),
+            &control_access,
+            &read_only_access,
+            inherited,
+        )?;
+        // Nothing that follows can fail: the predecessor could not continue the connections.
+        running.adopt_connections(connections);
+        service.exports.nbd.close_unused_listeners();
         if let Some(pending) = pending {
             pending.begin(service);
         }
@@ -201,6 +227,7 @@ impl Running {
         changes: Option<(Vec<DeclaredDevice>, StateSettings)>,
         control_access: &Access,
         read_only_access: &Access,
+        inherited: Inherited,
     ) -> Result<()> {
         let service = &self.service;
         if of_state {
@@ -212,13 +239,13 @@ impl Running {
         }
         log_leftover_files(service);
         if let Some(control) = service.control_read_only.get() {
-            let socket = PrivateSocket::bind(control, read_only_access)?;
+            let socket = control_socket(inherited.control_read_only, control, read_only_access)?;
             let answers = Arc::new(ReadOnly(Arc::clone(service)));
             self.controls.push(Arc::new(ControlServer::start_read_only(socket, answers)?));
         }
         // The control socket is opened last, because its existence means that the server is ready.
         if let Some(control) = service.control.get() {
-            let socket = PrivateSocket::bind(control, control_access)?;
+            let socket = control_socket(inherited.control, control, control_access)?;
             self.controls.push(Arc::new(ControlServer::start(socket, Arc::clone(service) as _)?));
         }
         Ok(())
@@ -227,20 +254,7 @@ impl Running {
     /// Begins the shutdown: refuses new work. Returns a function that ends exports and verbs, and saves and flushes the
     /// devices; it may block. With `frees_memory`, the memory of the devices is no longer held for the next server.
     fn begin_end(&mut self, frees_memory: bool) -> impl FnOnce() -> FlushResult + Send + 'static + use<> {
-        self.is_in_use = false;
-        self.service.jobs.end_all();
-        self.service.registry.parallel_open.abandon();
-        for entry in self.service.registry.all() {
-            // Requests held by a fault rule keep devices alive, which are flushed when they are dropped.
-            if let Some(faults) = &entry.layers.faults {
-                faults.close();
-            }
-        }
-        let all = self.service.registry.all();
-        let no_waiting: Vec<_> =
-            all.iter().flat_map(|entry| self.service.exports.bypass_waiting(entry)).collect();
-        drop(all);
-        self.service.records.close();
+        let no_waiting = self.refuse_new_work();
         let (service, controls) = (Arc::clone(&self.service), self.controls.clone());
         let report_step = Arc::clone(&self.report_step);
         move || {
@@ -271,6 +285,26 @@ impl Running {
             drop((service, no_waiting));
             FlushResult { failed, end }
         }
+    }
+
+    /// Refuses new jobs and changes, and lets requests that wait for limits or fault rules continue, until the result is
+    /// dropped.
+    fn refuse_new_work(&mut self) -> Vec<WaitBypass> {
+        self.is_in_use = false;
+        self.service.jobs.end_all();
+        self.service.registry.parallel_open.abandon();
+        for entry in self.service.registry.all() {
+            // Requests held by a fault rule keep devices alive, which are flushed when they are dropped.
+            if let Some(faults) = &entry.layers.faults {
+                faults.close();
+            }
+        }
+        let all = self.service.registry.all();
+        let no_waiting: Vec<_> =
+            all.iter().flat_map(|entry| self.service.exports.bypass_waiting(entry)).collect();
+        drop(all);
+        self.service.records.close();
+        no_waiting
     }
 
     /// Shuts the server down on the given thread, and calls `ended` when that is done. Returns a channel for

@@ -140,7 +140,7 @@ struct VerbEntry {
     run: Run,
 }
 
-const VERBS: [VerbEntry; 36] = [
+const VERBS: [VerbEntry; 38] = [
     entry::<status::list::List>(),
     entry::<status::stat::Stat>(),
     entry::<status::top::Top>(),
@@ -177,6 +177,8 @@ const VERBS: [VerbEntry; 36] = [
     entry::<devices::dump::Dump>(),
     entry::<devices::apply::Apply>(),
     entry::<jobs::shutdown::Shutdown>(),
+    entry::<jobs::upgrade::Upgrade>(),
+    entry::<jobs::upgrade::Outcome>(),
 ];
 
 const fn entry<V: Verb>() -> VerbEntry {

@@ -8,6 +8,7 @@ mod machines;
 mod random;
 mod recovery;
 mod unkept_devices;
+mod upgrade;
 
 use crate::harness::prelude::*;
 

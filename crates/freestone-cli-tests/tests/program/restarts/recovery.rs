@@ -388,6 +388,15 @@ fn service_manager_holds_devices_of_a_killed_server() {
     let server = manager.serve(server.kill(), &["--recoverable"]);
     qemu_io(&uri(&server, "disk"), &["read -P 1 0 1M"]);
     assert_eq!(row(&server, "disk")["adopted"], true);
+    // The manager passes no descriptors to the next program, and stores those of new devices.
+    thread::scope(|scope| {
+        scope.spawn(|| manager.handle_until(|text| text.contains("READY=1")));
+        server.text(&["upgrade"]);
+    });
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 1M", "write -P 2 0 1M"]);
+    assert_eq!(manager.stored.len(), 4);
+    let server = manager.serve(server.kill(), &["--recoverable"]);
+    qemu_io(&uri(&server, "disk"), &["read -P 2 0 1M"]);
     // Without the option, the content would be lost.
     let dir = server.kill();
     let names: Vec<_> = manager.stored.iter().map(|(name, _)| name.clone()).collect();

@@ -59,6 +59,11 @@ impl Origin {
         self.0.0.noted_merge_id().is_some() || self.merging().is_some_and(|snap| !snap.merge.is_finished())
     }
 
+    /// Returns true if the origin records its content version when it is closed. All data must be durable before.
+    pub fn records_close(&self) -> bool {
+        self.0.0.content_version.content().is_some()
+    }
+
     /// Records that the device under the origin was changed directly while the origin had no
     /// snapshots. Exception stores opened later have missed this change.
     pub fn mark_changed(&self) {

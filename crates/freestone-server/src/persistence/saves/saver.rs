@@ -76,13 +76,18 @@ impl Saves {
         })
     }
 
+    /// Lets the threads end soon, without a further save.
+    pub fn begin_stop(&self) {
+        {
+            let _asleep = self.bell.0.lock();
+            self.stops.store(true, Ordering::SeqCst);
+        }
+        self.bell.1.notify_all();
+    }
+
     fn end_now(service: &Service, timeout: Duration) -> usize {
         let saves = &service.saves;
-        {
-            let _asleep = saves.bell.0.lock();
-            saves.stops.store(true, Ordering::SeqCst);
-        }
-        saves.bell.1.notify_all();
+        saves.begin_stop();
         let threads = std::mem::take(&mut *saves.threads.lock());
         for thread in threads {
             // A thread that panicked has logged the panic.

@@ -4,3 +4,4 @@ pub mod cancel;
 #[expect(clippy::module_inception, reason = "the verb `jobs`")]
 pub mod jobs;
 pub mod shutdown;
+pub mod upgrade;

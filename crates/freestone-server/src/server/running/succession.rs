@@ -1,0 +1,152 @@
+//! An upgrade, seen from both programs: the end of a server for its successor, and the start of the successor.
+
+use std::mem;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Result;
+use freestone::cow;
+use freestone_control::socket::PrivateSocket;
+use freestone_nbd::{Access, Address, PassedConnection};
+use freestone_spec::kinds::Entry;
+use freestone_spec::path_text;
+use tracing::{error, warn};
+
+use super::{JOBS_GRACE, Running, SHUTDOWN_GRACE};
+use crate::devices::shutdown::{self, Closing};
+use crate::service::Service;
+use crate::settings::paths::{address_text, parse_address};
+use crate::startup::adoption;
+use crate::upgrade::{Handover, PassedSocket};
+
+impl Running {
+    /// Ends the server for a successor in the same process. Requests in flight are answered, devices are closed, and the
+    /// memory of recoverable devices stays. Problems are logged: the successor is executed in any case.
+    pub fn pass_on(mut self) -> Handover {
+        // Most data is written while clients still work, so that they wait for less.
+        let _ = shutdown::flush(&self.service.registry.all(), Instant::now() + shutdown::FLUSH_MAX);
+        let mut handover = Handover {
+            count: self.service.upgrades.last().0 + 1,
+            paused_at: Handover::now(),
+            ..Handover::default()
+        };
+        let no_waiting = self.refuse_new_work();
+        // The successor saves the content that it adopts.
+        self.service.saves.begin_stop();
+        let by_manager = self.sockets_of_manager.clone();
+        handover.addresses = self
+            .service
+            .exports
+            .server_addresses()
+            .iter()
+            .map(|address| (address_text(address), by_manager.contains(address)))
+            .collect();
+        let passed = self.service.exports.pass_on(SHUTDOWN_GRACE);
+        for (address, sockets) in passed.listeners {
+            let name = address_text(&address);
+            handover
+                .listeners
+                .extend(sockets.into_iter().map(|socket| PassedSocket { name: name.clone(), socket }));
+        }
+        handover.connections = passed.connections.into_iter().map(Into::into).collect();
+        for control in &self.controls {
+            let name = path_text::text(control.path());
+            match control.pass_on() {
+                Ok(socket) if self.service.control.get().is_some_and(|path| path == control.path()) => {
+                    handover.control = Some(PassedSocket { name, socket });
+                }
+                Ok(socket) => handover.control_read_only = Some(PassedSocket { name, socket }),
+                Err(why) => warn!("{name}: clients have to connect again: {why}"),
+            }
+        }
+        self.service.jobs.wait_ended(JOBS_GRACE);
+        let end = Instant::now() + shutdown::FLUSH_MAX;
+        // Failures are logged for each device.
+        let _ = shutdown::flush(&recorded(&self.service), end) + self.service.pending_removals.wait(end);
+        if let Some(holder) = self.service.recovery.get() {
+            adoption::leave(&self.service.registry.all());
+            match holder.stored() {
+                Ok(stored) => {
+                    let stored = stored.into_iter().map(|(name, socket)| PassedSocket { name, socket });
+                    handover.stored = stored.collect();
+                }
+                Err(why) => error!("the successor does not find the devices in memory: {why}"),
+            }
+        }
+        // The paths of sockets belong to the successor.
+        mem::forget(mem::take(&mut self.controls));
+        mem::forget(mem::take(&mut self.sockets));
+        let closing = Closing::of(&self.service.registry.all());
+        let state = self.service.records.shared_state();
+        drop((self, no_waiting));
+        closing.wait(end);
+        if let Some(state) = state {
+            state.release();
+        }
+        handover
+    }
+
+    /// Continues the connections of the predecessor.
+    pub(super) fn adopt_connections(&mut self, connections: Vec<PassedConnection>) {
+        for connection in connections {
+            let export = connection.state.export.clone();
+            match self.service.exports.nbd.adopt_connection(connection) {
+                Ok(()) => self.adopted_connections += 1,
+                Err(why) => warn!("{export}: a client has to connect again: {why}"),
+            }
+        }
+    }
+}
+
+/// Returns the devices whose data must be durable before the record that they are closed. The data of the others need not
+/// be: it is lost with the machine only, not with the program.
+fn recorded(service: &Service) -> Vec<Arc<Entry>> {
+    let is_recorded = |entry: &Arc<Entry>| {
+        let records_close = entry.cow_origin.as_ref().is_some_and(cow::Origin::records_close);
+        let is_cow_device = service.registry.exclusive_user(entry).is_some();
+        records_close || is_cow_device || entry.layers.power.is_some() || entry.layers.zones.is_some()
+    };
+    service.registry.all().into_iter().filter(is_recorded).collect()
+}
+
+/// Sockets of the predecessor that are not in use yet.
+#[derive(Default)]
+pub(super) struct Inherited {
+    pub control: Option<OwnedFd>,
+    pub control_read_only: Option<OwnedFd>,
+    pub connections: Vec<PassedConnection>,
+}
+
+impl Inherited {
+    /// Gives the listening sockets to the NBD server, which uses them where it is to listen.
+    pub fn new(service: &Service, handover: Option<Handover>) -> Self {
+        let Some(mut handover) = handover else { return Self::default() };
+        let connections = mem::take(&mut handover.connections).into_iter().map(Into::into).collect();
+        let mut listeners: Vec<(Address, Vec<OwnedFd>)> = Vec::new();
+        for PassedSocket { name, socket } in handover.listeners {
+            // An invalid address cannot be that of an export.
+            let Ok(address) = parse_address(&name, None) else { continue };
+            match listeners.iter_mut().find(|(known, _)| *known == address) {
+                Some((_, sockets)) => sockets.push(socket),
+                None => listeners.push((address, vec![socket])),
+            }
+        }
+        service.exports.nbd.inherit_listeners(listeners);
+        let [control, control_read_only] =
+            [handover.control, handover.control_read_only].map(|passed| passed.map(|passed| passed.socket));
+        Self { control, control_read_only, connections }
+    }
+}
+
+/// Returns the predecessor's socket, or else a new one at the path.
+pub(super) fn control_socket(
+    inherited: Option<OwnedFd>,
+    path: &std::path::Path,
+    access: &Access,
+) -> Result<PrivateSocket> {
+    match inherited {
+        Some(socket) => PrivateSocket::inherit(socket, path, access),
+        None => PrivateSocket::bind(path, access),
+    }
+}
