@@ -8,6 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
 
 thread_local! {
     static CALLER: RefCell<Caller> = const { RefCell::new(Caller { stream: None, tag: None }) };
@@ -45,6 +47,12 @@ impl Caller {
     /// Returns the caller of this thread's verb.
     pub fn current() -> Self {
         CALLER.with_borrow(Self::clone)
+    }
+
+    /// Returns true if the client runs as root or as the user of this process. Returns true without a client.
+    pub fn is_privileged(&self) -> bool {
+        let Some(stream) = &self.stream else { return true };
+        socket_peercred(stream).is_ok_and(|peer| peer.uid.is_root() || peer.uid == geteuid())
     }
 
     /// Returns true if nobody reads the response any more: the client closed its socket or ended. A

@@ -7,7 +7,7 @@ use crate::harness::prelude::*;
 
 /// All verbs that change something, each with parameters that are valid at the read-write control
 /// socket.
-const CHANGES: [(&str, &str); 29] = [
+const CHANGES: [(&str, &str); 30] = [
     ("set", r#"{"name":"r","attrs":{"mem_limit":"1M"}}"#),
     ("create", r#"{"device":"x=null,size=1M"}"#),
     ("fork", r#"{"base":"r","name":"x"}"#),
@@ -37,6 +37,7 @@ const CHANGES: [(&str, &str); 29] = [
     ("cancel", r#"{"name":"r"}"#),
     ("apply", r#"{"file":"/nowhere/x"}"#),
     ("shutdown", "{}"),
+    ("upgrade", "{}"),
 ];
 
 fn request(method: &str, params: &str) -> Vec<u8> {
@@ -59,7 +60,8 @@ fn read_only_socket_refuses_changing_verbs() {
             (&json!(-32000), &json!({"errno": "EPERM"})),
             "{method}"
         );
-        let why = "which is read-only: it answers list, stat, top, get, block-state, jobs, dump";
+        let why =
+            "which is read-only: it answers list, stat, top, get, block-state, jobs, dump, upgrade.outcome";
         assert_eq!(error["message"], format!("{method}: not at {}, {why}", looks.display()));
     }
     let answers = [
@@ -70,6 +72,7 @@ fn read_only_socket_refuses_changing_verbs() {
         ("block-state", r#"{"name":"r"}"#),
         ("jobs", "{}"),
         ("dump", "{}"),
+        ("upgrade.outcome", "{}"),
     ];
     for (method, params) in answers {
         let answer = ask(&stream, &request(method, params));

@@ -45,7 +45,7 @@ impl Guest {
         let shape = MachineConfig {
             queues: QUEUES as u16,
             slot_bytes: (REQUEST_BLOCKS * BLOCK) as u64,
-            // The second seed uses event indices, by which a lost notification silences later ones.
+            // Even seeds use event indices, by which a lost notification silences later ones.
             event_idx: seed.is_multiple_of(2),
             inflight: true,
             ..MachineConfig::default()

@@ -131,4 +131,12 @@ fn upgrade_names_what_it_would_lose() {
     drop(server.end());
     let server = Serve::start(&["disk=ram,disksize=1M"]);
     assert!(server.refused(1, &["upgrade"]).contains("it has no state directory"));
+    if rustix::process::geteuid().is_root() {
+        let dir = tempfile::tempdir().unwrap();
+        let server = serve(dir, &["disk=file,path=disk,size=1M", "--control-mode", "0666"]);
+        let control = server.path("control");
+        let mut other_user = unprivileged(server.dir.path());
+        let (_, _, why) = finish(other_user.args(["upgrade", "/bin/true", "--control"]).arg(control));
+        assert!(why.contains("only root and the user of the server may name a program"), "{why}");
+    }
 }

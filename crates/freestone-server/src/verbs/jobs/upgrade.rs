@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use freestone_control::caller::Caller;
 use freestone_control::protocol::RpcError;
 use freestone_spec::kinds::Entry;
 use freestone_spec::path_text;
@@ -61,6 +62,9 @@ impl Verb for Upgrade {
             }
         }
         let program = match params.program.as_deref().map(path_text::path) {
+            Some(_) if !Caller::current().is_privileged() => {
+                refuse!(EPERM, "upgrade: only root and the user of the server may name a program")
+            }
             Some(path) if path.is_absolute() => path,
             Some(path) => refuse!(EINVAL, "upgrade: {}: is not an absolute path", path.display()),
             None => {
