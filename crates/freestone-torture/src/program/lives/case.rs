@@ -50,6 +50,8 @@ pub enum Op {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum End {
     Killed,
+    /// The program takes its own place (`freestone upgrade`), and is killed when it has started.
+    Upgraded,
     /// SIGTERM: an orderly end.
     #[serde(rename = "Told")]
     Terminated,
@@ -85,7 +87,14 @@ impl Case {
                 ops.push(Op::KillHolder { after: rng.below(after + 1) });
             }
             let how = match rng.below(10) {
-                0..6 => End::Killed,
+                0..5 => End::Killed,
+                5 => {
+                    if recoverable {
+                        End::Upgraded
+                    } else {
+                        End::Killed
+                    }
+                }
                 6 => End::KilledTwice { micros: rng.below(KILLED_TWICE_MICROS) },
                 _ => End::Terminated,
             };

@@ -67,7 +67,7 @@ fn run_lives(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> 
             far.restart(world)?;
         }
         let server = start(world, dir, before.as_ref())?;
-        let must_load = matches!(end, Some((_, End::KilledTwice { .. }))) || rng.chance(50);
+        let must_load = matches!(end, Some((_, End::KilledTwice { .. } | End::Upgraded))) || rng.chance(50);
         let is_loaded = restart::is_loaded(world, must_load)?;
         run_life(world, &server, ops, end)?;
         if world.first_failure().is_some() {
@@ -120,7 +120,7 @@ fn start(world: &World, dir: &Path, before: Option<&Ending>) -> Result<Server, S
         restart::check_first_start(world)?;
         return Ok(server);
     };
-    let mut starts = 1;
+    let mut starts = 1 + u64::from(before.how == End::Upgraded);
     if let End::KilledTwice { micros } = before.how
         && before.is_loaded
     {
@@ -178,7 +178,13 @@ fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, E
                 let _no_kill_guard = world.no_kill.write().unwrap_or_else(PoisonError::into_inner);
                 world.set_server_ending(true);
                 world.note(format!("the server ends: {how:?}"));
+                if how == End::Upgraded {
+                    let words = ["upgrade", "--force"].map(String::from);
+                    let upgraded = control::ask_program(&world.program, &server.control, &words);
+                    upgraded.map_or_else(|why| world.fail(format!("upgrade: {why:?}")), drop);
+                }
                 let (signal, name) = match how {
+                    End::Upgraded => (Signal::KILL, "upgrade"),
                     End::Terminated => (Signal::TERM, "SIGTERM"),
                     End::Killed | End::KilledTwice { .. } => (Signal::KILL, "kill -9"),
                 };
@@ -210,7 +216,7 @@ fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, E
     }
     done?;
     match end {
-        Some((_, End::Killed | End::KilledTwice { .. })) => match server.wait(END_MAX) {
+        Some((_, End::Killed | End::KilledTwice { .. } | End::Upgraded)) => match server.wait(END_MAX) {
             Some(status) if server::was_killed(status) => Ok(()),
             status => Err(format!("killed, the server ended with {status:?}")),
         },
