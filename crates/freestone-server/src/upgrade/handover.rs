@@ -71,6 +71,8 @@ pub struct Connection {
     #[serde(with = "descriptor")]
     socket: OwnedFd,
     state: ConnectionState,
+    /// [Key](freestone_spec::kinds::Identity::key) of the content of the device.
+    content: u64,
 }
 
 /// Server for a successor in the same process, after [`pass_on`](crate::running::Running::pass_on).
@@ -102,15 +104,16 @@ pub struct Handover {
     pub connections: Vec<Connection>,
 }
 
-impl From<PassedConnection> for Connection {
-    fn from(PassedConnection { socket, state }: PassedConnection) -> Self {
-        Self { socket, state }
+impl Connection {
+    /// Returns the connection to a device whose content has this key.
+    pub fn new(PassedConnection { socket, state }: PassedConnection, content: u64) -> Self {
+        Self { socket, state, content }
     }
-}
 
-impl From<Connection> for PassedConnection {
-    fn from(Connection { socket, state }: Connection) -> Self {
-        Self { socket, state }
+    /// Returns the connection and the key.
+    pub fn into_parts(self) -> (PassedConnection, u64) {
+        let Self { socket, state, content } = self;
+        (PassedConnection { socket, state }, content)
     }
 }
 
@@ -203,7 +206,7 @@ impl Handover {
         };
         let copy_connection = |connection: &Connection| {
             let state = connection.state.clone();
-            Ok(Connection { socket: connection.socket.try_clone()?, state })
+            Ok(Connection { socket: connection.socket.try_clone()?, state, content: connection.content })
         };
         let all = |list: &[PassedSocket]| list.iter().map(copy).collect::<io::Result<Vec<_>>>();
         let one = |passed: &Option<PassedSocket>| passed.as_ref().map(copy).transpose();

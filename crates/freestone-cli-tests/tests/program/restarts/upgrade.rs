@@ -123,10 +123,14 @@ fn program_that_cannot_start_leaves_the_former_one() {
 
 #[test]
 fn upgrade_names_what_it_would_lose() {
-    let server = serve(image(8 << 20), &[GOLDEN, "disk=ram,disksize=16M"]);
+    let server =
+        serve(image(8 << 20), &[GOLDEN, "disk=ram,disksize=16M", "lost=ram,disksize=1M,on_data_loss=empty"]);
     let why = server.refused(1, &["upgrade"]);
-    assert!(why.contains("disk: the content would be lost") && why.contains("--force"), "{why}");
+    assert!(why.contains("disk, lost: the content would be lost") && why.contains("--force"), "{why}");
+    // A client that stayed connected would find another disk.
+    let [mut kept, mut lost] = ["golden", "lost"].map(|name| Raw::connect(&server, name));
     server.text(&["upgrade", "--force"]);
+    assert_eq!((kept.try_flush(), lost.try_flush()), (Ok(0), Err(Ended)));
     assert_eq!(row(&server, "disk")["withheld"], true);
     drop(server.end());
     let server = Serve::start(&["disk=ram,disksize=1M"]);

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::Result;
 use freestone::cow;
 use freestone_control::socket::PrivateSocket;
-use freestone_nbd::{Access, Address, PassedConnection};
+use freestone_nbd::{Access, Address};
 use freestone_spec::kinds::Entry;
 use freestone_spec::path_text;
 use tracing::{error, warn};
@@ -18,7 +18,7 @@ use crate::devices::shutdown::{self, Closing};
 use crate::service::Service;
 use crate::settings::paths::{address_text, parse_address};
 use crate::startup::adoption;
-use crate::upgrade::{Handover, PassedSocket};
+use crate::upgrade::{Connection, Handover, PassedSocket};
 
 impl Running {
     /// Ends the server for a successor in the same process. Requests in flight are answered, devices are closed, and the
@@ -49,7 +49,11 @@ impl Running {
                 .listeners
                 .extend(sockets.into_iter().map(|socket| PassedSocket { name: name.clone(), socket }));
         }
-        handover.connections = passed.connections.into_iter().map(Into::into).collect();
+        for connection in passed.connections {
+            if let Some(entry) = self.service.registry.find(&connection.state.export) {
+                handover.connections.push(Connection::new(connection, entry.identity.key()));
+            }
+        }
         for control in &self.controls {
             let name = path_text::text(control.path());
             match control.pass_on() {
@@ -87,10 +91,16 @@ impl Running {
         handover
     }
 
-    /// Continues the connections of the predecessor.
-    pub(super) fn adopt_connections(&mut self, connections: Vec<PassedConnection>) {
-        for connection in connections {
+    /// Continues the connections of the predecessor. A client of a device that has lost content must notice that, so its
+    /// connection is closed.
+    pub(super) fn adopt_connections(&mut self, connections: Vec<Connection>) {
+        for (connection, content) in connections.into_iter().map(Connection::into_parts) {
             let export = connection.state.export.clone();
+            let entry = self.service.registry.find(&export);
+            if entry.is_none_or(|entry| entry.identity.key() != content) {
+                warn!("{export}: a client has to connect again, because the device has lost content");
+                continue;
+            }
             match self.service.exports.nbd.adopt_connection(connection) {
                 Ok(()) => self.adopted_connections += 1,
                 Err(why) => warn!("{export}: a client has to connect again: {why}"),
@@ -115,14 +125,14 @@ fn recorded(service: &Service) -> Vec<Arc<Entry>> {
 pub(super) struct Inherited {
     pub control: Option<OwnedFd>,
     pub control_read_only: Option<OwnedFd>,
-    pub connections: Vec<PassedConnection>,
+    pub connections: Vec<Connection>,
 }
 
 impl Inherited {
     /// Gives the listening sockets to the NBD server, which uses them where it is to listen.
     pub fn new(service: &Service, handover: Option<Handover>) -> Self {
         let Some(mut handover) = handover else { return Self::default() };
-        let connections = mem::take(&mut handover.connections).into_iter().map(Into::into).collect();
+        let connections = mem::take(&mut handover.connections);
         let mut listeners: Vec<(Address, Vec<OwnedFd>)> = Vec::new();
         for PassedSocket { name, socket } in handover.listeners {
             // An invalid address cannot be that of an export.
