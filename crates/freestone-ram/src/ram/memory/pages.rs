@@ -129,8 +129,8 @@ impl Pages {
             pool,
             redo,
             codecs,
-            groups: groups.map_or_else(OnceLock::new, OnceLock::from),
-            shared: shared.map_or_else(OnceLock::new, OnceLock::from),
+            groups: cell_of(groups),
+            shared: cell_of(shared),
             ages: Ages::default(),
             store,
             keeper,
@@ -345,4 +345,14 @@ impl pool::Owners for Pages {
             }
         }
     }
+}
+
+/// Returns a cell with the value, if there is one. The cell of simulations has no conversion.
+fn cell_of<T>(value: Option<T>) -> OnceLock<T> {
+    let cell = OnceLock::new();
+    if let Some(value) = value {
+        // The cell is empty, so `set` does not fail.
+        let _ = cell.set(value);
+    }
+    cell
 }
