@@ -238,7 +238,8 @@ fn serve_after(args: &ServeArgs, inherited: &mut Option<Handover>) -> Result<Exi
     // From here on, an error leads to a clean shutdown.
     let outcome = serve_until_end(&running, &mut files, args, client, &events, &control, open_files);
     if let (Ok(None), Some(program)) = (&outcome, next.take()) {
-        upgrade::notify();
+        // The successor reports that it is ready.
+        supervisor::notify_reloading();
         let mut handover = running.pass_on();
         handover.ends = events.has_end_request();
         return Err(upgrade::execute(&program, handover));

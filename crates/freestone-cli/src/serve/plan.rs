@@ -13,7 +13,7 @@ use freestone_server::recovery::{HolderChoice, ServiceManager};
 use freestone_server::settings::access::ServerAccess;
 use freestone_server::settings::tls::Tls;
 use freestone_server::settings::{allow, paths};
-use freestone_server::upgrade::{Handover, PassedSocket};
+use freestone_server::upgrade::{Handover, NamedDescriptor};
 use freestone_server::usage::Usage;
 use tempfile::TempDir;
 
@@ -95,7 +95,7 @@ pub(super) fn plan(args: &ServeArgs, mut inherited: Option<Handover>) -> Result<
                 .filter(|(_, by_manager)| !by_manager)
                 .map(|(text, _)| text.clone());
             addresses = parse_addresses(&own.collect::<Vec<_>>(), None, "--nbd")?;
-            control = inherited.control.as_ref().map(PassedSocket::path).or(control);
+            control = inherited.control.as_ref().map(NamedDescriptor::path).or(control);
             taken
         }
         None if args.single => Descriptors::default(),
@@ -189,11 +189,11 @@ fn take_sockets(inherited: &mut Handover) -> Descriptors {
         .collect();
     let (sockets, listeners) = mem::take(&mut inherited.listeners)
         .into_iter()
-        .partition(|passed: &PassedSocket| of_manager.contains(&passed.name));
+        .partition(|passed: &NamedDescriptor| of_manager.contains(&passed.name));
     inherited.listeners = listeners;
-    let sockets = sockets.into_iter().map(|passed: PassedSocket| passed.socket).collect();
+    let sockets = sockets.into_iter().map(|passed: NamedDescriptor| passed.descriptor).collect();
     let stored =
-        mem::take(&mut inherited.stored).into_iter().map(|passed| (passed.name, passed.socket)).collect();
+        mem::take(&mut inherited.stored).into_iter().map(|passed| (passed.name, passed.descriptor)).collect();
     Descriptors { sockets, stored }
 }
 

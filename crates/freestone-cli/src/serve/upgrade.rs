@@ -15,18 +15,18 @@ use anyhow::{Context as _, Result};
 use freestone_control::protocol::RpcError;
 use freestone_core::sync::Mutex;
 use freestone_server::service::Service;
-use freestone_server::upgrade::{Handover, PassedSocket, UpgradeOutcome, Versions};
+use freestone_server::upgrade::{Handover, NamedDescriptor, UpgradeOutcome, Versions};
 use freestone_spec::path_text;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, Signal, getpid, kill_process, pidfd_open};
 use tracing::{error, info};
 
 use super::events::Event;
-use super::supervisor::{self, VARIABLES};
+use super::supervisor::VARIABLES;
 use crate::{output, pidfd};
 
 /// Environment variable with the number of the descriptor of the [`Handover`].
-pub const VARIABLE: &str = "FREESTONE_HANDOVER";
+const VARIABLE: &str = "FREESTONE_HANDOVER";
 /// Line that a possible successor prints.
 const CAN_TAKE_OVER: &str = "freestone: can take over";
 /// Longest wait for the answer of a possible successor.
@@ -122,7 +122,8 @@ pub fn execute(program: &Path, mut handover: Handover) -> anyhow::Error {
     info!("{}: takes over", program.display());
     handover.arguments = arguments();
     let former = File::open("/proc/self/exe");
-    handover.former = former.ok().map(|file| PassedSocket { name: program_name(), socket: file.into() });
+    handover.former =
+        former.ok().map(|file| NamedDescriptor { name: program_name(), descriptor: file.into() });
     let why = execute_with(program, &handover);
     error!("{}: cannot be executed: {why:#}", program.display());
     handover.former = None;
@@ -136,7 +137,7 @@ pub fn execute_former(mut handover: Handover, why: anyhow::Error) -> anyhow::Err
     let Some(former) = handover.former.take() else { return why };
     error!("{why:#}; the former program continues");
     handover.error = Some(format!("{why:#}"));
-    let path = PathBuf::from(format!("/proc/self/fd/{}", former.socket.as_raw_fd()));
+    let path = PathBuf::from(format!("/proc/self/fd/{}", former.descriptor.as_raw_fd()));
     let failed = execute_with(&path, &handover);
     why.context(format!("{}: cannot be executed again: {failed:#}", former.name))
 }
@@ -208,9 +209,4 @@ pub fn complete(service: &Service, handover: &Handover, connections: usize) {
         // A process may always send a signal to itself.
         let _ = kill_process(getpid(), Signal::TERM);
     }
-}
-
-/// Reports to the service manager that the program is being replaced. The successor reports that it is ready.
-pub fn notify() {
-    supervisor::notify_reloading();
 }

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
@@ -70,7 +69,6 @@ pub fn ask(line: &Line, common: &Common) -> Result<()> {
         if Instant::now() > end {
             bail!(rpc_error!(ETIMEDOUT, "the upgrade has not ended; waited {timeout:?} for it"));
         }
-        thread::sleep(POLL_INTERVAL);
     }
 }
 

@@ -55,14 +55,15 @@ pub enum HandoverError {
     },
 }
 
-/// Socket or file with a name: the path of a socket, the address of a listening one, or the name of a family's file.
+/// Descriptor with a name: the path of a control socket or program, the address of a listening socket, or the name of a
+/// family's file.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct PassedSocket {
+pub struct NamedDescriptor {
     /// The name.
     pub name: String,
     /// The descriptor.
     #[serde(with = "descriptor")]
-    pub socket: OwnedFd,
+    pub descriptor: OwnedFd,
 }
 
 /// NBD connection.
@@ -85,21 +86,21 @@ pub struct Handover {
     /// Command line of the predecessor, also for its second execution if the successor cannot start.
     pub arguments: Vec<String>,
     /// The predecessor's program. `None` if the successor is the predecessor again.
-    pub former: Option<PassedSocket>,
+    pub former: Option<NamedDescriptor>,
     /// Error of the upgrade, if the successor is the predecessor again.
     pub error: Option<String>,
     /// True if the end of the server was requested during the upgrade, so that the successor ends at once.
     pub ends: bool,
     /// The control socket, by its path.
-    pub control: Option<PassedSocket>,
+    pub control: Option<NamedDescriptor>,
     /// The read-only control socket, by its path.
-    pub control_read_only: Option<PassedSocket>,
+    pub control_read_only: Option<NamedDescriptor>,
     /// The server's own addresses in their order, each with true if the service manager has created the socket.
     pub addresses: Vec<(String, bool)>,
     /// Listening NBD sockets, by address. A name with several IP addresses has several.
-    pub listeners: Vec<PassedSocket>,
+    pub listeners: Vec<NamedDescriptor>,
     /// Files of families in the store of the service manager, by name.
-    pub stored: Vec<PassedSocket>,
+    pub stored: Vec<NamedDescriptor>,
     /// NBD connections without TLS.
     pub connections: Vec<Connection>,
 }
@@ -201,15 +202,15 @@ impl Handover {
     /// # Errors
     /// No descriptor is left.
     pub fn try_clone(&self) -> io::Result<Self> {
-        let copy = |passed: &PassedSocket| {
-            Ok(PassedSocket { name: passed.name.clone(), socket: passed.socket.try_clone()? })
+        let copy = |passed: &NamedDescriptor| {
+            Ok(NamedDescriptor { name: passed.name.clone(), descriptor: passed.descriptor.try_clone()? })
         };
         let copy_connection = |connection: &Connection| {
             let state = connection.state.clone();
             Ok(Connection { socket: connection.socket.try_clone()?, state, content: connection.content })
         };
-        let all = |list: &[PassedSocket]| list.iter().map(copy).collect::<io::Result<Vec<_>>>();
-        let one = |passed: &Option<PassedSocket>| passed.as_ref().map(copy).transpose();
+        let all = |list: &[NamedDescriptor]| list.iter().map(copy).collect::<io::Result<Vec<_>>>();
+        let one = |passed: &Option<NamedDescriptor>| passed.as_ref().map(copy).transpose();
         Ok(Self {
             count: self.count,
             paused_at: self.paused_at,
@@ -229,7 +230,7 @@ impl Handover {
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let Self { former, control, control_read_only, listeners, stored, connections, .. } = self;
         let single = [former, control, control_read_only].into_iter().flatten();
-        let named = single.chain(listeners).chain(stored).map(|passed| passed.socket.as_fd());
+        let named = single.chain(listeners).chain(stored).map(|passed| passed.descriptor.as_fd());
         named.chain(connections.iter().map(|connection| connection.socket.as_fd()))
     }
 }
@@ -248,7 +249,7 @@ fn read(number: RawFd) -> Result<Vec<u8>, HandoverError> {
     Ok(text)
 }
 
-impl PassedSocket {
+impl NamedDescriptor {
     /// Returns the name as the path of a socket.
     pub fn path(&self) -> PathBuf {
         path_text::path(&self.name)

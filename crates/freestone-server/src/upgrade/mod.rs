@@ -15,7 +15,7 @@ use freestone_control::protocol::RpcError;
 use freestone_core::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
-pub use self::handover::{Connection, Handover, HandoverError, PassedSocket, Versions};
+pub use self::handover::{Connection, Handover, HandoverError, NamedDescriptor, Versions};
 
 /// Function that begins an upgrade to the program at a path, after it has checked the program.
 pub type BeginUpgrade = dyn Fn(&Path) -> Result<(), RpcError> + Send + Sync;

@@ -18,7 +18,7 @@ use crate::devices::shutdown::{self, Closing};
 use crate::service::Service;
 use crate::settings::paths::{address_text, parse_address};
 use crate::startup::adoption;
-use crate::upgrade::{Connection, Handover, PassedSocket};
+use crate::upgrade::{Connection, Handover, NamedDescriptor};
 
 impl Running {
     /// Ends the server for a successor in the same process. Requests in flight are answered, devices are closed, and the
@@ -34,20 +34,19 @@ impl Running {
         let no_waiting = self.refuse_new_work();
         // The successor saves the content that it adopts.
         self.service.saves.begin_stop();
-        let by_manager = self.sockets_of_manager.clone();
         handover.addresses = self
             .service
             .exports
             .server_addresses()
             .iter()
-            .map(|address| (address_text(address), by_manager.contains(address)))
+            .map(|address| (address_text(address), self.sockets_of_manager.contains(address)))
             .collect();
         let passed = self.service.exports.pass_on(SHUTDOWN_GRACE);
         for (address, sockets) in passed.listeners {
             let name = address_text(&address);
-            handover
-                .listeners
-                .extend(sockets.into_iter().map(|socket| PassedSocket { name: name.clone(), socket }));
+            handover.listeners.extend(
+                sockets.into_iter().map(|descriptor| NamedDescriptor { name: name.clone(), descriptor }),
+            );
         }
         for connection in passed.connections {
             if let Some(entry) = self.service.registry.find(&connection.state.export) {
@@ -57,10 +56,10 @@ impl Running {
         for control in &self.controls {
             let name = path_text::text(control.path());
             match control.pass_on() {
-                Ok(socket) if self.service.control.get().is_some_and(|path| path == control.path()) => {
-                    handover.control = Some(PassedSocket { name, socket });
+                Ok(descriptor) if self.service.control.get().is_some_and(|path| path == control.path()) => {
+                    handover.control = Some(NamedDescriptor { name, descriptor });
                 }
-                Ok(socket) => handover.control_read_only = Some(PassedSocket { name, socket }),
+                Ok(descriptor) => handover.control_read_only = Some(NamedDescriptor { name, descriptor }),
                 Err(why) => warn!("{name}: clients have to connect again: {why}"),
             }
         }
@@ -72,7 +71,8 @@ impl Running {
             adoption::leave(&self.service.registry.all());
             match holder.stored() {
                 Ok(stored) => {
-                    let stored = stored.into_iter().map(|(name, socket)| PassedSocket { name, socket });
+                    let stored =
+                        stored.into_iter().map(|(name, descriptor)| NamedDescriptor { name, descriptor });
                     handover.stored = stored.collect();
                 }
                 Err(why) => error!("the successor does not find the devices in memory: {why}"),
@@ -101,10 +101,9 @@ impl Running {
                 warn!("{export}: a client has to connect again, because the device has lost content");
                 continue;
             }
-            match self.service.exports.nbd.adopt_connection(connection) {
-                Ok(()) => self.adopted_connections += 1,
-                Err(why) => warn!("{export}: a client has to connect again: {why}"),
-            }
+            // A refusal is logged there.
+            let adopted = self.service.exports.nbd.adopt_connection(connection);
+            self.adopted_connections += usize::from(adopted.is_ok());
         }
     }
 }
@@ -134,7 +133,7 @@ impl Inherited {
         let Some(mut handover) = handover else { return Self::default() };
         let connections = mem::take(&mut handover.connections);
         let mut listeners: Vec<(Address, Vec<OwnedFd>)> = Vec::new();
-        for PassedSocket { name, socket } in handover.listeners {
+        for NamedDescriptor { name, descriptor: socket } in handover.listeners {
             // An invalid address cannot be that of an export.
             let Ok(address) = parse_address(&name, None) else { continue };
             match listeners.iter_mut().find(|(known, _)| *known == address) {
@@ -143,8 +142,8 @@ impl Inherited {
             }
         }
         service.exports.nbd.inherit_listeners(listeners);
-        let [control, control_read_only] =
-            [handover.control, handover.control_read_only].map(|passed| passed.map(|passed| passed.socket));
+        let [control, control_read_only] = [handover.control, handover.control_read_only]
+            .map(|passed| passed.map(|passed| passed.descriptor));
         Self { control, control_read_only, connections }
     }
 }
